@@ -1,0 +1,69 @@
+"""The whole configuration of a run: one tree of dataclasses, checked before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nsa.checkpoint.config import CheckpointConfig
+from nsa.data.config import DataConfig
+from nsa.model.config import ModelConfig
+from nsa.monitor.config import MonitorConfig
+
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+
+@dataclass
+class TrainConfig:
+    """Optimisation: the numbers that DeepSpeed's JSON takes from the recipe as "auto"."""
+
+    steps: int = 50_000  # optimizer steps of the whole run; the schedule ends here
+    micro_batch: int = 1  # sequences a rank sees in one forward pass
+    accumulation: int = 2  # micro-batches per optimizer step
+    learning_rate: float = 2e-4  # peak of the cosine schedule
+    min_learning_rate: float = 2e-5  # where the cosine ends
+    warmup_steps: int = 2_000  # steps of linear warm-up; the first already moves
+    weight_decay: float = 0.01  # AdamW's, on matrices only
+    beta1: float = 0.9  # AdamW's
+    beta2: float = 0.95  # AdamW's
+    adam_eps: float = 1e-8  # AdamW's
+    clip: float = 1.0  # largest gradient norm; 0: no clipping
+    precision: str = "bf16"  # "bf16", "fp16" with loss scaling, or "fp32" for debugging
+    seed: int = 1337  # initial weights and the order of the data
+    eval_every: int = 500  # steps between two looks at the held-out split; 0: only at the end
+    eval_batches: int = 16  # micro-batches a rank evaluates each time
+
+    def validate(self) -> None:
+        """Raise a ValueError that names the first setting that cannot work."""
+        for name in ("steps", "micro_batch", "accumulation", "eval_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name} = {getattr(self, name)}: must be 1 or more")
+        for name in ("warmup_steps", "eval_every", "clip", "weight_decay", "min_learning_rate"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"train.{name} = {getattr(self, name)}: must be 0 or more")
+        if self.learning_rate <= 0:
+            raise ValueError(f"train.learning_rate = {self.learning_rate}: must be above 0")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"train.min_learning_rate = {self.min_learning_rate} is above "
+                f"train.learning_rate = {self.learning_rate}; lower it"
+            )
+        if self.precision not in PRECISIONS:
+            raise ValueError(
+                f"train.precision = {self.precision!r}: choose one of {', '.join(PRECISIONS)}"
+            )
+
+
+@dataclass
+class RunConfig:
+    """Everything that a run is made from, but for DeepSpeed's JSON."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def validate(self) -> None:
+        """Raise a ValueError that names the first setting that cannot work."""
+        for section in (self.model, self.data, self.train, self.monitor, self.checkpoint):
+            section.validate()

@@ -1,0 +1,69 @@
+"""The shape of the model. The defaults are M7C: 12 layers, width 768, 12 query and 2 KV heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nsa.spec import NSASpec
+
+ATTENTION_KINDS = ("nsa", "dense")
+COMPRESSORS = ("mean", "mlp")
+ACTIVATION_CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "selective")
+
+
+@dataclass
+class AttentionConfig:
+    """What kind of attention every layer has."""
+
+    kind: str = "nsa"  # "nsa", or "dense": plain causal attention, the twin to measure against
+    compressor: str = "mean"  # φ: "mean", or "mlp" with learned intra-block positions
+    compressor_hidden: int | None = None  # width of the mlp φ's hidden layer; None: head_dim
+    shared_kv: bool = False  # one key/value projection for all three branches
+    spec: NSASpec = field(default_factory=NSASpec)  # the sparse pattern
+    backend: str = "auto"  # who computes it: "auto", "triton", "blockwise" or "reference"
+
+
+@dataclass
+class ModelConfig:
+    """A Llama-like decoder: pre-norm RMSNorm, SwiGLU, RoPE, grouped queries, tied embedding."""
+
+    vocab_size: int = 50_304  # rows of the embedding, which is also the head
+    layers: int = 12  # transformer blocks
+    width: int = 768  # residual stream
+    heads: int = 12  # query heads
+    kv_heads: int = 2  # key/value heads; heads / kv_heads queries share one
+    head_dim: int = 64  # Dk: size of a query and a key
+    value_dim: int | None = None  # Dv: size of a value; None: head_dim
+    mlp_width: int = 2_368  # hidden width of SwiGLU; 125.7M parameters in all
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    norm_eps: float = 1e-5  # RMSNorm's epsilon
+    init_std: float = 0.02  # standard deviation of the initial weights
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    activation_checkpointing: str = "none"  # "none", "reentrant", "non_reentrant", "deepspeed", "selective"
+
+    def validate(self) -> None:
+        """Raise a ValueError that names the first setting that cannot work."""
+        for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"model.{name} = {value!r}: must be a whole number, 1 or more")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.heads = {self.heads} is not a multiple of model.kv_heads = "
+                f"{self.kv_heads}; every KV head must serve the same number of query heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"model.head_dim = {self.head_dim}: RoPE turns pairs; make it even")
+        if self.value_dim is not None and self.value_dim < 1:
+            raise ValueError(f"model.value_dim = {self.value_dim}: must be 1 or more, or null")
+        for name, value, allowed in (
+            ("attention.kind", self.attention.kind, ATTENTION_KINDS),
+            ("attention.compressor", self.attention.compressor, COMPRESSORS),
+            (
+                "activation_checkpointing",
+                self.activation_checkpointing,
+                ACTIVATION_CHECKPOINTING,
+            ),
+        ):
+            if value not in allowed:
+                raise ValueError(f"model.{name} = {value!r}: choose one of {', '.join(allowed)}")
