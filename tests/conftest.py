@@ -1,0 +1,34 @@
+"""What every test shares: the `full` and `gpu` markers, a fixed number of threads, free ports."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import ranks
+
+# Two threads whatever the machine: sums split the same way everywhere, and ranks leave room.
+torch.set_num_threads(2)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this call or this machine cannot run, and say why."""
+    reasons = {}
+    if not config.getoption("--full"):
+        reasons["full"] = "one of the full matrix: run with --full"
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "needs a CUDA device: torch.cuda.is_available() is False"
+    for item in items:
+        for marker, reason in reasons.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    return ranks.free_port()
