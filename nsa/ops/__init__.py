@@ -1,1 +1,183 @@
+"""The functions of Native Sparse Attention on tensors; see docs/nsa.md for the definitions.
 
+Sizes: q [B, T, Hq, Dk]; keys [B, T or N, Hkv, Dk]; values [..., Dv]; gates [B, T, Hq, 3] in the
+order compressed, selected, window. `scale` defaults to Dk^-0.5. `lse` is float32 (float64 for
+float64 inputs). With `cu_seqlens` int32 [documents + 1] the batch is 1 and each document stands
+alone.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nsa.ops.backend import choose, fallback_counts, reset_fallback_counts
+from nsa.ops.checks import (
+    check_compressed,
+    check_documents,
+    check_heads,
+    check_length,
+    check_pair,
+)
+from nsa.ops.documents import compressed_cu_seqlens
+from nsa.spec import NSASpec
+
+__all__ = [
+    "NSASpec",
+    "compressed_attention",
+    "compressed_cu_seqlens",
+    "fallback_counts",
+    "nsa_attention",
+    "reset_fallback_counts",
+    "select_blocks",
+    "selected_attention",
+    "window_attention",
+]
+
+
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    spec: NSASpec,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attend over the compressed keys that end at or before each query; returns (o, lse).
+
+    A query that no block is visible to gets o = 0 and lse = -inf.
+    """
+    check_heads(q, k_cmp=k_cmp, v_cmp=v_cmp)
+    check_pair(k_cmp, v_cmp, "_cmp")
+    check_documents(cu_seqlens, q.shape[0], q.shape[1])
+    check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
+    serve = choose(backend, "compressed_attention", q).compressed_attention
+    return serve(q, k_cmp, v_cmp, spec, scale=_scale(q, scale), cu_seqlens=cu_seqlens)
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    spec: NSASpec,
+    *,
+    seq_len: int | None = None,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Choose each query's blocks from the compressed softmax: int32 [B, T, Hkv, n].
+
+    `seq_len` is the document's length where q holds only its last positions (decoding). No
+    gradient passes through the choice.
+    """
+    check_heads(q, k_cmp=k_cmp)
+    check_documents(cu_seqlens, q.shape[0], q.shape[1])
+    length = q.shape[1] if seq_len is None else seq_len
+    if length < q.shape[1] or (cu_seqlens is not None and length != q.shape[1]):
+        raise ValueError(
+            f"seq_len = {seq_len} does not fit q's {q.shape[1]} positions; it is the whole "
+            "document's length, and with cu_seqlens it must be left out"
+        )
+    check_compressed(k_cmp, length, spec, cu_seqlens)
+    if lse.shape != q.shape[:3]:
+        raise ValueError(f"lse has shape {tuple(lse.shape)}; it must be {tuple(q.shape[:3])}")
+    serve = choose(backend, "select_blocks", q).select_blocks
+    return serve(
+        q.detach(),
+        k_cmp.detach(),
+        lse.detach(),
+        spec,
+        seq_len=length,
+        scale=_scale(q, scale),
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_index: Tensor,
+    spec: NSASpec,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend over the positions at or before each query inside its chosen blocks."""
+    check_heads(q, k=k, v=v)
+    check_pair(k, v, "")
+    check_length("k", k, q.shape[1], "q")
+    check_documents(cu_seqlens, q.shape[0], q.shape[1])
+    expected = (*q.shape[:2], k.shape[2], spec.select_top)
+    if block_index.shape != expected:
+        raise ValueError(
+            f"block_index has shape {tuple(block_index.shape)}; it must be {expected}: "
+            "[B, T, Hkv, select_top]"
+        )
+    serve = choose(backend, "selected_attention", q).selected_attention
+    return serve(q, k, v, block_index, spec, scale=_scale(q, scale), cu_seqlens=cu_seqlens)
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend over the last `window` positions, the query's own included."""
+    check_heads(q, k=k, v=v)
+    check_pair(k, v, "")
+    check_length("k", k, q.shape[1], "q")
+    check_documents(cu_seqlens, q.shape[0], q.shape[1])
+    if window < 1:
+        raise ValueError(f"window = {window}: a query sees at least itself; make it 1 or more")
+    serve = choose(backend, "window_attention", q).window_attention
+    return serve(q, k, v, window, scale=_scale(q, scale), cu_seqlens=cu_seqlens)
+
+
+def nsa_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    spec: NSASpec,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """All three branches, mixed by their gates: Σ gate_c · o_c."""
+    if gates.shape != (*q.shape[:3], 3):
+        raise ValueError(
+            f"gates has shape {tuple(gates.shape)}; it must be {(*q.shape[:3], 3)}: [B, T, Hq, 3]"
+        )
+    scale = _scale(q, scale)
+    o_cmp, lse = compressed_attention(
+        q, k_cmp, v_cmp, spec, scale=scale, cu_seqlens=cu_seqlens, backend=backend
+    )
+    block_index = select_blocks(
+        q, k_cmp, lse, spec, scale=scale, cu_seqlens=cu_seqlens, backend=backend
+    )
+    o_sel = selected_attention(
+        q, k_sel, v_sel, block_index, spec, scale=scale, cu_seqlens=cu_seqlens, backend=backend
+    )
+    o_win = window_attention(
+        q, k_win, v_win, spec.window, scale=scale, cu_seqlens=cu_seqlens, backend=backend
+    )
+    g_cmp, g_sel, g_win = (gate[..., None] for gate in gates.unbind(-1))
+    return g_cmp * o_cmp + g_sel * o_sel + g_win * o_win
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale

@@ -1,0 +1,52 @@
+"""Who serves a call: `auto` takes the fastest backend that can, and counts each one passed over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from nsa.ops import blockwise, reference, triton
+
+BACKENDS = ("auto", "triton", "blockwise", "reference")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+_fallbacks: Counter[tuple[str, str, str]] = Counter()
+
+
+def choose(backend: str, operation: str, q: Tensor) -> ModuleType:
+    """The module that computes `operation`; a backend asked for by name serves or raises."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
+    if q.dtype not in DTYPES:
+        raise ValueError(
+            f"{operation}: q has dtype {q.dtype}; attention takes "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
+        )
+    if backend == "reference":
+        return reference
+    if backend == "blockwise":
+        return blockwise
+    reason = _why_not_triton(q)
+    if backend == "triton":
+        raise ValueError(f"backend = 'triton' cannot serve {operation}: {reason}; use 'auto'")
+    _fallbacks[operation, "triton", reason] += 1
+    return blockwise
+
+
+def fallback_counts() -> dict[tuple[str, str, str], int]:
+    """How often `auto` passed a backend over, by (operation, backend, reason)."""
+    return dict(_fallbacks)
+
+
+def reset_fallback_counts() -> None:
+    """Start counting again."""
+    _fallbacks.clear()
+
+
+def _why_not_triton(q: Tensor) -> str:
+    if q.device.type != "cuda":
+        return f"tensors are on {q.device.type}, and it needs a CUDA device"
+    return triton.WHY_NOT

@@ -1,0 +1,75 @@
+"""Shapes that cannot be attended over are refused before any work, by the argument's name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.ops.documents import compressed_cu_seqlens
+from nsa.spec import NSASpec
+
+
+def check_heads(q: Tensor, **keys_or_values: Tensor) -> None:
+    """q and every key and value are [B, length, heads, size] of one dtype, heads dividing q's."""
+    for name, x in {"q": q, **keys_or_values}.items():
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [B, T, heads, size]")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device} and q is {q.dtype} on {q.device}; "
+                "give both the same dtype and device"
+            )
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} has batch {x.shape[0]} and q has {q.shape[0]}")
+        if name[0] == "k" and x.shape[3] != q.shape[3]:
+            raise ValueError(f"{name} has head size {x.shape[3]} and q has {q.shape[3]}")
+        if x.shape[2] == 0 or q.shape[2] % x.shape[2]:
+            raise ValueError(
+                f"{name} has {x.shape[2]} heads, which do not divide q's {q.shape[2]} query heads"
+            )
+
+
+def check_pair(k: Tensor, v: Tensor, name: str) -> None:
+    """A branch's keys and values belong together."""
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"k{name} is {tuple(k.shape)} and v{name} is {tuple(v.shape)}; "
+            "they may differ in the last size only"
+        )
+
+
+def check_length(name: str, x: Tensor, length: int, why: str) -> None:
+    """x has `length` entries along its second dimension."""
+    if x.shape[1] != length:
+        raise ValueError(f"{name} has length {x.shape[1]}; {why} asks for {length}")
+
+
+def check_documents(cu_seqlens: Tensor | None, batch: int, seq_len: int) -> None:
+    """cu_seqlens is int32 [documents + 1], ascending from 0 to T, with batch 1."""
+    if cu_seqlens is None:
+        return
+    if batch != 1:
+        raise ValueError(f"cu_seqlens packs documents into one row, but the batch is {batch}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype != torch.int32:
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; "
+            "it must be int32 [documents + 1]"
+        )
+    if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
+        return  # reading the values would break the graph or make the device wait
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0 or last != seq_len or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
+        raise ValueError(
+            f"cu_seqlens goes from {first} to {last}; it must ascend from 0 to T = {seq_len}"
+        )
+
+
+def check_compressed(k_cmp: Tensor, seq_len: int, spec: NSASpec, cu_seqlens: Tensor | None) -> None:
+    """There are as many compressed keys as the documents have blocks."""
+    if cu_seqlens is None:
+        expected = spec.compressed_len(seq_len)
+    elif cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        expected = int(compressed_cu_seqlens(cu_seqlens, spec)[-1])
+    else:
+        return
+    check_length("k_cmp", k_cmp, expected, f"block_len {spec.block_len} at T = {seq_len}")

@@ -1,0 +1,39 @@
+"""Packed documents: where each starts, and where its compressed keys start."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from nsa.spec import NSASpec
+
+
+def compressed_cu_seqlens(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
+    """Offsets of each document's compressed keys, int32 [documents + 1].
+
+    Block grids restart at a document's first token, so a document shorter than `block_len` has
+    no compressed key at all.
+    """
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    blocks = torch.div(lengths - spec.block_len, spec.block_stride, rounding_mode="floor") + 1
+    blocks = torch.where(lengths < spec.block_len, torch.zeros_like(blocks), blocks)
+    return torch.cat([blocks.new_zeros(1), blocks.cumsum(0)]).to(torch.int32)
+
+
+def document_slices(seq_len: int, cu_seqlens: Tensor | None) -> list[slice]:
+    """The positions of each document; one document where `cu_seqlens` is None."""
+    if cu_seqlens is None:
+        return [slice(0, seq_len)]
+    return [slice(start, stop) for start, stop in pairwise(cu_seqlens.tolist())]
+
+
+def compressed_slices(seq_len: int, cu_seqlens: Tensor | None, spec: NSASpec) -> list[slice]:
+    """The compressed keys of each document, in the order of `document_slices`."""
+    slices, start = [], 0
+    for document in document_slices(seq_len, cu_seqlens):
+        end = start + spec.compressed_len(document.stop - document.start)
+        slices.append(slice(start, end))
+        start = end
+    return slices
