@@ -1,0 +1,43 @@
+"""One transformer block, which is also one activation-checkpoint segment."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nsa.model.attention import DenseAttention, NSAttention
+from nsa.model.config import ModelConfig
+from nsa.model.layout import Layout
+
+
+class SwiGLU(nn.Module):
+    """silu(gate) * up, projected back."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Pre-norm attention, then pre-norm SwiGLU, each added to the stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention: NSAttention | DenseAttention
+        if config.attention.kind == "nsa":
+            self.attention = NSAttention(config)
+        else:
+            self.attention = DenseAttention(config)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.mlp = SwiGLU(config.width, config.mlp_width)
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        """[B, T, width] to [B, T, width]."""
+        x = x + self.attention(self.attention_norm(x), layout)
+        return x + self.mlp(self.mlp_norm(x))

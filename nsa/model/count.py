@@ -1,0 +1,69 @@
+"""How many parameters a model has and how many floating-point operations a token costs."""
+
+from __future__ import annotations
+
+import torch
+
+from nsa.model.config import ModelConfig
+from nsa.spec import NSASpec
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """All parameters; the embedding, which is also the head, counts once. Allocates nothing."""
+    from nsa.model.language_model import LanguageModel
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in LanguageModel(config).parameters())
+
+
+def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool = False) -> float:
+    """Forward and backward operations a token, averaged over a document of `seq_len` tokens.
+
+    As executed by this model's attention; with `dense_equivalent` as its dense twin would execute.
+    A multiplication and an addition are two; a backward pass costs two forward passes. What
+    activation checkpointing recomputes is not counted, norms and softmax neither.
+    """
+    value_dim = config.value_dim or config.head_dim
+    kv_size = config.kv_heads * (config.head_dim + value_dim)
+    attention, mlp = config.attention, 3 * config.width * config.mlp_width
+    per_key = 2 * config.heads * (config.head_dim + value_dim)
+    products: float = config.heads * (config.head_dim + value_dim) * config.width  # q and o
+    choosing = 0.0  # no gradient passes through it: counted once
+    if dense_equivalent or attention.kind == "dense":
+        products += kv_size * config.width
+        keys = (seq_len + 1) / 2
+    else:
+        spec = attention.spec
+        products += kv_size * config.width * (1 if attention.shared_kv else 3)
+        products += 3 * config.heads * config.width
+        blocks = spec.compressed_len(seq_len) / seq_len
+        products += _compressor_products(config, value_dim) * blocks
+        visible = sum(spec.visible_compressed(t) for t in range(seq_len)) / seq_len
+        keys = visible + _selected_keys(spec, seq_len) + _window_keys(spec.window, seq_len)
+        choosing = 2 * config.heads * config.head_dim * visible
+    forward = config.layers * (2 * (products + mlp) + per_key * keys)
+    forward += 2 * config.vocab_size * config.width
+    return 3 * forward + config.layers * choosing
+
+
+def _compressor_products(config: ModelConfig, value_dim: int) -> int:
+    """Multiplications of φ for one compressed block, all KV heads."""
+    if config.attention.compressor == "mean":
+        return 0
+    hidden = config.attention.compressor_hidden or config.head_dim
+    length = config.attention.spec.block_len
+    return config.kv_heads * hidden * (length + 1) * (config.head_dim + value_dim)
+
+
+def _selected_keys(spec: NSASpec, seq_len: int) -> float:
+    """Positions that the selected branch sees, averaged over queries."""
+    total = 0
+    for t in range(seq_len):
+        before = min(t // spec.select_len, spec.select_top - 1) * spec.select_len
+        total += before + t % spec.select_len + 1
+    return total / seq_len
+
+
+def _window_keys(window: int, seq_len: int) -> float:
+    """Positions that the window sees, averaged over queries."""
+    return sum(min(t + 1, window) for t in range(seq_len)) / seq_len

@@ -1,0 +1,70 @@
+"""What every layer of a step shares: positions, rotary tables, and where compressed blocks lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa.ops.documents import document_slices
+from nsa.spec import NSASpec
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosines and sines of some positions, [positions, 1, head_dim / 2] in float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, position: Tensor, head_dim: int, theta: float) -> Rotary:
+        exponent = torch.arange(0, head_dim, 2, device=position.device, dtype=torch.float32)
+        angle = position[:, None].float() * theta ** (-exponent / head_dim)
+        return cls(angle.cos()[:, None], angle.sin()[:, None])
+
+    def turn(self, x_BTHD: Tensor) -> Tensor:
+        """Rotate the two halves of each head as pairs, in at least float32."""
+        wide = x_BTHD.to(torch.promote_types(x_BTHD.dtype, torch.float32))
+        left, right = wide.chunk(2, -1)
+        turned = (left * self.cos - right * self.sin, right * self.cos + left * self.sin)
+        return torch.cat(turned, -1).to(x_BTHD.dtype)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The geometry of one step's tokens, built once and read by every layer."""
+
+    cu_seqlens: Tensor | None
+    rotary: Rotary  # of every token; positions restart with each document
+    blocks: Tensor | None  # tokens of each compressed block, [N, l]; None for dense attention
+    block_rotary: Rotary | None  # of each block's last position
+
+    @classmethod
+    def of(
+        cls,
+        seq_len: int,
+        cu_seqlens: Tensor | None,
+        spec: NSASpec | None,
+        head_dim: int,
+        theta: float,
+        device: torch.device,
+    ) -> Layout:
+        """`spec` is None where attention is dense."""
+        documents = document_slices(seq_len, cu_seqlens)
+        lengths = [document.stop - document.start for document in documents]
+        position = torch.cat([torch.arange(length, device=device) for length in lengths])
+        rotary = Rotary.at(position, head_dim, theta)
+        if spec is None:
+            return cls(cu_seqlens, rotary, None, None)
+        inside = torch.arange(spec.block_len, device=device)
+        starts = [
+            torch.arange(spec.compressed_len(length), device=device) * spec.block_stride
+            for length in lengths
+        ]
+        last = Rotary.at(torch.cat(starts) + spec.block_len - 1, head_dim, theta)
+        offset = torch.cat(
+            [start + doc.start for start, doc in zip(starts, documents, strict=True)]
+        )
+        return cls(cu_seqlens, rotary, offset[:, None] + inside, last)

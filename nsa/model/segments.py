@@ -1,0 +1,59 @@
+"""The five ways of activation checkpointing; a segment is one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+
+# Small and dear: attention outputs, lse and block indices. All else is large and cheap.
+KEPT = {
+    torch.ops.nsa.blockwise_attention.default,
+    torch.ops.nsa.blockwise_select_blocks.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def segment_runner(mode: str) -> Run:
+    """How a segment is run in training: a function of (segment, its input).
+
+    The forward pass draws no random numbers, so no generator state is kept for recomputation.
+    """
+    if mode == "none":
+        return _call
+    if mode == "reentrant":
+        return partial(checkpoint, use_reentrant=True, preserve_rng_state=False)
+    if mode == "non_reentrant":
+        return partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    if mode == "selective":
+        return partial(
+            checkpoint,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=partial(create_selective_checkpoint_contexts, _keep),
+        )
+    assert mode == "deepspeed"
+    import deepspeed  # only this mode needs it; importing it takes seconds
+
+    return deepspeed.checkpointing.checkpoint
+
+
+def _call(segment: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return segment(x)
+
+
+def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
