@@ -1,0 +1,252 @@
+"""Batches: a pure function of (step, micro-step, rank) that uses each sample once an epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa.data import Batch, Batches, DataConfig, TokenStore, build_batches
+
+EOS = 257
+
+
+def counting(samples: int, seq_len: int = 4, **shape: int) -> Batches:
+    """Batches over 0, 1, 2, …, in which a row's first token tells which sample it is."""
+    tokens = np.arange(samples * seq_len + 1)
+    shape = {"micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 3} | shape
+    return Batches(TokenStore(tokens, eos_id=-1, bytes_per_token=1.0), seq_len=seq_len, **shape)
+
+
+def samples_of(batches: Batches, step: int) -> list[int]:
+    """The samples of a whole step, in the order in which they are dealt out."""
+    return [
+        int(first) // batches.seq_len
+        for micro_step in range(batches.accumulation)
+        for rank in range(batches.world_size)
+        for first in batches.batch(step, micro_step, rank).input_ids[:, 0]
+    ]
+
+
+def packed(tokens: list[int], seq_len: int, micro_batch: int = 1) -> tuple[Batch, np.ndarray]:
+    """The first packed batch over `tokens`, and the sample's number of each of its rows."""
+    store = TokenStore(np.array(tokens, dtype=np.uint16), eos_id=EOS, bytes_per_token=1.0)
+    shape = {"seq_len": seq_len, "micro_batch": micro_batch, "accumulation": 1, "world_size": 1}
+    batch = Batches(store, **shape, seed=0, packing="documents").batch(0, 0, 0)
+    order = counting((len(tokens) - 1) // seq_len, seq_len, micro_batch=micro_batch, seed=0)
+    return batch, np.array(samples_of(order, 0))
+
+
+def digest_of_a_few_batches() -> str:
+    digest = hashlib.sha256()
+    for packing in ("concat", "documents"):
+        for split, source in (("train", "embedded"), ("val", "embedded"), ("train", "synthetic")):
+            config = DataConfig(
+                source=source, packing=packing, seq_len=256, synthetic_bytes=100_000
+            )
+            shape = {"micro_batch": 3, "accumulation": 2, "world_size": 2, "seed": 1337}
+            batches = build_batches(config, split, **shape)
+            for key in ((0, 0, 0), (17, 1, 0), (10_000, 0, 1)):
+                batch = batches.batch(*key)
+                digest.update(batch.input_ids.numpy().tobytes() + batch.labels.numpy().tobytes())
+    return digest.hexdigest()
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+sys.path.insert(0, {folder!r})
+from test_batches import digest_of_a_few_batches
+print(digest_of_a_few_batches())
+"""
+
+
+def test_another_process_with_another_hash_seed_sees_the_same_batches() -> None:
+    code = IN_ANOTHER_PROCESS.format(folder=os.path.dirname(__file__))
+    environment = {**os.environ, "PYTHONHASHSEED": "4321"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == digest_of_a_few_batches()
+
+
+def test_the_order_is_the_one_that_earlier_runs_were_trained_in() -> None:
+    batches = counting(10, seed=1337)
+    order = [samples_of(batches, step)[0] for step in range(20)]
+    assert order[:10] == [3, 5, 2, 9, 6, 1, 0, 4, 7, 8]
+    assert order[10:] == [0, 6, 1, 5, 2, 9, 7, 4, 8, 3]
+
+
+def test_asking_in_any_order_or_from_a_fresh_instance_gives_the_same_batch() -> None:
+    shape = {"micro_batch": 2, "accumulation": 2, "world_size": 2}
+    used, keys = counting(13, **shape), [(9, 1, 0), (0, 0, 1), (9, 1, 0), (4, 0, 0)]
+    seen = [used.batch(*key).input_ids for key in keys]
+    assert torch.equal(seen[0], seen[2])
+    for key, ids in zip(keys, seen, strict=True):
+        assert torch.equal(counting(13, **shape).batch(*key).input_ids, ids)
+
+
+@settings(deadline=None)
+@given(
+    samples=st.integers(1, 40),
+    micro_batch=st.integers(1, 4),
+    accumulation=st.integers(1, 3),
+    world_size=st.integers(1, 4),
+    seed=st.integers(0, 2**64),
+)
+def test_each_epoch_uses_every_sample_exactly_once_wherever_it_ends(
+    samples: int, micro_batch: int, accumulation: int, world_size: int, seed: int
+) -> None:
+    shape = {"micro_batch": micro_batch, "accumulation": accumulation, "world_size": world_size}
+    batches = counting(samples, **shape, seed=seed)
+    assert batches.samples == samples
+    dealt: list[int] = []
+    step = 0
+    while len(dealt) < 3 * samples:
+        dealt += samples_of(batches, step)
+        step += 1
+    for epoch in range(3):
+        assert sorted(dealt[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+
+
+def test_two_ranks_and_two_micro_steps_never_see_the_same_sample_within_an_epoch() -> None:
+    batches = counting(96, micro_batch=2, accumulation=3, world_size=4)
+    seen = [
+        {int(first) for first in batches.batch(step, micro_step, rank).input_ids[:, 0]}
+        for step in range(4)
+        for micro_step in range(3)
+        for rank in range(4)
+    ]
+    assert all(len(firsts) == 2 for firsts in seen)
+    assert len(set.union(*seen)) == 96
+
+
+def test_each_epoch_and_each_seed_has_an_order_of_its_own() -> None:
+    epoch_as_step = {"micro_batch": 50}
+    batches = counting(50, **epoch_as_step)
+    orders = [tuple(samples_of(batches, epoch)) for epoch in range(5)]
+    orders += [tuple(samples_of(counting(50, seed=seed, **epoch_as_step), 0)) for seed in (4, 5)]
+    assert len(set(orders)) == 7
+    assert tuple(range(50)) not in orders
+
+
+def test_a_global_batch_holds_the_same_samples_however_it_is_divided() -> None:
+    whole = counting(41, micro_batch=12)
+    divided = counting(41, micro_batch=2, accumulation=2, world_size=3)
+    for step in range(8):
+        assert samples_of(divided, step) == samples_of(whole, step)
+
+
+def test_validation_has_the_same_order_whatever_the_seed_and_training_has_not() -> None:
+    shape = {"micro_batch": 4, "accumulation": 1, "world_size": 1}
+    config = DataConfig(seq_len=256)
+
+    def first(split: str, seed: int) -> torch.Tensor:
+        return build_batches(config, split, **shape, seed=seed).batch(0, 0, 0).input_ids
+
+    assert torch.equal(first("val", 1), first("val", 2))
+    assert not torch.equal(first("train", 1), first("train", 2))
+
+
+@pytest.mark.parametrize("packing", ["concat", "documents"])
+def test_labels_are_the_next_tokens_and_share_no_memory_with_the_inputs(packing: str) -> None:
+    store = counting(6, seq_len=5).store
+    shape = {"seq_len": 5, "micro_batch": 1, "accumulation": 1, "world_size": 1}
+    batch = Batches(store, **shape, seed=0, packing=packing).batch(0, 0, 0)
+    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+    assert batch.input_ids.shape == batch.labels.shape == (1, 5)
+    assert torch.equal(batch.labels, batch.input_ids + 1)
+    batch.labels.fill_(-100)
+    assert (batch.input_ids >= 0).all()
+    assert (store.tokens >= 0).all()
+
+
+def test_concatenated_rows_keep_the_prediction_across_documents_and_have_no_boundaries() -> None:
+    tokens = np.array([1, 2, EOS, 3, 4], dtype=np.uint16)
+    shape = {"seq_len": 4, "micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
+    batch = Batches(TokenStore(tokens, EOS, 1.0), **shape).batch(0, 0, 0)
+    assert batch.input_ids.tolist() == [[1, 2, EOS, 3]]
+    assert batch.labels.tolist() == [[2, EOS, 3, 4]]
+    assert batch.input_ids.dtype == batch.labels.dtype == torch.int64  # stored as uint16
+    assert batch.cu_seqlens is None
+    assert batch.tokens == 4
+
+
+def test_a_packed_row_starts_a_document_after_each_eos_and_predicts_nothing_across() -> None:
+    batch, _ = packed([1, 2, EOS, 3, EOS, EOS, 4, 5], seq_len=7)
+    assert batch.input_ids.tolist() == [[1, 2, EOS, 3, EOS, EOS, 4]]
+    assert batch.labels.tolist() == [[2, EOS, -100, EOS, -100, -100, 5]]
+    assert batch.cu_seqlens is not None
+    assert batch.cu_seqlens.tolist() == [0, 3, 5, 6, 7]
+    assert batch.cu_seqlens.dtype == torch.int32
+
+
+def test_packed_rows_lie_end_to_end_and_nothing_crosses_from_one_to_the_next() -> None:
+    tokens = [10, 11, 12, EOS, 20, 21, 22, 23, 30]  # the first row ends with its document
+    batch, order = packed(tokens, seq_len=4, micro_batch=2)
+    rows = [([10, 11, 12, EOS], [11, 12, EOS, -100]), ([20, 21, 22, 23], [21, 22, 23, 30])]
+    first, second = (rows[sample] for sample in order)
+    assert batch.input_ids.tolist() == [first[0] + second[0]]
+    assert batch.labels.tolist() == [first[1] + second[1]]
+    assert batch.cu_seqlens is not None
+    assert batch.cu_seqlens.tolist() == [0, 4, 8]
+
+
+@settings(deadline=None)
+@given(
+    tokens=st.lists(st.sampled_from([65, 66, EOS]), min_size=2, max_size=60),
+    seq_len=st.integers(1, 12),
+    micro_batch=st.integers(1, 3),
+)
+def test_packed_boundaries_are_well_formed_for_any_text(
+    tokens: list[int], seq_len: int, micro_batch: int
+) -> None:
+    if len(tokens) <= seq_len:
+        return
+    batch, _ = packed(tokens, seq_len, micro_batch)
+    ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
+    assert batch.cu_seqlens is not None
+    bounds = batch.cu_seqlens.tolist()
+    assert len(ids) == len(labels) == batch.tokens == micro_batch * seq_len
+    assert bounds[0] == 0
+    assert bounds[-1] == batch.tokens
+    assert bounds == sorted(set(bounds))
+    assert set(range(0, batch.tokens, seq_len)) <= set(bounds)
+    for start, end in pairwise(bounds):
+        assert EOS not in ids[start : end - 1]  # one document, or a part of one
+        assert labels[start : end - 1] == ids[start + 1 : end]
+        assert (labels[end - 1] == -100) == (ids[end - 1] == EOS)
+        assert ids[end - 1] == EOS or end % seq_len == 0
+
+
+def test_a_batch_moves_as_a_whole() -> None:
+    packed_batch, _ = packed([1, 2, EOS, 3, 4], seq_len=4)
+    for batch in (packed_batch, replace(packed_batch, cu_seqlens=None)):
+        moved = batch.to("meta", non_blocking=True)
+        for name in ("input_ids", "labels", "cu_seqlens"):
+            here, there = getattr(batch, name), getattr(moved, name)
+            assert (here is None and there is None) or there.device.type == "meta"
+
+
+def test_a_corpus_smaller_than_one_sample_is_refused_with_the_mend() -> None:
+    config = DataConfig(source="synthetic", synthetic_bytes=100, seq_len=2_048)
+    shape = {"micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
+    with pytest.raises(ValueError, match=r"data\.seq_len = 2048.*2049.*lower data\.seq_len"):
+        build_batches(config, "train", **shape)
+    assert counting(1).samples == 1
+
+
+def test_an_unknown_packing_or_a_negative_seed_is_refused_by_name() -> None:
+    shape = {"seq_len": 4, "micro_batch": 1, "accumulation": 1, "world_size": 1}
+    with pytest.raises(ValueError, match=r"data\.packing = 'rows'.*documents, concat"):
+        Batches(counting(3).store, **shape, seed=0, packing="rows")
+    with pytest.raises(ValueError, match=r"train\.seed = -1"):
+        Batches(counting(3).store, **shape, seed=-1).batch(0, 0, 0)
