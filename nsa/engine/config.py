@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nsa.checkpoint.config import CheckpointConfig
-from nsa.data.config import DataConfig
+from nsa.data import DataConfig, build_tokenizer
 from nsa.model.config import ModelConfig
 from nsa.monitor.config import MonitorConfig
 
@@ -37,7 +37,14 @@ class TrainConfig:
         for name in ("steps", "micro_batch", "accumulation", "eval_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} = {getattr(self, name)}: must be 1 or more")
-        for name in ("warmup_steps", "eval_every", "clip", "weight_decay", "min_learning_rate"):
+        for name in (
+            "warmup_steps",
+            "eval_every",
+            "clip",
+            "weight_decay",
+            "min_learning_rate",
+            "seed",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name} = {getattr(self, name)}: must be 0 or more")
         if self.learning_rate <= 0:
@@ -67,3 +74,9 @@ class RunConfig:
         """Raise a ValueError that names the first setting that cannot work."""
         for section in (self.model, self.data, self.train, self.monitor, self.checkpoint):
             section.validate()
+        needed = build_tokenizer(self.data).vocab_size
+        if self.model.vocab_size < needed:
+            raise ValueError(
+                f"model.vocab_size = {self.model.vocab_size} is too small for data.tokenizer = "
+                f"{self.data.tokenizer!r}, which has {needed} tokens; raise it"
+            )

@@ -1,0 +1,29 @@
+"""`python -m nsa.bench <what>`: measurements, printed and, with --out, kept as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one benchmark."""
+    parser = argparse.ArgumentParser(prog="python -m nsa.bench", description=__doc__)
+    what = parser.add_subparsers(dest="what", required=True, metavar="what")
+    cpu = what.add_parser("cpu", help="the PyTorch backend beside SDPA, on this processor")
+    cpu.add_argument("--rounds", type=int, default=5, help="turns that each contender takes")
+    cpu.add_argument("--longest", type=int, default=16_384, help="longest sequence")
+    cpu.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
+    flags = parser.parse_args(arguments)
+    from nsa.bench import cpu as bench
+
+    result = bench.run(rounds=flags.rounds, longest=flags.longest)
+    if flags.out is not None:
+        flags.out.parent.mkdir(parents=True, exist_ok=True)
+        flags.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The training loop, from top to bottom.
+
+    for each step:   learning rate of this step
+                     for each micro-batch:  forward, backward, engine.step()
+                     evaluate, log, save when it is time
+
+Observers hang on it and cannot change what it computes. Between logged steps nothing here waits
+for the device, and the only collectives are DeepSpeed's; loss is averaged over ranks on logged
+steps, by every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nsa import checkpoint
+from nsa.data import Batches
+from nsa.engine.config import RunConfig
+from nsa.engine.schedule import learning_rate
+from nsa.engine.state import TrainState
+from nsa.monitor.gates import GateRecorder
+from nsa.monitor.observer import Observer, StepRecord
+from nsa.monitor.throughput import Throughput, memory_gb
+
+
+@dataclass
+class Run:
+    """Everything that training needs, built and checked."""
+
+    config: RunConfig
+    engine: Any  # DeepSpeed's
+    train: Batches
+    validation: Batches
+    state: TrainState
+    stop: int  # steps after which to stop; the schedule ends at config.train.steps
+    run_dir: Path
+    rank: int
+    device: torch.device
+    observers: Observer
+    gates: GateRecorder
+    throughput: Throughput
+
+
+def train(run: Run) -> None:
+    """Train from run.state.step to run.stop, saving at the end."""
+    state, config = run.state, run.config
+    saved = state.step if state.step else None
+    while state.step < run.stop:
+        evaluates = _due(state.step + 1, config.train.eval_every, run.stop)
+        logs = evaluates or _due(state.step + 1, config.monitor.log_every, run.stop)
+        if state.step == 0:
+            logs = True
+        if logs:
+            run.gates.arm()
+        loss = train_step(run)
+        run.throughput.step(_tokens_per_step(run))
+        if logs:
+            gates = run.gates.read()
+            _log(run, loss, gates, evaluates)
+        if _due(state.step, config.checkpoint.every, run.stop):
+            saved = _save(run)
+    if saved != state.step:
+        _save(run)
+
+
+def train_step(run: Run) -> torch.Tensor:
+    """One optimizer step; returns this rank's mean loss, still on the device."""
+    engine, state, config = run.engine, run.state, run.config.train
+    rate = learning_rate(state.step, config)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = rate
+    total = torch.zeros((), device=run.device)
+    for micro_step in range(config.accumulation):
+        batch = run.train.batch(state.step, micro_step, run.rank).to(run.device, non_blocking=True)
+        loss = engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+        engine.backward(loss)
+        engine.step()  # after each micro-batch: DeepSpeed counts them and steps at the last
+        total += loss.detach().float()
+    state.step += 1
+    state.tokens += _tokens_per_step(run)
+    state.skipped += not engine.was_step_applied()
+    return total / config.accumulation
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """The mean loss over the first held-out batches, the same ones each time, on all ranks."""
+    batches = run.config.train.eval_batches
+    total = torch.zeros((), device=run.device)
+    with _evaluating(run.engine):
+        for index in range(batches):
+            batch = run.validation.batch(index, 0, run.rank).to(run.device)
+            total += run.engine(
+                batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens
+            ).float()
+    return _mean_over_ranks(total / batches)
+
+
+def _log(run: Run, loss: torch.Tensor, gates: dict[str, float], evaluates: bool) -> None:
+    speed = run.throughput.read()
+    validation = bits = None
+    if evaluates:
+        with run.throughput.paused():
+            validation = evaluate(run)
+        bits = validation / math.log(2) / run.validation.store.bytes_per_token
+    norm = run.engine.get_global_grad_norm()
+    record = StepRecord(
+        step=run.state.step,
+        tokens=run.state.tokens,
+        loss=_mean_over_ranks(loss),
+        val_loss=validation,
+        bits_per_byte=bits,
+        lr=learning_rate(run.state.step - 1, run.config.train),
+        grad_norm=None if norm is None else float(norm),
+        tokens_per_s=speed.tokens_per_s,
+        mfu=speed.mfu,
+        memory_gb=memory_gb(),
+        seconds=speed.seconds,
+        skipped_steps=run.state.skipped,
+        gates=gates,
+    )
+    if run.rank == 0:
+        run.observers.on_step(record)
+
+
+def _save(run: Run) -> int:
+    with run.throughput.paused():
+        path = checkpoint.save(
+            run.engine, run.run_dir / "checkpoints", run.state.step, run.state.to_dict()
+        )
+    if run.rank == 0:
+        run.observers.on_checkpoint(run.state.step, path)
+    return run.state.step
+
+
+def _tokens_per_step(run: Run) -> int:
+    train, world_size = run.config.train, run.train.world_size
+    return train.micro_batch * train.accumulation * run.config.data.seq_len * world_size
+
+
+def _due(step: int, every: int, stop: int) -> bool:
+    """Every so many steps, and at the last one; `every` 0 is the last one only."""
+    return step == stop or bool(every and step % every == 0)
+
+
+def _mean_over_ranks(value: torch.Tensor) -> float:
+    value = value.clone()
+    dist.all_reduce(value)
+    return (value / dist.get_world_size()).item()
+
+
+@contextmanager
+def _evaluating(engine: Any) -> Iterator[None]:
+    engine.eval()
+    try:
+        yield
+    finally:
+        engine.train()

@@ -1,0 +1,190 @@
+"""What every recipe does with its values: flags, checks, a run folder, training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nsa.engine.config import RunConfig
+from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+from nsa.engine.load import resolve_config, to_yaml
+
+DEFAULT_DS_CONFIG = Path(__file__).resolve().parents[2] / "ds_configs" / "zero1_pcie.json"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A name, and the values of each profile; `production` and `demo` are always among them."""
+
+    name: str
+    description: str
+    profiles: Mapping[str, Callable[[], RunConfig]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run, decided and checked before anything expensive starts."""
+
+    recipe: Recipe
+    profile: str
+    config: RunConfig
+    ds_config: dict[str, Any]
+    run_dir: Path
+    resume: bool
+    stop: int
+    notes: list[str]
+
+
+def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
+    """Run `recipe` as the command line says; a mistake costs one line and exit code 2."""
+    flags = _parser(recipe).parse_args(arguments)
+    first = int(os.environ.get("RANK", 0)) == 0
+    try:
+        if flags.dry_run:
+            from nsa.engine.run import dry_run
+
+            dry_run(make_plan(recipe, flags))
+        else:
+            from nsa.engine.run import start
+
+            start(make_plan(recipe, flags))
+    except ValueError as error:
+        if first:
+            print(f"{recipe.name}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:
+    """Decide everything that can be decided without a process group, and refuse what is wrong."""
+    profile, notes = _profile(flags.profile)
+    run_dir = _run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
+    base = recipe.profiles[profile]()
+    if flags.resume and (run_dir / "config.yaml").exists():
+        base = resolve_config(base, run_dir / "config.yaml")  # a run goes on as it began
+    steps = [] if flags.steps is None else [f"train.steps={flags.steps}"]
+    config = resolve_config(base, flags.config, [*flags.set, *steps])
+    source = flags.deepspeed_config or DEFAULT_DS_CONFIG
+    if flags.resume and not flags.deepspeed_config and (run_dir / "ds_config.json").exists():
+        source = run_dir / "ds_config.json"
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    ds_config = resolve_ds_config(
+        load_ds_config(source), config, world_size=world_size, run_dir=run_dir, source=str(source)
+    )
+    stop = config.train.steps if flags.until is None else min(flags.until, config.train.steps)
+    if stop < 1:
+        raise ValueError(f"--until {flags.until}: must be 1 or more")
+    return Plan(recipe, profile, config, ds_config, run_dir, flags.resume, stop, notes)
+
+
+def write_run_folder(plan: Plan) -> None:
+    """Leave behind what was run, in a form that a run can be started from."""
+    from nsa.monitor.run_folder import atomic_write_text, write_env
+
+    atomic_write_text(plan.run_dir / "config.yaml", to_yaml(plan.config))
+    ds_config = {key: value for key, value in plan.ds_config.items() if key != "tensorboard"}
+    atomic_write_text(plan.run_dir / "ds_config.json", json.dumps(ds_config, indent=2) + "\n")
+    write_env(plan.run_dir, recipe=plan.recipe.name, profile=plan.profile, notes=plan.notes)
+
+
+def with_run_dir(plan: Plan, run_dir: Path) -> Plan:
+    """The same plan in another folder: rank 0 decides which, the others follow."""
+    ds_config = dict(plan.ds_config)
+    if "tensorboard" in ds_config:
+        ds_config["tensorboard"] = {
+            **ds_config["tensorboard"],
+            "output_path": str(run_dir / "tensorboard"),
+        }
+    return replace(plan, run_dir=run_dir, ds_config=ds_config)
+
+
+def _profile(asked: str | None) -> tuple[str, list[str]]:
+    """The profile to run, and what the user must be told about it."""
+    if asked is not None:
+        return asked, []
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        return "production", []
+    return "demo", [
+        "NO ACCELERATOR FOUND: this is the `demo` profile, a small model on a small corpus, "
+        "not the 125M production run. --profile production forces that one."
+    ]
+
+
+def _run_dir(asked: Path | None, name: str, resume: bool) -> Path:
+    """Where the run lives. A new run never writes into the folder of an old one."""
+    if asked is not None:
+        if _holds_run(asked) and not resume:
+            raise ValueError(
+                f"--run-dir {asked} already holds a run; add --resume to continue it, "
+                "or choose another folder"
+            )
+        if resume and not _holds_run(asked):
+            raise ValueError(
+                f"--run-dir {asked} holds no run to continue; leave out --resume to start one"
+            )
+        return asked
+    runs = Path("runs")
+    taken = [runs / name, *(runs / f"{name}-{number}" for number in range(2, 10_000))]
+    free = next(path for path in taken if not _holds_run(path))
+    if not resume:
+        return free
+    number = taken.index(free)
+    if number == 0:
+        raise ValueError(
+            f"--resume: there is no run in {runs / name}; leave it out to start one, or say which "
+            "with --run-dir"
+        )
+    return taken[number - 1]
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / "config.yaml").exists() or (folder / "checkpoints").exists()
+
+
+def _parser(recipe: Recipe) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{recipe.name}.py",
+        description=recipe.description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Values: recipe < --config < --set. DeepSpeed's own are in --deepspeed_config.",
+    )
+    parser.add_argument(
+        "--profile",
+        choices=sorted(recipe.profiles),
+        help="which values (default: production on an accelerator, demo without one)",
+    )
+    parser.add_argument("--steps", type=int, help="length of the run and of its schedule")
+    parser.add_argument("--until", type=int, help="stop after this step; the schedule stays")
+    parser.add_argument(
+        "--run-dir", type=Path, help="folder of the run (default: runs/<recipe>-<profile>)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint of the run folder"
+    )
+    parser.add_argument("--config", type=Path, help="YAML that overrules the recipe")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="overrule one value, such as train.learning_rate=3e-4; may be repeated",
+    )
+    parser.add_argument(
+        "--deepspeed_config",
+        type=Path,
+        help="DeepSpeed JSON (default: ds_configs/zero1_pcie.json)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="build everything, take one step on random tokens, say what it is, and stop",
+    )
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    return parser

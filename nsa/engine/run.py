@@ -1,0 +1,174 @@
+"""A plan turned into a running thing: ranks, engine, data, observers, loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nsa import checkpoint
+from nsa.data import Batches, build_batches
+from nsa.engine.build import Ranks, build_engine, start_ranks, stop_ranks
+from nsa.engine.config import RunConfig
+from nsa.engine.loop import Run, train
+from nsa.engine.recipe import Plan, with_run_dir, write_run_folder
+from nsa.engine.state import TrainState
+from nsa.model import flops_per_token, parameter_count
+from nsa.monitor.gates import GateRecorder
+from nsa.monitor.metrics_csv import MetricsCsv
+from nsa.monitor.observer import Observer, Observers, RunInfo
+from nsa.monitor.progress import Progress
+from nsa.monitor.tensorboard import BackgroundMonitor, TensorBoardObserver
+from nsa.monitor.throughput import Throughput, memory_gb, peak_flops
+from nsa.monitor.writer import BackgroundWriter
+
+
+def start(plan: Plan) -> None:
+    """Train as planned, on this rank."""
+    ranks = Ranks.from_environment()
+    batches = _open_data(plan.config, ranks.world_size)
+    device = start_ranks(ranks)
+    plan = with_run_dir(plan, _agree(plan.run_dir))
+    if ranks.rank == 0:
+        write_run_folder(plan)
+    dist.barrier()
+    engine, notes = build_engine(plan.config, plan.ds_config, device)
+    state = _restore(plan, engine)
+    if plan.resume and state.step == 0:
+        notes.append("--resume: this run had saved no checkpoint; it starts at step 0")
+    writers, observers = _observers(plan, engine)
+    flops = flops_per_token(plan.config.model, plan.config.data.seq_len)
+    run = Run(
+        config=plan.config,
+        engine=engine,
+        train=batches[0],
+        validation=batches[1],
+        state=state,
+        stop=plan.stop,
+        run_dir=plan.run_dir,
+        rank=ranks.rank,
+        device=device,
+        observers=observers,
+        gates=GateRecorder(engine.module.gate_projections()),
+        throughput=Throughput(
+            flops_per_token=flops,
+            peak=_peak(plan.config, device),
+            world_size=ranks.world_size,
+        ),
+    )
+    info = RunInfo(
+        run_dir=plan.run_dir,
+        name=plan.recipe.name,
+        profile=plan.profile,
+        total_steps=plan.stop,
+        start_step=state.step,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        parameters=parameter_count(plan.config.model),
+        flops_per_token=flops,
+        notes=[*plan.notes, *notes],
+    )
+    status = "failed"
+    try:
+        if ranks.rank == 0:
+            observers.on_start(info)
+        train(run)
+        status = "finished"
+    finally:
+        if ranks.rank == 0:
+            observers.on_end(status)
+        for writer in writers:
+            writer.close()
+    stop_ranks()
+
+
+def dry_run(plan: Plan) -> None:
+    """One step on random tokens; prints what the run would be, and writes nothing."""
+    ranks = Ranks.from_environment()
+    _open_data(plan.config, ranks.world_size)
+    device = start_ranks(ranks)
+    config = plan.config
+    ds_config = {key: value for key, value in plan.ds_config.items() if key != "tensorboard"}
+    engine, notes = build_engine(config, ds_config, device)
+    for _ in range(config.train.accumulation):
+        shape = (config.train.micro_batch, config.data.seq_len)
+        tokens = torch.randint(config.model.vocab_size, shape, device=device)
+        loss = engine(tokens, labels=tokens)
+        engine.backward(loss)
+        engine.step()
+    if ranks.rank == 0:
+        from nsa.engine.load import to_yaml
+
+        tokens_per_step = config.train.micro_batch * config.train.accumulation * ranks.world_size
+        for note in [*plan.notes, *notes]:
+            print(note)
+        print(f"# configuration ({plan.profile})\n{to_yaml(config)}")
+        print(f"# DeepSpeed\n{json.dumps(ds_config, indent=2)}\n")
+        flops = flops_per_token(config.model, config.data.seq_len)
+        twin = flops_per_token(config.model, config.data.seq_len, dense_equivalent=True)
+        print(f"parameters          {parameter_count(config.model):,}")
+        print(f"FLOPs per token     {flops:,.0f} (dense twin: {twin:,.0f})")
+        print(f"tokens per step     {tokens_per_step * config.data.seq_len:,}")
+        print(f"run folder          {plan.run_dir}")
+        print(f"peak memory, rank 0 {memory_gb():.2f} GB after one step")
+        print(f"loss                {loss.item():.4f} on random tokens")
+    stop_ranks()
+
+
+def _open_data(config: RunConfig, world_size: int) -> tuple[Batches, Batches]:
+    """Training and held-out batches; a tokenizer that the model has no rows for is refused."""
+    train, validation = (
+        build_batches(
+            config.data,
+            split,
+            micro_batch=config.train.micro_batch,
+            accumulation=accumulation,
+            world_size=world_size,
+            seed=config.train.seed,
+        )
+        for split, accumulation in (("train", config.train.accumulation), ("val", 1))
+    )
+    return train, validation
+
+
+def _agree(run_dir: Path) -> Path:
+    """Rank 0's folder: the others may have looked after it was made."""
+    choice = [str(run_dir)]
+    dist.broadcast_object_list(choice)
+    return Path(choice[0])
+
+
+def _restore(plan: Plan, engine: Any) -> TrainState:
+    found = checkpoint.newest(plan.run_dir / "checkpoints") if plan.resume else None
+    if found is None:
+        return TrainState()
+    return TrainState.from_dict(checkpoint.load(engine, found))
+
+
+def _observers(plan: Plan, engine: Any) -> tuple[list[BackgroundWriter], Observer]:
+    """Who watches, each with a writer of its own; only rank 0 is ever told anything."""
+    if dist.get_rank() != 0:
+        return [], Observers([])
+    monitor, writers, observers = plan.config.monitor, [], []
+
+    def writer(name: str) -> BackgroundWriter:
+        writers.append(BackgroundWriter(name))
+        return writers[-1]
+
+    if monitor.tensorboard:
+        engine.monitor = BackgroundMonitor(engine.monitor, writer("tensorboard"))
+        observers.append(TensorBoardObserver(engine.monitor))
+    if monitor.csv:
+        observers.append(MetricsCsv(writer("metrics.csv")))
+    if monitor.progress:
+        observers.append(Progress(writer("progress")))
+    return writers, Observers(observers)
+
+
+def _peak(config: RunConfig, device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    return peak_flops(torch.cuda.get_device_name(device), config.train.precision)

@@ -1,0 +1,91 @@
+"""M7C: a 125M Llama-like model with Native Sparse Attention.
+
+    deepspeed --num_gpus 2 recipes/m7c.py
+
+trains it on two ranks: the production run where there is an accelerator, a small demo of the same
+family where there is none. Switch ZeRO with --deepspeed_config ds_configs/<name>.json and watch
+with `tensorboard --logdir runs`.
+"""
+
+from __future__ import annotations
+
+from nsa.checkpoint.config import CheckpointConfig
+from nsa.data.config import DataConfig
+from nsa.engine.config import RunConfig, TrainConfig
+from nsa.engine.recipe import Recipe, main
+from nsa.model.config import AttentionConfig, ModelConfig
+from nsa.monitor.config import MonitorConfig
+from nsa.spec import NSASpec
+
+
+def production() -> RunConfig:
+    """The bf16 run on 2×A100 over PCIe: 50,000 steps of 4 sequences, one at a time on each GPU."""
+    return RunConfig(
+        model=ModelConfig(
+            attention=AttentionConfig(
+                compressor="mean",
+                spec=NSASpec(
+                    block_len=32, block_stride=16, select_len=64, select_top=16, window=512
+                ),
+            ),
+            activation_checkpointing="reentrant",
+        ),
+        data=DataConfig(source="embedded", seq_len=2_048),
+        train=TrainConfig(
+            steps=50_000,
+            micro_batch=1,
+            accumulation=2,
+            learning_rate=2e-4,
+            warmup_steps=2_000,
+            weight_decay=0.01,
+            clip=1.0,
+            precision="bf16",
+            seed=1337,
+        ),
+        monitor=MonitorConfig(log_every=10),
+        checkpoint=CheckpointConfig(every=5_000),
+    )
+
+
+def tuned() -> RunConfig:
+    """Two sequences at a time on each GPU, the most that its PCIe machines were given."""
+    config = production()
+    config.train.micro_batch = 2
+    return config
+
+
+def demo() -> RunConfig:
+    """The same family made small: minutes on two processor cores."""
+    config = production()
+    config.model = ModelConfig(
+        vocab_size=320,
+        layers=4,
+        width=256,
+        heads=12,
+        kv_heads=2,
+        head_dim=32,
+        mlp_width=704,
+        attention=AttentionConfig(
+            spec=NSASpec(block_len=16, block_stride=8, select_len=32, select_top=6, window=128)
+        ),
+        activation_checkpointing="none",
+    )
+    config.data.seq_len = 512
+    config.train = TrainConfig(
+        steps=300,
+        micro_batch=2,
+        accumulation=1,
+        learning_rate=2e-3,
+        min_learning_rate=2e-4,
+        warmup_steps=30,
+        weight_decay=0.01,
+        eval_every=50,
+        eval_batches=16,
+    )
+    config.monitor.log_every = 1
+    config.checkpoint.every = 100
+    return config
+
+
+if __name__ == "__main__":
+    main(Recipe("m7c", __doc__, {"production": production, "tuned": tuned, "demo": demo}))

@@ -1,0 +1,31 @@
+"""The dense twin of M7C: the same model, data and schedule with plain causal attention.
+
+    deepspeed --num_gpus 2 recipes/m7c_dense.py
+
+It is what NSA's gain or cost is measured against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import m7c
+
+from nsa.engine.config import RunConfig
+from nsa.engine.recipe import Recipe, main
+
+
+def dense(values: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
+    """The values of an M7C profile with nothing but the kind of attention changed."""
+
+    def twin() -> RunConfig:
+        config = values()
+        config.model.attention.kind = "dense"
+        return config
+
+    return twin
+
+
+if __name__ == "__main__":
+    profiles = {"production": m7c.production, "tuned": m7c.tuned, "demo": m7c.demo}
+    main(Recipe("m7c_dense", __doc__, {name: dense(values) for name, values in profiles.items()}))
