@@ -47,7 +47,10 @@ def test_ranks_meet_in_a_collective(tmp_path: Path) -> None:
     assert launch(code, timeout=120) == ["3\n", "3\n"]
 
 
-def test_a_failure_shows_what_each_rank_wrote_and_ends_the_others(tmp_path: Path) -> None:
+def test_a_failure_shows_what_each_rank_wrote_and_ends_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.ranks.GRACE", 0.5)
     code = write(
         tmp_path,
         "import os, time\n"
@@ -74,7 +77,7 @@ def test_a_time_out_also_ends_the_processes_that_a_rank_started(tmp_path: Path) 
         "time.sleep(600)\n",
     )
     with pytest.raises(RanksFailed, match="these ranks still ran: \\[0\\]") as failure:
-        launch(code, world_size=1, timeout=2)
+        launch(code, world_size=1, timeout=1)
     (child,) = (line.split()[1] for line in str(failure.value).splitlines() if "pid" in line)
     for _ in range(100):
         if not alive(int(child)):

@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# Makes .venv in the repository's root and installs the pinned packages into it.
+# Safe to call at any time and from any folder: a finished .venv costs nothing, a broken one is remade.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+venv=$root/.venv
+installed=$venv/.nsa-installed # what was installed; written last
+unfinished=$venv/.nsa-unfinished # there while pip writes: whoever finds it starts afresh
+packages=("$root/pyproject.toml" "$root/launch/constraints.txt")
+
+say() { printf 'setup: %s\n' "$*"; }
+die() {
+    printf 'setup: %s\n' "$*" >&2
+    exit 1
+}
+
+# What .venv should hold; a moved folder counts, because scripts in .venv name it.
+wanted() { printf '%s %s\n' "$root" "$(cat "${packages[@]}" | cksum)"; }
+
+is_ready() {
+    [ "$(cat "$installed" 2>/dev/null)" = "$(wanted)" ] && "$venv/bin/python" -c '' 2>/dev/null
+}
+
+# True where pip can go on in the .venv that is there.
+is_sound() {
+    [ ! -e "$unfinished" ] && grep -qsF "$venv/bin/python" "$venv/bin/pip" &&
+        "$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
+}
+
+find_compiler() {
+    local name
+    for name in ${CXX:-c++ g++ clang++}; do
+        command -v "$name" && return
+        [ -z "${CXX:-}" ] || return 1 # the variable's first word is the compiler
+    done
+    return 1
+}
+
+find_python() {
+    local names=(python3 python3.13 python3.12 python3.11 python3.10) name
+    [ -z "${PYTHON:-}" ] || names=("$PYTHON")
+    for name in "${names[@]}"; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    return 1
+}
+
+# Two calls at once would write into one .venv: the second waits for the first.
+take_turns() {
+    command -v flock >/dev/null || return 0
+    exec 9>"$root/.venv.lock"
+    flock -n 9 && return
+    say "another set-up is at work in $root; waiting for it"
+    flock 9
+}
+
+make_venv() {
+    local python
+    python=$(find_python) || die "needs Python 3.10 or newer and found none as ${PYTHON:-python3};" \
+        "install one, or name it: PYTHON=/path/to/python3 bash launch/setup.sh"
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+        die "$python has no venv or no ensurepip; install them (Debian, Ubuntu: apt install python3-venv)"
+    "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' \
+        2>/dev/null ||
+        die "$python has no Python.h, which compiled ops need; install it (Debian, Ubuntu: apt install python3-dev)"
+    [ ! -e "$venv" ] || say ".venv is unfinished, broken or from another folder: making it anew"
+    rm -rf "$venv"
+    say "making .venv with $("$python" --version) ($python)"
+    "$python" -m venv "$venv" || die "could not make .venv; the reason stands above"
+}
+
+pip_install() {
+    "$venv/bin/python" -I -m pip install -qq --disable-pip-version-check \
+        -c "$root/launch/constraints.txt" "$@" && return
+    rm -f "$unfinished" # pip failed in good order; what it installed so far is whole
+    die "pip could not install the packages; the reason stands above; call this again to go on"
+}
+
+# Ranks on the CPU talk through this op. Built here, a compiler that cannot do it shows now, and no
+# rank spends its first minute on it; DeepSpeed has none of it for GPUs.
+build_op() {
+    local log
+    say "building DeepSpeed's shared-memory op"
+    # Ops are compiled with whatever is called c++.
+    [ -n "${CXX:-}" ] || command -v c++ >/dev/null || ln -sf "$compiler" "$venv/bin/c++"
+    log=$(PATH="$venv/bin:$PATH" "$venv/bin/python" -I -c \
+        'from deepspeed.comm.torch import build_shm_op; build_shm_op()' 2>&1) && return
+    printf '%s\n' "$log" >&2
+    die "could not build DeepSpeed's shared-memory op with $compiler; the reason stands above"
+}
+
+# A build that was killed leaves its lock, and every later build waits for it in silence.
+drop_stale_lock() {
+    find "${TORCH_EXTENSIONS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/torch_extensions}" \
+        -path '*/deepspeed_shm_comm/lock' -mmin +10 -delete 2>/dev/null || true
+}
+
+install() {
+    is_sound || make_venv
+    rm -f "$installed"
+    touch "$unfinished"
+    # Torch goes first and alone: asked for beside packages that merely want "torch", pip may weigh
+    # other builds of it; once it is there (the CPU build, say) everything else takes it as it is.
+    say "installing torch (a CUDA build is a download of about 3 GB)"
+    pip_install torch
+    say "installing DeepSpeed, the other packages, and this project as an editable one"
+    pip_install -e "$root[dev]"
+    rm -f "$unfinished"
+    build_op
+    wanted >"$installed"
+    say "done in $SECONDS s"
+}
+
+compiler=$(find_compiler) || die "needs a C++ compiler and found none as ${CXX:-c++, g++ or clang++};" \
+    "install one (Debian, Ubuntu: apt install g++)"
+drop_stale_lock
+if ! is_ready; then
+    take_turns
+    is_ready || install
+fi
+say ".venv is ready"

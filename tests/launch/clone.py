@@ -1,0 +1,92 @@
+"""Small stand-ins for the repository in which the real scripts of `launch/` run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from tests.ranks import ROOT
+
+PYPROJECT = """\
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+"""
+BACKEND = """\
+import shutil
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    return shutil.copy("wheels/nsa_m7c-0-py3-none-any.whl", wheel_directory).rpartition("/")[2]
+"""
+TORCH = {
+    "torch.py": "import os\nclass cuda:\n"
+    "    device_count = staticmethod(lambda: int(os.environ['TOY_GPUS']))\n",
+    "deepspeed/comm/torch.py": "def build_shm_op():\n    pass\n",
+    "deepspeed/launcher.py": "import sys\ndef main():\n    print('launched with', sys.argv[1:])\n",
+}
+LAUNCHER = "[console_scripts]\ndeepspeed = deepspeed.launcher:main\n"
+
+
+def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
+    """The smallest wheel that pip installs."""
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nProvides-Extra: dev\n"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+        wheel.writestr(f"{info}/METADATA", metadata)
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/entry_points.txt", LAUNCHER if files else "")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def make_clone(folder: Path) -> Path:
+    """The real scripts around a project whose packages install in a second, without a network."""
+    clone = folder / "a clone"  # people's folders have spaces
+    shutil.copytree(ROOT / "launch", clone / "launch")
+    (clone / "launch/constraints.txt").write_text("torch==2.13.0\n")
+    (clone / "pyproject.toml").write_text(PYPROJECT)
+    (clone / "backend.py").write_text(BACKEND)
+    (clone / "wheels").mkdir()
+    write_wheel(clone / "wheels", "torch", "2.13.0", TORCH)
+    write_wheel(clone / "wheels", "torch", "2.13.1", TORCH)
+    write_wheel(clone / "wheels", "nsa_m7c", "0", {})
+    return clone
+
+
+def environment(clone: Path, **changes: str) -> dict[str, str]:
+    """Ours without what names a compiler, a Python or GPUs; pip sees the clone's wheels alone."""
+    named = ("CXX", "PYTHON", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
+    env = {key: value for key, value in os.environ.items() if key not in named}
+    pip = {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": (clone / "wheels").as_uri(),
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+    return {**env, **pip, "PYTHON": sys.executable, "TOY_GPUS": "0", **changes}
+
+
+def start(clone: Path, script: str, *args: str, **changes: str) -> subprocess.Popen[str]:
+    """Start a script of the clone from another folder, at the head of a group of its own."""
+    return subprocess.Popen(
+        ["bash", str(clone / "launch" / script), *args],
+        cwd="/",
+        env=environment(clone, **changes),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(clone: Path, script: str, *args: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of the clone from another folder to its end."""
+    process = start(clone, script, *args, **changes)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -1,0 +1,78 @@
+"""`launch/m7c.sh`: two ranks wherever it is called, their exit code, and no rank left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launch.clone import run, start
+from tests.launch.test_ranks import alive
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "devices", "said"),
+    [
+        ("0", None, "--num_gpus 2", "no GPU here"),
+        ("1", None, "--num_gpus 1", "only ONE GPU"),
+        ("2", None, "--num_gpus 2", "two GPUs"),
+        ("8", None, "--num_gpus 2", "two of 8 GPUs"),
+        ("3", "5,6,7", "--include localhost:5,6", "two of 3 GPUs"),
+        ("1", "3", "--include localhost:3", "only ONE GPU"),
+        ("0", "", "--num_gpus 2", "no GPU here"),
+    ],
+)
+def test_the_ranks_go_to_the_gpus_that_there_are(
+    installed_clone: Path, gpus: str, visible: str | None, devices: str, said: str
+) -> None:
+    """The clone's torch counts as many GPUs as it is told, and its launcher says what it got."""
+    changes = {"TOY_GPUS": gpus} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    call = run(installed_clone, "m7c.sh", "--set", "a b", **changes)
+    assert call.returncode == 0, call.stderr
+    assert said in call.stdout
+    recipe = str(installed_clone / "recipes/m7c.py")
+    launched = call.stdout.splitlines()[-1]
+    port = re.findall(r"'--master_port', '(\d+)'", launched)[0]
+    expected = [*devices.split(), "--master_port", port, recipe, "--set", "a b"]
+    assert launched == f"launched with {expected}"
+
+
+def write_recipe(folder: Path, code: str) -> None:
+    (folder / "recipes").mkdir()
+    (folder / "recipes/m7c.py").write_text("import os, sys, time\n" + code)
+
+
+def test_deepspeed_runs_two_ranks_and_the_exit_code_of_a_failed_one_comes_back(
+    real_packages: Path,
+) -> None:
+    write_recipe(
+        real_packages,
+        "print('rank', os.environ['RANK'], sys.argv[2:], flush=True)\n"
+        "sys.exit(7 if os.environ['RANK'] == '1' else 0)\n",
+    )
+    call = run(real_packages, "m7c.sh", "--set", "a b")
+    assert call.returncode == 7, call.stderr
+    ranks = sorted(line for line in call.stdout.splitlines() if line.startswith("rank"))
+    assert ranks == [f"rank {rank} ['--set', 'a b']" for rank in (0, 1)]
+
+
+def test_a_signal_to_the_script_ends_every_rank(real_packages: Path) -> None:
+    write_recipe(real_packages, "print('pid', os.getpid(), flush=True)\ntime.sleep(600)\n")
+    process = start(real_packages, "m7c.sh")
+    assert process.stdout
+    pids: list[int] = []
+    for line in process.stdout:
+        pids += [int(line.split()[1])] if line.startswith("pid") else []
+        if len(pids) == 2:
+            break
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.communicate(timeout=45)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert not any(map(alive, pids))
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)

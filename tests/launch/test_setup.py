@@ -1,0 +1,136 @@
+"""`launch/setup.sh`: one call makes .venv, the next costs nothing, and what is missing is named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.clone import make_clone, run, start
+from tests.ranks import ROOT
+
+READY = "setup: .venv is ready\n"
+
+
+def executable(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def assert_refused(call: subprocess.CompletedProcess[str], *words: str) -> None:
+    """One line on stderr that holds the words, and exit code 1."""
+    assert (call.returncode, call.stdout) == (1, "")
+    assert call.stderr.count("\n") == 1, call.stderr
+    for word in words:
+        assert word in call.stderr
+
+
+def torch_version(clone: Path) -> str:
+    code = "from importlib.metadata import version; print(version('torch'))"
+    return subprocess.check_output([clone / ".venv/bin/python", "-c", code], text=True).strip()
+
+
+@pytest.mark.parametrize("script", [*sorted(ROOT.glob("launch/*.sh")), ROOT / ".ci/run"], ids=str)
+def test_every_script_parses_and_can_be_executed(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+    assert os.access(script, os.X_OK)
+
+
+def test_two_calls_at_once_make_one_venv(first_set_ups: tuple[Path, list[str]]) -> None:
+    clone, said = first_set_ups
+    assert sum("making .venv with Python" in text for text in said) == 1
+    assert all(text.endswith(READY) for text in said)
+    assert torch_version(clone) == "2.13.0"
+
+
+def test_a_second_call_does_not_need_pip(installed_clone: Path) -> None:
+    (pip,) = installed_clone.glob(".venv/lib/python3*/site-packages/pip")
+    hidden = pip.rename(pip.with_name("hidden"))
+    try:
+        call = run(installed_clone, "setup.sh")
+    finally:
+        hidden.rename(pip)
+    assert (call.returncode, call.stdout, call.stderr) == (0, READY, "")
+
+
+def test_new_pins_are_installed_into_the_venv_that_is_there(installed_clone: Path) -> None:
+    constraints = installed_clone / "launch/constraints.txt"
+    mark = installed_clone / ".venv/mark"
+    mark.touch()
+    constraints.write_text("torch==2.13.1\n")
+    try:
+        call = run(installed_clone, "setup.sh")
+        assert call.returncode == 0, call.stderr
+        assert torch_version(installed_clone) == "2.13.1"
+        assert mark.exists()
+    finally:
+        constraints.write_text("torch==2.13.0\n")
+        assert run(installed_clone, "setup.sh").returncode == 0
+
+
+def test_an_install_that_was_killed_is_repaired_and_a_failed_one_says_why(tmp_path: Path) -> None:
+    clone = make_clone(tmp_path)
+    first = start(clone, "setup.sh")
+    assert first.stdout
+    for line in first.stdout:
+        if "installing torch" in line:
+            break
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+
+    wheel = next(clone.glob("wheels/nsa*"))
+    hidden = wheel.rename(clone / "hidden")
+    failed = run(clone, "setup.sh")
+    assert "making it anew" in failed.stdout
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1].startswith("setup: pip could not install")
+
+    hidden.rename(wheel)
+    repaired = run(clone, "setup.sh")
+    assert repaired.returncode == 0, repaired.stderr
+    assert "anew" not in repaired.stdout
+    assert torch_version(clone) == "2.13.0"
+
+
+def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
+    # A stand-in: what setup.sh asks of an old Python fails in it.
+    old = executable(tmp_path / "python3.8", "#!/bin/sh\necho 'Python 3.8.20'\nexit 1\n")
+    clone = make_clone(tmp_path)
+    assert_refused(run(clone, "setup.sh", PYTHON=str(old)), "Python 3.10 or newer", str(old))
+    assert not (clone / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("lacking", "words"),
+    [
+        ("import sys; sys.modules['ensurepip'] = None", ("ensurepip", "python3-venv")),
+        ("import sysconfig; sysconfig.get_path = str", ("Python.h", "python3-dev")),
+    ],
+)
+def test_a_python_that_lacks_a_part_is_refused_in_one_line(
+    tmp_path: Path, lacking: str, words: tuple[str, str]
+) -> None:
+    code = f"{lacking}; import sys; exec(sys.argv[2])"
+    python = executable(
+        tmp_path / "python3", f'#!/bin/sh\nexec "{sys.executable}" -c "{code}" "$@"\n'
+    )
+    assert_refused(run(make_clone(tmp_path), "setup.sh", PYTHON=str(python)), *words)
+
+
+def test_a_machine_without_a_compiler_is_refused_in_one_line(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname", "cat", "cksum", "find", "grep", "rm", "touch", "flock"):
+        if found := shutil.which(name):
+            (tools / name).symlink_to(found)
+    clone = make_clone(tmp_path)
+    assert_refused(run(clone, "setup.sh", PATH=str(tools)), "C++ compiler", "g++")
+    assert_refused(run(clone, "setup.sh", CXX="no-such-c++"), "C++ compiler", "no-such-c++")
+    for script in ("m7c.sh", "test.sh"):
+        assert_refused(run(clone, script, PATH=str(tools)), "C++ compiler")
