@@ -1,0 +1,99 @@
+"""`nsa <verb>`: everything beside training. A verb imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; a user's mistake is one line on stderr and exit code 2."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if args.verb == "bench":
+        args.arguments = rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"nsa: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "Everything beside training, which is: deepspeed --num_gpus 2 recipes/m7c.py"
+    parser = argparse.ArgumentParser(prog="nsa", description=about)
+    parser.add_argument("--version", action="version", version=f"nsa {version('nsa-m7c')}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
+
+    about = "measure speed; everything after it goes to nsa.bench (nsa bench --help)"
+    bench = verbs.add_parser("bench", help=about, add_help=False)
+    bench.set_defaults(run=_bench)
+
+    about = (
+        "validate a DeepSpeed JSON against M7C's values and print it with every 'auto' filled in"
+    )
+    check = verbs.add_parser("check", help=about, description=about)
+    check.add_argument("ds_config", type=Path, help="for example ds_configs/zero1_pcie.json")
+    check.add_argument("--ranks", type=int, default=2, help="processes that train (default 2)")
+    check.set_defaults(run=_check)
+
+    about = "draw the losses of one or more runs into one picture"
+    plot = verbs.add_parser("plot", help=about, description=about)
+    plot.add_argument("runs", type=Path, nargs="+", help="folders of runs, for example runs/m7c")
+    plot.add_argument("--out", type=Path, required=True, help="the picture, for example loss.png")
+    plot.set_defaults(run=_plot)
+
+    about = "parameters and operations a token of M7C and of its dense twin"
+    info = verbs.add_parser("info", help=about, description=about)
+    info.add_argument("--seq-len", type=int, default=2_048, help="tokens at once (default 2048)")
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from nsa.bench.__main__ import main as bench
+
+    bench(args.arguments)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from nsa.engine.config import RunConfig
+    from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+
+    if args.ranks < 1:
+        raise ValueError(f"--ranks {args.ranks}: must be 1 or more")
+    raw = load_ds_config(args.ds_config)
+    print(json.dumps(resolve_ds_config(raw, RunConfig(), world_size=args.ranks), indent=2))
+    return 0
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from nsa.monitor.plot import plot_runs
+
+    plot_runs(args.runs, args.out)
+    print(args.out)
+    return 0
+
+
+def _info(args: argparse.Namespace) -> int:
+    from nsa.model.config import ModelConfig
+    from nsa.model.count import flops_per_token, parameter_count
+
+    if args.seq_len < 1:
+        raise ValueError(f"--seq-len {args.seq_len}: must be 1 or more")
+    m7c = ModelConfig()
+    dense = replace(m7c, attention=replace(m7c.attention, kind="dense"))
+    print(f"forward and backward of one token, averaged over {args.seq_len:,} tokens")
+    print(f"{'':10}{'parameters':>14}{'MFLOP a token':>16}")
+    for name, config in (("M7C", m7c), ("dense twin", dense)):
+        flops = flops_per_token(config, args.seq_len) / 1e6
+        print(f"{name:10}{parameter_count(config):>14,}{flops:>16,.1f}")
+    return 0
