@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
-from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import tolerance
@@ -19,43 +13,6 @@ from nsa.engine.preflight import check_gradients, inspect_gradients
 from nsa.model import LanguageModel
 
 PREFLIGHT_TOKENS = 256  # enough for every branch to see something, cheap on a CPU
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Where this process stands among all."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-
-    @classmethod
-    def from_environment(cls) -> Ranks:
-        """As the launcher says; alone without one."""
-        return cls(
-            int(os.environ.get("RANK", 0)),
-            int(os.environ.get("LOCAL_RANK", 0)),
-            int(os.environ.get("WORLD_SIZE", 1)),
-        )
-
-
-def start_ranks(ranks: Ranks) -> torch.device:
-    """Join the process group and share out the machine's cores; returns this rank's device."""
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    if "MASTER_ADDR" not in os.environ:  # `python recipes/m7c.py`: one process, no launcher
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-    os.environ.setdefault("RANK", str(ranks.rank))
-    os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))
-    os.environ.setdefault("WORLD_SIZE", str(ranks.world_size))
-    if "OMP_NUM_THREADS" not in os.environ:
-        here = int(os.environ.get("LOCAL_SIZE", ranks.world_size))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
-    accelerator = get_accelerator()
-    accelerator.set_device(ranks.local_rank)
-    deepspeed.init_distributed(accelerator.communication_backend_name(), verbose=False)
-    return torch.device(accelerator.device_name(ranks.local_rank))
 
 
 def build_model(config: RunConfig, device: torch.device) -> LanguageModel:
@@ -103,10 +60,3 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
         dist_init_required=False,
     )
     return engine
-
-
-def stop_ranks() -> None:
-    """Leave the process group in good order."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from nsa import checkpoint
 from nsa.data import Batches, build_batches
-from nsa.engine.build import Ranks, build_engine, start_ranks, stop_ranks
+from nsa.engine.build import build_engine
 from nsa.engine.config import RunConfig
 from nsa.engine.loop import Run, train
+from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
 from nsa.engine.recipe import Plan, with_run_dir, write_run_folder
 from nsa.engine.state import TrainState
 from nsa.model import flops_per_token, parameter_count

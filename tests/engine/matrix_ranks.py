@@ -1,0 +1,144 @@
+"""Runs on two ranks: each cell of ZeRO x checkpointing x accumulation x dtype against one process.
+
+The optimizer is SGD with momentum, without clipping: parameters then move in proportion to the
+gradients, so that a lost micro-batch or a wrong scale shows, which Adam would divide away.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from nsa.engine.ranks import Ranks, start_ranks
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.spec import NSASpec
+
+STEPS, SEQ_LEN, VOCABULARY = 3, 48, 64
+LEARNING_RATE, MOMENTUM = 0.1, 0.9
+ZERO = {
+    "0": ({"stage": 0}, None),
+    "1": ({"stage": 1, "overlap_comm": False}, None),
+    "1-fp32acc": ({"stage": 1}, "fp32"),
+    "1-overlap": ({"stage": 1, "overlap_comm": True}, None),
+    "2": ({"stage": 2, "overlap_comm": False}, None),
+    "2-overlap": ({"stage": 2, "overlap_comm": True}, None),
+    "3": ({"stage": 3, "stage3_param_persistence_threshold": 0}, None),
+}
+
+
+def model(checkpointing: str) -> LanguageModel:
+    torch.manual_seed(7)
+    spec = NSASpec(
+        block_len=8, block_stride=4, select_len=8, select_top=4, local_blocks=1, window=12
+    )
+    config = ModelConfig(
+        vocab_size=VOCABULARY,
+        layers=2,
+        width=32,
+        heads=6,
+        kv_heads=2,
+        head_dim=8,
+        mlp_width=48,
+        attention=AttentionConfig(compressor="mlp", spec=spec),
+        init_std=0.3,  # so that every tensor, φ included, has a gradient worth comparing
+        activation_checkpointing=checkpointing,
+    )
+    return LanguageModel(config)
+
+
+def tokens(step: int, micro_step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1_000 * step + 10 * micro_step + rank)
+    return torch.randint(VOCABULARY, (1, SEQ_LEN), generator=generator)
+
+
+def single_process(accumulation: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The same three steps in plain PyTorch: weights and sums in fp32, the model in `dtype`."""
+    master = model("none")
+    optimizer = torch.optim.SGD(master.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    share = 1 / (accumulation * dist.get_world_size())
+    for step in range(STEPS):
+        worker = copy.deepcopy(master).to(dtype)
+        optimizer.zero_grad()
+        for micro_step in range(accumulation):
+            for rank in range(dist.get_world_size()):
+                ids = tokens(step, micro_step, rank)
+                gradients = torch.autograd.grad(worker(ids, labels=ids), list(worker.parameters()))
+                for parameter, gradient in zip(master.parameters(), gradients, strict=True):
+                    scaled = gradient.float() * share
+                    parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
+        optimizer.step()
+    return {name: p.detach().to(dtype).float() for name, p in master.named_parameters()}
+
+
+def with_deepspeed(
+    zero: str, checkpointing: str, accumulation: int, precision: str
+) -> dict[str, torch.Tensor]:
+    section, accumulate_in = ZERO[zero]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE, "momentum": MOMENTUM}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {**section, "reduce_bucket_size": 3_000},
+        "bf16": {"enabled": precision == "bf16"},
+    }
+    if accumulate_in:
+        config["data_types"] = {"grad_accum_dtype": accumulate_in}
+    net = model(checkpointing)
+    engine, *_ = deepspeed.initialize(
+        model=net, model_parameters=net.parameters(), config=config, dist_init_required=False
+    )
+    for step in range(STEPS):
+        for micro_step in range(accumulation):
+            ids = tokens(step, micro_step, dist.get_rank())
+            engine.backward(engine(ids, labels=ids))
+            engine.step()
+    result = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=zero == "3"):
+            result[name] = parameter.detach().float().clone()
+    engine.destroy()
+    return result
+
+
+def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], eps: float) -> float:
+    """The largest error of a tensor, in multiples of what rounding to the dtype may cost.
+
+    A weight of size |p| is stored to eps/2·|p|, and a sum of a few gradients that were each rounded
+    once or twice moves it by a few eps of how far it moved at all.
+    """
+    start = dict(model("none").named_parameters())
+    ratios = []
+    for name, parameter in expected.items():
+        moved = (parameter - start[name].detach()).norm()
+        assert moved > 0, f"{name} did not move"
+        ratios.append((found[name] - parameter).norm() / (eps * (parameter.norm() + 4 * moved)))
+    return float(max(ratios))
+
+
+def main() -> None:
+    cells = json.loads(sys.argv[1])
+    start_ranks(Ranks.from_environment())
+    expected = {}
+    for zero, checkpointing, accumulation, precision in cells:
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+        if (accumulation, precision) not in expected:
+            expected[accumulation, precision] = single_process(accumulation, dtype)
+        cell = [zero, checkpointing, accumulation, precision]
+        try:
+            found = with_deepspeed(zero, checkpointing, accumulation, precision)
+            error = worst(found, expected[accumulation, precision], torch.finfo(dtype).eps)
+            print(json.dumps({"cell": cell, "error": error}), flush=True)
+        except Exception as failure:
+            print(json.dumps({"cell": cell, "failure": repr(failure)[:300]}), flush=True)
+            raise
+
+
+if __name__ == "__main__":
+    main()
