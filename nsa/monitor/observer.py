@@ -1,0 +1,106 @@
+"""What the training loop tells those who watch it, and the fan-out that keeps them harmless."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What a run is, known before its first step."""
+
+    run_dir: Path
+    name: str
+    profile: str
+    total_steps: int  # where the schedule ends
+    start_step: int = 0  # steps already done; more than 0 in a resumed run
+    rank: int = 0
+    world_size: int = 1
+    parameters: int = 0
+    flops_per_token: float = 0.0  # forward and backward, executed
+    notes: Sequence[str] = ()  # lines that the user should see before the first step
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """Everything known about one logged step; None stands for "not measured here"."""
+
+    step: int  # optimizer steps done, this one included
+    tokens: int  # seen by all ranks since the first step of the run
+    loss: float
+    val_loss: float | None = None
+    bits_per_byte: float | None = None  # of the held-out split
+    lr: float
+    grad_norm: float | None
+    tokens_per_s: float | None  # all ranks; None while only the warm-up step was timed
+    mfu: float | None = None  # 0 to 1; None on hardware whose peak is unknown
+    memory_gb: float  # peak so far
+    seconds: float  # of one step, the mean since the last logged one
+    skipped_steps: int = 0  # since the start: steps that overflowed and were not applied
+    gates: Mapping[str, float] = field(default_factory=dict)  # mean gate of each branch
+
+
+class Observer:
+    """Hangs on the training loop and cannot change what it computes. Override what you need."""
+
+    every_rank = False  # False: told about rank 0 only
+
+    def on_start(self, info: RunInfo) -> None:
+        """The run is built and about to take its first step."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """A logged step is done; steps between two logged ones are not told."""
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """The state after `step` is on disk."""
+
+    def on_message(self, text: str) -> None:
+        """A line for the user."""
+
+    def on_end(self, status: str) -> None:
+        """The loop has ended; `status` says how."""
+
+
+class Observers(Observer):
+    """Tells each observer in turn; one that raises is reported, and told nothing more."""
+
+    every_rank = True
+
+    def __init__(self, observers: Iterable[Observer]) -> None:
+        self._active = list(observers)
+
+    def on_start(self, info: RunInfo) -> None:
+        if info.rank != 0:
+            self._active = [observer for observer in self._active if observer.every_rank]
+        self._tell(lambda observer: observer.on_start(info))
+
+    def on_step(self, record: StepRecord) -> None:
+        self._tell(lambda observer: observer.on_step(record))
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        self._tell(lambda observer: observer.on_checkpoint(step, path))
+
+    def on_message(self, text: str) -> None:
+        self._tell(lambda observer: observer.on_message(text))
+
+    def on_end(self, status: str) -> None:
+        self._tell(lambda observer: observer.on_end(status))
+
+    def _tell(self, event: Callable[[Observer], None]) -> None:
+        for observer in list(self._active):
+            try:
+                event(observer)
+            except Exception as error:
+                self._active.remove(observer)
+                name = type(observer).__name__
+                warn(f"{name} failed and is off for the rest of the run: {error!r}")
+
+
+def warn(text: str) -> None:
+    """One line on stderr, which may itself be full or closed: then there is nobody to tell."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"nsa: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,76 @@
+"""A thread that does the writing, so that no training step ever waits for a disk or a terminal."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from nsa.monitor.observer import warn
+
+
+class BackgroundWriter:
+    """Runs jobs one after the other on a daemon thread, from a bounded queue.
+
+    What does not fit into the queue is dropped and counted, and a job that raises is counted: a
+    slow or full disk costs log lines, not the run. Give each destination a writer of its own, so
+    that one that hangs does not silence the others.
+    """
+
+    def __init__(self, name: str, capacity: int = 1024) -> None:
+        self.name = name
+        self.dropped = 0  # jobs that found the queue full, or that the end came too early for
+        self.failed = 0  # jobs that raised
+        self._submitted = 0
+        self._finished = 0
+        self._closed = False
+        self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(capacity)
+        self._reporter: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._work, name=f"writer {name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], object]) -> bool:
+        """Hand over `job` and return at once; False if it was dropped."""
+        if not self._closed:
+            try:
+                self._jobs.put_nowait(job)
+                self._submitted += 1
+                return True
+            except queue.Full:
+                pass
+        self.dropped += 1
+        if self._reporter is None:
+            # stderr may well be a file on the very disk that is slow: don't wait for it either.
+            text = f"{self.name}: writing is slower than the run; dropping lines from here on"
+            self._reporter = threading.Thread(target=warn, args=(text,), daemon=True)
+            self._reporter.start()
+        return False
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Finish what is queued, waiting `timeout` seconds at most, and say what is lost."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline = time.monotonic() + timeout
+        try:
+            self._jobs.put(None, timeout=timeout)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        except queue.Full:
+            pass
+        if self._thread.is_alive():
+            self.dropped += self._submitted - self._finished
+        if self._reporter is not None:
+            self._reporter.join(1.0)
+        if self.dropped or self.failed:
+            warn(f"{self.name}: {self.dropped} writes dropped and {self.failed} failed in this run")
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:
+                self.failed += 1
+                if self.failed == 1:
+                    warn(f"{self.name}: a write failed, the run goes on: {error!r}")
+            self._finished += 1
