@@ -1,0 +1,103 @@
+"""What a run's folder says about the machine and the code that made it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
+_VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_")  # never the rest: it may hold secrets
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a reader, or a crash, sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_env(run_dir: Path) -> dict[str, Any]:
+    """Write `env.json`, which says what ran where, and return what it holds."""
+    env = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": [sys.executable, *sys.argv],
+        "git_commit": git_commit(Path(__file__).resolve()),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpu": {
+            "model": _cpu_model(),
+            "cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count(),
+            "memory_gb": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
+        },
+        "cuda": _cuda(),
+        "environment": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
+        },
+    }
+    atomic_write_text(run_dir / "env.json", json.dumps(env, indent=2) + "\n")
+    return env
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit(source: Path) -> str | None:
+    """The commit of this code; None where it is not a checkout, "+changes" where it was edited."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(source.parent), *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", source.name)  # an installed copy may lie in a checkout
+        return git("rev-parse", "HEAD") + (
+            "+changes" if git("status", "--porcelain", "-uno") else ""
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _cuda() -> dict[str, Any] | None:
+    import torch  # late: those who only read a run's folder need no torch
+
+    if not torch.cuda.is_available():
+        return None
+    count = torch.cuda.device_count()
+    return {
+        "version": torch.version.cuda,
+        "devices": [torch.cuda.get_device_name(index) for index in range(count)],
+    }

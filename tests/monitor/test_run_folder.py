@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nsa.monitor.run_folder import atomic_write_text, git_commit, write_env
+from tests.monitor.records import files_no_longer_than
+
+
+def test_env_json_says_what_ran_where_and_keeps_secrets_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("HF_TOKEN", "hf_do_not_tell")
+    returned = write_env(tmp_path)
+    text = (tmp_path / "env.json").read_text()
+    env = json.loads(text)
+    assert env == returned
+    for package in ("torch", "deepspeed", "numpy"):
+        assert env["packages"][package] == importlib.metadata.version(package)
+    assert env["environment"]["NCCL_P2P_DISABLE"] == "1"
+    assert "hf_do_not_tell" not in text
+    assert env["cpu"]["cores"] >= 1
+    assert env["cpu"]["memory_gb"] > 0
+    assert {"date", "command", "git_commit", "python", "host", "cuda"} <= env.keys()
+
+
+def test_the_commit_is_that_of_the_code_itself(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        names = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        command = ["git", "-C", str(tmp_path), *names, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    source, installed = tmp_path / "code.py", tmp_path / "installed.py"
+    source.write_text("1\n")
+    installed.write_text("1\n")
+    assert git_commit(source) is None
+    git("init", "-q")
+    git("add", "code.py")
+    git("commit", "-q", "-m", "one")
+    head = git("rev-parse", "HEAD")
+    assert git_commit(source) == head
+    assert git_commit(installed) is None, "it lies in a checkout, but is not part of it"
+    source.write_text("2\n")
+    assert git_commit(source) == f"{head}+changes"
+
+
+def test_a_write_that_fails_leaves_the_old_file_whole_and_no_litter(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    atomic_write_text(path, "old")
+    with files_no_longer_than(2), pytest.raises(OSError, match="too large"):
+        atomic_write_text(path, "new and longer")
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("file", "old")]
+    atomic_write_text(path, "new and longer")
+    assert path.read_text() == "new and longer"
