@@ -1,0 +1,56 @@
+"""One rank of a real DeepSpeed engine whose monitor writes in the background."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+
+from nsa.monitor.observer import Observers
+from nsa.monitor.tensorboard import BackgroundMonitor, TensorBoardObserver
+from nsa.monitor.writer import BackgroundWriter
+from tests.monitor.records import drain, files_no_longer_than, make_info, make_record
+
+
+def main(run_dir: Path, disk: str) -> None:
+    engine, *_ = deepspeed.initialize(
+        model=torch.nn.Linear(4, 1),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.25, "torch_adam": True}},
+            "tensorboard": {"enabled": True, "output_path": str(run_dir), "job_name": "tb"},
+        },
+    )
+    writer = BackgroundWriter("TensorBoard", capacity=4096)
+    engine.monitor = BackgroundMonitor(engine.monitor, writer)
+    observers = Observers([TensorBoardObserver(engine.monitor)])
+    rank = torch.distributed.get_rank()
+    observers.on_start(make_info(run_dir, rank=rank, world_size=2))
+
+    def step(number: int) -> None:
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        evaluated = {"val_loss": 2.5, "bits_per_byte": 1.25} if number == 2 else {}
+        gates = {"cmp": 0.5, "sel": 0.25, "win": 0.75}
+        warm = {"mfu": 0.125, "gates": gates} if number > 1 else {"tokens_per_s": None}
+        observers.on_step(make_record(number, skipped_steps=number - 1, **evaluated, **warm))
+
+    for number in range(1, 4):
+        step(number)
+    if disk == "full":
+        # Enough first that the limit stops the event file and not what this prints.
+        engine.monitor.write_events([(f"filler/{index}", 0.0, 0) for index in range(2000)])
+        drain(writer)
+        (event_file,) = (run_dir / "tb").iterdir()
+        with files_no_longer_than(event_file.stat().st_size + 10):
+            for number in range(4, 7):
+                step(number)
+            drain(writer)
+    writer.close()
+    print("steps", engine.global_steps, "failed", writer.failed > 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
