@@ -1,0 +1,134 @@
+"""The run on the console: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from tqdm import tqdm
+
+from nsa.monitor.observer import Observer, RunInfo, StepRecord
+from nsa.monitor.writer import BackgroundWriter
+
+_LINES_PER_RUN = 20  # however fast the run is; a slow one gets a line every `min_seconds`
+
+
+class Progress(Observer):
+    """Loss, tokens/s and the time that is left, printed by the writer's thread."""
+
+    def __init__(
+        self, writer: BackgroundWriter, stream: TextIO | None = None, min_seconds: float = 10.0
+    ) -> None:
+        self._writer = writer
+        self._stream = stream or sys.stdout
+        self._min_seconds = min_seconds
+        self._on_terminal = False
+        self._bar: tqdm | None = None
+        self._total = 0
+        self._first: tuple[int, float] | None = None  # step and time that the rest is judged by
+        self._last_step = 0
+        self._last_time = 0.0
+        self._unprinted: StepRecord | None = None
+
+    def on_start(self, info: RunInfo) -> None:
+        self._total = info.total_steps
+        self._print(
+            f"{info.name} ({info.profile}): {info.parameters / 1e6:.1f}M parameters, "
+            f"steps {info.start_step + 1} to {info.total_steps} on {info.world_size} "
+            f"rank{'s' if info.world_size > 1 else ''}, in {info.run_dir}"
+        )
+        for note in info.notes:
+            self._print(note)
+        self._on_terminal = _has_columns(self._stream)
+        if self._on_terminal:
+            self._writer.submit(lambda: self._open_bar(info.start_step))
+
+    def on_step(self, record: StepRecord) -> None:
+        now = time.monotonic()
+        if self._on_terminal:
+            self._writer.submit(lambda: self._move_bar(record))
+        if record.val_loss is not None or (not self._on_terminal and self._is_due(record, now)):
+            self._print_line(record, now)
+        else:
+            self._unprinted = record
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        self._print(f"step {step}: saved {path}")
+
+    def on_message(self, text: str) -> None:
+        self._print(text)
+
+    def on_end(self, status: str) -> None:
+        if self._unprinted is not None and not self._on_terminal:
+            self._print_line(self._unprinted, time.monotonic())
+        self._writer.submit(self._close_bar)
+        self._print(status)
+
+    def _is_due(self, record: StepRecord, now: float) -> bool:
+        return (
+            self._first is None
+            or record.step >= self._total
+            or now - self._last_time >= self._min_seconds
+            or (record.step - self._last_step) * _LINES_PER_RUN >= self._total
+        )
+
+    def _print_line(self, record: StepRecord, now: float) -> None:
+        self._first = self._first or (record.step, now)
+        first_step, first_time = self._first
+        done = record.step - first_step
+        seconds = (now - first_time) / done if done else record.seconds
+        left = _clock((self._total - record.step) * seconds)
+        self._print(f"step {record.step}/{self._total}  {_describe(record)}  ETA {left}")
+        self._last_step, self._last_time, self._unprinted = record.step, now, None
+
+    def _print(self, text: str) -> None:
+        # tqdm.write lifts an open bar of this stream out of the way, and prints where there is none
+        self._writer.submit(lambda: self._write(text))
+
+    def _write(self, text: str) -> None:
+        tqdm.write(text, file=self._stream)
+        self._stream.flush()
+
+    def _open_bar(self, start_step: int) -> None:
+        self._bar = tqdm(
+            total=self._total,
+            initial=start_step,
+            file=self._stream,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0,
+        )
+
+    def _move_bar(self, record: StepRecord) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(_describe(record), refresh=False)
+            self._bar.update(record.step - self._bar.n)
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _has_columns(stream: TextIO) -> bool:
+    """Whether a bar can be drawn; a container's terminal may well be 0 columns wide."""
+    return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+
+
+def _describe(record: StepRecord) -> str:
+    parts = [f"loss {record.loss:.4f}"]
+    if record.val_loss is not None:
+        parts.append(f"val {record.val_loss:.4f}")
+    if record.bits_per_byte is not None:
+        parts.append(f"{record.bits_per_byte:.4f} bits/byte")
+    if record.tokens_per_s is not None:
+        parts.append(f"{record.tokens_per_s:,.0f} tokens/s")
+    if record.mfu is not None:
+        parts.append(f"MFU {record.mfu:.1%}")
+    return "  ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    return tqdm.format_interval(max(0.0, seconds))

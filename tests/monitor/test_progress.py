@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import termios
+from pathlib import Path
+from typing import TextIO
+
+from nsa.monitor.observer import StepRecord
+from nsa.monitor.progress import Progress
+from nsa.monitor.writer import BackgroundWriter
+from tests.monitor.records import make_info, make_record
+
+
+def show(stream: TextIO, records: list[StepRecord], run_dir: Path) -> BackgroundWriter:
+    writer = BackgroundWriter("console")
+    progress = Progress(writer, stream, min_seconds=float("inf"))
+    progress.on_start(make_info(run_dir, notes=["no accelerator: the demo"], parameters=3_000_000))
+    for record in records:
+        progress.on_step(record)
+    progress.on_checkpoint(records[-1].step, run_dir / "checkpoints")
+    progress.on_end("done")
+    writer.close()
+    return writer
+
+
+def test_a_demo_that_logs_every_step_prints_few_lines_and_those_that_matter(
+    tmp_path: Path,
+) -> None:
+    records = [
+        make_record(step, val_loss=2.5 if step == 101 else None, bits_per_byte=1.25)
+        for step in range(1, 301)
+    ]
+    with (tmp_path / "log").open("w") as stream:
+        show(stream, records, tmp_path)
+    lines = (tmp_path / "log").read_text().splitlines()
+    steps = [line for line in lines if line.startswith("step ") and "/300" in line]
+    assert 15 <= len(steps) <= 30
+    assert steps[0].startswith("step 1/300  loss 1.6667  ")
+    assert steps[-1].startswith("step 300/300")
+    assert "ETA 00:00" in steps[-1]
+    assert any(line.startswith("step 101/300") and "val 2.5000" in line for line in steps)
+    assert all("142,857 tokens/s" in line for line in steps)
+    assert lines[0].startswith("m7c (demo): 3.0M parameters, steps 1 to 300 on 1 rank, in ")
+    assert lines[1] == "no accelerator: the demo"
+    assert lines[-2] == f"step 300: saved {tmp_path / 'checkpoints'}"
+    assert lines[-1] == "done"
+
+
+def test_the_last_step_of_a_run_that_ends_early_is_printed(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as stream:
+        show(stream, [make_record(step) for step in range(1, 8)], tmp_path)
+    steps = [
+        line.split()[1] for line in (tmp_path / "log").read_text().splitlines() if "/300" in line
+    ]
+    assert steps == ["1/300", "7/300"]
+
+
+def show_on_terminal(columns: int, run_dir: Path) -> str:
+    """What a real terminal gets to show: what goes into one end comes out of the other."""
+    there, here = os.openpty()
+    fcntl.ioctl(here, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(here, "w") as stream:
+        show(stream, [make_record(1), make_record(2, val_loss=2.5), make_record(3)], run_dir)
+        shown = os.read(there, 1_000_000).decode()
+    os.close(there)
+    return shown
+
+
+def test_a_terminal_gets_one_bar_and_lasting_lines_for_validation(tmp_path: Path) -> None:
+    shown = show_on_terminal(120, tmp_path)
+    assert "| 3/300 [" in shown
+    assert "142,857 tokens/s" in shown
+    lasting = [line for line in shown.split("\n") if "step 2/300" in line]
+    assert len(lasting) == 1
+    assert "val 2.5000" in lasting[0]
+    assert "step 1/300" not in shown
+
+
+def test_a_terminal_without_a_width_gets_plain_lines(tmp_path: Path) -> None:
+    shown = show_on_terminal(0, tmp_path)
+    assert "step 1/300" in shown
+    assert "step 3/300" in shown
+
+
+def test_a_console_that_is_full_does_not_stop_the_run(tmp_path: Path) -> None:
+    with open("/dev/full", "wb", buffering=0) as raw:
+
+        class Full:
+            def write(self, text: str) -> int:
+                return raw.write(text.encode())
+
+            def flush(self) -> None:
+                raw.flush()
+
+            def isatty(self) -> bool:
+                return False
+
+        writer = show(Full(), [make_record(1), make_record(300)], tmp_path)  # type: ignore[arg-type]
+    assert writer.failed > 0
+    assert writer.dropped == 0
