@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from nsa.engine.extensions import prepare_extensions
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -33,6 +35,7 @@ class Ranks:
 
 def start_ranks(ranks: Ranks) -> torch.device:
     """Join the process group and share out the machine's cores; returns this rank's device."""
+    prepare_extensions()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if "MASTER_ADDR" not in os.environ:  # `python recipes/m7c.py`: one process, no launcher
         with socket.socket() as free:

@@ -30,9 +30,10 @@ def atomic_write_text(path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-def write_env(run_dir: Path) -> dict[str, Any]:
-    """Write `env.json`, which says what ran where, and return what it holds."""
+def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
+    """Write `env.json`, which says what ran where, after the `facts` that the caller knows."""
     env = {
+        **facts,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": [sys.executable, *sys.argv],
         "git_commit": git_commit(Path(__file__).resolve()),
