@@ -32,6 +32,8 @@ ZERO = {
 
 
 def model(checkpointing: str) -> LanguageModel:
+    """`shared reentrant`: both layers are one block, whose parameters then fire twice."""
+    shared, checkpointing = checkpointing[:7] == "shared ", checkpointing.removeprefix("shared ")
     torch.manual_seed(7)
     spec = NSASpec(
         block_len=8, block_stride=4, select_len=8, select_top=4, local_blocks=1, window=12
@@ -48,7 +50,10 @@ def model(checkpointing: str) -> LanguageModel:
         init_std=0.3,  # so that every tensor, φ included, has a gradient worth comparing
         activation_checkpointing=checkpointing,
     )
-    return LanguageModel(config)
+    net = LanguageModel(config)
+    if shared:
+        net.blocks[1] = net.blocks[0]
+    return net
 
 
 def tokens(step: int, micro_step: int, rank: int) -> torch.Tensor:
@@ -56,9 +61,11 @@ def tokens(step: int, micro_step: int, rank: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (1, SEQ_LEN), generator=generator)
 
 
-def single_process(accumulation: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def single_process(
+    checkpointing: str, accumulation: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """The same three steps in plain PyTorch: weights and sums in fp32, the model in `dtype`."""
-    master = model("none")
+    master = model(checkpointing)
     optimizer = torch.optim.SGD(master.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     share = 1 / (accumulation * dist.get_world_size())
     for step in range(STEPS):
@@ -107,16 +114,21 @@ def with_deepspeed(
     return result
 
 
-def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], eps: float) -> float:
+def worst(
+    found: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    start: LanguageModel,
+    eps: float,
+) -> float:
     """The largest error of a tensor, in multiples of what rounding to the dtype may cost.
 
     A weight of size |p| is stored to eps/2·|p|, and a sum of a few gradients that were each rounded
     once or twice moves it by a few eps of how far it moved at all.
     """
-    start = dict(model("none").named_parameters())
+    initial = dict(start.named_parameters())
     ratios = []
     for name, parameter in expected.items():
-        moved = (parameter - start[name].detach()).norm()
+        moved = (parameter - initial[name].detach()).norm()
         assert moved > 0, f"{name} did not move"
         ratios.append((found[name] - parameter).norm() / (eps * (parameter.norm() + 4 * moved)))
     return float(max(ratios))
@@ -128,16 +140,19 @@ def main() -> None:
     expected = {}
     for zero, checkpointing, accumulation, precision in cells:
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
-        if (accumulation, precision) not in expected:
-            expected[accumulation, precision] = single_process(accumulation, dtype)
+        plain = "shared none" if checkpointing[:7] == "shared " else "none"
+        for micro_batches in (accumulation, 3 - accumulation):
+            key = (plain, micro_batches, precision)
+            if key not in expected:
+                expected[key] = single_process(plain, micro_batches, dtype)
+        found = with_deepspeed(zero, checkpointing, accumulation, precision)
+        right, lost = (
+            worst(found, expected[plain, count, precision], model(plain), torch.finfo(dtype).eps)
+            for count in (accumulation, 3 - accumulation)
+        )
+        # `lost`: against a run with a micro-batch more or less, as if one were lost.
         cell = [zero, checkpointing, accumulation, precision]
-        try:
-            found = with_deepspeed(zero, checkpointing, accumulation, precision)
-            error = worst(found, expected[accumulation, precision], torch.finfo(dtype).eps)
-            print(json.dumps({"cell": cell, "error": error}), flush=True)
-        except Exception as failure:
-            print(json.dumps({"cell": cell, "failure": repr(failure)[:300]}), flush=True)
-            raise
+        print(json.dumps({"cell": cell, "error": right, "wrong": lost}), flush=True)
 
 
 if __name__ == "__main__":
