@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -16,12 +17,12 @@ def test_warm_up_is_linear_and_its_first_step_already_moves() -> None:
     rates = [learning_rate(step, TRAIN) for step in range(100)]
     assert rates[0] == pytest.approx(0.01)
     assert rates[99] == pytest.approx(1.0)
-    assert all(b - a == pytest.approx(0.01) for a, b in zip(rates, rates[1:], strict=False))
+    assert all(b - a == pytest.approx(0.01) for a, b in pairwise(rates))
 
 
 def test_the_cosine_falls_from_the_peak_to_the_minimum() -> None:
     rates = [learning_rate(step, TRAIN) for step in range(99, 1_000)]
-    assert all(b <= a for a, b in zip(rates, rates[1:], strict=False))
+    assert all(b <= a for a, b in pairwise(rates))
     assert learning_rate(550, TRAIN) == pytest.approx(0.1 + 0.9 * 0.5)
     assert rates[-1] == pytest.approx(0.1, abs=1e-4)
 
