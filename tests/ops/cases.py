@@ -1,0 +1,225 @@
+"""What the tests of the ops share: cases, inputs, and how two results are compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from nsa.ops import compressed_attention, select_blocks, selected_attention, window_attention
+from nsa.spec import NSASpec
+
+GROUPS = (1, 2, 3, 4, 6, 8, 16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sparse pattern and the shapes that it is tried on; several lengths are packed documents."""
+
+    spec: NSASpec
+    lengths: tuple[int, ...]
+    batch: int = 1
+    kv_heads: int = 2
+    group: int = 2
+    key_dim: int = 8
+    value_dim: int = 8
+    seed: int = 0
+
+    @property
+    def seq_len(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def scale(self) -> float:
+        return self.key_dim**-0.5
+
+    @property
+    def offsets(self) -> list[int] | None:
+        return [0, *accumulate(self.lengths)] if len(self.lengths) > 1 else None
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        return None if self.offsets is None else torch.tensor(self.offsets, dtype=torch.int32)
+
+    def __str__(self) -> str:
+        s = self.spec
+        sizes = f"l{s.block_len}d{s.block_stride}s{s.select_len}n{s.select_top}w{s.window}"
+        lengths = "+".join(map(str, self.lengths))
+        shape = f"b{self.batch}h{self.kv_heads}g{self.group}k{self.key_dim}v{self.value_dim}"
+        return f"{sizes}-T{lengths}-{shape}"
+
+
+def random_spec(draw: random.Random) -> NSASpec:
+    """Small sizes that need not divide one another, mostly with blocks left to choose."""
+    block_len = draw.randint(1, 12)
+    top = draw.randint(1, 5)
+    local = draw.randint(1, max(1, top - 1))
+    return NSASpec(
+        block_len=block_len,
+        block_stride=draw.randint(1, block_len),
+        select_len=draw.randint(1, 9),
+        select_top=top,
+        init_blocks=draw.randint(0, max(0, min(2, top - local - 1))),
+        local_blocks=local,
+        window=draw.randint(1, 30),
+    )
+
+
+def random_cases(count: int, longest: int, seed: int = 0) -> list[Case]:
+    """The same list every time; a third of it packed, with empty and very short documents."""
+    draw = random.Random(seed)
+    cases = []
+    for i in range(count):
+        lengths = (draw.randint(1, longest),)
+        if i % 3 == 2:
+            lengths = tuple(draw.choice([0, 1, 2, draw.randint(3, longest)]) for _ in range(4))
+            lengths = (*lengths, draw.randint(1, longest // 2))
+        cases.append(
+            Case(
+                random_spec(draw),
+                lengths,
+                batch=1 if len(lengths) > 1 else draw.choice([1, 2]),
+                kv_heads=draw.choice([1, 2, 3]),
+                group=GROUPS[i % len(GROUPS)],
+                key_dim=draw.choice([2, 4, 6]),
+                value_dim=draw.choice([1, 3, 4, 8]),
+                seed=i,
+            )
+        )
+    return cases
+
+
+@dataclass
+class Inputs:
+    """What the public functions take, named as they name it."""
+
+    q: Tensor
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_sel: Tensor
+    v_sel: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    gates: Tensor
+
+    @classmethod
+    def of(cls, case: Case, dtype: torch.dtype = torch.float64) -> Inputs:
+        """Normal numbers, and gates in (0, 1)."""
+        draw = torch.Generator().manual_seed(case.seed)
+
+        def normal(length: int, heads: int, size: int) -> Tensor:
+            shape = (case.batch, length, heads, size)
+            return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
+
+        blocks = sum(case.spec.compressed_len(length) for length in case.lengths)
+        pairs = [
+            normal(length, case.kv_heads, size)
+            for length in (blocks, case.seq_len, case.seq_len)
+            for size in (case.key_dim, case.value_dim)
+        ]
+        gates = normal(case.seq_len, case.heads, 3).sigmoid()
+        return cls(normal(case.seq_len, case.heads, case.key_dim), *pairs, gates)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        return Inputs(*(x.to(dtype) for x in self.tensors()))
+
+
+Function = Callable[..., Tensor | tuple[Tensor, Tensor]]
+
+
+def branches(
+    x: Inputs, case: Case, block_index: Tensor, backend: str
+) -> dict[str, tuple[Function, tuple[Tensor, ...]]]:
+    """Each attention as a function of the tensors that it gets gradients for."""
+    common = {"cu_seqlens": case.cu_seqlens, "backend": backend}
+    spec = case.spec
+    return {
+        "compressed": (
+            lambda q, k, v: compressed_attention(q, k, v, spec, **common),
+            (x.q, x.k_cmp, x.v_cmp),
+        ),
+        "selected": (
+            lambda q, k, v: selected_attention(q, k, v, block_index, spec, **common),
+            (x.q, x.k_sel, x.v_sel),
+        ),
+        "window": (
+            lambda q, k, v: window_attention(q, k, v, spec.window, **common),
+            (x.q, x.k_win, x.v_win),
+        ),
+    }
+
+
+def with_gradients(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, then the inputs' gradients of a fixed random projection (without lse's -inf)."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    draw = torch.Generator().manual_seed(7)
+    loss = torch.zeros((), dtype=torch.float64)
+    for o in outputs:
+        weight = torch.randn(o.shape, generator=draw, dtype=torch.float64)
+        seen = o.double().masked_fill(o == -torch.inf, 0)
+        loss = loss + (seen * weight).sum()
+    loss.backward()  # and not autograd.grad, which a reentrant checkpoint refuses
+    gradients = [x.grad for x in inputs if x.grad is not None]
+    return [o.detach() for o in outputs] + gradients
+
+
+def all_branches(
+    x: Inputs, case: Case, block_index: Tensor, backend: str = "blockwise"
+) -> list[Tensor]:
+    """Outputs and gradients of the three branches, one after the other."""
+    called = branches(x, case, block_index, backend).values()
+    return [result for branch in called for result in with_gradients(*branch)]
+
+
+def selection(x: Inputs, case: Case, backend: str) -> Tensor:
+    """The chosen blocks, from the compressed branch's own lse."""
+    common = {"cu_seqlens": case.cu_seqlens, "backend": backend}
+    _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, case.spec, **common)
+    return select_blocks(x.q, x.k_cmp, lse, case.spec, **common)
+
+
+def rank_score(importance: Tensor, case: Case) -> Tensor:
+    """What blocks are ranked by: [B, T, K, M] with forced blocks +inf and future ones -inf."""
+    score = importance.clone()
+    block = torch.arange(score.shape[-1])
+    for start, stop in pairwise(case.offsets or [0, case.seq_len]):
+        own = (torch.arange(stop - start) // case.spec.select_len)[:, None, None]
+        part = score[:, start:stop]
+        forced = (block < case.spec.init_blocks) | (block > own - case.spec.local_blocks)
+        part.masked_fill_(forced, torch.inf).masked_fill_(block > own, -torch.inf)
+    return score
+
+
+def same_selection(score: Tensor, a: Tensor, b: Tensor, rtol: float = 1e-5) -> bool:
+    """Whether two choices of blocks [.., n] are equally good by `score` [.., M].
+
+    Where two scores are nearly equal, rounding may pick either, so what was picked is compared
+    by its score. Both must name each block once, ascending, and pad with -1 at the end.
+    """
+    return all(_well_formed(x) for x in (a, b)) and torch.allclose(
+        _chosen_scores(score, a), _chosen_scores(score, b), rtol=rtol, atol=1e-12
+    )
+
+
+def _well_formed(index: Tensor) -> bool:
+    before, after = index[..., :-1], index[..., 1:]
+    return bool((((before >= 0) & (after > before)) | (after == -1)).all())
+
+
+def _chosen_scores(score: Tensor, index: Tensor) -> Tensor:
+    """The scores of what was chosen, in descending order; padding counts as worse than any."""
+    chosen = score.gather(-1, index.long().clamp(min=0))
+    return chosen.masked_fill(index < 0, -torch.inf).sort(-1, descending=True).values

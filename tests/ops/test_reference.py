@@ -1,0 +1,185 @@
+"""The `reference` backend is the definition: it equals a naive loop over single queries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.ops import (
+    compressed_attention,
+    compressed_cu_seqlens,
+    nsa_attention,
+    reference,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from nsa.spec import NSASpec
+from tests.ops import naive
+from tests.ops.cases import Case, Inputs, rank_score, same_selection
+
+PAPER_LIKE = NSASpec(8, 4, 16, 4, 1, 2, 9)
+UNEVEN = NSASpec(block_len=7, block_stride=3, select_len=5, select_top=4, window=6)
+LONE = NSASpec(5, 5, 2, 1, 0, 1, 1)
+
+CASES = [
+    Case(PAPER_LIKE, (107,)),
+    Case(
+        replace(PAPER_LIKE, select_len=5),
+        (40,),
+        batch=2,
+        kv_heads=1,
+        group=3,
+        key_dim=4,
+        value_dim=6,
+    ),
+    Case(UNEVEN, (45,), kv_heads=2, group=1, key_dim=6, value_dim=3),
+    Case(UNEVEN, (6,)),
+    Case(UNEVEN, (1,), group=6),
+    Case(LONE, (23,), kv_heads=3),
+    Case(NSASpec(1, 1, 3, 2, 0, 1, 40), (17,)),
+    Case(NSASpec(12, 7, 4, 5, 2, 1, 3), (50,), key_dim=3, value_dim=1),
+    Case(NSASpec(6, 2, 1, 4, 1, 1, 5), (20,)),
+    Case(UNEVEN, (20, 3, 0, 1, 31)),
+    Case(PAPER_LIKE, (0, 33, 8, 7), kv_heads=1, group=4, value_dim=2),
+    Case(LONE, (1, 1, 1, 0)),
+]
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+def close(actual: Tensor, expected: np.ndarray) -> None:
+    torch.testing.assert_close(actual, torch.from_numpy(expected), rtol=1e-10, atol=1e-10)
+
+
+def as_numpy(x: Inputs) -> list[np.ndarray]:
+    return [tensor.numpy() for tensor in x.tensors()]
+
+
+def test_compressed_attention_and_its_lse_are_the_definition(case: Case) -> None:
+    x = Inputs.of(case)
+    o, lse = compressed_attention(
+        x.q, x.k_cmp, x.v_cmp, case.spec, cu_seqlens=case.cu_seqlens, backend="reference"
+    )
+    q, k, v, *_ = as_numpy(x)
+    expected = naive.compressed_attention(q, k, v, case.spec, case.scale, case.offsets)
+    close(o, expected[0])
+    close(lse, expected[1])
+
+
+def test_window_attention_is_the_definition(case: Case) -> None:
+    x = Inputs.of(case)
+    o = window_attention(
+        x.q, x.k_win, x.v_win, case.spec.window, cu_seqlens=case.cu_seqlens, backend="reference"
+    )
+    q, k, v = x.q.numpy(), x.k_win.numpy(), x.v_win.numpy()
+    close(o, naive.window_attention(q, k, v, case.spec.window, case.scale, case.offsets))
+
+
+def test_selection_takes_the_blocks_that_the_definition_takes(case: Case) -> None:
+    x = Inputs.of(case)
+    q, k_cmp, v_cmp, *_ = as_numpy(x)
+    lse = naive.compressed_attention(q, k_cmp, v_cmp, case.spec, case.scale, case.offsets)[1]
+    index = select_blocks(
+        x.q,
+        x.k_cmp,
+        torch.from_numpy(lse),
+        case.spec,
+        cu_seqlens=case.cu_seqlens,
+        backend="reference",
+    )
+    importance = naive.importance(q, k_cmp, case.spec, case.scale, case.offsets)
+    expected = torch.from_numpy(naive.select_blocks(importance, case.spec, case.offsets))
+    assert index.dtype == torch.int32
+    assert same_selection(rank_score(torch.from_numpy(importance), case), index, expected, 1e-10)
+
+
+def test_selected_attention_is_the_definition_for_any_chosen_blocks(case: Case) -> None:
+    x = Inputs.of(case)
+    blocks = case.spec.select_blocks_len(max(case.lengths))
+    shape = (case.batch, case.seq_len, case.kv_heads, case.spec.select_top)
+    index = torch.randint(-1, blocks, shape, generator=torch.Generator().manual_seed(1))
+    o = selected_attention(
+        x.q,
+        x.k_sel,
+        x.v_sel,
+        index.to(torch.int32),
+        case.spec,
+        cu_seqlens=case.cu_seqlens,
+        backend="reference",
+    )
+    q, k, v = x.q.numpy(), x.k_sel.numpy(), x.v_sel.numpy()
+    close(
+        o,
+        naive.selected_attention(q, k, v, index.numpy(), case.spec, case.scale, case.offsets),
+    )
+
+
+def test_the_three_branches_are_mixed_by_their_gates(case: Case) -> None:
+    x = Inputs.of(case)
+    o = nsa_attention(*x.tensors(), case.spec, cu_seqlens=case.cu_seqlens, backend="reference")
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = as_numpy(x)
+    spec, scale, cu = case.spec, case.scale, case.offsets
+    index = naive.select_blocks(naive.importance(q, k_cmp, spec, scale, cu), spec, cu)
+    parts = [
+        naive.compressed_attention(q, k_cmp, v_cmp, spec, scale, cu)[0],
+        naive.selected_attention(q, k_sel, v_sel, index, spec, scale, cu),
+        naive.window_attention(q, k_win, v_win, spec.window, scale, cu),
+    ]
+    close(o, sum(gates[..., [c]] * part for c, part in enumerate(parts)))
+
+
+def test_a_query_that_no_compressed_block_is_visible_to_gets_nothing() -> None:
+    case = Case(UNEVEN, (9,))
+    x = Inputs.of(case)
+    x.q.requires_grad_()
+    o, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, case.spec, backend="reference")
+    assert torch.equal(o[:, :6], torch.zeros_like(o[:, :6]))
+    assert bool((lse[:, :6] == -torch.inf).all())
+    assert bool(lse[:, 6:].isfinite().all())
+    o.sum().backward()
+    assert torch.equal(x.q.grad[:, :6], torch.zeros_like(x.q.grad[:, :6]))
+
+
+def test_overlap_weights_of_the_papers_pattern_are_one_two_two_two_one() -> None:
+    weight = reference.overlap(512, NSASpec(32, 16, 64))
+    assert weight[3:8, 1].tolist() == [1, 2, 2, 2, 1]
+    assert weight[:, 1].sum() == 8
+
+
+def test_importance_is_shared_out_by_overlap_when_sizes_do_not_divide() -> None:
+    case = Case(UNEVEN, (38,), kv_heads=2, group=3)
+    x = Inputs.of(case)
+    _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, case.spec, backend="reference")
+    score = reference.importance(
+        x.q, x.k_cmp, lse, case.spec, seq_len=case.seq_len, scale=case.scale
+    )
+    close(score, naive.importance(x.q.numpy(), x.k_cmp.numpy(), case.spec, case.scale))
+
+
+@pytest.mark.parametrize("lengths", [(40, 3, 0, 7, 6), (7,), (1, 1)], ids=str)
+def test_compressed_keys_are_packed_in_the_order_of_their_documents(
+    lengths: tuple[int, ...],
+) -> None:
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    counts = [len(naive.compressed_blocks(length, UNEVEN)) for length in lengths]
+    offsets = compressed_cu_seqlens(cu_seqlens, UNEVEN)
+    assert offsets.dtype == torch.int32
+    assert offsets.tolist() == [0, *np.cumsum(counts)]
+
+
+def test_scale_defaults_to_one_over_the_root_of_the_key_size() -> None:
+    case = Case(UNEVEN, (30,), key_dim=6, value_dim=2)
+    x = Inputs.of(case)
+    default = nsa_attention(*x.tensors(), case.spec, backend="reference")
+    given = nsa_attention(*x.tensors(), case.spec, scale=6**-0.5, backend="reference")
+    other = nsa_attention(*x.tensors(), case.spec, scale=0.1, backend="reference")
+    assert torch.equal(default, given)
+    assert not torch.allclose(default, other)
