@@ -1,0 +1,117 @@
+"""Gradients are the derivatives of the outputs, and the same to the last bit from run to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from nsa.ops import (
+    compressed_attention,
+    nsa_attention,
+    selected_attention,
+    window_attention,
+)
+from nsa.spec import NSASpec
+from tests.ops.cases import Case, Inputs, all_branches, branches, selection, with_gradients
+
+SPEC = NSASpec(3, 2, 1, 2, 0, 1, 3)
+SMALL = [
+    Case(SPEC, (9,), kv_heads=1, group=2, key_dim=1, value_dim=2),
+    Case(SPEC, (2, 0, 7), group=1, key_dim=2, value_dim=1),
+]
+backends = pytest.mark.parametrize("backend", ["blockwise", "reference"])
+cases = pytest.mark.parametrize("case", SMALL, ids=str)
+
+
+def differentiates_right(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], backend: str, *inputs: Tensor
+) -> bool:
+    """Every derivative for `blockwise`, a random projection of them for the plain `reference`."""
+    inputs = tuple(x.detach().requires_grad_() for x in inputs)
+    return gradcheck(function, inputs, fast_mode=backend == "reference")
+
+
+@backends
+@cases
+def test_compressed_attention_and_its_lse_differentiate_right(case: Case, backend: str) -> None:
+    x = Inputs.of(case)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        o, lse = compressed_attention(q, k, v, SPEC, cu_seqlens=case.cu_seqlens, backend=backend)
+        return o, lse[lse != -torch.inf]
+
+    assert differentiates_right(function, backend, x.q, x.k_cmp, x.v_cmp)
+
+
+@backends
+@cases
+def test_selected_attention_differentiates_right(case: Case, backend: str) -> None:
+    x = Inputs.of(case)
+    index = selection(x, case, backend)
+    index[:, 2::4] = -1
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return selected_attention(q, k, v, index, SPEC, cu_seqlens=case.cu_seqlens, backend=backend)
+
+    assert differentiates_right(function, backend, x.q, x.k_sel, x.v_sel)
+
+
+@backends
+@cases
+def test_window_attention_differentiates_right(case: Case, backend: str) -> None:
+    x = Inputs.of(case)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return window_attention(q, k, v, 3, cu_seqlens=case.cu_seqlens, backend=backend)
+
+    assert differentiates_right(function, backend, x.q, x.k_win, x.v_win)
+
+
+@backends
+def test_the_gated_sum_differentiates_right_by_every_input_gates_included(backend: str) -> None:
+    case = Case(SPEC, (8,), kv_heads=1, group=2, key_dim=1, value_dim=1)
+    x = Inputs.of(case)
+    assert differentiates_right(
+        lambda *y: nsa_attention(*y, SPEC, backend=backend), backend, *x.tensors()
+    )
+
+
+@backends
+def test_a_head_that_sees_no_key_gets_gradients_of_exactly_zero(backend: str) -> None:
+    """Shorter than a compressed block: the gradients are zeros, not missing and not NaN."""
+    case = Case(SPEC, (2,))
+    x = Inputs.of(case)
+    o, _, dq, dk, dv = with_gradients(*branches(x, case, torch.empty(0), backend)["compressed"])
+    assert torch.equal(o, torch.zeros_like(o))
+    assert torch.equal(dq, torch.zeros_like(dq))
+    assert dk.shape == x.k_cmp.shape
+    assert dv.shape == x.v_cmp.shape
+
+
+@pytest.fixture
+def nondeterminism_allowed() -> Iterator[None]:
+    """As in training: PyTorch is not asked for deterministic algorithms."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before, warn_only=True)
+
+
+@pytest.mark.usefixtures("nondeterminism_allowed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_five_runs_give_the_same_bits(dtype: torch.dtype) -> None:
+    case = Case(NSASpec(8, 4, 8, 3, 1, 1, 40), (5, 250), group=6, key_dim=16, value_dim=16)
+    x = Inputs.of(case, dtype)
+
+    def run() -> list[Tensor]:
+        index = selection(x, case, "blockwise")
+        return [index, *all_branches(x, case, index)]
+
+    first = run()
+    for _ in range(4):
+        for a, b in zip(run(), first, strict=True):
+            assert torch.equal(a, b)

@@ -1,0 +1,77 @@
+"""Peak memory of `blockwise`, forward and backward, grows no faster than the sequence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# VmHWM and not ru_maxrss: a new process starts with the ru_maxrss of the one that spawned it.
+MEASURE = """
+import sys
+import torch
+from nsa.ops import NSASpec, nsa_attention
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+def inputs(seq_len):
+    blocks = spec.compressed_len(seq_len)
+    shapes = [(seq_len, 2, 16)] + [(blocks, 1, 16)] * 2 + [(seq_len, 1, 16)] * 4 + [(seq_len, 2, 3)]
+    return [torch.full((1, *shape), 0.5, requires_grad=True) for shape in shapes]
+
+def run(tensors):
+    nsa_attention(*tensors, spec, backend=sys.argv[1]).sum().backward()
+
+torch.set_num_threads(1)
+spec = NSASpec(32, 16, 32, 4, 1, 2, 128)
+run(inputs(64))  # what is loaded at the first call is not the sequence's
+tensors = inputs(int(sys.argv[2]))
+before = peak()
+run(tensors)
+print(peak() - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def peak_kb() -> dict[tuple[str, int], int]:
+    """What one call needs beyond its inputs, each in a process of its own."""
+    # Blocks above 64 KiB go back to the system when they are freed, so peaks are not blurred.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
+    sizes = [("blockwise", 1024), ("blockwise", 8192), ("reference", 1024), ("reference", 4096)]
+    running = {
+        (backend, seq_len): subprocess.Popen(
+            [sys.executable, "-c", MEASURE, backend, str(seq_len)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for backend, seq_len in sizes
+    }
+    return {size: int(process.communicate()[0]) for size, process in running.items()}
+
+
+def test_peak_memory_grows_at_most_as_the_sequence_does(
+    peak_kb: dict[tuple[str, int], int],
+) -> None:
+    """Needing a + b·T with a ≥ 0 grows at most eightfold from 1k to 8k; T² would grow 64-fold."""
+    assert peak_kb["blockwise", 1024] > 1_000, "too little to measure"
+    assert peak_kb["blockwise", 8192] <= 8 * peak_kb["blockwise", 1024]
+
+
+def test_the_dense_reference_would_break_that_bound(peak_kb: dict[tuple[str, int], int]) -> None:
+    """Fourfold length: at most fourfold if it were linear, and it needs T × T."""
+    assert peak_kb["reference", 4096] > 2 * 4 * peak_kb["reference", 1024]
+
+
+def test_a_long_sequence_needs_a_small_part_of_its_score_matrix(
+    peak_kb: dict[tuple[str, int], int],
+) -> None:
+    """Two heads' T × T scores at 8k in float32 are half a gigabyte: less than an eighth of that."""
+    assert peak_kb["blockwise", 8192] * 1024 < 2 * 8192 * 8192 * 4 / 8
