@@ -1,0 +1,90 @@
+"""The compiler sees through the ops: their declarations are true, and whole graphs compile."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.ops import blockwise, compressed_attention, nsa_attention
+from nsa.spec import NSASpec
+from tests.ops.cases import Case, Inputs, selection, with_gradients
+
+SPEC = NSASpec(4, 2, 3, 2, 0, 1, 5)
+PATTERN = list(astuple(SPEC))
+CASES = [
+    Case(SPEC, (20,), batch=2, group=3, value_dim=5),
+    Case(SPEC, (20,), kv_heads=1, group=2),
+    Case(SPEC, (20,), kv_heads=3, group=1),
+    Case(SPEC, (9, 2, 0, 9), group=2),
+    Case(SPEC, (2,)),
+]
+# The fourth of opcheck's tests compiles, which takes seconds: it runs once, below.
+DECLARATIONS = ("test_schema", "test_autograd_registration", "test_faketensor")
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def check_declarations(inputs: tuple[Tensor, ...], *static: Any) -> None:
+    """Schema, autograd and the shapes, dtypes and strides of what comes out, both ways."""
+    forward = (*(x.detach().requires_grad_() for x in inputs), *static)
+    torch.library.opcheck(blockwise.blockwise_attention, forward, test_utils=DECLARATIONS)
+    o, lse = blockwise.blockwise_attention(*inputs, *static)
+    backward = (torch.ones_like(o), torch.ones_like(lse), *inputs, o, lse, *static)
+    torch.library.opcheck(blockwise.blockwise_attention_backward, backward, test_utils=DECLARATIONS)
+
+
+@cases
+@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
+def test_attention_ops_are_what_they_declare(case: Case, branch: str) -> None:
+    x = Inputs.of(case, torch.float32)
+    keys = {"compressed": (x.k_cmp, x.v_cmp), "selected": (x.k_sel, x.v_sel)}
+    index = selection(x, case, "blockwise") if branch == "selected" else None
+    pattern = [SPEC.window] if branch == "window" else PATTERN
+    static = (index, case.cu_seqlens, branch, pattern, case.scale)
+    check_declarations((x.q, *keys.get(branch, (x.k_win, x.v_win))), *static)
+
+
+def test_attention_ops_are_what_they_declare_for_inputs_laid_out_by_head() -> None:
+    """Queries and keys that are [B, H, T, D] in memory, as other attentions want them."""
+    x = Inputs.of(CASES[0], torch.float32)
+    inputs = tuple(y.transpose(1, 2).contiguous().transpose(1, 2) for y in (x.q, x.k_win, x.v_win))
+    check_declarations(inputs, None, None, "window", [SPEC.window], CASES[0].scale)
+
+
+def test_gradients_through_the_compilers_dispatch_equal_the_eager_ones() -> None:
+    x = Inputs.of(CASES[0], torch.float32)
+    q, k, v = (y.detach().requires_grad_() for y in (x.q, x.k_sel, x.v_sel))
+    static = (selection(x, CASES[0], "blockwise"), None, "selected", PATTERN, CASES[0].scale)
+    torch.library.opcheck(
+        blockwise.blockwise_attention,
+        (q, k, v, *static),
+        test_utils="test_aot_dispatch_dynamic",
+    )
+
+
+@cases
+def test_the_selection_op_is_what_it_declares(case: Case) -> None:
+    x = Inputs.of(case, torch.float32)
+    options = {"cu_seqlens": case.cu_seqlens, "backend": "blockwise"}
+    _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, SPEC, **options)
+    torch.library.opcheck(
+        blockwise.blockwise_select_blocks,
+        (x.q, x.k_cmp, lse, case.cu_seqlens, PATTERN, case.seq_len, case.scale),
+        test_utils=DECLARATIONS,
+    )
+
+
+@pytest.mark.parametrize("case", CASES[:4:3], ids=str)
+def test_the_gated_sum_compiles_as_one_graph_with_the_same_results(case: Case) -> None:
+    x = Inputs.of(case, torch.float32)
+
+    def mixed(*inputs: Tensor) -> Tensor:
+        return nsa_attention(*inputs, SPEC, cu_seqlens=case.cu_seqlens)
+
+    compiled = torch.compile(mixed, backend="aot_eager", fullgraph=True)
+    actual, expected = (with_gradients(f, x.tensors()) for f in (compiled, mixed))
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
