@@ -1,0 +1,57 @@
+"""Small models that the tests of the model share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.spec import NSASpec
+
+SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)  # one block of three is chosen by importance
+# Every kind of attention that a model can have.
+ATTENTIONS = {
+    "dense": AttentionConfig(kind="dense"),
+    "mean": AttentionConfig(spec=SPEC),
+    "mean, shared": AttentionConfig(spec=SPEC, shared_kv=True),
+    "mlp": AttentionConfig(spec=SPEC, compressor="mlp", compressor_hidden=5),
+    "mlp, shared": AttentionConfig(spec=SPEC, compressor="mlp", shared_kv=True),
+}
+
+
+def tiny(attention: str | AttentionConfig = "mean", **changes: Any) -> ModelConfig:
+    """Two layers, two query heads for each of two KV heads, keys and values of other sizes."""
+    config = ModelConfig(
+        vocab_size=61,
+        layers=2,
+        width=24,
+        heads=4,
+        kv_heads=2,
+        head_dim=6,
+        value_dim=5,
+        mlp_width=32,
+        attention=replace(ATTENTIONS[attention] if isinstance(attention, str) else attention),
+    )
+    return replace(config, **changes)
+
+
+def build(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> LanguageModel:
+    """The same model every time, with gates off ½ so that their order matters."""
+    torch.manual_seed(seed)
+    model = LanguageModel(config)
+    for gates in model.gate_projections().values():
+        torch.nn.init.normal_(gates.weight, std=0.3)
+    return model.to(dtype)
+
+
+def tokens(length: int, batch: int = 1, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(61, (batch, length), generator=draw)
+
+
+def packed(*lengths: int) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

@@ -1,0 +1,146 @@
+"""Five ways of activation checkpointing compute one thing; they differ in what they recompute."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa.model import LanguageModel
+from nsa.model.config import ACTIVATION_CHECKPOINTING
+from nsa.ops import blockwise
+from tests.model.models import ATTENTIONS, build, packed, tiny, tokens
+
+RECOMPUTING = tuple(mode for mode in ACTIVATION_CHECKPOINTING if mode != "none")
+modes = pytest.mark.parametrize("mode", RECOMPUTING)
+attentions = pytest.mark.parametrize("attention", ATTENTIONS)
+IDS, DOCUMENTS = tokens(70), packed(3, 41, 0, 26)
+
+
+def step(model: LanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of one batch of packed documents, and every gradient."""
+    loss = model(IDS, labels=IDS.roll(-1, 1), cu_seqlens=DOCUMENTS)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients
+
+
+@cache
+def without_checkpointing(attention: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+    return step(build(tiny(attention), dtype))
+
+
+class CountedOps(TorchDispatchMode):
+    """Counts the attention and selection that is really computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name.startswith("nsa::") or "scaled_dot_product" in name:
+            self.calls[name.removeprefix("nsa::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@modes
+@attentions
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_loss_and_gradients_are_those_without_checkpointing(
+    attention: str, mode: str, dtype: torch.dtype
+) -> None:
+    """To the bit: recomputation runs the same operations on the same numbers."""
+    loss, gradients = without_checkpointing(attention, dtype)
+    again, recomputed = step(build(tiny(attention, activation_checkpointing=mode), dtype))
+    assert torch.equal(again, loss)
+    assert recomputed.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(recomputed[name], gradient), name
+
+
+@modes
+def test_recomputation_selects_the_same_blocks(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Tensor] = []
+    select = blockwise.select_blocks
+
+    def recording(*args: Any, **kwargs: Any) -> Tensor:
+        chosen.append(select(*args, **kwargs).clone())
+        return chosen[-1]
+
+    monkeypatch.setattr(blockwise, "select_blocks", recording)
+    model = build(tiny("mlp", layers=3, activation_checkpointing=mode), torch.bfloat16)
+    step(model)
+    forward, recomputed = chosen[:3], chosen[3:]
+    assert len(recomputed) == 3
+    for a, b in zip(forward, reversed(recomputed), strict=True):  # backward starts at the end
+        assert torch.equal(a, b)
+    assert len({tuple(index.flatten().tolist()) for index in forward}) == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "forward_calls"),
+    [("none", 1), ("selective", 1), ("non_reentrant", 2), ("reentrant", 2), ("deepspeed", 2)],
+)
+def test_attention_and_selection_run_again_only_where_nothing_is_kept(
+    mode: str, forward_calls: int
+) -> None:
+    model = build(tiny("mean", activation_checkpointing=mode), torch.float32)
+    with CountedOps() as counted:
+        step(model)
+    assert counted.calls == {
+        "blockwise_attention": 2 * 3 * forward_calls,
+        "blockwise_select_blocks": 2 * forward_calls,
+        "blockwise_attention_backward": 2 * 3,
+    }
+
+
+@pytest.mark.parametrize(("mode", "forward_calls"), [("selective", 1), ("non_reentrant", 2)])
+def test_the_dense_twin_keeps_its_attention_too(mode: str, forward_calls: int) -> None:
+    model = build(tiny("dense", value_dim=6, activation_checkpointing=mode), torch.float32)
+    with CountedOps() as counted:
+        loss = model(IDS, labels=IDS)
+        loss.backward()
+    forward = sum(n for name, n in counted.calls.items() if "backward" not in name)
+    assert forward == 2 * forward_calls
+
+
+@attentions
+def test_the_forward_pass_keeps_no_state(attention: str) -> None:
+    model = build(tiny(attention), torch.float32)
+    before = copy.deepcopy({name: vars(module) for name, module in model.named_modules()})
+    first, second = model(IDS, cu_seqlens=DOCUMENTS), model(IDS, cu_seqlens=DOCUMENTS)
+    assert torch.equal(first, second)
+    for name, module in model.named_modules():
+        assert set(vars(module)) == set(before[name]), name
+        for key, value in vars(module).items():
+            if not key.startswith("_"):
+                assert value == before[name][key], (name, key)
+    assert not dict(model.named_buffers())
+
+
+@modes
+def test_a_second_step_is_the_same_as_the_first(mode: str) -> None:
+    model = build(tiny("mlp", activation_checkpointing=mode), torch.float32)
+    loss, gradients = step(model)
+    gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+    model.zero_grad()
+    again, repeated = step(model)
+    assert torch.equal(again, loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(repeated[name], gradient), name
+
+
+@modes
+def test_evaluation_recomputes_nothing(mode: str) -> None:
+    model = build(tiny("mean", activation_checkpointing=mode), torch.float32)
+    with torch.no_grad(), CountedOps() as counted:
+        loss = model(IDS, labels=IDS)
+    assert not loss.requires_grad
+    assert counted.calls == {"blockwise_attention": 6, "blockwise_select_blocks": 2}

@@ -1,0 +1,87 @@
+"""A model that cannot work is refused before it is built: setting, value and mend."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS, COMPRESSORS
+from tests.model.models import tiny
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"layers": 0}, r"^model\.layers = 0: must be a whole number, 1 or more$"),
+    ({"width": -8}, r"^model\.width = -8: "),
+    ({"vocab_size": 50_304.0}, r"^model\.vocab_size = 50304\.0: must be a whole number"),
+    ({"mlp_width": "64"}, r"^model\.mlp_width = '64': must be a whole number"),
+    ({"layers": True}, r"^model\.layers = True: must be a whole number"),
+    ({"kv_heads": None}, r"^model\.kv_heads = None: "),
+    (
+        {"heads": 12, "kv_heads": 5},
+        r"^model\.heads = 12 is not a multiple of model\.kv_heads = 5; every KV head must serve",
+    ),
+    ({"head_dim": 7}, r"^model\.head_dim = 7: RoPE turns pairs; make it even$"),
+    ({"value_dim": 0}, r"^model\.value_dim = 0: must be 1 or more, or null$"),
+    ({"value_dim": 4.5}, r"^model\.value_dim = 4\.5: "),
+    ({"value_dim": "64"}, r"^model\.value_dim = '64': "),
+    (
+        {"activation_checkpointing": "full"},
+        r"^model\.activation_checkpointing = 'full': choose one of none, reentrant, ",
+    ),
+    ({"activation_checkpointing": True}, r"^model\.activation_checkpointing = True: choose one"),
+    (
+        {"attention": AttentionConfig(kind="sparse")},
+        r"^model\.attention\.kind = 'sparse': choose one of nsa, dense$",
+    ),
+    (
+        {"attention": AttentionConfig(compressor="max")},
+        r"^model\.attention\.compressor = 'max': choose one of mean, mlp$",
+    ),
+    (
+        {"attention": AttentionConfig(backend="cuda")},
+        r"^model\.attention\.backend = 'cuda': choose one of auto, triton, blockwise, reference$",
+    ),
+    (
+        {"attention": AttentionConfig(compressor="mlp", compressor_hidden=0)},
+        r"^model\.attention\.compressor_hidden = 0: ",
+    ),
+    ({"rope_theta": 0.0}, r"^model\.rope_theta = 0\.0: "),
+    ({"norm_eps": -1e-5}, r"^model\.norm_eps = -1e-05: "),
+    ({"init_std": -0.02}, r"^model\.init_std = -0\.02: "),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    REFUSED,
+    ids=[
+        m.split(":")[0].split(" =")[0].strip("^").replace("\\", "") + f"-{i}"
+        for i, (_, m) in enumerate(REFUSED)
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+    config = replace(tiny(), **changes)
+    with pytest.raises(ValueError, match=message):
+        config.validate()
+
+
+def test_a_model_is_not_built_from_a_refused_config() -> None:
+    with pytest.raises(ValueError, match=r"model\.head_dim = 5"):
+        LanguageModel(tiny(head_dim=5))
+
+
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+@pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
+def test_every_documented_choice_is_allowed(kind: str, compressor: str, mode: str) -> None:
+    attention = AttentionConfig(kind=kind, compressor=compressor)
+    ModelConfig(attention=attention, activation_checkpointing=mode).validate()
+
+
+def test_one_models_config_is_not_anothers() -> None:
+    first, second = ModelConfig(), ModelConfig()
+    first.attention.kind = "dense"
+    assert second.attention.kind == "nsa"
+    assert {field.name for field in fields(ModelConfig)} >= {"attention", "value_dim"}

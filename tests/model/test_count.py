@@ -1,0 +1,111 @@
+"""Parameters and floating-point operations, held against built models and counted products."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from nsa.model import LanguageModel, ModelConfig, flops_per_token, parameter_count
+from tests.model.models import ATTENTIONS, SPEC, build, tiny, tokens
+from tests.ops import naive
+
+attentions = pytest.mark.parametrize("attention", ATTENTIONS)
+
+
+def counted(config: ModelConfig, length: int) -> int:
+    """Operations of a real forward and backward pass over one document, by PyTorch's counter."""
+    attention = replace(config.attention, backend="reference")
+    model, ids = build(replace(config, attention=attention), torch.float32), tokens(length)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=ids).backward()
+    return counter.get_total_flops()
+
+
+def test_m7c_has_124_to_126_million_parameters() -> None:
+    assert 124e6 <= parameter_count(ModelConfig()) <= 126e6
+
+
+@attentions
+def test_the_count_is_that_of_the_built_model(attention: str) -> None:
+    config = tiny(attention)
+    assert parameter_count(config) == sum(p.numel() for p in build(config).parameters())
+
+
+def test_the_count_adds_up_by_hand_for_m7c() -> None:
+    """Per layer q, o, three k and v, gates, SwiGLU and two norms; the tied embedding once."""
+    q_and_o, kv, gates = 2 * 768 * 768, 3 * 2 * 768 * 128, 768 * 36
+    layer = q_and_o + kv + gates + 3 * 768 * 2368 + 2 * 768
+    assert parameter_count(ModelConfig()) == 12 * layer + 50304 * 768 + 768
+
+
+def test_counting_allocates_nothing() -> None:
+    """A model of a hundred thousand million parameters is counted on any machine."""
+    config = ModelConfig(
+        layers=96, width=12288, heads=96, kv_heads=8, head_dim=128, mlp_width=32768
+    )
+    assert parameter_count(config) > 1e11
+
+
+@pytest.mark.parametrize("length", [3, 6, 37])  # no compressed block, two, and many
+@attentions
+def test_many_tokens_cost_what_pytorch_counts_without_the_masked_pairs(
+    attention: str, length: int
+) -> None:
+    """The reference computes all pairs and masks; what it would not have to compute is taken off.
+
+    A pair costs Dk + Dv multiplications a head forward and twice that backward; choosing blocks
+    multiplies queries and compressed keys once more, without a backward pass.
+    """
+    config = tiny(attention)
+    score, pair = 2 * config.heads * config.head_dim, 2 * config.heads * (config.head_dim + 5)
+    everything, seen = _pairs(length, attention)
+    attended = 3 * pair * (sum(everything) - sum(seen)) + score * (everything[0] - seen[0])
+    executed = counted(config, length) - config.layers * attended
+    assert flops_per_token(config, length) * length == pytest.approx(executed, rel=1e-12)
+
+
+def _pairs(length: int, attention: str) -> tuple[list[int], list[int]]:
+    """(query, key) pairs by branch, compressed first: all there are, and those that are seen."""
+    causal = length * (length + 1) // 2
+    if attention == "dense":
+        # PyTorch counts causal attention as if all pairs were seen.
+        return [0, length**2], [0, causal]
+    blocks = len(naive.compressed_blocks(length, SPEC))
+    # Which blocks are chosen changes no count: the query's own is always among them.
+    chosen = naive.select_blocks(np.zeros((1, length, 1, -(-length // SPEC.select_len))), SPEC)[
+        0, :, 0
+    ]
+    seen = [
+        sum(len(naive.compressed_seen(t, length, SPEC)) for t in range(length)),
+        sum(len(naive.selected_seen(t, length, chosen[t], SPEC)) for t in range(length)),
+        sum(len(naive.window_seen(t, length, SPEC.window)) for t in range(length)),
+    ]
+    return [length * blocks, length**2, length**2], seen
+
+
+@attentions
+@pytest.mark.parametrize("length", [1, 37, 2048])
+def test_dense_equivalent_operations_are_those_of_the_dense_twin(
+    attention: str, length: int
+) -> None:
+    config = tiny(attention)
+    twin = replace(config, attention=replace(config.attention, kind="dense"))
+    assert flops_per_token(config, length, dense_equivalent=True) == flops_per_token(twin, length)
+
+
+def test_the_sparse_pattern_pays_at_length() -> None:
+    """At M7C's size: a token costs less than the dense twin's once sequences are long."""
+    config = ModelConfig()
+    for length, cheaper in ((512, False), (65_536, True)):
+        dense = flops_per_token(config, length, dense_equivalent=True)
+        assert (flops_per_token(config, length) < dense) is cheaper
+
+
+def test_a_built_model_can_be_counted_from_its_own_config() -> None:
+    with torch.device("meta"):
+        model = LanguageModel(ModelConfig())
+    assert parameter_count(model.config) == sum(p.numel() for p in model.parameters())

@@ -1,0 +1,199 @@
+"""What the language model promises about its logits, its loss and its gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from nsa.model import LanguageModel, ModelConfig
+from nsa.spec import NSASpec
+from tests.model.models import ATTENTIONS, build, packed, tiny, tokens
+
+attentions = pytest.mark.parametrize("attention", ATTENTIONS)
+
+
+@attentions
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 23])
+def test_a_later_token_changes_no_earlier_logit(attention: str, length: int) -> None:
+    model, ids = build(tiny(attention)), tokens(length)
+    logits = model(ids)
+    for t in range(0, length, 3):
+        changed = ids.clone()
+        changed[0, t] = (ids[0, t] + 1) % 61
+        other = model(changed)
+        torch.testing.assert_close(other[:, :t], logits[:, :t], rtol=0, atol=1e-12)
+        assert not torch.equal(other[:, t], logits[:, t])
+
+
+@attentions
+def test_logits_of_a_prefix_are_the_prefix_of_the_logits(attention: str) -> None:
+    model, ids = build(tiny(attention)), tokens(50, batch=2)
+    logits = model(ids)
+    for length in (1, 3, 4, 5, 17, 32, 49):
+        prefix = model(ids[:, :length])
+        torch.testing.assert_close(prefix, logits[:, :length], rtol=0, atol=1e-12)
+
+
+@attentions
+def test_packed_documents_get_the_logits_that_they_get_alone(attention: str) -> None:
+    model, ids, lengths = build(tiny(attention)), tokens(44), (3, 1, 20, 0, 13, 7)
+    together = model(ids, cu_seqlens=packed(*lengths))
+    documents = [part for part in ids.split(lengths, 1) if part.shape[1]]
+    alone = torch.cat([model(document) for document in documents], 1)
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
+
+
+@attentions
+def test_the_blockwise_model_is_the_reference_model(attention: str) -> None:
+    config, ids = tiny(attention), tokens(60, batch=2)
+    losses, gradients = [], []
+    for backend in ("blockwise", "reference"):
+        model = build(replace(config, attention=replace(config.attention, backend=backend)))
+        logits = model(ids).flatten(0, 1)  # the model's own loss is rounded to float32
+        losses.append(F.cross_entropy(logits, ids.roll(-1, 1).flatten()))
+        gradients.append(torch.autograd.grad(losses[-1], list(model.parameters())))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-10, atol=0)
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@attentions
+@pytest.mark.parametrize("length", [1, 5, 31, 32, 33, 200])
+@pytest.mark.parametrize("documents", ["one", "packed"])
+def test_every_parameter_gets_a_gradient_whatever_the_length(
+    attention: str, length: int, documents: str
+) -> None:
+    """A parameter without one on some rank is what made two ranks wait for each other."""
+    config = tiny(attention)
+    config.attention.spec = NSASpec()
+    model = build(config, torch.float32)
+    cu_seqlens = None
+    if documents == "packed":
+        first = (length + 1) // 3
+        cu_seqlens = packed(first, 0, length - first)
+    ids = tokens(length)
+    model(ids, labels=ids, cu_seqlens=cu_seqlens).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.isfinite().all()), name
+        if length == 200:
+            assert bool((parameter.grad != 0).any()), name
+
+
+@attentions
+def test_labels_of_minus_100_are_left_out_of_the_mean(attention: str) -> None:
+    model, ids = build(tiny(attention)), tokens(20, batch=2)
+    labels = ids.roll(-1, 1)
+    labels[0, 5:] = -100
+    logits = model(ids)
+    kept = labels != -100
+    expected = F.cross_entropy(logits[kept].float(), labels[kept])
+    torch.testing.assert_close(model(ids, labels=labels), expected, rtol=1e-5, atol=0)
+
+
+@attentions
+def test_a_batch_without_any_label_has_loss_zero_and_zero_gradients(attention: str) -> None:
+    model, ids = build(tiny(attention)), tokens(20)
+    loss = model(ids, labels=torch.full_like(ids, -100))
+    loss.backward()
+    assert loss.shape == ()
+    assert loss.item() == 0
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert not bool(parameter.grad.any())
+
+
+@attentions
+def test_an_untrained_model_guesses_evenly(attention: str) -> None:
+    """Its loss is ln(vocabulary): the initial weights prefer nothing."""
+    torch.manual_seed(0)
+    model = LanguageModel(tiny(attention, vocab_size=500, width=96, mlp_width=256))
+    ids = torch.randint(500, (4, 100))
+    loss = model(ids, labels=torch.randint(500, (4, 100)))
+    assert loss.item() == pytest.approx(math.log(500), abs=0.03)
+
+
+def test_gates_start_at_exactly_one_half_for_every_branch() -> None:
+    """Also in the middle of the model: o is ½ · (compressed + selected + window) everywhere."""
+    torch.manual_seed(0)
+    model = LanguageModel(tiny("mlp"))
+    seen = []
+    for projection in model.gate_projections().values():
+        projection.register_forward_hook(lambda _m, _x, out: seen.append(torch.sigmoid(out)))
+    model(tokens(30))
+    assert [gates.shape for gates in seen] == [(1, 30, 12)] * 2
+    assert all(bool((gates == 0.5).all()) for gates in seen)
+
+
+def test_gates_move_with_the_first_step() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(tiny())
+    ids = tokens(40)
+    model(ids, labels=ids).backward()
+    for projection in model.gate_projections().values():
+        assert bool((projection.weight.grad.unflatten(0, (4, 3)) != 0).any(-1).all())
+
+
+def test_projections_into_the_stream_start_smaller_by_the_root_of_their_number() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(tiny(layers=8, width=64, mlp_width=128, head_dim=16, value_dim=16))
+    block = model.blocks[3]
+    for back in (block.attention.o, block.mlp.down):
+        assert back.weight.std().item() == pytest.approx(0.02 / 4, rel=0.1)
+    for other in (model.embed, block.attention.q, block.attention.k, block.mlp.up):
+        assert other.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+@attentions
+def test_every_parameter_but_embedding_and_last_norm_is_in_exactly_one_block(
+    attention: str,
+) -> None:
+    model = build(tiny(attention))
+    inside = [id(p) for block in model.blocks for p in block.parameters()]
+    outside = {name for name, p in model.named_parameters() if id(p) not in inside}
+    assert len(inside) == len(set(inside))
+    assert outside == {"embed.weight", "norm.weight"}
+
+
+def test_only_nsa_layers_have_gates_to_watch() -> None:
+    names = list(build(tiny("mean")).gate_projections())
+    assert names == ["blocks.0.attention", "blocks.1.attention"]
+    assert build(tiny("dense")).gate_projections() == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((5,), r"input_ids has shape \(5,\); it must be \[B, T\]"), ((1, 0), r"shape \(1, 0\)")],
+)
+def test_input_ids_of_another_shape_are_refused(shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(tiny())(torch.zeros(shape, dtype=torch.long))
+
+
+def test_labels_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"labels has shape \(1, 6\) and input_ids \(1, 7\)"):
+        build(tiny())(tokens(7), labels=tokens(6))
+
+
+@attentions
+def test_bf16_weights_train_too(attention: str) -> None:
+    model, ids = build(tiny(attention), torch.bfloat16), tokens(40)
+    loss = model(ids, labels=ids)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    exact = build(tiny(attention))(ids, labels=ids)
+    assert loss.item() == pytest.approx(exact.item(), rel=2e-2)
+    for parameter in model.parameters():
+        assert parameter.grad.dtype == torch.bfloat16
+        assert bool(parameter.grad.isfinite().all())
+
+
+def test_the_default_config_is_m7c() -> None:
+    config = ModelConfig()
+    shape = (config.layers, config.width, config.heads, config.kv_heads, config.head_dim)
+    assert shape == (12, 768, 12, 2, 64)
+    assert config.attention.spec == NSASpec(32, 16, 64, 16, 1, 2, 512)
