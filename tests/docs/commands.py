@@ -1,0 +1,151 @@
+"""How a command from a page is checked in a moment: by the program's own parser and checks.
+
+A command that prints the same everywhere is run, and returns what it prints. Training is planned:
+flags, values, DeepSpeed's JSON and the run's folder are decided and checked, and no rank starts.
+What is in neither table fails, so that whoever writes a new kind of command decides here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from deepspeed.launcher import runner
+
+from nsa import cli
+from nsa.bench.__main__ import main as bench_main
+from nsa.engine.recipe import Recipe, _parser, make_plan
+from tests.ranks import ROOT
+
+# Programs that no test runs, and why.
+NOT_RUN = {
+    "git": "needs the network and a folder of its own",
+    "cd": "goes to where these tests are",
+    "pip": "installs packages; launch/setup.sh and its tests do that",
+    "source": "changes the reader's shell",
+}
+
+
+def check(words: list[str]) -> str | None:
+    """Raise where a command would not work; returns what it prints if that is always the same."""
+    line = " ".join(words)
+    if words[0] in NOT_RUN:
+        return None
+    for start, rule in RULES.items():
+        if line == start or line.startswith(f"{start} "):
+            with contextlib.suppress(_Understood), _parsers_raise():
+                return rule(words[len(start.split()) :])
+            return None
+    raise ValueError(f"{line!r}: no rule in {__name__} says how to check such a command")
+
+
+def launcher(arguments: list[str]) -> None:
+    """DeepSpeed's launcher: its own flags, then a recipe on that many ranks."""
+    flags = runner.parse_args(arguments)
+    recipe(flags.user_script, flags.user_args, ranks=max(2, flags.num_gpus))
+
+
+def recipe(script: str, arguments: list[str], ranks: int = 1) -> None:
+    """Plan a recipe's run. `--resume` is left out: the run that it goes on with is not here."""
+    found = _recipe_of(ROOT / script)
+    flags = _parser(found).parse_args(arguments)
+    flags.resume = False
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(ranks)):
+        make_plan(found, flags)
+
+
+def nsa(arguments: list[str]) -> str | None:
+    """`nsa <verb>`: what only reads files of the repository is run, the rest is parsed."""
+    if cli._parser().parse_args(arguments).verb not in ("info", "check"):
+        return None
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = cli.main(arguments)
+    if code:
+        raise ValueError(f"nsa {' '.join(arguments)} ends with exit code {code}")
+    return said.getvalue()
+
+
+def bench(arguments: list[str]) -> None:
+    """A benchmark stops as soon as it has understood its arguments."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        parse_args(self, *args, **kwargs)
+        raise _Understood
+
+    patch = mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    with patch:
+        bench_main(arguments)
+
+
+def tests(arguments: list[str]) -> None:
+    """pytest's arguments: collecting this folder is enough where they name no other."""
+    chosen = [word for word in arguments if word.startswith("tests")] or ["tests/docs"]
+    others = [word for word in arguments if word not in chosen]
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *others, *chosen]
+    done = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode not in (0, 5):  # 5: fine, but nothing here is chosen by them
+        raise ValueError(done.stdout + done.stderr)
+
+
+def no_arguments(arguments: list[str]) -> None:
+    """A script that takes none."""
+    if arguments:
+        raise ValueError(f"takes no arguments, and got {arguments}")
+
+
+def tensorboard(arguments: list[str]) -> None:
+    """It is installed beside this Python."""
+    if not shutil.which("tensorboard", path=str(Path(sys.executable).parent)):
+        raise ValueError("tensorboard is not installed")
+
+
+# The first that a command begins with counts.
+RULES: dict[str, Callable[[list[str]], str | None]] = {
+    "bash launch/m7c.sh": partial(recipe, "recipes/m7c.py", ranks=2),
+    "bash launch/test.sh": tests,
+    "bash launch/setup.sh": no_arguments,
+    "deepspeed": launcher,
+    "python recipes/m7c.py": partial(recipe, "recipes/m7c.py"),
+    "python recipes/m7c_dense.py": partial(recipe, "recipes/m7c_dense.py"),
+    "nsa bench": bench,
+    "python -m nsa.bench": bench,
+    "python -m nsa bench": bench,
+    "nsa": nsa,
+    "python -m nsa": nsa,
+    "tensorboard": tensorboard,
+}
+
+
+class _Understood(Exception):
+    """A program has parsed its arguments, which is all that was wanted of it."""
+
+
+@contextlib.contextmanager
+def _parsers_raise() -> Iterator[None]:
+    """argparse leaves by SystemExit: 0 after --help, anything else is a mistake."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as ended:
+        raise (ValueError(said.getvalue()) if ended.code else _Understood) from None
+
+
+def _recipe_of(script: Path) -> Recipe:
+    """What a recipe's file would hand to `main`."""
+    path = [str(script.parent), *sys.path]
+    with mock.patch("nsa.engine.recipe.main") as main, mock.patch.object(sys, "path", path):
+        runpy.run_path(str(script), run_name="__main__")
+    return main.call_args.args[0]

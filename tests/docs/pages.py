@@ -1,0 +1,67 @@
+"""The pages that people read, cut into what a test can check."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.ranks import ROOT
+
+PAGES = [
+    page
+    for page in (
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+        ROOT / "ds_configs/README.md",
+    )
+    if page.exists()
+]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `output` is the `text` block right below it: what it prints."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    output: str | None
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    text = page.read_text()
+    found = []
+    for fence in FENCE.finditer(text):
+        below = re.match(r"\n\n```text\n(.*?)^```$", text[fence.end() :], re.M | re.S)
+        line = text.count("\n", 0, fence.start()) + 1
+        output = below[1] if below else None
+        found.append(Block(page, line, fence[1], fence[2], output))
+    return found
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCE.sub("", page.read_text())
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The commands of a `bash` block as words, without comments and leading NAME=value."""
+    lines = block.text.replace("\\\n", " ").replace("&&", "\n").splitlines()
+    split = [shlex.split(line, comments=True) for line in lines]
+    return [_without_variables(words) for words in split if words]
+
+
+def name(path: Path) -> str:
+    """A file as a reader calls it."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def _without_variables(words: list[str]) -> list[str]:
+    while words and re.match(r"\w+=", words[0]):
+        words = words[1:]
+    return words

@@ -1,0 +1,99 @@
+"""Every command and every piece of Python in the pages does what the page says."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+
+import nsa.ops
+from tests.docs.commands import check
+from tests.docs.pages import PAGES, Block, blocks, commands, name
+from tests.ranks import ROOT
+
+# A block that a reader would type but that is not checked must not hide behind its language.
+LANGUAGES = {"bash", "python", "text", "yaml", "json"}
+SHELL = [block for page in PAGES for block in blocks(page) if block.language == "bash"]
+PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of a reader who has just cloned the repository: no runs in it."""
+    for path in ROOT.iterdir():
+        if path.name != "runs":
+            (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def place(block: Block) -> str:
+    return f"{name(block.page)}:{block.line}"
+
+
+@pytest.mark.parametrize("block", SHELL, ids=place)
+def test_the_commands_of_the_pages_work(block: Block, clone: Path) -> None:
+    for other in blocks(block.page):
+        title, _, rest = other.text.partition("\n")
+        if other.language == "yaml" and title.startswith("# "):
+            (clone / title.removeprefix("# ")).write_text(rest)  # a file the reader has written
+    printed = [check(words) for words in commands(block)]
+    if block.output is not None and None not in printed:
+        assert "".join(printed) == block.output
+
+
+@pytest.mark.parametrize("page", PYTHON, ids=name)
+def test_the_python_of_the_pages_prints_what_they_say(page: Path) -> None:
+    """Functions that a page defines under the names of ours have our parameters."""
+    namespace: dict[str, object] = {"__name__": "page"}
+    for block in blocks(page):
+        if block.language != "python":
+            continue
+        lines = "\n" * block.line + block.text  # so that a traceback names the page's line
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(lines, str(page), "exec"), namespace)
+        assert printed.getvalue() == (block.output or ""), place(block)
+        for function in namespace.values():
+            if isinstance(function, FunctionType) and function.__module__ == "page":
+                ours = getattr(nsa.ops, function.__name__, function)
+                assert parameters(function) == parameters(ours), place(block)
+
+
+def parameters(function: FunctionType) -> list[tuple[str, object, object]]:
+    found = inspect.signature(function).parameters.values()
+    return [(parameter.name, parameter.kind, parameter.default) for parameter in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_block_says_what_it_is(page: Path) -> None:
+    for block in blocks(page):
+        assert block.language in LANGUAGES, place(block)
+    assert page.read_text().count("\n```") + page.read_text().startswith("```") == 2 * len(
+        blocks(page)
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rm -rf runs",
+        "deepspeed --gpus 2 recipes/m7c.py",
+        "deepspeed --num_gpus 2 recipes/nowhere.py",
+        "deepspeed --num_gpus 2 recipes/m7c.py --stepz 3",
+        "python recipes/m7c_dense.py --profile huge",
+        "bash launch/m7c.sh --set train.stepz=3",
+        "bash launch/m7c.sh --deepspeed_config ds_configs/nowhere.json",
+        "bash launch/test.sh --fulll",
+        "nsa info --seq-length 8",
+        "nsa check ds_configs/nowhere.json",
+        "nsa bench cpu --turns 2",
+        "python -m nsa.bench nowhere",
+    ],
+)
+def test_a_command_that_would_not_work_is_found(command: str, clone: Path) -> None:
+    with pytest.raises((ValueError, OSError)):
+        check(command.split())

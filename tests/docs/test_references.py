@@ -1,0 +1,101 @@
+"""What the pages refer to is there: links, files, tests, names in the code, settings, pictures."""
+
+from __future__ import annotations
+
+import fnmatch
+import pkgutil
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from nsa.engine.config import RunConfig
+from nsa.engine.load import resolve_config
+from tests.docs.pages import PAGES, name, prose
+from tests.ranks import ROOT
+
+ROOMS = ("nsa", "ds_configs", "recipes", "launch", "tests", "docs", ".ci")
+SECTIONS = ("model", "data", "train", "monitor", "checkpoint")
+PICTURES = sorted((ROOT / "docs").rglob("*.svg"))
+
+
+def quoted(page: Path) -> Iterator[str]:
+    """The words between backticks."""
+    for code in re.findall(r"`([^`\n]+)`", prose(page)):
+        yield from code.split()
+
+
+@cache
+def files() -> list[str]:
+    """Every file and folder of the rooms, and the files beside them."""
+    inside = (path for room in ROOMS for path in (ROOT / room).rglob("*"))
+    return [name(path) for path in (*inside, *ROOT.glob("*"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_and_tests_that_are_named_exist(page: Path) -> None:
+    """`nsa/ops/` from the root, `loop.py` anywhere, `<name>` and `*` for anything."""
+    for word in quoted(page):
+        path, _, test = word.partition("::")
+        if re.fullmatch(r"[\w.\-/<>*]+", path) is None:
+            continue
+        in_a_room = path.split("/")[0] in ROOMS and "/" in path
+        if not in_a_room and not path.endswith((".py", ".sh")):
+            continue
+        pattern = re.sub(r"<\w+>", "*", path).rstrip("/")
+        found = fnmatch.filter(files(), pattern if in_a_room else f"*/{pattern}")
+        assert found, word
+        if test:
+            assert re.search(rf"^def {test}\(", (ROOT / found[0]).read_text(), re.M), word
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_names_in_the_code_exist(page: Path) -> None:
+    for word in quoted(page):
+        if re.fullmatch(r"nsa(\.\w+)+", word):
+            pkgutil.resolve_name(word)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_settings_exist_and_take_the_values_that_are_shown(page: Path) -> None:
+    for word in quoted(page):
+        setting, _, value = word.partition("=")
+        section, *names = setting.split(".")
+        if section not in SECTIONS or not names or names[-1] in ("py", "json"):
+            continue
+        node: object = RunConfig()
+        for part in setting.split("."):
+            assert hasattr(node, part), word
+            node = getattr(node, part)
+        if value:
+            resolve_config(RunConfig(), assignments=[f"{setting}={value}"])
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=name)
+def test_drawings_can_be_read_on_any_background(picture: Path) -> None:
+    drawing = ElementTree.parse(picture).getroot()
+    width, height = drawing.get("width"), drawing.get("height")
+    first = next(shape for shape in drawing if not shape.tag.endswith("title"))
+    assert first.tag.endswith("rect")
+    assert (first.get("width"), first.get("height")) == (width, height)
+    assert first.get("fill") == "#ffffff"
