@@ -83,13 +83,17 @@ def _gflops(dtype: torch.dtype, rounds: int) -> float:
 def _nsa_step(seq_len: int, dtype: torch.dtype) -> Callable[[], object]:
     spec = NSASpec()
     blocks = spec.compressed_len(seq_len)
-    inputs = [_random(seq_len, HEADS, dtype)]
-    inputs += [_random(length, KV_HEADS, dtype) for length in (blocks, blocks, *[seq_len] * 4)]
+    q = _random(seq_len, HEADS, dtype)
+    k_cmp, v_cmp = (_random(blocks, KV_HEADS, dtype) for _ in range(2))
+    k_sel, v_sel, k_win, v_win = (_random(seq_len, KV_HEADS, dtype) for _ in range(4))
     gates = torch.rand(1, seq_len, HEADS, 3).to(dtype).requires_grad_()
     into = torch.randn(1, seq_len, HEADS, SIZE).to(dtype)
 
     def step() -> None:
-        nsa_attention(*inputs, gates, spec, backend="blockwise").backward(into)
+        o = nsa_attention(
+            q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, spec, backend="blockwise"
+        )
+        o.backward(into)
 
     return step
 

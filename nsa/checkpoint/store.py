@@ -1,11 +1,16 @@
-"""Saving an engine and finding what was saved: `checkpoints/step00005000/` and `latest`.
+"""Saving an engine and finding what was saved.
+
+    checkpoints/latest                    the newest complete checkpoint's name
+    checkpoints/step00005000/state.json   training state, and the setting it was saved under
+    checkpoints/step00005000/*.pt         DeepSpeed's shards
 
 DeepSpeed writes its own `latest` before the other ranks are done, so that it can name a folder
-with a shard missing; here `latest` is written last, in one move.
+with a shard missing; here it is written last, in one move.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,21 +18,22 @@ from typing import Any
 import torch.distributed as dist
 
 LATEST = "latest"
+STATE = "state.json"
+# DeepSpeed keeps optimizer state whole in stage 0, sharded by gradients' owner in stages 1 and 2,
+# and with the weights in stage 3; it reads none of the three as another.
+LAYOUT_OF_STAGE = {0: "0", 1: "1 or 2", 2: "1 or 2", 3: "3"}
 
 
 def save(engine: Any, folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Write the engine's shards and `state` (rank 0's is kept); every rank must call it."""
+    """Write the engine's shards and `state`; every rank must call it with the same step."""
     tag = f"step{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
-    engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
     dist.barrier()
     if dist.get_rank() == 0:
-        draft = folder / f".{LATEST}"
-        with draft.open("w") as file:
-            file.write(tag)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(folder / LATEST)
+        text = json.dumps({"state": state, "saved_under": _setting(engine)}, indent=2)
+        _write(folder / tag / STATE, text + "\n")
+        _write(folder / LATEST, tag)
     dist.barrier()
     return folder / tag
 
@@ -38,16 +44,60 @@ def newest(folder: Path) -> Path | None:
         path = folder / (folder / LATEST).read_text().strip()
     except FileNotFoundError:
         return None
-    if not path.is_dir():
-        raise ValueError(f"{folder / LATEST} names {path.name}, which is not there; name another")
+    if not (path / STATE).is_file():
+        others = sorted(found.parent.name for found in folder.glob(f"*/{STATE}"))
+        raise ValueError(
+            f"{folder / LATEST} names {path.name}, which is not there or not complete; write one "
+            f"of these into it: {', '.join(others) or 'there is none'}"
+        )
     return path
 
 
 def load(engine: Any, checkpoint: Path) -> dict[str, Any]:
-    """Restore weights and optimizer of every rank; returns the state saved with them."""
-    path, state = engine.load_checkpoint(
-        str(checkpoint.parent), tag=checkpoint.name, load_lr_scheduler_states=False
-    )
+    """Restore weights and optimizer on every rank; returns the state saved with them."""
+    written = json.loads((checkpoint / STATE).read_text())
+    check_loadable(checkpoint, written["saved_under"], _setting(engine))
+    path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
-        raise ValueError(f"{checkpoint} could not be loaded by DeepSpeed; see its warning above")
-    return state
+        raise ValueError(f"{checkpoint} could not be loaded; see DeepSpeed's warning above")
+    return written["state"]
+
+
+def check_loadable(checkpoint: Path, saved: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Refuse what DeepSpeed cannot load, before it fails half-way on some rank."""
+    for what, mend in (
+        ("layout", "choose a DeepSpeed config of ZeRO stage {saved}"),
+        ("precision", "set train.precision={saved}"),
+        (
+            "ranks",
+            "start {saved} ranks, or convert it with `python -m deepspeed.checkpoint."
+            "ds_to_universal`",
+        ),
+    ):
+        if saved[what] != asked[what]:
+            name = "ZeRO stage" if what == "layout" else what
+            raise ValueError(
+                f"{checkpoint} was saved with {name} {saved[what]}, and this run has {name} "
+                f"{asked[what]}: DeepSpeed cannot load one as the other; "
+                f"{mend.format(saved=saved[what])}"
+            )
+
+
+def _setting(engine: Any) -> dict[str, Any]:
+    precision = "bf16" if engine.bfloat16_enabled() else "fp16"
+    if not engine.bfloat16_enabled() and not engine.fp16_enabled():
+        precision = "fp32"
+    return {
+        "layout": LAYOUT_OF_STAGE[engine.zero_optimization_stage()],
+        "precision": precision,
+        "ranks": dist.get_world_size(),
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)

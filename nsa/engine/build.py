@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 import deepspeed
@@ -23,7 +25,8 @@ def build_model(config: RunConfig, device: torch.device) -> LanguageModel:
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay; norms and positions, which set scales, don't."""
-    matrices, others = [], []
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = parameter.dim() > 1 and not name.endswith(".position")
@@ -53,10 +56,11 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
         deepspeed.checkpointing.configure(
             None, deepspeed_config=deepspeed.DeepSpeedConfig(dict(ds_config))
         )
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=parameter_groups(model, config.train.weight_decay),
-        config=ds_config,
-        dist_init_required=False,
-    )
+    with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints memory figures
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=parameter_groups(model, config.train.weight_decay),
+            config=ds_config,
+            dist_init_required=False,
+        )
     return engine

@@ -88,7 +88,9 @@ def _build(cls: type, tree: dict[str, Any], path: str) -> Any:
         name = f"{path}.{field.name}" if path else field.name
         hint, value = hints[field.name], tree[field.name]
         values[field.name] = (
-            _build(hint, value, name) if is_dataclass(hint) else _cast(value, hint, name)
+            _build(hint, value, name)
+            if isinstance(hint, type) and is_dataclass(hint)
+            else _cast(value, hint, name)
         )
     return cls(**values)
 

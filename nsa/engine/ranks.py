@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import warnings
 from dataclasses import dataclass
 
 import deepspeed
@@ -37,6 +38,8 @@ def start_ranks(ranks: Ranks) -> torch.device:
     """Join the process group and share out the machine's cores; returns this rank's device."""
     prepare_extensions()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls the older name of this collective at every step; nothing a user can mend.
+    warnings.filterwarnings("ignore", r".*all_gather_into_tensor", FutureWarning)
     if "MASTER_ADDR" not in os.environ:  # `python recipes/m7c.py`: one process, no launcher
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

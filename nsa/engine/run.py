@@ -153,7 +153,9 @@ def _observers(plan: Plan, engine: Any) -> tuple[list[BackgroundWriter], Observe
     """Who watches, each with a writer of its own; only rank 0 is ever told anything."""
     if dist.get_rank() != 0:
         return [], Observers([])
-    monitor, writers, observers = plan.config.monitor, [], []
+    monitor = plan.config.monitor
+    writers: list[BackgroundWriter] = []
+    observers: list[Observer] = []
 
     def writer(name: str) -> BackgroundWriter:
         writers.append(BackgroundWriter(name))

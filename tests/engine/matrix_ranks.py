@@ -14,7 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from nsa.engine.ranks import Ranks, start_ranks
+from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.spec import NSASpec
 
@@ -157,3 +157,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    stop_ranks()

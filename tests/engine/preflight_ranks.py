@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.engine.config import RunConfig
 from nsa.engine.preflight import inspect_gradients
-from nsa.engine.ranks import Ranks, start_ranks
+from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel
 from nsa.model.layout import Layout
 from nsa.spec import NSASpec
@@ -106,3 +106,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    stop_ranks()

@@ -1,0 +1,90 @@
+"""Runs on two ranks: a checkpoint of each DeepSpeed config loaded under each other one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from nsa import checkpoint
+from nsa.engine.build import initialise
+from nsa.engine.config import RunConfig
+from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from nsa.model import LanguageModel
+from nsa.spec import NSASpec
+
+CONFIGS = Path(__file__).parents[2] / "ds_configs"
+
+
+def small() -> RunConfig:
+    config = RunConfig()
+    config.model.vocab_size, config.model.layers, config.model.width = 272, 2, 32
+    config.model.heads, config.model.kv_heads, config.model.head_dim = 6, 2, 8
+    config.model.mlp_width = 48
+    config.model.attention.spec = NSASpec(8, 4, 8, 4, 1, 1, 12)
+    config.train.accumulation, config.train.learning_rate = 1, 1e-2
+    return config
+
+
+def build(name: str, seed: int) -> Any:
+    config = small()
+    torch.manual_seed(seed)
+    source = CONFIGS / f"{name}.json"
+    resolved = resolve_ds_config(
+        load_ds_config(source), config, world_size=dist.get_world_size(), source=source.name
+    )
+    return initialise(LanguageModel(config.model), config, resolved)
+
+
+def step(engine: Any, index: int) -> None:
+    generator = torch.Generator().manual_seed(100 * index + dist.get_rank())
+    ids = torch.randint(256, (1, 40), generator=generator)
+    engine.backward(engine(ids, labels=ids))
+    engine.step()
+
+
+def weights(engine: Any) -> torch.Tensor:
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, enabled=hasattr(parameters[0], "ds_id")):
+        return torch.cat([parameter.detach().float().flatten() for parameter in parameters])
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    start_ranks(Ranks.from_environment())
+    saved, after = {}, {}
+    for name in names:
+        engine = build(name, seed=1)
+        for index in range(3):
+            step(engine, index)
+        checkpoint.save(engine, folder / name, 3, {"step": 3})
+        saved[name] = weights(engine)
+        step(engine, 3)
+        after[name] = weights(engine)
+        engine.destroy()
+    for source in names:
+        for target in names:
+            engine = build(target, seed=2)
+            row: dict[str, Any] = {"from": source, "to": target}
+            try:
+                state = checkpoint.load(engine, folder / source / "step00000003")
+                assert state == {"step": 3}
+                row["weights"] = bool(torch.equal(weights(engine), saved[source]))
+                step(engine, 3)
+                moved = (after[source] - saved[source]).norm()
+                row["next_step"] = float((weights(engine) - after[source]).norm() / moved)
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {error}"[:300]
+            print(json.dumps(row), flush=True)
+            engine.destroy()
+
+
+if __name__ == "__main__":
+    main()
+    stop_ranks()
