@@ -80,23 +80,15 @@ pip_install() {
     die "pip could not install the packages; the reason stands above; call this again to go on"
 }
 
-# Ranks on the CPU talk through this op. Built here, a compiler that cannot do it shows now, and no
-# rank spends its first minute on it; DeepSpeed has none of it for GPUs.
+# Built here, a compiler that cannot do it shows now, and no rank waits a minute for it.
 build_op() {
     local log
-    say "building DeepSpeed's shared-memory op"
+    say "building the op through which DeepSpeed's ranks talk on a CPU"
     # Ops are compiled with whatever is called c++.
     [ -n "${CXX:-}" ] || command -v c++ >/dev/null || ln -sf "$compiler" "$venv/bin/c++"
-    log=$(PATH="$venv/bin:$PATH" "$venv/bin/python" -I -c \
-        'from deepspeed.comm.torch import build_shm_op; build_shm_op()' 2>&1) && return
+    log=$("$venv/bin/python" -I -m nsa.engine.extensions 2>&1) && return
     printf '%s\n' "$log" >&2
-    die "could not build DeepSpeed's shared-memory op with $compiler; the reason stands above"
-}
-
-# A build that was killed leaves its lock, and every later build waits for it in silence.
-drop_stale_lock() {
-    find "${TORCH_EXTENSIONS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/torch_extensions}" \
-        -path '*/deepspeed_shm_comm/lock' -mmin +10 -delete 2>/dev/null || true
+    die "could not build DeepSpeed's op with $compiler; the reason stands above"
 }
 
 install() {
@@ -117,7 +109,6 @@ install() {
 
 compiler=$(find_compiler) || die "needs a C++ compiler and found none as ${CXX:-c++, g++ or clang++};" \
     "install one (Debian, Ubuntu: apt install g++)"
-drop_stale_lock
 if ! is_ready; then
     take_turns
     is_ready || install

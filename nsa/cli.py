@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -66,12 +68,16 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from nsa.engine.config import RunConfig
-    from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 
     if args.ranks < 1:
         raise ValueError(f"--ranks {args.ranks}: must be 1 or more")
-    raw = load_ds_config(args.ds_config)
-    print(json.dumps(resolve_ds_config(raw, RunConfig(), world_size=args.ranks), indent=2))
+    # DeepSpeed logs to stdout as soon as it is imported; stdout is for the JSON alone.
+    with contextlib.redirect_stdout(io.StringIO()):
+        from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+
+        raw, source = load_ds_config(args.ds_config), str(args.ds_config)
+        resolved = resolve_ds_config(raw, RunConfig(), world_size=args.ranks, source=source)
+    print(json.dumps(resolved, indent=2))
     return 0
 
 

@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from nsa.engine.extensions import prepare_extensions
+
 ROOT = Path(__file__).parents[1]
 TAIL = 4_000  # characters of a rank's stderr and stdout that a failure shows
 GRACE = 3.0  # seconds that the others get to end by themselves once one rank has failed
@@ -71,7 +73,8 @@ def launch(code_path: Path, *args: str, world_size: int = 2, timeout: float = 30
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What a launcher tells a rank, and a PATH on which DeepSpeed finds the venv's ninja."""
+    """What a launcher tells a rank, and where it finds what DeepSpeed has built."""
+    prepare_extensions()
     inherited = os.environ
     return {
         **inherited,
@@ -82,7 +85,6 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PATH": os.pathsep.join((str(Path(sys.executable).parent), inherited.get("PATH", ""))),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH")))),
     }
 

@@ -26,10 +26,10 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
 TORCH = {
     "torch.py": "import os\nclass cuda:\n"
     "    device_count = staticmethod(lambda: int(os.environ['TOY_GPUS']))\n",
-    "deepspeed/comm/torch.py": "def build_shm_op():\n    pass\n",
     "deepspeed/launcher.py": "import sys\ndef main():\n    print('launched with', sys.argv[1:])\n",
+    "torch-{version}.dist-info/entry_points.txt": "[console_scripts]\n"
+    "deepspeed = deepspeed.launcher:main\n",
 }
-LAUNCHER = "[console_scripts]\ndeepspeed = deepspeed.launcher:main\n"
 
 
 def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
@@ -38,10 +38,9 @@ def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) ->
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nProvides-Extra: dev\n"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         for path, text in files.items():
-            wheel.writestr(path, text)
+            wheel.writestr(path.format(version=version), text)
         wheel.writestr(f"{info}/METADATA", metadata)
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/entry_points.txt", LAUNCHER if files else "")
         wheel.writestr(f"{info}/RECORD", "")
 
 
@@ -55,7 +54,7 @@ def make_clone(folder: Path) -> Path:
     (clone / "wheels").mkdir()
     write_wheel(clone / "wheels", "torch", "2.13.0", TORCH)
     write_wheel(clone / "wheels", "torch", "2.13.1", TORCH)
-    write_wheel(clone / "wheels", "nsa_m7c", "0", {})
+    write_wheel(clone / "wheels", "nsa_m7c", "0", {"nsa/engine/extensions.py": ""})
     return clone
 
 

@@ -1,0 +1,113 @@
+"""`nsa <verb>` answers people, and tells them in one line what they got wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa.cli import main
+from nsa.model.config import ModelConfig
+from nsa.model.count import parameter_count
+from tests.ranks import ROOT
+
+VERBS = ("bench", "check", "info", "plot")
+DS_CONFIG = ROOT / "ds_configs/zero1_pcie.json"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[sys.executable, "-m", "nsa"], [str(Path(sys.executable).with_name("nsa"))]],
+    ids=["python -m nsa", "nsa"],
+)
+def test_both_ways_to_call_it_list_the_verbs(command: list[str]) -> None:
+    said = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
+    for verb in VERBS:
+        assert f"\n    {verb} " in said
+
+
+def test_help_is_given_without_loading_torch() -> None:
+    code = (
+        "import sys\n"
+        "from nsa.cli import main\n"
+        "try:\n"
+        "    main(['--help'])\n"
+        "finally:\n"
+        "    sys.exit('torch' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("arguments", [[], ["tarin"], ["info", "--seq-length", "8"], ["check"]])
+def test_a_wrong_call_exits_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: nsa" in capsys.readouterr().err
+
+
+def test_a_wrong_value_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text('{"zero_optimisation": {"stage": 1}}')
+    for arguments, word in (
+        (["info", "--seq-len", "0"], "--seq-len 0"),
+        (["plot", str(tmp_path), "--out", str(tmp_path / "x.png")], "metrics.csv"),
+        (["check", str(wrong)], "zero_optimisation"),
+        (["check", str(tmp_path / "nowhere.json")], "nowhere.json"),
+        (["check", str(DS_CONFIG), "--ranks", "0"], "--ranks 0"),
+    ):
+        assert main(arguments) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.startswith("nsa: ")
+        assert said.err.count("\n") == 1
+        assert word in said.err
+
+
+def test_info_counts_the_model_that_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--seq-len", "4096"]) == 0
+    said = capsys.readouterr().out
+    assert f"{parameter_count(ModelConfig()):,}" in said
+    assert "4,096 tokens" in said
+    m7c, dense = (float(line.split()[-1].replace(",", "")) for line in said.splitlines()[-2:])
+    assert 700 < m7c < dense < 1_500  # MFLOP: about 6 operations a parameter, and attention
+
+
+def test_check_prints_what_deepspeed_will_get(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(DS_CONFIG), "--ranks", "2"]) == 0
+    said = capsys.readouterr().out
+    resolved = json.loads(said)
+    assert "auto" not in said
+    assert resolved["train_batch_size"] == 4  # 1 sequence, 2 micro-batches, 2 ranks
+    assert resolved["zero_optimization"]["stage"] == 1
+
+
+def test_plot_draws_the_runs_that_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("nsa", "dense"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text(
+            "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds\n"
+            "1,64,5.5,,,0.1,1.0,10,,,1\n2,128,5.0,5.1,7.4,0.1,1.0,10,,,2\n"
+        )
+    picture = tmp_path / "loss.png"
+    assert (
+        main(["plot", str(tmp_path / "nsa"), str(tmp_path / "dense"), "--out", str(picture)]) == 0
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"{picture}\n"
+
+
+def test_bench_gets_everything_that_follows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "cpu", "--rounds", "2", "--help"])
+    assert ended.value.code == 0
+    assert "--longest" in capsys.readouterr().out
