@@ -69,6 +69,7 @@ def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:
         base = resolve_config(base, run_dir / "config.yaml")  # a run goes on as it began
     steps = [] if flags.steps is None else [f"train.steps={flags.steps}"]
     config = resolve_config(base, flags.config, [*flags.set, *steps])
+    _check_precision(config.train.precision)
     source = flags.deepspeed_config or DEFAULT_DS_CONFIG
     if flags.resume and not flags.deepspeed_config and (run_dir / "ds_config.json").exists():
         source = run_dir / "ds_config.json"
@@ -115,6 +116,21 @@ def _profile(asked: str | None) -> tuple[str, list[str]]:
         "NO ACCELERATOR FOUND: this is the `demo` profile, a small model on a small corpus, "
         "not the 125M production run. --profile production forces that one."
     ]
+
+
+def _check_precision(precision: str) -> None:
+    """DeepSpeed asks the device what it can compute in; a processor may lack fp16."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    able = [name for name, dtype in dtypes.items() if dtype in accelerator.supported_dtypes()]
+    if precision not in able:
+        raise ValueError(
+            f"train.precision = {precision!r}: DeepSpeed does not support it on this machine's "
+            f"{accelerator.device_name()}; set train.precision to {' or '.join(able)}"
+        )
 
 
 def _run_dir(asked: Path | None, name: str, resume: bool) -> Path:
