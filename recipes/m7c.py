@@ -61,9 +61,9 @@ def demo() -> RunConfig:
         vocab_size=320,
         layers=4,
         width=256,
-        heads=12,
-        kv_heads=2,
-        head_dim=32,
+        heads=6,
+        kv_heads=1,
+        head_dim=64,
         mlp_width=704,
         attention=AttentionConfig(
             spec=NSASpec(block_len=16, block_stride=8, select_len=32, select_top=6, window=128)
