@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from nsa.ops.backend import BACKENDS
 from nsa.spec import NSASpec
 
 ATTENTION_KINDS = ("nsa", "dense")
@@ -61,6 +62,7 @@ class ModelConfig:
         for name, value, allowed in (
             ("attention.kind", self.attention.kind, ATTENTION_KINDS),
             ("attention.compressor", self.attention.compressor, COMPRESSORS),
+            ("attention.backend", self.attention.backend, BACKENDS),
             (
                 "activation_checkpointing",
                 self.activation_checkpointing,

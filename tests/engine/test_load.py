@@ -60,6 +60,7 @@ def test_attention_is_a_short_name_for_the_models_attention(tmp_path: Path) -> N
         ("model.value_dim=x", ["model.value_dim", "null"]),
         ("attention.spec.select_top=2", ["select_top", "2", "raise"]),
         ("attention.kind=sparse", ["attention.kind", "sparse", "dense"]),
+        ("attention.backend=cuda", ["attention.backend", "cuda", "blockwise"]),
         ("model.activation_checkpointing=some", ["activation_checkpointing", "selective"]),
     ],
 )
