@@ -57,11 +57,13 @@ def launcher(arguments: list[str]) -> None:
 
 
 def recipe(script: str, arguments: list[str], ranks: int = 1) -> None:
-    """Plan a recipe's run. `--resume` is left out: the run that it goes on with is not here."""
+    """Plan a recipe's run. The run that `--resume` goes on with, and the reader's device, are not
+    here: these two are left out."""
     found = _recipe_of(ROOT / script)
     flags = _parser(found).parse_args(arguments)
     flags.resume = False
-    with mock.patch.dict(os.environ, WORLD_SIZE=str(ranks)):
+    any_device = mock.patch("nsa.engine.recipe._check_precision")
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(ranks)), any_device:
         make_plan(found, flags)
 
 
@@ -91,6 +93,8 @@ def bench(arguments: list[str]) -> None:
 
 def tests(arguments: list[str]) -> None:
     """pytest's arguments: collecting this folder is enough where they name no other."""
+    if not arguments:
+        return
     chosen = [word for word in arguments if word.startswith("tests")] or ["tests/docs"]
     others = [word for word in arguments if word not in chosen]
     collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *others, *chosen]

@@ -1,4 +1,4 @@
-"""The arrows that docs/architecture.md allows are the only ones in the code."""
+"""The arrows and environment variables of docs/architecture.md are the only ones in the code."""
 
 from __future__ import annotations
 
@@ -40,3 +40,15 @@ def test_rooms_import_what_the_page_allows_and_nothing_else() -> None:
         here = source.relative_to(ROOT / "nsa").parts[0].removesuffix(".py")
         if here in allowed and allowed[here] != {"any"}:
             assert imported(source) <= allowed[here] | {here}, name(source)
+
+
+def test_the_code_reads_the_variables_that_the_page_lists_and_no_others() -> None:
+    """F9: runs of the earlier system depended on six of their own."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.partition("## Environment variables\n")[2].partition("\n## ")[0]
+    read = set()
+    for folder in ("nsa", "recipes"):
+        for source in (ROOT / folder).rglob("*.py"):
+            lines = [line for line in source.read_text().splitlines() if "environ" in line]
+            read |= set(re.findall(r'"([A-Z_]+)"', "".join(lines)))
+    assert read == set(re.findall(r"`([A-Z_]+)`", section))
