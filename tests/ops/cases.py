@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,6 +16,22 @@ from nsa.ops import compressed_attention, select_blocks, selected_attention, win
 from nsa.spec import NSASpec
 
 GROUPS = (1, 2, 3, 4, 6, 8, 16)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute with so many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """For modules that import it: on tensors this small a second thread only waits for a core."""
+    with threads(1):
+        yield
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from nsa.ops import (
     window_attention,
 )
 from nsa.spec import NSASpec
-from tests.ops.cases import Case, Inputs, all_branches, branches, selection, with_gradients
+from tests.ops.cases import Case, Inputs, all_branches, branches, selection, threads, with_gradients
+from tests.ops.cases import one_thread as one_thread
 
 SPEC = NSASpec(3, 2, 1, 2, 0, 1, 3)
 SMALL = [
@@ -111,7 +112,8 @@ def test_five_runs_give_the_same_bits(dtype: torch.dtype) -> None:
         index = selection(x, case, "blockwise")
         return [index, *all_branches(x, case, index)]
 
-    first = run()
-    for _ in range(4):
-        for a, b in zip(run(), first, strict=True):
-            assert torch.equal(a, b)
+    with threads(2):
+        first = run()
+        for _ in range(4):
+            for a, b in zip(run(), first, strict=True):
+                assert torch.equal(a, b)

@@ -19,6 +19,7 @@ from tests.ops.cases import (
     selection,
     with_gradients,
 )
+from tests.ops.cases import one_thread as one_thread
 
 TINY = NSASpec(4, 2, 2, 2, 0, 1, 5)
 MORE_TILES_THAN_ONE = [

@@ -12,6 +12,7 @@ from torch import Tensor
 from nsa.ops import blockwise, compressed_attention, nsa_attention
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Inputs, selection, with_gradients
+from tests.ops.cases import one_thread as one_thread
 
 SPEC = NSASpec(4, 2, 3, 2, 0, 1, 5)
 PATTERN = list(astuple(SPEC))

@@ -10,6 +10,7 @@ from nsa.model import compressor
 from nsa.ops import blockwise, checks, documents, reference, tiles
 from tests.ops import cases
 from tests.ops import checks_of_others as check
+from tests.ops.cases import one_thread as one_thread
 from tests.ops.planting import Plant
 
 Check = Callable[[str], None]

@@ -30,6 +30,7 @@ from tests.ops.cases import (
     selection,
     with_gradients,
 )
+from tests.ops.cases import one_thread as one_thread
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASES = [
