@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,11 @@ from nsa.monitor.gates import GateRecorder
 from nsa.monitor.metrics_csv import MetricsCsv
 from nsa.monitor.observer import Observer, Observers, RunInfo
 from nsa.monitor.progress import Progress
+from nsa.monitor.run_folder import atomic_write_text
 from nsa.monitor.tensorboard import BackgroundMonitor, TensorBoardObserver
 from nsa.monitor.throughput import Throughput, memory_gb, peak_flops
 from nsa.monitor.writer import BackgroundWriter
+from nsa.ops import fallback_counts
 
 
 def start(plan: Plan) -> None:
@@ -81,6 +85,7 @@ def start(plan: Plan) -> None:
     finally:
         if ranks.rank == 0:
             observers.on_end(status)
+            _write_fallbacks(plan.run_dir)
         for writer in writers:
             writer.close()
     stop_ranks()
@@ -169,6 +174,16 @@ def _observers(plan: Plan, engine: Any) -> tuple[list[BackgroundWriter], Observe
     if monitor.progress:
         observers.append(Progress(writer("progress")))
     return writers, Observers(observers)
+
+
+def _write_fallbacks(run_dir: Path) -> None:
+    """Which backends `auto` passed over in this process, why, and how often: never silently."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["operation", "backend", "reason", "calls"])
+    for (operation, backend, reason), calls in sorted(fallback_counts().items()):
+        rows.writerow([operation, backend, reason, calls])
+    atomic_write_text(run_dir / "fallbacks.csv", text.getvalue())
 
 
 def _peak(config: RunConfig, device: torch.device) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -116,6 +117,18 @@ def test_tensorboard_holds_the_scalars_and_deepspeeds_own(finished: tuple[Path, 
     assert written == pytest.approx(expected, rel=1e-6)
     first_gates = [events.Scalars(f"gates/{name}")[0].value for name in ("cmp", "sel", "win")]
     assert first_gates == [0.5, 0.5, 0.5], "gates start balanced"
+
+
+def test_the_backends_that_were_passed_over_are_written_down(finished: tuple[Path, str]) -> None:
+    with (finished[0] / "runs/m7c-demo/fallbacks.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["operation"] for row in rows} == {
+        "compressed_attention",
+        "select_blocks",
+        "selected_attention",
+        "window_attention",
+    }
+    assert all("needs a CUDA device" in row["reason"] and int(row["calls"]) > 0 for row in rows)
 
 
 def test_a_run_can_be_started_from_what_another_wrote(
