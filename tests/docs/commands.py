@@ -42,6 +42,8 @@ def check(words: list[str]) -> str | None:
     line = " ".join(words)
     if words[0] in NOT_RUN:
         return None
+    if words[0] == "bash" and not (ROOT / words[1]).is_file():
+        raise ValueError(f"{line!r}: there is no such script")
     for start, rule in RULES.items():
         if line == start or line.startswith(f"{start} "):
             with contextlib.suppress(_Understood), _parsers_raise():

@@ -81,6 +81,7 @@ def test_every_block_says_what_it_is(page: Path) -> None:
     "command",
     [
         "rm -rf runs",
+        "bash launch/nowhere.sh",
         "deepspeed --gpus 2 recipes/m7c.py",
         "deepspeed --num_gpus 2 recipes/nowhere.py",
         "deepspeed --num_gpus 2 recipes/m7c.py --stepz 3",
