@@ -104,7 +104,7 @@ def resolve_ds_config(
         _check_activation_checkpointing(raw, config, source)
     if setting.buckets:
         resolved["zero_optimization"].setdefault("reduce_bucket_size", REDUCE_BUCKET)
-    resolved.setdefault("timers", {"throughput": {"enabled": False}})
+    resolved.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     if config.monitor.tensorboard and run_dir is not None:
         folder = str(run_dir / "tensorboard")
         resolved["tensorboard"] = {"enabled": True, "output_path": folder, "job_name": ""}
@@ -151,14 +151,16 @@ def owned_values(config: RunConfig, world_size: int) -> dict[str, Owned]:
 def tolerance(resolved: dict[str, Any]) -> Tolerance:
     """What a resolved config tolerates, seen on two ranks with DeepSpeed 0.19.8.
 
-    Reducing once, after the backward pass, forgives a gradient that arrives twice; buckets that
-    fill during it do not. Filling in zeros forgives a gradient that a rank doesn't have.
+    Reducing once, after the backward pass, forgives a gradient that arrives twice; a bucket that
+    fills during it doesn't. Only stage 0 puts zeros in for a gradient that a rank lacks: elsewhere
+    the ranks reduce different tensors, and BF16_Optimizer leaves the gradient out of that rank's
+    norm, so that ranks clip by different factors and may disagree about skipping a step.
     """
     setting = _setting(resolved, "the resolved DeepSpeed config")
-    after_backward = setting.stage == 0 or setting.bf16_optimizer
+    once = setting.stage == 0 or setting.bf16_optimizer
     return Tolerance(
-        double_fire=after_backward or (setting.stage == 1 and not setting.overlap),
-        missing_on_some_ranks=after_backward,
+        double_fire=once or (setting.stage == 1 and not setting.overlap),
+        missing_on_some_ranks=setting.stage == 0,
     )
 
 
@@ -167,17 +169,17 @@ def _check_optimizer(raw: dict[str, Any], source: str) -> None:
     if "optimizer" not in raw:
         return
     block = _block(raw, "optimizer", source)
-    kind, params = block.get("type"), block.get("params", {})
+    kind, params = block.get("type"), _block({"params": {}} | block, "params", source)
     if str(kind).lower() not in ADAM:
         raise ValueError(
             f"{_at('optimizer.type', kind, source)}: the recipe's numbers are AdamW's; "
             'write "AdamW"'
         )
-    if not isinstance(params, dict) or params.get("torch_adam") is not True:
+    if params.get("torch_adam") is not True:
         raise ValueError(
-            f"{_at('optimizer.params', params, source)}: without torch_adam DeepSpeed builds an "
-            'Adam of its own, with nvcc or a C++ compiler, at every first start; add "torch_adam": '
-            'true beside "fused": true'
+            f"{_at('optimizer.params.torch_adam', params.get('torch_adam'), source)}: DeepSpeed "
+            "would build an Adam of its own, with nvcc or a C++ compiler, at the first start; "
+            'write "torch_adam": true, and "fused": true for speed'
         )
     if "adam_w_mode" in params and str(kind).lower() == "adamw":
         raise ValueError(
@@ -250,13 +252,16 @@ def _setting(resolved: dict[str, Any], source: str) -> Setting:
             "that, or remove it"
         )
     offloads = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
+    overlap = zero.get("overlap_comm")
     return Setting(
         stage=stage,
         precision=precision,
         accumulation=accumulation,
-        overlap=bool(zero.get("overlap_comm", stage == 3)),
+        overlap=stage == 3 if overlap is None else bool(overlap),
         static_scale=bool(resolved["fp16"].get("loss_scale")),
-        devices=frozenset(o["device"] for o in offloads if isinstance(o, dict) and "device" in o),
+        devices=frozenset(
+            str(block.get("device")) for block in offloads if isinstance(block, dict)
+        ),
     )
 
 

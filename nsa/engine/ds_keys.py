@@ -234,8 +234,8 @@ IDLE_BY_SETTING = (
     ),
     Refusal(
         ("bf16.check_grad_overflow",),
-        "it does nothing here: only stages 1 and 2 with bf16 accumulation ask; everything else "
-        "always skips a step whose gradients are not finite",
+        "it does nothing here: DeepSpeed asks in stage 2 and in stage 1 with bf16 accumulation; "
+        "elsewhere it always skips a step whose gradients are not finite",
         when=lambda s: not s.stage_1_or_2,
     ),
     Refusal(
@@ -317,18 +317,20 @@ def _replacement(field: Any) -> str:
 @cache
 def known_keys() -> dict[str, Any]:
     """Every key that the installed DeepSpeed reads: name → default, or → the names below it."""
-    blocks: dict[str, Any] = {name: _Asked() for name in PARSED}
-    blocks["optimizer"] = _Asked({"type": "adamw"})
+    blocks = {name: _Asked() for name in PARSED} | {"optimizer": _Asked({"type": "adamw"})}
     asked = _Asked(
         {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, **blocks}
     )
     runtime_config.DeepSpeedConfig(asked)
-    names = {key: None if value == {} else value for key, value in asked.keys_asked.items()}
+    names: dict[str, Any] = {
+        key: None if default == {} else default for key, default in asked.keys_asked.items()
+    }
     names |= {name: dict(block.keys_asked) for name, block in blocks.items()}
     names |= {"sequence_parallel_size": None, "timers": {}}
     for path, model in MODELS.items():
         *parents, name = path.split(".")
-        (names[parents[0]] if parents else names)[name] = _fields(model)
+        block = names[parents[0]] if parents else names
+        block[name] = _fields(model)
     adamw = [name for name in inspect.signature(torch.optim.AdamW).parameters if name != "params"]
     names["optimizer"]["params"] = dict.fromkeys(
         [*adamw, "torch_adam", "adam_w_mode", "max_grad_norm"]
@@ -372,5 +374,5 @@ def complaint_about_name(path: str) -> str | None:
     paths = [known for known, _ in walk(known_keys())]
     near = [known for known in paths if known.split(".")[-1] == name]
     near = near if len(near) == 1 else get_close_matches(name.lower(), siblings, 1, 0.6)
-    mend = f'did you mean "{near[0]}"?' if near else "remove it"
+    mend = f'did you mean "{near[0]}"? If not, remove it' if near else "remove it"
     return f"DeepSpeed {deepspeed.__version__} has no such key; {mend}"
