@@ -1,0 +1,99 @@
+"""Runs under a launcher: DeepSpeed's engine with resolved configs and a tiny stack of layers.
+
+`steps` trains every shipped config on one process and then lets a parameter fire twice; `missing`
+leaves one rank of two without a gradient. Each line of the output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nsa.engine.config import RunConfig
+from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+
+DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
+STEPS, WIDTH = 4, 16
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Stack(nn.Module):
+    """Three layers; the middle one can be used twice, in two segments, or left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, middle: str = "once") -> Tensor:
+        first, second, third = self.layers
+        x = first(x)
+        for _ in range({"once": 1, "twice": 2, "never": 0}[middle]):
+            x = checkpoint(lambda x: torch.tanh(second(x)), x, use_reentrant=True)
+        return third(x).float().square().mean()
+
+
+def engine(name: str, precision: str) -> Any:
+    """DeepSpeed's engine for a shipped config and three layers."""
+    config = RunConfig()
+    config.train.precision, config.train.accumulation = precision, 1
+    config.train.learning_rate = 1e-2
+    world_size = dist.get_world_size()
+    resolved = resolve_ds_config(
+        load_ds_config(DS_CONFIGS / f"{name}.json"), config, world_size=world_size
+    )
+    model = Stack()
+    made, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=resolved,
+        dist_init_required=False,
+    )
+    return made
+
+
+def step(made: Any, precision: str, middle: str) -> float:
+    """One step on a fixed batch; returns its loss."""
+    x = torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH)
+    loss = made(x.to(DTYPES[precision]), middle)
+    made.backward(loss)
+    made.step()
+    return loss.item()
+
+
+def train(made: Any, precision: str, middle: str) -> dict[str, Any]:
+    """Which optimizer DeepSpeed chose, and the losses of a few steps or how they ended."""
+    try:
+        losses = [step(made, precision, middle) for _ in range(STEPS)]
+    except (AssertionError, AttributeError) as error:
+        return {"optimizer": type(made.optimizer).__name__, "error": str(error)}
+    return {"optimizer": type(made.optimizer).__name__, "losses": losses}
+
+
+def main() -> None:
+    start_ranks(Ranks.from_environment())
+    if sys.argv[1] == "steps":
+        for name in sys.argv[2:]:
+            for precision in ("bf16", "fp32"):
+                for middle in ("once", "twice"):
+                    made = engine(name, precision)
+                    print(json.dumps([name, precision, middle, train(made, precision, middle)]))
+    else:
+        for name in sys.argv[2:]:
+            made = engine(name, "bf16")
+            step(made, "bf16", middle="never" if dist.get_rank() else "once")
+            print(json.dumps([name, float(made.get_global_grad_norm())]))
+
+
+if __name__ == "__main__":
+    main()
+    stop_ranks()

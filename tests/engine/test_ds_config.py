@@ -1,0 +1,398 @@
+"""DeepSpeed's JSON: what is refused and how, what is filled in, and that DeepSpeed agrees."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from nsa.engine.config import RunConfig
+from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+from nsa.engine.ds_keys import REFUSALS, complaint_about_name, walk
+
+FOLDER = Path(__file__).parents[2] / "ds_configs"
+SHIPPED = (
+    "zero0_debug",
+    "zero1_pcie",
+    "zero1_bf16acc",
+    "zero2_pcie",
+    "zero2_overlap",
+    "zero3",
+)
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+
+def run_config(**train: Any) -> RunConfig:
+    config = RunConfig()
+    for name, value in train.items():
+        setattr(config.train, name, value)
+    return config
+
+
+def shipped(name: str = "zero1_bf16acc", **keys: Any) -> dict[str, Any]:
+    """A shipped config, with dotted keys (`__` for the dot) written into it."""
+    raw = load_ds_config(FOLDER / f"{name}.json")
+    for path, value in keys.items():
+        *parents, last = path.split("__")
+        block = raw
+        for parent in parents:
+            block = block.setdefault(parent, {})
+        block[last] = value
+    return raw
+
+
+def resolve(raw: dict[str, Any], world_size: int = 2, **train: Any) -> dict[str, Any]:
+    return resolve_ds_config(raw, run_config(**train), world_size=world_size, source="mine.json")
+
+
+def refused(raw: dict[str, Any], **train: Any) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the message is what is looked at
+        resolve(raw, **train)
+    return str(error.value)
+
+
+# --- loading ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{\n  "fp16": {}, // off\n}', ["line 2", "no comments"]),
+        ('{\n  "a": 1,\n}', ["trailing commas"]),
+        ('{"a": 1, "a": 2}', ['"a" is written twice', "as 1 and as 2", "keep one"]),
+        ('{"b": {"c": {"stage": 1, "stage": 1}}}', ['"stage" is written twice']),
+        ('{"gradient_clipping": NaN}', ["NaN", "finite"]),
+        ('{"gradient_clipping": -Infinity}', ["-Infinity", "finite"]),
+        ('["stage"]', ["write an object"]),
+        ("", ["line 1"]),
+    ],
+)
+def test_only_plain_json_is_read(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"mine\.json") as error:
+        load_ds_config(path)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_mistyped_file_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"no such file; did you mean .*zero2_pcie\.json\?"):
+        load_ds_config(FOLDER / "zero2-pcie.json")
+
+
+def test_bytes_that_are_not_text_are_named_with_their_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"mine\.json: cannot be read"):
+        load_ds_config(tmp_path / "mine.json")
+
+
+# --- one place for a number ------------------------------------------------------------------
+
+OWNED = {  # key: (the value that the recipe gives, another one, what the message must name)
+    "train_batch_size": (12, 8, "train.micro_batch × train.accumulation × ranks = 3 × 2 × 2 = 12"),
+    "train_micro_batch_size_per_gpu": (3, 1, "train.micro_batch = 3"),
+    "gradient_accumulation_steps": (2, 4, "train.accumulation = 2"),
+    "gradient_clipping": (0.25, 1.0, "train.clip = 0.25"),
+    "optimizer__params__lr": (3e-4, 1e-3, "train.learning_rate = 0.0003"),
+    "optimizer__params__betas": ([0.8, 0.9], [0.9, 0.999], "train.beta1 = 0.8 and train.beta2"),
+    "optimizer__params__eps": (1e-7, 1e-8, "train.adam_eps = 1e-07"),
+    "optimizer__params__weight_decay": (0.2, 0.01, "train.weight_decay = 0.2"),
+    "bf16__enabled": (True, False, "train.precision = 'bf16'"),
+    "fp16__enabled": (False, True, "train.precision = 'bf16'"),
+}
+RECIPE = {
+    "micro_batch": 3,
+    "accumulation": 2,
+    "clip": 0.25,
+    "learning_rate": 3e-4,
+    "beta1": 0.8,
+    "beta2": 0.9,
+    "adam_eps": 1e-7,
+    "weight_decay": 0.2,
+}
+
+
+def at(tree: dict[str, Any], path: str) -> Any:
+    for name in path.split("__"):
+        tree = tree[name]
+    return tree
+
+
+@pytest.mark.parametrize("key", OWNED)
+def test_the_recipe_fills_auto_and_what_the_json_leaves_out(key: str) -> None:
+    value, _, _ = OWNED[key]
+    assert at(resolve(shipped(**{key: "auto"}), **RECIPE), key) == value
+    *parents, name = key.split("__")
+    raw = shipped()
+    del (at(raw, "__".join(parents)) if parents else raw)[name]
+    assert at(resolve(raw, **RECIPE), key) == value
+    assert at(resolve(shipped(**{key: value}), **RECIPE), key) == value
+
+
+@pytest.mark.parametrize("key", OWNED)
+def test_a_json_that_contradicts_the_recipe_is_refused_naming_both(key: str) -> None:
+    _, other, says = OWNED[key]
+    message = refused(shipped(**{key: other}), **RECIPE)
+    assert f"{key.replace('__', '.')} = {json.dumps(other)} in mine.json" in message
+    assert says in message
+    assert 'write "auto" in the JSON or set' in message
+
+
+def test_a_json_may_hold_nothing_but_the_stage() -> None:
+    resolved = resolve({"zero_optimization": {"stage": 2}}, clip=0.0)
+    assert resolved["gradient_clipping"] == 0.0  # DeepSpeed's own default clips at 1.0
+    assert resolved["zero_optimization"]["reduce_bucket_size"] == 2**25  # its own: 5e8
+    assert resolved["timers"]["throughput"]["enabled"] is False  # its own syncs twice a step
+    assert resolved["optimizer"]["params"]["torch_adam"] is True
+
+
+def test_auto_is_refused_where_the_recipe_owns_nothing() -> None:
+    message = refused(shipped(zero_optimization__reduce_bucket_size="auto"))
+    assert 'zero_optimization.reduce_bucket_size = "auto" in mine.json' in message
+    assert "train_batch_size" in message  # one of the keys that may say so
+
+
+def test_the_input_is_left_as_it_was() -> None:
+    raw = shipped()
+    before = deepcopy(raw)
+    resolve(raw)
+    assert raw == before
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_resolved_config_can_be_resolved_again(name: str) -> None:
+    once = resolve(shipped(name))
+    assert resolve(once) == once
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+REFUSED = [  # shipped config, key, value, precision, what the message must say
+    # names
+    ("zero2_pcie", "zero_optimisation", {}, "bf16", 'did you mean "zero_optimization"?'),
+    ("zero2_pcie", "zero_optimization__reduce_bucket_sise", 1, "bf16", '"reduce_bucket_size"?'),
+    ("zero2_pcie", "stage", 2, "bf16", 'did you mean "zero_optimization.stage"?'),
+    ("zero2_pcie", "loss_scale", 0, "bf16", 'did you mean "fp16.loss_scale"?'),
+    ("zero2_pcie", "optimizer__params__beta", [0.9, 0.95], "bf16", 'did you mean "betas"?'),
+    ("zero2_pcie", "xyzzy", 1, "bf16", "remove it"),
+    ("zero2_pcie", "bfloat16", {}, "bf16", 'write "bf16"'),
+    ("zero2_pcie", "zero_optimization__cpu_offload", True, "bf16", 'write "offload_optimizer"'),
+    ("zero3", "zero_optimization__max_live_parameters", 1, "bf16", '"stage3_max_live_parameters"'),
+    ("zero2_pcie", "amp", {}, "bf16", "no longer has it"),
+    ("zero2_pcie", "curriculum_learnin", {}, "bf16", "has no such key; remove it"),
+    # kinds
+    ("zero2_pcie", "zero_optimization", True, "bf16", "write an object"),
+    ("zero2_pcie", "wall_clock_breakdown", "false", "bf16", "write true or false"),
+    ("zero2_pcie", "zero_optimization__stage", 4, "bf16", "write 0, 1, 2 or 3"),
+    ("zero2_pcie", "zero_optimization__stage", True, "bf16", "write 0, 1, 2 or 3"),
+    ("zero2_pcie", "zero_optimization__reduce_bucket_size", -1, "bf16", "greater than 0"),
+    ("zero2_pcie", "comms_logger__prof_ops", 3, "bf16", "valid list"),
+    ("zero2_pcie", "communication_data_type", "int8", "bf16", "['fp16', 'bf16', 'fp32']"),
+    ("zero2_pcie", "checkpoint__tag_validation", "maybe", "bf16", "WARN"),
+    # the optimizer
+    ("zero2_pcie", "optimizer__type", "Lamb", "bf16", 'write "AdamW"'),
+    ("zero2_pcie", "optimizer__params__torch_adam", False, "bf16", 'write "torch_adam": true'),
+    ("zero2_pcie", "optimizer__params__adam_w_mode", True, "bf16", "remove it"),
+    ("zero2_pcie", "optimizer__params__max_grad_norm", 1.0, "bf16", "set train.clip"),
+    # precision
+    ("zero2_pcie", "data_types__grad_accum_dtype", "fp16", "bf16", "bf16 or fp32"),
+    ("zero2_pcie", "data_types__grad_accum_dtype", "fp64", "bf16", "bf16 or fp32"),
+    ("zero0_debug", "data_types__grad_accum_dtype", "fp32", "bf16", "stage 0"),
+    ("zero2_pcie", "torch_autocast", {"enabled": True}, "bf16", "set train.precision"),
+    ("zero2_pcie", "data_types__param_dtype", "bf16", "bf16", "set train.precision"),
+    ("zero2_pcie", "fp16__loss_scale", 128, "bf16", "set train.precision=fp16"),
+    ("zero2_pcie", "bf16__check_grad_overflow", False, "fp32", "set train.precision=bf16"),
+    ("zero2_pcie", "fp16__fp16_master_weights_and_grads", True, "fp16", "C++"),
+    ("zero0_debug", "fp16__hysteresis", 2, "fp16", "stage 0"),
+    ("zero0_debug", "bf16__check_grad_overflow", True, "bf16", "always skips"),
+    ("zero3", "bf16__check_grad_overflow", True, "bf16", "always skips"),
+    ("zero1_pcie", "bf16__check_grad_overflow", True, "bf16", "always skips"),
+    ("zero2_pcie", "bf16__immediate_grad_update", True, "bf16", "fp32 accumulation"),
+    ("zero1_pcie", "bf16__bf16_master_weights_and_grads", True, "bf16", "stay fp32"),
+    # owned elsewhere
+    ("zero2_pcie", "scheduler", {"type": "WarmupLR"}, "bf16", "train.warmup_steps"),
+    ("zero2_pcie", "tensorboard", {"enabled": True}, "bf16", "set monitor.tensorboard"),
+    ("zero2_pcie", "csv_monitor", {"enabled": True}, "bf16", "set monitor.csv"),
+    ("zero2_pcie", "managed_gradient_accumulation", False, "bf16", "set train.accumulation"),
+    ("zero2_pcie", "dataloader_drop_last", True, "bf16", "data.*"),
+    ("zero2_pcie", "activation_checkpointing", {"profile": True}, "bf16", "=deepspeed"),
+    ("zero2_pcie", "pipeline", {"stages": 2}, "bf16", "remove it"),
+    ("zero2_pcie", "checkpoint__writer", {"type": "fast"}, "bf16", "default writer"),
+    ("zero2_pcie", "zero_optimization__zenflow", {}, "bf16", "C++"),
+    ("zero2_pcie", "zero_optimization__legacy_stage1", True, "bf16", "removed"),
+    ("zero2_pcie", "zero_optimization__elastic_checkpoint", True, "bf16", "load_universal"),
+    ("zero2_pcie", "zero_optimization__compute_grad_norm", False, "bf16", "always computed"),
+    # nothing reads it
+    ("zero2_pcie", "zero_optimization__allgather_partitions", True, "bf16", "never looks"),
+    ("zero1_pcie", "zero_optimization__allgather_bucket_size", 9, "bf16", "one collective"),
+    ("zero2_pcie", "vocabulary_size", 50304, "bf16", "warning"),
+    ("zero2_pcie", "zero_allow_untested_optimizer", True, "bf16", "AdamW"),
+    ("zero2_pcie", "optimizer__legacy_fusion", False, "bf16", "AdamW"),
+    ("zero2_pcie", "aio", {"block_size": 1}, "bf16", "NVMe"),
+    # nothing reads it here
+    ("zero2_pcie", "zero_optimization__reduce_scatter", True, "bf16", "stages 1 and 2"),
+    ("zero1_bf16acc", "zero_optimization__reduce_scatter", False, "bf16", "all-reduced"),
+    ("zero2_pcie", "zero_optimization__stage3_max_live_parameters", 1, "bf16", "below stage 3"),
+    ("zero2_pcie", "zero_optimization__zero_quantized_weights", True, "bf16", "below stage 3"),
+    ("zero1_bf16acc", "zero_optimization__zero_hpz_partition_size", 2, "bf16", "below stage 3"),
+    ("zero2_pcie", "zero_optimization__offload_param", {"device": "cpu"}, "bf16", "stage 3"),
+    (
+        "zero1_pcie",
+        "zero_optimization__reduce_bucket_size",
+        9,
+        "bf16",
+        'grad_accum_dtype to "bf16"',
+    ),
+    ("zero1_pcie", "zero_optimization__overlap_comm", True, "bf16", "BF16_Optimizer"),
+    ("zero0_debug", "zero_optimization__overlap_comm", False, "fp32", "stage 0"),
+    ("zero0_debug", "zero_optimization__offload_optimizer", {}, "bf16", "stage 0"),
+    ("zero3", "zero_optimization__round_robin_gradients", True, "bf16", "stage 3"),
+    ("zero2_pcie", "zero_optimization__ignore_unused_parameters", True, "bf16", "offloaded"),
+    ("zero1_bf16acc", "prescale_gradients", True, "bf16", "before they are reduced"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value", "precision", "words"), REFUSED)
+def test_a_key_that_would_mislead_is_refused_with_the_mend(
+    name: str, key: str, value: Any, precision: str, words: str
+) -> None:
+    message = refused(shipped(name, **{key: value}), precision=precision)
+    assert words in message
+    assert "mine.json" in message
+    if key != "checkpoint__tag_validation" and key != "communication_data_type":
+        assert key.replace("__", ".") in message
+
+
+def test_knobs_beside_a_fixed_loss_scale_are_refused() -> None:
+    raw = shipped("zero2_pcie", fp16__loss_scale=128.0, fp16__hysteresis=2)
+    assert "fp16.hysteresis = 2 in mine.json" in refused(raw, precision="fp16")
+
+
+def test_every_reason_to_refuse_a_key_is_tried_above() -> None:
+    tried = {key.replace("__", ".") for _, key, _, _, _ in REFUSED} | {"fp16.hysteresis"}
+    for refusal in REFUSALS:
+        hits = [path for path in tried for key in refusal.keys if fnmatchcase(path, key)]
+        assert hits, refusal.keys
+
+
+def test_a_missing_stage_is_asked_for() -> None:
+    raw = shipped()
+    del raw["zero_optimization"]
+    assert 'zero_optimization is missing; write a block: "zero_optimization"' in refused(raw)
+
+
+# --- what stays reachable --------------------------------------------------------------------
+
+
+def test_the_loss_scaling_knobs_reach_deepspeed() -> None:
+    knobs = {
+        "loss_scale": 0,
+        "initial_scale_power": 12,
+        "loss_scale_window": 50,
+        "hysteresis": 3,
+        "consecutive_hysteresis": True,
+        "min_loss_scale": 4,
+    }
+    raw = shipped("zero1_pcie", **{f"fp16__{name}": value for name, value in knobs.items()})
+    assert resolve(raw, precision="fp16")["fp16"] == {"enabled": True, **knobs}
+
+
+def test_activation_checkpointing_is_read_where_deepspeed_does_the_recomputing() -> None:
+    config = run_config()
+    config.model.activation_checkpointing = "deepspeed"
+    raw = shipped(activation_checkpointing={"cpu_checkpointing": True})
+    resolved = resolve_ds_config(raw, config, world_size=2)
+    assert resolved["activation_checkpointing"] == {"cpu_checkpointing": True}
+
+
+def test_tensorboard_writes_into_the_runs_folder(tmp_path: Path) -> None:
+    config = run_config()
+    resolved = resolve_ds_config(shipped(), config, world_size=2, run_dir=tmp_path)
+    folder = str(tmp_path / "tensorboard")
+    assert resolved["tensorboard"] == {"enabled": True, "output_path": folder, "job_name": ""}
+    config.monitor.tensorboard = False
+    resolved = resolve_ds_config(shipped(), config, world_size=2, run_dir=tmp_path)
+    assert "tensorboard" not in resolved
+
+
+READ_BY_DEEPSPEED = [
+    "communication_data_type",
+    "gradient_allreduce_op",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "disable_python_gc",
+    "log_level",
+    "wandb.project",
+    "comet.workspace",
+    "comms_logger.enabled",
+    "comms_logger.prof_all",
+    "flops_profiler.enabled",
+    "flops_profiler.profile_step",
+    "checkpoint.tag_validation",
+    "checkpoint.load_universal",
+    "checkpoint.use_node_local_storage",
+    "checkpoint.checkpoint_serialization",
+    "data_types.grad_accum_dtype",
+    "data_types.buffer_dtype",
+    "data_types.keep_in_fp32_modules",
+    "timers.throughput.synchronized",
+    "aio.block_size",
+    "aio.queue_depth",
+    "activation_checkpointing.partition_activations",
+    "activation_checkpointing.number_checkpoints",
+    "optimizer.type",
+    "optimizer.params.lr",
+    "optimizer.params.fused",
+    "optimizer.params.foreach",
+    "bf16.check_grad_overflow",
+    "bf16.immediate_grad_update",
+    "fp16.auto_cast",
+    "fp16.initial_scale_power",
+    "zero_optimization.stage",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.sub_group_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.leaf_module.classes",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.overlap_comm",
+]
+
+
+@pytest.mark.parametrize("path", READ_BY_DEEPSPEED)
+def test_a_key_that_deepspeed_reads_is_known(path: str) -> None:
+    assert complaint_about_name(path) is None
+
+
+# --- the shipped configs ---------------------------------------------------------------------
+
+
+def test_every_shipped_config_is_tested() -> None:
+    assert {path.stem for path in FOLDER.glob("*.json")} == set(SHIPPED)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_deepspeed_takes_a_shipped_config_as_it_was_meant(name: str, precision: str) -> None:
+    resolved = resolve(shipped(name), world_size=1, precision=precision, clip=0.5)
+    assert "auto" not in [value for _, value in walk(resolved)]
+    seen = DeepSpeedConfig(deepcopy(resolved))
+    assert seen.gradient_clipping == 0.5
+    assert seen.bfloat16_config.enabled == (precision == "bf16")
+    assert seen.float16_config.enabled == (precision == "fp16")
+    assert seen.zero_optimization_stage == int(name[4])
+    assert seen.zero_config.overlap_comm == (name in ("zero2_overlap", "zero3"))
+    assert seen.zero_config.reduce_bucket_size <= 2**25 or name in ("zero0_debug", "zero1_pcie")
+    assert seen.optimizer_params == resolved["optimizer"]["params"]
+    assert seen.grad_accum_dtype == ("fp32" if name == "zero1_pcie" else None)
+    assert not seen.timers_config.enabled
