@@ -19,6 +19,7 @@ PAGES = [
     if page.exists()
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+INDENTED = re.compile(r"^    ((?:bash|deepspeed|nsa|python|tensorboard) .*)$", re.M)
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in order."""
+    """The fenced blocks of a page, and its indented commands."""
     text = page.read_text()
     found = []
     for fence in FENCE.finditer(text):
@@ -41,6 +42,10 @@ def blocks(page: Path) -> list[Block]:
         line = text.count("\n", 0, fence.start()) + 1
         output = below[1] if below else None
         found.append(Block(page, line, fence[1], fence[2], output))
+    unfenced = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
+    for command in INDENTED.finditer(unfenced):
+        line = unfenced.count("\n", 0, command.start()) + 1
+        found.append(Block(page, line, "bash", command[1], None))
     return found
 
 
