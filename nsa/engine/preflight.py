@@ -21,7 +21,7 @@ MEND_TWICE = (
 )
 MEND_MISSING = (
     "every parameter must take part in the loss whatever the input; or choose a DeepSpeed config "
-    "that tolerates it: ds_configs/zero1_pcie.json"
+    "that tolerates it: ds_configs/zero0_debug.json"
 )
 
 

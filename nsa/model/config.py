@@ -57,8 +57,18 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim = {self.head_dim}: RoPE turns pairs; make it even")
-        if self.value_dim is not None and self.value_dim < 1:
-            raise ValueError(f"model.value_dim = {self.value_dim}: must be 1 or more, or null")
+        for name, value in (
+            ("value_dim", self.value_dim),
+            ("attention.compressor_hidden", self.attention.compressor_hidden),
+        ):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(
+                    f"model.{name} = {value!r}: must be a whole number, 1 or more, or null"
+                )
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or value <= 0:
+                raise ValueError(f"model.{name} = {value!r}: must be a number above 0")
         for name, value, allowed in (
             ("attention.kind", self.attention.kind, ATTENTION_KINDS),
             ("attention.compressor", self.attention.compressor, COMPRESSORS),

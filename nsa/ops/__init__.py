@@ -162,6 +162,10 @@ def nsa_attention(
         raise ValueError(
             f"gates has shape {tuple(gates.shape)}; it must be {(*q.shape[:3], 3)}: [B, T, Hq, 3]"
         )
+    check_heads(q, k_cmp=k_cmp, v_cmp=v_cmp, k_sel=k_sel, v_sel=v_sel, k_win=k_win, v_win=v_win)
+    for name, k, v in (("_sel", k_sel, v_sel), ("_win", k_win, v_win)):
+        check_pair(k, v, name)
+        check_length(f"k{name}", k, q.shape[1], "q")
     scale = _scale(q, scale)
     o_cmp, lse = compressed_attention(
         q, k_cmp, v_cmp, spec, scale=scale, cu_seqlens=cu_seqlens, backend=backend

@@ -83,7 +83,7 @@ def by_group(x_BTHD: Tensor, groups: int | None = None) -> Tensor:
 
 def by_token(x_BKTGD: Tensor, dtype: torch.dtype) -> Tensor:
     """The way back: [B, K, T, G, D] to [B, T, H, D]."""
-    return x_BKTGD.permute(0, 2, 1, 3, 4).flatten(2, 3).to(dtype)
+    return x_BKTGD.permute(0, 2, 1, 3, 4).flatten(2, 3).to(dtype).contiguous()
 
 
 @torch.library.custom_op("nsa::blockwise_attention", mutates_args=())
@@ -163,7 +163,7 @@ def blockwise_attention_backward(
 def _(
     do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -77,8 +77,6 @@ def window_tiles(seq_len: int, window: int, group: int, device: torch.device) ->
         hidden = []
         entering = slice(low, max(low, stop - window))
         leaving = slice(start, stop)
-        if entering.stop > leaving.start:
-            entering, leaving = slice(low, stop), slice(stop, stop)
         for part in (entering, leaving):
             key = torch.arange(part.start, part.stop, device=device)
             if len(key):
