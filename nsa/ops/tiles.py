@@ -21,9 +21,12 @@ from torch import Tensor
 
 from nsa.spec import NSASpec
 
-# Rows (queries x heads of a group) of one tile: enough to keep matrix products busy, few enough
-# that a tile's scores stay in the processor's cache.
-TILE_ROWS = 384
+# KV heads that share a tile, each a matrix product of its own: cores work side by side on them
+# instead of waiting for each other inside one.
+HEADS = 4
+# Rows of one tile, queries x heads: enough to keep matrix products busy, few enough that a tile's
+# scores stay in the processor's cache.
+TILE_ROWS = 768
 GATHERED_ROWS = 3072
 # Early rows walk their whole past while it has at most this many times n blocks: the products
 # wasted on unchosen blocks cost less than gathering the rows of each block.
@@ -34,27 +37,37 @@ HIDDEN = -1e30
 
 @dataclass
 class Tile:
-    """Some rows against a run of keys, `hidden` marking (rows, keys, mask) that are not seen."""
+    """Rows against a run of keys, in some KV heads; what is not seen stands in `hidden`."""
 
     rows: slice | Tensor
     keys: slice
-    hidden: list[tuple[slice, slice, Tensor]] = field(default_factory=list)
+    hidden: list[tuple[slice, slice, Tensor]] = field(default_factory=list)  # rows, keys, mask
+    heads: slice = field(default_factory=lambda: slice(None))
     whole: bool = True  # its rows see no key outside this tile
 
-    def scores(self, q_TGD: Tensor, k_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """The tile's queries [R*G, D] and their masked scores [R*G, N]."""
-        q = q_TGD[self.rows] if isinstance(self.rows, slice) else q_TGD.index_select(0, self.rows)
-        group, q = q.shape[1], q.flatten(0, 1)
-        score = q @ k_ND[self.keys].T
-        by_row = score.unflatten(0, (-1, group))
+    def scores(self, q_KTGD: Tensor, k_KND: Tensor) -> tuple[Tensor, Tensor]:
+        """The tile's queries [K, R*G, D] and their masked scores [K, R*G, N]."""
+        q = self.take(q_KTGD)
+        group, q = q.shape[2], q.flatten(1, 2)
+        score = q @ k_KND[self.heads, self.keys].mT
+        by_row = score.unflatten(1, (-1, group))
         for rows, keys, mask in self.hidden:
-            by_row[rows, :, keys].masked_fill_(mask[:, None], HIDDEN)
+            by_row[:, rows, :, keys].masked_fill_(mask.unsqueeze(-2), HIDDEN)
         return q, score
 
+    def take(self, x_KT: Tensor) -> Tensor:
+        """The tile's heads and rows of something that every row has."""
+        x = x_KT[self.heads]
+        return x[:, self.rows] if isinstance(self.rows, slice) else x.index_select(1, self.rows)
 
-def compressed_tiles(seq_len: int, spec: NSASpec, group: int, device: torch.device) -> list[Tile]:
+
+def tile_step(heads: int, group: int) -> int:
+    """How many queries a tile has, where `heads` KV heads share it."""
+    return max(1, TILE_ROWS // (heads * group))
+
+
+def compressed_tiles(seq_len: int, spec: NSASpec, step: int, device: torch.device) -> list[Tile]:
     """Rows against the compressed keys that end at or before them; blind rows have no tile."""
-    step = max(1, TILE_ROWS // group)
     tiles = []
     for start in range(spec.block_len - 1, seq_len, step):
         stop = min(start + step, seq_len)
@@ -66,9 +79,8 @@ def compressed_tiles(seq_len: int, spec: NSASpec, group: int, device: torch.devi
     return tiles
 
 
-def window_tiles(seq_len: int, window: int, group: int, device: torch.device) -> list[Tile]:
+def window_tiles(seq_len: int, window: int, step: int, device: torch.device) -> list[Tile]:
     """Rows against the positions in their window; only a tile's two ends need a mask."""
-    step = max(1, TILE_ROWS // group)
     tiles = []
     for start in range(0, seq_len, step):
         stop = min(start + step, seq_len)
@@ -86,35 +98,38 @@ def window_tiles(seq_len: int, window: int, group: int, device: torch.device) ->
     return tiles
 
 
-def selected_tiles(block_index_Tn: Tensor, spec: NSASpec, group: int) -> Iterator[Tile]:
-    """The tiles of one KV head of one document, from its queries' chosen blocks."""
-    seq_len = block_index_Tn.shape[0]
+def selected_tiles(block_index_KTn: Tensor, spec: NSASpec, group: int) -> Iterator[Tile]:
+    """The tiles of some KV heads of one document, from their queries' chosen blocks."""
+    heads, seq_len = block_index_KTn.shape[:2]
     switch = min(seq_len, DENSE_BLOCKS * spec.select_top * spec.select_len)
-    yield from _early_tiles(block_index_Tn, switch, spec, group)
+    yield from _early_tiles(block_index_KTn, switch, spec, tile_step(heads, group))
     if switch < seq_len:
-        yield from _gathered_tiles(block_index_Tn, switch, spec, group)
+        for head in range(heads):
+            for tile in _gathered_tiles(block_index_KTn[head], switch, spec, group):
+                tile.heads = slice(head, head + 1)
+                yield tile
 
 
-def _early_tiles(block_index: Tensor, switch: int, spec: NSASpec, group: int) -> Iterator[Tile]:
-    step = max(1, TILE_ROWS // group)
+def _early_tiles(block_index: Tensor, switch: int, spec: NSASpec, step: int) -> Iterator[Tile]:
     for start in range(0, switch, step):
         stop = min(start + step, switch)
         row = torch.arange(start, stop, device=block_index.device)[:, None]
-        chosen = _chosen(block_index[start:stop], spec.select_blocks_len(stop))
+        chosen = _chosen(block_index[:, start:stop], spec.select_blocks_len(stop))
         own = slice(start, stop)
         key = torch.arange(start, stop, device=block_index.device)
         hidden = [(slice(None), own, key > row)]
         if not bool(chosen.all()):
-            mask = ~chosen.repeat_interleave(spec.select_len, 1)[:, :stop]
+            mask = ~chosen.repeat_interleave(spec.select_len, -1)[..., :stop]
             hidden.append((slice(None), slice(0, stop), mask))
         yield Tile(slice(start, stop), slice(0, stop), hidden)
 
 
-def _chosen(block_index_Rn: Tensor, blocks: int) -> Tensor:
-    """Which of the first `blocks` blocks each row chose: bool [R, M]."""
-    index = torch.where((block_index_Rn < 0) | (block_index_Rn >= blocks), blocks, block_index_Rn)
-    chosen = torch.zeros(len(index), blocks + 1, dtype=torch.bool, device=index.device)
-    return chosen.scatter_(1, index.long(), True)[:, :blocks]
+def _chosen(block_index_KRn: Tensor, blocks: int) -> Tensor:
+    """Which of the first `blocks` blocks each row chose: bool [K, R, M]."""
+    outside = (block_index_KRn < 0) | (block_index_KRn >= blocks)
+    index = torch.where(outside, blocks, block_index_KRn).long()
+    chosen = torch.zeros(*index.shape[:2], blocks + 1, dtype=torch.bool, device=index.device)
+    return chosen.scatter_(-1, index, True)[..., :blocks]
 
 
 def _gathered_tiles(block_index: Tensor, switch: int, spec: NSASpec, group: int) -> Iterator[Tile]:
@@ -142,25 +157,24 @@ def _gathered_tiles(block_index: Tensor, switch: int, spec: NSASpec, group: int)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], o: Tensor, lse: Tensor) -> None:
-    """Fill `o` [T, G, Dv] and `lse` [T, G] (0 and -inf before) from the tiles of one KV head."""
+    """Fill `o` [K, T, G, Dv] and `lse` [K, T, G] (0 and -inf before) from the tiles."""
+    group = q.shape[2]
     for tile in tiles:
         _, score = tile.scores(q, k)
         top = score.amax(-1)
         p = score.softmax(-1)
         # The largest probability is exp(top - lse), which saves a pass over the scores.
-        tile_lse = (top - p.amax(-1).log()).unflatten(0, (-1, q.shape[1]))
-        tile_o = (p @ v[tile.keys]).unflatten(0, (-1, q.shape[1]))
+        tile_lse = (top - p.amax(-1).log()).unflatten(1, (-1, group))
+        tile_o = (p @ v[tile.heads, tile.keys]).unflatten(1, (-1, group))
+        if not tile.whole:
+            old_lse = tile.take(lse)
+            new_lse = torch.logaddexp(old_lse, tile_lse)
+            old_o = tile.take(o).mul_((old_lse - new_lse).exp_()[..., None])
+            tile_o = old_o.addcmul_(tile_o, (tile_lse - new_lse).exp_()[..., None])
+            tile_lse = new_lse
         nothing = tile_lse < HIDDEN / 2
-        if tile.whole:
-            o[tile.rows] = tile_o.masked_fill_(nothing[..., None], 0)
-            lse[tile.rows] = tile_lse.masked_fill_(nothing, -torch.inf)
-            continue
-        old_lse = lse[tile.rows]
-        new_lse = torch.logaddexp(old_lse, tile_lse)
-        old_o = o[tile.rows].mul_((old_lse - new_lse).exp_()[..., None])
-        old_o.addcmul_(tile_o, (tile_lse - new_lse).exp_()[..., None])
-        o[tile.rows] = old_o
-        lse[tile.rows] = new_lse
+        o[tile.heads][:, tile.rows] = tile_o.masked_fill_(nothing[..., None], 0)
+        lse[tile.heads][:, tile.rows] = tile_lse.masked_fill_(nothing, -torch.inf)
 
 
 def attend_backward(
@@ -169,20 +183,24 @@ def attend_backward(
     tiles: Iterable[Tile],
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Add to the gradients of one KV head's (q, k, v); `saved` is (do, Σ do·o − dlse, lse)."""
+    """Add to the gradients of (q, k, v); `saved` is (do, Σ do·o − dlse, lse)."""
     do, delta, lse = saved
     q, k, v = inputs
     dq, dk, dv = grads
+    group = q.shape[2]
     for tile in tiles:
         q_tile, score = tile.scores(q, k)
-        p = score.softmax(-1) if tile.whole else (score - lse[tile.rows].reshape(-1, 1)).exp_()
-        do_tile = do[tile.rows].flatten(0, 1)
-        dv[tile.keys].addmm_(p.T, do_tile)
-        ds = do_tile @ v[tile.keys].T
-        ds = ds.sub_(delta[tile.rows].reshape(-1, 1)).mul_(p)
-        dk[tile.keys].addmm_(ds.T, q_tile)
-        dq_tile = (ds @ k[tile.keys]).unflatten(0, (-1, q.shape[1]))
-        if isinstance(tile.rows, slice):
-            dq[tile.rows] += dq_tile
+        if tile.whole:
+            p = score.softmax(-1)
         else:
-            dq.index_add_(0, tile.rows, dq_tile)  # a tile names a row once: the order is fixed
+            p = score.sub_(tile.take(lse).flatten(1)[..., None]).exp_()
+        do_tile = tile.take(do).flatten(1, 2)
+        dv[tile.heads, tile.keys].baddbmm_(p.mT, do_tile)
+        ds = do_tile @ v[tile.heads, tile.keys].mT
+        ds = ds.sub_(tile.take(delta).flatten(1)[..., None]).mul_(p)
+        dk[tile.heads, tile.keys].baddbmm_(ds.mT, q_tile)
+        dq_tile = (ds @ k[tile.heads, tile.keys]).unflatten(1, (-1, group))
+        if isinstance(tile.rows, slice):
+            dq[tile.heads, tile.rows] += dq_tile
+        else:  # a tile names a row once, so the order of the sum is fixed
+            dq[tile.heads].index_add_(1, tile.rows, dq_tile)

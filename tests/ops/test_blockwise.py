@@ -35,7 +35,8 @@ def tile_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """The sizes that are used, and ones so small that every case has several tiles of each kind."""
     if request.param == "small tiles":
         monkeypatch.setattr(tiles, "TILE_ROWS", 10)
-        monkeypatch.setattr(blockwise, "TILE_ROWS", 10)
+        monkeypatch.setattr(tiles, "HEADS", 2)
+        monkeypatch.setattr(blockwise, "HEADS", 2)
         monkeypatch.setattr(tiles, "GATHERED_ROWS", 14)
         monkeypatch.setattr(tiles, "DENSE_BLOCKS", 1)
 

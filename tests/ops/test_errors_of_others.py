@@ -83,8 +83,8 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
         Plant(
             tiles,
             "attend_backward",
-            "dk[tile.keys].addmm_(ds.T, q_tile)",
-            "dk[tile.keys].addmm_(ds.T, q_tile).copy_(dk[tile.keys].bfloat16())",
+            "dk[tile.heads, tile.keys].baddbmm_(ds.mT, q_tile)",
+            "x = dk[tile.heads, tile.keys].baddbmm_(ds.mT, q_tile); x.copy_(x.bfloat16())",
         ),
         check.key_and_value_gradients_are_rounded_to_bf16_once,
     ),
@@ -92,8 +92,8 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
         Plant(
             tiles,
             "attend_backward",
-            "dv[tile.keys].addmm_(p.T, do_tile)",
-            "dv[tile.keys].addmm_(p.T, do_tile).copy_(dv[tile.keys].bfloat16())",
+            "dv[tile.heads, tile.keys].baddbmm_(p.mT, do_tile)",
+            "x = dv[tile.heads, tile.keys].baddbmm_(p.mT, do_tile); x.copy_(x.bfloat16())",
         ),
         check.key_and_value_gradients_are_rounded_to_bf16_once,
     ),
@@ -121,7 +121,10 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
     ),
     "query heads interleaved backward only": (
         Plant(
-            tiles, "attend_backward", "dq[tile.rows] += dq_tile", "dq[tile.rows] += dq_tile.flip(1)"
+            tiles,
+            "attend_backward",
+            "dq[tile.heads, tile.rows] += dq_tile",
+            "dq[tile.heads, tile.rows] += dq_tile.flip(2)",
         ),
         check.every_query_head_reads_its_groups_head,
     ),
@@ -158,7 +161,10 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
     ),
     "gradient one in a million off": (
         Plant(
-            tiles, "attend_backward", "addmm_(ds.T, q_tile)", "addmm_(ds.T, q_tile, alpha=1.000001)"
+            tiles,
+            "attend_backward",
+            "baddbmm_(ds.mT, q_tile)",
+            "baddbmm_(ds.mT, q_tile, alpha=1.000001)",
         ),
         check.gradients_are_right_to_nine_digits,
     ),
