@@ -45,12 +45,13 @@ def check_length(name: str, x: Tensor, length: int, why: str) -> None:
 
 
 def check_documents(cu_seqlens: Tensor | None, batch: int, seq_len: int) -> None:
-    """cu_seqlens is int32 [documents + 1], ascending from 0 to T, with batch 1."""
+    """cu_seqlens is int32 (or int64) [documents + 1], ascending from 0 to T, with batch 1."""
     if cu_seqlens is None:
         return
     if batch != 1:
         raise ValueError(f"cu_seqlens packs documents into one row, but the batch is {batch}")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype != torch.int32:
+    whole = cu_seqlens.dtype in (torch.int32, torch.int64)
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not whole:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; "
             "it must be int32 [documents + 1]"

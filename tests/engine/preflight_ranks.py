@@ -18,17 +18,7 @@ from nsa.engine.preflight import inspect_gradients
 from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel
 from nsa.model.layout import Layout
-from nsa.spec import NSASpec
-
-
-def small(checkpointing: str = "reentrant") -> RunConfig:
-    config = RunConfig()
-    config.model.vocab_size, config.model.layers, config.model.width = 272, 2, 32
-    config.model.heads, config.model.kv_heads, config.model.head_dim = 6, 2, 8
-    config.model.mlp_width = 48
-    config.model.attention.spec = NSASpec(8, 4, 8, 4, 1, 1, 12)
-    config.model.activation_checkpointing = checkpointing
-    return config
+from tests.engine.small import small
 
 
 def sound(config: RunConfig) -> LanguageModel:

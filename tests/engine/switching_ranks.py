@@ -13,27 +13,17 @@ import torch.distributed as dist
 
 from nsa import checkpoint
 from nsa.engine.build import initialise
-from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel
-from nsa.spec import NSASpec
+from tests.engine.small import small
 
 CONFIGS = Path(__file__).parents[2] / "ds_configs"
 
 
-def small() -> RunConfig:
-    config = RunConfig()
-    config.model.vocab_size, config.model.layers, config.model.width = 272, 2, 32
-    config.model.heads, config.model.kv_heads, config.model.head_dim = 6, 2, 8
-    config.model.mlp_width = 48
-    config.model.attention.spec = NSASpec(8, 4, 8, 4, 1, 1, 12)
-    config.train.accumulation, config.train.learning_rate = 1, 1e-2
-    return config
-
-
 def build(name: str, seed: int) -> Any:
     config = small()
+    config.train.accumulation, config.train.learning_rate = 1, 1e-2
     torch.manual_seed(seed)
     source = CONFIGS / f"{name}.json"
     resolved = resolve_ds_config(

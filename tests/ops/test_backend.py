@@ -209,14 +209,14 @@ def test_a_wrong_argument_is_refused_by_its_name(
 @pytest.mark.parametrize(
     ("cu_seqlens", "message"),
     [
-        (torch.tensor([0, 20]), r"^cu_seqlens is torch.int64 \(2,\); it must be int32"),
+        (torch.tensor([0.0, 20.0]), r"^cu_seqlens is torch.float32 \(2,\); it must be int32"),
         (torch.tensor([[0, 20]], dtype=torch.int32), r"^cu_seqlens is torch.int32 \(1, 2\)"),
         (torch.tensor([20], dtype=torch.int32), r"^cu_seqlens is torch.int32 \(1,\)"),
         (torch.tensor([0, 19], dtype=torch.int32), r"^cu_seqlens goes from 0 to 19; .* T = 20"),
         (torch.tensor([1, 20], dtype=torch.int32), r"^cu_seqlens goes from 1 to 20"),
         (torch.tensor([0, 12, 8, 20], dtype=torch.int32), r"must ascend from 0 to T = 20"),
     ],
-    ids=["int64", "two dimensions", "too short", "ends early", "starts late", "not ascending"],
+    ids=["float", "two dimensions", "too short", "ends early", "starts late", "not ascending"],
 )
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_wrong_documents_are_refused(name: str, cu_seqlens: Tensor, message: str) -> None:
