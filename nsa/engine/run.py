@@ -102,7 +102,7 @@ def dry_run(plan: Plan) -> None:
     for _ in range(config.train.accumulation):
         shape = (config.train.micro_batch, config.data.seq_len)
         tokens = torch.randint(config.model.vocab_size, shape, device=device)
-        loss = engine(tokens, labels=tokens)
+        loss = engine(tokens, labels=tokens.roll(-1, dims=1))
         engine.backward(loss)
         engine.step()
     if ranks.rank == 0:

@@ -231,6 +231,8 @@ def test_a_dry_run_says_what_the_run_would_be_and_writes_nothing(tmp_path: Path)
     output = succeed(deepspeed("m7c.py", *TINY, "--dry-run", folder=tmp_path))
     for words in ("parameters", "peak memory", "learning_rate", "zero_optimization", "FLOPs"):
         assert words in output
+    loss = next(line for line in output.splitlines() if line.startswith("loss"))
+    assert float(loss.split()[1]) == pytest.approx(math.log(320), rel=0.1)
     assert list(tmp_path.iterdir()) == []
 
 
