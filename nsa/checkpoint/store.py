@@ -10,6 +10,8 @@ with a shard missing; here it is written last, in one move.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 from pathlib import Path
@@ -57,7 +59,10 @@ def load(engine: Any, checkpoint: Path) -> dict[str, Any]:
     """Restore weights and optimizer on every rank; returns the state saved with them."""
     written = json.loads((checkpoint / STATE).read_text())
     check_loadable(checkpoint, written["saved_under"], _setting(engine))
-    path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    with contextlib.redirect_stdout(
+        io.StringIO()
+    ):  # BF16_Optimizer prints what looks like an error
+        path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
         raise ValueError(f"{checkpoint} could not be loaded; see DeepSpeed's warning above")
     return written["state"]

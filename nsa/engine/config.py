@@ -47,8 +47,14 @@ class TrainConfig:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name} = {getattr(self, name)}: must be 0 or more")
-        if self.learning_rate <= 0:
-            raise ValueError(f"train.learning_rate = {self.learning_rate}: must be above 0")
+        for name in ("learning_rate", "adam_eps"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"train.{name} = {getattr(self, name)}: must be above 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"train.{name} = {getattr(self, name)}: must be 0 or more and below 1"
+                )
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"train.min_learning_rate = {self.min_learning_rate} is above "

@@ -15,6 +15,13 @@ from nsa.engine.config import RunConfig
 
 # `attention` belongs to the model; people may name it without saying so.
 SHORT_NAMES = {"attention": "model.attention"}
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+}
 
 
 def resolve_config(
@@ -72,8 +79,11 @@ def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> N
     for key, value in changes.items():
         name = f"{path}.{key}" if path else str(key)
         if key not in tree:
+            names = {other: f"{path}.{other}" if path else other for other in tree}
             near = get_close_matches(str(key), list(tree), n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(tree)}"
+            hint = f"choose one of {', '.join(names.values())}"
+            if near:
+                hint = f"did you mean {names[near[0]]}?"
             raise ValueError(f"{source}: there is no setting {name!r}; {hint}")
         if isinstance(tree[key], dict):
             _merge(tree[key], value, source, name)
@@ -107,5 +117,5 @@ def _cast(value: Any, hint: Any, name: str) -> Any:
             pass
     elif any(type(value) is kind for kind in allowed):
         return value
-    kinds = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
+    kinds = " or ".join(KINDS[kind] for kind in allowed)
     raise ValueError(f"{name} = {value!r}: must be {kinds}")

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,30 @@ def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:
     profile, notes = _profile(flags.profile)
     run_dir = _run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
     base = recipe.profiles[profile]()
-    if flags.resume and (run_dir / "config.yaml").exists():
+    continues = flags.resume and (run_dir / "config.yaml").exists()
+    if continues:
         base = resolve_config(base, run_dir / "config.yaml")  # a run goes on as it began
     steps = [] if flags.steps is None else [f"train.steps={flags.steps}"]
     config = resolve_config(base, flags.config, [*flags.set, *steps])
+    if continues:
+        _check_same_model(base, config, run_dir)
+    if config.train.warmup_steps >= config.train.steps:
+        notes.append(
+            f"train.warmup_steps = {config.train.warmup_steps} leaves no step of train.steps = "
+            f"{config.train.steps} after the warm-up: the learning rate never falls"
+        )
     _check_precision(config.train.precision)
     source = flags.deepspeed_config or DEFAULT_DS_CONFIG
-    if flags.resume and not flags.deepspeed_config and (run_dir / "ds_config.json").exists():
+    if continues and not flags.deepspeed_config:
         source = run_dir / "ds_config.json"
+    raw = load_ds_config(source)
+    if continues and not flags.deepspeed_config:
+        # These follow from the recipe and the number of ranks, which the checkpoint is held to.
+        for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+            raw.pop(key, None)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     ds_config = resolve_ds_config(
-        load_ds_config(source), config, world_size=world_size, run_dir=run_dir, source=str(source)
+        raw, config, world_size=world_size, run_dir=run_dir, source=str(source)
     )
     stop = config.train.steps if flags.until is None else min(flags.until, config.train.steps)
     if stop < 1:
@@ -116,6 +129,24 @@ def _profile(asked: str | None) -> tuple[str, list[str]]:
         "NO ACCELERATOR FOUND: this is the `demo` profile, a small model on a small corpus, "
         "not the 125M production run. --profile production forces that one."
     ]
+
+
+def _check_same_model(saved: RunConfig, asked: RunConfig, run_dir: Path) -> None:
+    """A checkpoint's weights fit the model that they were saved from and no other."""
+    before, after = asdict(saved.model), asdict(asked.model)
+    for free in ("activation_checkpointing", "attention.backend"):
+        *parents, name = free.split(".")
+        for tree in (before, after):
+            for parent in parents:
+                tree = tree[parent]
+            tree.pop(name)
+    if before != after:
+        changed = next(name for name in before if before[name] != after[name])
+        raise ValueError(
+            f"model.{changed} = {after[changed]!r}, but {run_dir} was begun with "
+            f"{before[changed]!r}: its checkpoints fit no other model; leave the change out, or "
+            "start a new run without --resume"
+        )
 
 
 def _check_precision(precision: str) -> None:

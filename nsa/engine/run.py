@@ -37,13 +37,18 @@ def start(plan: Plan) -> None:
     batches = _open_data(plan.config, ranks.world_size)
     device = start_ranks(ranks)
     plan = with_run_dir(plan, _agree(plan.run_dir))
-    if ranks.rank == 0:
-        write_run_folder(plan)
-    dist.barrier()
     engine, notes = build_engine(plan.config, plan.ds_config, device)
     state = _restore(plan, engine)
+    if state.step >= plan.stop:
+        raise ValueError(
+            f"{plan.run_dir} is already at step {state.step} and was asked to stop at "
+            f"{plan.stop}; raise --until or --steps"
+        )
     if plan.resume and state.step == 0:
         notes.append("--resume: this run had saved no checkpoint; it starts at step 0")
+    if ranks.rank == 0:
+        write_run_folder(plan)  # only now: what was refused leaves the folder as it was
+    dist.barrier()
     writers, observers = _observers(plan, engine)
     flops = flops_per_token(plan.config.model, plan.config.data.seq_len)
     run = Run(

@@ -72,6 +72,14 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run in one process that has taken one of its two steps."""
+    folder = tmp_path_factory.mktemp("started")
+    succeed(alone("m7c.py", *TINY, "--steps=2", "--until=1", "--run-dir=run", folder=folder))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of 8 steps that nothing interrupted, with documents kept apart."""
     folder = tmp_path_factory.mktemp("runs")
@@ -272,10 +280,46 @@ def test_a_run_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
     assert "already holds a run" in result.stderr
 
 
-def test_a_checkpoint_of_another_precision_is_refused_with_the_mend(tmp_path: Path) -> None:
-    succeed(alone("m7c.py", *TINY, "--steps=2", "--until=1", "--run-dir=run", folder=tmp_path))
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set=model.layers=3"], ["model.layers = 3", "begun with 2"]),
+        ([f"--deepspeed_config={ROOT / 'ds_configs/zero3.json'}"], ["ZeRO stage 1 or 2"]),
+        (["--until=1"], ["already at step 1", "--until"]),
+    ],
+)
+def test_a_refused_resume_leaves_the_run_as_it_was(
+    started: Path, arguments: list[str], words: list[str]
+) -> None:
+    before = {path: path.read_bytes() for path in started.rglob("*.[jy]*")}
+    assert len(before) == 4
+    result = alone("m7c.py", f"--run-dir={started}", "--resume", *arguments, folder=started)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert all(word in result.stderr for word in words), result.stderr
+    assert {path: path.read_bytes() for path in started.rglob("*.[jy]*")} == before
+
+
+def test_resuming_on_another_number_of_ranks_says_how_many_it_takes(started: Path) -> None:
+    result = deepspeed("m7c.py", f"--run-dir={started}", "--resume", folder=started)
+    assert result.returncode != 0
+    assert "saved with ranks 1" in result.stderr
+    assert "start 1 ranks" in result.stderr
+
+
+def test_a_run_that_was_refused_while_it_was_built_does_not_block_the_next(
+    tmp_path: Path,
+) -> None:
+    short = [*TINY, "--steps=1", "--run-dir=run"]
+    result = alone("m7c.py", *short, "--set=attention.backend=triton", folder=tmp_path)
+    assert result.returncode == 2
+    assert "triton" in result.stderr
+    succeed(alone("m7c.py", *short, folder=tmp_path))
+
+
+def test_a_checkpoint_of_another_precision_is_refused_with_the_mend(started: Path) -> None:
     source = f"--deepspeed_config={ROOT / 'ds_configs/zero1_bf16acc.json'}"
-    arguments = ["--run-dir=run", "--resume", source, "--set=train.precision=fp32"]
-    result = alone("m7c.py", *arguments, folder=tmp_path)
+    arguments = [f"--run-dir={started}", "--resume", source, "--set=train.precision=fp32"]
+    result = alone("m7c.py", *arguments, folder=started)
     assert result.returncode == 2
     assert "train.precision=bf16" in result.stderr
