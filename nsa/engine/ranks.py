@@ -66,6 +66,11 @@ def stop_ranks() -> NoReturn:
     """
     dist.barrier()
     dist.destroy_process_group()
+    end_process(0)
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit with `code` whatever threads the process group has left behind."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)

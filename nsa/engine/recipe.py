@@ -44,20 +44,25 @@ class Plan:
 def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
     """Run `recipe` as the command line says; a mistake costs one line and exit code 2."""
     flags = _parser(recipe).parse_args(arguments)
-    first = int(os.environ.get("RANK", 0)) == 0
     try:
-        if flags.dry_run:
-            from nsa.engine.run import dry_run
-
-            dry_run(make_plan(recipe, flags))
-        else:
-            from nsa.engine.run import start
-
-            start(make_plan(recipe, flags))
+        plan = make_plan(recipe, flags)
     except ValueError as error:
-        if first:
-            print(f"{recipe.name}: {error}", file=sys.stderr, flush=True)
+        _say(recipe, error)
         sys.exit(2)
+    from nsa.engine.ranks import end_process
+    from nsa.engine.run import dry_run, start
+
+    try:
+        (dry_run if flags.dry_run else start)(plan)
+    except ValueError as error:
+        _say(recipe, error)
+        end_process(2)
+
+
+def _say(recipe: Recipe, error: ValueError) -> None:
+    """The ranks agree on what is wrong; one of them says it."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"{recipe.name}: {error}", file=sys.stderr, flush=True)
 
 
 def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:
