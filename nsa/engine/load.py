@@ -80,7 +80,7 @@ def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> N
         name = f"{path}.{key}" if path else str(key)
         if key not in tree:
             names = {other: f"{path}.{other}" if path else other for other in tree}
-            near = get_close_matches(str(key), list(tree), n=1, cutoff=0.4)
+            near = get_close_matches(str(key), list(tree), n=1)
             hint = f"choose one of {', '.join(names.values())}"
             if near:
                 hint = f"did you mean {names[near[0]]}?"

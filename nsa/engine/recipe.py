@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.load import resolve_config, to_yaml
 
+SECONDS_FOR_RANK_0 = 10
 DEFAULT_DS_CONFIG = Path(__file__).resolve().parents[2] / "ds_configs" / "zero1_pcie.json"
 
 
@@ -60,9 +62,14 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
 
 
 def _say(recipe: Recipe, error: ValueError) -> None:
-    """The ranks agree on what is wrong; one of them says it."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"{recipe.name}: {error}", file=sys.stderr, flush=True)
+    """One line for all ranks: rank 0's, after whose end the launcher ends the others.
+
+    A rank that ended first would have rank 0 ended before it could speak; one that is still there
+    after a while is alone with its error and says it itself.
+    """
+    if int(os.environ.get("RANK", 0)) != 0:
+        time.sleep(SECONDS_FOR_RANK_0)
+    print(f"{recipe.name}: {error}", file=sys.stderr, flush=True)
 
 
 def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:
