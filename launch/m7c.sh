@@ -6,7 +6,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 root=$(dirname "$here")
 bash "$here/setup.sh"
-export PATH="$root/.venv/bin:$PATH" # deepspeed, and the ninja that it builds its op with
+export PATH="$root/.venv/bin:$PATH"
 
 say() { printf 'm7c: %s\n' "$*"; }
 

@@ -28,10 +28,11 @@ is_sound() {
         "$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
 }
 
+# torch.compile and Triton call it at run time: better missed now than an hour in.
 find_compiler() {
     local name
     for name in ${CXX:-c++ g++ clang++}; do
-        command -v "$name" && return
+        command -v "$name" >/dev/null && return
         [ -z "${CXX:-}" ] || return 1 # the variable's first word is the compiler
     done
     return 1
@@ -80,17 +81,6 @@ pip_install() {
     die "pip could not install the packages; the reason stands above; call this again to go on"
 }
 
-# Built here, a compiler that cannot do it shows now, and no rank waits a minute for it.
-build_op() {
-    local log
-    say "building the op through which DeepSpeed's ranks talk on a CPU"
-    # Ops are compiled with whatever is called c++.
-    [ -n "${CXX:-}" ] || command -v c++ >/dev/null || ln -sf "$compiler" "$venv/bin/c++"
-    log=$("$venv/bin/python" -I -m nsa.engine.extensions 2>&1) && return
-    printf '%s\n' "$log" >&2
-    die "could not build DeepSpeed's op with $compiler; the reason stands above"
-}
-
 install() {
     is_sound || make_venv
     rm -f "$installed"
@@ -102,12 +92,11 @@ install() {
     say "installing DeepSpeed, the other packages, and this project as an editable one"
     pip_install -e "$root[dev]"
     rm -f "$unfinished"
-    build_op
     wanted >"$installed"
     say "done in $SECONDS s"
 }
 
-compiler=$(find_compiler) || die "needs a C++ compiler and found none as ${CXX:-c++, g++ or clang++};" \
+find_compiler || die "needs a C++ compiler and found none as ${CXX:-c++, g++ or clang++};" \
     "install one (Debian, Ubuntu: apt install g++)"
 if ! is_ready; then
     take_turns

@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa.engine.extensions import prepare_extensions
 from tests import ranks
-
-# Ranks that tests start inherit the folder: DeepSpeed's ops are built once, not once a test.
-prepare_extensions()
 
 # Two threads whatever the machine: sums split the same way everywhere, and ranks leave room.
 torch.set_num_threads(2)

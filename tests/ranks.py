@@ -12,8 +12,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from nsa.engine.extensions import prepare_extensions
-
 ROOT = Path(__file__).parents[1]
 TAIL = 4_000  # characters of a rank's stderr and stdout that a failure shows
 GRACE = 3.0  # seconds that the others get to end by themselves once one rank has failed
@@ -73,8 +71,7 @@ def launch(code_path: Path, *args: str, world_size: int = 2, timeout: float = 30
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What a launcher tells a rank, and where it finds what DeepSpeed has built."""
-    prepare_extensions()
+    """What a launcher tells a rank."""
     inherited = os.environ
     return {
         **inherited,

@@ -42,9 +42,11 @@ TINY = [
 ]
 
 
-def deepspeed(recipe: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def deepspeed(
+    recipe: str, *arguments: str, folder: Path, port: int | None = None
+) -> subprocess.CompletedProcess[str]:
     """Start a recipe on two ranks as a user would, in `folder`."""
-    command = [BIN / "deepspeed", "--num_gpus", "2", "--master_port", str(free_port())]
+    command = [BIN / "deepspeed", "--num_gpus", "2", "--master_port", str(port or free_port())]
     return run([*map(str, command), str(ROOT / "recipes" / recipe), *arguments], folder)
 
 
@@ -179,6 +181,14 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(config: str, tmp_pa
         assert left == right, column
     stage = json.loads((tmp_path / "parts/ds_config.json").read_text())["zero_optimization"]
     assert stage["stage"] == int(config[4])
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_a_run_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
+    """DeepSpeed's buffers carry the port's number and would outlive every run."""
+    port = free_port()
+    succeed(deepspeed("m7c.py", *TINY, "--steps", "1", folder=tmp_path, port=port))
+    assert [path.name for path in Path("/dev/shm").iterdir() if str(port) in path.name] == []
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def make_clone(folder: Path) -> Path:
     (clone / "wheels").mkdir()
     write_wheel(clone / "wheels", "torch", "2.13.0", TORCH)
     write_wheel(clone / "wheels", "torch", "2.13.1", TORCH)
-    write_wheel(clone / "wheels", "nsa_m7c", "0", {"nsa/engine/extensions.py": ""})
+    write_wheel(clone / "wheels", "nsa_m7c", "0", {"nsa/__init__.py": ""})
     return clone
 
 

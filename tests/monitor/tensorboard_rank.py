@@ -8,6 +8,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
+from nsa.engine.ranks import leave_out_shared_memory_op
 from nsa.monitor.observer import Observers
 from nsa.monitor.tensorboard import BackgroundMonitor, TensorBoardObserver
 from nsa.monitor.writer import BackgroundWriter
@@ -15,6 +16,7 @@ from tests.monitor.records import drain, files_no_longer_than, make_info, make_r
 
 
 def main(run_dir: Path, disk: str) -> None:
+    leave_out_shared_memory_op()
     engine, *_ = deepspeed.initialize(
         model=torch.nn.Linear(4, 1),
         config={

@@ -58,7 +58,11 @@ def peak_kb() -> dict[tuple[str, int], int]:
         )
         for backend, seq_len in sizes
     }
-    return {size: int(process.communicate()[0]) for size, process in running.items()}
+    printed = {size: process.communicate()[0] for size, process in running.items()}
+    # Codes below zero are signals; -9 is what a machine out of memory sends.
+    codes = {size: process.returncode for size, process in running.items()}
+    assert set(codes.values()) == {0}, f"exit codes {codes}; their stderr stands above"
+    return {size: int(text) for size, text in printed.items()}
 
 
 def test_peak_memory_grows_at_most_as_the_sequence_does(
