@@ -1,0 +1,323 @@
+"""Attention over a band of keys, which both the compressed and the window branch are.
+
+A query at t sees key n iff n * STRIDE + LEN - 1 <= t and, with a window, n > t - WINDOW. The
+compressed branch has the block's length and stride and no window; the window branch has 1 and 1.
+
+Rows are queries times the heads of a group, laid end to end: row r is query r // GROUP, head
+r % GROUP. So every group size fills a tile, and the group shares each tile of keys.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.ops.triton.common import (
+    finish_softmax,
+    keys_before,
+    load_rows,
+    locate,
+    probabilities,
+    softmax_step,
+    visible,
+)
+
+
+@triton.jit
+def _place(cu, documents, slot, seq_len, MUL: tl.constexpr, TILE: tl.constexpr,
+           LEN: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+    """A slot's tile, and its document's first position, length and first key."""
+    if PACKED:
+        document, start, end, tile = locate(cu, documents, slot, MUL, TILE)
+        first_key = start if LEN == 1 and STRIDE == 1 else keys_before(cu, document, LEN, STRIDE)
+        return tile, start, end - start, first_key
+    return slot, 0, seq_len, 0
+
+
+@triton.jit
+def _row_bounds(first_row, length, GROUP: tl.constexpr, LEN: tl.constexpr, STRIDE: tl.constexpr,
+                WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+    """Keys that a tile of rows sees: from `low` on some rows, from a to b all rows, up to `high`."""
+    t_first = first_row // GROUP
+    t_last = (tl.minimum(first_row + ROWS, length * GROUP) - 1) // GROUP
+    high = visible(t_last, LEN, STRIDE)
+    low = 0
+    a = 0
+    if WINDOW > 0:
+        low = tl.maximum(t_first + 1 - WINDOW, 0) // KEYS * KEYS
+        a = tl.cdiv(tl.maximum(t_last + 1 - WINDOW, 0), KEYS) * KEYS
+    b = tl.maximum(visible(t_first, LEN, STRIDE) // KEYS * KEYS, a)
+    return low, a, b, high
+
+
+@triton.jit
+def _span(PHASE: tl.constexpr, low, a, b, high):
+    """Where the keys before a (masked), from a to b (not), and from b on (masked) begin and end."""
+    if PHASE == 0:
+        return low, tl.minimum(a, high)
+    elif PHASE == 1:
+        return a, b
+    else:
+        return b, high
+
+
+@triton.jit
+def _score(q, k_tile, n, t, scale, LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+           MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Base-2 scores [rows, keys], -inf where a query does not see a key."""
+    s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION) * scale
+    if MASKED:
+        seen = n[None, :] < visible(t, LEN, STRIDE)[:, None]
+        if WINDOW > 0:
+            seen = seen & (n[None, :] > (t - WINDOW)[:, None])
+        s = tl.where(seen, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def _forward_step(
+    q, t, m, total, acc, k, v, k_t, v_t, first, high, scale,
+    KEY: tl.constexpr, VALUE: tl.constexpr, KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, KEYS)
+    inside = first + i < high
+    k_tile = load_rows(k + tl.cast(first, tl.int64) * k_t, i, k_t, KEY, KEY_P, inside)
+    v_tile = load_rows(v + tl.cast(first, tl.int64) * v_t, i, v_t, VALUE, VALUE_P, inside)
+    s = _score(q, k_tile, first + i, t, scale, LEN, STRIDE, WINDOW, MASKED, PRECISION)
+    return softmax_step(s, v_tile, m, total, acc, PRECISION)
+
+
+@triton.jit
+def band_forward_kernel(
+    q, k, v, o, lse, cu,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, lse_b, lse_t, lse_h,
+    seq_len, documents, scale,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    slot = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of keys first
+    tile, start, length, first_key = _place(
+        cu, documents, slot, seq_len, GROUP, ROWS, LEN, STRIDE, PACKED
+    )
+    first_row = tile * ROWS
+    if first_row < length * GROUP:
+        i = tl.arange(0, ROWS)
+        valid = first_row + i < length * GROUP
+        t = (first_row + i) // GROUP
+        h = (first_row + i) % GROUP
+        t0 = first_row // GROUP
+        top = tl.cast(start + t0, tl.int64)
+        q += batch * q_b + top * q_t + head * GROUP * q_h
+        o += batch * o_b + top * o_t + head * GROUP * o_h
+        lse += batch * lse_b + top * lse_t + head * GROUP * lse_h
+        k += batch * k_b + tl.cast(first_key, tl.int64) * k_t + head * k_h
+        v += batch * v_b + tl.cast(first_key, tl.int64) * v_t + head * v_h
+        q_tile = load_rows(q, (t - t0) * q_t + h * q_h, 1, KEY, KEY_P, valid)
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, VALUE_P], tl.float32)
+        low, a, b, high = _row_bounds(
+            first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS
+        )
+        for phase in tl.static_range(3):
+            if phase > 0 or WINDOW > 0:
+                begin, end = _span(phase, low, a, b, high)
+                for first in range(begin, end, KEYS):
+                    m, total, acc = _forward_step(
+                        q_tile, t, m, total, acc, k, v, k_t, v_t, first, high, scale,
+                        KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, WINDOW,
+                        KEYS, phase != 1, PRECISION,
+                    )  # fmt: skip
+        out, logsum = finish_softmax(m, total, acc)
+        d = tl.arange(0, VALUE_P)
+        tl.store(
+            o + ((t - t0) * o_t + h * o_h)[:, None] + d[None, :],
+            out.to(o.dtype.element_ty),
+            mask=valid[:, None] & (d < VALUE)[None, :],
+        )
+        tl.store(lse + (t - t0) * lse_t + h * lse_h, logsum, mask=valid)
+
+
+@triton.jit
+def _queries_step(
+    q, do, t, lse, delta, dq, k, v, k_t, v_t, first, high, scale,
+    KEY: tl.constexpr, VALUE: tl.constexpr, KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, KEYS)
+    inside = first + i < high
+    k_tile = load_rows(k + tl.cast(first, tl.int64) * k_t, i, k_t, KEY, KEY_P, inside)
+    v_tile = load_rows(v + tl.cast(first, tl.int64) * v_t, i, v_t, VALUE, VALUE_P, inside)
+    s = _score(q, k_tile, first + i, t, scale, LEN, STRIDE, WINDOW, MASKED, PRECISION)
+    p = probabilities(s, lse[:, None])
+    dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def band_queries_kernel(
+    q, k, v, do, lse, delta, dq, cu,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, dq_b, dq_t, dq_h,
+    lse_b, lse_t, lse_h, seq_len, documents, scale, scale_out,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    slot = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile, start, length, first_key = _place(
+        cu, documents, slot, seq_len, GROUP, ROWS, LEN, STRIDE, PACKED
+    )
+    first_row = tile * ROWS
+    if first_row < length * GROUP:
+        i = tl.arange(0, ROWS)
+        valid = first_row + i < length * GROUP
+        t = (first_row + i) // GROUP
+        h = (first_row + i) % GROUP
+        t0 = first_row // GROUP
+        top = tl.cast(start + t0, tl.int64)
+        q += batch * q_b + top * q_t + head * GROUP * q_h
+        do += batch * do_b + top * do_t + head * GROUP * do_h
+        dq += batch * dq_b + top * dq_t + head * GROUP * dq_h
+        row_at = batch * lse_b + top * lse_t + head * GROUP * lse_h + (t - t0) * lse_t + h * lse_h
+        k += batch * k_b + tl.cast(first_key, tl.int64) * k_t + head * k_h
+        v += batch * v_b + tl.cast(first_key, tl.int64) * v_t + head * v_h
+        q_tile = load_rows(q, (t - t0) * q_t + h * q_h, 1, KEY, KEY_P, valid)
+        do_tile = load_rows(do, (t - t0) * do_t + h * do_h, 1, VALUE, VALUE_P, valid)
+        row_lse = tl.load(lse + row_at, mask=valid, other=float("-inf"))
+        row_delta = tl.load(delta + row_at, mask=valid, other=0.0)
+        acc = tl.zeros([ROWS, KEY_P], tl.float32)
+        low, a, b, high = _row_bounds(
+            first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS
+        )
+        for phase in tl.static_range(3):
+            if phase > 0 or WINDOW > 0:
+                begin, end = _span(phase, low, a, b, high)
+                for first in range(begin, end, KEYS):
+                    acc = _queries_step(
+                        q_tile, do_tile, t, row_lse, row_delta, acc, k, v, k_t, v_t, first, high,
+                        scale, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, WINDOW,
+                        KEYS, phase != 1, PRECISION,
+                    )  # fmt: skip
+        d = tl.arange(0, KEY_P)
+        tl.store(
+            dq + ((t - t0) * dq_t + h * dq_h)[:, None] + d[None, :],
+            (acc * scale_out).to(dq.dtype.element_ty),
+            mask=valid[:, None] & (d < KEY)[None, :],
+        )
+
+
+@triton.jit
+def _keys_step(
+    k_tile, v_tile, n, dk, dv, q, do, lse, delta, q_t, q_h, do_t, do_h, lse_t, lse_h,
+    first_row, end_row, scale,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, ROWS)
+    valid = first_row + i < end_row
+    t = (first_row + i) // GROUP
+    h = (first_row + i) % GROUP
+    t0 = first_row // GROUP
+    top = tl.cast(t0, tl.int64)
+    q_tile = load_rows(q + top * q_t, (t - t0) * q_t + h * q_h, 1, KEY, KEY_P, valid)
+    do_tile = load_rows(do + top * do_t, (t - t0) * do_t + h * do_h, 1, VALUE, VALUE_P, valid)
+    row_at = top * lse_t + (t - t0) * lse_t + h * lse_h
+    row_lse = tl.load(lse + row_at, mask=valid, other=float("-inf"))
+    row_delta = tl.load(delta + row_at, mask=valid, other=0.0)
+    s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
+    if MASKED:
+        seen = n[:, None] < visible(t, LEN, STRIDE)[None, :]
+        if WINDOW > 0:
+            seen = seen & (n[:, None] > (t - WINDOW)[None, :])
+        s = tl.where(seen, s, float("-inf"))
+    p = probabilities(s, row_lse[None, :])
+    dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+    ds = p * (dp - row_delta[None, :])
+    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def band_keys_kernel(
+    q, k, v, do, lse, delta, dk, dv, cu,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
+    dk_s, dk_b, dk_t, dk_h, dv_s, dv_b, dv_t, dv_h, lse_b, lse_t, lse_h,
+    seq_len, documents, split_len, scale, scale_out,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr, HEADS: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(1)
+    head = tl.program_id(2) % HEADS
+    batch = (tl.program_id(2) // HEADS).to(tl.int64)
+    tile, start, length, doc_key = _place(
+        cu, documents, tl.program_id(0), seq_len, 1, KEYS * STRIDE, LEN, STRIDE, PACKED
+    )
+    count = visible(length - 1, LEN, STRIDE)
+    first_key = tile * KEYS
+    if first_key < count:
+        last_key = tl.minimum(first_key + KEYS, count) - 1
+        # The queries of this split that see a key of the tile, and those that see all of them.
+        begin = tl.maximum(first_key * STRIDE + LEN - 1, split * split_len)
+        end = tl.minimum(length, (split + 1) * split_len)
+        all_begin = last_key * STRIDE + LEN - 1
+        all_end = end
+        if WINDOW > 0:
+            end = tl.minimum(end, last_key + WINDOW)
+            all_end = tl.minimum(end, first_key + WINDOW)
+        i = tl.arange(0, KEYS)
+        n = first_key + i
+        inside = n < count
+        here = tl.cast(doc_key + first_key, tl.int64)
+        k += batch * k_b + here * k_t + head * k_h
+        v += batch * v_b + here * v_t + head * v_h
+        dk += split * dk_s + batch * dk_b + here * dk_t + head * dk_h
+        dv += split * dv_s + batch * dv_b + here * dv_t + head * dv_h
+        top = tl.cast(start, tl.int64)
+        q += batch * q_b + top * q_t + head * GROUP * q_h
+        do += batch * do_b + top * do_t + head * GROUP * do_h
+        lse += batch * lse_b + top * lse_t + head * GROUP * lse_h
+        delta += batch * lse_b + top * lse_t + head * GROUP * lse_h
+        k_tile = load_rows(k, i, k_t, KEY, KEY_P, inside)
+        v_tile = load_rows(v, i, v_t, VALUE, VALUE_P, inside)
+        dk_acc = tl.zeros([KEYS, KEY_P], tl.float32)
+        dv_acc = tl.zeros([KEYS, VALUE_P], tl.float32)
+        r0 = begin * GROUP
+        r3 = end * GROUP
+        r1 = r0 + tl.cdiv(tl.maximum(all_begin * GROUP - r0, 0), ROWS) * ROWS
+        r2 = r1 + tl.maximum(all_end * GROUP - r1, 0) // ROWS * ROWS
+        for phase in tl.static_range(3):
+            from_row, to_row = _span(phase, r0, r1, r2, r3)
+            for row in range(from_row, to_row, ROWS):
+                dk_acc, dv_acc = _keys_step(
+                    k_tile, v_tile, n, dk_acc, dv_acc, q, do, lse, delta, q_t, q_h, do_t, do_h,
+                    lse_t, lse_h, row, r3, scale, GROUP, KEY, VALUE, KEY_P, VALUE_P,
+                    LEN, STRIDE, WINDOW, ROWS, phase != 1, PRECISION,
+                )  # fmt: skip
+        d = tl.arange(0, KEY_P)
+        tl.store(
+            dk + (i * dk_t)[:, None] + d[None, :],
+            (dk_acc * scale_out).to(dk.dtype.element_ty),
+            mask=inside[:, None] & (d < KEY)[None, :],
+        )
+        d = tl.arange(0, VALUE_P)
+        tl.store(
+            dv + (i * dv_t)[:, None] + d[None, :],
+            dv_acc.to(dv.dtype.element_ty),
+            mask=inside[:, None] & (d < VALUE)[None, :],
+        )

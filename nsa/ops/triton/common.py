@@ -1,0 +1,149 @@
+"""What several kernels share: finding a document, masks, softmax steps, and row sums."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.triton.configs import Config
+from nsa.ops.triton.launch import launch, rows_contiguous, strides
+
+LOG2E = 1.4426950408889634  # kernels use powers of two, which the hardware has
+
+
+@triton.jit
+def locate(offsets, count, slot, MUL: tl.constexpr, TILE: tl.constexpr):
+    """Which run of ascending `offsets` a slot is in: (run, begin, end, tile of the run).
+
+    Run i gets the slots from offsets[i] * MUL // TILE + i on: always enough for its tiles, so a
+    grid of total * MUL // TILE + count needs no table built beforehand and no wait for the device.
+    """
+    run = -1
+    for first in range(0, count, 64):
+        i = first + tl.arange(0, 64)
+        begins = tl.load(offsets + i, mask=i < count, other=0)
+        run += tl.sum(((i < count) & (begins * MUL // TILE + i <= slot)).to(tl.int32), 0)
+    begin = tl.load(offsets + run)
+    end = tl.load(offsets + run + 1)
+    return run, begin, end, slot - begin * MUL // TILE - run
+
+
+@triton.jit
+def keys_before(cu, document, LEN: tl.constexpr, STRIDE: tl.constexpr):
+    """How many compressed keys the documents before this one have."""
+    total = 0
+    for first in range(0, document, 64):
+        i = first + tl.arange(0, 64)
+        inside = i < document
+        begin = tl.load(cu + i, mask=inside, other=0)
+        length = tl.load(cu + i + 1, mask=inside, other=0) - begin
+        total += tl.sum(visible(length - 1, LEN, STRIDE), 0)
+    return total
+
+
+@triton.jit
+def visible(t, LEN: tl.constexpr, STRIDE: tl.constexpr):
+    """How many blocks end at or before position t."""
+    return tl.maximum(t + 1 - LEN + STRIDE, 0) // STRIDE
+
+
+@triton.jit
+def load_rows(base, at, row_stride, SIZE: tl.constexpr, PADDED: tl.constexpr, mask):
+    """[rows, PADDED] from rows at `base + at * row_stride`, zero outside of `mask` and SIZE."""
+    d = tl.arange(0, PADDED)
+    inside = mask[:, None] & (d < SIZE)[None, :]
+    return tl.load(base + (at * row_stride)[:, None] + d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def softmax_step(s, v, m, total, acc, PRECISION: tl.constexpr):
+    """Take scores (base 2, -inf where unseen) and their values into a running softmax."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    # A row that has seen nothing yet stays at -inf, and -inf - -inf must not become NaN.
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - shift[:, None])
+    old = tl.exp2(m - shift)
+    total = total * old + tl.sum(p, 1)
+    acc = acc * old[:, None]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return m_new, total, acc
+
+
+@triton.jit
+def finish_softmax(m, total, acc):
+    """(o, natural-log lse); a row that saw nothing gives 0 and -inf."""
+    blind = total == 0.0
+    total = tl.where(blind, 1.0, total)
+    lse = tl.where(blind, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
+    return acc / total[:, None], lse
+
+
+@triton.jit
+def probabilities(s, lse):
+    """Softmax from base-2 scores and the natural-log lse (broadcastable); 0 where lse is -inf."""
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    return tl.exp2(s - lse * 1.4426950408889634)
+
+
+@triton.jit
+def _row_dot_kernel(
+    a, b, minus, out,
+    a_b, a_t, a_h, b_b, b_t, b_h,
+    seq_len, heads,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    valid = row < seq_len * heads
+    t, h = row // heads, row % heads
+    d = tl.arange(0, PADDED)
+    inside = valid[:, None] & (d < SIZE)[None, :]
+    x = tl.load(a + batch * a_b + (t * a_t + h * a_h)[:, None] + d, mask=inside, other=0.0)
+    y = tl.load(b + batch * b_b + (t * b_t + h * b_h)[:, None] + d, mask=inside, other=0.0)
+    total = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
+    at = batch * seq_len * heads + row
+    tl.store(out + at, total - tl.load(minus + at, mask=valid, other=0.0), mask=valid)
+
+
+def row_dot(a: Tensor, b: Tensor, minus: Tensor) -> Tensor:
+    """Σ over the last dimension of a·b, less `minus`: float32 [B, T, H] without float32 copies."""
+    a, b = rows_contiguous(a), rows_contiguous(b)
+    batch, seq_len, heads, size = a.shape
+    out = torch.empty(batch, seq_len, heads, dtype=torch.float32, device=a.device)
+    padded = triton.next_power_of_2(size)
+    rows = max(1, 4096 // padded)
+    launch(
+        _row_dot_kernel,
+        (triton.cdiv(seq_len * heads, rows), 1, batch),
+        {"a": a, "b": b, "minus": minus.contiguous(), "out": out, **strides(a=a, b=b)}
+        | {"seq_len": seq_len, "heads": heads},
+        {"SIZE": size, "PADDED": padded, "ROWS": rows},
+        Config(rows, 0, 4, 1),
+    )
+    return out
+
+
+def padded_size(size: int) -> int:
+    """A head size as a matrix product takes it: a power of two, 16 or more."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """float32 runs on tensor cores in three passes, which loses next to nothing."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def offsets_of(cu_seqlens: Tensor | None) -> tuple[Tensor | None, int]:
+    """Document offsets as the kernels take them, and the number of documents (1 where unpacked)."""
+    if cu_seqlens is None:
+        return None, 1
+    return cu_seqlens.to(torch.int32).contiguous(), len(cu_seqlens) - 1
+
+
+def slots(total: int, tile: int, cu_seqlens: Tensor | None) -> int:
+    """How many programs `locate` may need for `total` rows in tiles of `tile`."""
+    if cu_seqlens is None:
+        return triton.cdiv(total, tile)
+    return total // tile + len(cu_seqlens) - 1

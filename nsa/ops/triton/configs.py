@@ -1,0 +1,105 @@
+"""Tile sizes: a few candidates for each operation, and which of them a launch takes.
+
+Nothing is tuned during a run. A launch takes the first candidate, or the one that
+`python -m nsa.bench tune` has measured to be the fastest on this GPU and kept on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows are queries times heads of a group; keys are what one step of a loop takes in."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+Choice = Callable[[str, list[Config]], Config]
+_choice: Choice | None = None
+
+
+def choose_config(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> Config:
+    """The tile sizes for an operation at these key and value sizes (each a power of two)."""
+    options = candidates(operation, sizes, dtype)
+    if _choice is not None:
+        return _choice(operation, options)
+    tuned = _tuned().get(tuning_key(operation, sizes, dtype))
+    return next((option for option in options if option == tuned), options[0])
+
+
+def candidates(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> list[Config]:
+    """At most four, the likeliest first."""
+    size, wide = max(sizes), dtype.itemsize > 2
+    small = Config(32, 32, 4, 1)
+    if operation.endswith("_keys"):  # gradients of keys: two accumulators of keys x size
+        if size <= 64:
+            return [Config(64, 64, 4, 2), small] if wide else [Config(64, 64, 4, 3), Config(128, 64, 8, 2)]
+        if size <= 128:
+            return [Config(32, 32, 4, 2)] if wide else [Config(64, 64, 8, 2), Config(32, 64, 4, 2)]
+        return [Config(16, 32, 4, 1)] if wide else [Config(32, 32, 4, 2)]
+    if size <= 64:
+        return [Config(64, 64, 4, 2), small] if wide else [Config(128, 64, 4, 3), Config(64, 64, 4, 3)]
+    if size <= 128:
+        return [Config(64, 32, 4, 2)] if wide else [Config(128, 64, 8, 2), Config(64, 64, 4, 2)]
+    return [Config(32, 32, 4, 1)] if wide else [Config(64, 32, 4, 2)]
+
+
+def tuning_key(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> str:
+    """What a measured choice is kept under."""
+    return f"{operation} {sizes[0]}x{sizes[1]} {str(dtype).removeprefix('torch.')}"
+
+
+@contextmanager
+def choosing(choice: Choice) -> Iterator[None]:
+    """Let `choice(operation, candidates)` decide for a while: tuning and compile checks use it."""
+    global _choice
+    before, _choice = _choice, choice
+    try:
+        yield
+    finally:
+        _choice = before
+
+
+def tuned_path() -> Path:
+    """Where the choices for this GPU and this Triton are kept."""
+    import triton
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return cache / "nsa-m7c" / f"{device} triton {triton.__version__}.json".replace("/", "-")
+
+
+def keep_tuned(chosen: dict[str, Config]) -> Path:
+    """Write measured choices beside those that are there; returns the file."""
+    path = tuned_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = _read(path)
+    known.update({key: [c.rows, c.keys, c.warps, c.stages] for key, c in chosen.items()})
+    path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    _tuned.cache_clear()
+    return path
+
+
+@lru_cache(maxsize=1)
+def _tuned() -> dict[str, Config]:
+    return {key: Config(*numbers) for key, numbers in _read(tuned_path()).items()}
+
+
+def _read(path: Path) -> dict[str, list[int]]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
