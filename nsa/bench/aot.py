@@ -1,0 +1,232 @@
+"""`python -m nsa.bench aot`: compile every kernel that the library can launch, without a GPU.
+
+The launchers are called with tensors on the `meta` device under `recording()`, once for each
+candidate config, so what is compiled and checked here is what a GPU would be given.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass
+from datetime import datetime, timezone
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from nsa.bench.compiled import CHIPS, Chip, Facts, Variant, compile_variant
+from nsa.ops.triton.band_op import band_backward, band_forward
+from nsa.ops.triton.configs import Choice, choosing
+from nsa.ops.triton.launch import Launch, recording
+from nsa.spec import NSASpec
+
+# Bytes a thread may keep on its stack: 16 registers, such as pointers and bounds put aside around a
+# loop, cost nothing that can be measured. Part of a tile that went there is a tile too large.
+MOST_SPILLED = 64
+MOST_CANDIDATES = 4  # what nsa.ops.triton.configs promises
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SPEC, SCALE, DOCUMENTS = NSASpec(), 0.125, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of one operation."""
+
+    operation: str
+    heads: int
+    kv_heads: int
+    key: int
+    value: int
+    seq_len: int
+    dtype: str
+    packed: bool
+
+    def tensors(self, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v and cu_seqlens on the `meta` device."""
+        q, k, v = (
+            torch.empty(1, length, heads, size, dtype=DTYPES[self.dtype], device="meta")
+            for length, heads, size in (
+                (self.seq_len, self.heads, self.key),
+                (keys, self.kv_heads, self.key),
+                (keys, self.kv_heads, self.value),
+            )
+        )
+        cu_seqlens = torch.empty(DOCUMENTS + 1, dtype=torch.int32, device="meta")
+        return q, k, v, cu_seqlens if self.packed else None
+
+    def __str__(self) -> str:
+        sizes = f"{self.key}" if self.key == self.value else f"{self.key}/{self.value}"
+        packed = " packed" if self.packed else ""
+        return (
+            f"{self.operation} {self.heads}/{self.kv_heads} heads {sizes} {self.dtype} "
+            f"T={self.seq_len}{packed}"
+        )
+
+
+def _compressed(case: Case) -> None:
+    keys = SPEC.compressed_len(case.seq_len)
+    _band(case, keys, [SPEC.block_len, SPEC.block_stride, 0])
+
+
+def _window(case: Case) -> None:
+    _band(case, case.seq_len, [1, 1, SPEC.window])
+
+
+def _band(case: Case, keys: int, band: list[int]) -> None:
+    q, k, v, cu_seqlens = case.tensors(keys)
+    o, lse = band_forward(q, k, v, cu_seqlens, band, SCALE)
+    band_backward(o, lse, q, k, v, o, lse, cu_seqlens, band, SCALE)
+
+
+# Every public operation, forward and backward, by what its launchers are given.
+OPERATIONS: dict[str, Callable[[Case], None]] = {
+    "compressed_attention": _compressed,
+    "window_attention": _window,
+}
+# Heads, key/value heads, key size, value size, positions: the model's own, and long sequences.
+SUBSET = [(12, 2, 64, 64, 2048), (64, 4, 128, 128, 65_536)]
+FULL = [
+    *SUBSET,
+    *((12, 2, size, size, 2048) for size in (16, 32, 96, 128, 256)),
+    (12, 2, 192, 128, 2048),
+    (4, 4, 64, 64, 2048),
+    (64, 4, 192, 128, 65_536),
+]
+# Triton compiles anew for a length of 1, lengths that 16 does not divide, and 64-bit strides.
+ODD = [(12, 2, 64, 64, 1), (12, 2, 64, 64, 2047), (64, 4, 128, 128, 2**19)]
+
+
+def cases(full: bool, operations: Sequence[str]) -> list[Case]:
+    """The calls to compile for: the two shapes that matter most or, with `full`, all of them."""
+    wanted = [(shape, "bf16") for shape in SUBSET]
+    if full:
+        wanted = [(shape, dtype) for shape in FULL for dtype in DTYPES]
+        wanted += [(shape, "bf16") for shape in ODD]
+    return [
+        Case(operation, *shape, dtype, packed)
+        for operation in operations
+        for shape, dtype in wanted
+        for packed in (False, True)
+    ]
+
+
+def record(case: Case, candidates: int = MOST_CANDIDATES) -> list[Launch]:
+    """Every launch of a call, with the first so many candidates for its tile sizes."""
+    launches: list[Launch] = []
+    for turn in range(candidates):
+        with choosing(_candidate(turn)), recording() as started:
+            OPERATIONS[case.operation](case)
+        launches += started
+    return launches
+
+
+def _candidate(turn: int) -> Choice:
+    return lambda _, options: options[min(turn, len(options) - 1)]
+
+
+def run(
+    chips: Sequence[str], full: bool = False, operations: Sequence[str] = (), jobs: int = 1
+) -> dict[str, Any]:
+    """Record, compile and check; prints a table. What is wrong is in the result's `failures`."""
+    for what, asked, known in (("arch", chips, CHIPS), ("operation", operations, OPERATIONS)):
+        if unknown := [name for name in asked if name not in known]:
+            raise ValueError(f"--{what} {', '.join(unknown)}: choose from {', '.join(known)}")
+    launches = [
+        (case, launch)
+        for case in cases(full, operations or list(OPERATIONS))
+        for launch in record(case, MOST_CANDIDATES if full else 1)
+    ]
+    return check(launches, chips, jobs)
+
+
+def check(
+    launches: Iterable[tuple[Case, Launch]], chips: Sequence[str], jobs: int = 1
+) -> dict[str, Any]:
+    """Compile each launch for each chip, equal ones once, and say what breaks a limit."""
+    assert not triton.knobs.runtime.interpret, "what the interpreter takes cannot be compiled"
+    variants: dict[Variant, tuple[Case, Launch]] = {}
+    for case, launch in launches:
+        for chip in chips:
+            variants.setdefault(Variant.of(launch, chip), (case, launch))
+    print(_HEADER)
+    rows, failures = [], []
+    with _mapping(jobs) as over:
+        compiled = zip(variants.items(), over(_attempt, variants), strict=True)
+        for (variant, (case, launch)), facts in compiled:
+            found = (
+                [f"does not compile: {facts}"]
+                if isinstance(facts, str)
+                else _wrong(facts, CHIPS[variant.chip])
+            )
+            config = "/".join(str(number) for number in astuple(launch.config))
+            print(_line(variant, case, config, facts, found), flush=True)
+            failures += [f"{variant.kernel} {case} {config} {variant.chip}: {x}" for x in found]
+            figures = {} if isinstance(facts, str) else asdict(facts)
+            names = {"kernel": variant.kernel, "chip": variant.chip, "config": config}
+            rows.append({**names, **asdict(case), **figures, "wrong": found})
+    print(f"{len(rows)} compiled, {len(failures)} failures", *failures, sep="\n")
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m nsa.bench", *sys.argv[1:]]),
+        "triton": triton.__version__,
+        "failures": failures,
+        "rows": rows,
+    }
+
+
+def _wrong(facts: Facts, chip: Chip) -> list[str]:
+    found = []
+    for what, figure, limit in (
+        ("bytes of shared memory a block", facts.shared, chip.shared),
+        ("columns of tensor memory a block", facts.tensor_memory, chip.tensor_memory),
+        ("bytes spilled a thread", facts.spilled, MOST_SPILLED),
+        ("matrix products without tensor cores", facts.plain_products, 0),
+    ):
+        if figure > limit:
+            found.append(f"{figure:,} {what}, limit {limit:,}")
+    if facts.products and not facts.tensor_core:
+        found.append("matrix products, and no tensor-core instruction")
+    return found
+
+
+def _attempt(variant: Variant) -> Facts | str:
+    try:
+        return compile_variant(variant)
+    except Exception as error:  # whatever the compiler ends with is this variant's failure
+        return f"{type(error).__name__}: {error.__cause__ or error}"
+
+
+@contextmanager
+def _mapping(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """`map`, over that many processes."""
+    if jobs == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield pool.map
+
+
+_COLUMNS = "{:<26} {:<58} {:>13} {:<6} {:>9} {:>4} {:>6} {:>6} {:>7}  {}"
+_HEADER = _COLUMNS.format(
+    "kernel", "call", "config", "chip", "shared KB", "regs", "spill", "tensor", "blocks", ""
+)
+
+
+def _line(variant: Variant, case: Case, config: str, facts: Facts | str, found: list[str]) -> str:
+    names = (variant.kernel, str(case), config, variant.chip)
+    if isinstance(facts, str):
+        return _COLUMNS.format(*names, "", "", "", "", "", "FAILS")
+    return _COLUMNS.format(
+        *names,
+        f"{facts.shared / 1024:.1f}",
+        facts.registers,
+        facts.spilled,
+        facts.tensor_core,
+        facts.blocks_per_sm,
+        "FAILS" if found else "",
+    )

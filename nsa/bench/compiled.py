@@ -1,0 +1,160 @@
+"""What a launch becomes on a chip: compiled without a GPU, and the facts read off the result."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import triton
+from triton.backends.compiler import BaseBackend, GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from nsa.ops.triton.launch import Launch
+
+TENSOR_CORE = re.compile(
+    r"^\s*(?:@\S+\s+)?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", re.MULTILINE
+)
+PRODUCT = re.compile(r"\btt\.dot(?:_scaled)?\b")
+# A product whose result lies in a blocked layout is done by ordinary multiply-adds.
+PLAIN_PRODUCT = re.compile(r"\btt\.dot\b.*-> tensor<[^>]*#blocked")
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a GPU allows: bytes of shared memory a block may take and a multiprocessor has."""
+
+    capability: int
+    shared: int
+    shared_per_sm: int
+    registers_per_sm: int = 65_536
+    warps_per_sm: int = 64
+    blocks_per_sm: int = 32
+    tensor_memory: int = 512  # columns; only sm_100 has any
+
+
+CHIPS = {
+    "sm_80": Chip(80, 163 * 1024, 164 * 1024),
+    "sm_90": Chip(90, 227 * 1024, 228 * 1024),
+    "sm_100": Chip(100, 227 * 1024, 228 * 1024),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation. Equal variants give the same binary; any process can compile one."""
+
+    module: str
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    divisible: tuple[tuple[int, str], ...]
+    warps: int
+    stages: int
+    chip: str
+
+    @classmethod
+    def of(cls, launch: Launch, chip: str) -> Variant:
+        """What Triton would compile for this launch on this chip, by Triton's own rules."""
+        kernel, backend = launch.kernel, _backend(chip)
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        values, kinds, _ = bind(**launch.arguments, **launch.constants)
+        kinds = dict(zip(values, kinds, strict=True))
+        return cls(
+            module=kernel.fn.__module__,
+            kernel=kernel.fn.__qualname__,
+            signature=tuple((name, kind) for name, (kind, _) in kinds.items()),
+            constants=tuple(
+                (name, values[name]) for name, (kind, _) in kinds.items() if kind == "constexpr"
+            ),
+            divisible=tuple(
+                (place, "" if kind == "constexpr" else detail)
+                for place, (kind, detail) in enumerate(kinds.values())
+                if kind == "constexpr" or detail is not None
+            ),
+            warps=launch.config.warps,
+            stages=launch.config.stages,
+            chip=chip,
+        )
+
+    def source(self) -> ASTSource:
+        """What `triton.compile` takes."""
+        fn = getattr(importlib.import_module(self.module), self.kernel)
+        parse = _backend(self.chip).parse_attr
+        attributes = {(place,): parse(detail) for place, detail in self.divisible}
+        return ASTSource(fn, dict(self.signature), dict(self.constants), attributes)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Bytes of shared memory a block, registers and spilled bytes a thread, and the like."""
+
+    shared: int
+    tensor_memory: int
+    registers: int
+    spilled: int
+    products: int
+    plain_products: int
+    tensor_core: int
+    blocks_per_sm: int
+
+
+def compile_variant(variant: Variant) -> Facts:
+    """Compile down to the chip's binary and read it."""
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    compiled = triton.compile(variant.source(), target=_target(variant.chip), options=options)
+    registers, spilled = _resources(compiled.asm["cubin"])
+    shared = compiled.metadata.shared
+    return Facts(
+        shared=shared,
+        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
+        registers=registers,
+        spilled=spilled,
+        products=len(PRODUCT.findall(compiled.asm["ttir"])),
+        plain_products=len(PLAIN_PRODUCT.findall(compiled.asm["ttgir"])),
+        tensor_core=len(TENSOR_CORE.findall(compiled.asm["ptx"])),
+        blocks_per_sm=_blocks_per_sm(CHIPS[variant.chip], shared, registers, variant.warps),
+    )
+
+
+def _blocks_per_sm(chip: Chip, shared: int, registers: int, warps: int) -> int:
+    """How many blocks fit at once: registers go out by 256 to a warp, and each block's shared
+    memory takes 1 KB more for the system."""
+    a_warp = -(-registers * 32 // 256) * 256
+    return min(
+        chip.blocks_per_sm,
+        chip.warps_per_sm // warps,
+        chip.registers_per_sm // (a_warp * warps),
+        chip.shared_per_sm // (shared + 1024),
+    )
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers, and bytes of stack and local memory: Triton's kernels use it for spills alone."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    functions = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert functions, usage
+    return (
+        max(int(registers) for registers, _, _ in functions),
+        max(int(stack) + int(local) for _, stack, local in functions),
+    )
+
+
+def _target(chip: str) -> GPUTarget:
+    return GPUTarget("cuda", CHIPS[chip].capability, 32)
+
+
+@lru_cache
+def _backend(chip: str) -> BaseBackend:
+    return make_backend(_target(chip))
