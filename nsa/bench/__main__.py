@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,13 +18,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cpu.add_argument("--rounds", type=int, default=5, help="turns that each contender takes")
     cpu.add_argument("--longest", type=int, default=16_384, help="longest sequence")
     cpu.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
+    aot = what.add_parser("aot", help="compile the kernels without a GPU and check their limits")
+    aot.add_argument("--arch", default="sm_80,sm_90,sm_100", help="chips, with commas between")
+    aot.add_argument("--full", action="store_true", help="every dtype, size and candidate config")
+    aot.add_argument("--operation", nargs="+", default=[], help="these alone")
+    aot.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    aot.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
     flags = parser.parse_args(arguments)
-    from nsa.bench import cpu as bench
+    if flags.what == "aot":
+        os.environ.pop("TRITON_INTERPRET", None)  # what it makes of a kernel cannot be compiled
+        from nsa.bench import aot as gate
 
-    result = bench.run(rounds=flags.rounds, longest=flags.longest)
+        result = gate.run(flags.arch.split(","), flags.full, flags.operation, flags.jobs)
+    else:
+        from nsa.bench import cpu as bench
+
+        result = bench.run(rounds=flags.rounds, longest=flags.longest)
     if flags.out is not None:
         flags.out.parent.mkdir(parents=True, exist_ok=True)
         flags.out.write_text(json.dumps(result, indent=2) + "\n")
+    if result.get("failures"):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
