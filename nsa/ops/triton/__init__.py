@@ -1,5 +1,106 @@
-"""The place of the fused kernels. There are none yet, and `auto` says so when it passes by."""
+"""The fused kernels: what they can serve, and the functions that every backend has.
+
+An operation is a file of kernels (`band.py`, `select.py`, `selected.py`, `selected_keys.py`) and
+its launchers and custom ops beside it. They are imported at the first call that they serve,
+because importing Triton takes a while and needs no place on a machine without a GPU.
+"""
 
 from __future__ import annotations
 
-WHY_NOT = "the triton backend has no kernels yet"
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from nsa.spec import NSASpec
+
+LARGEST_HEAD = 256
+OLDEST = (8, 0)  # compute capability: bf16 matrix products need it
+
+
+def why_not(q: Tensor, *others: Tensor) -> str | None:
+    """Why these tensors cannot be served, or None."""
+    if q.device.type != "cuda" and not interpreted():
+        return f"tensors are on {q.device.type}, and it needs a CUDA device"
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if q.dtype == torch.float64:
+        return "it has no float64"
+    if max(x.shape[-1] for x in (q, *others)) > LARGEST_HEAD:
+        return f"a head is larger than {LARGEST_HEAD}"
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < OLDEST:
+        return f"the GPU is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter is on (TRITON_INTERPRET=1), which runs kernels on the CPU."""
+    if find_spec("triton") is None:
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    spec: NSASpec,
+    *,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Each query over the compressed keys of blocks that end at or before it; (o, lse)."""
+    from nsa.ops.triton.band_op import triton_band
+
+    band = [spec.block_len, spec.block_stride, 0]
+    return triton_band(q, k_cmp, v_cmp, cu_seqlens, band, scale)
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    spec: NSASpec,
+    *,
+    seq_len: int,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The blocks that each query attends to, ascending, padded with -1: int32 [B, T, K, n]."""
+    from nsa.ops.triton.select import pattern_of, triton_select
+
+    return triton_select(q, k_cmp, lse, cu_seqlens, pattern_of(spec), seq_len, scale)
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_index: Tensor,
+    spec: NSASpec,
+    *,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Each query over the positions at or before it inside its chosen blocks."""
+    from nsa.ops.triton.select import pattern_of
+    from nsa.ops.triton.selected_op import triton_selected
+
+    return triton_selected(q, k, v, block_index, cu_seqlens, pattern_of(spec), scale)[0]
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    *,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Each query over the last `window` positions, its own included."""
+    from nsa.ops.triton.band_op import triton_band
+
+    return triton_band(q, k, v, cu_seqlens, [1, 1, window], scale)[0]

@@ -37,7 +37,7 @@ def _place(cu, documents, slot, seq_len, MUL: tl.constexpr, TILE: tl.constexpr,
 @triton.jit
 def _row_bounds(first_row, length, GROUP: tl.constexpr, LEN: tl.constexpr, STRIDE: tl.constexpr,
                 WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Keys that a tile of rows sees: from `low` on some rows, from a to b all rows, up to `high`."""
+    """The keys that a tile sees: some rows from `low` on, all rows from a to b, some to `high`."""
     t_first = first_row // GROUP
     t_last = (tl.minimum(first_row + ROWS, length * GROUP) - 1) // GROUP
     high = visible(t_last, LEN, STRIDE)
@@ -122,9 +122,7 @@ def band_forward_kernel(
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, VALUE_P], tl.float32)
-        low, a, b, high = _row_bounds(
-            first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS
-        )
+        low, a, b, high = _row_bounds(first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS)
         for phase in tl.static_range(3):
             if phase > 0 or WINDOW > 0:
                 begin, end = _span(phase, low, a, b, high)
@@ -197,9 +195,7 @@ def band_queries_kernel(
         row_lse = tl.load(lse + row_at, mask=valid, other=float("-inf"))
         row_delta = tl.load(delta + row_at, mask=valid, other=0.0)
         acc = tl.zeros([ROWS, KEY_P], tl.float32)
-        low, a, b, high = _row_bounds(
-            first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS
-        )
+        low, a, b, high = _row_bounds(first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS)
         for phase in tl.static_range(3):
             if phase > 0 or WINDOW > 0:
                 begin, end = _span(phase, low, a, b, high)

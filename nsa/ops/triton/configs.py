@@ -46,12 +46,26 @@ def candidates(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> li
     small = Config(32, 32, 4, 1)
     if operation.endswith("_keys"):  # gradients of keys: two accumulators of keys x size
         if size <= 64:
-            return [Config(64, 64, 4, 2), small] if wide else [Config(64, 64, 4, 3), Config(128, 64, 8, 2)]
+            return (
+                [Config(64, 64, 4, 2), small]
+                if wide
+                else [Config(64, 64, 4, 3), Config(128, 64, 8, 2)]
+            )
         if size <= 128:
             return [Config(32, 32, 4, 2)] if wide else [Config(64, 64, 8, 2), Config(32, 64, 4, 2)]
         return [Config(16, 32, 4, 1)] if wide else [Config(32, 32, 4, 2)]
+    if operation == "select":  # rows are queries alone, keys are selection blocks
+        if size <= 128:
+            return [Config(64, 32, 4, 2)] if wide else [Config(64, 64, 4, 3), Config(64, 32, 4, 3)]
+        return [Config(32, 32, 4, 1)] if wide else [Config(64, 32, 4, 2)]
+    if operation.startswith("gathered"):
+        if size <= 128:
+            return [Config(16, 64, 2, 2)] if wide else [Config(16, 64, 2, 3), Config(16, 64, 4, 3)]
+        return [Config(16, 32, 2, 1)] if wide else [Config(16, 64, 4, 2)]
     if size <= 64:
-        return [Config(64, 64, 4, 2), small] if wide else [Config(128, 64, 4, 3), Config(64, 64, 4, 3)]
+        return (
+            [Config(64, 64, 4, 2), small] if wide else [Config(128, 64, 4, 3), Config(64, 64, 4, 3)]
+        )
     if size <= 128:
         return [Config(64, 32, 4, 2)] if wide else [Config(128, 64, 8, 2), Config(64, 64, 4, 2)]
     return [Config(32, 32, 4, 1)] if wide else [Config(64, 32, 4, 2)]

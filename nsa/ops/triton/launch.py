@@ -43,9 +43,7 @@ def launch(
         return
     if 0 in grid:
         return
-    kernel[tuple(grid)](
-        **arguments, **constants, num_warps=config.warps, num_stages=config.stages
-    )
+    kernel[tuple(grid)](**arguments, **constants, num_warps=config.warps, num_stages=config.stages)
 
 
 @contextmanager

@@ -1,0 +1,189 @@
+"""Attention over chosen blocks, forward and the gradient of queries.
+
+A tile of neighbouring queries walks the union of their blocks, and a bit for each query says
+whether a block is its own. With one query a tile this is plain gathering; with many, where most
+blocks are chosen by some query anyway, it is dense attention that skips the rest. Rows are laid
+out as in band.py, so a group of any size shares each tile of keys.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.ops.triton.common import (
+    finish_softmax,
+    load_rows,
+    locate,
+    probabilities,
+    softmax_step,
+)
+
+
+@triton.jit
+def place_tile(cu, documents, slot, seq_len, TILE: tl.constexpr, PACKED: tl.constexpr):
+    """A slot's tile of queries, and its document's first position and length."""
+    if PACKED:
+        _, start, end, tile = locate(cu, documents, slot, 1, TILE)
+        return tile, start, end - start
+    return slot, 0, seq_len
+
+
+@triton.jit
+def union_kernel(
+    chosen, blocks, members, counts, cu,
+    chosen_b, chosen_t, chosen_h, list_b, list_t, list_h, counts_b, counts_t, counts_h,
+    seq_len, documents,
+    TOP: tl.constexpr, TOP_P: tl.constexpr, SELECT: tl.constexpr, PACKED: tl.constexpr,
+    QUERIES: tl.constexpr, QUERIES_P: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The union of the blocks of a tile's queries, ascending, and who is in each as bits."""
+    slot = tl.program_id(0)
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    tile, start, length = place_tile(cu, documents, slot, seq_len, QUERIES, PACKED)
+    row = tl.arange(0, QUERIES_P)
+    valid = (row < QUERIES) & (tile * QUERIES + row < length)
+    top = tl.arange(0, TOP_P)
+    here = tl.cast(start + tile * QUERIES, tl.int64)
+    chosen += batch * chosen_b + here * chosen_t + head * chosen_h
+    place = batch * list_b + slot.to(tl.int64) * list_t + head * list_h
+    count = 0
+    if tile * QUERIES < length:
+        index = tl.load(
+            chosen + (row * chosen_t)[:, None] + top[None, :],
+            mask=valid[:, None] & (top < TOP)[None, :],
+            other=-1,
+        )
+        last = tl.minimum(tile * QUERIES + QUERIES, length) - 1
+        for first in range(0, last // SELECT + 1, BLOCKS):
+            j = first + tl.arange(0, BLOCKS)
+            mine = tl.max((index[:, :, None] == j[None, None, :]).to(tl.int32), 1)
+            bits = tl.sum(mine << row[:, None], 0)
+            some = (bits != 0).to(tl.int32)
+            at = place + count + tl.cumsum(some, 0) - 1
+            tl.store(blocks + at, j, mask=bits != 0)
+            tl.store(members + at, bits, mask=bits != 0)
+            count += tl.sum(some, 0)
+    tl.store(counts + batch * counts_b + slot.to(tl.int64) * counts_t + head * counts_h, count)
+
+
+@triton.jit
+def _load_block(
+    blocks, members, step, length, SELECT: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
+    """Keys of one step of a tile's list: positions, which of them count, and whose block it is."""
+    PARTS: tl.constexpr = (SELECT + KEYS - 1) // KEYS
+    block = tl.load(blocks + step // PARTS)
+    bits = tl.load(members + step // PARTS)
+    i = step % PARTS * KEYS + tl.arange(0, KEYS)
+    n = block * SELECT + i
+    return n, (i < SELECT) & (n < length), bits
+
+
+@triton.jit
+def selected_forward_kernel(
+    q, k, v, o, lse, cu, blocks, members, counts,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, lse_b, lse_t, lse_h,
+    list_b, list_t, list_h, counts_b, counts_t, counts_h,
+    seq_len, documents, scale,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr, PACKED: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    slot = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest lists first
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    tile, start, length = place_tile(cu, documents, slot, seq_len, QUERIES, PACKED)
+    if tile * QUERIES < length:
+        i = tl.arange(0, ROWS)
+        local = i // GROUP
+        h = i % GROUP
+        t = tile * QUERIES + local
+        valid = (local < QUERIES) & (t < length)
+        here = tl.cast(start + tile * QUERIES, tl.int64)
+        q += batch * q_b + here * q_t + head * GROUP * q_h
+        o += batch * o_b + here * o_t + head * GROUP * o_h
+        lse += batch * lse_b + here * lse_t + head * GROUP * lse_h
+        k += batch * k_b + tl.cast(start, tl.int64) * k_t + head * k_h
+        v += batch * v_b + tl.cast(start, tl.int64) * v_t + head * v_h
+        place = batch * list_b + slot.to(tl.int64) * list_t + head * list_h
+        count = tl.load(counts + batch * counts_b + slot.to(tl.int64) * counts_t + head * counts_h)
+        q_tile = load_rows(q, local * q_t + h * q_h, 1, KEY, KEY_P, valid)
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, VALUE_P], tl.float32)
+        for step in range(0, count * ((SELECT + KEYS - 1) // KEYS)):
+            n, inside, bits = _load_block(
+                blocks + place, members + place, step, length, SELECT, KEYS
+            )
+            k_tile = load_rows(k, n.to(tl.int64), k_t, KEY, KEY_P, inside)
+            v_tile = load_rows(v, n.to(tl.int64), v_t, VALUE, VALUE_P, inside)
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+            mine = ((bits >> local) & 1) == 1
+            seen = mine[:, None] & inside[None, :] & (n[None, :] <= t[:, None])
+            s = tl.where(seen, s, float("-inf"))
+            m, total, acc = softmax_step(s, v_tile, m, total, acc, PRECISION)
+        out, logsum = finish_softmax(m, total, acc)
+        d = tl.arange(0, VALUE_P)
+        tl.store(
+            o + (local * o_t + h * o_h)[:, None] + d[None, :],
+            out.to(o.dtype.element_ty),
+            mask=valid[:, None] & (d < VALUE)[None, :],
+        )
+        tl.store(lse + local * lse_t + h * lse_h, logsum, mask=valid)
+
+
+@triton.jit
+def selected_queries_kernel(
+    q, k, v, do, lse, delta, dq, cu, blocks, members, counts,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, dq_b, dq_t, dq_h,
+    lse_b, lse_t, lse_h, list_b, list_t, list_h, counts_b, counts_t, counts_h,
+    seq_len, documents, scale, scale_out,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr, PACKED: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    slot = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    tile, start, length = place_tile(cu, documents, slot, seq_len, QUERIES, PACKED)
+    if tile * QUERIES < length:
+        i = tl.arange(0, ROWS)
+        local = i // GROUP
+        h = i % GROUP
+        t = tile * QUERIES + local
+        valid = (local < QUERIES) & (t < length)
+        here = tl.cast(start + tile * QUERIES, tl.int64)
+        q += batch * q_b + here * q_t + head * GROUP * q_h
+        do += batch * do_b + here * do_t + head * GROUP * do_h
+        dq += batch * dq_b + here * dq_t + head * GROUP * dq_h
+        k += batch * k_b + tl.cast(start, tl.int64) * k_t + head * k_h
+        v += batch * v_b + tl.cast(start, tl.int64) * v_t + head * v_h
+        row_at = batch * lse_b + here * lse_t + head * GROUP * lse_h + local * lse_t + h * lse_h
+        place = batch * list_b + slot.to(tl.int64) * list_t + head * list_h
+        count = tl.load(counts + batch * counts_b + slot.to(tl.int64) * counts_t + head * counts_h)
+        q_tile = load_rows(q, local * q_t + h * q_h, 1, KEY, KEY_P, valid)
+        do_tile = load_rows(do, local * do_t + h * do_h, 1, VALUE, VALUE_P, valid)
+        row_lse = tl.load(lse + row_at, mask=valid, other=float("-inf"))
+        row_delta = tl.load(delta + row_at, mask=valid, other=0.0)
+        acc = tl.zeros([ROWS, KEY_P], tl.float32)
+        for step in range(0, count * ((SELECT + KEYS - 1) // KEYS)):
+            n, inside, bits = _load_block(
+                blocks + place, members + place, step, length, SELECT, KEYS
+            )
+            k_tile = load_rows(k, n.to(tl.int64), k_t, KEY, KEY_P, inside)
+            v_tile = load_rows(v, n.to(tl.int64), v_t, VALUE, VALUE_P, inside)
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+            mine = ((bits >> local) & 1) == 1
+            seen = mine[:, None] & inside[None, :] & (n[None, :] <= t[:, None])
+            p = probabilities(tl.where(seen, s, float("-inf")), row_lse[:, None])
+            dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+            ds = p * (dp - row_delta[:, None])
+            acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+        d = tl.arange(0, KEY_P)
+        tl.store(
+            dq + (local * dq_t + h * dq_h)[:, None] + d[None, :],
+            (acc * scale_out).to(dq.dtype.element_ty),
+            mask=valid[:, None] & (d < KEY)[None, :],
+        )
