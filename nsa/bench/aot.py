@@ -23,6 +23,8 @@ from nsa.bench.compiled import CHIPS, Chip, Facts, Variant, compile_variant
 from nsa.ops.triton.band_op import band_backward, band_forward
 from nsa.ops.triton.configs import Choice, choosing
 from nsa.ops.triton.launch import Launch, recording
+from nsa.ops.triton.select import select_forward
+from nsa.ops.triton.selected_op import selected_backward, selected_forward
 from nsa.spec import NSASpec
 
 # Bytes a thread may keep on its stack: 16 registers, such as pointers and bounds put aside around a
@@ -83,19 +85,39 @@ def _band(case: Case, keys: int, band: list[int]) -> None:
     band_backward(o, lse, q, k, v, o, lse, cu_seqlens, band, SCALE)
 
 
+def _select(case: Case) -> None:
+    q, k, _, cu_seqlens = case.tensors(SPEC.compressed_len(case.seq_len))
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    select_forward(q, k, lse, cu_seqlens, SPEC, case.seq_len, SCALE)
+
+
+def _selected(case: Case) -> None:
+    q, k, v, cu_seqlens = case.tensors(case.seq_len)
+    chosen = k.new_empty(*k.shape[:3], SPEC.select_top, dtype=torch.int32)
+    o, lse = selected_forward(q, k, v, chosen, cu_seqlens, SPEC, SCALE)
+    selected_backward(o, q, k, v, o, lse, chosen, cu_seqlens, SPEC, SCALE)
+
+
 # Every public operation, forward and backward, by what its launchers are given.
 OPERATIONS: dict[str, Callable[[Case], None]] = {
     "compressed_attention": _compressed,
+    "select_blocks": _select,
+    "selected_attention": _selected,
     "window_attention": _window,
 }
-# Heads, key/value heads, key size, value size, positions: the model's own, and long sequences.
-SUBSET = [(12, 2, 64, 64, 2048), (64, 4, 128, 128, 65_536)]
+# Heads, key/value heads, key size, value size, and positions: few, where a tile of queries chooses
+# most blocks and one program adds up a key's gradient, or many. The model's own and a large one.
+FEW, MANY = 2048, 65_536
+SUBSET = [(12, 2, 64, 64, FEW), (64, 4, 128, 128, MANY)]
 FULL = [
-    *SUBSET,
-    *((12, 2, size, size, 2048) for size in (16, 32, 96, 128, 256)),
-    (12, 2, 192, 128, 2048),
-    (4, 4, 64, 64, 2048),
-    (64, 4, 192, 128, 65_536),
+    (*heads, *sizes, length)
+    for heads, all_sizes in (
+        ((12, 2), [(16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]),
+        ((4, 4), [(64, 64)]),
+        ((64, 4), [(128, 128), (192, 128)]),
+    )
+    for sizes in all_sizes
+    for length in (FEW, MANY)
 ]
 # Triton compiles anew for a length of 1, lengths that 16 does not divide, and 64-bit strides.
 ODD = [(12, 2, 64, 64, 1), (12, 2, 64, 64, 2047), (64, 4, 128, 128, 2**19)]
