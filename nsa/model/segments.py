@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -16,14 +15,18 @@ from torch.utils.checkpoint import (
 
 Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
-# Small and dear: attention outputs, lse and block indices. All else is large and cheap.
+# Small and dear: attention outputs, lse and block indices. All else is large and cheap. By name,
+# because an operation of a backend that this machine never imports is not registered.
 KEPT = {
-    torch.ops.nsa.blockwise_attention.default,
-    torch.ops.nsa.blockwise_select_blocks.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    "nsa::blockwise_attention",
+    "nsa::blockwise_select_blocks",
+    "nsa::triton_band",
+    "nsa::triton_select",
+    "nsa::triton_selected",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
 }
 
 
@@ -56,4 +59,5 @@ def _call(segment: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = op.name() in KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nsa.ops.backend import choose, fallback_counts, reset_fallback_counts
+from nsa.ops import triton
+from nsa.ops.backend import choose, fallback_counts, fused, reset_fallback_counts
 from nsa.ops.checks import (
     check_compressed,
     check_documents,
@@ -52,7 +53,7 @@ def compressed_attention(
     check_pair(k_cmp, v_cmp, "_cmp")
     check_documents(cu_seqlens, q.shape[0], q.shape[1])
     check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
-    serve = choose(backend, "compressed_attention", q).compressed_attention
+    serve = choose(backend, "compressed_attention", q, v_cmp).compressed_attention
     return serve(q, k_cmp, v_cmp, spec, scale=_scale(q, scale), cu_seqlens=cu_seqlens)
 
 
@@ -117,7 +118,7 @@ def selected_attention(
             f"block_index has shape {tuple(block_index.shape)}; it must be {expected}: "
             "[B, T, Hkv, select_top]"
         )
-    serve = choose(backend, "selected_attention", q).selected_attention
+    serve = choose(backend, "selected_attention", q, v).selected_attention
     return serve(q, k, v, block_index, spec, scale=_scale(q, scale), cu_seqlens=cu_seqlens)
 
 
@@ -138,7 +139,7 @@ def window_attention(
     check_documents(cu_seqlens, q.shape[0], q.shape[1])
     if window < 1:
         raise ValueError(f"window = {window}: a query sees at least itself; make it 1 or more")
-    serve = choose(backend, "window_attention", q).window_attention
+    serve = choose(backend, "window_attention", q, v).window_attention
     return serve(q, k, v, window, scale=_scale(q, scale), cu_seqlens=cu_seqlens)
 
 
@@ -179,6 +180,8 @@ def nsa_attention(
     o_win = window_attention(
         q, k_win, v_win, spec.window, scale=scale, cu_seqlens=cu_seqlens, backend=backend
     )
+    if fused(backend, q, v_cmp):
+        return triton.mix_branches(o_cmp, o_sel, o_win, gates)
     g_cmp, g_sel, g_win = (gate[..., None] for gate in gates.unbind(-1))
     return g_cmp * o_cmp + g_sel * o_sel + g_win * o_win
 

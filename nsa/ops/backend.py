@@ -16,7 +16,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _fallbacks: Counter[tuple[str, str, str]] = Counter()
 
 
-def choose(backend: str, operation: str, q: Tensor) -> ModuleType:
+def choose(backend: str, operation: str, q: Tensor, *others: Tensor) -> ModuleType:
     """The module that computes `operation`; a backend asked for by name serves or raises."""
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
@@ -29,11 +29,19 @@ def choose(backend: str, operation: str, q: Tensor) -> ModuleType:
         return reference
     if backend == "blockwise":
         return blockwise
-    reason = _why_not_triton(q)
+    reason = triton.why_not(q, *others, by_name=backend == "triton")
+    if reason is None:
+        return triton
     if backend == "triton":
         raise ValueError(f"backend = 'triton' cannot serve {operation}: {reason}; use 'auto'")
     _fallbacks[operation, "triton", reason] += 1
     return blockwise
+
+
+def fused(backend: str, q: Tensor, *others: Tensor) -> bool:
+    """Whether the branches came from the kernels, so that a kernel may mix them too."""
+    by_name = backend == "triton"
+    return (by_name or backend == "auto") and not triton.why_not(q, *others, by_name=by_name)
 
 
 def fallback_counts() -> dict[tuple[str, str, str], int]:
@@ -44,9 +52,3 @@ def fallback_counts() -> dict[tuple[str, str, str], int]:
 def reset_fallback_counts() -> None:
     """Start counting again."""
     _fallbacks.clear()
-
-
-def _why_not_triton(q: Tensor) -> str:
-    if q.device.type != "cuda":
-        return f"tensors are on {q.device.type}, and it needs a CUDA device"
-    return triton.WHY_NOT

@@ -7,6 +7,7 @@ because importing Triton takes a while and needs no place on a machine without a
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 from nsa.spec import NSASpec
 
 LARGEST_HEAD = 256
+MOST_PROGRAMS = 65_535  # of the second and third dimension of a grid
 OLDEST = (8, 0)  # compute capability: bf16 matrix products need it
 
 
-def why_not(q: Tensor, *others: Tensor) -> str | None:
-    """Why these tensors cannot be served, or None."""
-    if q.device.type != "cuda" and not interpreted():
+def why_not(q: Tensor, *others: Tensor, by_name: bool) -> str | None:
+    """Why these tensors cannot be served, or None; the interpreter serves only if asked by name."""
+    if q.device.type != "cuda" and not (by_name and interpreted()):
         return f"tensors are on {q.device.type}, and it needs a CUDA device"
     if find_spec("triton") is None:
         return "the package triton is not installed"
@@ -28,6 +30,8 @@ def why_not(q: Tensor, *others: Tensor) -> str | None:
         return "it has no float64"
     if max(x.shape[-1] for x in (q, *others)) > LARGEST_HEAD:
         return f"a head is larger than {LARGEST_HEAD}"
+    if q.shape[0] * q.shape[2] > MOST_PROGRAMS:
+        return f"batch times heads is more than {MOST_PROGRAMS}"
     if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < OLDEST:
         return f"the GPU is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
     return None
@@ -35,11 +39,7 @@ def why_not(q: Tensor, *others: Tensor) -> str | None:
 
 def interpreted() -> bool:
     """Whether Triton's interpreter is on (TRITON_INTERPRET=1), which runs kernels on the CPU."""
-    if find_spec("triton") is None:
-        return False
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
 def compressed_attention(
@@ -104,3 +104,10 @@ def window_attention(
     from nsa.ops.triton.band_op import triton_band
 
     return triton_band(q, k, v, cu_seqlens, [1, 1, window], scale)[0]
+
+
+def mix_branches(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
+    """Σ gate_c · o_c."""
+    from nsa.ops.triton.mix import triton_mix
+
+    return triton_mix(o_cmp, o_sel, o_win, gates)

@@ -74,7 +74,7 @@ def selected_backward(
     batch, seq_len = q.shape[:2]
     constants = _constants(q, k, v, cu_seqlens, spec)
     cu, documents = offsets_of(cu_seqlens)
-    inputs = {"q": q, "k": k, "v": v, "do": do, "lse": lse, "cu": cu}
+    inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "do": do, "lse": lse, "cu": cu}
     inputs |= {"delta": row_dot(do, o, torch.zeros_like(lse))}
     inputs |= strides(q=q, k=k, v=v, do=do, lse=lse)
     inputs |= {"seq_len": seq_len, "documents": documents}
