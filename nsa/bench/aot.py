@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import datetime, timezone
 from multiprocessing import get_context
 from typing import Any
@@ -23,6 +23,7 @@ from nsa.bench.compiled import CHIPS, Chip, Facts, Variant, compile_variant
 from nsa.ops.triton.band_op import band_backward, band_forward
 from nsa.ops.triton.configs import Choice, choosing
 from nsa.ops.triton.launch import Launch, recording
+from nsa.ops.triton.mix import mix_backward, mix_forward
 from nsa.ops.triton.select import select_forward
 from nsa.ops.triton.selected_op import selected_backward, selected_forward
 from nsa.spec import NSASpec
@@ -98,12 +99,19 @@ def _selected(case: Case) -> None:
     selected_backward(o, q, k, v, o, lse, chosen, cu_seqlens, SPEC, SCALE)
 
 
+def _mix(case: Case) -> None:
+    o, _, _, _ = replace(case, key=case.value).tensors(0)
+    gates = o.new_empty(*o.shape[:3], 3)
+    mix_backward(mix_forward(o, o, o, gates), o, o, o, gates)
+
+
 # Every public operation, forward and backward, by what its launchers are given.
 OPERATIONS: dict[str, Callable[[Case], None]] = {
     "compressed_attention": _compressed,
     "select_blocks": _select,
     "selected_attention": _selected,
     "window_attention": _window,
+    "nsa_attention": _mix,  # beyond the branches above, their gated sum
 }
 # Heads, key/value heads, key size, value size, and positions: few, where a tile of queries chooses
 # most blocks and one program adds up a key's gradient, or many. The model's own and a large one.
