@@ -1,0 +1,72 @@
+"""Small attention-like kernels, each good or bad in one way, started as the library starts its own.
+
+Import it only where TRITON_INTERPRET is not set: what the interpreter takes cannot be compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from nsa.ops.triton.configs import Config
+from nsa.ops.triton.launch import launch
+
+
+@triton.jit
+def attend(
+    q, k, o, keys, row, scale,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, SIZE)
+    q_tile = tl.load(q + rows[:, None] * row + columns)
+    total = tl.zeros((ROWS, SIZE), tl.float32)
+    for start in range(0, keys, KEYS):
+        at = start + tl.arange(0, KEYS)
+        k_tile = tl.load(k + at[:, None] * row + columns, mask=at[:, None] < keys, other=0.0)
+        weights = tl.exp(tl.dot(q_tile, k_tile.T, input_precision=PRECISION) * scale)
+        total = tl.dot(weights.to(k_tile.dtype), k_tile, total, input_precision=PRECISION)
+    tl.store(o + rows[:, None] * row + columns, total)
+
+
+@triton.jit
+def take_all(
+    x, y, integers, single, one, sixteens, odd, large, scale, nothing, flag, WIDTH: tl.constexpr
+):
+    pass
+
+
+def attention(
+    config: Config, dtype: torch.dtype = torch.bfloat16, size: int = 64, precision: str = "tf32"
+) -> None:
+    """Start one tile of attention over 1,000 keys."""
+    q, k = (torch.empty(length, size, dtype=dtype, device="meta") for length in (config.rows, 1000))
+    o = torch.empty(config.rows, size, device="meta")
+    arguments = {"q": q, "k": k, "o": o, "keys": 1000, "row": size, "scale": 0.125}
+    constants = {"SIZE": size, "ROWS": config.rows, "KEYS": config.keys, "PRECISION": precision}
+    launch(attend, (1,), arguments, constants, config)
+
+
+def too_deep() -> None:
+    """Four stages of 128 keys of 256 two-byte numbers: 192 KB, too much for sm_80 alone."""
+    attention(Config(64, 128, 4, 4), size=256)
+
+
+def every_kind_of_argument(device: str) -> dict[str, Any]:
+    """What `take_all` takes: all that Triton tells apart when it compiles for a launch."""
+    x = torch.empty(64, dtype=torch.bfloat16, device=device)
+    return {
+        "x": x,
+        "y": x[1:],
+        "integers": torch.empty(8, dtype=torch.int64, device=device),
+        "single": torch.empty(8, dtype=torch.float32, device=device),
+        "one": 1,
+        "sixteens": 48,
+        "odd": 1000,
+        "large": 2**31,
+        "scale": 0.125,
+        "nothing": None,
+        "flag": True,
+    }
