@@ -82,7 +82,7 @@ def _forward_step(
     KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, KEYS)
-    inside = first + i < high
+    inside = (first + i < high) if MASKED else None
     k_tile = load_rows(k + tl.cast(first, tl.int64) * k_t, i, k_t, KEY, KEY_P, inside)
     v_tile = load_rows(v + tl.cast(first, tl.int64) * v_t, i, v_t, VALUE, VALUE_P, inside)
     s = _score(q, k_tile, first + i, t, scale, LEN, STRIDE, WINDOW, MASKED, PRECISION)
@@ -150,7 +150,7 @@ def _queries_step(
     KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, KEYS)
-    inside = first + i < high
+    inside = (first + i < high) if MASKED else None
     k_tile = load_rows(k + tl.cast(first, tl.int64) * k_t, i, k_t, KEY, KEY_P, inside)
     v_tile = load_rows(v + tl.cast(first, tl.int64) * v_t, i, v_t, VALUE, VALUE_P, inside)
     s = _score(q, k_tile, first + i, t, scale, LEN, STRIDE, WINDOW, MASKED, PRECISION)
@@ -223,7 +223,7 @@ def _keys_step(
     ROWS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, ROWS)
-    valid = first_row + i < end_row
+    valid = (first_row + i < end_row) if MASKED else None
     t = (first_row + i) // GROUP
     h = (first_row + i) % GROUP
     t0 = first_row // GROUP
@@ -231,8 +231,12 @@ def _keys_step(
     q_tile = load_rows(q + top * q_t, (t - t0) * q_t + h * q_h, 1, KEY, KEY_P, valid)
     do_tile = load_rows(do + top * do_t, (t - t0) * do_t + h * do_h, 1, VALUE, VALUE_P, valid)
     row_at = top * lse_t + (t - t0) * lse_t + h * lse_h
-    row_lse = tl.load(lse + row_at, mask=valid, other=float("-inf"))
-    row_delta = tl.load(delta + row_at, mask=valid, other=0.0)
+    if MASKED:
+        row_lse = tl.load(lse + row_at, mask=valid, other=float("-inf"))
+        row_delta = tl.load(delta + row_at, mask=valid, other=0.0)
+    else:
+        row_lse = tl.load(lse + row_at)
+        row_delta = tl.load(delta + row_at)
     s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
     if MASKED:
         seen = n[:, None] < visible(t, LEN, STRIDE)[None, :]

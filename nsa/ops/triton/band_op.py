@@ -61,7 +61,15 @@ def band_backward(
     delta = row_dot(do, o, dlse)
     constants = _constants(q, k, v, cu_seqlens, band)
     cu, documents = offsets_of(cu_seqlens)
-    inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "cu": cu}
+    inputs: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "do": do,
+        "lse": lse,
+        "delta": delta,
+        "cu": cu,
+    }
     inputs |= strides(q=q, k=k, v=v, do=do, lse=lse)
     inputs |= {"seq_len": seq_len, "documents": documents}
     inputs |= {"scale": scale * LOG2E, "scale_out": scale}

@@ -51,10 +51,21 @@ def visible(t, LEN: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def load_rows(base, at, row_stride, SIZE: tl.constexpr, PADDED: tl.constexpr, mask):
-    """[rows, PADDED] from rows at `base + at * row_stride`, zero outside of `mask` and SIZE."""
+    """[rows, PADDED] from rows at `base + at * row_stride`; 0 outside of SIZE and `mask` (or None).
+
+    No mask where none is needed: masks cost registers.
+    """
     d = tl.arange(0, PADDED)
-    inside = mask[:, None] & (d < SIZE)[None, :]
-    return tl.load(base + (at * row_stride)[:, None] + d[None, :], mask=inside, other=0.0)
+    rows = base + (at * row_stride)[:, None] + d[None, :]
+    if mask is None:
+        if SIZE == PADDED:
+            return tl.load(rows)
+        else:
+            return tl.load(rows, mask=(d < SIZE)[None, :], other=0.0)
+    elif SIZE == PADDED:
+        return tl.load(rows, mask=mask[:, None], other=0.0)
+    else:
+        return tl.load(rows, mask=mask[:, None] & (d < SIZE)[None, :], other=0.0)
 
 
 @triton.jit

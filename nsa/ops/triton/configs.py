@@ -40,35 +40,50 @@ def choose_config(operation: str, sizes: tuple[int, int], dtype: torch.dtype) ->
     return next((option for option in options if option == tuned), options[0])
 
 
+# By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the likeliest first.
+# All of them compile within the limits of sm_80, sm_90 and sm_100 (python -m nsa.bench aot --full).
+# The rows of `select` are queries alone, and its keys are selection blocks.
+_NARROW: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # bf16, fp16
+    "forward": {
+        64: [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 4, 3)],
+        128: [(128, 64, 8, 2), (64, 64, 4, 2)],
+        256: [(64, 32, 8, 2)],
+    },
+    "queries": {
+        64: [(128, 64, 8, 2), (64, 64, 4, 3)],
+        128: [(64, 64, 8, 2), (128, 64, 8, 2)],
+        256: [(64, 32, 8, 2)],
+    },
+    "keys": {
+        64: [(64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 2)],
+        128: [(64, 64, 8, 2), (32, 64, 4, 2)],
+        256: [(32, 32, 8, 2)],
+    },
+    "gathered": {
+        128: [(16, 64, 2, 3), (16, 64, 4, 3)],
+        256: [(16, 32, 4, 2)],
+    },
+    "select": {
+        128: [(64, 64, 8, 3), (32, 64, 4, 3), (64, 32, 4, 3), (32, 32, 4, 3)],
+        256: [(32, 32, 4, 2)],
+    },
+}
+_WIDE: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in three passes
+    "forward": {64: [(64, 32, 4, 2)], 128: [(64, 32, 8, 2)], 256: [(32, 32, 8, 1)]},
+    "queries": {64: [(64, 32, 4, 2)], 128: [(32, 32, 8, 1)], 256: [(16, 32, 8, 1)]},
+    "keys": {64: [(32, 32, 4, 2)], 128: [(16, 32, 4, 1)], 256: [(16, 16, 4, 1)]},
+    "gathered": {64: [(16, 64, 4, 2)], 128: [(16, 32, 4, 2)], 256: [(16, 16, 4, 1)]},
+    "select": {64: [(32, 32, 4, 2)], 128: [(32, 32, 4, 1)], 256: [(16, 32, 4, 1)]},
+}
+
+
 def candidates(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> list[Config]:
-    """At most four, the likeliest first."""
-    size, wide = max(sizes), dtype.itemsize > 2
-    small = Config(32, 32, 4, 1)
-    if operation.endswith("_keys"):  # gradients of keys: two accumulators of keys x size
-        if size <= 64:
-            return (
-                [Config(64, 64, 4, 2), small]
-                if wide
-                else [Config(64, 64, 4, 3), Config(128, 64, 8, 2)]
-            )
-        if size <= 128:
-            return [Config(32, 32, 4, 2)] if wide else [Config(64, 64, 8, 2), Config(32, 64, 4, 2)]
-        return [Config(16, 32, 4, 1)] if wide else [Config(32, 32, 4, 2)]
-    if operation == "select":  # rows are queries alone, keys are selection blocks
-        if size <= 128:
-            return [Config(64, 32, 4, 2)] if wide else [Config(64, 64, 4, 3), Config(64, 32, 4, 3)]
-        return [Config(32, 32, 4, 1)] if wide else [Config(64, 32, 4, 2)]
-    if operation.startswith("gathered"):
-        if size <= 128:
-            return [Config(16, 64, 2, 2)] if wide else [Config(16, 64, 2, 3), Config(16, 64, 4, 3)]
-        return [Config(16, 32, 2, 1)] if wide else [Config(16, 64, 4, 2)]
-    if size <= 64:
-        return (
-            [Config(64, 64, 4, 2), small] if wide else [Config(128, 64, 4, 3), Config(64, 64, 4, 3)]
-        )
-    if size <= 128:
-        return [Config(64, 32, 4, 2)] if wide else [Config(128, 64, 8, 2), Config(64, 64, 4, 2)]
-    return [Config(32, 32, 4, 1)] if wide else [Config(64, 32, 4, 2)]
+    """A few, at most four; `operation` is a branch and a kernel, such as band_forward."""
+    table = _WIDE if dtype.itemsize > 2 else _NARROW
+    branch, _, kernel = operation.partition("_")
+    by_size = table[branch if branch in table else kernel]
+    size = min(limit for limit in by_size if limit >= max(sizes))
+    return [Config(*numbers) for numbers in by_size[size]]
 
 
 def tuning_key(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> str:

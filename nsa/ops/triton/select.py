@@ -186,7 +186,9 @@ def select_forward(
             "LOCAL": spec.local_blocks,
             "PACKED": cu_seqlens is not None,
             "QUERIES": config.rows,
-            "BLOCKS": config.keys,
+            "BLOCKS": min(
+                config.keys, max(16, triton.next_power_of_2(spec.select_blocks_len(seq_len)))
+            ),
             "PRECISION": precision(q.dtype),
         },
         config,
