@@ -23,6 +23,7 @@ KEPT = {
     "nsa::triton_band",
     "nsa::triton_select",
     "nsa::triton_selected",
+    "nsa::triton_gated",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",

@@ -18,6 +18,7 @@ from nsa.ops.checks import (
     check_heads,
     check_length,
     check_pair,
+    check_same,
 )
 from nsa.ops.documents import compressed_cu_seqlens
 from nsa.spec import NSASpec
@@ -164,10 +165,17 @@ def nsa_attention(
             f"gates has shape {tuple(gates.shape)}; it must be {(*q.shape[:3], 3)}: [B, T, Hq, 3]"
         )
     check_heads(q, k_cmp=k_cmp, v_cmp=v_cmp, k_sel=k_sel, v_sel=v_sel, k_win=k_win, v_win=v_win)
-    for name, k, v in (("_sel", k_sel, v_sel), ("_win", k_win, v_win)):
+    for name, k, v in (("_cmp", k_cmp, v_cmp), ("_sel", k_sel, v_sel), ("_win", k_win, v_win)):
         check_pair(k, v, name)
-        check_length(f"k{name}", k, q.shape[1], "q")
+        check_same(f"v{name}", v, v_cmp, "v_cmp")
+        if name != "_cmp":
+            check_length(f"k{name}", k, q.shape[1], "q")
     scale = _scale(q, scale)
+    if fused(backend, q, v_cmp):
+        check_documents(cu_seqlens, q.shape[0], q.shape[1])
+        check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
+        pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
+        return triton.nsa_attention(q, *pairs, gates, spec, scale=scale, cu_seqlens=cu_seqlens)
     o_cmp, lse = compressed_attention(
         q, k_cmp, v_cmp, spec, scale=scale, cu_seqlens=cu_seqlens, backend=backend
     )
@@ -180,8 +188,6 @@ def nsa_attention(
     o_win = window_attention(
         q, k_win, v_win, spec.window, scale=scale, cu_seqlens=cu_seqlens, backend=backend
     )
-    if fused(backend, q, v_cmp):
-        return triton.mix_branches(o_cmp, o_sel, o_win, gates)
     g_cmp, g_sel, g_win = (gate[..., None] for gate in gates.unbind(-1))
     return g_cmp * o_cmp + g_sel * o_sel + g_win * o_win
 

@@ -38,6 +38,15 @@ def check_pair(k: Tensor, v: Tensor, name: str) -> None:
         )
 
 
+def check_same(name: str, x: Tensor, other: Tensor, other_name: str) -> None:
+    """Two branches have as many heads, of one size."""
+    if x.shape[2:] != other.shape[2:]:
+        raise ValueError(
+            f"{name} has heads and size {tuple(x.shape[2:])} and {other_name} has "
+            f"{tuple(other.shape[2:])}; branches must agree in both"
+        )
+
+
 def check_length(name: str, x: Tensor, length: int, why: str) -> None:
     """x has `length` entries along its second dimension."""
     if x.shape[1] != length:

@@ -1,13 +1,14 @@
 """The fused kernels: what they can serve, and the functions that every backend has.
 
 An operation is a file of kernels (`band.py`, `select.py`, `selected.py`, `selected_keys.py`) and
-its launchers and custom ops beside it. They are imported at the first call that they serve,
-because importing Triton takes a while and needs no place on a machine without a GPU.
+its launchers and custom ops, beside it where one file cannot hold both; `gated.py` joins them.
+They are imported at the first call that they serve: importing Triton takes a while.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import astuple
 from importlib.util import find_spec
 
 import torch
@@ -69,9 +70,9 @@ def select_blocks(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The blocks that each query attends to, ascending, padded with -1: int32 [B, T, K, n]."""
-    from nsa.ops.triton.select import pattern_of, triton_select
+    from nsa.ops.triton.select import triton_select
 
-    return triton_select(q, k_cmp, lse, cu_seqlens, pattern_of(spec), seq_len, scale)
+    return triton_select(q, k_cmp, lse, cu_seqlens, list(astuple(spec)), seq_len, scale)
 
 
 def selected_attention(
@@ -85,10 +86,10 @@ def selected_attention(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Each query over the positions at or before it inside its chosen blocks."""
-    from nsa.ops.triton.select import pattern_of
     from nsa.ops.triton.selected_op import triton_selected
 
-    return triton_selected(q, k, v, block_index, cu_seqlens, pattern_of(spec), scale)[0]
+    pattern = list(astuple(spec))
+    return triton_selected(q, k, v, block_index, cu_seqlens, pattern, scale)[0]
 
 
 def window_attention(
@@ -106,8 +107,22 @@ def window_attention(
     return triton_band(q, k, v, cu_seqlens, [1, 1, window], scale)[0]
 
 
-def mix_branches(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
-    """Σ gate_c · o_c."""
-    from nsa.ops.triton.mix import triton_mix
+def nsa_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    spec: NSASpec,
+    *,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The three branches and their gates as one operation."""
+    from nsa.ops.triton.gated import triton_gated
 
-    return triton_mix(o_cmp, o_sel, o_win, gates)
+    pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
+    return triton_gated(q, *pairs, gates, cu_seqlens, list(astuple(spec)), scale)[0]

@@ -168,7 +168,7 @@ def band_queries_kernel(
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -206,11 +206,12 @@ def band_queries_kernel(
                         KEYS, phase != 1, PRECISION,
                     )  # fmt: skip
         d = tl.arange(0, KEY_P)
-        tl.store(
-            dq + ((t - t0) * dq_t + h * dq_h)[:, None] + d[None, :],
-            (acc * scale_out).to(dq.dtype.element_ty),
-            mask=valid[:, None] & (d < KEY)[None, :],
-        )
+        at = ((t - t0) * dq_t + h * dq_h)[:, None] + d[None, :]
+        inside = valid[:, None] & (d < KEY)[None, :]
+        acc *= scale_out
+        if ADD:
+            acc += tl.load(dq + at, mask=inside, other=0.0)
+        tl.store(dq + at, acc.to(dq.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -56,32 +56,43 @@ def band_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; the same from run to run."""
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    delta = row_dot(do, o, dlse)
+    dk, dv = band_gradients(do, q, k, v, lse, delta, dq, False, band, cu_seqlens, scale)
+    return dq, dk, dv
+
+
+def band_gradients(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    add: bool,
+    band: list[int],
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(dk, dv), and dq written, or added to what is there, from the rows' Σ do·o `delta`."""
     q, k, v, do, lse = map(rows_contiguous, (q, k, v, do, lse))
     batch, seq_len = q.shape[:2]
-    delta = row_dot(do, o, dlse)
     constants = _constants(q, k, v, cu_seqlens, band)
     cu, documents = offsets_of(cu_seqlens)
-    inputs: dict[str, Any] = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "do": do,
-        "lse": lse,
-        "delta": delta,
-        "cu": cu,
-    }
+    inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "do": do}
+    inputs |= {"lse": lse, "delta": delta, "cu": cu}
     inputs |= strides(q=q, k=k, v=v, do=do, lse=lse)
     inputs |= {"seq_len": seq_len, "documents": documents}
     inputs |= {"scale": scale * LOG2E, "scale_out": scale}
     sizes = constants["KEY_P"], constants["VALUE_P"]
 
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     config = choose_config("band_queries", sizes, q.dtype)
     launch(
         band_queries_kernel,
         (slots(seq_len * constants["GROUP"], config.rows, cu_seqlens), k.shape[2], batch),
         inputs | {"dq": dq} | strides(dq=dq),
-        constants | {"ROWS": config.rows, "KEYS": config.keys},
+        constants | {"ROWS": config.rows, "KEYS": config.keys, "ADD": add},
         config,
     )
 
@@ -101,7 +112,7 @@ def band_backward(
         constants | {"ROWS": config.rows, "KEYS": config.keys, "HEADS": k.shape[2]},
         config,
     )
-    return dq, _add_up(dk, k.dtype), _add_up(dv, v.dtype)
+    return _add_up(dk, k.dtype), _add_up(dv, v.dtype)
 
 
 def _add_up(parts: Tensor, dtype: torch.dtype) -> Tensor:

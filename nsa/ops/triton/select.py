@@ -8,8 +8,6 @@ the sizes. A running top-n takes in each tile of importance.
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import torch
 import triton
 import triton.language as tl
@@ -221,8 +219,3 @@ def _(
     scale: float,
 ) -> Tensor:
     return q.new_empty(*q.shape[:2], k_cmp.shape[2], pattern[3], dtype=torch.int32)
-
-
-def pattern_of(spec: NSASpec) -> list[int]:
-    """A spec as custom ops take it: its seven numbers."""
-    return list(astuple(spec))

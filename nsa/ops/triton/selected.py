@@ -142,7 +142,8 @@ def selected_queries_kernel(
     seq_len, documents, scale, scale_out,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr, PACKED: tl.constexpr,
-    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
@@ -182,8 +183,9 @@ def selected_queries_kernel(
             ds = p * (dp - row_delta[:, None])
             acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
         d = tl.arange(0, KEY_P)
-        tl.store(
-            dq + (local * dq_t + h * dq_h)[:, None] + d[None, :],
-            (acc * scale_out).to(dq.dtype.element_ty),
-            mask=valid[:, None] & (d < KEY)[None, :],
-        )
+        at = (local * dq_t + h * dq_h)[:, None] + d[None, :]
+        inside = valid[:, None] & (d < KEY)[None, :]
+        acc *= scale_out
+        if ADD:
+            acc += tl.load(dq + at, mask=inside, other=0.0)
+        tl.store(dq + at, acc.to(dq.dtype.element_ty), mask=inside)

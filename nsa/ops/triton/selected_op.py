@@ -70,17 +70,38 @@ def selected_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; the same from run to run."""
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    delta = row_dot(do, o, torch.zeros_like(lse))
+    dk, dv = selected_gradients(
+        do, q, k, v, lse, delta, dq, False, block_index, spec, cu_seqlens, scale
+    )
+    return dq, dk, dv
+
+
+def selected_gradients(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    add: bool,
+    block_index: Tensor,
+    spec: NSASpec,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(dk, dv), and dq written, or added to what is there, from the rows' Σ do·o `delta`."""
     q, k, v, do, lse = map(rows_contiguous, (q, k, v, do, lse))
     batch, seq_len = q.shape[:2]
     constants = _constants(q, k, v, cu_seqlens, spec)
     cu, documents = offsets_of(cu_seqlens)
-    inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "do": do, "lse": lse, "cu": cu}
-    inputs |= {"delta": row_dot(do, o, torch.zeros_like(lse))}
+    inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "do": do}
+    inputs |= {"lse": lse, "delta": delta, "cu": cu}
     inputs |= strides(q=q, k=k, v=v, do=do, lse=lse)
     inputs |= {"seq_len": seq_len, "documents": documents}
     inputs |= {"scale": scale * LOG2E, "scale_out": scale}
-
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     config, tile = _tile("queries", constants, seq_len, spec, q.dtype)
     launch(
         selected_queries_kernel,
@@ -89,11 +110,10 @@ def selected_backward(
         | unite(block_index, cu_seqlens, spec, tile["QUERIES"])
         | {"dq": dq}
         | strides(dq=dq),
-        constants | tile,
+        constants | tile | {"ADD": add},
         config,
     )
-    dk, dv = _key_gradients(inputs, constants, block_index, cu_seqlens, spec)
-    return dq, dk, dv
+    return _key_gradients(inputs, constants, block_index, cu_seqlens, spec)
 
 
 def unite(
