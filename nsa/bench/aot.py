@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass
 from datetime import datetime, timezone
 from multiprocessing import get_context
 from typing import Any
@@ -22,8 +22,8 @@ from torch import Tensor
 from nsa.bench.compiled import CHIPS, Chip, Facts, Variant, compile_variant
 from nsa.ops.triton.band_op import band_backward, band_forward
 from nsa.ops.triton.configs import Choice, choosing
+from nsa.ops.triton.gated import gated_backward, gated_forward
 from nsa.ops.triton.launch import Launch, recording
-from nsa.ops.triton.mix import mix_backward, mix_forward
 from nsa.ops.triton.select import select_forward
 from nsa.ops.triton.selected_op import selected_backward, selected_forward
 from nsa.spec import NSASpec
@@ -33,7 +33,7 @@ from nsa.spec import NSASpec
 MOST_SPILLED = 64
 MOST_CANDIDATES = 4  # what nsa.ops.triton.configs promises
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SPEC, SCALE, DOCUMENTS = NSASpec(), 0.125, 5
+PAPER, SCALE, DOCUMENTS = NSASpec(), 0.125, 5
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Case:
     seq_len: int
     dtype: str
     packed: bool
+    spec: NSASpec = PAPER
 
     def tensors(self, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, v and cu_seqlens on the `meta` device."""
@@ -64,20 +65,20 @@ class Case:
 
     def __str__(self) -> str:
         sizes = f"{self.key}" if self.key == self.value else f"{self.key}/{self.value}"
-        packed = " packed" if self.packed else ""
-        return (
-            f"{self.operation} {self.heads}/{self.kv_heads} heads {sizes} {self.dtype} "
-            f"T={self.seq_len}{packed}"
-        )
+        words = [self.operation, f"{self.heads}/{self.kv_heads} heads", sizes, self.dtype]
+        words += [f"T={self.seq_len}", *["packed"] * self.packed]
+        if self.spec != PAPER:
+            words.append("-".join(str(number) for number in astuple(self.spec)))
+        return " ".join(words)
 
 
 def _compressed(case: Case) -> None:
-    keys = SPEC.compressed_len(case.seq_len)
-    _band(case, keys, [SPEC.block_len, SPEC.block_stride, 0])
+    keys = case.spec.compressed_len(case.seq_len)
+    _band(case, keys, [case.spec.block_len, case.spec.block_stride, 0])
 
 
 def _window(case: Case) -> None:
-    _band(case, case.seq_len, [1, 1, SPEC.window])
+    _band(case, case.seq_len, [1, 1, case.spec.window])
 
 
 def _band(case: Case, keys: int, band: list[int]) -> None:
@@ -87,22 +88,25 @@ def _band(case: Case, keys: int, band: list[int]) -> None:
 
 
 def _select(case: Case) -> None:
-    q, k, _, cu_seqlens = case.tensors(SPEC.compressed_len(case.seq_len))
+    q, k, _, cu_seqlens = case.tensors(case.spec.compressed_len(case.seq_len))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    select_forward(q, k, lse, cu_seqlens, SPEC, case.seq_len, SCALE)
+    select_forward(q, k, lse, cu_seqlens, case.spec, case.seq_len, SCALE)
 
 
 def _selected(case: Case) -> None:
     q, k, v, cu_seqlens = case.tensors(case.seq_len)
-    chosen = k.new_empty(*k.shape[:3], SPEC.select_top, dtype=torch.int32)
-    o, lse = selected_forward(q, k, v, chosen, cu_seqlens, SPEC, SCALE)
-    selected_backward(o, q, k, v, o, lse, chosen, cu_seqlens, SPEC, SCALE)
+    chosen = k.new_empty(*k.shape[:3], case.spec.select_top, dtype=torch.int32)
+    o, lse = selected_forward(q, k, v, chosen, cu_seqlens, case.spec, SCALE)
+    selected_backward(o, q, k, v, o, lse, chosen, cu_seqlens, case.spec, SCALE)
 
 
-def _mix(case: Case) -> None:
-    o, _, _, _ = replace(case, key=case.value).tensors(0)
-    gates = o.new_empty(*o.shape[:3], 3)
-    mix_backward(mix_forward(o, o, o, gates), o, o, o, gates)
+def _gated(case: Case) -> None:
+    q, k, v, cu_seqlens = case.tensors(case.seq_len)
+    _, k_cmp, v_cmp, _ = case.tensors(case.spec.compressed_len(case.seq_len))
+    keys_values, gates = [k_cmp, v_cmp, k, v, k, v], q.new_empty(*q.shape[:3], 3)
+    rest = cu_seqlens, case.spec, SCALE
+    o, index, *branches = gated_forward(q, keys_values, gates, *rest)
+    gated_backward(o, q, keys_values, gates, index, branches[::2], branches[1::2], *rest)
 
 
 # Every public operation, forward and backward, by what its launchers are given.
@@ -111,7 +115,7 @@ OPERATIONS: dict[str, Callable[[Case], None]] = {
     "select_blocks": _select,
     "selected_attention": _selected,
     "window_attention": _window,
-    "nsa_attention": _mix,  # beyond the branches above, their gated sum
+    "nsa_attention": _gated,
 }
 # Heads, key/value heads, key size, value size, and positions: few, where a tile of queries chooses
 # most blocks and one program adds up a key's gradient, or many. The model's own and a large one.
@@ -127,20 +131,28 @@ FULL = [
     for sizes in all_sizes
     for length in (FEW, MANY)
 ]
-# Triton compiles anew for a length of 1, lengths that 16 does not divide, and 64-bit strides.
-ODD = [(12, 2, 64, 64, 1), (12, 2, 64, 64, 2047), (64, 4, 128, 128, 2**19)]
+# Triton compiles anew for a length of 1, lengths that 16 does not divide, 64-bit strides, and
+# other blocks: a paged pattern, which libraries without overlapping blocks need.
+PAGED = NSASpec(block_len=64, block_stride=64, select_len=64)
+ODD = [
+    ((12, 2, 64, 64, 1), PAPER),
+    ((12, 2, 64, 64, 2047), PAPER),
+    ((64, 4, 128, 128, 2**19), PAPER),
+    ((12, 2, 64, 64, FEW), PAGED),
+    ((64, 4, 128, 128, MANY), PAGED),
+]
 
 
 def cases(full: bool, operations: Sequence[str]) -> list[Case]:
     """The calls to compile for: the two shapes that matter most or, with `full`, all of them."""
-    wanted = [(shape, "bf16") for shape in SUBSET]
+    wanted = [(shape, "bf16", PAPER) for shape in SUBSET]
     if full:
-        wanted = [(shape, dtype) for shape in FULL for dtype in DTYPES]
-        wanted += [(shape, "bf16") for shape in ODD]
+        wanted = [(shape, dtype, PAPER) for shape in FULL for dtype in DTYPES]
+        wanted += [(shape, "bf16", spec) for shape, spec in ODD]
     return [
-        Case(operation, *shape, dtype, packed)
+        Case(operation, *shape, dtype, packed, spec)
         for operation in operations
-        for shape, dtype in wanted
+        for shape, dtype, spec in wanted
         for packed in (False, True)
     ]
 
@@ -228,7 +240,7 @@ def _attempt(variant: Variant) -> Facts | str:
     try:
         return compile_variant(variant)
     except Exception as error:  # whatever the compiler ends with is this variant's failure
-        return f"{type(error).__name__}: {error.__cause__ or error}"
+        return " ".join(f"{type(error).__name__}: {error.__cause__ or error}".split())
 
 
 @contextmanager
@@ -250,7 +262,7 @@ _HEADER = _COLUMNS.format(
 def _line(variant: Variant, case: Case, config: str, facts: Facts | str, found: list[str]) -> str:
     names = (variant.kernel, str(case), config, variant.chip)
     if isinstance(facts, str):
-        return _COLUMNS.format(*names, "", "", "", "", "", "FAILS")
+        return _COLUMNS.format(*names, "", "", "", "", "", found[0])
     return _COLUMNS.format(
         *names,
         f"{facts.shared / 1024:.1f}",
@@ -258,5 +270,5 @@ def _line(variant: Variant, case: Case, config: str, facts: Facts | str, found: 
         facts.spilled,
         facts.tensor_core,
         facts.blocks_per_sm,
-        "FAILS" if found else "",
+        "; ".join(found),
     )

@@ -110,19 +110,22 @@ def compile_variant(variant: Variant) -> Facts:
     compiled = triton.compile(variant.source(), target=_target(variant.chip), options=options)
     registers, spilled = _resources(compiled.asm["cubin"])
     shared = compiled.metadata.shared
+    tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0
     return Facts(
         shared=shared,
-        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
+        tensor_memory=tensor_memory,
         registers=registers,
         spilled=spilled,
         products=len(PRODUCT.findall(compiled.asm["ttir"])),
         plain_products=len(PLAIN_PRODUCT.findall(compiled.asm["ttgir"])),
         tensor_core=len(TENSOR_CORE.findall(compiled.asm["ptx"])),
-        blocks_per_sm=_blocks_per_sm(CHIPS[variant.chip], shared, registers, variant.warps),
+        blocks_per_sm=_blocks_per_sm(
+            CHIPS[variant.chip], shared, tensor_memory, registers, variant.warps
+        ),
     )
 
 
-def _blocks_per_sm(chip: Chip, shared: int, registers: int, warps: int) -> int:
+def _blocks_per_sm(chip: Chip, shared: int, tensor_memory: int, registers: int, warps: int) -> int:
     """How many blocks fit at once: registers go out by 256 to a warp, and each block's shared
     memory takes 1 KB more for the system."""
     a_warp = -(-registers * 32 // 256) * 256
@@ -131,6 +134,7 @@ def _blocks_per_sm(chip: Chip, shared: int, registers: int, warps: int) -> int:
         chip.warps_per_sm // warps,
         chip.registers_per_sm // (a_warp * warps),
         chip.shared_per_sm // (shared + 1024),
+        chip.tensor_memory // max(tensor_memory, 1),
     )
 
 
