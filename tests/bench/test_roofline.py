@@ -1,0 +1,75 @@
+"""The counts behind the floors, against masks that are counted one by one; and the page's tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.bench.__main__ import main
+from nsa.bench.roofline import SPEEDS, work
+from nsa.bench.shapes import Shape
+from nsa.ops.reference import visible_blocks
+from nsa.spec import NSASpec
+
+SPEC = NSASpec(4, 2, 4, 3, 1, 1, 7)
+SHAPE = Shape("toy", 4, 2, 16, 8)
+BATCH, SEQ_LEN = 3, 29
+PAGE = Path(__file__).parents[2] / "docs/kernels.md"
+
+
+def seen_pairs() -> dict[str, int]:
+    """Query-key pairs of one head and sequence, from the definitions' masks."""
+    position = torch.arange(SEQ_LEN)
+    distance = position[:, None] - position
+    causal = distance >= 0
+    # Which blocks are chosen depends on the scores, how many positions that makes does not.
+    block = position // SPEC.select_len
+    chosen = torch.where(block[:, None] < SPEC.select_top, block < SPEC.select_top, block < 2)
+    own = block[:, None] == block
+    return {
+        "compressed": int(visible_blocks(SEQ_LEN, SPEC).sum()),
+        "window": int((causal & (distance < SPEC.window)).sum()),
+        "selected": int((causal & (chosen | own)).sum()),
+    }
+
+
+@pytest.mark.parametrize("branch", ["compressed", "window", "selected"])
+def test_operations_are_those_of_the_pairs_that_a_mask_lets_through(branch: str) -> None:
+    found = {item.kernel: item for item in work(SHAPE, BATCH, SEQ_LEN, SPEC)}
+    pairs = seen_pairs()[branch] * BATCH * SHAPE.heads
+    forward, queries, keys = (
+        found[f"{branch} {kernel}"] for kernel in ("forward", "queries", "keys")
+    )
+    assert forward.exps == queries.exps == keys.exps == pairs
+    # s and o; s, dp and dq; s, dv, dp and dk: two operations for each of the 16 or 8 elements.
+    assert forward.flops == pairs * 2 * (16 + 8)
+    assert queries.flops == pairs * 2 * (16 + 8 + 16)
+    assert keys.flops == pairs * 2 * (16 + 8 + 8 + 16)
+
+
+def test_choosing_costs_nothing_while_there_is_nothing_to_choose() -> None:
+    first, *_ = work(SHAPE, 1, SPEC.select_len * SPEC.select_top, SPEC)
+    assert (first.kernel, first.flops, first.exps) == ("select", 0, 0)
+
+
+def test_a_floor_is_the_slowest_of_the_three() -> None:
+    chip = SPEEDS["A100"]
+    for item in work(SHAPE, BATCH, SEQ_LEN, SPEC):
+        seconds, what = item.floor(chip)
+        times = {
+            "products": item.flops / chip.flops,
+            "exponentials": item.exps / chip.exps,
+            "memory": item.bytes / chip.bytes,
+        }
+        assert times[what] == seconds == max(times.values())
+
+
+@pytest.mark.parametrize(("shape", "length"), [("m7c", "2k"), ("64x4x128", "64k")])
+def test_the_tables_of_the_page_are_what_the_command_prints(
+    shape: str, length: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["roofline", "--shapes", shape, "--lengths", length])
+    printed = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
+    assert "\n".join(printed) in PAGE.read_text()
