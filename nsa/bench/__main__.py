@@ -7,11 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
+from nsa.bench.flags import add_gpu_verbs
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one benchmark."""
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m nsa.bench", description=__doc__)
     what = parser.add_subparsers(dest="what", required=True, metavar="what")
     cpu = what.add_parser("cpu", help="the PyTorch backend beside SDPA, on this processor")
@@ -24,7 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     aot.add_argument("--operation", nargs="+", default=[], help="these alone")
     aot.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     aot.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
-    flags = parser.parse_args(arguments)
+    add_gpu_verbs(what)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one benchmark."""
+    flags = _parser().parse_args(arguments)
+    if flags.what in ("kernels", "module", "train", "tune"):
+        flags.arguments = sys.argv[1:] if arguments is None else list(arguments)
+        # These keep their own JSON, case by case: a time limit must not cost what was measured.
+        import_module(f"nsa.bench.{flags.what}").run(flags)
+        return
     if flags.what == "aot":
         os.environ.pop("TRITON_INTERPRET", None)  # what it makes of a kernel cannot be compiled
         from nsa.bench import aot as gate
