@@ -25,15 +25,20 @@ def why_not(q: Tensor, *others: Tensor, by_name: bool) -> str | None:
     """Why these tensors cannot be served, or None; the interpreter serves only if asked by name."""
     if q.device.type != "cuda" and not (by_name and interpreted()):
         return f"tensors are on {q.device.type}, and it needs a CUDA device"
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
     if q.dtype == torch.float64:
         return "it has no float64"
     if max(x.shape[-1] for x in (q, *others)) > LARGEST_HEAD:
         return f"a head is larger than {LARGEST_HEAD}"
     if q.shape[0] * q.shape[2] > MOST_PROGRAMS:
         return f"batch times heads is more than {MOST_PROGRAMS}"
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < OLDEST:
+    return _lacking(q.device)
+
+
+@torch.compiler.assume_constant_result
+def _lacking(device: torch.device) -> str | None:
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
         return f"the GPU is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
     return None
 

@@ -99,7 +99,7 @@ def band_forward_kernel(
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     slot = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of keys first
     tile, start, length, first_key = _place(
@@ -170,7 +170,7 @@ def band_queries_kernel(
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
     tile, start, length, first_key = _place(
@@ -264,7 +264,7 @@ def band_keys_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
-    head = tl.program_id(2) % HEADS
+    head = (tl.program_id(2) % HEADS).to(tl.int64)
     batch = (tl.program_id(2) // HEADS).to(tl.int64)
     tile, start, length, doc_key = _place(
         cu, documents, tl.program_id(0), seq_len, 1, KEYS * STRIDE, LEN, STRIDE, PACKED

@@ -7,7 +7,7 @@ real launchers with tensors on the `meta` device, so what it compiles is what ru
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,10 @@ def launch(
         return
     if 0 in grid:
         return
-    kernel[tuple(grid)](**arguments, **constants, num_warps=config.warps, num_stages=config.stages)
+    tensor = next(x for x in arguments.values() if isinstance(x, torch.Tensor))
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
+        kernel[tuple(grid)](**arguments, **constants, **options)
 
 
 @contextmanager
@@ -68,5 +71,9 @@ def strides(**tensors: torch.Tensor) -> dict[str, int]:
 
 
 def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """x with its last dimension contiguous, which is all that the kernels ask of a layout."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x [B, T, H, ...] as the kernels ask for it.
+
+    The last dimension is contiguous, and the distance between two heads of a group fits 32 bits.
+    """
+    near = x.shape[2] * x.stride(2) < 2**31
+    return x if x.stride(-1) == 1 and near else x.contiguous()

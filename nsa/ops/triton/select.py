@@ -100,7 +100,7 @@ def select_kernel(
     TOP: tl.constexpr, TOP_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
     PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     start = 0

@@ -39,7 +39,7 @@ def union_kernel(
 ):  # fmt: skip
     """The union of the blocks of a tile's queries, ascending, and who is in each as bits."""
     slot = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     tile, start, length = place_tile(cu, documents, slot, seq_len, QUERIES, PACKED)
     row = tl.arange(0, QUERIES_P)
@@ -92,7 +92,7 @@ def selected_forward_kernel(
     QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest lists first
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     tile, start, length = place_tile(cu, documents, slot, seq_len, QUERIES, PACKED)
     if tile * QUERIES < length:
@@ -146,7 +146,7 @@ def selected_queries_kernel(
     ADD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     tile, start, length = place_tile(cu, documents, slot, seq_len, QUERIES, PACKED)
     if tile * QUERIES < length:

@@ -38,7 +38,7 @@ def selected_keys_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)  # of a block longer than KEYS
-    head = tl.program_id(2) % HEADS
+    head = (tl.program_id(2) % HEADS).to(tl.int64)
     batch = (tl.program_id(2) // HEADS).to(tl.int64)
     offsets += batch * offsets_b + head * offsets_t
     queries += batch * queries_b + head * queries_t
@@ -121,7 +121,7 @@ def add_parts_kernel(
     """Add the parts of a block with a long list."""
     block = tl.program_id(0)
     part = tl.program_id(1)
-    head = tl.program_id(2) % HEADS
+    head = (tl.program_id(2) % HEADS).to(tl.int64)
     batch = (tl.program_id(2) // HEADS).to(tl.int64)
     offsets += batch * offsets_b + head * offsets_t
     begin = tl.load(offsets + block)
