@@ -93,6 +93,19 @@ def bench(arguments: list[str]) -> None:
         bench_main(arguments)
 
 
+def gpu(arguments: list[str]) -> None:
+    """The script says which benchmarks it would run, and each of them must understand its flags."""
+    script = ["bash", str(ROOT / "launch/gpu.sh"), "--dry-run", *arguments]
+    done = subprocess.run(script, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr)
+    for line in done.stdout.splitlines():
+        _, found, flags = line.partition(" -m nsa.bench ")
+        if found:
+            with contextlib.suppress(_Understood):
+                bench(flags.split())
+
+
 def tests(arguments: list[str]) -> None:
     """pytest's arguments: collecting this folder is enough where they name no other."""
     if not arguments:
@@ -120,6 +133,7 @@ def tensorboard(arguments: list[str]) -> None:
 # The first that a command begins with counts.
 RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/m7c.sh": partial(recipe, "recipes/m7c.py", ranks=2),
+    "bash launch/gpu.sh": gpu,
     "bash launch/test.sh": tests,
     "bash launch/setup.sh": no_arguments,
     "deepspeed": launcher,

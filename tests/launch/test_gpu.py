@@ -1,0 +1,76 @@
+"""`launch/gpu.sh`: all that needs a GPU in one command, and no stage costs the others theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from nsa.bench.__main__ import _parser
+from tests.ranks import ROOT
+
+
+def gpu_sh(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", ROOT / "launch/gpu.sh", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        timeout=60,
+    )
+
+
+def test_every_benchmark_of_the_gpu_script_is_one_that_exists(tmp_path: Path) -> None:
+    for flags in ([], ["--rehearse"]):
+        done = gpu_sh("--dry-run", "--out", str(tmp_path / "x"), *flags, PYTHON="python")
+        assert done.returncode == 0, done.stderr
+        commands = [line.split() for line in done.stdout.splitlines()]
+        assert len(commands) == 7
+        limits = 0.0
+        for words in commands:
+            if words[:3] == ["python", "-m", "nsa.bench"]:
+                limits += getattr(_parser().parse_args(words[3:]), "limit", 0)
+        assert 0 < limits < 600
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_stage_of_the_gpu_script_leaves_its_figures(tmp_path: Path) -> None:
+    done = gpu_sh("--rehearse", "--stage", "kernels", "--out", str(tmp_path / "out"),
+                  PYTHON=sys.executable)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out/kernels.json").read_text())
+    assert found["finished"]
+    assert "nsa_attention blockwise" in (tmp_path / "out/gpu.log").read_text()
+    assert "kernels" in done.stdout.splitlines()[-1]
+
+
+def test_a_stage_that_hangs_or_fails_costs_the_others_nothing(tmp_path: Path) -> None:
+    """Not even where it leaves a process behind that holds its output open."""
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/usr/bin/env bash\n"
+        'case "$*" in\n'
+        "*bench\\ tune*) setsid sleep 8 & sleep 60 ;;\n"
+        "*bench\\ kernels*) exit 3 ;;\n"
+        "*) echo reached ;;\n"
+        "esac\n"
+    )
+    python.chmod(0o755)
+    began = time.monotonic()
+    with (tmp_path / "said").open("w") as said:
+        done = subprocess.run(
+            ["bash", ROOT / "launch/gpu.sh", "--rehearse", "--limit", "1", "--out", tmp_path / "o",
+             "--stage", "tune", "--stage", "kernels", "--stage", "train"],
+            stdout=said, env={**os.environ, "PYTHON": str(python)},
+        )  # fmt: skip
+    assert time.monotonic() - began < 7
+    assert done.returncode == 1
+    *_, tune, kernels, last = (tmp_path / "said").read_text().splitlines()
+    assert "ENDED by its limit" in tune
+    assert "FAILED with exit code 3" in kernels
+    assert last.startswith("gpu: train")
+    assert last.endswith("done")
+    assert "reached" in (tmp_path / "said").read_text()
