@@ -13,6 +13,7 @@ from nsa.model.block import Block
 from nsa.model.compressor import MLPCompressor
 from nsa.model.config import ModelConfig
 from nsa.model.layout import Layout
+from nsa.model.loss import linear_cross_entropy
 from nsa.model.segments import segment_runner
 
 
@@ -44,6 +45,11 @@ class LanguageModel(nn.Module):
         config = self.config
         if input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
+        if labels is not None and labels.shape != input_ids.shape:
+            raise ValueError(
+                f"labels has shape {tuple(labels.shape)} and input_ids {tuple(input_ids.shape)}; "
+                "labels[b, t] is the token after input_ids[b, t]"
+            )
         layout = Layout.of(
             input_ids.shape[1],
             cu_seqlens,
@@ -57,16 +63,10 @@ class LanguageModel(nn.Module):
         run = segment_runner(config.activation_checkpointing if recompute else "none")
         for block in self.blocks:
             x = run(partial(block, layout=layout), x)
-        logits = F.linear(self.norm(x), self.embed.weight)
+        x = self.norm(x)
         if labels is None:
-            return logits
-        if labels.shape != input_ids.shape:
-            raise ValueError(
-                f"labels has shape {tuple(labels.shape)} and input_ids {tuple(input_ids.shape)}; "
-                "labels[b, t] is the token after input_ids[b, t]"
-            )
-        total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
-        return total / (labels != -100).sum().clamp(min=1)
+            return F.linear(x, self.embed.weight)
+        return linear_cross_entropy(x.flatten(0, 1), self.embed.weight, labels.flatten())
 
     @torch.no_grad()
     def _initialise(self) -> None:

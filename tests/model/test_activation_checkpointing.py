@@ -45,7 +45,7 @@ class CountedOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
-        if name.startswith("nsa::") or "scaled_dot_product" in name:
+        if name.startswith("nsa::blockwise") or "scaled_dot_product" in name:
             self.calls[name.removeprefix("nsa::")] += 1
         return func(*args, **(kwargs or {}))
 

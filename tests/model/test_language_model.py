@@ -53,8 +53,7 @@ def test_the_blockwise_model_is_the_reference_model(attention: str) -> None:
     losses, gradients = [], []
     for backend in ("blockwise", "reference"):
         model = build(replace(config, attention=replace(config.attention, backend=backend)))
-        logits = model(ids).flatten(0, 1)  # the model's own loss is rounded to float32
-        losses.append(F.cross_entropy(logits, ids.roll(-1, 1).flatten()))
+        losses.append(model(ids, labels=ids.roll(-1, 1)))
         gradients.append(torch.autograd.grad(losses[-1], list(model.parameters())))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-10, atol=0)
     for a, b in zip(*gradients, strict=True):
@@ -89,10 +88,34 @@ def test_labels_of_minus_100_are_left_out_of_the_mean(attention: str) -> None:
     model, ids = build(tiny(attention)), tokens(20, batch=2)
     labels = ids.roll(-1, 1)
     labels[0, 5:] = -100
-    logits = model(ids)
     kept = labels != -100
-    expected = F.cross_entropy(logits[kept].float(), labels[kept])
-    torch.testing.assert_close(model(ids, labels=labels), expected, rtol=1e-5, atol=0)
+    expected = F.cross_entropy(model(ids)[kept], labels[kept])
+    torch.testing.assert_close(model(ids, labels=labels), expected, rtol=1e-12, atol=0)
+
+
+@attentions
+def test_the_loss_learns_what_the_logits_teach(attention: str) -> None:
+    """The embedding, which is also the head, has the gradients of both."""
+    model, ids = build(tiny(attention)), tokens(20, batch=2)
+    labels = ids.roll(-1, 1)
+    plain = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+    gradients = [
+        torch.autograd.grad(loss, list(model.parameters()))
+        for loss in (model(ids, labels=labels), plain)
+    ]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", ["dense", "mlp"])
+def test_the_whole_model_compiles_as_one_graph_with_the_same_results(attention: str) -> None:
+    model, ids = build(tiny(attention), torch.float32), tokens(40)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    losses = [f(ids, labels=ids.roll(-1, 1)) for f in (model, compiled)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @attentions

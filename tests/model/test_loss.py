@@ -1,0 +1,238 @@
+"""The loss from hidden states is the plain one, and needs neither its memory nor its time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from nsa.model import loss
+from nsa.model.loss import linear_cross_entropy, loss_and_gradients
+
+ROOT = Path(__file__).parents[2]
+TOKENS, WIDTH, VOCABULARY = 700, 48, 900
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """As a user would write it."""
+    logits = F.linear(hidden, weight)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, labels, reduction="sum") / (labels != -100).sum().clamp(min=1)
+
+
+def inputs(
+    dtype: torch.dtype, tokens: int = TOKENS, width: int = WIDTH, vocabulary: int = VOCABULARY
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, a weight and labels of which some are left out."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=draw, dtype=torch.float64)
+    weight = torch.randn(vocabulary, width, generator=draw, dtype=torch.float64) / 4
+    labels = torch.randint(vocabulary, (tokens,), generator=draw)
+    labels[::7] = -100
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
+
+
+def with_gradients(
+    function: Function, hidden: Tensor, weight: Tensor, labels: Tensor
+) -> list[Tensor]:
+    """The loss and its gradients, from above scaled by what no power of two is."""
+    value = function(hidden, weight, labels)
+    return [value.detach(), *torch.autograd.grad(value / 3, (hidden, weight))]
+
+
+@pytest.fixture(params=[1, 5], ids=["one product", "five products"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Into how many products the tokens are divided; 700 by five, and others leave a rest."""
+    if request.param > 1:
+        monkeypatch.setattr(loss, "PRODUCT", TOKENS * VOCABULARY // request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("tokens", [1, 697, TOKENS])
+def test_it_is_the_plain_loss(products: int, tokens: int) -> None:
+    arguments = inputs(torch.float64, tokens)
+    actual, expected = (with_gradients(f, *arguments) for f in (linear_cross_entropy, plain))
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == torch.float64
+        torch.testing.assert_close(a, e, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("product", [loss.PRODUCT, 40])
+def test_its_gradient_is_that_of_its_value(monkeypatch: pytest.MonkeyPatch, product: int) -> None:
+    monkeypatch.setattr(loss, "PRODUCT", product)
+    hidden, weight, labels = inputs(torch.float64, 9, 4, 11)
+    assert torch.autograd.gradcheck(
+        lambda hidden, weight: linear_cross_entropy(hidden, weight, labels), (hidden, weight)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_it_loses_no_more_than_twice_what_the_plain_loss_loses(
+    products: int, dtype: torch.dtype
+) -> None:
+    """Against float64, plus the noise of a float32 sum over the tokens in another order."""
+    hidden, weight, labels = inputs(dtype)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = with_gradients(plain, *wide, labels)
+    actual, usual = (
+        with_gradients(f, hidden, weight, labels) for f in (linear_cross_entropy, plain)
+    )
+    floor = TOKENS**0.5 * torch.finfo(torch.float32).eps / 2
+    for kind, a, u, e in zip((torch.float32, dtype, dtype), actual, usual, exact, strict=True):
+        assert a.dtype == kind
+        lost, usually = (float((x.double() - e).norm() / e.norm()) for x in (a, u))
+        assert lost <= 2 * usually + floor, (lost, usually)
+
+
+def test_what_the_loss_is_divided_by_is_not_rounded_to_bf16() -> None:
+    """1/1,800 in bf16 would make every gradient a quarter of a percent larger."""
+    hidden, weight, labels = inputs(torch.bfloat16)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    actual = with_gradients(linear_cross_entropy, hidden, weight, labels)
+    for a, e in zip(actual, with_gradients(plain, *wide, labels), strict=True):
+        assert float((a.double() * e).sum() / e.square().sum()) == pytest.approx(1, abs=5e-4)
+
+
+def test_a_token_that_is_nearly_certain_keeps_its_small_gradient() -> None:
+    """p − 1 of a p that bf16 rounds to 1."""
+    hidden, weight = torch.tensor([[7.0]]), torch.tensor([[1.0], [0.0]])
+    arguments = [x.bfloat16().requires_grad_() for x in (hidden, weight)]
+    label = torch.tensor([0])
+    actual, expected = (with_gradients(f, *arguments, label) for f in (linear_cross_entropy, plain))
+    assert float(expected[1]) != 0
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-2, atol=0)
+
+
+def test_without_any_label_the_loss_is_zero_and_so_are_the_gradients(products: int) -> None:
+    hidden, weight, labels = inputs(torch.bfloat16)
+    value, *gradients = with_gradients(
+        linear_cross_entropy, hidden, weight, torch.full_like(labels, -100)
+    )
+    assert value.item() == 0
+    assert not any(bool(gradient.any()) for gradient in gradients)
+
+
+@pytest.mark.parametrize("label", [-1, -99, VOCABULARY])
+def test_a_label_that_is_no_token_is_refused(label: int) -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    labels[3] = label
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        linear_cross_entropy(hidden, weight, labels)
+
+
+def test_gradients_are_computed_once_and_for_learning_only(products: int) -> None:
+    """Products of matrices: one for the logits, two for their gradients."""
+    hidden, weight, labels = inputs(torch.float32)
+
+    def multiplied(learns: bool, *tensors: Tensor) -> int:
+        with profile(activities=[ProfilerActivity.CPU]) as seen, torch.set_grad_enabled(learns):
+            value = linear_cross_entropy(*tensors, labels)
+            if value.requires_grad:
+                value.backward()
+        return sum(event.count for event in seen.key_averages() if event.key == "aten::mm")
+
+    assert multiplied(True, hidden, weight) == 3 * products
+    assert multiplied(False, hidden, weight) == products
+    assert multiplied(True, hidden.detach(), weight.detach()) == products
+
+
+def test_pytorchs_counter_sees_its_operations() -> None:
+    hidden, weight, labels = inputs(torch.float32)
+    counts = []
+    for function in (linear_cross_entropy, plain):
+        with FlopCounterMode(display=False) as counter:
+            function(hidden, weight, labels).backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
+
+
+def test_it_is_the_same_to_the_bit_each_time(products: int) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (
+            with_gradients(linear_cross_entropy, *inputs(torch.bfloat16)) for _ in range(2)
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_it_is_not_changed_by_autocast() -> None:
+    usual = with_gradients(linear_cross_entropy, *inputs(torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = with_gradients(linear_cross_entropy, *inputs(torch.float32))
+    for a, b in zip(cast, usual, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_op_is_what_it_declares(products: int, dtype: torch.dtype) -> None:
+    hidden, weight, labels = inputs(dtype)
+    kinds = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(loss_and_gradients, (hidden, weight, labels, True), test_utils=kinds)
+    fixed = (hidden.detach(), weight.detach(), labels, False)
+    torch.library.opcheck(loss_and_gradients, fixed, test_utils=kinds)
+
+
+def test_it_compiles_as_one_graph_with_the_same_results() -> None:
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        arguments = inputs(dtype)
+        actual, expected = (with_gradients(f, *arguments) for f in (compiled, linear_cross_entropy))
+        for a, e in zip(actual, expected, strict=True):
+            assert torch.equal(a, e)
+
+
+# As in tests/ops/test_memory.py: VmHWM is this process's own, and a small first call pays for what
+# is loaded and kept. It only rises, so what needs least goes first.
+MEASURE = """
+import torch
+from nsa.model import loss
+from tests.model.test_loss import inputs, plain
+
+def kilobytes(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+torch.set_num_threads(1)
+for function, dtype, product in (
+    (loss.linear_cross_entropy, torch.float32, 2**22),
+    (loss.linear_cross_entropy, torch.bfloat16, loss.PRODUCT),
+    (plain, torch.bfloat16, loss.PRODUCT),
+):
+    loss.PRODUCT = product
+    function(*inputs(dtype, 8, 8, 8)).backward()
+    arguments = inputs(dtype, 2_048, 16, 8_192)
+    before = kilobytes("VmRSS")
+    function(*arguments).backward()
+    print(1024 * (kilobytes("VmHWM") - before))
+"""
+
+
+def test_the_logits_of_all_tokens_are_never_in_memory_in_float32() -> None:
+    """Nor, in any dtype, those of more than one product; the plain loss would break both bounds."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(
+        [sys.executable, "-c", MEASURE],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    four_products, one_product, usual = map(int, printed.split())
+    logits = 4 * 2_048 * 8_192
+    assert 0 < four_products < 0.45 * logits  # a quarter, and a few rows' softmax
+    assert 0 < one_product < 0.8 * logits  # two bytes each, and a few rows' softmax
+    assert usual > 2 * logits
