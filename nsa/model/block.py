@@ -1,4 +1,11 @@
-"""One transformer block, which is also one activation-checkpoint segment."""
+"""One transformer block, which is also one activation-checkpoint segment.
+
+Around the attention PyTorch's own operations are left as they are. On CUDA nn.RMSNorm is one kernel
+(torch 2.9 on). SwiGLU is two forward and three back, without a copy in float32: 14 passes over its
+hidden values, of which fusing would spare six, some 2% of M7C's step by count and not measured.
+Compiled blocks would fuse both, but packed documents bring new shapes each step, and dense
+attention over them does not compile.
+"""
 
 from __future__ import annotations
 

@@ -56,6 +56,14 @@ def test_turning_keeps_the_dtype_and_rounds_once(dtype: torch.dtype) -> None:
     torch.testing.assert_close(turned.double(), exact, rtol=step, atol=step)
 
 
+def test_the_gradient_of_a_turn_is_the_turn_back() -> None:
+    x = torch.randn(2, 5, 3, 6, dtype=torch.float64, requires_grad=True)
+    rotary = layout(5).rotary
+    assert torch.autograd.gradcheck(rotary.turn, x)
+    (back,) = torch.autograd.grad(rotary.turn(x), x, rotary.turn(x.detach()))
+    torch.testing.assert_close(back, x.detach(), rtol=0, atol=1e-6)
+
+
 def test_positions_and_blocks_restart_with_each_document() -> None:
     both = layout(17, packed(10, 0, 3, 4))
     x = torch.randn(1, 17, 1, 6, dtype=torch.float64)
