@@ -260,6 +260,7 @@ def _(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     *tensors, cu_seqlens, ctx.pattern, ctx.scale = inputs
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # no zeros of seven outputs' size for gradients not there
     ctx.save_for_backward(*tensors, *output[1:], cu_seqlens)
 
 

@@ -59,7 +59,8 @@ def union_kernel(
         for first in range(0, last // SELECT + 1, BLOCKS):
             j = first + tl.arange(0, BLOCKS)
             mine = tl.max((index[:, :, None] == j[None, None, :]).to(tl.int32), 1)
-            bits = tl.sum(mine << row[:, None], 0)
+            # Blocks past the tile's last query could outgrow the list's room, and nobody sees them.
+            bits = tl.where(j * SELECT <= last, tl.sum(mine << row[:, None], 0), 0)
             some = (bits != 0).to(tl.int32)
             at = place + count + tl.cumsum(some, 0) - 1
             tl.store(blocks + at, j, mask=bits != 0)

@@ -72,10 +72,19 @@ def selected_backward(
     """The gradients of q, k and v; the same from run to run."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = row_dot(do, o, torch.zeros_like(lse))
-    dk, dv = selected_gradients(
-        do, q, k, v, lse, delta, dq, False, block_index, spec, cu_seqlens, scale
-    )
+    chosen = _each_once(block_index)
+    dk, dv = selected_gradients(do, q, k, v, lse, delta, dq, False, chosen, spec, cu_seqlens, scale)
     return dq, dk, dv
+
+
+def _each_once(block_index: Tensor) -> Tensor:
+    """Without the blocks that a query names again; `select_blocks` names none again.
+
+    They would count again for keys and values, and lists could outgrow the room for their parts.
+    """
+    ordered = block_index.sort(dim=-1).values
+    again = ordered[..., 1:] == ordered[..., :-1]
+    return ordered.masked_fill(torch.nn.functional.pad(again, (1, 0)), -1)
 
 
 def selected_gradients(
@@ -310,6 +319,7 @@ def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tenso
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, v, block_index, cu_seqlens, *ctx.static = inputs
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, block_index, cu_seqlens)
 
 
