@@ -72,6 +72,7 @@ command_of() {
         bench tune "$2" tune "${size[@]}"
         ;;
     kernels)
+        size=(--backends triton)
         [ -z "$rehearse" ] || size=(--shapes 4x2x16 --lengths 128 --tokens 128)
         bench kernels "$2" kernels "${size[@]}"
         ;;

@@ -73,6 +73,9 @@ def flex(inputs: Inputs, spec: NSASpec | None) -> Contender:
     mask = block_mask(seq_len, spec, device)
     attend: Callable[..., Tensor] = flex_attention
     if device.type == "cuda":
+        # Each mask, length and mode is a version of its own. Past the limit it would run uncompiled
+        # and write out T x T scores; with fullgraph that is an error instead.
+        torch._dynamo.config.recompile_limit = 64
         attend = torch.compile(flex_attention, fullgraph=True)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

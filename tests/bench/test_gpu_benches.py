@@ -127,7 +127,8 @@ def test_ratios_are_quotients_of_times_in_the_same_case(bench: Bench, device: st
                 expected = None if this is None or other is None else this / other
                 assert ratios[what] == (expected and pytest.approx(expected))
     assert whole["ratios"]["sdpa-flash"]["forward_backward"] > 0
-    assert whole["contenders"]["flex-causal"]["difference"]["relative"] < 1e-5
+    allowed = 1e-5 if device == "cpu" else 0.01  # fp32, bf16
+    assert whole["contenders"]["flex-causal"]["difference"]["relative"] < allowed
     forward = {name: figure(one, "forward") for name, one in parts["contenders"].items()}
     assert set(forward) == set(FUNCTIONS)
     assert parts["forward_share"] == {
@@ -185,6 +186,11 @@ def test_one_contender_that_fails_leaves_the_others_their_figures() -> None:
     assert "one block size" in found["refused"]["why_not"]["all"]
 
 
+def test_how_far_outputs_are_apart_is_relative_and_over_all_of_them() -> None:
+    x, y = torch.randn(2, 5000, 1, 3), torch.randn(2, 5000, 1, 3)
+    assert difference(x, y) == pytest.approx(((x - y).norm() / y.norm()).item())
+
+
 def test_contenders_take_turns() -> None:
     order: list[str] = []
     steps = {name: lambda name=name: order.append(name) for name in "abc"}
@@ -210,11 +216,11 @@ def test_a_case_that_fails_ends_neither_the_run_nor_the_file(tmp_path: Path) -> 
         raise RuntimeError("out of memory")
 
     one.attempt("first", lambda: one.add({"case": "first"}))
-    one.attempt("second", fails)
     now = json.loads((tmp_path / "figures.json").read_text())  # as if it were ended here
-    assert now["rows"] == [{"case": "first"}]
+    assert (now["rows"], now["finished"]) == ([{"case": "first"}], False)
+    one.attempt("second", fails)
+    now = json.loads((tmp_path / "figures.json").read_text())
     assert now["skipped"] == [{"case": "second", "why": "RuntimeError: out of memory"}]
-    assert now["finished"] is False
     one.attempt("third", lambda: one.add({"case": "third"}))
     assert one.finish()["finished"] is False
     assert len(json.loads((tmp_path / "figures.json").read_text())["rows"]) == 2
