@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from nsa.bench.flags import add_gpu_verbs
+from nsa.bench.shapes import lengths
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -26,6 +27,11 @@ def _parser() -> argparse.ArgumentParser:
     aot.add_argument("--operation", nargs="+", default=[], help="these alone")
     aot.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     aot.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
+    floors = what.add_parser("roofline", help="the least work of each kernel, and its time")
+    floors.add_argument("--shapes", default="m7c,64x4x128", help="names, with commas between")
+    floors.add_argument("--lengths", type=lengths, default="2k,64k", help="such as 2k,64k")
+    floors.add_argument("--tokens", type=int, default=65_536, help="of a batch")
+    floors.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
     add_gpu_verbs(what)
     return parser
 
@@ -43,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from nsa.bench import aot as gate
 
         result = gate.run(flags.arch.split(","), flags.full, flags.operation, flags.jobs)
+    elif flags.what == "roofline":
+        from nsa.bench import roofline
+
+        result = roofline.run(flags.shapes.split(","), flags.lengths, flags.tokens)
     else:
         from nsa.bench import cpu as bench
 
