@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def choose_config(operation: str, sizes: tuple[int, int], dtype: torch.dtype) ->
     if _choice is not None:
         return _choice(operation, options)
     tuned = _tuned().get(tuning_key(operation, sizes, dtype))
-    return next((option for option in options if option == tuned), options[0])
+    return next((option for option in options if list(astuple(option)) == tuned), options[0])
 
 
 # By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the likeliest first.
@@ -120,19 +121,25 @@ def keep_tuned(chosen: dict[str, Config]) -> Path:
     path = tuned_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     known = _read(path)
-    known.update({key: [c.rows, c.keys, c.warps, c.stages] for key, c in chosen.items()})
-    path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    known.update({key: list(astuple(config)) for key, config in chosen.items()})
+    # Whole or not at all: a run may read it now, and this one may be ended.
+    beside = path.with_suffix(f".{os.getpid()}")
+    beside.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    beside.replace(path)
     _tuned.cache_clear()
     return path
 
 
 @lru_cache(maxsize=1)
-def _tuned() -> dict[str, Config]:
-    return {key: Config(*numbers) for key, numbers in _read(tuned_path()).items()}
+def _tuned() -> dict[str, list[int]]:
+    return _read(tuned_path())
 
 
 def _read(path: Path) -> dict[str, list[int]]:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        warnings.warn(f"{path} is passed over: {error}; tune again or delete it", stacklevel=2)
         return {}
