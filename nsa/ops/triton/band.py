@@ -19,6 +19,7 @@ from nsa.ops.triton.common import (
     locate,
     probabilities,
     softmax_step,
+    span,
     visible,
 )
 
@@ -48,17 +49,6 @@ def _row_bounds(first_row, length, GROUP: tl.constexpr, LEN: tl.constexpr, STRID
         a = tl.cdiv(tl.maximum(t_last + 1 - WINDOW, 0), KEYS) * KEYS
     b = tl.maximum(visible(t_first, LEN, STRIDE) // KEYS * KEYS, a)
     return low, a, b, high
-
-
-@triton.jit
-def _span(PHASE: tl.constexpr, low, a, b, high):
-    """Where the keys before a (masked), from a to b (not), and from b on (masked) begin and end."""
-    if PHASE == 0:
-        return low, tl.minimum(a, high)
-    elif PHASE == 1:
-        return a, b
-    else:
-        return b, high
 
 
 @triton.jit
@@ -125,7 +115,7 @@ def band_forward_kernel(
         low, a, b, high = _row_bounds(first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS)
         for phase in tl.static_range(3):
             if phase > 0 or WINDOW > 0:
-                begin, end = _span(phase, low, a, b, high)
+                begin, end = span(phase, low, a, b, high)
                 for first in range(begin, end, KEYS):
                     m, total, acc = _forward_step(
                         q_tile, t, m, total, acc, k, v, k_t, v_t, first, high, scale,
@@ -198,7 +188,7 @@ def band_queries_kernel(
         low, a, b, high = _row_bounds(first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS)
         for phase in tl.static_range(3):
             if phase > 0 or WINDOW > 0:
-                begin, end = _span(phase, low, a, b, high)
+                begin, end = span(phase, low, a, b, high)
                 for first in range(begin, end, KEYS):
                     acc = _queries_step(
                         q_tile, do_tile, t, row_lse, row_delta, acc, k, v, k_t, v_t, first, high,
@@ -303,7 +293,7 @@ def band_keys_kernel(
         r1 = r0 + tl.cdiv(tl.maximum(all_begin * GROUP - r0, 0), ROWS) * ROWS
         r2 = r1 + tl.maximum(all_end * GROUP - r1, 0) // ROWS * ROWS
         for phase in tl.static_range(3):
-            from_row, to_row = _span(phase, r0, r1, r2, r3)
+            from_row, to_row = span(phase, r0, r1, r2, r3)
             for row in range(from_row, to_row, ROWS):
                 dk_acc, dv_acc = _keys_step(
                     k_tile, v_tile, n, dk_acc, dv_acc, q, do, lse, delta, q_t, q_h, do_t, do_h,

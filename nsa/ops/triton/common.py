@@ -69,6 +69,17 @@ def load_rows(base, at, row_stride, SIZE: tl.constexpr, PADDED: tl.constexpr, ma
 
 
 @triton.jit
+def span(PHASE: tl.constexpr, low, a, b, high):
+    """Where the keys before a (masked), from a to b (not), and from b on (masked) begin and end."""
+    if PHASE == 0:
+        return low, tl.minimum(a, high)
+    elif PHASE == 1:
+        return a, b
+    else:
+        return b, high
+
+
+@triton.jit
 def softmax_step(s, v, m, total, acc, PRECISION: tl.constexpr):
     """Take scores (base 2, -inf where unseen) and their values into a running softmax."""
     m_new = tl.maximum(m, tl.max(s, 1))

@@ -23,6 +23,7 @@ from nsa.ops.triton.common import (
     precision,
     probabilities,
     slots,
+    span,
     visible,
 )
 from nsa.ops.triton.configs import choose_config
@@ -37,7 +38,7 @@ def _importance(
     q, k, lse, t, j, valid, q_t, q_h, k_t, lse_t, lse_h, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, KEY_P: tl.constexpr,
     LEN: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ over heads and overlapping visible blocks i of p[i] · overlap(i, j): [QUERIES, BLOCKS].
 
@@ -54,7 +55,7 @@ def _importance(
     total = tl.zeros([QUERIES, BLOCKS], tl.float32)
     for c in range(COUNT):
         i = low + c
-        known = (i >= 0) & (i < most)
+        known = ((i >= 0) & (i < most)) if MASKED else None
         k_tile = load_rows(k, i.to(tl.int64), k_t, KEY, KEY_P, known)
         p = tl.zeros([QUERIES, BLOCKS], tl.float32)
         for h in range(GROUP):
@@ -64,8 +65,9 @@ def _importance(
             p += probabilities(s, row_lse[:, None])
         shared = tl.minimum(i * STRIDE + LEN, (j + 1) * SELECT) - tl.maximum(i * STRIDE, j * SELECT)
         weight = tl.maximum(shared, 0).to(tl.float32)
-        seen = known[None, :] & (i[None, :] < seen_by[:, None])
-        total += tl.where(seen, p * weight[None, :], 0.0)
+        if MASKED:
+            p = tl.where(known[None, :] & (i[None, :] < seen_by[:, None]), p, 0.0)
+        total += p * weight[None, :]
     return total
 
 
@@ -129,16 +131,24 @@ def select_kernel(
         if last >= TOP:
             best = tl.where(slot < TOP, -1.0, float("inf")) + tl.zeros([QUERIES, 1], tl.float32)
             index = tl.where(slot < TOP, NONE + slot, NONE) + tl.zeros([QUERIES, 1], tl.int32)
-            for first in range(0, last + 1, BLOCKS):
-                j = first + tl.arange(0, BLOCKS)
-                score = _importance(
-                    q, k, lse, t, j, valid, q_t, q_h, k_t, lse_t, lse_h, scale,
-                    GROUP, KEY, KEY_P, LEN, STRIDE, SELECT, QUERIES, BLOCKS, PRECISION,
-                )  # fmt: skip
-                always = (j < INIT)[None, :] | (j[None, :] > (own - LOCAL)[:, None])
-                score = tl.where(always, float("inf"), score)
-                score = tl.where(j[None, :] <= own[:, None], score, -2.0)
-                best, index = _keep_best(score, j, best, index)
+            # From `known` on no block begins before the document, and up to `every` all queries see
+            # every compressed block that is looked at (one more than touches, at the most).
+            known = tl.cdiv(tl.cdiv(LEN - STRIDE, SELECT), BLOCKS) * BLOCKS
+            every = tl.maximum(tl.min(visible(t, LEN, STRIDE), 0) - 1, 0) * STRIDE // SELECT
+            every = tl.maximum(every // BLOCKS * BLOCKS, known)
+            for phase in tl.static_range(3):
+                begin, stop = span(phase, 0, known, every, last + 1)
+                for first in range(begin, stop, BLOCKS):
+                    j = first + tl.arange(0, BLOCKS)
+                    score = _importance(
+                        q, k, lse, t, j, valid, q_t, q_h, k_t, lse_t, lse_h, scale,
+                        GROUP, KEY, KEY_P, LEN, STRIDE, SELECT,
+                        QUERIES, BLOCKS, phase != 1, PRECISION,
+                    )  # fmt: skip
+                    always = (j < INIT)[None, :] | (j[None, :] > (own - LOCAL)[:, None])
+                    score = tl.where(always, float("inf"), score)
+                    score = tl.where(j[None, :] <= own[:, None], score, -2.0)
+                    best, index = _keep_best(score, j, best, index)
             index = tl.where(slot < TOP, index, NONE)
             if TOP_P > 1:
                 index = tl.sort(index, 1)
