@@ -28,6 +28,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def started_programs_environment() -> dict[str, str]:
+    """Ours without Triton's interpreter: tests of kernels use it, users' programs do not."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
 def launch(code_path: Path, *args: str, world_size: int = 2, timeout: float = 300) -> list[str]:
     """Run `python code_path *args` on `world_size` ranks and return each one's stdout.
 
@@ -72,7 +77,7 @@ def launch(code_path: Path, *args: str, world_size: int = 2, timeout: float = 30
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """What a launcher tells a rank."""
-    inherited = os.environ
+    inherited = started_programs_environment()
     return {
         **inherited,
         "RANK": str(rank),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nsa.monitor.metrics_csv import COLUMNS, read_metrics
-from tests.ranks import free_port
+from tests.ranks import free_port, started_programs_environment
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -56,7 +55,7 @@ def alone(recipe: str, *arguments: str, folder: Path) -> subprocess.CompletedPro
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = started_programs_environment() | {"OMP_NUM_THREADS": "1"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     return subprocess.run(
