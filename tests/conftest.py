@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from tests import ranks
+
+if not torch.cuda.is_available():
+    # Kernels run on the CPU, in Triton's interpreter. Triton reads this once, when it is first
+    # imported, and DeepSpeed imports it.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Two threads whatever the machine: sums split the same way everywhere, and ranks leave room.
 torch.set_num_threads(2)

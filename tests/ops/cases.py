@@ -11,8 +11,16 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from nsa.ops import compressed_attention, select_blocks, selected_attention, window_attention
+from nsa.ops import (
+    compressed_attention,
+    reference,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from nsa.ops.documents import compressed_slices, document_slices
 from nsa.spec import NSASpec
 
 GROUPS = (1, 2, 3, 4, 6, 8, 16)
@@ -66,6 +74,10 @@ class Case:
     @property
     def cu_seqlens(self) -> Tensor | None:
         return None if self.offsets is None else torch.tensor(self.offsets, dtype=torch.int32)
+
+    def offsets_on(self, device: torch.device) -> Tensor | None:
+        """`cu_seqlens` beside the other inputs."""
+        return None if self.cu_seqlens is None else self.cu_seqlens.to(device)
 
     def __str__(self) -> str:
         s = self.spec
@@ -149,8 +161,8 @@ class Inputs:
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, field.name) for field in fields(self))
 
-    def to(self, dtype: torch.dtype) -> Inputs:
-        return Inputs(*(x.to(dtype) for x in self.tensors()))
+    def to(self, target: torch.dtype | torch.device | str) -> Inputs:
+        return Inputs(*(x.to(target) for x in self.tensors()))
 
 
 Function = Callable[..., Tensor | tuple[Tensor, Tensor]]
@@ -160,7 +172,7 @@ def branches(
     x: Inputs, case: Case, block_index: Tensor, backend: str
 ) -> dict[str, tuple[Function, tuple[Tensor, ...]]]:
     """Each attention as a function of the tensors that it gets gradients for."""
-    common = {"cu_seqlens": case.cu_seqlens, "backend": backend}
+    common = {"cu_seqlens": case.offsets_on(x.q.device), "backend": backend}
     spec = case.spec
     return {
         "compressed": (
@@ -184,9 +196,9 @@ def with_gradients(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     draw = torch.Generator().manual_seed(7)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
     for o in outputs:
-        weight = torch.randn(o.shape, generator=draw, dtype=torch.float64)
+        weight = torch.randn(o.shape, generator=draw, dtype=torch.float64).to(o.device)
         seen = o.double().masked_fill(o == -torch.inf, 0)
         loss = loss + (seen * weight).sum()
     loss.backward()  # and not autograd.grad, which a reentrant checkpoint refuses
@@ -204,7 +216,7 @@ def all_branches(
 
 def selection(x: Inputs, case: Case, backend: str) -> Tensor:
     """The chosen blocks, from the compressed branch's own lse."""
-    common = {"cu_seqlens": case.cu_seqlens, "backend": backend}
+    common = {"cu_seqlens": case.offsets_on(x.q.device), "backend": backend}
     _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, case.spec, **common)
     return select_blocks(x.q, x.k_cmp, lse, case.spec, **common)
 
@@ -219,6 +231,24 @@ def rank_score(importance: Tensor, case: Case) -> Tensor:
         forced = (block < case.spec.init_blocks) | (block > own - case.spec.local_blocks)
         part.masked_fill_(forced, torch.inf).masked_fill_(block > own, -torch.inf)
     return score
+
+
+def exact_score(x: Inputs, case: Case) -> Tensor:
+    """What blocks are ranked by, from the definition in float64, on the CPU."""
+    wide, cu = x.to(torch.float64), case.offsets_on(x.q.device)
+    _, lse = compressed_attention(
+        wide.q, wide.k_cmp, wide.v_cmp, case.spec, cu_seqlens=cu, backend="reference"
+    )
+    parts, widest = [], case.spec.select_blocks_len(max(case.lengths))
+    documents = document_slices(case.seq_len, case.cu_seqlens)
+    blocks = compressed_slices(case.seq_len, case.cu_seqlens, case.spec)
+    for doc, cmp in zip(documents, blocks, strict=True):
+        q, k, length = wide.q[:, doc], wide.k_cmp[:, cmp], doc.stop - doc.start
+        score = reference.importance(
+            q, k, lse[:, doc], case.spec, seq_len=length, scale=case.scale
+        ).cpu()
+        parts.append(pad(score, (0, widest - score.shape[-1])))
+    return rank_score(torch.cat(parts, 1), case)
 
 
 def same_selection(score: Tensor, a: Tensor, b: Tensor, rtol: float = 1e-5) -> bool:

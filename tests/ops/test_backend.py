@@ -18,6 +18,7 @@ from nsa.ops import (
     reset_fallback_counts,
     select_blocks,
     selected_attention,
+    triton,
     window_attention,
 )
 from tests.ops.cases import Case, Inputs, selection
@@ -116,11 +117,58 @@ def test_counting_starts_again_and_the_counts_handed_out_stay() -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_triton_by_name_raises_and_says_why_it_cannot_serve(name: str) -> None:
+def test_triton_by_name_raises_and_says_why_it_cannot_serve(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     call = Call.valid()
     with pytest.raises(ValueError, match=f"'triton' cannot serve {name}: {ON_CPU}; use 'auto'"):
         call.function(name)(backend="triton")
     assert fallback_counts() == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, not interpreted")
+@pytest.mark.parametrize("name", [*OPERATIONS, "nsa_attention"])
+def test_triton_by_name_serves_cpu_tensors_while_its_interpreter_is_on(name: str) -> None:
+    call = Call.valid()
+    served, expected = (call.function(name)(backend=b) for b in ("triton", "reference"))
+    torch.testing.assert_close(served, expected)
+    assert fallback_counts() == {}
+
+
+def test_auto_never_takes_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    call = Call.valid()
+    reset_fallback_counts()
+    for name in OPERATIONS:
+        call.function(name)()
+    assert set(fallback_counts()) == {(operation, "triton", ON_CPU) for operation in OPERATIONS}
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "dtype", "reason"),
+    [
+        (1, 4, torch.float64, "it has no float64"),
+        (1, 257, torch.float32, "a head is larger than 256"),
+        (65_536, 1, torch.float32, "batch times heads is more than 65535"),
+    ],
+    ids=["float64", "head size", "heads"],
+)
+def test_what_the_kernels_cannot_compute_is_refused_by_name(
+    heads: int, size: int, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q = torch.zeros(1, 1, heads, size, dtype=dtype)
+    k = torch.zeros(1, 1, 1, size, dtype=dtype)
+    with pytest.raises(ValueError, match=f"cannot serve window_attention: {reason}; use 'auto'"):
+        window_attention(q, k, k[..., :1], 5, backend="triton")
+
+
+def test_a_machine_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(triton, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="the package triton is not installed; use 'auto'"):
+        Call.valid().function("window_attention")(backend="triton")
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -1,0 +1,224 @@
+"""Checks of what is proved on a GPU, as functions of sizes: the interpreter is given small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from nsa.ops import (
+    NSASpec,
+    compressed_attention,
+    nsa_attention,
+    reference,
+    selected_attention,
+    window_attention,
+)
+from nsa.ops.documents import compressed_slices, document_slices
+from tests.ops.cases import (
+    Case,
+    branches,
+    exact_score,
+    same_selection,
+    selection,
+    with_gradients,
+)
+from tests.ops.triton.parity import (
+    BRANCHES,
+    DENSE,
+    DEVICE,
+    FLOOR,
+    GATHERED,
+    TIMES,
+    computed,
+    error,
+    inputs,
+    settings,
+)
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# In half precision plain attention rounds probabilities as the kernels do, so twice is enough.
+TIMES_OF_PLAIN = {torch.float32: TIMES, torch.float16: 2, torch.bfloat16: 2}
+
+
+def seen_by(case: Case, branch: str, index: Tensor) -> Tensor:
+    """What each query sees in a branch: bool [B or 1, heads or 1, T, keys]."""
+    spec, cu = case.spec, case.cu_seqlens
+    blocks = compressed_slices(case.seq_len, cu, spec)
+    keys = blocks[-1].stop if branch == "compressed" else case.seq_len
+    shape = (case.batch, case.heads) if branch == "selected" else (1, 1)
+    seen = torch.zeros(*shape, case.seq_len, keys, dtype=torch.bool, device=DEVICE)
+    for doc, cmp in zip(document_slices(case.seq_len, cu), blocks, strict=True):
+        length = doc.stop - doc.start
+        position = torch.arange(length, device=DEVICE)
+        distance = position[:, None] - position
+        if branch == "compressed":
+            seen[:, :, doc, cmp] = reference.visible_blocks(length, spec, DEVICE)[:, :, 0]
+        elif branch == "window":
+            seen[:, :, doc, doc] = (distance >= 0) & (distance < spec.window)
+        else:
+            chosen = _one_hot(index[:, doc], spec.select_blocks_len(length))
+            by_key = chosen[..., position // spec.select_len].transpose(1, 2) & (distance >= 0)
+            seen[:, :, doc, doc] = by_key.repeat_interleave(case.group, 1)
+    return seen
+
+
+def _one_hot(index: Tensor, blocks: int) -> Tensor:
+    """Who chose each block: bool [B, T, K, blocks]."""
+    chosen = torch.zeros(*index.shape[:3], blocks + 1, dtype=torch.bool, device=index.device)
+    place = torch.where(index < 0, blocks, index).long()
+    return chosen.scatter_(-1, place, True)[..., :-1]
+
+
+def plain(seen: Tensor) -> Attend:
+    """PyTorch's own attention under a mask; 0 where nothing is seen."""
+    some = seen.any(-1, keepdim=True)
+    mask = seen | ~some
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return torch.where(some, o, 0).transpose(1, 2)
+
+    return attend
+
+
+def plain_branches(case: Case, index: Tensor) -> dict[str, Attend]:
+    return {branch: plain(seen_by(case, branch, index)) for branch in BRANCHES}
+
+
+def loses_no_more_than_plain_attention(case: Case, dtype: torch.dtype) -> None:
+    """Every branch and their gated sum, forward and backward, against float64."""
+    x = inputs(case, dtype)
+    wide, cu = x.to(torch.float64), case.offsets_on(DEVICE)
+    index = selection(x, case, "triton")
+    ranked, best = exact_score(x, case), selection(wide, case, "reference")
+    assert same_selection(ranked, index.cpu(), best.cpu(), rtol=1e-4)
+    usual = plain_branches(case, index)
+    actual, exact = branches(x, case, index, "triton"), branches(wide, case, index, "reference")
+    for branch in BRANCHES:
+        function, tensors = actual[branch]
+        assert_loses_no_more(
+            with_gradients(lambda *y, f=function: _first(f(*y)), tensors),
+            with_gradients(usual[branch], tensors),
+            with_gradients(lambda *y, f=exact[branch][0]: _first(f(*y)), exact[branch][1]),
+            f"{branch} {dtype}",
+        )
+
+    def gated(attends: dict[str, Callable[..., Tensor | tuple[Tensor, Tensor]]]) -> Attend:
+        def mixed(q: Tensor, *rest: Tensor) -> Tensor:
+            *pairs, gates = rest
+            parts = zip(gates.unbind(-1), BRANCHES, pairs[::2], pairs[1::2], strict=True)
+            return sum(g[..., None] * _first(attends[b](q, k, v)) for g, b, k, v in parts)
+
+        return mixed
+
+    assert_loses_no_more(
+        with_gradients(
+            lambda *y: nsa_attention(*y, case.spec, cu_seqlens=cu, backend="triton"), x.tensors()
+        ),
+        with_gradients(gated(usual), x.tensors()),
+        with_gradients(gated({b: function for b, (function, _) in exact.items()}), wide.tensors()),
+        f"mixed {dtype}",
+    )
+
+
+def _first(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def assert_loses_no_more(
+    actual: Sequence[Tensor], usual: Sequence[Tensor], exact: Sequence[Tensor], what: str
+) -> None:
+    for i, (a, u, e) in enumerate(zip(actual, usual, exact, strict=True)):
+        assert a.dtype == u.dtype
+        lost, allowed = error(a, e), TIMES_OF_PLAIN[a.dtype] * error(u, e) + FLOOR
+        assert lost <= allowed, f"{what}, result {i}: lost {lost:.2e}, allowed {allowed:.2e}"
+
+
+def lse_is_nearly_exact(case: Case, dtype: torch.dtype) -> None:
+    x = inputs(case, dtype)
+    options = {"cu_seqlens": case.offsets_on(DEVICE)}
+    lse, exact = (
+        compressed_attention(y.q, y.k_cmp, y.v_cmp, case.spec, **options, backend=backend)[1]
+        for y, backend in ((x, "triton"), (x.to(torch.float64), "reference"))
+    )
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def runs_are_the_same_to_the_bit(case: Case, dtype: torch.dtype, times: int) -> None:
+    x = inputs(case, dtype)
+    index = selection(x, case, "triton")
+    first = computed(case, "mixed", "triton", x)
+    for _ in range(times - 1):
+        assert torch.equal(selection(x, case, "triton"), index)
+        for a, b in zip(computed(case, "mixed", "triton", x), first, strict=True):
+            assert torch.equal(a, b)
+
+
+def the_ends_of_long_outputs_are_right(
+    seq_len: int, heads: int, size: int, dtype: torch.dtype
+) -> None:
+    """A few tokens at the end, whose neighbourhood is all that they see, computed alone."""
+    spec = NSASpec(32, 32, 32, 2, 0, 2, 32)
+    near, last = slice(seq_len - 128, None), slice(-64, None)
+    q, k, v, do = (
+        torch.randn(1, seq_len, heads, size, dtype=dtype, device=DEVICE) for _ in range(4)
+    )
+    for local in (_window(spec), _own_and_previous_block(spec)):
+        whole = _with_gradient(local, (q, k, v), do)
+        alone = _with_gradient(local, (q[:, near], k[:, near], v[:, near]), do[:, near])
+        for a, b in zip(whole, alone, strict=True):
+            torch.testing.assert_close(a[:, last], b[:, last], rtol=0.02, atol=0.02)
+        del whole, alone
+    k, v = (x[:, : spec.compressed_len(seq_len)].contiguous() for x in (k, v))
+
+    def compressed(*given: Tensor) -> Tensor:
+        return compressed_attention(*given, spec, backend="triton")[0]
+
+    o, dq, *_ = _with_gradient(compressed, (q, k, v), do)
+    seen = reference.visible_blocks(seq_len, spec, DEVICE, queries=64)[:, None, :, 0]
+    alone = _with_gradient(plain(seen), (q[:, last], k, v), do[:, last])
+    for a, b in zip((o, dq), alone, strict=False):
+        torch.testing.assert_close(a[:, last], b, rtol=0.02, atol=0.02)
+
+
+def _window(spec: NSASpec) -> Attend:
+    return lambda q, k, v: window_attention(q, k, v, spec.window, backend="triton")
+
+
+def _own_and_previous_block(spec: NSASpec) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own = torch.arange(q.shape[1], dtype=torch.int32, device=q.device) // spec.select_len
+        index = torch.stack([own - 1, own], -1)[None, :, None].expand(1, -1, k.shape[2], -1)
+        return selected_attention(q, k, v, index, spec, backend="triton")
+
+    return attend
+
+
+def _with_gradient(attend: Attend, given: Sequence[Tensor], do: Tensor) -> list[Tensor]:
+    given = [x.detach().requires_grad_() for x in given]
+    o = attend(*given)
+    return [o.detach(), *torch.autograd.grad(o, given, do)]
+
+
+def small_calls(longest: int, dtypes: Sequence[torch.dtype]) -> None:
+    """Every kernel in every way of cutting its work up, for tools that watch what it touches."""
+    spec = NSASpec(8, 4, 16, 3, 1, 1, 24)
+    one = Case(spec, (longest,), kv_heads=2, group=3, key_dim=16, value_dim=16)
+    packed = Case(spec, (1, longest // 2, 0, 11), kv_heads=1, group=6, key_dim=24, value_dim=16)
+    for case, tiling, dtype in product((one, packed), (GATHERED, DENSE), dtypes):
+        with settings(**tiling, chunk=16, queries_per_split=32):
+            for branch in (*BRANCHES, "mixed"):
+                computed(case, branch, "triton", inputs(case, dtype))
+
+
+if __name__ == "__main__":
+    small_calls(150, (torch.float16, torch.float32))
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,59 @@
+"""Rows may lie further apart than 32 bits can count, in everything that is read."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.spec import NSASpec
+from tests.ops.cases import Case, Function, Inputs, selection
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton.parity import BRANCHES, DEVICE, computed, inputs
+
+BEYOND = 2**31 + 2**22
+MAP_NORESERVE = 0x4000  # of Linux; the module mmap has it from Python 3.13 on
+CASE = Case(NSASpec(4, 2, 20, 3, 1, 1, 37), (140,), kv_heads=1, group=1, key_dim=4, value_dim=3)
+
+
+@pytest.fixture
+def memory() -> Tensor:
+    """Room that passes 2³¹ elements; on a CPU only the pages that are touched take any."""
+    if DEVICE.type == "cuda":
+        return torch.zeros(BEYOND, device=DEVICE)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    pages = mmap.mmap(-1, 4 * BEYOND, flags=flags)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.float32)
+
+
+def far_apart(x: Tensor, memory: Tensor, place: int) -> Tensor:
+    """A copy of x [1, T, H, D] whose last row starts beyond 2³¹."""
+    step = 2**31 // (x.shape[1] - 1) + 1
+    rows = torch.as_strided(memory.data, x.shape, (0, step, x.shape[3], 1), 64 * place)
+    return rows.copy_(x)
+
+
+@pytest.mark.parametrize("branch", [*BRANCHES, "mixed"])
+def test_inputs_that_reach_beyond_32_bits_give_the_same_bits(branch: str, memory: Tensor) -> None:
+    def run(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
+        given = [x.detach().requires_grad_() for x in given]
+        o = function(*given)
+        o = o[0] if isinstance(o, tuple) else o
+        gradient = far_apart(o.detach().cos(), memory, 8)
+        return [o.detach(), *torch.autograd.grad(o, given, gradient)]
+
+    x = inputs(CASE)
+    far = Inputs(*(far_apart(y, memory, i) for i, y in enumerate(x.tensors())))
+    expected = computed(CASE, branch, "triton", x, run)
+    for a, b in zip(computed(CASE, branch, "triton", far, run), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_choice_from_inputs_that_reach_beyond_32_bits_is_the_same(memory: Tensor) -> None:
+    x = inputs(CASE)
+    far = Inputs(*(far_apart(y, memory, i) for i, y in enumerate(x.tensors())))
+    assert torch.equal(selection(far, CASE, "triton"), selection(x, CASE, "triton"))

@@ -1,0 +1,127 @@
+"""The compiler sees through the ops: their declarations are true, and whole graphs compile."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.ops import (
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from nsa.ops.triton import band_op, gated, select, selected_op
+from nsa.spec import NSASpec
+from tests.ops.cases import Case, selection, with_gradients
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton.parity import DEVICE, inputs
+
+SPEC = NSASpec(4, 2, 4, 2, 0, 1, 5)
+PATTERN = list(astuple(SPEC))
+CASES = [
+    Case(SPEC, (13,), batch=2, group=3, value_dim=5),
+    Case(SPEC, (9, 2, 0, 5), kv_heads=1, group=2),
+    Case(SPEC, (2,), group=1),
+]
+# The fourth of opcheck's tests compiles, which takes seconds: it runs on its own, below.
+DECLARATIONS = ("test_schema", "test_autograd_registration", "test_faketensor")
+cases = pytest.mark.parametrize("case", CASES, ids=["batch", "packed", "short"])
+
+
+def by_head(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def forward_calls(case: Case) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Each op that a user's call reaches, with arguments for it."""
+    x, cu, scale = inputs(case), case.offsets_on(DEVICE), case.scale
+    index = selection(x, case, "triton")
+    lse = x.q.new_zeros(x.q.shape[:3])
+    window = (by_head(y) for y in (x.q, x.k_win, x.v_win))
+    return {
+        "compressed": (band_op.triton_band, (x.q, x.k_cmp, x.v_cmp, cu, [4, 2, 0], scale)),
+        "window": (band_op.triton_band, (*window, cu, [1, 1, 5], scale)),
+        "selected": (
+            selected_op.triton_selected,
+            (x.q, x.k_sel, x.v_sel, index, cu, PATTERN, scale),
+        ),
+        "gated": (gated.triton_gated, (*x.tensors(), cu, PATTERN, scale)),
+        "select": (select.triton_select, (x.q, x.k_cmp, lse, cu, PATTERN, case.seq_len, scale)),
+    }
+
+
+def backward_call(name: str, op: Any, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The op that is a forward op's backward pass, with what autograd gives it."""
+    results = op(*given)
+    do = torch.ones_like(results[0])
+    if name == "gated":
+        *tensors, cu, pattern, scale = given
+        backward = (do, *tensors, *results[1:], cu, pattern, scale)
+        return gated.triton_gated_backward, backward
+    if name == "selected":
+        q, k, v, *rest = given
+        return selected_op.triton_selected_backward, (do, q, k, v, *results, *rest)
+    q, k, v, *rest = given
+    dlse = torch.ones_like(results[1])
+    return band_op.triton_band_backward, (do, dlse, q, k, v, *results, *rest)
+
+
+def with_gradient(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    floating = [isinstance(x, Tensor) and x.is_floating_point() for x in given]
+    return tuple(
+        x.detach().requires_grad_() if wanted else x
+        for x, wanted in zip(given, floating, strict=True)
+    )
+
+
+@cases
+def test_every_op_is_what_it_declares_forward_and_backward(case: Case) -> None:
+    """Schema, autograd, and the shapes, dtypes and strides of what comes out."""
+    for name, (op, given) in forward_calls(case).items():
+        if name == "select":
+            torch.library.opcheck(op, given, test_utils=DECLARATIONS)
+            continue
+        torch.library.opcheck(op, with_gradient(given), test_utils=DECLARATIONS)
+        torch.library.opcheck(*backward_call(name, op, given), test_utils=DECLARATIONS)
+
+
+@pytest.mark.parametrize("name", ["window", "selected", "gated"])
+def test_gradients_through_the_compilers_dispatch_equal_the_eager_ones(name: str) -> None:
+    op, given = forward_calls(CASES[0])[name]
+    torch.library.opcheck(op, with_gradient(given), test_utils="test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=["batch", "packed"])
+def test_the_gated_sum_compiles_as_one_graph_with_the_same_results(case: Case) -> None:
+    tensors, cu = inputs(case).tensors(), case.offsets_on(DEVICE)
+
+    def mixed(*inputs: Tensor) -> Tensor:
+        return nsa_attention(*inputs, SPEC, cu_seqlens=cu, backend="triton")
+
+    compiled = torch.compile(mixed, backend="aot_eager", fullgraph=True)
+    actual, expected = (with_gradients(f, tensors) for f in (compiled, mixed))
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_each_function_compiles_as_one_graph() -> None:
+    case = CASES[0]
+    x = inputs(case)
+
+    def all_parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        o_cmp, lse = compressed_attention(q, x.k_cmp, x.v_cmp, SPEC, backend="triton")
+        index = select_blocks(q, x.k_cmp, lse, SPEC, backend="triton")
+        o_sel = selected_attention(q, k, v, index, SPEC, backend="triton")
+        return o_cmp, o_sel, window_attention(q, k, v, 5, backend="triton")
+
+    compiled = torch.compile(all_parts, backend="aot_eager", fullgraph=True)
+    given = (x.q, x.k_sel, x.v_sel)
+    actual, expected = (with_gradients(f, given) for f in (compiled, all_parts))
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,106 @@
+"""The three branches and their gates as one operation, `nsa_attention`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa.ops import nsa_attention
+from nsa.ops.triton.gated import gated_backward, gated_forward
+from nsa.ops.triton.launch import recording
+from nsa.spec import NSASpec
+from tests.ops.cases import Case, Inputs, branches, random_cases, selection, with_gradients
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton.parity import (
+    DEVICE,
+    RULE,
+    assert_exact_enough,
+    assert_parity,
+    computed,
+    inputs,
+)
+
+SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)
+CASES = [
+    Case(SPEC, (38,), batch=2, group=3, key_dim=6, value_dim=5),
+    Case(SPEC, (3, 21, 0, 1, 16), kv_heads=1, group=6),
+    Case(SPEC, (1,), group=2),
+    Case(SPEC, (3,), group=1),
+    *random_cases(6, longest=20, seed=3),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@cases
+def test_the_gated_sum_and_all_its_gradients_are_those_of_the_definition(case: Case) -> None:
+    assert_parity(case, "mixed")
+
+
+@pytest.mark.parametrize(
+    ("branch", "gate"), [(0, 0.0), (1, 0.0), (2, 0.0), (0, 1e-30), (1, 1.0), (2, 1e-6)]
+)
+def test_a_gate_may_be_shut_or_open(branch: int, gate: float) -> None:
+    """A sigmoid is exactly 0 or 1 soon enough, once rounded."""
+    case = replace(CASES[0], batch=1, kv_heads=1)
+    x = inputs(case)
+    x.gates[:, ::2, :, branch] = gate
+    assert_exact_enough(*(computed(case, "mixed", backend, x.to(dtype)) for backend, dtype in RULE))
+
+
+def test_the_whole_is_made_of_the_parts_that_can_be_asked_for_one_by_one() -> None:
+    """To the bit, but for the gates' product: the same kernels do both."""
+    case = CASES[1]
+    x, cu = inputs(case), CASES[1].offsets_on(DEVICE)
+    index = selection(x, case, "triton")
+    parts = [with_gradients(*branch)[0] for branch in branches(x, case, index, "triton").values()]
+    expected = sum(gate[..., None] * o for gate, o in zip(x.gates.unbind(-1), parts, strict=True))
+    o = nsa_attention(*x.tensors(), SPEC, cu_seqlens=cu, backend="triton")
+    torch.testing.assert_close(o, expected, rtol=1e-6, atol=1e-6)
+
+
+class Allocated(TorchDispatchMode):
+    """The sizes of what is filled with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeros: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "zeros" in func.name():
+            self.zeros.append(result.numel())
+        return result
+
+
+def test_the_backward_pass_makes_no_gradients_of_what_has_none() -> None:
+    """Zeros the size of an output for each branch would be half a step's memory at 64k."""
+    x = inputs(Case(SPEC, (11,)))
+    q, *rest = x.tensors()
+    o = nsa_attention(q.requires_grad_(), *rest, SPEC, backend="triton")
+    with Allocated() as allocated:
+        o.backward(torch.ones_like(o))
+    assert max(allocated.zeros, default=0) < q[..., 0].numel()
+
+
+def test_five_runs_give_the_same_bits() -> None:
+    case = Case(SPEC, (5, 20), kv_heads=1, group=6)
+    first = computed(case, "mixed", "triton", inputs(case))
+    for _ in range(4):
+        for a, b in zip(computed(case, "mixed", "triton", inputs(case)), first, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("lengths", [(40,), (3, 21, 0, 16)], ids=str)
+def test_nothing_that_is_launched_waits_for_a_value(lengths: tuple[int, ...]) -> None:
+    """Tensors of the `meta` device have none: reading one raises."""
+    case = Case(SPEC, lengths)
+    q, *pairs, gates = (x.to("meta") for x in Inputs.of(case, torch.float32).tensors())
+    cu = None if case.cu_seqlens is None else case.cu_seqlens.to("meta")
+    with recording() as launches:
+        o, index, *rest = gated_forward(q, pairs, gates, cu, SPEC, 1.0)
+        gated_backward(o, q, pairs, gates, index, rest[::2], rest[1::2], cu, SPEC, 1.0)
+    assert len({launch.kernel for launch in launches}) == 10

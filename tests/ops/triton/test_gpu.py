@@ -1,0 +1,133 @@
+"""What only a GPU can show, on a GPU; the same checks on small sizes in the interpreter."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from os import environ
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.ops import nsa_attention
+from nsa.spec import NSASpec
+from tests.ops.cases import Case
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton import gpu_checks
+from tests.ops.triton.parity import DEVICE, inputs
+
+ROOT = Path(__file__).parents[3]
+M7C = Case(NSASpec(), (4096,), kv_heads=2, group=6, key_dim=64, value_dim=64)
+LARGE = Case(NSASpec(), (2048,), kv_heads=4, group=16, key_dim=128, value_dim=128)
+REAL = {
+    "M7C": M7C,
+    "M7C, an odd length": replace(M7C, lengths=(1999,)),
+    "M7C, packed": replace(M7C, lengths=(1000, 1, 0, 2047, 31, 1001)),
+    "M7C, batch of 3": replace(M7C, lengths=(1024,), batch=3),
+    "64/4/128": LARGE,
+    "64/4/192/128": replace(LARGE, lengths=(1500,), key_dim=192),
+    "one head each": replace(LARGE, lengths=(2048,), kv_heads=8, group=1),
+    "few blocks": replace(M7C, spec=NSASpec(select_top=4, window=64), lengths=(3000,)),
+    "head size 256": replace(M7C, lengths=(1024,), key_dim=256, value_dim=256),
+    "head size 16": replace(M7C, lengths=(2048,), key_dim=16, value_dim=16),
+}
+SMALL = {
+    "one document": Case(NSASpec(8, 4, 8, 3, 1, 1, 24), (61,), group=3, key_dim=16, value_dim=8),
+    "packed": Case(NSASpec(8, 4, 8, 3, 1, 1, 24), (21, 1, 0, 40), kv_heads=1, group=6),
+}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU runs the real sizes")
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize("name", REAL)
+def test_the_loss_of_precision_at_real_sizes_is_that_of_pytorchs_attention(
+    name: str, dtype: torch.dtype
+) -> None:
+    gpu_checks.loses_no_more_than_plain_attention(REAL[name], dtype)
+    gpu_checks.lse_is_nearly_exact(REAL[name], dtype)
+
+
+@interpreted
+@dtypes
+@pytest.mark.parametrize("name", SMALL)
+def test_the_loss_of_precision_at_small_sizes_is_that_of_pytorchs_attention(
+    name: str, dtype: torch.dtype
+) -> None:
+    gpu_checks.loses_no_more_than_plain_attention(SMALL[name], dtype)
+    gpu_checks.lse_is_nearly_exact(SMALL[name], dtype)
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize("name", ["M7C", "M7C, packed", "few blocks", "64/4/128"])
+def test_twenty_runs_at_real_sizes_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    gpu_checks.runs_are_the_same_to_the_bit(REAL[name], dtype, times=20)
+
+
+@interpreted
+def test_runs_at_small_sizes_give_the_same_bits() -> None:
+    gpu_checks.runs_are_the_same_to_the_bit(SMALL["packed"], torch.bfloat16, times=2)
+
+
+@pytest.mark.gpu
+def test_outputs_may_reach_beyond_32_bits() -> None:
+    """Of q, k, v, o and their gradients each has 2.2·10⁹ numbers; 45 GB in all."""
+    seq_len, heads, size = 270_336, 32, 256
+    assert (seq_len - 64) * heads * size > 2**31
+    gpu_checks.the_ends_of_long_outputs_are_right(seq_len, heads, size, torch.bfloat16)
+
+
+@interpreted
+def test_the_ends_of_outputs_are_right() -> None:
+    gpu_checks.the_ends_of_long_outputs_are_right(192, 2, 8, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["M7C", "M7C, packed"])
+def test_a_step_never_waits_for_the_gpu(name: str) -> None:
+    case = REAL[name]
+    x, cu = inputs(case, torch.bfloat16), case.offsets_on(DEVICE)
+    tensors = [y.requires_grad_() for y in x.tensors()]
+
+    def step() -> None:
+        o = nsa_attention(*tensors, case.spec, cu_seqlens=cu)
+        o.backward(o.detach())
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(sanitizer).exists():
+        pytest.skip("compute-sanitizer is not installed; it comes with the CUDA toolkit")
+    calls = [sys.executable, "-m", "tests.ops.triton.gpu_checks"]
+    process = subprocess.run(
+        [sanitizer, "--tool", tool, "--error-exitcode", "9", *calls],
+        cwd=ROOT,
+        # Every tensor is an allocation of its own, so that the first byte beyond one is noticed.
+        env={**environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]
+
+
+@interpreted
+def test_what_compute_sanitizer_runs_works() -> None:
+    gpu_checks.small_calls(40, [torch.float32])

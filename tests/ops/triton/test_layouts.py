@@ -1,0 +1,86 @@
+"""Neither inputs nor the gradients of outputs need be contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.spec import NSASpec
+from tests.ops.cases import Case, Function, Inputs
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton.parity import BRANCHES, Run, assert_parity, computed, inputs
+
+CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (23,), batch=2, group=2, key_dim=6, value_dim=4)
+branches = pytest.mark.parametrize("branch", [*BRANCHES, "mixed"])
+
+
+def by_head(x: Tensor) -> Tensor:
+    """[B, H, T, D] in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def by_size(x: Tensor) -> Tensor:
+    """[B, T, D, H] in memory: it is not the last dimension that lies together."""
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+def interleaved(x: Tensor) -> Tensor:
+    """One of three in each row, as a projection to the keys of three branches gives them."""
+    rows = torch.full((*x.shape[:2], 3, *x.shape[2:]), torch.nan, device=x.device)
+    rows[:, :, 1] = x
+    return rows[:, :, 1]
+
+
+def padded(x: Tensor) -> Tensor:
+    """With something after each row, head and number."""
+    room = torch.full([size + 1 for size in x.shape], torch.nan, device=x.device)
+    part = room[tuple(slice(size) for size in x.shape)]
+    return part.copy_(x)
+
+
+@branches
+@pytest.mark.parametrize("layout", [by_head, by_size, interleaved, padded])
+def test_inputs_laid_out_otherwise_give_the_same_bits(
+    layout: Callable[[Tensor], Tensor], branch: str
+) -> None:
+    x = inputs(CASE)
+    laid_out = Inputs(*(layout(y) for y in x.tensors()))
+    assert not any(y.is_contiguous() for y in laid_out.tensors())
+    expected = computed(CASE, branch, "triton", x)
+    for a, b in zip(computed(CASE, branch, "triton", laid_out), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def _gradients(
+    function: Function, given: Sequence[Tensor], gradient: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    given = [x.detach().requires_grad_() for x in given]
+    o = function(*given)
+    o = o[0] if isinstance(o, tuple) else o
+    return list(torch.autograd.grad(o, given, gradient(o)))
+
+
+def _numbers(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), device=x.device).to(x).sin().view(x.shape)
+
+
+def one_for_all(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
+    """As of Σ o: a single number, expanded."""
+    return _gradients(function, given, lambda o: torch.ones_like(o[:1, :1, :1, :1]).expand_as(o))
+
+
+def one_for_all_heads(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
+    return _gradients(function, given, lambda o: _numbers(o[:, :, :1]).expand_as(o))
+
+
+def laid_out_by_head(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
+    return _gradients(function, given, lambda o: by_head(_numbers(o)))
+
+
+@branches
+@pytest.mark.parametrize("run", [one_for_all, one_for_all_heads, laid_out_by_head])
+def test_the_outputs_gradient_may_be_expanded_or_transposed(run: Run, branch: str) -> None:
+    assert_parity(CASE, branch, run=run)

@@ -1,0 +1,80 @@
+"""The language model on the Triton backend: the model it is elsewhere, however it recomputes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.model.config import ACTIVATION_CHECKPOINTING
+from nsa.ops.triton import band_op, common, gated, select, selected_op
+from tests.model.models import ATTENTIONS, build, packed, tiny, tokens
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton.parity import DEVICE, assert_exact_enough
+
+LAYERS = 2
+# What a layer launches forward; a backward pass that keeps nothing launches it again.
+FORWARD = {
+    "band_forward_kernel": 2,
+    "select_kernel": 1,
+    "selected_forward_kernel": 1,
+    "mix_kernel": 1,
+}
+
+
+def step(attention: str, backend: str, mode: str, dtype: torch.dtype) -> list[Tensor]:
+    """The loss of one batch of packed documents, and every gradient."""
+    config = tiny(replace(ATTENTIONS[attention], backend=backend), activation_checkpointing=mode)
+    model = build(config, dtype).to(DEVICE)
+    ids, documents = tokens(25).to(DEVICE), packed(2, 0, 23).to(DEVICE)
+    loss = model(ids, labels=ids.roll(-1, 1), cu_seqlens=documents)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@cache
+def without_checkpointing(attention: str) -> list[Tensor]:
+    return step(attention, "triton", "none", torch.float32)
+
+
+@contextmanager
+def counted_launches() -> Iterator[Counter[str]]:
+    """The kernels that are started, by name."""
+    counts: Counter[str] = Counter()
+    launch = band_op.launch
+
+    def counting(kernel: Any, *args: Any) -> None:
+        counts[kernel.fn.__name__] += 1
+        launch(kernel, *args)
+
+    with ExitStack() as stack:
+        for module in (band_op, common, gated, select, selected_op):
+            stack.enter_context(mock.patch.object(module, "launch", counting))
+        yield counts
+
+
+@pytest.mark.parametrize("attention", [name for name in ATTENTIONS if name != "dense"])
+def test_loss_and_gradients_are_those_of_the_other_backends(attention: str) -> None:
+    usual, exact = (
+        step(attention, "blockwise", "none", dtype) for dtype in (torch.float32, torch.float64)
+    )
+    assert_exact_enough(without_checkpointing(attention), usual, exact)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in ACTIVATION_CHECKPOINTING if mode != "none"])
+def test_recomputation_changes_no_bit_and_selective_runs_no_kernel_twice(mode: str) -> None:
+    with counted_launches() as counts:
+        results = step("mlp, shared", "triton", mode, torch.float32)
+    for a, b in zip(results, without_checkpointing("mlp, shared"), strict=True):
+        assert torch.equal(a, b)
+    times = LAYERS * (1 if mode == "selective" else 2)
+    assert {name: counts[name] for name in FORWARD} == {k: n * times for k, n in FORWARD.items()}
+    assert counts["gate_rows_kernel"] == LAYERS

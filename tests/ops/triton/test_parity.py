@@ -1,0 +1,90 @@
+"""Every branch, forward and backward, is what `reference` defines, for any sizes and documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa.ops import selected_attention
+from nsa.ops.triton.selected_op import DENSE_BLOCKS
+from nsa.spec import NSASpec
+from tests.ops.cases import GROUPS, Case, branches, random_cases, with_gradients
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton.parity import (
+    BRANCHES,
+    DENSE,
+    DEVICE,
+    GATHERED,
+    assert_exact_enough,
+    assert_parity,
+    inputs,
+    settings,
+)
+
+# A GPU compiles anew for every pattern and size, so that it is given fewer.
+RANDOM = random_cases(14 if DEVICE.type == "cpu" else 7, longest=24, seed=1)
+SMALL = NSASpec(8, 4, 8, 3, 1, 1, 16)
+ONE_HEAD = {"kv_heads": 1, "group": 1}
+DESIGNED = [
+    Case(SMALL, (19,), kv_heads=1, group=2, key_dim=192, value_dim=128),
+    Case(SMALL, (33,), batch=2, group=3, key_dim=16, value_dim=32),
+    Case(NSASpec(4, 2, 8, 2, 0, 1, 7), (0, 21, 1, 0, 2, 30, 1), group=2),
+    Case(NSASpec(5, 5, 4, 1, 0, 1, 1), (1, 1), **ONE_HEAD),
+    Case(SMALL, (1,), group=6),
+    Case(SMALL, (7,), group=4),
+]
+HEAD_SIZES = [
+    Case(SMALL, (37,), **ONE_HEAD, key_dim=key, value_dim=value)
+    for key, value in ((6, 24), (24, 6), (32, 96), (96, 16), (128, 256), (256, 64))
+]
+CASES = RANDOM + DESIGNED + HEAD_SIZES
+branches_of_all = pytest.mark.parametrize("branch", BRANCHES)
+
+
+@branches_of_all
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_lse_and_gradients_are_those_of_the_definition(case: Case, branch: str) -> None:
+    assert_parity(case, branch)
+
+
+def test_the_cases_cover_what_they_are_there_for() -> None:
+    assert {case.group for case in RANDOM} == set(GROUPS)
+    assert any(case.seq_len < case.spec.block_len for case in CASES)
+    assert any(0 in case.lengths and 1 in case.lengths for case in CASES)
+    assert any(case.batch > 1 for case in RANDOM)
+    assert {16, 32, 64, 128, 256} <= {x for case in CASES for x in (case.key_dim, case.value_dim)}
+    free = [c.spec.select_top - c.spec.init_blocks - c.spec.local_blocks for c in CASES]
+    assert sum(blocks > 0 for blocks in free) > len(CASES) / 2
+    long = [c.seq_len > DENSE_BLOCKS * c.spec.select_top * c.spec.select_len for c in CASES]
+    assert sum(long) >= 2
+    assert not all(long)
+
+
+@pytest.mark.parametrize("tiling", [GATHERED, DENSE], ids=["gathered", "dense"])
+@pytest.mark.parametrize("lengths", [(40,), (1, 20, 0, 15)], ids=str)
+def test_any_block_index_is_served(lengths: tuple[int, ...], tiling: dict[str, int]) -> None:
+    """Rows that chose nothing, named a block twice, or named blocks of the future.
+
+    With parts of two queries, so that naming blocks again would make lists longer than there are
+    queries.
+    """
+    case = Case(NSASpec(4, 2, 4, 3, 1, 1, 5), lengths, kv_heads=2, group=3)
+    draw = torch.Generator().manual_seed(3)
+    shape = (1, case.seq_len, case.kv_heads, 3)
+    index = torch.randint(-1, 11, shape, generator=draw, dtype=torch.int32)
+    index[:, 1::5] = 0
+    index[:, 2::6] = index[:, 2::6, :, [0]]
+    index[:, 3::6, :, 2] = index[:, 3::6, :, 0]
+    index[:, 4::11] = 10
+    index[:, ::7] = -1
+    index = index.to(DEVICE)
+    x = inputs(case)
+    with settings(**tiling, chunk=2):
+        actual = with_gradients(*branches(x, case, index, "triton")["selected"])
+        o = selected_attention(x.q, x.k_sel, x.v_sel, index, case.spec, backend="triton")
+    usual, exact = (
+        with_gradients(*branches(x.to(dtype), case, index, "reference")["selected"])
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert_exact_enough(actual, usual, exact)
+    assert torch.equal(o[:, ::7], torch.zeros_like(o[:, ::7]))

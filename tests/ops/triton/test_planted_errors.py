@@ -1,0 +1,277 @@
+"""What the parity tests are worth: an error planted into a kernel or launcher is noticed."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from nsa.ops import select_blocks
+from nsa.ops.triton import (
+    band,
+    band_op,
+    common,
+    gated,
+    select,
+    selected,
+    selected_keys,
+    selected_op,
+)
+from nsa.ops.triton.configs import Config, choosing
+from nsa.spec import NSASpec
+from tests.ops.cases import Case, branches, exact_score, same_selection, selection, with_gradients
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton.parity import (
+    DEVICE,
+    RULE,
+    assert_exact_enough,
+    assert_parity,
+    chosen,
+    computed,
+    inputs,
+    settings,
+)
+
+MODULES = (band, band_op, common, gated, select, selected, selected_keys, selected_op)
+CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (24,), kv_heads=1, group=2, key_dim=4, value_dim=3)
+PACKED = replace(CASE, lengths=(9, 0, 1, 13))
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="a compiled kernel does not see what is planted into its helpers"
+)
+Check = Callable[[], None]
+
+
+def parity(branch: str, case: Case = CASE, **how: int) -> Check:
+    """Small tiles, so that there are several of each kind."""
+
+    def check() -> None:
+        with settings(**how), choosing(lambda *_: Config(16, 16, 4, 1)):
+            assert_parity(case, branch)
+
+    return check
+
+
+def the_choice_is_as_good() -> None:
+    for case in (PACKED, replace(CASE, lengths=(90,), spec=NSASpec(7, 3, 4, 4, 2, 1, 5))):
+        x = inputs(case)
+        index = selection(x, case, "triton")
+        assert same_selection(exact_score(x, case), index, chosen(case))
+
+
+def ties_go_to_the_lower_index() -> None:
+    """Seventeen blocks, in tiles of sixteen, all alike but for the forced ones."""
+    case = Case(NSASpec(4, 4, 4, 4, 0, 1, 5), (68,), kv_heads=1, group=1, key_dim=4)
+    x = inputs(case)
+    x.k_cmp.zero_()
+    with choosing(lambda *_: Config(16, 16, 4, 1)):
+        assert selection(x, case, "triton")[0, -1, 0].tolist() == [0, 1, 2, 16]
+
+
+def the_last_positions_choose_as_in_the_whole() -> None:
+    x = inputs(CASE)
+    lse = torch.zeros(1, 3, 2)
+    index = select_blocks(x.q[:, -3:], x.k_cmp, lse, CASE.spec, seq_len=24, backend="triton")
+    assert index[0, :, 0, -1].tolist() == [4, 4, 4]
+
+
+def any_block_index_is_served() -> None:
+    index = torch.full((1, 24, 1, 2), -1, dtype=torch.int32)
+    index[:, ::2], index[:, 5], index[:, 9] = 1, 3, 30
+    x = inputs(CASE)
+    with settings(chunk=2):
+        assert_exact_enough(
+            *(
+                with_gradients(*branches(x.to(dtype), CASE, index, backend)["selected"])
+                for backend, dtype in RULE
+            )
+        )
+
+
+def gates_may_be_shut() -> None:
+    x = inputs(CASE)
+    x.gates[:, ::2] = 0
+    assert_exact_enough(*(computed(CASE, "mixed", backend, x.to(dtype)) for backend, dtype in RULE))
+
+
+LONG = parity("compressed", Case(NSASpec(3, 1, 5, 2, 0, 1, 40), (70,), kv_heads=1, group=3))
+COMPRESSED, WINDOW, MIXED = parity("compressed"), parity("window"), parity("mixed")
+SELECTED, PARTS = parity("selected"), parity("selected", chunk=3)
+SPLITS = parity("compressed", queries_per_split=7)
+DOCUMENTS = [parity(branch, PACKED) for branch in ("compressed", "selected", "window")]
+
+
+@dataclass(frozen=True)
+class Plant:
+    """One replacement in one function, and the check that has to notice it.
+
+    It must not write where it shouldn't, which would end the process sooner or later.
+    """
+
+    module: ModuleType
+    function: str
+    old: str
+    new: str
+    check: Check
+
+    def into(self, patch: pytest.MonkeyPatch) -> None:
+        """Put the wrong function wherever the right one is called from."""
+        original = getattr(self.module, self.function)
+        source = textwrap.dedent(inspect.getsource(getattr(original, "fn", original)))
+        assert source.count(self.old) == 1, source
+        wrong, file = source.replace(self.old, self.new), f"<planted in {self.function}>"
+        # The interpreter reads a kernel's source again.
+        lines = wrong.splitlines(keepends=True)
+        patch.setitem(linecache.cache, file, (len(wrong), None, lines, file))
+        made: dict[str, Any] = {}
+        exec(compile(wrong, file, "exec"), vars(self.module), made)
+        for holder in MODULES:
+            if vars(holder).get(self.function) is original:
+                patch.setattr(holder, self.function, made[self.function])
+
+
+PLANTS = {
+    "a compressed block is seen one position early": Plant(
+        band, "_score", "visible(t, LEN", "visible(t + 1, LEN", COMPRESSED
+    ),
+    "a query sees the position after its own": Plant(
+        band, "_score", "n[None, :] < visible", "n[None, :] <= visible", WINDOW
+    ),
+    "a window of w + 1": Plant(band, "_score", "(t - WINDOW)", "(t - WINDOW - 1)", WINDOW),
+    "a window of w + 1 for keys and values": Plant(
+        band, "_keys_step", "(t - WINDOW)", "(t - WINDOW - 1)", WINDOW
+    ),
+    "the last tile of keys is dropped where it is partial": Plant(
+        band, "_row_bounds", "high = visible(t_last, LEN, STRIDE)",
+        "high = visible(t_last, LEN, STRIDE) // KEYS * KEYS", COMPRESSED,
+    ),
+    "a tile of keys is not masked where only its first rows see all": Plant(
+        band, "_row_bounds", "visible(t_first, LEN, STRIDE) // KEYS",
+        "visible(t_last, LEN, STRIDE) // KEYS", LONG,
+    ),
+    "a row that saw nothing yet turns NaN": Plant(
+        common, "softmax_step", 'tl.where(m_new == float("-inf"), 0.0, m_new)', "m_new", COMPRESSED
+    ),
+    "a row that saw nothing has probabilities": Plant(
+        common, "probabilities", 'tl.where(lse == float("-inf"), float("inf"), lse)', "lse + 0.0",
+        COMPRESSED,
+    ),
+    "the running sum is not rescaled": Plant(
+        common, "softmax_step", "total * old", "total", SELECTED
+    ),
+    "the gradient of lse has the wrong sign": Plant(
+        common, "_row_dot_kernel", "total - tl.load", "total + tl.load", COMPRESSED
+    ),
+    "dk lacks the scale": Plant(
+        band, "band_keys_kernel", "(dk_acc * scale_out)", "dk_acc", COMPRESSED
+    ),
+    "dq lacks the scale": Plant(
+        band, "band_queries_kernel", "acc *= scale_out", "acc *= 1.0", WINDOW
+    ),
+    "a split ends one query early": Plant(
+        band, "band_keys_kernel", "(split + 1) * split_len)", "(split + 1) * split_len - 1)", SPLITS
+    ),
+    "a split begins one query early": Plant(
+        band, "band_keys_kernel", "split * split_len)\n", "split * split_len - 1)\n", SPLITS
+    ),
+    "a group's heads are laid out by head and stored by query": Plant(
+        band, "band_forward_kernel", "h = (first_row + i) % GROUP", "h = i * GROUP // ROWS", WINDOW
+    ),
+    "a block counts for every query of its tile": Plant(
+        selected, "selected_forward_kernel", "((bits >> local) & 1) == 1", "bits != 0", SELECTED
+    ),
+    "a block counts for every query of its tile, in dq": Plant(
+        selected, "selected_queries_kernel", "((bits >> local) & 1) == 1", "bits != 0", SELECTED
+    ),
+    "positions after the query's own count in its block": Plant(
+        selected, "selected_forward_kernel", " & (n[None, :] <= t[:, None])", "", SELECTED
+    ),
+    "a block named twice counts twice": Plant(
+        selected_op, "_each_once", "(1, 0)), -1)", "(1, 0)), 0) if False else block_index",
+        any_block_index_is_served,
+    ),
+    "all heads of a group read one head's lse": Plant(
+        selected_keys, "selected_keys_kernel", "row_at = at * lse_t + h * lse_h",
+        "row_at = at * lse_t", SELECTED,
+    ),
+    "dk of chosen blocks lacks the scale": Plant(
+        selected_keys, "selected_keys_kernel", "dk_acc *= scale_out", "dk_acc *= 1.0", SELECTED
+    ),
+    "parts of two lists are kept in one place": Plant(
+        selected_keys, "_part_slot", "begin * 2 // CHUNK", "begin // CHUNK", PARTS
+    ),
+    "the last part of a list is left out": Plant(
+        selected_keys, "add_parts_kernel", "tl.cdiv(end - begin, CHUNK)", "(end - begin) // CHUNK",
+        PARTS,
+    ),
+    "lists are not put together by document": Plant(
+        selected_op, "queries_by_block", "first[document]", "first[0 * document]", DOCUMENTS[1]
+    ),
+    "a document ends one position early": Plant(
+        common, "locate", "offsets + run + 1)", "offsets + run + 1) - 1", DOCUMENTS[2]
+    ),
+    "a document reads another's compressed keys": Plant(
+        common, "keys_before", "visible(length - 1,", "visible(length - 3,", DOCUMENTS[0]
+    ),
+    "overlaps all weigh the same": Plant(
+        select, "_importance", "tl.maximum(shared, 0)", "tl.minimum(tl.maximum(shared, 0), 1)",
+        the_choice_is_as_good,
+    ),
+    "the first overlapping block is left out": Plant(
+        select, "_importance", "for c in range(COUNT)", "for c in range(1, COUNT)",
+        the_choice_is_as_good,
+    ),
+    "only one head of the group counts": Plant(
+        select, "_importance", "for h in range(GROUP)", "for h in range(1)", the_choice_is_as_good
+    ),
+    "the first blocks are not forced": Plant(
+        select, "select_kernel", "(j < INIT)", "(j < 0)", the_choice_is_as_good
+    ),
+    "one local block too few is forced": Plant(
+        select, "select_kernel", "own - LOCAL", "own - LOCAL + 1", the_choice_is_as_good
+    ),
+    "ties go to the higher index": Plant(
+        select, "_keep_best", "tl.min(tl.where(score == top[:, None], j[None, :], NONE), 1)",
+        "tl.max(tl.where(score == top[:, None], j[None, :], -1), 1)", ties_go_to_the_lower_index,
+    ),
+    "of equal blocks the lowest is given up first": Plant(
+        select, "_keep_best", "tl.max(tl.where(best == least[:, None], index, -1), 1)",
+        "tl.min(tl.where(best == least[:, None], index, NONE), 1)", ties_go_to_the_lower_index,
+    ),
+    "decoding begins at the document's first position": Plant(
+        select, "select_kernel", "before = seq_len - queries", "before = 0",
+        the_last_positions_choose_as_in_the_whole,
+    ),
+    "a branch is mixed in by another's gate": Plant(
+        gated, "mix_kernel", "inside, 2)", "inside, 1)", MIXED
+    ),
+    "a gate enters its branch's gradients upside down": Plant(
+        gated, "_row_of_branch", "row_lse - tl.log", "row_lse + tl.log", MIXED
+    ),
+    "a shut gate lets gradients through": Plant(
+        gated, "_row_of_branch", 'closed, float("inf")', "closed, 0.0", gates_may_be_shut
+    ),
+    "a branch's gradient of queries replaces the others'": Plant(
+        selected, "selected_queries_kernel", "acc += tl.load(dq", "acc += 0.0 * tl.load(dq", MIXED
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("check", {plant.check: None for plant in PLANTS.values()})
+def test_the_code_as_it_is_passes_every_check(check: Check) -> None:
+    check()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what NumPy says of NaN and overflow
+@pytest.mark.parametrize("name", PLANTS)
+def test_an_error_that_is_planted_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant = PLANTS[name]
+    plant.into(monkeypatch)
+    with pytest.raises(AssertionError):
+        plant.check()

@@ -1,0 +1,131 @@
+"""The choice of blocks is the definition's, but for what rounding decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from nsa.ops import compressed_attention, select_blocks
+from nsa.ops.triton.configs import Config, choosing
+from nsa.spec import NSASpec
+from tests.ops import checks_of_others as check
+from tests.ops.cases import Case, exact_score, random_cases, same_selection, selection
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton.parity import DEVICE, chosen, inputs
+
+RANDOM = random_cases(14 if DEVICE.type == "cpu" else 7, longest=36, seed=2)
+PATTERNS = [
+    Case(NSASpec(32, 16, 64, 3, 1, 1, 512), (400,), kv_heads=1, group=6, key_dim=16),
+    Case(NSASpec(32, 16, 64, 4, 1, 2, 512), (150, 0, 1, 350), kv_heads=1, key_dim=8),
+    Case(NSASpec(4, 2, 4, 1, 0, 1, 5), (50,), batch=2, group=3),
+    Case(NSASpec(4, 3, 4, 2, 0, 1, 5), (75,), kv_heads=1, group=1),
+    Case(NSASpec(9, 7, 5, 7, 2, 1, 5), (80,), kv_heads=1, group=4),
+    Case(NSASpec(2, 1, 11, 3, 0, 1, 5), (90,), kv_heads=1),
+    Case(NSASpec(30, 3, 2, 5, 1, 1, 5), (29,)),
+]
+
+
+@pytest.fixture
+def small_tiles() -> Iterator[None]:
+    """More than one tile of blocks, so that what was kept competes with what comes later."""
+    with choosing(lambda *_: Config(16, 16, 4, 1)):
+        yield
+
+
+@pytest.fixture(params=["usual tiles", "small tiles"])
+def tiles(request: pytest.FixtureRequest) -> None:
+    if request.param == "small tiles":
+        request.getfixturevalue("small_tiles")
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("case", RANDOM + PATTERNS, ids=str)
+def test_the_chosen_blocks_are_as_good_as_the_definitions(case: Case) -> None:
+    x = inputs(case)
+    index = selection(x, case, "triton")
+    assert index.dtype == torch.int32
+    assert index.shape == (case.batch, case.seq_len, case.kv_heads, case.spec.select_top)
+    assert same_selection(exact_score(x, case), index.cpu(), chosen(case).cpu())
+
+
+def test_the_cases_cover_what_they_are_there_for() -> None:
+    cases = RANDOM + PATTERNS
+    left = [c for c in cases if max(c.lengths) > c.spec.select_top * c.spec.select_len]
+    assert len(left) > len(cases) / 2
+    assert {1, 3, 5, 7} <= {case.spec.select_top for case in cases}
+    assert any(case.spec.select_len % case.spec.block_stride for case in left)
+    assert any(max(c.lengths) > 16 * c.spec.select_len for c in left), "one tile of blocks"
+    assert any(case.seq_len < case.spec.block_len for case in cases)
+
+
+@pytest.mark.usefixtures("tiles")
+def test_exact_ties_go_to_the_lower_index() -> None:
+    """Equal keys make every compressed block equally probable, and all inner blocks tie."""
+    case = Case(NSASpec(4, 4, 4, 4, 1, 1, 5), (100,), group=6)
+    x = inputs(case)
+    x.k_cmp[:] = x.k_cmp[:, :1].clone()
+    index = selection(x, case, "triton")
+    for t in range(100):
+        own = t // 4
+        # The block of a query that ends before its own block does is not visible: importance 0.
+        expected = [j if j <= own else -1 for j in range(4)] if own < 4 else [0, 1, 2, own]
+        assert index[0, t].tolist() == [expected, expected], t
+
+
+@pytest.mark.usefixtures("tiles")
+def test_blocks_inside_one_compressed_block_tie_exactly() -> None:
+    """Four selection blocks share what one compressed block got: the lowest two are taken."""
+    case = Case(NSASpec(8, 8, 2, 3, 0, 1, 5), (64,), kv_heads=3, group=3)
+    index = selection(inputs(case), case, "triton")
+    best = index[0, -1, :, :2]
+    assert torch.equal(best % 4, torch.tensor([0, 1], device=DEVICE).expand(3, 2))
+
+
+def test_the_first_and_last_blocks_are_chosen_whatever_their_importance() -> None:
+    """Also past 128 blocks, where nearly all importance is another block's."""
+    case = Case(NSASpec(4, 2, 2, 5, 2, 2, 7), (290,), kv_heads=1, group=2, key_dim=2)
+    x = inputs(case)
+    x.k_cmp[:, 50] = 10 * x.q.mean((0, 1, 2))
+    index = selection(x, case, "triton")
+    for t in range(2, 290):
+        assert {0, t // 2 - 1, t // 2} <= set(index[0, t, 0].tolist()), f"query {t}"
+        assert t < 4 or 1 in index[0, t, 0].tolist(), f"query {t}"
+
+
+@pytest.mark.parametrize("queries", [1, 2, 13, 49])
+def test_selection_of_the_last_positions_is_the_tail_of_the_whole(queries: int) -> None:
+    case = Case(NSASpec(4, 3, 5, 3, 1, 1, 5), (49,), batch=2, group=3)
+    x = inputs(case)
+    _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, case.spec, backend="triton")
+    last = slice(case.seq_len - queries, None)
+    index = select_blocks(
+        x.q[:, last],
+        x.k_cmp,
+        lse[:, last],
+        case.spec,
+        seq_len=case.seq_len,
+        backend="triton",
+    )
+    whole, score = chosen(case).cpu(), exact_score(x, case)
+    assert same_selection(score[:, last], index.cpu(), whole[:, last])
+
+
+def test_choosing_again_chooses_the_same_blocks() -> None:
+    x = inputs(PATTERNS[0])
+    first = selection(x, PATTERNS[0], "triton")
+    selection(inputs(PATTERNS[1]), PATTERNS[1], "triton")
+    assert torch.equal(selection(x, PATTERNS[0], "triton"), first)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the checks are of CPU tensors")
+@pytest.mark.parametrize(
+    "check",
+    [
+        check.small_importances_are_still_ranked,
+        check.large_logits_neither_overflow_nor_underflow,
+    ],
+)
+def test_the_code_does_not_have_the_errors_of_others(check: Callable[[str], None]) -> None:
+    check("triton")

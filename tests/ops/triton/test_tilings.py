@@ -1,0 +1,89 @@
+"""However the work is cut into tiles, lists and parts, the results are those of the definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nsa.ops.triton.configs import Config, candidates, choosing
+from nsa.spec import NSASpec
+from tests.ops.cases import Case
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton.parity import BRANCHES, DENSE, GATHERED, KERNELS, assert_parity, settings
+
+# Several tiles of everything, whole ones and partial ones, even where a tile is large.
+SPEC = NSASpec(4, 2, 20, 3, 1, 1, 37)
+LONG = Case(SPEC, (131,), kv_heads=1, group=3, key_dim=4, value_dim=6)
+CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (45,), kv_heads=2, group=3, value_dim=4)
+PACKED = replace(CASE, lengths=(0, 21, 1, 0, 2, 19), group=2)
+M7C = Case(
+    NSASpec(32, 16, 64, 16, 1, 2, 512), (300,), kv_heads=1, group=6, key_dim=64, value_dim=64
+)
+FEW_BLOCKS = replace(M7C, spec=replace(M7C.spec, select_top=3), lengths=(120, 1, 160))
+HEAD_SIZES, DTYPES = (64, 128, 256), (torch.bfloat16, torch.float32)
+cases = pytest.mark.parametrize("case", [CASE, PACKED], ids=["one document", "packed"])
+tilings = pytest.mark.parametrize("tiling", [GATHERED, DENSE], ids=["gathered", "dense"])
+branches_of_all = pytest.mark.parametrize("branch", BRANCHES)
+
+
+def all_choices() -> list[dict[str, tuple[int, int]]]:
+    """Rows and keys for each kernel, until each of its candidates has been taken once."""
+    wanted = {
+        kernel: sorted(
+            {
+                (config.rows, config.keys)
+                for size in HEAD_SIZES
+                for dtype in DTYPES
+                for config in candidates(kernel, (size, size), dtype)
+            }
+        )
+        for kernel in KERNELS
+    }
+    most = max(len(sizes) for sizes in wanted.values())
+    return [
+        {kernel: sizes[min(i, len(sizes) - 1)] for kernel, sizes in wanted.items()}
+        for i in range(most)
+    ]
+
+
+def assert_parity_with(sizes: dict[str, tuple[int, int]], case: Case, branch: str) -> None:
+    with choosing(lambda kernel, _: Config(*sizes[kernel], warps=4, stages=1)):
+        assert_parity(case, branch)
+
+
+@branches_of_all
+@pytest.mark.parametrize("i", range(len(all_choices())))
+def test_every_candidate_computes_the_same_thing(i: int, branch: str) -> None:
+    assert_parity_with(all_choices()[i], LONG, branch)
+
+
+@tilings
+@cases
+def test_small_tiles_of_both_ways_over_the_chosen_blocks(
+    case: Case, tiling: dict[str, int]
+) -> None:
+    with settings(**tiling):
+        assert_parity_with(dict.fromkeys(KERNELS, (16, 16)), case, "selected")
+
+
+@branches_of_all
+@pytest.mark.parametrize("case", [M7C, FEW_BLOCKS], ids=["one document", "packed, few blocks"])
+def test_the_models_own_sizes_in_the_tiles_of_a_bf16_run(case: Case, branch: str) -> None:
+    sizes = {kernel: candidates(kernel, (64, 64), torch.bfloat16)[0] for kernel in KERNELS}
+    assert_parity_with({kernel: (c.rows, c.keys) for kernel, c in sizes.items()}, case, branch)
+
+
+@cases
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+def test_long_lists_of_queries_are_added_up_in_parts(case: Case, chunk: int) -> None:
+    with settings(chunk=chunk):
+        assert_parity(case, "selected")
+
+
+@cases
+@pytest.mark.parametrize("queries", [7, 16])
+def test_the_gradient_of_compressed_keys_is_added_up_in_splits(case: Case, queries: int) -> None:
+    with settings(queries_per_split=queries):
+        assert_parity(case, "compressed")
