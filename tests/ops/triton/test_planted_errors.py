@@ -65,6 +65,14 @@ def the_choice_is_as_good() -> None:
         assert same_selection(exact_score(x, case), index, chosen(case))
 
 
+def whole_tiles_are_seen_whole() -> None:
+    case = Case(NSASpec(20, 2, 2, 4, 0, 1, 5), (121,), kv_heads=1, group=1)
+    x = inputs(case)
+    with choosing(lambda *_: Config(16, 16, 4, 1)):
+        index = selection(x, case, "triton")
+    assert same_selection(exact_score(x, case), index, chosen(case))
+
+
 def ties_go_to_the_lower_index() -> None:
     """Seventeen blocks, in tiles of sixteen, all alike but for the forced ones."""
     case = Case(NSASpec(4, 4, 4, 4, 0, 1, 5), (68,), kv_heads=1, group=1, key_dim=4)
@@ -226,6 +234,13 @@ PLANTS = {
     "the first overlapping block is left out": Plant(
         select, "_importance", "for c in range(COUNT)", "for c in range(1, COUNT)",
         the_choice_is_as_good,
+    ),
+    "a tile of blocks that some queries do not see is not masked": Plant(
+        select,
+        "select_kernel",
+        "tl.min(visible(t, LEN, STRIDE), 0) - 1",
+        "tl.min(visible(t, LEN, STRIDE), 0) + 9",
+        whole_tiles_are_seen_whole,
     ),
     "only one head of the group counts": Plant(
         select, "_importance", "for h in range(GROUP)", "for h in range(1)", the_choice_is_as_good
