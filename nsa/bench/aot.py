@@ -28,9 +28,12 @@ from nsa.ops.triton.select import select_forward
 from nsa.ops.triton.selected_op import selected_backward, selected_forward
 from nsa.spec import NSASpec
 
-# Bytes a thread may keep on its stack: 16 registers, such as pointers and bounds put aside around a
+# Bytes a thread may keep on its stack: 24 registers, such as pointers and bounds put aside around a
 # loop, cost nothing that can be measured. Part of a tile that went there is a tile too large.
-MOST_SPILLED = 64
+MOST_SPILLED = 96
+# float32 is for checks, not for training: its products take three passes, and both parts of heads
+# larger than 128 do not fit the registers with any tile.
+MOST_SPILLED_WIDE = 320
 MOST_CANDIDATES = 4  # what nsa.ops.triton.configs promises
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PAPER, SCALE, DOCUMENTS = NSASpec(), 0.125, 5
@@ -203,7 +206,7 @@ def check(
             found = (
                 [f"does not compile: {facts}"]
                 if isinstance(facts, str)
-                else _wrong(facts, CHIPS[variant.chip])
+                else _wrong(facts, CHIPS[variant.chip], case)
             )
             config = "/".join(str(number) for number in astuple(launch.config))
             print(_line(variant, case, config, facts, found), flush=True)
@@ -221,12 +224,14 @@ def check(
     }
 
 
-def _wrong(facts: Facts, chip: Chip) -> list[str]:
+def _wrong(facts: Facts, chip: Chip, case: Case) -> list[str]:
     found = []
+    wide = case.dtype == "fp32" and max(case.key, case.value) > 128
+    most_spilled = MOST_SPILLED_WIDE if wide else MOST_SPILLED
     for what, figure, limit in (
         ("bytes of shared memory a block", facts.shared, chip.shared),
         ("columns of tensor memory a block", facts.tensor_memory, chip.tensor_memory),
-        ("bytes spilled a thread", facts.spilled, MOST_SPILLED),
+        ("bytes spilled a thread", facts.spilled, most_spilled),
         ("matrix products without tensor cores", facts.plain_products, 0),
     ):
         if figure > limit:

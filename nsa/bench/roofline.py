@@ -102,7 +102,9 @@ def run(names: Sequence[str], lengths: Sequence[int], tokens: int) -> dict[str, 
         shape = SHAPES[name]
         for seq_len in lengths:
             batch = max(1, tokens // seq_len)
-            print(f"\n{name}: {shape.heads} query heads, {shape.kv_heads} key/value heads, ", end="")
+            print(
+                f"\n{name}: {shape.heads} query heads, {shape.kv_heads} key/value heads, ", end=""
+            )
             print(f"sizes {shape.key}/{shape.value}, {batch} × {seq_len:,} tokens")
             print(f"{'kernel':20}{'GFLOP':>9}{'Gexp':>8}{'MB':>8}", end="")
             print("".join(f"{chip + ' ms':>10}  {'spent on':14}" for chip in SPEEDS))

@@ -66,7 +66,8 @@ def _importance(
         shared = tl.minimum(i * STRIDE + LEN, (j + 1) * SELECT) - tl.maximum(i * STRIDE, j * SELECT)
         weight = tl.maximum(shared, 0).to(tl.float32)
         if MASKED:
-            p = tl.where(known[None, :] & (i[None, :] < seen_by[:, None]), p, 0.0)
+            seen = (i >= 0)[None, :] & (i[None, :] < seen_by[:, None])
+            p = tl.where(seen, p, 0.0)
         total += p * weight[None, :]
     return total
 
