@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa.ops import selected_attention
+from nsa.ops import nsa_attention
 from nsa.ops.triton.selected_op import DENSE_BLOCKS
 from nsa.spec import NSASpec
 from tests.ops.cases import GROUPS, Case, branches, random_cases, with_gradients
@@ -15,6 +15,7 @@ from tests.ops.triton.parity import (
     DENSE,
     DEVICE,
     GATHERED,
+    RULE,
     assert_exact_enough,
     assert_parity,
     inputs,
@@ -32,6 +33,9 @@ DESIGNED = [
     Case(NSASpec(5, 5, 4, 1, 0, 1, 1), (1, 1), **ONE_HEAD),
     Case(SMALL, (1,), group=6),
     Case(SMALL, (7,), group=4),
+    Case(SMALL, (9,), kv_heads=1, group=40),
+    Case(NSASpec(4, 4, 2, 19, 1, 2, 90), (61,), **ONE_HEAD),
+    Case(NSASpec(2, 1, 2, 2, 0, 1, 2), (*(i % 3 for i in range(70)), 9), **ONE_HEAD),
 ]
 HEAD_SIZES = [
     Case(SMALL, (37,), **ONE_HEAD, key_dim=key, value_dim=value)
@@ -56,8 +60,26 @@ def test_the_cases_cover_what_they_are_there_for() -> None:
     free = [c.spec.select_top - c.spec.init_blocks - c.spec.local_blocks for c in CASES]
     assert sum(blocks > 0 for blocks in free) > len(CASES) / 2
     long = [c.seq_len > DENSE_BLOCKS * c.spec.select_top * c.spec.select_len for c in CASES]
-    assert sum(long) >= 2
+    assert sum(long) >= 3
     assert not all(long)
+
+
+def test_scale_and_offsets_may_be_given_otherwise() -> None:
+    """A scale that is not the default, and offsets of 64 bits."""
+    case = Case(NSASpec(4, 2, 4, 2, 0, 1, 5), (3, 16), kv_heads=1)
+    x, cu = inputs(case), torch.tensor(case.offsets, device=DEVICE)
+    assert cu.dtype == torch.int64
+    assert_exact_enough(
+        *(
+            with_gradients(
+                lambda *y, b=backend: nsa_attention(
+                    *y, case.spec, scale=0.3, cu_seqlens=cu, backend=b
+                ),
+                x.to(dtype).tensors(),
+            )
+            for backend, dtype in RULE
+        )
+    )
 
 
 @pytest.mark.parametrize("tiling", [GATHERED, DENSE], ids=["gathered", "dense"])
@@ -80,11 +102,10 @@ def test_any_block_index_is_served(lengths: tuple[int, ...], tiling: dict[str, i
     index = index.to(DEVICE)
     x = inputs(case)
     with settings(**tiling, chunk=2):
-        actual = with_gradients(*branches(x, case, index, "triton")["selected"])
-        o = selected_attention(x.q, x.k_sel, x.v_sel, index, case.spec, backend="triton")
-    usual, exact = (
-        with_gradients(*branches(x.to(dtype), case, index, "reference")["selected"])
-        for dtype in (torch.float32, torch.float64)
-    )
+        actual, usual, exact = (
+            with_gradients(*branches(x.to(dtype), case, index, backend)["selected"])
+            for backend, dtype in RULE
+        )
     assert_exact_enough(actual, usual, exact)
+    o = actual[0]
     assert torch.equal(o[:, ::7], torch.zeros_like(o[:, ::7]))

@@ -76,7 +76,7 @@ def test_the_models_own_sizes_in_the_tiles_of_a_bf16_run(case: Case, branch: str
 
 
 @cases
-@pytest.mark.parametrize("chunk", [1, 3, 8])
+@pytest.mark.parametrize("chunk", [3, 8])
 def test_long_lists_of_queries_are_added_up_in_parts(case: Case, chunk: int) -> None:
     with settings(chunk=chunk):
         assert_parity(case, "selected")
