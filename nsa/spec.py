@@ -54,3 +54,12 @@ class NSASpec:
     def visible_compressed(self, position: int) -> int:
         """How many compressed blocks end at or before `position`."""
         return self.compressed_len(position + 1)
+
+    def visible_selected(self, position: int) -> int:
+        """How many positions the selected branch sees from `position`, whichever are chosen."""
+        before = min(position // self.select_len, self.select_top - 1) * self.select_len
+        return before + position % self.select_len + 1
+
+    def visible_window(self, position: int) -> int:
+        """How many positions the window holds at `position`."""
+        return min(position + 1, self.window)

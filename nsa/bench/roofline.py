@@ -64,8 +64,8 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> list[Work]:
     seen = [spec.visible_compressed(t) for t in range(seq_len)]
     keys = {
         "compressed": sum(seen),
-        "window": sum(min(t + 1, spec.window) for t in range(seq_len)),
-        "selected": sum(_selected(t, spec) for t in range(seq_len)),
+        "window": sum(map(spec.visible_window, range(seq_len))),
+        "selected": sum(map(spec.visible_selected, range(seq_len))),
     }
     memory = {"compressed": compressed, "window": pair, "selected": pair + index}
     # The choice needs each visible block's score once; what is chosen anyway needs none.
@@ -88,11 +88,6 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> list[Work]:
         Work("mix", 0, 0, 4 * o + gates),
         Work("gate rows", 0, 0, 4 * o + 2 * gates + 9 * row),
     ]
-
-
-def _selected(t: int, spec: NSASpec) -> int:
-    before = min(t // spec.select_len, spec.select_top - 1) * spec.select_len
-    return before + t % spec.select_len + 1
 
 
 def run(names: Sequence[str], lengths: Sequence[int], tokens: int) -> dict[str, Any]:

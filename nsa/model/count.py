@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from nsa.model.config import ModelConfig
-from nsa.spec import NSASpec
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -38,8 +37,9 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool
         products += 3 * config.heads * config.width
         blocks = spec.compressed_len(seq_len) / seq_len
         products += _compressor_products(config, value_dim) * blocks
-        visible = sum(spec.visible_compressed(t) for t in range(seq_len)) / seq_len
-        keys = visible + _selected_keys(spec, seq_len) + _window_keys(spec.window, seq_len)
+        visible = sum(map(spec.visible_compressed, range(seq_len))) / seq_len
+        selected = sum(map(spec.visible_selected, range(seq_len))) / seq_len
+        keys = visible + selected + sum(map(spec.visible_window, range(seq_len))) / seq_len
         choosing = 2 * config.heads * config.head_dim * visible
     forward = config.layers * (2 * (products + mlp) + per_key * keys)
     forward += 2 * config.vocab_size * config.width
@@ -53,17 +53,3 @@ def _compressor_products(config: ModelConfig, value_dim: int) -> int:
     hidden = config.attention.compressor_hidden or config.head_dim
     length = config.attention.spec.block_len
     return config.kv_heads * hidden * (length + 1) * (config.head_dim + value_dim)
-
-
-def _selected_keys(spec: NSASpec, seq_len: int) -> float:
-    """Positions that the selected branch sees, averaged over queries."""
-    total = 0
-    for t in range(seq_len):
-        before = min(t // spec.select_len, spec.select_top - 1) * spec.select_len
-        total += before + t % spec.select_len + 1
-    return total / seq_len
-
-
-def _window_keys(window: int, seq_len: int) -> float:
-    """Positions that the window sees, averaged over queries."""
-    return sum(min(t + 1, window) for t in range(seq_len)) / seq_len

@@ -1,4 +1,4 @@
-"""The counts behind the floors, against masks that are counted one by one; and the page's tables."""
+"""The counts behind the floors, against masks counted one by one; and the page's tables."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from nsa.ops.triton.common import (
     probabilities,
     softmax_step,
     span,
+    store_rows,
     visible,
 )
 
@@ -123,12 +124,7 @@ def band_forward_kernel(
                         KEYS, phase != 1, PRECISION,
                     )  # fmt: skip
         out, logsum = finish_softmax(m, total, acc)
-        d = tl.arange(0, VALUE_P)
-        tl.store(
-            o + ((t - t0) * o_t + h * o_h)[:, None] + d[None, :],
-            out.to(o.dtype.element_ty),
-            mask=valid[:, None] & (d < VALUE)[None, :],
-        )
+        store_rows(o, (t - t0) * o_t + h * o_h, 1, out, VALUE, VALUE_P, valid)
         tl.store(lse + (t - t0) * lse_t + h * lse_h, logsum, mask=valid)
 
 
@@ -300,15 +296,5 @@ def band_keys_kernel(
                     lse_t, lse_h, row, r3, scale, GROUP, KEY, VALUE, KEY_P, VALUE_P,
                     LEN, STRIDE, WINDOW, ROWS, phase != 1, PRECISION,
                 )  # fmt: skip
-        d = tl.arange(0, KEY_P)
-        tl.store(
-            dk + (i * dk_t)[:, None] + d[None, :],
-            (dk_acc * scale_out).to(dk.dtype.element_ty),
-            mask=inside[:, None] & (d < KEY)[None, :],
-        )
-        d = tl.arange(0, VALUE_P)
-        tl.store(
-            dv + (i * dv_t)[:, None] + d[None, :],
-            dv_acc.to(dv.dtype.element_ty),
-            mask=inside[:, None] & (d < VALUE)[None, :],
-        )
+        store_rows(dk, i, dk_t, dk_acc * scale_out, KEY, KEY_P, inside)
+        store_rows(dv, i, dv_t, dv_acc, VALUE, VALUE_P, inside)

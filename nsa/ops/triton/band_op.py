@@ -9,7 +9,14 @@ import triton
 from torch import Tensor
 
 from nsa.ops.triton.band import band_forward_kernel, band_keys_kernel, band_queries_kernel
-from nsa.ops.triton.common import LOG2E, offsets_of, padded_size, precision, row_dot, slots
+from nsa.ops.triton.common import (
+    LOG2E,
+    backward_arguments,
+    offsets_of,
+    row_dot,
+    shape_constants,
+    slots,
+)
 from nsa.ops.triton.configs import choose_config
 from nsa.ops.triton.launch import launch, rows_contiguous, strides
 
@@ -79,12 +86,7 @@ def band_gradients(
     q, k, v, do, lse = map(rows_contiguous, (q, k, v, do, lse))
     batch, seq_len = q.shape[:2]
     constants = _constants(q, k, v, cu_seqlens, band)
-    cu, documents = offsets_of(cu_seqlens)
-    inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "do": do}
-    inputs |= {"lse": lse, "delta": delta, "cu": cu}
-    inputs |= strides(q=q, k=k, v=v, do=do, lse=lse)
-    inputs |= {"seq_len": seq_len, "documents": documents}
-    inputs |= {"scale": scale * LOG2E, "scale_out": scale}
+    inputs = backward_arguments(do, q, k, v, lse, delta, cu_seqlens, scale)
     sizes = constants["KEY_P"], constants["VALUE_P"]
 
     config = choose_config("band_queries", sizes, q.dtype)
@@ -123,18 +125,8 @@ def _constants(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, band: list[int]
 ) -> dict[str, Any]:
     length, stride, window = band
-    return {
-        "GROUP": q.shape[2] // k.shape[2],
-        "KEY": q.shape[3],
-        "VALUE": v.shape[3],
-        "KEY_P": padded_size(q.shape[3]),
-        "VALUE_P": padded_size(v.shape[3]),
-        "LEN": length,
-        "STRIDE": stride,
-        "WINDOW": window,
-        "PACKED": cu_seqlens is not None,
-        "PRECISION": precision(q.dtype),
-    }
+    constants = shape_constants(q, k, v, cu_seqlens)
+    return constants | {"LEN": length, "STRIDE": stride, "WINDOW": window}
 
 
 @torch.library.custom_op("nsa::triton_band", mutates_args=())

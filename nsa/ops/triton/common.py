@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -66,6 +68,17 @@ def load_rows(base, at, row_stride, SIZE: tl.constexpr, PADDED: tl.constexpr, ma
         return tl.load(rows, mask=mask[:, None], other=0.0)
     else:
         return tl.load(rows, mask=mask[:, None] & (d < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(base, at, row_stride, x, SIZE: tl.constexpr, PADDED: tl.constexpr, mask):
+    """Write x [rows, PADDED] where `load_rows` would read it, in the type that is there."""
+    d = tl.arange(0, PADDED)
+    tl.store(
+        base + (at * row_stride)[:, None] + d[None, :],
+        x.to(base.dtype.element_ty),
+        mask=mask[:, None] & (d < SIZE)[None, :],
+    )
 
 
 @triton.jit
@@ -145,6 +158,39 @@ def row_dot(a: Tensor, b: Tensor, minus: Tensor) -> Tensor:
         Config(rows, 0, 4, 1),
     )
     return out
+
+
+def shape_constants(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> dict[str, Any]:
+    """What every attention kernel is compiled for."""
+    return {
+        "GROUP": q.shape[2] // k.shape[2],
+        "KEY": q.shape[3],
+        "VALUE": v.shape[3],
+        "KEY_P": padded_size(q.shape[3]),
+        "VALUE_P": padded_size(v.shape[3]),
+        "PACKED": cu_seqlens is not None,
+        "PRECISION": precision(q.dtype),
+    }
+
+
+def backward_arguments(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> dict[str, Any]:
+    """What every backward kernel reads; lse and delta share their strides."""
+    cu, documents = offsets_of(cu_seqlens)
+    return {
+        **{"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "cu": cu},
+        **strides(q=q, k=k, v=v, do=do, lse=lse),
+        **{"seq_len": q.shape[1], "documents": documents},
+        **{"scale": scale * LOG2E, "scale_out": scale},
+    }
 
 
 def padded_size(size: int) -> int:

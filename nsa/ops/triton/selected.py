@@ -17,6 +17,7 @@ from nsa.ops.triton.common import (
     locate,
     probabilities,
     softmax_step,
+    store_rows,
 )
 
 
@@ -126,12 +127,7 @@ def selected_forward_kernel(
             s = tl.where(seen, s, float("-inf"))
             m, total, acc = softmax_step(s, v_tile, m, total, acc, PRECISION)
         out, logsum = finish_softmax(m, total, acc)
-        d = tl.arange(0, VALUE_P)
-        tl.store(
-            o + (local * o_t + h * o_h)[:, None] + d[None, :],
-            out.to(o.dtype.element_ty),
-            mask=valid[:, None] & (d < VALUE)[None, :],
-        )
+        store_rows(o, local * o_t + h * o_h, 1, out, VALUE, VALUE_P, valid)
         tl.store(lse + local * lse_t + h * lse_h, logsum, mask=valid)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.common import load_rows, locate, probabilities
+from nsa.ops.triton.common import load_rows, locate, probabilities, store_rows
 from nsa.ops.triton.selected import place_tile
 
 
@@ -88,24 +88,14 @@ def selected_keys_kernel(
         if whole:
             dk += batch * dk_b + top * dk_t + head * dk_h
             dv += batch * dv_b + top * dv_t + head * dv_h
-            _store_rows(dk, key_at, dk_t, dk_acc, KEY, KEY_P, inside)
-            _store_rows(dv, key_at, dv_t, dv_acc, VALUE, VALUE_P, inside)
+            store_rows(dk, key_at, dk_t, dk_acc, KEY, KEY_P, inside)
+            store_rows(dv, key_at, dv_t, dv_acc, VALUE, VALUE_P, inside)
         else:
             slot = _part_slot(begin, chunk, CHUNK).to(tl.int64) * SELECT
             dk_part += batch * dk_part_b + slot * dk_part_t + head * dk_part_h
             dv_part += batch * dv_part_b + slot * dv_part_t + head * dv_part_h
-            _store_rows(dk_part, i, dk_part_t, dk_acc, KEY, KEY_P, inside)
-            _store_rows(dv_part, i, dv_part_t, dv_acc, VALUE, VALUE_P, inside)
-
-
-@triton.jit
-def _store_rows(base, at, row_stride, x, SIZE: tl.constexpr, PADDED: tl.constexpr, mask):
-    d = tl.arange(0, PADDED)
-    tl.store(
-        base + (at * row_stride)[:, None] + d[None, :],
-        x.to(base.dtype.element_ty),
-        mask=mask[:, None] & (d < SIZE)[None, :],
-    )
+            store_rows(dk_part, i, dk_part_t, dk_acc, KEY, KEY_P, inside)
+            store_rows(dv_part, i, dv_part_t, dv_acc, VALUE, VALUE_P, inside)
 
 
 @triton.jit
@@ -142,5 +132,5 @@ def add_parts_kernel(
         top = tl.cast(start, tl.int64)
         dk += batch * dk_b + top * dk_t + head * dk_h
         dv += batch * dv_b + top * dv_t + head * dv_h
-        _store_rows(dk, n.to(tl.int64), dk_t, dk_sum, KEY, KEY_P, inside)
-        _store_rows(dv, n.to(tl.int64), dv_t, dv_sum, VALUE, VALUE_P, inside)
+        store_rows(dk, n.to(tl.int64), dk_t, dk_sum, KEY, KEY_P, inside)
+        store_rows(dv, n.to(tl.int64), dv_t, dv_sum, VALUE, VALUE_P, inside)

@@ -8,7 +8,14 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.ops.triton.common import LOG2E, offsets_of, padded_size, precision, row_dot, slots
+from nsa.ops.triton.common import (
+    LOG2E,
+    backward_arguments,
+    offsets_of,
+    row_dot,
+    shape_constants,
+    slots,
+)
 from nsa.ops.triton.configs import Config, choose_config
 from nsa.ops.triton.launch import launch, rows_contiguous, strides
 from nsa.ops.triton.selected import (
@@ -105,12 +112,7 @@ def selected_gradients(
     q, k, v, do, lse = map(rows_contiguous, (q, k, v, do, lse))
     batch, seq_len = q.shape[:2]
     constants = _constants(q, k, v, cu_seqlens, spec)
-    cu, documents = offsets_of(cu_seqlens)
-    inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "do": do}
-    inputs |= {"lse": lse, "delta": delta, "cu": cu}
-    inputs |= strides(q=q, k=k, v=v, do=do, lse=lse)
-    inputs |= {"seq_len": seq_len, "documents": documents}
-    inputs |= {"scale": scale * LOG2E, "scale_out": scale}
+    inputs = backward_arguments(do, q, k, v, lse, delta, cu_seqlens, scale)
     config, tile = _tile("queries", constants, seq_len, spec, q.dtype)
     launch(
         selected_queries_kernel,
@@ -254,16 +256,7 @@ def _block_keys(config: Config, spec: NSASpec) -> int:
 def _constants(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, spec: NSASpec
 ) -> dict[str, Any]:
-    return {
-        "GROUP": q.shape[2] // k.shape[2],
-        "KEY": q.shape[3],
-        "VALUE": v.shape[3],
-        "KEY_P": padded_size(q.shape[3]),
-        "VALUE_P": padded_size(v.shape[3]),
-        "SELECT": spec.select_len,
-        "PACKED": cu_seqlens is not None,
-        "PRECISION": precision(q.dtype),
-    }
+    return shape_constants(q, k, v, cu_seqlens) | {"SELECT": spec.select_len}
 
 
 @torch.library.custom_op("nsa::triton_selected", mutates_args=())

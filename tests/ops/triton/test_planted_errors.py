@@ -177,7 +177,7 @@ PLANTS = {
         common, "_row_dot_kernel", "total - tl.load", "total + tl.load", COMPRESSED
     ),
     "dk lacks the scale": Plant(
-        band, "band_keys_kernel", "(dk_acc * scale_out)", "dk_acc", COMPRESSED
+        band, "band_keys_kernel", "dk_acc * scale_out", "dk_acc", COMPRESSED
     ),
     "dq lacks the scale": Plant(
         band, "band_queries_kernel", "acc *= scale_out", "acc *= 1.0", WINDOW
