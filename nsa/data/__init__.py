@@ -1,20 +1,11 @@
-"""Text to batches: a source, a tokenizer, and batches that are a pure function of the step."""
+"""Text to batches: source, tokenizer, order or stream, and the feed that a rank takes from.
+
+Only what is light is imported here: a worker that reads and tokenises starts without PyTorch.
+"""
 
 from __future__ import annotations
 
-from nsa.data.batches import Batch, Batches, build_batches
 from nsa.data.config import DataConfig
-from nsa.data.source import TokenStore, embedded_files, open_split
-from nsa.data.tokenizer import ByteTokenizer, build_tokenizer
+from nsa.data.source import DataError
 
-__all__ = [
-    "Batch",
-    "Batches",
-    "ByteTokenizer",
-    "DataConfig",
-    "TokenStore",
-    "build_batches",
-    "build_tokenizer",
-    "embedded_files",
-    "open_split",
-]
+__all__ = ["DataConfig", "DataError"]

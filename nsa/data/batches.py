@@ -1,19 +1,18 @@
-"""Batches as a pure function of (step, micro-step, rank), so that resuming needs no state."""
+"""Batches as a pure function of (samples dealt, micro-step, rank): resuming needs no state."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from nsa.data.config import PACKINGS, DataConfig
-from nsa.data.source import TokenStore, open_split, stable_random
+from nsa.data.config import PACKINGS
+from nsa.data.order import Mixer, key, shuffled
+from nsa.data.store import TokenArray, TokenStore
 
 IGNORED = -100  # a label that the loss leaves out
-VALIDATION_ORDER = 0  # seed of the validation split's order, the same in every run
 
 
 @dataclass(frozen=True)
@@ -31,29 +30,53 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
-        cu_seqlens = self.cu_seqlens
-        if cu_seqlens is not None:
-            cu_seqlens = cu_seqlens.to(device, non_blocking=non_blocking)
-        return Batch(
-            self.input_ids.to(device, non_blocking=non_blocking),
-            self.labels.to(device, non_blocking=non_blocking),
-            cu_seqlens,
-        )
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """The same batch where a GPU can fetch it from while the processor goes on."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        cu_seqlens = None if self.cu_seqlens is None else change(self.cu_seqlens)
+        return Batch(change(self.input_ids), change(self.labels), cu_seqlens)
+
+
+def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:
+    """Rows of T + 1 tokens [B, T + 1] as inputs and the token after each of them.
+
+    `documents` lays the rows end to end; a document ends with its row, and nothing is predicted
+    across an end of text.
+    """
+    inputs = rows[:, :-1].astype(np.int64)
+    labels = rows[:, 1:].astype(np.int64)
+    if packing == "concat":
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(labels))
+    seq_len = inputs.shape[1]
+    inputs, labels = inputs.reshape(1, -1), labels.reshape(1, -1)
+    ends = inputs[0] == eos_id
+    labels[0, ends] = IGNORED
+    starts = np.zeros(inputs.size + 1, dtype=bool)
+    starts[::seq_len] = True  # the last of them is the end of the row
+    starts[1:] |= ends
+    cu_seqlens = np.flatnonzero(starts).astype(np.int32)
+    return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), torch.from_numpy(cu_seqlens))
 
 
 class Batches:
-    """Cuts a token stream into samples and deals them out to steps, micro-steps and ranks.
+    """Cuts token streams into samples and deals them out to steps, micro-steps and ranks.
 
-    Sample i is tokens[i·T : i·T + T + 1]: T inputs, and the token after each of them. Positions in
-    the endless sequence of samples are counted step by step, micro-step by micro-step, rank by
-    rank, row by row; each epoch is its own permutation. So a global batch holds the same samples
-    however it is divided, and an epoch that ends inside one still uses each sample exactly once.
+    Sample i of a store is its tokens[i·T : i·T + T + 1]: T inputs, and the token after each of
+    them. Samples are dealt step by step, micro-step by micro-step, rank by rank, row by row; each
+    epoch of a store is its own permutation. So a global batch holds the same samples however it is
+    divided, the order goes on where ranks or accumulation change, and an epoch that ends inside a
+    batch still uses each sample exactly once.
     """
 
     def __init__(
         self,
-        store: TokenStore,
+        stores: Sequence[TokenStore],
         *,
+        shares: Sequence[float] = (1.0,),
         seq_len: int,
         micro_batch: int,
         accumulation: int,
@@ -61,75 +84,58 @@ class Batches:
         seed: int,
         packing: str = "concat",
     ) -> None:
-        self.store = store
+        if packing not in PACKINGS:
+            raise ValueError(f"data.packing = {packing!r}: choose one of {', '.join(PACKINGS)}")
+        if seed < 0:
+            raise ValueError(f"train.seed = {seed}: must be 0 or more")
+        self.stores = list(stores)
         self.seq_len = seq_len
         self.micro_batch = micro_batch
         self.accumulation = accumulation
         self.world_size = world_size
         self.seed = seed
         self.packing = packing
-        self.samples = (len(store.tokens) - 1) // seq_len  # in one epoch
-        if packing not in PACKINGS:
-            raise ValueError(f"data.packing = {packing!r}: choose one of {', '.join(PACKINGS)}")
-        if self.samples < 1:
-            raise ValueError(
-                f"data.seq_len = {seq_len}: the corpus has {len(store.tokens)} tokens, fewer than "
-                f"the {seq_len + 1} of one sample; lower data.seq_len or take a larger data.source"
-            )
+        self.shares = list(shares)
+        self.samples = [(len(store) - 1) // seq_len for store in stores]  # in one epoch of each
+        for store, samples in zip(stores, self.samples, strict=True):
+            if samples < 1:
+                raise ValueError(
+                    f"data.seq_len = {seq_len}: {store.name} has {len(store)} tokens, fewer than "
+                    f"the {seq_len + 1} of one sample; lower data.seq_len or take a larger "
+                    "data.source"
+                )
+        self._mixer = Mixer(self.shares, seed, [store.name for store in stores])
 
-    def batch(self, step: int, micro_step: int, rank: int) -> Batch:
-        """The batch of `rank` in one micro-step of one step, each counted from 0."""
-        assert step >= 0
+    @property
+    def samples_per_step(self) -> int:
+        """Of all ranks together."""
+        return self.micro_batch * self.accumulation * self.world_size
+
+    def batch(self, dealt: int, micro_step: int, rank: int) -> Batch:
+        """What `rank` reads in one micro-step of the step before which `dealt` samples were dealt.
+
+        That is step · samples_per_step in a run whose shape never changed.
+        """
+        assert dealt >= 0
         assert 0 <= micro_step < self.accumulation
         assert 0 <= rank < self.world_size
-        first = (step * self.accumulation + micro_step) * self.world_size + rank
-        rows = np.stack(
-            [self._sample(first * self.micro_batch + row) for row in range(self.micro_batch)]
-        )
-        inputs = rows[:, :-1].astype(np.int64)
-        labels = rows[:, 1:].astype(np.int64)
-        if self.packing == "concat":
-            return Batch(torch.from_numpy(inputs), torch.from_numpy(labels))
-        inputs, labels = inputs.reshape(1, -1), labels.reshape(1, -1)
-        ends = inputs[0] == self.store.eos_id
-        labels[0, ends] = IGNORED
-        starts = np.zeros(inputs.size + 1, dtype=bool)
-        starts[:: self.seq_len] = True  # the last of them is the end of the row
-        starts[1:] |= ends
-        cu_seqlens = np.flatnonzero(starts).astype(np.int32)
-        return Batch(
-            torch.from_numpy(inputs), torch.from_numpy(labels), torch.from_numpy(cu_seqlens)
-        )
+        first = dealt + (micro_step * self.world_size + rank) * self.micro_batch
+        return self.rows(range(first, first + self.micro_batch))
 
-    def _sample(self, position: int) -> npt.NDArray[np.integer]:
-        epoch, index = divmod(position, self.samples)
-        start = int(_order(self.seed, epoch, self.samples)[index]) * self.seq_len
-        return self.store.tokens[start : start + self.seq_len + 1]
+    def rows(self, positions: Sequence[int]) -> Batch:
+        """The samples at these places of the endless sequence, as one batch."""
+        rows = np.stack([self._sample(position) for position in positions])
+        return to_batch(rows, self.stores[0].eos_id, self.packing)
 
+    def of_rank(self, rank: int, dealt: int = 0) -> Iterator[Batch]:
+        """Every batch of one rank, from the step before which `dealt` samples were dealt."""
+        while True:
+            for micro_step in range(self.accumulation):
+                yield self.batch(dealt, micro_step, rank)
+            dealt += self.samples_per_step
 
-@lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, samples: int) -> npt.NDArray[np.integer]:
-    order = stable_random(seed, epoch).permutation(samples)
-    order.flags.writeable = False
-    return order
-
-
-def build_batches(
-    config: DataConfig,
-    split: str,
-    *,
-    micro_batch: int,
-    accumulation: int,
-    world_size: int,
-    seed: int,
-) -> Batches:
-    """The batches of one split; validation has one order for all runs, so that they compare."""
-    return Batches(
-        open_split(config, split, seed),
-        seq_len=config.seq_len,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        world_size=world_size,
-        seed=VALIDATION_ORDER if split == "val" else seed,
-        packing=config.packing,
-    )
+    def _sample(self, position: int) -> TokenArray:
+        at, number = self._mixer.place(position)
+        epoch, index = divmod(number, self.samples[at])
+        index = shuffled(index, self.samples[at], key(self.seed, epoch, at))
+        return self.stores[at].read(index * self.seq_len, (index + 1) * self.seq_len + 1)

@@ -15,12 +15,15 @@ from nsa.engine.config import RunConfig
 
 # `attention` belongs to the model; people may name it without saying so.
 SHORT_NAMES = {"attention": "model.attention"}
+MIXTURES = ("data.source",)  # settings that may be a mixture, and are overruled whole
+MIXTURE = dict[str, float]  # a value whose keys are the user's
 KINDS = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
     str: "text",
     type(None): "null",
+    MIXTURE: "names with weights",
 }
 
 
@@ -85,7 +88,7 @@ def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> N
             if near:
                 hint = f"did you mean {names[near[0]]}?"
             raise ValueError(f"{source}: there is no setting {name!r}; {hint}")
-        if isinstance(tree[key], dict):
+        if isinstance(tree[key], dict) and name not in MIXTURES:
             _merge(tree[key], value, source, name)
         else:
             tree[key] = value
@@ -110,6 +113,8 @@ def _cast(value: Any, hint: Any, name: str) -> Any:
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in allowed:
         return None
+    if MIXTURE in allowed and isinstance(value, dict):
+        return {str(key): _cast(weight, float, f"{name}: {key}") for key, weight in value.items()}
     if float in allowed and not isinstance(value, bool):
         try:
             return float(value)  # YAML takes 2e-4, without a point, for text
