@@ -236,7 +236,7 @@ def _wrong(facts: Facts, chip: Chip, case: Case) -> list[str]:
     ):
         if figure > limit:
             found.append(f"{figure:,} {what}, limit {limit:,}")
-    if facts.products and not facts.tensor_core:
+    if facts.products and facts.multiplies and not facts.tensor_core:
         found.append("matrix products, and no tensor-core instruction")
     return found
 

@@ -20,7 +20,13 @@ from nsa.ops.triton.launch import Launch
 TENSOR_CORE = re.compile(
     r"^\s*(?:@\S+\s+)?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", re.MULTILINE
 )
+# Any product of the matrix units, by a name that they have all had; waiting for one is none.
+MATRIX_UNIT = re.compile(
+    r"^\s*(?:@\S+\s+)?[\w.]*mma\.(?!wait_group|commit_group|fence)", re.MULTILINE
+)
+MULTIPLY_ADD = re.compile(r"^\s*(?:@\S+\s+)?fma\.[\w.]*?(x2)?\s", re.MULTILINE)
 PRODUCT = re.compile(r"\btt\.dot(?:_scaled)?\b")
+PRODUCT_SIZES = re.compile(r"\btt\.dot\b.*: tensor<(\d+)x(\d+)x\w+> \* tensor<\d+x(\d+)x")
 # A product whose result lies in a blocked layout is done by ordinary multiply-adds.
 PLAIN_PRODUCT = re.compile(r"\btt\.dot\b.*-> tensor<[^>]*#blocked")
 
@@ -101,6 +107,7 @@ class Facts:
     products: int
     plain_products: int
     tensor_core: int
+    multiplies: bool
     blocks_per_sm: int
 
 
@@ -119,10 +126,28 @@ def compile_variant(variant: Variant) -> Facts:
         products=len(PRODUCT.findall(compiled.asm["ttir"])),
         plain_products=len(PLAIN_PRODUCT.findall(compiled.asm["ttgir"])),
         tensor_core=len(TENSOR_CORE.findall(compiled.asm["ptx"])),
+        multiplies=_multiplies(compiled.asm["ttir"], compiled.asm["ptx"], variant.warps),
         blocks_per_sm=_blocks_per_sm(
             CHIPS[variant.chip], shared, tensor_memory, registers, variant.warps
         ),
     )
+
+
+def _multiplies(ttir: str, ptx: str, warps: int) -> bool:
+    """Whether any product is left in the compiled code, by whatever instruction.
+
+    The compiler drops those of a query that sees no key. What is left has an instruction of the
+    matrix units, maybe one that TENSOR_CORE does not know, or as many multiply-adds in a thread as
+    the smallest product takes.
+    """
+    if MATRIX_UNIT.search(ptx):
+        return True
+    least = [
+        int(rows) * int(inner) * int(columns) // (32 * warps)
+        for rows, inner, columns in PRODUCT_SIZES.findall(ttir)
+    ]
+    multiply_adds = sum(2 if pair else 1 for pair in MULTIPLY_ADD.findall(ptx))
+    return multiply_adds >= min(least, default=0)
 
 
 def _blocks_per_sm(chip: Chip, shared: int, tensor_memory: int, registers: int, warps: int) -> int:

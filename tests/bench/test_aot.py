@@ -54,6 +54,21 @@ def test_float32_in_three_passes_counts_as_tensor_cores(found: dict[str, Any]) -
     assert found["in three passes"]["failures"] == []
 
 
+def test_a_kernel_whose_query_sees_no_key_has_nothing_to_multiply(found: dict[str, Any]) -> None:
+    assert found["no key"]["failures"] == []
+    assert [row["chip"] for row in found["no key"]["rows"]] == ["sm_80", "sm_90", "sm_100"]
+    for row in found["no key"]["rows"]:
+        assert (row["products"], row["tensor_core"], row["multiplies"]) == (2, 0, False)
+
+
+@pytest.mark.parametrize("kernel", ["without tensor cores", "unknown instructions"])
+def test_products_that_are_there_without_tensor_cores_are_a_failure(
+    found: dict[str, Any], kernel: str
+) -> None:
+    for row in found[kernel]["rows"]:
+        assert "matrix products, and no tensor-core instruction" in row["wrong"]
+
+
 @pytest.mark.parametrize(
     ("kernel", "named"),
     [

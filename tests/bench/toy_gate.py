@@ -8,17 +8,19 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 
 import nsa.ops.triton
-from nsa.bench import aot
+from nsa.bench import aot, compiled
 from nsa.bench.__main__ import main as bench
 from nsa.bench.compiled import CHIPS, Variant
 from nsa.ops.triton.configs import Config
@@ -36,6 +38,7 @@ def main() -> None:
     three = partial(toys.attention, Config(64, 32, 4, 1), single, precision="tf32x3")
     ieee = partial(toys.attention, Config(64, 32, 4, 1), single, precision="ieee")
     odd = partial(toys.attention, Config(64, 48, 4, 1))
+    blind = partial(toys.attention, Config(64, 64, 4, 2), keys=1)
     found = {
         "good": check(plain, plain, chips=tuple(CHIPS)),
         "in three passes": check(three),
@@ -43,6 +46,8 @@ def main() -> None:
         "crowded": check(crowded),
         "without tensor cores": check(ieee),
         "not a power of two": check(odd, plain),
+        "no key": check(blind, chips=tuple(CHIPS)),
+        "unknown instructions": with_unknown_instructions(plain),
         "signatures": {"gate": from_the_gate(), "launch": from_a_launch()},
         "real": real(),
         "kernels": kernels(),
@@ -58,6 +63,12 @@ def check(*starts: Callable[[], None], chips: tuple[str, ...] = ("sm_80",)) -> d
         for start in starts:
             start()
     return aot.check([(CASE, started) for started in launches], chips)
+
+
+def with_unknown_instructions(start: Callable[[], None]) -> dict[str, Any]:
+    """What the gate says where matrix units have instructions that it does not know."""
+    with mock.patch.object(compiled, "TENSOR_CORE", re.compile("none of them")):
+        return check(start, chips=tuple(CHIPS))
 
 
 def exit_code_of_a_failure() -> object:
