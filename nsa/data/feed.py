@@ -1,0 +1,234 @@
+"""How a rank gets its batches: read ahead, in an order that can be gone on with, or an error.
+
+    tokens that are all there   ->  Batches, computed          \\
+                                                                >  a thread that keeps some ready
+    documents that are streamed ->  worker processes, in turn  /
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from queue import Empty
+
+from nsa.data.ahead import ReadAhead
+from nsa.data.batches import IGNORED, Batch, Batches
+from nsa.data.config import DataConfig
+from nsa.data.order import Mixer
+from nsa.data.origin import PREPARE, Computed, Origin, Streamed, cut, open_batches, source_names
+from nsa.data.source import DataError, State
+from nsa.data.store import TokenStore
+from nsa.data.stream import NOTHING_YET, collect_held_out
+from nsa.data.worker import Worker
+
+# The order of validation has a seed of its own: all runs are judged by the same samples.
+ONE_BY_ONE = {"micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
+
+
+class Feed:
+    """One rank's batches in their order, some of them ready beforehand."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        config: DataConfig,
+        *,
+        rank: int,
+        samples_per_step: int,
+        state: State | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self.fingerprint = origin.fingerprint
+        self.vocab_size = origin.vocab_size
+        self.tokenizer = origin.tokenizer
+        self.samples_per_step = samples_per_step  # of all ranks together
+        self._origin, self._timeout, self._rank = origin, config.timeout, rank
+        self._state = state
+        batches = ((batch.pin_memory() if pin_memory else batch, state) for batch, state in origin)
+        self._ahead = ReadAhead(batches, config.prefetch)
+
+    @property
+    def first_batch_seconds(self) -> float | None:
+        """From opening to the first batch that was ready; None before that."""
+        return self._ahead.first_seconds
+
+    def take(self) -> Batch:
+        """The next batch; a DataError after data.timeout seconds without one."""
+        try:
+            batch, self._state = self._ahead.take(self._timeout)
+        except Empty:
+            source, place = self._origin.whereabouts()
+            raise DataError(
+                f"data.source = {source!r}: rank {self._rank} got no batch for {self._timeout:g} "
+                f"seconds (data.timeout); {place}. Raise data.timeout or data.workers, or {PREPARE}"
+            ) from None
+        return batch
+
+    def state(self) -> State | None:
+        """What `open_feed` needs to go on behind the last batch taken, if more than its number."""
+        return self._state
+
+    def plan(self, samples: int) -> list[str]:
+        """What a run that deals so many samples takes of the text, in lines for people."""
+        return self._origin.plan(samples)
+
+    def close(self) -> None:
+        """End the thread and the worker processes."""
+        self._ahead.stop()
+        self._origin.close()
+        self._ahead.join()
+
+
+def open_feed(
+    config: DataConfig,
+    *,
+    rank: int,
+    world_size: int,
+    micro_batch: int,
+    accumulation: int,
+    seed: int,
+    dealt: int = 0,
+    state: State | None = None,
+    pin_memory: bool = False,
+) -> Feed:
+    """A rank's batches from the step before which `dealt` samples were dealt to all ranks.
+
+    `state` is this rank's, where `Feed.state` gave one then.
+    """
+    batches = open_batches(
+        config,
+        "train",
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        world_size=world_size,
+        seed=seed,
+    )
+    origin: Origin
+    if batches is not None:
+        origin = Computed(batches, rank, dealt)
+    elif dealt and state is None:
+        raise DataError(
+            f"data.source = {source_names(config)!r} is streamed, and no place in the stream was "
+            f"saved for rank {rank}; go on with the source and the number of ranks that the run "
+            f"was begun with, or {PREPARE}"
+        )
+    else:
+        origin = Streamed(
+            config,
+            rank=rank,
+            world_size=world_size,
+            micro_batch=micro_batch,
+            seed=seed,
+            state=state,
+        )
+    return Feed(
+        origin,
+        config,
+        rank=rank,
+        samples_per_step=micro_batch * accumulation * world_size,
+        state=None if batches is not None else state,
+        pin_memory=pin_memory,
+    )
+
+
+class HeldOut:
+    """The samples that training never sees: the same ones, however many ranks share them."""
+
+    def __init__(
+        self, origin: _Collected | Batches, asked: int, micro_batch: int, world_size: int
+    ) -> None:
+        self._origin, self._asked = origin, asked
+        self._micro_batch, self._world_size = micro_batch, world_size
+
+    @cached_property
+    def _samples(self) -> Batches:
+        return self._origin if isinstance(self._origin, Batches) else self._origin.wait()
+
+    @cached_property
+    def sequences(self) -> int:
+        """How many there are: fewer than asked for where a source has no more."""
+        samples = self._samples
+        mixer = Mixer(samples.shares, [store.name for store in samples.stores])
+        for position in range(self._asked):
+            source, number = mixer.place(position)
+            if number >= samples.samples[source]:
+                return position
+        return self._asked
+
+    @property
+    def note(self) -> str | None:
+        """What the user should know; None where there is nothing."""
+        if self.sequences == self._asked:
+            return None
+        return (
+            f"validation: the held-out text fills {self.sequences} of the {self._asked} sequences "
+            "asked for; raise data.held_out, or take a larger source, for more"
+        )
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the held-out text, to turn loss into bits per byte."""
+        samples = self._samples
+        return sum(
+            share * store.bytes_per_token
+            for share, store in zip(samples.shares, samples.stores, strict=True)
+        )
+
+    def batches(self, rank: int) -> list[Batch]:
+        """What one rank evaluates: as many batches as the others, filled up with ignored rows."""
+        total, ranks = self.sequences, self._world_size
+        mine = range(rank * total // ranks, (rank + 1) * total // ranks)
+        most = -(-total // ranks)
+        starts = range(0, most, self._micro_batch)
+        return [self._batch(mine[start : start + self._micro_batch]) for start in starts]
+
+    def _batch(self, positions: range) -> Batch:
+        missing = self._micro_batch - len(positions)
+        batch = self._samples.rows([*positions, *[0] * missing])
+        batch.labels.view(self._micro_batch, -1)[len(positions) :] = IGNORED
+        return batch
+
+    def close(self) -> None:
+        """End the process that looks for the samples, where there is one."""
+        if not isinstance(self._origin, Batches):
+            self._origin.close()
+
+
+class _Collected:
+    """Held-out samples of streams, looked for in the background from the start."""
+
+    def __init__(self, config: DataConfig, sequences: int) -> None:
+        self._config = config
+        work = partial(collect_held_out, config, sequences * config.seq_len + 1)
+        self._worker = Worker(work, f"data.source = {source_names(config)!r}, validation")
+        self._ahead: ReadAhead[TokenStore] = ReadAhead(self._worker, len(config.parts()))
+
+    def wait(self) -> Batches:
+        """The samples; a DataError where nothing new is read for data.timeout seconds."""
+        seconds = self._config.timeout
+        try:
+            stores = [
+                self._ahead.take(seconds, lambda: self._worker.heard) for _ in self._config.parts()
+            ]
+        except Empty:
+            source = self._worker.source or source_names(self._config)
+            raise DataError(
+                f"data.source = {source!r}: no document came for {seconds:g} seconds "
+                "(data.timeout), while text for validation was looked for; the last document read "
+                f"was {self._worker.place or NOTHING_YET}. Raise data.timeout, or {PREPARE}"
+            ) from None
+        self.close()
+        return cut(stores, self._config, **ONE_BY_ONE)
+
+    def close(self) -> None:
+        self._ahead.stop()
+        self._worker.close()
+        self._ahead.join()
+
+
+def open_held_out(
+    config: DataConfig, *, sequences: int, micro_batch: int, world_size: int
+) -> HeldOut:
+    """The first `sequences` held-out samples, in an order that training's seed does not change."""
+    batches = open_batches(config, "val", **ONE_BY_ONE)
+    origin = _Collected(config, sequences) if batches is None else batches
+    return HeldOut(origin, sequences, micro_batch, world_size)
