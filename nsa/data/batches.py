@@ -104,12 +104,21 @@ class Batches:
                     f"the {seq_len + 1} of one sample; lower data.seq_len or take a larger "
                     "data.source"
                 )
-        self._mixer = Mixer(self.shares, seed, [store.name for store in stores])
+        stored = (
+            f"{store.fingerprint}*{share}" for store, share in zip(stores, shares, strict=True)
+        )
+        self._identity = ("order", seq_len, seed, *stored)
+        self._mixer = Mixer(self.shares, [store.name for store in stores])
 
     @property
     def samples_per_step(self) -> int:
         """Of all ranks together."""
         return self.micro_batch * self.accumulation * self.world_size
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the samples and their order, which do not depend on how a step is divided."""
+        return f"{key(*self._identity):016x}"
 
     def batch(self, dealt: int, micro_step: int, rank: int) -> Batch:
         """What `rank` reads in one micro-step of the step before which `dealt` samples were dealt.

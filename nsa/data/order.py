@@ -6,12 +6,11 @@ position  ->  (source, number of the source's sample)  ->  (epoch, index)  ->  s
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import lru_cache
 
 ROUNDS = 6
-PERIOD = 10_000  # samples within which a mixture keeps its weights exactly
+PARTS = 1_000_000  # weights of a mixture are kept to one part in so many
 _WORD = 2**64 - 1
 
 
@@ -33,11 +32,16 @@ def shuffled(index: int, size: int, shuffle_key: int) -> int:
     mask = (1 << half) - 1
     while True:
         left, right = index >> half, index & mask
-        for number in range(ROUNDS):
-            left, right = right, left ^ (_mix(right + shuffle_key + number) & mask)
+        for round_key in _round_keys(shuffle_key):
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
         index = left << half | right
         if index < size:
             return index
+
+
+@lru_cache(maxsize=64)
+def _round_keys(shuffle_key: int) -> tuple[int, ...]:
+    return tuple(_mix(shuffle_key + number) for number in range(ROUNDS))
 
 
 def _mix(x: int) -> int:
@@ -49,28 +53,31 @@ def _mix(x: int) -> int:
 
 
 class Mixer:
-    """Deals positions out to sources by weight: in each period every source gets its exact share."""
+    """Deals positions out to sources by weight, as evenly as whole numbers can be spread.
 
-    def __init__(self, shares: Sequence[float], seed: int, names: Sequence[str]) -> None:
-        self._counts = _whole(shares, PERIOD)
+    The first source takes its share of all positions, the second its share of what is left over, and
+    so on. A source's place in its own sequence is a division, so nothing has to be remembered.
+    """
+
+    def __init__(self, shares: Sequence[float], names: Sequence[str]) -> None:
+        self._counts = _whole(shares, PARTS)
         for name, share, count in zip(names, shares, self._counts, strict=True):
             if count == 0:
                 raise ValueError(
                     f"data.source: {name!r} would get {share:.2g} of the samples; give it at "
-                    f"least {1 / PERIOD:g}, or leave it out"
+                    f"least {1 / PARTS:g}, or leave it out"
                 )
-        self._ends = list(accumulate(self._counts))
-        self._seed = seed
 
     def place(self, position: int) -> tuple[int, int]:
         """Which source a position belongs to, and how many that source has had before it."""
-        if len(self._counts) == 1:
-            return 0, position
-        period, slot = divmod(position, PERIOD)
-        slot = shuffled(slot, PERIOD, key(self._seed, "mixture", period))
-        source = bisect_right(self._ends, slot)
-        before = self._ends[source] - self._counts[source]
-        return source, period * self._counts[source] + slot - before
+        left = PARTS
+        for source, count in enumerate(self._counts):
+            before = position * count // left
+            if (position + 1) * count // left > before:
+                return source, before
+            position -= before
+            left -= count
+        raise AssertionError("the last source takes whatever is left")
 
 
 def _whole(shares: Sequence[float], total: int) -> list[int]:

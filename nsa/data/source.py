@@ -23,6 +23,10 @@ class DataError(ValueError):
     """Text that cannot be had, or that is not what it should be; the message names the mend."""
 
 
+class Unreachable(DataError):
+    """The network, or the hub behind it, gives no answer."""
+
+
 @dataclass(frozen=True)
 class Document:
     """One text, and where it stands, for messages."""

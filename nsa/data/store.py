@@ -75,7 +75,7 @@ def open_store(config: DataConfig, name: str, split: str) -> TokenStore | None:
 
 def _tokenise(config: DataConfig, name: str, split: str) -> TokenStore:
     tokenizer = build_tokenizer(config)
-    end = np.array([tokenizer.eos_id], dtype=np.uint32)
+    end = np.array([tokenizer.eos_id], dtype=tokenizer.encode(b"").dtype)
     pieces: list[TokenArray] = []
     text_bytes = 0
     for document in open_source(config, name).read():
@@ -88,13 +88,13 @@ def _tokenise(config: DataConfig, name: str, split: str) -> TokenStore:
             f"{config.held_out}, or take a larger source"
         )
     tokens = np.concatenate(pieces)
-    digest = hashlib.sha256(tokens.astype(np.uint32).tobytes()).hexdigest()
+    digest = hashlib.sha256(tokens.astype(np.uint32).tobytes())
     return TokenStore(
         [tokens],
         tokenizer.eos_id,
         text_bytes / len(tokens),
         name=name,
-        fingerprint=digest,
+        fingerprint=digest.hexdigest(),
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer.fingerprint,
     )

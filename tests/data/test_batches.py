@@ -1,4 +1,4 @@
-"""Batches: a pure function of (step, micro-step, rank) that uses each sample once an epoch."""
+"""Batches: a pure function of samples dealt, micro-step and rank; each sample once an epoch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data import Batch, Batches, DataConfig, TokenStore, build_batches
+from nsa.data.batches import Batch, Batches
+from nsa.data.config import DataConfig
+from nsa.data.store import TokenStore, open_store
 
 EOS = 257
+SHAPE = {"seq_len": 4, "micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
 
 
 def counting(samples: int, seq_len: int = 4, **shape: int) -> Batches:
     """Batches over 0, 1, 2, …, in which a row's first token tells which sample it is."""
     tokens = np.arange(samples * seq_len + 1)
     shape = {"micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 3} | shape
-    return Batches(TokenStore(tokens, eos_id=-1, bytes_per_token=1.0), seq_len=seq_len, **shape)
+    return Batches([TokenStore([tokens], -1, 1.0)], seq_len=seq_len, **shape)
+
+
+def at_step(batches: Batches, step: int, micro_step: int, rank: int) -> Batch:
+    return batches.batch(step * batches.samples_per_step, micro_step, rank)
 
 
 def samples_of(batches: Batches, step: int) -> list[int]:
@@ -33,15 +40,15 @@ def samples_of(batches: Batches, step: int) -> list[int]:
         int(first) // batches.seq_len
         for micro_step in range(batches.accumulation)
         for rank in range(batches.world_size)
-        for first in batches.batch(step, micro_step, rank).input_ids[:, 0]
+        for first in at_step(batches, step, micro_step, rank).input_ids[:, 0]
     ]
 
 
 def packed(tokens: list[int], seq_len: int, micro_batch: int = 1) -> tuple[Batch, np.ndarray]:
     """The first packed batch over `tokens`, and the sample's number of each of its rows."""
-    store = TokenStore(np.array(tokens, dtype=np.uint16), eos_id=EOS, bytes_per_token=1.0)
+    store = TokenStore([np.array(tokens, dtype=np.uint16)], EOS, 1.0)
     shape = {"seq_len": seq_len, "micro_batch": micro_batch, "accumulation": 1, "world_size": 1}
-    batch = Batches(store, **shape, seed=0, packing="documents").batch(0, 0, 0)
+    batch = Batches([store], **shape, seed=0, packing="documents").batch(0, 0, 0)
     order = counting((len(tokens) - 1) // seq_len, seq_len, micro_batch=micro_batch, seed=0)
     return batch, np.array(samples_of(order, 0))
 
@@ -54,9 +61,11 @@ def digest_of_a_few_batches() -> str:
                 source=source, packing=packing, seq_len=256, synthetic_bytes=100_000
             )
             shape = {"micro_batch": 3, "accumulation": 2, "world_size": 2, "seed": 1337}
-            batches = build_batches(config, split, **shape)
-            for key in ((0, 0, 0), (17, 1, 0), (10_000, 0, 1)):
-                batch = batches.batch(*key)
+            store = open_store(config, source, split)
+            assert store is not None
+            batches = Batches([store], seq_len=256, packing=packing, **shape)
+            for place in ((0, 0, 0), (17, 1, 0), (10_000, 0, 1)):
+                batch = at_step(batches, *place)
                 digest.update(batch.input_ids.numpy().tobytes() + batch.labels.numpy().tobytes())
     return digest.hexdigest()
 
@@ -78,20 +87,13 @@ def test_another_process_with_another_hash_seed_sees_the_same_batches() -> None:
     assert run.stdout.strip() == digest_of_a_few_batches()
 
 
-def test_the_order_is_the_one_that_earlier_runs_were_trained_in() -> None:
-    batches = counting(10, seed=1337)
-    order = [samples_of(batches, step)[0] for step in range(20)]
-    assert order[:10] == [3, 5, 2, 9, 6, 1, 0, 4, 7, 8]
-    assert order[10:] == [0, 6, 1, 5, 2, 9, 7, 4, 8, 3]
-
-
 def test_asking_in_any_order_or_from_a_fresh_instance_gives_the_same_batch() -> None:
     shape = {"micro_batch": 2, "accumulation": 2, "world_size": 2}
     used, keys = counting(13, **shape), [(9, 1, 0), (0, 0, 1), (9, 1, 0), (4, 0, 0)]
-    seen = [used.batch(*key).input_ids for key in keys]
+    seen = [at_step(used, *key).input_ids for key in keys]
     assert torch.equal(seen[0], seen[2])
     for key, ids in zip(keys, seen, strict=True):
-        assert torch.equal(counting(13, **shape).batch(*key).input_ids, ids)
+        assert torch.equal(at_step(counting(13, **shape), *key).input_ids, ids)
 
 
 @settings(deadline=None)
@@ -107,7 +109,7 @@ def test_each_epoch_uses_every_sample_exactly_once_wherever_it_ends(
 ) -> None:
     shape = {"micro_batch": micro_batch, "accumulation": accumulation, "world_size": world_size}
     batches = counting(samples, **shape, seed=seed)
-    assert batches.samples == samples
+    assert batches.samples == [samples]
     dealt: list[int] = []
     step = 0
     while len(dealt) < 3 * samples:
@@ -120,7 +122,7 @@ def test_each_epoch_uses_every_sample_exactly_once_wherever_it_ends(
 def test_two_ranks_and_two_micro_steps_never_see_the_same_sample_within_an_epoch() -> None:
     batches = counting(96, micro_batch=2, accumulation=3, world_size=4)
     seen = [
-        {int(first) for first in batches.batch(step, micro_step, rank).input_ids[:, 0]}
+        {int(first) for first in at_step(batches, step, micro_step, rank).input_ids[:, 0]}
         for step in range(4)
         for micro_step in range(3)
         for rank in range(4)
@@ -145,34 +147,77 @@ def test_a_global_batch_holds_the_same_samples_however_it_is_divided() -> None:
         assert samples_of(divided, step) == samples_of(whole, step)
 
 
-def test_validation_has_the_same_order_whatever_the_seed_and_training_has_not() -> None:
-    shape = {"micro_batch": 4, "accumulation": 1, "world_size": 1}
-    config = DataConfig(seq_len=256)
+@settings(deadline=None)
+@given(data=st.data())
+def test_the_order_goes_on_where_ranks_micro_batches_and_accumulation_change(
+    data: st.DataObject,
+) -> None:
+    """Runs of different shapes, one after the other, see what one run would have seen."""
+    number = st.integers(1, 4)
+    dealt: list[int] = []
+    while len(dealt) < 60:
+        names = ("micro_batch", "accumulation", "world_size")
+        shape = {name: data.draw(number, label=name) for name in names}
+        batches = counting(23, **shape)
+        for _ in range(data.draw(number, label="steps")):
+            done = len(dealt)
+            dealt += [
+                int(first) // batches.seq_len
+                for micro_step in range(batches.accumulation)
+                for rank in range(batches.world_size)
+                for first in batches.batch(done, micro_step, rank).input_ids[:, 0]
+            ]
+    whole = counting(23, micro_batch=len(dealt))
+    assert dealt == samples_of(whole, 0)
 
-    def first(split: str, seed: int) -> torch.Tensor:
-        return build_batches(config, split, **shape, seed=seed).batch(0, 0, 0).input_ids
 
-    assert torch.equal(first("val", 1), first("val", 2))
-    assert not torch.equal(first("train", 1), first("train", 2))
+def test_a_rank_that_goes_on_from_any_place_reads_what_it_would_have_read() -> None:
+    batches = counting(13, micro_batch=2, accumulation=3, world_size=2)
+    from_start = batches.of_rank(1)
+    expected = [next(from_start).input_ids for _ in range(15)]
+    resumed = batches.of_rank(1, dealt=2 * batches.samples_per_step)
+    for ids in expected[6:]:
+        assert torch.equal(next(resumed).input_ids, ids)
+
+
+def test_a_mixture_deals_each_source_its_share_and_each_of_its_samples_once_an_epoch() -> None:
+    stores = [
+        TokenStore([np.arange(start, start + 4 * samples + 1)], -1, 1.0, name=str(start))
+        for start, samples in ((0, 6_000), (1_000_000, 2_000))
+    ]
+    batches = Batches(
+        stores,
+        shares=[0.75, 0.25],
+        seq_len=4,
+        micro_batch=8_000,
+        accumulation=1,
+        world_size=1,
+        seed=0,
+    )
+    firsts = batches.batch(0, 0, 0).input_ids[:, 0]
+    assert len(set(firsts.tolist())) == 8_000
+    assert int((firsts >= 1_000_000).sum()) == 2_000
+    first_tenth = firsts[:800]
+    assert int((first_tenth >= 1_000_000).sum()) == 200
 
 
 @pytest.mark.parametrize("packing", ["concat", "documents"])
 def test_labels_are_the_next_tokens_and_share_no_memory_with_the_inputs(packing: str) -> None:
-    store = counting(6, seq_len=5).store
+    store = counting(6, seq_len=5).stores[0]
     shape = {"seq_len": 5, "micro_batch": 1, "accumulation": 1, "world_size": 1}
-    batch = Batches(store, **shape, seed=0, packing=packing).batch(0, 0, 0)
+    batch = Batches([store], **shape, seed=0, packing=packing).batch(0, 0, 0)
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
     assert batch.input_ids.shape == batch.labels.shape == (1, 5)
     assert torch.equal(batch.labels, batch.input_ids + 1)
     batch.labels.fill_(-100)
     assert (batch.input_ids >= 0).all()
-    assert (store.tokens >= 0).all()
+    assert (store.read(0, len(store)) >= 0).all()
 
 
 def test_concatenated_rows_keep_the_prediction_across_documents_and_have_no_boundaries() -> None:
     tokens = np.array([1, 2, EOS, 3, 4], dtype=np.uint16)
     shape = {"seq_len": 4, "micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
-    batch = Batches(TokenStore(tokens, EOS, 1.0), **shape).batch(0, 0, 0)
+    batch = Batches([TokenStore([tokens], EOS, 1.0)], **shape).batch(0, 0, 0)
     assert batch.input_ids.tolist() == [[1, 2, EOS, 3]]
     assert batch.labels.tolist() == [[2, EOS, 3, 4]]
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64  # stored as uint16
@@ -237,16 +282,26 @@ def test_a_batch_moves_as_a_whole() -> None:
 
 
 def test_a_corpus_smaller_than_one_sample_is_refused_with_the_mend() -> None:
-    config = DataConfig(source="synthetic", synthetic_bytes=100, seq_len=2_048)
-    shape = {"micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
-    with pytest.raises(ValueError, match=r"data\.seq_len = 2048.*2049.*lower data\.seq_len"):
-        build_batches(config, "train", **shape)
-    assert counting(1).samples == 1
+    with pytest.raises(
+        ValueError, match=r"data\.seq_len = 4: tiny has 4 tokens.*lower data\.seq_len"
+    ):
+        Batches([TokenStore([np.arange(4)], -1, 1.0, name="tiny")], **SHAPE)
+    assert counting(1).samples == [1]
 
 
 def test_an_unknown_packing_or_a_negative_seed_is_refused_by_name() -> None:
-    shape = {"seq_len": 4, "micro_batch": 1, "accumulation": 1, "world_size": 1}
+    store = counting(3).stores[0]
     with pytest.raises(ValueError, match=r"data\.packing = 'rows'.*documents, concat"):
-        Batches(counting(3).store, **shape, seed=0, packing="rows")
+        Batches([store], **SHAPE, packing="rows")
     with pytest.raises(ValueError, match=r"train\.seed = -1"):
-        Batches(counting(3).store, **shape, seed=-1).batch(0, 0, 0)
+        Batches([store], **SHAPE | {"seed": -1})
+
+
+def test_another_corpus_order_or_seed_has_another_fingerprint() -> None:
+    def fingerprint(tokens: str = "a", **changes: int) -> str:
+        store = TokenStore([np.arange(50)], -1, 1.0, fingerprint=tokens)
+        return Batches([store], **SHAPE | changes).fingerprint
+
+    assert fingerprint() == fingerprint(micro_batch=2, accumulation=3, world_size=4)
+    others = [fingerprint("b"), fingerprint(seq_len=5), fingerprint(seed=1), fingerprint()]
+    assert len(set(others)) == 4
