@@ -52,7 +52,7 @@ def compressed_attention(
     """
     check_heads(q, k_cmp=k_cmp, v_cmp=v_cmp)
     check_pair(k_cmp, v_cmp, "_cmp")
-    check_documents(cu_seqlens, q.shape[0], q.shape[1])
+    check_documents(cu_seqlens, q)
     check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
     serve = choose(backend, "compressed_attention", q, v_cmp).compressed_attention
     return serve(q, k_cmp, v_cmp, spec, scale=_scale(q, scale), cu_seqlens=cu_seqlens)
@@ -75,7 +75,7 @@ def select_blocks(
     gradient passes through the choice.
     """
     check_heads(q, k_cmp=k_cmp)
-    check_documents(cu_seqlens, q.shape[0], q.shape[1])
+    check_documents(cu_seqlens, q)
     length = q.shape[1] if seq_len is None else seq_len
     if length < q.shape[1] or (cu_seqlens is not None and length != q.shape[1]):
         raise ValueError(
@@ -112,7 +112,7 @@ def selected_attention(
     check_heads(q, k=k, v=v)
     check_pair(k, v, "")
     check_length("k", k, q.shape[1], "q")
-    check_documents(cu_seqlens, q.shape[0], q.shape[1])
+    check_documents(cu_seqlens, q)
     expected = (*q.shape[:2], k.shape[2], spec.select_top)
     if block_index.shape != expected:
         raise ValueError(
@@ -137,7 +137,7 @@ def window_attention(
     check_heads(q, k=k, v=v)
     check_pair(k, v, "")
     check_length("k", k, q.shape[1], "q")
-    check_documents(cu_seqlens, q.shape[0], q.shape[1])
+    check_documents(cu_seqlens, q)
     if window < 1:
         raise ValueError(f"window = {window}: a query sees at least itself; make it 1 or more")
     serve = choose(backend, "window_attention", q, v).window_attention
@@ -172,7 +172,7 @@ def nsa_attention(
             check_length(f"k{name}", k, q.shape[1], "q")
     scale = _scale(q, scale)
     if fused(backend, q, v_cmp):
-        check_documents(cu_seqlens, q.shape[0], q.shape[1])
+        check_documents(cu_seqlens, q)
         check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
         pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
         return triton.nsa_attention(q, *pairs, gates, spec, scale=scale, cu_seqlens=cu_seqlens)

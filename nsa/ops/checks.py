@@ -53,10 +53,11 @@ def check_length(name: str, x: Tensor, length: int, why: str) -> None:
         raise ValueError(f"{name} has length {x.shape[1]}; {why} asks for {length}")
 
 
-def check_documents(cu_seqlens: Tensor | None, batch: int, seq_len: int) -> None:
-    """cu_seqlens is int32 (or int64) [documents + 1], ascending from 0 to T, with batch 1."""
+def check_documents(cu_seqlens: Tensor | None, q: Tensor) -> None:
+    """cu_seqlens is int32 (or int64) [documents + 1] beside q, ascending from 0 to T; batch 1."""
     if cu_seqlens is None:
         return
+    batch, seq_len = q.shape[:2]
     if batch != 1:
         raise ValueError(f"cu_seqlens packs documents into one row, but the batch is {batch}")
     whole = cu_seqlens.dtype in (torch.int32, torch.int64)
@@ -64,6 +65,10 @@ def check_documents(cu_seqlens: Tensor | None, batch: int, seq_len: int) -> None
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; "
             "it must be int32 [documents + 1]"
+        )
+    if cu_seqlens.device != q.device:
+        raise ValueError(
+            f"cu_seqlens is on {cu_seqlens.device} and q on {q.device}; give both the same device"
         )
     if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
         return  # reading the values would break the graph or make the device wait

@@ -272,6 +272,18 @@ def test_wrong_documents_are_refused(name: str, cu_seqlens: Tensor, message: str
         Call.valid().function(name)(cu_seqlens=cu_seqlens)
 
 
+@pytest.mark.parametrize("offsets_are_on", ["cpu", "meta"])
+@pytest.mark.parametrize("name", [*OPERATIONS, "nsa_attention"])
+def test_documents_on_another_device_are_refused(name: str, offsets_are_on: str) -> None:
+    """`meta` stands for a GPU: kernels there would read the other device's memory."""
+    rest, call = ("meta" if offsets_are_on == "cpu" else "cpu"), Call.valid()
+    call = Call(call.x.to(rest), call.lse.to(rest), call.block_index.to(rest))
+    cu_seqlens = torch.tensor([0, 20], dtype=torch.int32, device=offsets_are_on)
+    message = f"^cu_seqlens is on {offsets_are_on} and q on {rest}; give both the same device"
+    with pytest.raises(ValueError, match=message):
+        call.function(name)(cu_seqlens=cu_seqlens)
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_packed_documents_are_one_row(name: str) -> None:
     call = Call.valid()
