@@ -12,6 +12,8 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from nsa.data.command import add_parser as add_data_parser
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a user's mistake is one line on stderr and exit code 2."""
@@ -45,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("ds_config", type=Path, help="for example ds_configs/zero1_pcie.json")
     check.add_argument("--ranks", type=int, default=2, help="processes that train (default 2)")
     check.set_defaults(run=_check)
+
+    add_data_parser(verbs)
 
     about = "draw the losses of one or more runs into one picture"
     plot = verbs.add_parser("plot", help=about, description=about)

@@ -14,7 +14,7 @@ from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
 from tests.ranks import ROOT
 
-VERBS = ("bench", "check", "info", "plot")
+VERBS = ("bench", "check", "data", "info", "plot")
 DS_CONFIG = ROOT / "ds_configs/zero1_pcie.json"
 
 

@@ -1,0 +1,155 @@
+"""`nsa data`: text prepared before a run, checked, and a tokenizer made of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nsa.data.config import DataConfig
+
+if TYPE_CHECKING:
+    from nsa.data.shards import Index
+
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+DEFAULT = DataConfig()
+
+
+def add_parser(verbs: Any) -> None:
+    """Add `data` to the verbs of `nsa`."""
+    about = "prepare text for training, check what was prepared, or train a tokenizer"
+    data = verbs.add_parser("data", help=about, description=about)
+    actions = data.add_subparsers(dest="action", required=True, metavar="action")
+
+    about = "tokenise a source once, into a folder of shards; goes on where it was stopped"
+    prepare = actions.add_parser("prepare", help=about, description=about)
+    _add_source(prepare)
+    prepare.add_argument("--tokenizer", required=True, help="byte, or hf:<name or folder>")
+    prepare.add_argument("--out", type=Path, required=True, help="the folder to write")
+    prepare.add_argument(
+        "--held-out",
+        type=float,
+        default=DEFAULT.held_out,
+        help=f"share of the documents for validation alone (default {DEFAULT.held_out})",
+    )
+    prepare.add_argument("--workers", type=int, help="processes (default: one for each core)")
+    prepare.add_argument(
+        "--shard-tokens", type=int, default=100_000_000, help="of one file (default 100 million)"
+    )
+    prepare.set_defaults(run=_prepare)
+
+    about = "read every byte of a prepared folder again, and say how far a run gets with it"
+    check = actions.add_parser("check", help=about, description=about)
+    check.add_argument("folder", type=Path, help="what `nsa data prepare` wrote")
+    for name, value, what in (
+        ("--seq-len", 2_048, "tokens that the model sees at once"),
+        ("--samples-per-step", 4, "sequences of all ranks in one step"),
+        ("--steps", 50_000, "steps of the run"),
+    ):
+        check.add_argument(name, type=int, default=value, help=f"{what} (default {value})")
+    check.set_defaults(run=_check)
+
+    about = "learn a byte-level BPE tokenizer from a source, for data.tokenizer=hf:<folder>"
+    train = actions.add_parser("train-tokenizer", help=about, description=about)
+    _add_source(train)
+    train.add_argument("--vocab-size", type=int, required=True, help="how many ids it may have")
+    train.add_argument("--out", type=Path, required=True, help="the folder to write")
+    train.set_defaults(run=_train_tokenizer)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--source",
+        required=True,
+        help="fineweb_edu, hf:<dataset>, embedded, synthetic, or a path to files of text",
+    )
+    parser.add_argument("--subset", help="which configuration of a hub's dataset")
+    parser.add_argument("--split", default=DEFAULT.split, help="which split of a hub's dataset")
+    parser.add_argument("--files", help="which files of a hub's dataset, as a path or pattern")
+    parser.add_argument(
+        "--text-field", default=DEFAULT.text_field, help="the field that holds a record's text"
+    )
+
+
+def _config(args: argparse.Namespace, **more: Any) -> DataConfig:
+    named = ("source", "subset", "split", "files", "text_field")
+    config = DataConfig(**{name: getattr(args, name) for name in named}, **more)
+    config.validate()
+    return config
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from nsa.data.prepare import prepare
+    from nsa.data.shards import INDEX
+
+    config = _config(args, tokenizer=args.tokenizer, held_out=args.held_out)
+    out = args.out.expanduser()
+    finished = (out / INDEX).exists()
+    try:
+        index = prepare(config, out, shard_tokens=args.shard_tokens, workers=args.workers)
+    except KeyboardInterrupt:
+        print(f"nsa: stopped; the same command goes on in {out} where this ended", file=sys.stderr)
+        return INTERRUPTED
+    if args.workers not in (None, index.parts):
+        print(f"--workers {args.workers} has no effect: {out} was begun with {index.parts}")
+    print(f"{out} was finished before" if finished else f"{out} is finished")
+    print(*_contents(out, index), sep="\n")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from nsa.data.plan import coverage
+    from nsa.data.shards import open_shards, read_index, verify_shards
+
+    for name in ("seq_len", "samples_per_step", "steps"):
+        if getattr(args, name) < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {getattr(args, name)}: must be 1 or more")
+    folder = args.folder.expanduser()
+    index = read_index(folder)
+    verify_shards(folder, index)
+    print(f"{folder}: source {index.stamp.source}, tokenizer {index.stamp.tokenizer}; all is whole")
+    print(*_contents(folder, index), sep="\n")
+    if index.of("train"):
+        store = open_shards(str(folder), "train")
+        print(f"a run of {args.steps:,} steps of {args.samples_per_step:,} samples:")
+        print(*coverage([store], [1.0], args.seq_len, args.steps * args.samples_per_step), sep="\n")
+    return 0
+
+
+def _contents(folder: Path, index: Index) -> list[str]:
+    """A line for each split."""
+    from nsa.data.shards import longest_document
+    from nsa.data.source import SPLITS
+
+    lines = []
+    for split in SPLITS:
+        shards = index.of(split)
+        if not shards:
+            lines.append(
+                f"{split}: no documents, so that no run can use this folder: data.held_out was "
+                f"{index.settings['held_out']}; choose another --held-out, or a larger source"
+            )
+            continue
+        tokens = sum(shard.tokens for shard in shards)
+        text_bytes = sum(shard.text_bytes for shard in shards)
+        documents = sum(shard.documents for shard in shards)
+        lines.append(
+            f"{split}: {tokens:,} tokens of {documents:,} documents and "
+            f"{text_bytes:,} bytes, {text_bytes / tokens:.2f} bytes a token, in {len(shards):,} "
+            f"shard{'s' if len(shards) > 1 else ''}; the longest document has "
+            f"{max(longest_document(folder, shard, index.stamp) for shard in shards):,} tokens"
+        )
+    return lines
+
+
+def _train_tokenizer(args: argparse.Namespace) -> int:
+    from nsa.data.source import open_source
+    from nsa.data.tokenizer import train_tokenizer
+
+    config = _config(args)
+    out = args.out.expanduser()
+    tokenizer = train_tokenizer(open_source(config, args.source), args.vocab_size, out)
+    print(f"{out}: {tokenizer.vocab_size:,} ids; use it with data.tokenizer={tokenizer.name}")
+    return 0

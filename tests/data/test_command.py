@@ -1,0 +1,120 @@
+"""`nsa data`: what a person types, and what they are told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa.cli import main
+from nsa.data.builtin import synthetic
+from nsa.data.config import DataConfig
+from nsa.data.tokenizer import build_tokenizer
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
+    lines = [json.dumps({"body": document.text.decode()}) for document in synthetic(60_000).read()]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def call(*arguments: object) -> int:
+    return main(["data", *map(str, arguments)])
+
+
+def test_text_is_prepared_checked_and_found_damaged_in_plain_words(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    source = ("--source", texts, "--text-field", "body")
+    prepare = ("prepare", *source, "--tokenizer", "byte", "--out", out, "--held-out", "0.1")
+    assert call(*prepare, "--workers", "1") == 0
+    said = capsys.readouterr()
+    assert f"{out} is finished\ntrain: " in said.out
+    assert "60.0k/" in said.err or "60.0kB" in said.err  # the bar
+    assert call(*prepare, "--workers", "2") == 0
+    said = capsys.readouterr()
+    assert f"--workers 2 has no effect: {out} was begun with 1\n" in said.out
+    assert f"{out} was finished before\n" in said.out
+
+    run = ("--seq-len", "512", "--samples-per-step", "2", "--steps", "10")
+    assert call("check", out, *run) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{out}: source {texts}, tokenizer byte; all is whole"
+    assert lines[1].startswith("train: ")
+    assert lines[2].startswith("val: ")
+    tokens = int(lines[1].split()[1].replace(",", ""))
+    assert f"{(tokens - 1) // 512} samples of 512" in lines[-1]
+    assert f"the run deals 20: {20 / ((tokens - 1) // 512):.1%}" in lines[-1]
+
+    shard = out / "val-000-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[-20] ^= 1
+    shard.write_bytes(content)
+    assert call("check", out) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"nsa: {shard}: its bytes are not those that were written")
+    assert said.err.count("\n") == 1
+
+
+def test_a_split_without_documents_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.txt").write_text("only one")
+    source = ("--source", tmp_path / "one.txt", "--tokenizer", "byte", "--held-out", "1e-9")
+    assert call("prepare", *source, "--out", tmp_path / "out") == 0
+    assert "val: no documents, so that no run can use" in capsys.readouterr().out
+    assert call("check", tmp_path / "out") == 0
+    assert "data.held_out was 1e-09" in capsys.readouterr().out
+
+
+def test_a_tokenizer_is_trained_and_used_by_the_name_that_is_printed(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "tokenizer"
+    source = ("--source", texts, "--text-field", "body")
+    assert call("train-tokenizer", *source, "--vocab-size", "300", "--out", out) == 0
+    said = capsys.readouterr().out
+    assert said == f"{out}: 300 ids; use it with data.tokenizer=hf:{out}\n"
+    assert build_tokenizer(DataConfig(tokenizer=f"hf:{out}")).vocab_size == 300
+
+
+def test_mistakes_are_one_line_and_exit_code_2(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ("--out", tmp_path / "out")
+    for arguments, word in (
+        (["prepare", "--source", texts, "--tokenizer", "byte", *out], "data.text_field"),
+        (["prepare", "--source", "synthetic", "--tokenizer", "word", *out], "data.tokenizer"),
+        (["check", tmp_path / "nowhere"], "nowhere"),
+        (["check", tmp_path, "--steps", "0"], "--steps 0"),
+        (["train-tokenizer", "--source", "synthetic", "--vocab-size", "9", *out], "--vocab-size 9"),
+    ):
+        assert call(*arguments) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        (line,) = (line for line in said.err.splitlines() if line.startswith("nsa: "))
+        assert word in line
+
+
+def test_help_of_every_action_is_given_without_loading_torch() -> None:
+    code = (
+        "import sys\n"
+        "from nsa.cli import main\n"
+        "for action in ([], ['prepare'], ['check'], ['train-tokenizer']):\n"
+        "    try:\n"
+        "        main(['data', *action, '--help'])\n"
+        "    except SystemExit as ended:\n"
+        "        assert ended.code == 0\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    for flag in ("--held-out", "--samples-per-step", "--vocab-size", "train-tokenizer"):
+        assert flag in said
