@@ -1,5 +1,7 @@
 """`python -m nsa.bench tune`: times every candidate for the kernels' tile sizes, keeps the fastest.
 
+Whose kernel is taken, where there are several, is one more operation with candidates.
+
 What is kept is keyed by operation, head sizes and dtype. So everything that shares a key is timed
 together: both branches that a kernel serves, all the shapes with these head sizes, all lengths.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -26,11 +28,14 @@ from nsa.ops.triton.configs import Config, choosing, keep_tuned, tuning_key
 SPEC = NSASpec()
 
 
+Option = Config | str  # tile sizes, or whose kernel
+
+
 @dataclass
 class Asked:
     """An operation that some calls start: its candidates, and those calls by name."""
 
-    options: list[Config]
+    options: list[Any]
     steps: dict[str, Step]
 
 
@@ -101,7 +106,7 @@ def discover(steps: Mapping[str, Step]) -> dict[str, Asked]:
     """Which operations these calls start, by asking them."""
     found: dict[str, Asked] = {}
 
-    def note(label: str, operation: str, options: list[Config]) -> Config:
+    def note(label: str, operation: str, options: list[Any]) -> Any:
         asked = found.setdefault(operation, Asked(options, {}))
         assert asked.options == options, "one key has one list of candidates"
         asked.steps[label] = steps[label]
@@ -113,7 +118,7 @@ def discover(steps: Mapping[str, Step]) -> dict[str, Asked]:
     return found
 
 
-Result = tuple[str, Asked, list[dict[str, Any]], Config | None]
+Result = tuple[str, Asked, list[dict[str, Any]], Option | None]
 
 
 def tune(found: Mapping[str, Asked], report: Report) -> list[Result]:
@@ -124,7 +129,7 @@ def tune(found: Mapping[str, Asked], report: Report) -> list[Result]:
     flags, results = report.flags, []
     best = {operation: asked.options[0] for operation, asked in found.items()}
     for operation, asked in found.items():
-        options = {str(astuple(option)): option for option in asked.options}
+        options = {str(option): option for option in asked.options}
         if len(options) == 1:
             continue
         timings, failed = take_turns(
@@ -141,7 +146,7 @@ def tune(found: Mapping[str, Asked], report: Report) -> list[Result]:
         best[operation] = chosen or best[operation]
         candidates = [
             {
-                "config": asdict(option),
+                "config": _fields(option),
                 "ms": asdict(timings[name]) if name in timings else None,
                 "why_not": failed.get(name),
             }
@@ -151,7 +156,7 @@ def tune(found: Mapping[str, Asked], report: Report) -> list[Result]:
     return results
 
 
-def _with(configs: Mapping[str, Config], asked: Asked) -> None:
+def _with(configs: Mapping[str, Option], asked: Asked) -> None:
     """Run the calls that start an operation, with these tile sizes."""
     with choosing(lambda operation, options: configs.get(operation, options[0])):
         for step in asked.steps.values():
@@ -159,14 +164,18 @@ def _with(configs: Mapping[str, Config], asked: Asked) -> None:
 
 
 def _row(
-    key: str, asked: Asked, candidates: list[dict[str, Any]], best: Config | None
+    key: str, asked: Asked, candidates: list[dict[str, Any]], best: Option | None
 ) -> dict[str, Any]:
     return {
         "key": key,
         "calls": list(asked.steps),
         "candidates": candidates,
-        "chosen": None if best is None else asdict(best),
+        "chosen": None if best is None else _fields(best),
     }
+
+
+def _fields(option: Option) -> dict[str, Any]:
+    return {"by": option} if isinstance(option, str) else asdict(option)
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
@@ -177,7 +186,8 @@ def _show(rows: list[dict[str, Any]]) -> None:
             ms, config = candidate["ms"], candidate["config"]
             verdict = "kept" if config == row["chosen"] else "" if ms else "fails"
             numbers = [str(number) for number in config.values()]
-            lines.append([row["key"], *numbers, shown(ms and ms["median"]), verdict])
+            columns = [*numbers, "", "", ""][:4]
+            lines.append([row["key"], *columns, shown(ms and ms["median"]), verdict])
             if candidate["why_not"]:
                 reasons.append(f"  {row['key']} {'/'.join(numbers)}: {candidate['why_not']}")
     table(lines)

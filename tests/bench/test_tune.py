@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from nsa.bench.__main__ import main
 from nsa.bench.report import Report
-from nsa.bench.tune import discover, key_of, tune
+from nsa.bench.tune import _row, _show, discover, key_of, tune
 from nsa.ops.triton import configs
 from nsa.ops.triton.configs import Config, candidates, choose_config, choosing, keep_tuned
 
@@ -69,6 +70,21 @@ def test_the_fastest_candidate_is_kept_and_taken_by_the_next_launch() -> None:
         choose_config("toy_forward", (64, 128), HALF)
         == candidates("toy_forward", (64, 128), HALF)[0]
     )
+
+
+def test_whose_kernel_is_the_fastest_is_kept_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> None:
+        by = configs.choose("toy_branch", ["ours", "another's"], (64, 64), HALF)
+        time.sleep(0.02 if by == "ours" else 0)
+
+    ((_, asked, times, best),) = tune(discover({"one": run}), report())
+    assert best == "another's"
+    key = key_of("toy_branch", (64, 64), HALF)
+    _show([_row(key, asked, times, best)])
+    assert re.search(r"another's .* kept", capsys.readouterr().out)
+    keep_tuned({key: best})
+    assert configs.choose("toy_branch", ["ours", "another's"], (64, 64), HALF) == "another's"
+    assert configs.choose("toy_branch", ["ours"], (64, 64), HALF) == "ours"
 
 
 def test_a_candidate_that_cannot_be_launched_is_listed_and_not_kept() -> None:

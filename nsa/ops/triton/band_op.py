@@ -18,6 +18,7 @@ from nsa.ops.triton.common import (
     slots,
 )
 from nsa.ops.triton.configs import choose_config
+from nsa.ops.triton.flash_window import flash_forward, is_faster
 from nsa.ops.triton.launch import launch, rows_contiguous, strides
 
 # Few tiles of compressed keys see very many queries each. More programs share them, and their
@@ -31,11 +32,14 @@ def band_forward(
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of attention over the band [LEN, STRIDE, WINDOW]; WINDOW 0 is none."""
     q, k, v = map(rows_contiguous, (q, k, v))
+    constants = _constants(q, k, v, cu_seqlens, band)
+    sizes = constants["KEY_P"], constants["VALUE_P"]
+    if band[2] and is_faster(q, v, sizes):
+        return flash_forward(q, k, v, cu_seqlens, band[2], scale)
     batch, seq_len, heads = q.shape[:3]
     o = q.new_empty(batch, seq_len, heads, v.shape[-1])
     lse = q.new_empty(batch, seq_len, heads, dtype=torch.float32)
-    constants = _constants(q, k, v, cu_seqlens, band)
-    config = choose_config("band_forward", (constants["KEY_P"], constants["VALUE_P"]), q.dtype)
+    config = choose_config("band_forward", sizes, q.dtype)
     cu, documents = offsets_of(cu_seqlens)
     rows = slots(seq_len * constants["GROUP"], config.rows, cu_seqlens)
     launch(

@@ -1,5 +1,7 @@
 """Tile sizes: a few candidates for each operation, and which of them a launch takes.
 
+Who computes an operation, where there are several, is chosen in the same way, by name.
+
 Nothing is tuned during a run. A launch takes the first candidate, or the one that
 `python -m nsa.bench tune` has measured to be the fastest on this GPU and kept on disk.
 """
@@ -9,11 +11,12 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,17 +31,24 @@ class Config:
     stages: int
 
 
-Choice = Callable[[str, list[Config]], Config]
+Option = TypeVar("Option", Config, str)
+Choice = Callable[[str, list[Any]], Any]
 _choice: Choice | None = None
 
 
 def choose_config(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> Config:
     """The tile sizes for an operation at these key and value sizes (each a power of two)."""
-    options = candidates(operation, sizes, dtype)
+    return choose(operation, candidates(operation, sizes, dtype), sizes, dtype)
+
+
+def choose(
+    operation: str, options: list[Option], sizes: tuple[int, int], dtype: torch.dtype
+) -> Option:
+    """The option that was measured to be the fastest, or the first."""
     if _choice is not None:
         return _choice(operation, options)
     tuned = _tuned().get(tuning_key(operation, sizes, dtype))
-    return next((option for option in options if list(astuple(option)) == tuned), options[0])
+    return next((option for option in options if _plain(option) == tuned), options[0])
 
 
 # By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the likeliest first.
@@ -117,12 +127,12 @@ def tuned_path() -> Path:
     return cache / "nsa-m7c" / f"{device} triton {triton.__version__}.json".replace("/", "-")
 
 
-def keep_tuned(chosen: dict[str, Config]) -> Path:
+def keep_tuned(chosen: Mapping[str, Config | str]) -> Path:
     """Write measured choices beside those that are there; returns the file."""
     path = tuned_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     known = _read(path)
-    known.update({key: list(astuple(config)) for key, config in chosen.items()})
+    known.update({key: _plain(option) for key, option in chosen.items()})
     # Whole or not at all: a run may read it now, and this one may be ended.
     beside = path.with_suffix(f".{os.getpid()}")
     beside.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
@@ -131,12 +141,16 @@ def keep_tuned(chosen: dict[str, Config]) -> Path:
     return path
 
 
+def _plain(option: Config | str) -> list[int] | str:
+    return option if isinstance(option, str) else list(astuple(option))
+
+
 @lru_cache(maxsize=1)
-def _tuned() -> dict[str, list[int]]:
+def _tuned() -> dict[str, list[int] | str]:
     return _read(tuned_path())
 
 
-def _read(path: Path) -> dict[str, list[int]]:
+def _read(path: Path) -> dict[str, list[int] | str]:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,0 +1,60 @@
+"""The window branch's forward pass by flash-attn, where that was measured to be the faster one.
+
+Forward only. The backward pass of the joined operation passes gates on to the kernels through lse,
+and flash-attn's makes its row sums itself; so the kernels here go backward, from flash-attn's lse.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from nsa.ops.triton.configs import choose
+
+OPERATION = "window_forward"  # what `python -m nsa.bench tune` measures, and keeps the winner of
+OURS, FLASH = "ours", "flash-attn"
+HEAD_MULTIPLE = 8
+
+
+def is_faster(q: Tensor, v: Tensor, sizes: tuple[int, int]) -> bool:
+    """Whether flash-attn can serve these tensors and was the faster one on this GPU."""
+    able = (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] == v.shape[-1]
+        and q.shape[-1] % HEAD_MULTIPLE == 0
+        and _installed()
+    )
+    return able and choose(OPERATION, [OURS, FLASH], sizes, q.dtype) == FLASH
+
+
+@lru_cache(maxsize=1)
+def _installed() -> bool:
+    return find_spec("flash_attn") is not None
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) as `band_forward` gives them, for the `window` last keys, the query's own included.
+
+    flash-attn counts the keys on either side of the query's own, without it.
+    """
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+    options = {
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size": (window - 1, 0),
+        "return_attn_probs": True,  # lse with them; the probabilities themselves are left out
+    }
+    if cu_seqlens is None:
+        o, lse, _ = flash_attn_func(q, k, v, **options)
+        return o.contiguous(), lse.transpose(1, 2).contiguous()
+    # No document is longer than all of them. Its true length would make the host wait.
+    cu, longest = cu_seqlens.int(), q.shape[1]
+    o, lse, _ = flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, longest, longest, **options)
+    return o[None].contiguous(), lse.t()[None].contiguous()

@@ -1,0 +1,211 @@
+"""flash-attn for the window branch: what we call is what it published, and means our window.
+
+flash-attn needs a GPU and a build of its own. Its signatures are recorded here, with its mask as
+its docstrings state it; where it is installed, it is held to the record.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from nsa.ops import nsa_attention, window_attention
+from nsa.ops.triton import band_op, configs, flash_window
+from nsa.ops.triton.configs import keep_tuned, tuning_key
+from nsa.ops.triton.flash_window import FLASH, OPERATION, OURS, flash_forward, is_faster
+from nsa.spec import NSASpec
+from tests.ops.cases import Case, with_gradients
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton import gpu_checks
+from tests.ops.triton.parity import DEVICE, inputs
+
+SPEC = NSASpec(4, 2, 4, 2, 0, 1, 5)
+CASES = {
+    "batch": Case(SPEC, (23,), batch=2, group=3),
+    "packed": Case(SPEC, (9, 1, 0, 14, 2), kv_heads=1, group=6),
+    "one query": Case(SPEC, (1,)),
+}
+by_case = pytest.mark.parametrize("name", CASES)
+BF16 = torch.bfloat16
+
+
+# As flash-attn 2.8.3.post2 has them in flash_attn/flash_attn_interface.py: names, order, defaults.
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """The query at i sees the keys from i - left to i + right, both included; -1 is no bound."""
+    assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
+    left, right = window_size
+    ahead = (
+        torch.arange(k.shape[1], device=q.device)
+        - torch.arange(q.shape[1], device=q.device)[:, None]
+    )
+    seen = torch.ones_like(ahead, dtype=torch.bool)
+    for bound, within in (
+        (left, ahead >= -left),
+        (right, ahead <= right),
+        (-1 + causal, ahead <= 0),
+    ):
+        seen &= within | (bound < 0)
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    score = torch.einsum("bqhd,bkhd->bhqk", q, k).float() * softmax_scale
+    score = score.masked_fill(~seen, -torch.inf)
+    lse = score.logsumexp(-1)
+    o = torch.einsum("bhqk,bkhd->bqhd", score.softmax(-1).to(v.dtype), v)
+    o = torch.empty_like(q).copy_(o)  # laid out as q is
+    return (o, lse, None) if return_attn_probs else o
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, block_table=None,
+):  # fmt: skip
+    """q [tokens, heads, size], lse [heads, tokens]; each document as above."""
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert block_table is None
+    assert return_attn_probs
+    parts = []
+    for start, stop in pairwise(cu_seqlens_q.tolist()):
+        assert stop - start <= max_seqlen_q == max_seqlen_k
+        document = (x[None, start:stop] for x in (q, k, v))
+        parts.append(
+            flash_attn_func(
+                *document, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+                deterministic, return_attn_probs,
+            )
+        )  # fmt: skip
+    return torch.cat([o[0] for o, *_ in parts]), torch.cat([lse[0] for _, lse, _ in parts], 1), None
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`import flash_attn` gives the functions above."""
+    module = ModuleType("flash_attn")
+    module.__spec__ = ModuleSpec("flash_attn", None)
+    for function in (flash_attn_func, flash_attn_varlen_func):
+        setattr(module, function.__name__, function)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    flash_window._installed.cache_clear()
+    yield
+    flash_window._installed.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    configs._tuned.cache_clear()
+    yield
+    configs._tuned.cache_clear()
+
+
+@by_case
+@pytest.mark.parametrize("window", [1, 2, 5, 64])
+@pytest.mark.usefixtures("published")
+def test_its_output_and_lse_are_those_of_our_kernel_for_the_same_window(
+    name: str, window: int
+) -> None:
+    case = CASES[name]
+    x, cu = inputs(case), case.offsets_on(DEVICE)
+    by_head = x.q.transpose(1, 2).contiguous().transpose(1, 2)
+    ours = band_op.band_forward(x.q, x.k_win, x.v_win, cu, [1, 1, window], case.scale)
+    for q in (x.q, by_head):
+        theirs = flash_forward(q, x.k_win, x.v_win, cu, window, case.scale)
+        for a, b in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+            assert a.is_contiguous()
+
+
+@by_case
+@pytest.mark.parametrize("function", [window_attention, nsa_attention])
+@pytest.mark.usefixtures("published")
+def test_both_functions_take_it_and_give_the_definitions_gradients(
+    name: str, function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward pass is ours, from flash-attn's lse."""
+    case, asked = CASES[name], []
+    x, options = inputs(case), {"cu_seqlens": case.offsets_on(DEVICE)}
+    tensors = x.tensors() if function is nsa_attention else (x.q, x.k_win, x.v_win)
+    pattern = case.spec if function is nsa_attention else case.spec.window
+
+    def results(backend: str) -> list[Tensor]:
+        return with_gradients(lambda *y: function(*y, pattern, **options, backend=backend), tensors)
+
+    expected = results("reference")
+    monkeypatch.setattr(band_op, "is_faster", lambda *_: asked.append(True) or True)
+    for a, b in zip(results("triton"), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert asked == [True]  # by the window branch alone
+
+
+def fake(size: int = 64, value: int = 64, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
+    """q and v as if on a GPU."""
+    with FakeTensorMode():
+        return tuple(
+            torch.empty(1, 8, 2, width, dtype=dtype, device="cuda") for width in (size, value)
+        )
+
+
+@pytest.mark.usefixtures("published")
+def test_it_is_taken_only_where_it_was_measured_to_be_faster() -> None:
+    assert not is_faster(*fake(), (64, 64))
+    keep_tuned({tuning_key(OPERATION, (64, 64), BF16): FLASH})
+    assert is_faster(*fake(), (64, 64))
+    assert not is_faster(*fake(128, 128), (128, 128))
+    assert not is_faster(*fake(dtype=torch.float16), (64, 64))
+    keep_tuned({tuning_key(OPERATION, (64, 64), BF16): OURS})
+    assert not is_faster(*fake(), (64, 64))
+
+
+@pytest.mark.usefixtures("published")
+def test_it_is_never_asked_for_what_it_cannot_compute() -> None:
+    for dtype in (BF16, torch.float32):
+        for sizes in ((64, 64), (64, 128)):
+            keep_tuned({tuning_key(OPERATION, sizes, dtype): FLASH})
+    assert not is_faster(*fake(dtype=torch.float32), (64, 64))
+    assert not is_faster(*fake(value=128), (64, 128))
+    assert not is_faster(*fake(60, 60), (64, 64))
+    assert not is_faster(*(x.to(BF16) for x in (torch.empty(1, 8, 2, 64),) * 2), (64, 64))
+
+
+def test_ours_serves_where_it_is_gone_since_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flash_window, "find_spec", lambda name: None)
+    flash_window._installed.cache_clear()
+    keep_tuned({tuning_key(OPERATION, (64, 64), BF16): FLASH})
+    assert not is_faster(*fake(), (64, 64))
+    flash_window._installed.cache_clear()
+
+
+def test_the_installed_flash_attn_has_the_signatures_that_are_recorded_here() -> None:
+    installed = pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    for function in (flash_attn_func, flash_attn_varlen_func):
+        known = inspect.signature(function).parameters
+        there = inspect.signature(getattr(installed, function.__name__)).parameters
+        assert list(there)[: len(known)] == list(known)
+        assert [there[name].default for name in known] == [p.default for p in known.values()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(4096,), (1000, 1, 0, 2047)], ids=str)
+def test_the_installed_flash_attn_loses_no_more_than_pytorchs_attention(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    monkeypatch.setattr(band_op, "is_faster", lambda *_: True)
+    case = Case(NSASpec(), lengths, kv_heads=2, group=6, key_dim=64, value_dim=64)
+    gpu_checks.loses_no_more_than_plain_attention(case, BF16)
