@@ -1,20 +1,35 @@
-"""Datasets of the Hugging Face hub, streamed; and whether the hub can be reached at all."""
+"""Datasets of the Hugging Face hub, streamed; and whether the hub can be reached at all.
+
+`datasets` reads, splits and remembers its place; what is not exact in that is made up for here.
+Its retries last for minutes, so the server is asked first whether it is there.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
 import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from nsa.data.source import DataError
+from nsa.data.config import DataConfig
+from nsa.data.source import DataError, Document, Reader, Source, State
 
 HUB = "https://huggingface.co"
-PATIENCE = 10.0  # seconds that the hub has for one short answer
+FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
+BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # read the files of `data.files`
+PATIENCE = 8.0  # seconds of silence after which a server counts as gone
+TRIES = 3  # to read from a server that breaks off
+IN_TROUBLE = (500, 502, 503, 504)
+ROWS_AT_ONCE = 256  # of a Parquet file, so that long documents fit into memory
 WITHOUT_HUB = (
     "run `nsa data prepare` where there is a network and set data.source to the folder that it "
     "wrote; or take what needs no network: --set data.source=embedded; or copy HF_HOME from where "
-    "this was loaded whole, and set HF_HUB_OFFLINE=1"
+    "this was loaded whole (not streamed), and set HF_HUB_OFFLINE=1"
 )
 
 
@@ -24,38 +39,281 @@ def reach_hub(what: str, path: str = "/", mend: str = WITHOUT_HUB) -> None:
     `what` is what is wanted from the hub, and `path` what is asked for; any answer but that of a
     server in trouble will do.
     """
+    _ask(what, _hub() + path, mend)
+
+
+def _hub() -> str:
+    return os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+
+
+def _ask(what: str, url: str, mend: str = WITHOUT_HUB) -> None:
     from huggingface_hub.utils import get_session  # with the proxies and certificates it is told
 
-    hub = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
-
     def ask() -> int:
-        return get_session().head(hub + path, timeout=PATIENCE).status_code
+        return get_session().head(url, timeout=PATIENCE).status_code
 
     try:
-        status = within(1.5 * PATIENCE, ask)
+        status = within(1.5 * PATIENCE, ask)  # a look-up of its name has no limit of its own
     except Exception as error:  # which ones a client raises differs from version to version
-        reason = f"{type(error).__name__}: {error}".rstrip(": ")
-        raise DataError(f"{what}: {hub} cannot be reached ({reason}); {mend}") from None
-    if status >= 500:
-        raise DataError(f"{what}: {hub} is in trouble (HTTP status {status}); {mend}")
+        raise DataError(f"{what}: {url} cannot be reached ({_line(error)}); {mend}") from None
+    if status in IN_TROUBLE:
+        raise DataError(f"{what}: {url} is in trouble (HTTP status {status}); {mend}")
 
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What `work` returns; TimeoutError after `seconds`, even where a look-up of a name hangs."""
-    done: list[Any] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failed:
-        raise failed[0]
-    if not done:
+    """What `work` returns; a TimeoutError after `seconds`, whatever it hangs on."""
+    background = _Background(work)
+    if not background.wait(seconds):
         raise TimeoutError(f"no answer within {seconds:g} seconds")
-    return done[0]
+    return background.result()
+
+
+class _Background:
+    """Work that can be given up: it goes on in a thread that keeps nobody from ending."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._error = error
+
+
+def open_hub(config: DataConfig, name: str) -> Source:
+    """`fineweb_edu`, or `hf:` with a dataset, a local folder, or a builder for `data.files`."""
+    path, subset = name.removeprefix("hf:"), config.subset
+    if name == "fineweb_edu":
+        path, subset = FINEWEB_EDU[0], config.subset or FINEWEB_EDU[1]
+    if path in BUILDERS and config.files is None:
+        raise DataError(
+            f"data.source = {name!r} reads files, and none are named: set data.files to a path, "
+            "a pattern or an address"
+        )
+    return Hub(_Origin(name, os.path.expanduser(path), subset, config), None, 0, 1)
+
+
+class _Origin:
+    """What `datasets` needs to know to open a dataset, and to open the same one again."""
+
+    def __init__(self, name: str, path: str, subset: str | None, config: DataConfig) -> None:
+        self.name, self.field = name, config.text_field
+        self._path, self._subset, self._config = path, subset, config
+        self.remote = path not in BUILDERS and not os.path.isdir(path)
+
+    def open(self, revision: str | None) -> tuple[Any, str]:
+        """The dataset, and what tells this version of it from later ones."""
+        url = self._to_ask(revision)
+        if url:
+            _ask(self.name, url)
+        work = _Background(lambda: self._load(revision))
+        deadline = time.monotonic() + self._config.timeout
+        while not work.wait(PATIENCE):
+            if url:
+                _ask(self.name, url)
+            if time.monotonic() > deadline:
+                raise DataError(
+                    f"{self.name}: not opened after {self._config.timeout:g} seconds "
+                    f"(data.timeout); {WITHOUT_HUB}"
+                )
+        try:
+            dataset, revision = work.result()
+        except Exception as error:  # of `datasets`, its file systems and its builders
+            raise self._refusal(error) from error
+        self._check_field(dataset)
+        return dataset, revision
+
+    def _to_ask(self, revision: str | None) -> str | None:
+        import datasets
+
+        files = self._config.files or ""
+        if not self.remote:
+            return files if files.startswith(("http://", "https://")) and "*" not in files else None
+        if datasets.config.HF_HUB_OFFLINE:
+            return None
+        return f"{_hub()}/datasets/{self._path}/resolve/{revision or 'main'}/README.md"
+
+    def _load(self, revision: str | None) -> tuple[Any, str]:
+        import datasets
+
+        _keep_it_short(self.remote)
+        builder = datasets.load_dataset_builder(
+            self._path,
+            self._subset,
+            data_files=self._config.files,
+            revision=revision if self.remote else None,
+            storage_options=_http_options(self._config.files),
+        )
+        if hasattr(builder.config, "batch_size"):  # by default a row group, which may be empty
+            builder.config.batch_size = ROWS_AT_ONCE
+        dataset = builder.as_streaming_dataset(split=self._config.split)
+        if self.remote:
+            return dataset, str(builder.hash)
+        files = [Path(file).name for file in builder.config.data_files[self._config.split]]
+        return dataset, hashlib.blake2b(json.dumps(files).encode(), digest_size=8).hexdigest()
+
+    def _refusal(self, error: Exception) -> DataError:
+        import datasets
+
+        asked = f"data.subset = {self._subset!r}, data.split = {self._config.split!r}"
+        asked += f", data.files = {self._config.files!r}" if self._config.files else ""
+        message = f"data.source = {self.name!r} with {asked}: {_line(error)}"
+        if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+            message += "; correct the name, or log in with `hf auth login` where it is not public"
+        elif isinstance(error, ConnectionError):
+            message += f"; {WITHOUT_HUB}"
+        return DataError(message)
+
+    def _check_field(self, dataset: Any) -> None:
+        features = dataset.features
+        if features is None:
+            return  # the first record will tell
+        if self.field not in features:
+            raise DataError(self.no_field(list(features)))
+        kind = getattr(features[self.field], "dtype", type(features[self.field]).__name__)
+        if kind not in ("string", "large_string"):
+            raise DataError(self.no_text(kind))
+
+    def no_field(self, there: list[str]) -> str:
+        """Says which fields there are."""
+        shown = ", ".join(map(repr, there))
+        return f"{self.name}: no field {self.field!r}, but {shown}; set data.text_field to one"
+
+    def no_text(self, kind: str) -> str:
+        """Says what the field holds."""
+        return (
+            f"{self.name}: the field {self.field!r} holds {kind}, not text; set data.text_field to "
+            "one that holds text"
+        )
+
+
+def _keep_it_short(hub: bool) -> None:
+    """Give up within half a minute what `datasets` would try for a quarter of an hour.
+
+    Below a try to read from the hub lie six of huggingface_hub's, with 23 seconds between them.
+    """
+    import datasets
+
+    datasets.config.STREAMING_READ_MAX_RETRIES = 1 if hub else TRIES
+    datasets.config.STREAMING_READ_RETRY_INTERVAL = 1
+    datasets.config.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 1
+    datasets.config.STREAMING_OPEN_MAX_RETRIES = 1 if hub else TRIES
+    datasets.config.STREAMING_OPEN_RETRY_INTERVAL = 1
+    datasets.config.USE_PARQUET_EXPORT = False  # one server more to wait for, with nothing we need
+
+
+def _http_options(files: str | None) -> dict[str, Any] | None:
+    if not files or not files.startswith(("http://", "https://")):
+        return None
+    from aiohttp import ClientTimeout
+
+    limit = ClientTimeout(total=None, sock_connect=PATIENCE, sock_read=PATIENCE)
+    options = {"client_kwargs": {"timeout": limit}}
+    return {"http": options, "https": options}
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+
+
+class Hub:
+    """The documents of a dataset, or of one share of it."""
+
+    def __init__(
+        self, origin: _Origin, opened: tuple[Any, str] | None, index: int, count: int
+    ) -> None:
+        self.name = origin.name
+        self._origin, self._index, self._count = origin, index, count
+        self._dataset, self._revision = opened or origin.open(None)
+
+    def read(self, state: State | None = None) -> Reader:
+        """A pass from the start, or from where another one stood, in the same version of it."""
+        dataset, revision = self._dataset, self._revision
+        if state and state["revision"] != revision:
+            if not self._origin.remote:
+                raise DataError(
+                    f"{self.name}: its files are no longer those that this run was reading; put "
+                    "them back, or start a new run"
+                )
+            revision = state["revision"]
+            dataset, _ = self._origin.open(revision)
+        place = f"{self.name}, part {self._index + 1} of {self._count}"
+        return _HubReader(
+            self._origin, self._share(dataset), state or {"revision": revision, "rows": 0}, place
+        )
+
+    def part(self, index: int, count: int) -> Source:
+        """Whole shards as far as there are enough of them, else each `count`-th document."""
+        assert self._count == 1
+        return Hub(self._origin, (self._dataset, self._revision), index, count)
+
+    def size(self) -> int | None:
+        """Not known: what a hub says of a dataset's size is of all its columns."""
+        return None
+
+    def _share(self, dataset: Any) -> Any:
+        from datasets.distributed import split_dataset_by_node
+
+        dataset = copy.deepcopy(dataset)  # it holds the state of one pass
+        if dataset.num_shards >= self._count:
+            return dataset.shard(self._count, self._index)
+        return split_dataset_by_node(dataset, rank=self._index, world_size=self._count)
+
+
+class _HubReader:
+    def __init__(self, origin: _Origin, dataset: Any, state: State, place: str) -> None:
+        self._origin, self._dataset, self._place = origin, dataset, place
+        self._state, self._given = state, False
+        self._rows = state["rows"]
+        if "dataset" in state:
+            dataset.load_state_dict(state["dataset"])
+        self._records = iter(dataset)
+
+    def __iter__(self) -> Reader:
+        return self
+
+    def __next__(self) -> Document:
+        while True:
+            try:
+                record = next(self._records)
+            except StopIteration:
+                raise
+            except Exception as error:  # of `datasets`, its file systems and its builders
+                raise DataError(
+                    f"{self._place}: reading broke off after row {self._rows} ({_line(error)}), "
+                    f"and trying again did not help; start the run again to go on, or {WITHOUT_HUB}"
+                ) from error
+            self._given = True
+            self._rows += 1
+            if text := self._text(record):
+                return Document(text, f"{self._place}: row {self._rows}")
+
+    def state(self) -> State:
+        if not self._given:  # `datasets` forgets what it was given until it has read a record
+            return self._state
+        return {
+            "revision": self._state["revision"],
+            "rows": self._rows,
+            "dataset": self._dataset.state_dict(),
+        }
+
+    def _text(self, record: dict[str, Any]) -> bytes:
+        if self._origin.field not in record:
+            raise DataError(self._origin.no_field(list(record)))
+        text = record[self._origin.field]
+        if text is not None and not isinstance(text, str):
+            raise DataError(self._origin.no_text(type(text).__name__))
+        return (text or "").encode("utf-8", "replace")
