@@ -30,7 +30,7 @@ def production() -> RunConfig:
             ),
             activation_checkpointing="reentrant",
         ),
-        data=DataConfig(source="embedded", seq_len=2_048),
+        data=DataConfig(source="fineweb_edu", tokenizer="hf:gpt2", seq_len=2_048, held_out=0.005),
         train=TrainConfig(
             steps=50_000,
             micro_batch=1,
@@ -70,7 +70,7 @@ def demo() -> RunConfig:
         ),
         activation_checkpointing="none",
     )
-    config.data.seq_len = 512
+    config.data = DataConfig(source="embedded", tokenizer="byte", seq_len=512)
     config.train = TrainConfig(
         steps=300,
         micro_batch=2,
@@ -80,7 +80,6 @@ def demo() -> RunConfig:
         warmup_steps=30,
         weight_decay=0.01,
         eval_every=50,
-        eval_batches=16,
     )
     config.monitor.log_every = 1
     config.checkpoint.every = 100

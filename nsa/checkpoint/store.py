@@ -2,6 +2,7 @@
 
     checkpoints/latest                    the newest complete checkpoint's name
     checkpoints/step00005000/state.json   training state, and the setting it was saved under
+    checkpoints/step00005000/rank0.json   what rank 0 alone remembers, if anything
     checkpoints/step00005000/*.pt         DeepSpeed's shards
 
 DeepSpeed writes its own `latest` before the other ranks are done, so that it can name a folder
@@ -26,11 +27,22 @@ STATE = "state.json"
 LAYOUT_OF_STAGE = {0: "0", 1: "1 or 2", 2: "1 or 2", 3: "3"}
 
 
-def save(engine: Any, folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Write the engine's shards and `state`; every rank must call it with the same step."""
+def save(
+    engine: Any,
+    folder: Path,
+    step: int,
+    state: dict[str, Any],
+    rank_state: dict[str, Any] | None = None,
+) -> Path:
+    """Write the engine's shards and the states; every rank must call it with the same step.
+
+    `state` is rank 0's and the same for all; `rank_state` is each rank's own.
+    """
     tag = f"step{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    if rank_state is not None:
+        _write(folder / tag / f"rank{dist.get_rank()}.json", json.dumps(rank_state) + "\n")
     dist.barrier()
     if dist.get_rank() == 0:
         text = json.dumps({"state": state, "saved_under": _setting(engine)}, indent=2)
@@ -53,6 +65,17 @@ def newest(folder: Path) -> Path | None:
             f"of these into it: {', '.join(others) or 'there is none'}"
         )
     return path
+
+
+def saved_state(checkpoint: Path) -> dict[str, Any]:
+    """The training state that a checkpoint holds."""
+    return json.loads((checkpoint / STATE).read_text())["state"]
+
+
+def saved_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
+    """What one rank had to remember; None where that was nothing."""
+    path = checkpoint / f"rank{rank}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def load(engine: Any, checkpoint: Path) -> dict[str, Any]:

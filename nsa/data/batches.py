@@ -107,7 +107,7 @@ class Batches:
         stored = (
             f"{store.fingerprint}*{share}" for store, share in zip(stores, shares, strict=True)
         )
-        self._identity = ("order", seq_len, seed, *stored)
+        self._identity: list[int | str] = ["order", seq_len, seed, *stored]
         self._mixer = Mixer(self.shares, [store.name for store in stores])
 
     @property

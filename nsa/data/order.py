@@ -55,8 +55,8 @@ def _mix(x: int) -> int:
 class Mixer:
     """Deals positions out to sources by weight, as evenly as whole numbers can be spread.
 
-    The first source takes its share of all positions, the second its share of what is left over, and
-    so on. A source's place in its own sequence is a division, so nothing has to be remembered.
+    The first source takes its share of all positions, the second its share of what is left over,
+    and so on. How many a source has had before is a division, so nothing has to be remembered.
     """
 
     def __init__(self, shares: Sequence[float], names: Sequence[str]) -> None:
@@ -81,7 +81,7 @@ class Mixer:
 
 
 def _whole(shares: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in proportion to `shares` that add up to `total`; the largest rests round up."""
+    """Whole numbers like `shares` that add up to `total`; the largest rests round up."""
     exact = [share * total for share in shares]
     counts = [int(value) for value in exact]
     by_rest = sorted(range(len(shares)), key=lambda at: counts[at] - exact[at])

@@ -10,7 +10,7 @@ from nsa.data.batches import Batch, Batches, to_batch
 from nsa.data.config import DataConfig
 from nsa.data.order import key
 from nsa.data.plan import coverage
-from nsa.data.source import DataError, State
+from nsa.data.source import DataError, State, open_source
 from nsa.data.store import TokenStore, open_store
 from nsa.data.stream import NOTHING_YET, stream_rows
 from nsa.data.tokenizer import build_tokenizer
@@ -84,7 +84,9 @@ class Streamed:
     ) -> None:
         tokenizer = build_tokenizer(config)
         text = _text_settings(config, seed)
-        self.fingerprint = f"{key('stream', tokenizer.fingerprint, repr(text)):016x}"
+        # Opened here as well: what is not there is refused before a worker or an engine starts.
+        sizes = [open_source(config, name).size() for name in config.parts()]
+        self.fingerprint = f"{key('stream', tokenizer.fingerprint, repr(text), repr(sizes)):016x}"
         self.vocab_size = tokenizer.vocab_size
         self.tokenizer = tokenizer.name
         self._config, self._eos_id = config, tokenizer.eos_id

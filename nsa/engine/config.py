@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nsa.checkpoint.config import CheckpointConfig
-from nsa.data import DataConfig, build_tokenizer
+from nsa.data import DataConfig
 from nsa.model.config import ModelConfig
 from nsa.monitor.config import MonitorConfig
 
@@ -30,11 +30,11 @@ class TrainConfig:
     precision: str = "bf16"  # "bf16", "fp16" with loss scaling, or "fp32" for debugging
     seed: int = 1337  # initial weights and the order of the data
     eval_every: int = 500  # steps between two looks at the held-out split; 0: only at the end
-    eval_batches: int = 16  # micro-batches a rank evaluates each time
+    eval_samples: int = 64  # held-out sequences evaluated each time, by all ranks together
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""
-        for name in ("steps", "micro_batch", "accumulation", "eval_batches"):
+        for name in ("steps", "micro_batch", "accumulation", "eval_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} = {getattr(self, name)}: must be 1 or more")
         for name in (
@@ -80,9 +80,3 @@ class RunConfig:
         """Raise a ValueError that names the first setting that cannot work."""
         for section in (self.model, self.data, self.train, self.monitor, self.checkpoint):
             section.validate()
-        needed = build_tokenizer(self.data).vocab_size
-        if self.model.vocab_size < needed:
-            raise ValueError(
-                f"model.vocab_size = {self.model.vocab_size} is too small for data.tokenizer = "
-                f"{self.data.tokenizer!r}, which has {needed} tokens; raise it"
-            )

@@ -148,6 +148,18 @@ def owned_values(config: RunConfig, world_size: int) -> dict[str, Owned]:
     }
 
 
+def leave_to_recipe(resolved: dict[str, Any]) -> dict[str, Any]:
+    """A run's own JSON without what the recipe put into it, which a resumed run may overrule."""
+    rest = deepcopy(resolved)
+    for path in owned_values(RunConfig(), world_size=1):
+        *parents, name = path.split(".")
+        block = rest
+        for parent in parents:
+            block = block.get(parent, {})
+        block.pop(name, None)
+    return rest
+
+
 def tolerance(resolved: dict[str, Any]) -> Tolerance:
     """What a resolved config tolerates, seen on two ranks with DeepSpeed 0.19.8.
 

@@ -1,12 +1,14 @@
 """The training loop, from top to bottom.
 
-    for each step:   learning rate of this step
+    for each step:   this step's micro-batches, on all ranks or on none
+                     learning rate of this step
                      for each micro-batch:  forward, backward, engine.step()
                      evaluate, log, save when it is time
 
 Observers hang on it and cannot change what it computes. Between logged steps nothing here waits
-for the device, and the only collectives are DeepSpeed's; loss is averaged over ranks on logged
-steps, by every rank.
+for the device. The only collectives are DeepSpeed's and a few bytes between processors, by which
+ranks learn whether all of them have data; loss is averaged over ranks on logged steps, by every
+rank.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ import torch
 import torch.distributed as dist
 
 from nsa import checkpoint
-from nsa.data import Batches
+from nsa.data.batches import IGNORED, Batch
+from nsa.data.feed import Feed, HeldOut
+from nsa.engine.agreement import Agreement
 from nsa.engine.config import RunConfig
 from nsa.engine.schedule import learning_rate
 from nsa.engine.state import TrainState
@@ -37,12 +41,14 @@ class Run:
 
     config: RunConfig
     engine: Any  # DeepSpeed's
-    train: Batches
-    validation: Batches
+    feed: Feed
+    held_out: HeldOut
+    agreement: Agreement
     state: TrainState
     stop: int  # steps after which to stop; the schedule ends at config.train.steps
     run_dir: Path
     rank: int
+    world_size: int
     device: torch.device
     observers: Observer
     gates: GateRecorder
@@ -52,6 +58,7 @@ class Run:
 def train(run: Run) -> None:
     """Train from run.state.step to run.stop, saving at the end."""
     state, config = run.state, run.config
+    first = state.step
     saved = state.step if state.step else None
     while state.step < run.stop:
         evaluates = _due(state.step + 1, config.train.eval_every, run.stop)
@@ -60,7 +67,11 @@ def train(run: Run) -> None:
             logs = True
         if logs:
             run.gates.arm()
-        loss = train_step(run)
+        batches = next_batches(run)
+        if state.step == first and run.rank == 0:
+            seconds = run.feed.first_batch_seconds
+            run.observers.on_message(f"first batch ready {seconds:.1f} s after the data was opened")
+        loss = train_step(run, batches)
         run.throughput.step(_tokens_per_step(run))
         if logs:
             gates = run.gates.read()
@@ -71,20 +82,35 @@ def train(run: Run) -> None:
         _save(run)
 
 
-def train_step(run: Run) -> torch.Tensor:
+def next_batches(run: Run) -> list[Batch]:
+    """This step's micro-batches; where a rank can get none, all ranks raise its error."""
+    error: ValueError | None = None
+    batches: list[Batch] = []
+    try:
+        batches = [run.feed.take() for _ in range(run.config.train.accumulation)]
+    except ValueError as raised:
+        error = raised
+    run.agreement.raise_together(error)
+    return batches
+
+
+def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
     """One optimizer step; returns this rank's mean loss, still on the device."""
     engine, state, config = run.engine, run.state, run.config.train
     rate = learning_rate(state.step, config)
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     total = torch.zeros((), device=run.device)
-    for micro_step in range(config.accumulation):
-        batch = run.train.batch(state.step, micro_step, run.rank).to(run.device, non_blocking=True)
+    for batch in batches:
+        if run.device.type == "cuda":
+            batch = batch.pin_memory()  # else the copy would wait for the device
+        batch = batch.to(run.device, non_blocking=True)
         loss = engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
         engine.backward(loss)
         engine.step()  # after each micro-batch: DeepSpeed counts them and steps at the last
         total += loss.detach().float()
     state.step += 1
+    state.samples += config.micro_batch * config.accumulation * run.world_size
     state.tokens += _tokens_per_step(run)
     state.skipped += not engine.was_step_applied()
     return total / config.accumulation
@@ -92,16 +118,16 @@ def train_step(run: Run) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(run: Run) -> float:
-    """The mean loss over the first held-out batches, the same ones each time, on all ranks."""
-    batches = run.config.train.eval_batches
-    total = torch.zeros((), device=run.device)
+    """The mean loss over the held-out samples: the same ones each time, however many the ranks."""
+    total = torch.zeros(2, device=run.device, dtype=torch.float64)
     with _evaluating(run.engine):
-        for index in range(batches):
-            batch = run.validation.batch(index, 0, run.rank).to(run.device)
-            total += run.engine(
-                batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens
-            ).float()
-    return _mean_over_ranks(total / batches)
+        for batch in run.held_out.batches(run.rank):
+            batch = batch.to(run.device)
+            loss = run.engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+            count = (batch.labels != IGNORED).sum()
+            total += torch.stack((loss.double() * count, count.double()))
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
 
 
 def _log(run: Run, loss: torch.Tensor, gates: dict[str, float], evaluates: bool) -> None:
@@ -110,7 +136,7 @@ def _log(run: Run, loss: torch.Tensor, gates: dict[str, float], evaluates: bool)
     if evaluates:
         with run.throughput.paused():
             validation = evaluate(run)
-        bits = validation / math.log(2) / run.validation.store.bytes_per_token
+        bits = validation / math.log(2) / run.held_out.bytes_per_token
     norm = run.engine.get_global_grad_norm()
     record = StepRecord(
         step=run.state.step,
@@ -134,7 +160,11 @@ def _log(run: Run, loss: torch.Tensor, gates: dict[str, float], evaluates: bool)
 def _save(run: Run) -> int:
     with run.throughput.paused():
         path = checkpoint.save(
-            run.engine, run.run_dir / "checkpoints", run.state.step, run.state.to_dict()
+            run.engine,
+            run.run_dir / "checkpoints",
+            run.state.step,
+            run.state.to_dict(),
+            run.feed.state(),
         )
     if run.rank == 0:
         run.observers.on_checkpoint(run.state.step, path)
@@ -142,8 +172,8 @@ def _save(run: Run) -> int:
 
 
 def _tokens_per_step(run: Run) -> int:
-    train, world_size = run.config.train, run.train.world_size
-    return train.micro_batch * train.accumulation * run.config.data.seq_len * world_size
+    train = run.config.train
+    return train.micro_batch * train.accumulation * run.config.data.seq_len * run.world_size
 
 
 def _due(step: int, every: int, stop: int) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.load import resolve_config, to_yaml
 
 SECONDS_FOR_RANK_0 = 10
@@ -39,6 +39,7 @@ class Plan:
     ds_config: dict[str, Any]
     run_dir: Path
     resume: bool
+    new_data: bool  # a resumed run was asked for other text, or another order of it
     stop: int
     notes: list[str]
 
@@ -84,6 +85,7 @@ def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:
     config = resolve_config(base, flags.config, [*flags.set, *steps])
     if continues:
         _check_same_model(base, config, run_dir)
+    new_data = continues and _text(base) != _text(config)
     if config.train.warmup_steps >= config.train.steps:
         notes.append(
             f"train.warmup_steps = {config.train.warmup_steps} leaves no step of train.steps = "
@@ -95,9 +97,7 @@ def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:
         source = run_dir / "ds_config.json"
     raw = load_ds_config(source)
     if continues and not flags.deepspeed_config:
-        # These follow from the recipe and the number of ranks, which the checkpoint is held to.
-        for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
-            raw.pop(key, None)
+        raw = leave_to_recipe(raw)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     ds_config = resolve_ds_config(
         raw, config, world_size=world_size, run_dir=run_dir, source=str(source)
@@ -105,7 +105,7 @@ def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:
     stop = config.train.steps if flags.until is None else min(flags.until, config.train.steps)
     if stop < 1:
         raise ValueError(f"--until {flags.until}: must be 1 or more")
-    return Plan(recipe, profile, config, ds_config, run_dir, flags.resume, stop, notes)
+    return Plan(recipe, profile, config, ds_config, run_dir, flags.resume, new_data, stop, notes)
 
 
 def write_run_folder(plan: Plan) -> None:
@@ -141,6 +141,14 @@ def _profile(asked: str | None) -> tuple[str, list[str]]:
         "NO ACCELERATOR FOUND: this is the `demo` profile, a small model on a small corpus, "
         "not the 125M production run. --profile production forces that one."
     ]
+
+
+def _text(config: RunConfig) -> dict[str, Any]:
+    """The settings that decide which tokens a run sees, and in which order."""
+    text = asdict(config.data) | {"seed": config.train.seed}
+    for free in ("packing", "workers", "prefetch", "timeout"):
+        del text[free]
+    return text
 
 
 def _check_same_model(saved: RunConfig, asked: RunConfig, run_dir: Path) -> None:

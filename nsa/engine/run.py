@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from nsa import checkpoint
-from nsa.data import Batches, build_batches
+from nsa.data.source import Unreachable
+from nsa.engine.agreement import Agreement
 from nsa.engine.build import build_engine
 from nsa.engine.config import RunConfig
+from nsa.engine.data import Data, open_data
 from nsa.engine.loop import Run, train
 from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
 from nsa.engine.recipe import Plan, with_run_dir, write_run_folder
@@ -34,41 +36,29 @@ from nsa.ops import fallback_counts
 def start(plan: Plan) -> None:
     """Train as planned, on this rank."""
     ranks = Ranks.from_environment()
-    batches = _open_data(plan.config, ranks.world_size)
-    device = start_ranks(ranks)
-    plan = with_run_dir(plan, _agree(plan.run_dir))
-    engine, notes = build_engine(plan.config, plan.ds_config, device)
-    state = _restore(plan, engine)
+    found = checkpoint.newest(plan.run_dir / "checkpoints") if plan.resume else None
+    state, rank_state = TrainState(), None
+    if found is not None:
+        state = TrainState.from_dict(checkpoint.saved_state(found))
+        rank_state = checkpoint.saved_rank_state(found, ranks.rank)
     if state.step >= plan.stop:
         raise ValueError(
             f"{plan.run_dir} is already at step {state.step} and was asked to stop at "
             f"{plan.stop}; raise --until or --steps"
         )
-    if plan.resume and state.step == 0:
+    data = open_data(plan.config, ranks, state, rank_state, plan.new_data)
+    device = start_ranks(ranks)
+    plan = with_run_dir(plan, _agree(plan.run_dir))
+    engine, notes = build_engine(plan.config, plan.ds_config, device)
+    if found is not None:
+        checkpoint.load(engine, found)
+    elif plan.resume:
         notes.append("--resume: this run had saved no checkpoint; it starts at step 0")
     if ranks.rank == 0:
         write_run_folder(plan)  # only now: what was refused leaves the folder as it was
     dist.barrier()
     writers, observers = _observers(plan, engine)
-    flops = flops_per_token(plan.config.model, plan.config.data.seq_len)
-    run = Run(
-        config=plan.config,
-        engine=engine,
-        train=batches[0],
-        validation=batches[1],
-        state=state,
-        stop=plan.stop,
-        run_dir=plan.run_dir,
-        rank=ranks.rank,
-        device=device,
-        observers=observers,
-        gates=GateRecorder(engine.module.gate_projections()),
-        throughput=Throughput(
-            flops_per_token=flops,
-            peak=_peak(plan.config, device),
-            world_size=ranks.world_size,
-        ),
-    )
+    run = _assemble(plan, ranks, engine, data, state, device, observers)
     info = RunInfo(
         run_dir=plan.run_dir,
         name=plan.recipe.name,
@@ -78,8 +68,8 @@ def start(plan: Plan) -> None:
         rank=ranks.rank,
         world_size=ranks.world_size,
         parameters=parameter_count(plan.config.model),
-        flops_per_token=flops,
-        notes=[*plan.notes, *notes],
+        flops_per_token=flops_per_token(plan.config.model, plan.config.data.seq_len),
+        notes=[*plan.notes, *notes, *data.notes],
     )
     status = "failed"
     try:
@@ -93,15 +83,48 @@ def start(plan: Plan) -> None:
             _write_fallbacks(plan.run_dir)
         for writer in writers:
             writer.close()
+        data.close()
     stop_ranks()
+
+
+def _assemble(
+    plan: Plan,
+    ranks: Ranks,
+    engine: Any,
+    data: Data,
+    state: TrainState,
+    device: torch.device,
+    observers: Observer,
+) -> Run:
+    config = plan.config
+    return Run(
+        config=config,
+        engine=engine,
+        feed=data.feed,
+        held_out=data.held_out,
+        agreement=Agreement(config.data.timeout * config.train.accumulation),
+        state=state,
+        stop=plan.stop,
+        run_dir=plan.run_dir,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        device=device,
+        observers=observers,
+        gates=GateRecorder(engine.module.gate_projections()),
+        throughput=Throughput(
+            flops_per_token=flops_per_token(config.model, config.data.seq_len),
+            peak=_peak(config, device),
+            world_size=ranks.world_size,
+        ),
+    )
 
 
 def dry_run(plan: Plan) -> None:
     """One step on random tokens; prints what the run would be, and writes nothing."""
     ranks = Ranks.from_environment()
-    _open_data(plan.config, ranks.world_size)
-    device = start_ranks(ranks)
     config = plan.config
+    about_data = _try_data(config, ranks)
+    device = start_ranks(ranks)
     ds_config = {key: value for key, value in plan.ds_config.items() if key != "tensorboard"}
     engine, notes = build_engine(config, ds_config, device)
     for _ in range(config.train.accumulation):
@@ -114,7 +137,7 @@ def dry_run(plan: Plan) -> None:
         from nsa.engine.load import to_yaml
 
         tokens_per_step = config.train.micro_batch * config.train.accumulation * ranks.world_size
-        for note in [*plan.notes, *notes]:
+        for note in [*plan.notes, *notes, *about_data]:
             print(note)
         print(f"# configuration ({plan.profile})\n{to_yaml(config)}")
         print(f"# DeepSpeed\n{json.dumps(ds_config, indent=2)}\n")
@@ -129,20 +152,14 @@ def dry_run(plan: Plan) -> None:
     stop_ranks()
 
 
-def _open_data(config: RunConfig, world_size: int) -> tuple[Batches, Batches]:
-    """Training and held-out batches; a tokenizer that the model has no rows for is refused."""
-    train, validation = (
-        build_batches(
-            config.data,
-            split,
-            micro_batch=config.train.micro_batch,
-            accumulation=accumulation,
-            world_size=world_size,
-            seed=config.train.seed,
-        )
-        for split, accumulation in (("train", config.train.accumulation), ("val", 1))
-    )
-    return train, validation
+def _try_data(config: RunConfig, ranks: Ranks) -> list[str]:
+    """What there is to say of the text; a hub that cannot be reached does not end a dry run."""
+    try:
+        data = open_data(config, ranks, TrainState())
+    except Unreachable as error:
+        return [f"DATA NOT REACHED, and not checked: {error}"]
+    data.close()
+    return data.notes
 
 
 def _agree(run_dir: Path) -> Path:
@@ -150,13 +167,6 @@ def _agree(run_dir: Path) -> Path:
     choice = [str(run_dir)]
     dist.broadcast_object_list(choice)
     return Path(choice[0])
-
-
-def _restore(plan: Plan, engine: Any) -> TrainState:
-    found = checkpoint.newest(plan.run_dir / "checkpoints") if plan.resume else None
-    if found is None:
-        return TrainState()
-    return TrainState.from_dict(checkpoint.load(engine, found))
 
 
 def _observers(plan: Plan, engine: Any) -> tuple[list[BackgroundWriter], Observer]:

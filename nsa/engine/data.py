@@ -1,0 +1,82 @@
+"""A run's text: opened, checked and described before anything expensive starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nsa.data.feed import Feed, HeldOut, open_feed, open_held_out
+from nsa.engine.config import RunConfig
+from nsa.engine.ranks import Ranks
+from nsa.engine.state import TrainState
+
+
+@dataclass
+class Data:
+    """What a run learns from and is judged by."""
+
+    feed: Feed
+    held_out: HeldOut
+    notes: list[str]  # what the user should know of it
+
+    def close(self) -> None:
+        """End the threads and processes that read ahead."""
+        self.feed.close()
+        self.held_out.close()
+
+
+def open_data(
+    config: RunConfig,
+    ranks: Ranks,
+    state: TrainState,
+    rank_state: dict[str, Any] | None = None,
+    new_data: bool = False,
+) -> Data:
+    """The text from where `state` stands in it; `state` learns which text it is.
+
+    `new_data`: a resumed run was asked for other text, and begins that at its start.
+    """
+    notes = []
+    begun = bool(state.data)
+    if begun and new_data:
+        notes.append(
+            "--resume: data.* or train.seed is not what the run was begun with; the new text "
+            "begins at its first sample"
+        )
+        state.samples, rank_state = 0, None
+    feed = open_feed(
+        config.data,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        micro_batch=config.train.micro_batch,
+        accumulation=config.train.accumulation,
+        seed=config.train.seed,
+        dealt=state.samples,
+        state=rank_state,
+    )
+    try:
+        if begun and not new_data and feed.fingerprint != state.data:
+            raise ValueError(
+                f"data.source = {config.data.source!r} no longer holds the text that this run was "
+                f"begun with (fingerprint {feed.fingerprint}, then {state.data}); bring that back, "
+                "or start a new run without --resume"
+            )
+        if feed.vocab_size > config.model.vocab_size:
+            raise ValueError(
+                f"model.vocab_size = {config.model.vocab_size} is too small for the tokens of "
+                f"data.source = {config.data.source!r}, tokenizer {feed.tokenizer!r}: there are "
+                f"{feed.vocab_size}; raise it"
+            )
+        state.data = feed.fingerprint
+        held_out = open_held_out(
+            config.data,
+            sequences=config.train.eval_samples,
+            micro_batch=config.train.micro_batch,
+            world_size=ranks.world_size,
+        )
+    except ValueError:
+        feed.close()
+        raise
+    steps_left = config.train.steps - state.step
+    notes += feed.plan(steps_left * feed.samples_per_step)
+    return Data(feed, held_out, notes)

@@ -1,0 +1,127 @@
+"""A run's text, seen from the run: where it goes on, what is refused, and what ends all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from nsa.monitor.metrics_csv import read_metrics
+from tests.engine.runs import TINY, alone, deepspeed, losses, succeed
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of 600 short documents, no two alike."""
+    path = tmp_path_factory.mktemp("text") / "books.jsonl"
+    lines = (f"line {number} of the text: {number * 7919 % 10_007}" for number in range(600))
+    path.write_text("".join(json.dumps({"text": line * 3}) + "\n" for line in lines))
+    return path
+
+
+def test_a_streamed_run_that_is_resumed_repeats_the_uninterrupted_one_exactly(
+    books: Path, tmp_path: Path
+) -> None:
+    source = [*TINY, f"--set=data.source={books}", "--set=data.shuffle_documents=40"]
+    source += ["--set=data.workers=2", "--steps=6"]
+    output = succeed(deepspeed("m7c.py", *source, "--run-dir=whole", folder=tmp_path))
+    assert re.search(r"first batch ready \d+\.\d s after the data was opened", output)
+    succeed(deepspeed("m7c.py", *source, "--until=3", "--run-dir=parts", folder=tmp_path))
+    saved = tmp_path / "parts/checkpoints/step00000003"
+    assert sorted(path.name for path in saved.glob("rank*.json")) == ["rank0.json", "rank1.json"]
+    succeed(deepspeed("m7c.py", "--run-dir=parts", "--resume", folder=tmp_path))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    held_out = [
+        [row["val_loss"] for row in read_metrics(tmp_path / name / "metrics.csv")][3:]
+        for name in ("whole", "parts")
+    ]
+    assert held_out[0] == held_out[1]
+
+
+def test_samples_go_on_where_a_resumed_run_divides_its_steps_otherwise(tmp_path: Path) -> None:
+    """Of a tiny corpus each sample is read once an epoch, whatever the steps were divided into."""
+    begin = [*TINY, "--set=train.micro_batch=1", "--steps=4"]
+    succeed(alone("m7c.py", *begin, "--until=2", "--run-dir=run", folder=tmp_path))
+    change = "--set=train.accumulation=3"
+    succeed(alone("m7c.py", "--run-dir=run", "--resume", change, folder=tmp_path))
+    saved = json.loads((tmp_path / "run/checkpoints/step00000004/state.json").read_text())
+    assert saved["state"]["samples"] == 2 * 1 + 2 * 3
+    assert saved["state"]["tokens"] == 96 * (2 * 1 + 2 * 3)
+
+
+def test_other_text_on_resume_is_begun_at_its_start_and_said(tmp_path: Path) -> None:
+    succeed(alone("m7c.py", *TINY, "--steps=3", "--until=1", "--run-dir=run", folder=tmp_path))
+    again = ["--run-dir=run", "--resume", "--set=data.source=synthetic"]
+    output = succeed(alone("m7c.py", *again, folder=tmp_path))
+    assert "the new text begins at its first sample" in output
+    saved = json.loads((tmp_path / "run/checkpoints/step00000003/state.json").read_text())
+    assert saved["state"]["samples"] == 2 * 2
+
+
+def test_text_that_changed_under_a_run_is_refused_on_resume(books: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text(books.read_text())
+    source = f"--set=data.source={text}"
+    begin = [*TINY, source, "--steps=3", "--until=1", "--run-dir=run"]
+    succeed(alone("m7c.py", *begin, folder=tmp_path))
+    text.write_text(books.read_text().replace("line", "row"))
+    result = alone("m7c.py", "--run-dir=run", "--resume", folder=tmp_path)
+    assert result.returncode == 2
+    assert "no longer holds the text that this run was begun with" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("data.source=embeded", ["embeded", "embedded"]),
+        ("data.source=nowhere.jsonl", ["nowhere.jsonl"]),
+        ("data.tokenizer=hf:nowhere/at-all", ["nowhere/at-all"]),
+        ("model.vocab_size=100", ["model.vocab_size = 100", "259"]),
+    ],
+)
+def test_text_that_cannot_be_had_is_refused_before_anything_is_built(
+    setting: str, words: list[str], tmp_path: Path
+) -> None:
+    result = alone("m7c.py", *TINY, f"--set={setting}", folder=tmp_path)
+    assert result.returncode == 2
+    line = result.stderr.strip().splitlines()[-1]
+    assert all(word in line for word in words), line
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loader_that_gives_nothing_ends_every_rank_with_one_message(
+    books: Path, tmp_path: Path
+) -> None:
+    """Of two files, one for each rank, the second is a pipe into which nobody writes any more."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(books.read_text())
+    os.mkfifo(folder / "b.jsonl")
+    writer = os.open(folder / "b.jsonl", os.O_RDWR)
+    try:
+        source = [f"--set=data.source={folder}", "--set=data.timeout=6"]
+        result = deepspeed("m7c.py", *TINY, *source, "--run-dir=run", folder=tmp_path)
+    finally:
+        os.close(writer)
+    assert result.returncode != 0
+    said = [line for line in result.stderr.splitlines() if line.startswith("m7c: ")]
+    assert said, result.stderr[-2_000:]
+    assert all(word in said[0] for word in ("rank 1", str(folder), "data.timeout", "6")), said
+
+
+def test_the_same_samples_are_held_out_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    """Before the first step the model is the same, so the loss tells which samples were read."""
+    found = []
+    for start, micro_batch in ((alone, 3), (deepspeed, 2)):
+        settings = [f"--set=train.micro_batch={micro_batch}", "--set=train.eval_samples=7"]
+        settings += ["--set=train.learning_rate=1e-12", "--set=train.min_learning_rate=0"]
+        run_dir = f"run{micro_batch}"
+        start_at = [*TINY, *settings, "--steps=1", f"--run-dir={run_dir}"]
+        succeed(start("m7c.py", *start_at, folder=tmp_path))
+        found.append(read_metrics(tmp_path / run_dir / "metrics.csv")[-1]["val_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert found[0] == pytest.approx(5.8, abs=0.4)
