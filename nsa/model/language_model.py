@@ -15,6 +15,7 @@ from nsa.model.config import ModelConfig
 from nsa.model.layout import Layout
 from nsa.model.loss import linear_cross_entropy
 from nsa.model.segments import segment_runner
+from nsa.ops.checks import check_documents
 
 
 class LanguageModel(nn.Module):
@@ -50,6 +51,7 @@ class LanguageModel(nn.Module):
                 f"labels has shape {tuple(labels.shape)} and input_ids {tuple(input_ids.shape)}; "
                 "labels[b, t] is the token after input_ids[b, t]"
             )
+        check_documents(cu_seqlens, input_ids, "input_ids")
         layout = Layout.of(
             input_ids.shape[1],
             cu_seqlens,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops.documents import document_slices
+from nsa.ops.documents import compressed_cu_seqlens
 from nsa.spec import NSASpec
 
 
@@ -76,19 +76,28 @@ class Layout:
         device: torch.device,
     ) -> Layout:
         """`spec` is None where attention is dense."""
-        documents = document_slices(seq_len, cu_seqlens)
-        lengths = [document.stop - document.start for document in documents]
-        position = torch.cat([torch.arange(length, device=device) for length in lengths])
+        position = torch.arange(seq_len, device=device)
+        if cu_seqlens is not None:
+            position = position - _for_each(cu_seqlens[:-1], cu_seqlens, seq_len)
         rotary = Rotary.at(position, head_dim, theta)
         if spec is None:
             return cls(cu_seqlens, rotary, None, None)
+        if cu_seqlens is None:
+            start = torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
+            offset = start
+        else:
+            blocks = compressed_cu_seqlens(cu_seqlens, spec)
+            count = int(blocks[-1])  # the one number that the host has to know
+            number = torch.arange(count, device=device) - _for_each(blocks[:-1], blocks, count)
+            start = number * spec.block_stride
+            offset = start + _for_each(cu_seqlens[:-1], blocks, count)
         inside = torch.arange(spec.block_len, device=device)
-        starts = [
-            torch.arange(spec.compressed_len(length), device=device) * spec.block_stride
-            for length in lengths
-        ]
-        last = Rotary.at(torch.cat(starts) + spec.block_len - 1, head_dim, theta)
-        offset = torch.cat(
-            [start + doc.start for start, doc in zip(starts, documents, strict=True)]
-        )
+        last = Rotary.at(start + spec.block_len - 1, head_dim, theta)
         return cls(cu_seqlens, rotary, offset[:, None] + inside, last)
+
+
+def _for_each(of_document: Tensor, offsets: Tensor, count: int) -> Tensor:
+    """A number of each document, repeated for each of the `count` entries between its offsets."""
+    return of_document.long().repeat_interleave(
+        (offsets[1:] - offsets[:-1]).long(), output_size=count
+    )

@@ -34,8 +34,13 @@ def choose(backend: str, operation: str, q: Tensor, *others: Tensor) -> ModuleTy
         return triton
     if backend == "triton":
         raise ValueError(f"backend = 'triton' cannot serve {operation}: {reason}; use 'auto'")
-    _fallbacks[operation, "triton", reason] += 1
+    _count(operation, "triton", reason)
     return blockwise
+
+
+@torch.compiler.assume_constant_result
+def _count(operation: str, backend: str, reason: str) -> None:
+    _fallbacks[operation, backend, reason] += 1
 
 
 def fused(backend: str, q: Tensor, *others: Tensor) -> bool:
@@ -45,7 +50,10 @@ def fused(backend: str, q: Tensor, *others: Tensor) -> bool:
 
 
 def fallback_counts() -> dict[tuple[str, str, str], int]:
-    """How often `auto` passed a backend over, by (operation, backend, reason)."""
+    """How often `auto` passed a backend over, by (operation, backend, reason).
+
+    Compiled code counts when it is compiled.
+    """
     return dict(_fallbacks)
 
 

@@ -53,11 +53,11 @@ def check_length(name: str, x: Tensor, length: int, why: str) -> None:
         raise ValueError(f"{name} has length {x.shape[1]}; {why} asks for {length}")
 
 
-def check_documents(cu_seqlens: Tensor | None, q: Tensor) -> None:
-    """cu_seqlens is int32 (or int64) [documents + 1] beside q, ascending from 0 to T; batch 1."""
+def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> None:
+    """cu_seqlens is int32 (or int64) [documents + 1], from 0 up to T, where x [1, T, ..] is."""
     if cu_seqlens is None:
         return
-    batch, seq_len = q.shape[:2]
+    batch, seq_len = x.shape[:2]
     if batch != 1:
         raise ValueError(f"cu_seqlens packs documents into one row, but the batch is {batch}")
     whole = cu_seqlens.dtype in (torch.int32, torch.int64)
@@ -66,9 +66,10 @@ def check_documents(cu_seqlens: Tensor | None, q: Tensor) -> None:
             f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; "
             "it must be int32 [documents + 1]"
         )
-    if cu_seqlens.device != q.device:
+    if cu_seqlens.device != x.device:
         raise ValueError(
-            f"cu_seqlens is on {cu_seqlens.device} and q on {q.device}; give both the same device"
+            f"cu_seqlens is on {cu_seqlens.device} and {name} on {x.device}; "
+            "give both the same device"
         )
     if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
         return  # reading the values would break the graph or make the device wait

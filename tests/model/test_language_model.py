@@ -107,11 +107,23 @@ def test_the_loss_learns_what_the_logits_teach(attention: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("attention", ["dense", "mlp"])
-def test_the_whole_model_compiles_as_one_graph_with_the_same_results(attention: str) -> None:
-    model, ids = build(tiny(attention), torch.float32), tokens(40)
+@pytest.mark.parametrize(
+    ("attention", "checkpointing", "documents"),
+    [
+        ("dense", "none", (40,)),
+        ("mlp", "non_reentrant", (40,)),
+        ("mlp", "none", (9, 0, 2, 29)),
+        ("mean", "selective", (9, 0, 2, 29)),
+    ],
+)
+def test_the_whole_model_compiles_as_one_graph_with_the_same_results(
+    attention: str, checkpointing: str, documents: tuple[int, ...]
+) -> None:
+    config = tiny(attention, activation_checkpointing=checkpointing)
+    model, ids = build(config, torch.float32), tokens(40)
+    cu_seqlens = packed(*documents) if len(documents) > 1 else None
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    losses = [f(ids, labels=ids.roll(-1, 1)) for f in (model, compiled)]
+    losses = [f(ids, labels=ids.roll(-1, 1), cu_seqlens=cu_seqlens) for f in (model, compiled)]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
     gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
     for a, b in zip(*gradients, strict=True):
@@ -195,6 +207,14 @@ def test_only_nsa_layers_have_gates_to_watch() -> None:
 def test_input_ids_of_another_shape_are_refused(shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(tiny())(torch.zeros(shape, dtype=torch.long))
+
+
+def test_documents_that_do_not_divide_the_tokens_are_refused_before_any_work() -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens goes from 0 to 6; .* T = 7"):
+        build(tiny())(tokens(7), cu_seqlens=packed(2, 4))
+    elsewhere = packed(2, 5).to("meta")
+    with pytest.raises(ValueError, match=r"cu_seqlens is on meta and input_ids on cpu"):
+        build(tiny())(tokens(7), cu_seqlens=elsewhere)
 
 
 def test_labels_of_another_length_are_refused() -> None:

@@ -100,6 +100,19 @@ def test_every_fallback_is_counted_by_operation_backend_and_reason() -> None:
     assert fallback_counts() == expected
 
 
+def test_a_fallback_inside_compiled_code_is_counted_when_that_is_compiled() -> None:
+    x = Call.valid().x
+    reset_fallback_counts()
+
+    def attend(q: Tensor) -> Tensor:
+        return window_attention(q, x.k_win, x.v_win, 5)
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    for _ in range(3):
+        compiled(x.q)
+    assert fallback_counts() == {("window_attention", "triton", ON_CPU): 1}
+
+
 def test_a_backend_asked_for_by_name_is_no_fallback() -> None:
     call = Call.valid()
     reset_fallback_counts()
