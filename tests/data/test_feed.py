@@ -27,7 +27,7 @@ from nsa.data.source import DataError
 from nsa.data.stream import PackedStream
 from nsa.data.tokenizer import train_tokenizer
 from tests.data.processes import gone, workers_of
-from tests.data.texts import EOS, HELD_OUT, documents_in, split, texts, write_lines
+from tests.data.texts import EOS, HELD_OUT, documents_in, split, texts, write_lines, write_parquet
 
 TRAINER = Path(__file__).parent / "trainer.py"
 
@@ -121,12 +121,19 @@ def test_ranks_and_their_workers_share_a_pass_without_overlap_or_gap(source: str
     assert found.keys() == set(train)
 
 
-def test_a_feed_goes_on_behind_the_last_batch_that_was_taken(source: str) -> None:
-    config = configure(source, workers=2, prefetch=4)
+@pytest.mark.parametrize(
+    ("prefix", "workers", "counts"), [("", 2, (1, 0, 22, 37)), ("hf:", 1, (23, 37))]
+)
+def test_a_feed_goes_on_behind_the_last_batch_that_was_taken(
+    tmp_path: Path, prefix: str, workers: int, counts: tuple[int, ...]
+) -> None:
+    for number in range(3):
+        write_parquet(tmp_path / f"{number}.parquet", texts(200)[number::3])
+    config = configure(f"{prefix}{tmp_path}", workers=workers, prefetch=4)
     with closing(feed(config)) as undisturbed:
         expected = take(undisturbed, 60)
     state, dealt, found = None, 0, []
-    for count in (1, 0, 22, 37):
+    for count in counts:
         with closing(feed(config, state=state, dealt=dealt)) as fed:
             found += take(fed, count)
             state = json.loads(json.dumps(fed.state()))
