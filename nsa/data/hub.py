@@ -10,8 +10,8 @@ import copy
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -25,7 +25,7 @@ BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # read the files of `dat
 PATIENCE = 8.0  # seconds of silence after which a server counts as gone
 TRIES = 3  # to read from a server that breaks off
 IN_TROUBLE = (500, 502, 503, 504)
-ROWS_AT_ONCE = 256  # of a Parquet file, so that long documents fit into memory
+ROWS_AT_ONCE = 64  # so that long documents fit into memory
 WITHOUT_HUB = (
     "run `nsa data prepare` where there is a network and set data.source to the folder that it "
     "wrote; or take what needs no network: --set data.source=embedded; or copy HF_HOME from where "
@@ -65,6 +65,19 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
     background = _Background(work)
     if not background.wait(seconds):
         raise TimeoutError(f"no answer within {seconds:g} seconds")
+    return background.result()
+
+
+def watched(what: str, url: str | None, work: Callable[[], Any]) -> Any:
+    """What `work` returns; a DataError where it is silent and `url` cannot be reached either.
+
+    One that is slow has all the time that it needs.
+    """
+    if url is None:
+        return work()
+    background = _Background(work)
+    while not background.wait(PATIENCE):
+        _ask(what, url)
     return background.result()
 
 
@@ -116,27 +129,19 @@ class _Origin:
 
     def open(self, revision: str | None) -> tuple[Any, str]:
         """The dataset, and what tells this version of it from later ones."""
-        url = self._to_ask(revision)
-        if url:
+        if url := self.address(revision):
             _ask(self.name, url)
-        work = _Background(lambda: self._load(revision))
-        deadline = time.monotonic() + self._config.timeout
-        while not work.wait(PATIENCE):
-            if url:
-                _ask(self.name, url)
-            if time.monotonic() > deadline:
-                raise DataError(
-                    f"{self.name}: not opened after {self._config.timeout:g} seconds "
-                    f"(data.timeout); {WITHOUT_HUB}"
-                )
         try:
-            dataset, revision = work.result()
+            dataset, revision = watched(self.name, url, lambda: self._load(revision))
+        except DataError:
+            raise
         except Exception as error:  # of `datasets`, its file systems and its builders
             raise self._refusal(error) from error
         self._check_field(dataset)
         return dataset, revision
 
-    def _to_ask(self, revision: str | None) -> str | None:
+    def address(self, revision: str | None) -> str | None:
+        """Where to ask whether the server is there; None: nothing comes from one."""
         import datasets
 
         files = self._config.files or ""
@@ -173,7 +178,7 @@ class _Origin:
         message = f"data.source = {self.name!r} with {asked}: {_line(error)}"
         if isinstance(error, datasets.exceptions.DatasetNotFoundError):
             message += "; correct the name, or log in with `hf auth login` where it is not public"
-        elif isinstance(error, ConnectionError):
+        elif isinstance(error, ConnectionError) or (self.address(None) and isinstance(error, OSError)):
             message += f"; {WITHOUT_HUB}"
         return DataError(message)
 
@@ -252,7 +257,10 @@ class Hub:
             dataset, _ = self._origin.open(revision)
         place = f"{self.name}, part {self._index + 1} of {self._count}"
         return _HubReader(
-            self._origin, self._share(dataset), state or {"revision": revision, "rows": 0}, place
+            self._origin,
+            self._share(dataset),
+            state or {"revision": revision, "rows": 0, "dataset": None, "given": 0},
+            place,
         )
 
     def part(self, index: int, count: int) -> Source:
@@ -274,41 +282,72 @@ class Hub:
 
 
 class _HubReader:
+    """Reads some rows at a time, so that they can be waited for with an eye on the server."""
+
     def __init__(self, origin: _Origin, dataset: Any, state: State, place: str) -> None:
         self._origin, self._dataset, self._place = origin, dataset, place
-        self._state, self._given = state, False
-        self._rows = state["rows"]
-        if "dataset" in state:
-            dataset.load_state_dict(state["dataset"])
+        self._url = origin.address(state["revision"])
+        # The state of `datasets` in front of the rows that were read last, and how many of them
+        # were given; after loading one it has none of its own until it has read a row.
+        self._before, self._given = state["dataset"], 0
+        self._read: list[dict[str, Any]] = []
+        self._error: Exception | None = None
+        self._revision, self._behind = state["revision"], state["rows"] - state["given"]
+        if self._before is not None:
+            dataset.load_state_dict(copy.deepcopy(self._before))
         self._records = iter(dataset)
+        for _ in range(state["given"]):
+            self._record()
 
     def __iter__(self) -> Reader:
         return self
 
     def __next__(self) -> Document:
-        while True:
-            try:
-                record = next(self._records)
-            except StopIteration:
-                raise
-            except Exception as error:  # of `datasets`, its file systems and its builders
-                raise DataError(
-                    f"{self._place}: reading broke off after row {self._rows} ({_line(error)}), "
-                    f"and trying again did not help; start the run again to go on, or {WITHOUT_HUB}"
-                ) from error
-            self._given = True
-            self._rows += 1
+        while (record := self._record()) is not None:
             if text := self._text(record):
                 return Document(text, f"{self._place}: row {self._rows}")
+        raise StopIteration
 
     def state(self) -> State:
-        if not self._given:  # `datasets` forgets what it was given until it has read a record
-            return self._state
         return {
-            "revision": self._state["revision"],
+            "revision": self._revision,
             "rows": self._rows,
-            "dataset": self._dataset.state_dict(),
+            "dataset": self._before,
+            "given": self._given,
         }
+
+    @property
+    def _rows(self) -> int:
+        return self._behind + self._given
+
+    def _record(self) -> dict[str, Any] | None:
+        if self._given == len(self._read):
+            if self._error is None:
+                what = f"{self._place}, after row {self._rows}"
+                watched(what, self._url, self._read_on)
+            if self._given == len(self._read):
+                self._raise()
+                return None
+        self._given += 1
+        return self._read[self._given - 1]
+
+    def _read_on(self) -> None:
+        if self._read:
+            self._before = self._dataset.state_dict()
+        self._behind += self._given
+        self._read, self._given = [], 0
+        try:
+            for record in islice(self._records, ROWS_AT_ONCE):
+                self._read.append(record)
+        except Exception as error:  # of `datasets`, its file systems and its builders
+            self._error = error
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise DataError(
+                f"{self._place}: reading broke off after row {self._rows} ({_line(self._error)}), "
+                f"and trying again did not help; start the run again to go on, or {WITHOUT_HUB}"
+            ) from self._error
 
     def _text(self, record: dict[str, Any]) -> bytes:
         if self._origin.field not in record:
