@@ -259,6 +259,8 @@ def _run_part(work: _Work, part: int, said: Connection) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false" if work.parts > 1 else "true"
     try:
         _write_part(work, part, said)
+    except BrokenPipeError:
+        os._exit(1)  # nobody listens any more
     except (ValueError, OSError) as error:
         said.send(("refused", str(error)))
     except Exception:
@@ -311,12 +313,11 @@ def _gather(work: _Work, reader: Reader, said: Connection) -> tuple[dict[str, Wr
 
 
 def _next_documents(reader: Reader, room: int) -> list[Document]:
-    """A few documents that have text, of `room` bytes; none where the reader is at its end."""
+    """A few documents, of `room` bytes together; none where the reader is at its end."""
     documents: list[Document] = []
     for document in reader:
-        if document.text:
-            documents.append(document)
-            room -= len(document.text)
+        documents.append(document)
+        room -= len(document.text)
         if room <= 0 or len(documents) == DOCUMENTS_AT_ONCE:
             break
     return documents

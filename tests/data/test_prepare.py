@@ -40,9 +40,9 @@ def words(size: int) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three files of JSON lines with 2 MB of text, which takes a moment to prepare."""
+    """Three files of JSON lines with 1 MB of text, which takes a moment to prepare."""
     folder = tmp_path_factory.mktemp("corpus")
-    texts = words(2_000_000)
+    texts = words(1_000_000)
     for number in range(3):
         write_lines(folder / f"{number}.jsonl", texts[number::3])
     return folder
@@ -53,7 +53,7 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """What the folder holds that `begin` prepares, if nothing stops it."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     config = DataConfig(source=str(corpus), held_out=SHARE)
-    prepare(config, out, shard_tokens=20_000, workers=2, progress=False)
+    prepare(config, out, shard_tokens=10_000, workers=2, progress=False)
     return contents(out)
 
 
@@ -63,7 +63,7 @@ def contents(out: Path) -> dict[str, bytes]:
 
 def command(corpus: Path | str, out: Path, *more: str) -> list[str]:
     flags = ["--source", str(corpus), "--tokenizer", "byte", "--out", str(out)]
-    flags += ["--held-out", str(SHARE), "--shard-tokens", "20000", "--workers", "2"]
+    flags += ["--held-out", str(SHARE), "--shard-tokens", "10000", "--workers", "2"]
     return [sys.executable, "-m", "nsa", "data", "prepare", *flags, *more]
 
 
@@ -119,9 +119,9 @@ def texts_of(out: Path, split: str, tokenizer: Tokenizer) -> list[bytes]:
 
 
 def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> None:
-    texts = words(2_000_000)
+    texts = words(1_000_000)
     config = DataConfig(source=str(corpus), held_out=SHARE)
-    index = prepare(config, tmp_path, shard_tokens=100_000, workers=4, progress=False)
+    index = prepare(config, tmp_path, shard_tokens=50_000, workers=4, progress=False)
     verify_shards(tmp_path, index)
     assert len(index.of("train")) > 8  # each part has several
     for split in ("train", "val"):
@@ -147,7 +147,8 @@ def test_killed_again_and_again_it_ends_as_if_undisturbed(
             os.killpg(process.pid, signal.SIGKILL)
         else:
             process.kill()
-        process.communicate()
+        _, said = process.communicate()
+        assert "Traceback" not in said
         wait_for_end(workers)
         assert not (out / INDEX).exists()
         states = [json.loads(path.read_text()) for path in out.glob("part-*.json")]
@@ -160,6 +161,29 @@ def test_killed_again_and_again_it_ends_as_if_undisturbed(
     assert process.returncode == 0
     assert f"{out} is finished" in said
     assert contents(out) == undisturbed
+
+
+def test_workers_that_wait_for_text_end_with_whoever_started_them(tmp_path: Path) -> None:
+    pipe = tmp_path / "never.jsonl"
+    os.mkfifo(pipe)
+    process = begin(pipe, tmp_path / "out")
+    writer = open_once_it_is_read(pipe, process)
+    workers = workers_of(process)
+    process.kill()
+    process.communicate()
+    wait_for_end(workers)
+    os.close(writer)  # up to here more text could have come
+
+
+def open_once_it_is_read(pipe: Path, process: subprocess.Popen[str]) -> int:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # nobody reads it yet
+            time.sleep(0.01)
 
 
 def test_a_worker_that_is_killed_ends_all_and_the_same_command_goes_on(
@@ -207,7 +231,7 @@ def test_a_disk_that_fills_is_named_and_with_more_room_the_same_command_goes_on(
     disk.mkdir()
     again = " ".join(command(corpus, disk / "out"))
     script = (
-        f"mount -t tmpfs -o size=2m tmpfs {disk} || exit 9\n"
+        f"mount -t tmpfs -o size=1m tmpfs {disk} || exit 9\n"
         f"{again}; echo ended with $?; ls -A {disk}/out | grep draft\n"
         f"mount -o remount,size=64m {disk} && {again} && cp -r {disk}/out {copy}\n"
     )
@@ -229,16 +253,16 @@ def test_a_finished_folder_is_left_as_it_is(
         (out / name).write_bytes(content)
     config = DataConfig(source=str(corpus), held_out=SHARE)
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    index = prepare(config, out, shard_tokens=20_000, workers=1, progress=False)
-    assert index.parts == 2
+    index = prepare(config, out, shard_tokens=10_000, workers=3, progress=False)
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
     (out / INDEX).unlink()  # an index that got lost is written again
-    prepare(config, out, shard_tokens=20_000, progress=False)
+    index = prepare(config, out, shard_tokens=10_000, workers=3, progress=False)
+    assert index.parts == 2  # the number that it was begun with
     assert contents(out) == undisturbed
     (out / INDEX).unlink()
     (out / index.shards[3].name).unlink()
     with pytest.raises(DataError, match=rf"{index.shards[3].name}: this shard is gone"):
-        prepare(config, out, shard_tokens=20_000, progress=False)
+        prepare(config, out, shard_tokens=10_000, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -256,15 +280,15 @@ def test_other_text_is_never_mixed_into_a_folder(
     process = begin(corpus, out)
     wait_for_shards(process, out, 1)
     with pytest.raises(DataError, match=r"another `nsa data prepare` is writing into it"):
-        prepare(config, out, shard_tokens=20_000, progress=False)
+        prepare(config, out, shard_tokens=10_000, progress=False)
     process.kill()
     process.communicate()
     for other, shard_tokens, said in (
-        (replace(config, source="embedded"), 20_000, r"source = '.*', not 'embedded'"),
-        (replace(config, held_out=0.3), 20_000, r"held_out = 0\.2, not 0\.3"),
-        (replace(config, text_field="body"), 20_000, r"text_field = 'text', not 'body'"),
-        (config, 7, r"shard_tokens = 20000, not 7"),
-        (replace(config, tokenizer=f"hf:{trained}"), 20_000, r"tokenizer_fingerprint = '.*'"),
+        (replace(config, source="embedded"), 10_000, r"source = '.*', not 'embedded'"),
+        (replace(config, held_out=0.3), 10_000, r"held_out = 0\.2, not 0\.3"),
+        (replace(config, text_field="body"), 10_000, r"text_field = 'text', not 'body'"),
+        (config, 7, r"shard_tokens = 10000, not 7"),
+        (replace(config, tokenizer=f"hf:{trained}"), 10_000, r"tokenizer_fingerprint = '.*'"),
     ):
         with pytest.raises(DataError, match=rf"{out} was begun with {said}.*another --out"):
             prepare(other, out, shard_tokens=shard_tokens, progress=False)
@@ -314,7 +338,7 @@ def test_an_empty_source_is_refused_and_may_be_filled(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "texts.jsonl", [])
     with pytest.raises(DataError, match=r"texts\.jsonl' holds no documents"):
         prepare(DataConfig(source=str(source)), tmp_path / "out", workers=2, progress=False)
-    write_lines(source, words(20_000))
+    write_lines(source, words(10_000))
     index = prepare(DataConfig(source=str(source)), tmp_path / "out", workers=2, progress=False)
     assert index.of("train")
 

@@ -277,3 +277,11 @@ def test_a_failed_write_leaves_no_draft_and_the_file_that_was_there(folder: Path
     with pytest.raises(IsADirectoryError):
         write_shard(folder, "sub", "train", STAMP, documents(name), 20)
     assert {path.name: path.is_dir() or path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_whoever_has_a_file_open_while_it_is_written_again_reads_the_old_one(folder: Path) -> None:
+    before = (folder / INDEX).read_bytes()
+    with (folder / INDEX).open("rb") as file:
+        write_index(folder, replace(read_index(folder), parts=7))
+        assert file.read() == before
+    assert read_index(folder).parts == 7

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
 
 from nsa.data.builtin import Listed, synthetic
 from nsa.data.config import DataConfig
@@ -35,6 +37,7 @@ PROSE = (
     "It was the best of times, it was the worst of times;\n\nit wasn't THE age of 1,859 things.\r\n"
     "\tdef run(self) -> None:\n\t\treturn 'naïve' + \"日本語のテキスト\"  # 😀\n\n\n"
 )
+GIANT = (PROSE + "it was, wasn't it;;\n\n 12 345  6\n once _upon_ a time ...\n was it ") * 20
 # How the tokenizers of GPT-4 and Llama 3 split text into words.
 GPT4_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -59,16 +62,22 @@ def trained(folder: Path) -> Tokenizer:
     return build_tokenizer(DataConfig(tokenizer=f"hf:{folder}"))
 
 
-def other_words(folder: Path) -> HubTokenizer:
-    """The same vocabulary with words split as GPT-4 does."""
-    made = json.loads((folder / "tokenizer.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": GPT4_WORDS}, "behavior": "Isolated"}
-    bytewise = {**made["pre_tokenizer"], "use_regex": False}
-    made["pre_tokenizer"] = {
-        "type": "Sequence",
-        "pretokenizers": [{**split, "invert": False}, bytewise],
-    }
-    return HubTokenizer("gpt4-like", json.dumps(made), "<|endoftext|>")
+@pytest.fixture(scope="module")
+def other_words() -> HubTokenizer:
+    """One that splits text into words as GPT-4 does: newlines belong to punctuation before them."""
+    backend = Backend(models.BPE())
+    split = pre_tokenizers.Split(Regex(GPT4_WORDS), "isolated")
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytewise])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([GIANT], trainer)
+    return HubTokenizer("gpt4-like", backend.to_str(), "<|endoftext|>")
 
 
 @settings(deadline=None)
@@ -123,28 +132,30 @@ def test_what_is_not_utf8_becomes_the_replacement_character(trained: Tokenizer) 
 
 @pytest.mark.parametrize("words", ["gpt2", "gpt4"])
 def test_a_giant_text_cut_into_pieces_gives_the_ids_of_the_whole(
-    trained: Tokenizer, folder: Path, words: str, monkeypatch: pytest.MonkeyPatch
+    trained: Tokenizer, other_words: Tokenizer, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = trained if words == "gpt2" else other_words(folder)
-    text = (PROSE + "it was, wasn't it; 12 345  6\n once _upon_ a time ") * 40
-    pieces = list(cut(text, 100))
-    assert "".join(pieces) == text
-    assert max(map(len, pieces)) <= 100
-    whole = tokenizer.encode(text.encode())
-    assert np.array_equal(
-        whole, np.concatenate(tokenizer.encode_many([p.encode() for p in pieces]))
-    )
+    tokenizer = trained if words == "gpt2" else other_words
+    whole = tokenizer.encode(GIANT.encode())
+    for longest in range(200, 250):
+        pieces = list(cut(GIANT, longest))
+        assert "".join(pieces) == GIANT
+        assert max(map(len, pieces)) <= longest
+        ids = tokenizer.encode_many([piece.encode() for piece in pieces])
+        assert np.array_equal(whole, np.concatenate(ids))
     # ... and that is how encode() itself treats one that is longer than PIECE.
     monkeypatch.setattr("nsa.data.tokenizer.AT_ONCE", 500)
-    monkeypatch.setattr("nsa.data.tokenizer.cut", lambda text: cut(text, 100))
-    both = tokenizer.encode_many([text.encode(), b"it was"])
+    monkeypatch.setattr("nsa.data.tokenizer.cut", lambda text: cut(text, 200))
+    both = tokenizer.encode_many([GIANT.encode(), b"it was"])
     assert np.array_equal(both[0], whole)
     assert np.array_equal(both[1], tokenizer.encode(b"it was"))
 
 
-def test_a_giant_text_without_a_space_is_encoded_in_bounded_pieces(trained: Tokenizer) -> None:
-    text = "語" * (2 * PIECE + 5)
-    assert max(map(len, cut(text))) == PIECE
+def test_a_giant_text_without_a_space_is_encoded_in_bounded_pieces(
+    trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert max(map(len, cut("語" * (2 * PIECE + 5)))) == PIECE
+    monkeypatch.setattr("nsa.data.tokenizer.cut", lambda text: cut(text, 1_000))
+    text = "語" * 2_005
     assert trained.decode(trained.encode(text.encode())) == text.encode()
 
 
@@ -180,7 +191,9 @@ def test_more_ids_than_two_bytes_hold_take_four() -> None:
     assert four.encode(b"w65535").tolist() == [65_535]
 
 
-def test_fingerprints_differ_where_ids_differ(trained: Tokenizer, folder: Path) -> None:
+def test_fingerprints_differ_where_ids_differ(
+    trained: Tokenizer, other_words: Tokenizer, folder: Path
+) -> None:
     made = json.loads((folder / "tokenizer.json").read_text())
     same = HubTokenizer("elsewhere", json.dumps(made), "<|endoftext|>")
     assert same.fingerprint == trained.fingerprint
@@ -188,7 +201,7 @@ def test_fingerprints_differ_where_ids_differ(trained: Tokenizer, folder: Path) 
     prints = {
         trained.fingerprint,
         ByteTokenizer.fingerprint,
-        other_words(folder).fingerprint,
+        other_words.fingerprint,
         HubTokenizer("fewer", json.dumps(fewer), "<|endoftext|>").fingerprint,
     }
     assert len(prints) == 4
@@ -273,7 +286,8 @@ def test_an_unreachable_hub_is_said_within_30_seconds(tmp_path: Path, free_port:
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert time.monotonic() - began < 30
     assert "data.tokenizer = 'hf:nobody/nothing'" in run.stdout
-    assert f"127.0.0.1:{free_port} cannot be reached" in run.stdout
+    assert f"http://127.0.0.1:{free_port}" in run.stdout
+    assert "cannot be reached" in run.stdout
     assert "hf:<folder>" in run.stdout
 
 
