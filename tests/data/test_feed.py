@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,12 @@ def feed(config: DataConfig, *, rank: int = 0, world_size: int = 1, **settings: 
 
 def take(fed: Feed, count: int) -> list[list[list[int]]]:
     return [fed.take().input_ids.tolist() for _ in range(count)]
+
+
+def write(pipe: Any, documents: list[bytes]) -> None:
+    for text in documents:
+        pipe.write(json.dumps({"text": text.decode()}).encode() + b"\n")
+    pipe.flush()
 
 
 def wait_for_first_batch(fed: Feed) -> None:
@@ -177,9 +184,7 @@ def test_a_source_that_hangs_is_named_with_its_rank_and_its_last_document(
 ) -> None:
     name, writer = pipe
     train, _ = split(texts(40))
-    for text in train[:20]:
-        writer.write(json.dumps({"text": text.decode()}).encode() + b"\n")
-    writer.flush()
+    write(writer, train[:20])
     with closing(feed(configure(name, timeout=1.5, shuffle_documents=5))) as fed:
         wait_for_first_batch(fed)
         begun = time.monotonic()
@@ -190,9 +195,7 @@ def test_a_source_that_hangs_is_named_with_its_rank_and_its_last_document(
         for part in (name, "rank 0", "1.5 seconds", "slow.jsonl:20", "data.timeout", "prepare"):
             assert part in message
         # It was the source's fault alone: what comes late still comes in its order.
-        for text in train[20:]:
-            writer.write(json.dumps({"text": text.decode()}).encode() + b"\n")
-        writer.flush()
+        write(writer, train[20:])
         assert fed.take().input_ids.shape == (2, 16)
 
 
@@ -352,20 +355,35 @@ def test_validation_says_where_there_are_fewer_samples_than_asked_for(
         assert f"{there} of the 50" in held_out.note
 
 
-def test_validation_waits_for_a_slow_source_and_names_one_that_hangs(
-    pipe: tuple[str, Any],
-) -> None:
+def test_validation_waits_as_long_as_its_source_gives_documents(pipe: tuple[str, Any]) -> None:
     name, writer = pipe
-    with closing(
-        open_held_out(configure(name, timeout=2), sequences=50, micro_batch=1, world_size=1)
-    ) as held_out:
-        (worker,) = workers_of(os.getpid())
-        assert worker
-        for text in texts(5):
-            writer.write(json.dumps({"text": text.decode()}).encode() + b"\n")
-            writer.flush()
-        with pytest.raises(DataError, match=r"slow\.jsonl': no document .* 2 sec.*slow\.jsonl:5"):
-            held_out.batches(0)
+    train, validation = split(texts(200))
+    seconds = 3.0
+
+    def write_slowly() -> None:
+        for number, text in enumerate([*train[:20], *validation]):
+            write(writer, [text])
+            time.sleep(seconds / 12 if number < 20 else 0)
+
+    config = configure(name, timeout=seconds)
+    slowly = Thread(target=write_slowly, daemon=True)
+    slowly.start()
+    begun = time.monotonic()
+    with closing(open_held_out(config, sequences=9, micro_batch=1, world_size=1)) as held_out:
+        assert held_out.sequences == 9
+    assert time.monotonic() - begun > seconds
+    slowly.join()
+
+
+def test_validation_names_a_source_that_hangs(pipe: tuple[str, Any]) -> None:
+    name, writer = pipe
+    write(writer, texts(5))
+    config = configure(name, timeout=2)
+    with (
+        closing(open_held_out(config, sequences=50, micro_batch=1, world_size=1)) as held_out,
+        pytest.raises(DataError, match=r"slow\.jsonl': no document .* 2 sec.*slow\.jsonl:5"),
+    ):
+        held_out.batches(0)
 
 
 @pytest.mark.gpu
