@@ -21,6 +21,11 @@ def _parser() -> argparse.ArgumentParser:
     cpu.add_argument("--rounds", type=int, default=5, help="turns that each contender takes")
     cpu.add_argument("--longest", type=int, default=16_384, help="longest sequence")
     cpu.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
+    data = what.add_parser("data", help="text to batches, and what that costs a training step")
+    data.add_argument("--megabytes", type=int, default=64, help="of text that is prepared")
+    data.add_argument("--seconds", type=float, default=3.0, help="for each rate")
+    data.add_argument("--rounds", type=int, default=8, help="steps with and without the feed")
+    data.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
     aot = what.add_parser("aot", help="compile the kernels without a GPU and check their limits")
     aot.add_argument("--arch", default="sm_80,sm_90,sm_100", help="chips, with commas between")
     aot.add_argument("--full", action="store_true", help="every dtype, size and candidate config")
@@ -49,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from nsa.bench import aot as gate
 
         result = gate.run(flags.arch.split(","), flags.full, flags.operation, flags.jobs)
+    elif flags.what == "data":
+        from nsa.bench import data
+
+        result = data.run(flags.megabytes, flags.seconds, flags.rounds)
     elif flags.what == "roofline":
         from nsa.bench import roofline
 

@@ -236,16 +236,6 @@ def _refused(name: str, reason: object, mend: str) -> DataError:
     return DataError(f"data.tokenizer = {name!r} cannot be loaded ({line}); {mend}")
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer some of whose ids the model has no row for."""
-    if tokenizer.vocab_size > vocab_size:
-        raise ValueError(
-            f"model.vocab_size = {vocab_size}: data.tokenizer = {tokenizer.name!r} has "
-            f"{tokenizer.vocab_size} ids; set model.vocab_size to {tokenizer.vocab_size} or more, "
-            "or choose a smaller tokenizer"
-        )
-
-
 def train_tokenizer(source: Source, vocab_size: int, out: Path) -> Tokenizer:
     """Learn byte-level BPE, as GPT-2's, from a source, and save it for data.tokenizer=hf:<out>.
 

@@ -14,7 +14,7 @@ rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,7 @@ class Run:
     observers: Observer
     gates: GateRecorder
     throughput: Throughput
+    told: bool = False  # what there is to say of the held-out text
 
 
 def train(run: Run) -> None:
@@ -83,11 +84,17 @@ def train(run: Run) -> None:
 
 
 def next_batches(run: Run) -> list[Batch]:
-    """This step's micro-batches; where a rank can get none, all ranks raise its error."""
+    """This step's micro-batches."""
+    accumulation = run.config.train.accumulation
+    return _on_all_ranks(run, lambda: [run.feed.take() for _ in range(accumulation)])
+
+
+def _on_all_ranks(run: Run, get: Callable[[], list[Batch]]) -> list[Batch]:
+    """What `get` returns; where it raises on one rank, its error on all of them."""
     error: ValueError | None = None
     batches: list[Batch] = []
     try:
-        batches = [run.feed.take() for _ in range(run.config.train.accumulation)]
+        batches = get()
     except ValueError as raised:
         error = raised
     run.agreement.raise_together(error)
@@ -120,8 +127,9 @@ def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
 def evaluate(run: Run) -> float:
     """The mean loss over the held-out samples: the same ones each time, however many the ranks."""
     total = torch.zeros(2, device=run.device, dtype=torch.float64)
+    batches = _on_all_ranks(run, lambda: run.held_out.batches(run.rank))
     with _evaluating(run.engine):
-        for batch in run.held_out.batches(run.rank):
+        for batch in batches:
             batch = batch.to(run.device)
             loss = run.engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
             count = (batch.labels != IGNORED).sum()
@@ -137,6 +145,9 @@ def _log(run: Run, loss: torch.Tensor, gates: dict[str, float], evaluates: bool)
         with run.throughput.paused():
             validation = evaluate(run)
         bits = validation / math.log(2) / run.held_out.bytes_per_token
+        if run.rank == 0 and run.held_out.note and not run.told:
+            run.observers.on_message(run.held_out.note)
+            run.told = True
     norm = run.engine.get_global_grad_norm()
     record = StepRecord(
         step=run.state.step,

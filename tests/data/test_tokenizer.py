@@ -28,7 +28,6 @@ from nsa.data.tokenizer import (
     HubTokenizer,
     Tokenizer,
     build_tokenizer,
-    check_vocabulary,
     cut,
     train_tokenizer,
 )
@@ -243,15 +242,6 @@ def test_a_tokenizer_that_no_text_can_spell_the_end_of_is_required(folder: Path)
         token["special"] = False
     with pytest.raises(DataError, match=r"'<\|endoftext\|>' would end the document"):
         HubTokenizer("careless", json.dumps(made), "<|endoftext|>")
-
-
-def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(trained: Tokenizer) -> None:
-    check_vocabulary(trained, trained.vocab_size)
-    check_vocabulary(trained, 50_304)
-    size = trained.vocab_size
-    refusal = rf"model\.vocab_size = {size - 1}: data\.tokenizer = 'hf:.*' has {size} ids; set"
-    with pytest.raises(ValueError, match=refusal):
-        check_vocabulary(trained, size - 1)
 
 
 def test_a_folder_is_loaded_without_any_network_or_warning(folder: Path, tmp_path: Path) -> None:
