@@ -6,6 +6,7 @@ Its retries last for minutes, so the server is asked first whether it is there.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import hashlib
 import json
@@ -22,9 +23,10 @@ from nsa.data.source import DataError, Document, Reader, Source, State
 HUB = "https://huggingface.co"
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # read the files of `data.files`
-PATIENCE = 8.0  # seconds of silence after which a server counts as gone
-TRIES = 3  # to read from a server that breaks off
+PATIENCE = 5.0  # seconds of silence after which a server counts as gone
+OPENING_TRIES, READING_TRIES = 2, 3  # from a server that is no hub, and breaks off
 IN_TROUBLE = (500, 502, 503, 504)
+GIVING_UP = 25.0  # seconds that huggingface_hub takes to see that there is no hub
 ROWS_AT_ONCE = 64  # so that long documents fit into memory
 WITHOUT_HUB = (
     "run `nsa data prepare` where there is a network and set data.source to the folder that it "
@@ -65,19 +67,6 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
     background = _Background(work)
     if not background.wait(seconds):
         raise TimeoutError(f"no answer within {seconds:g} seconds")
-    return background.result()
-
-
-def watched(what: str, url: str | None, work: Callable[[], Any]) -> Any:
-    """What `work` returns; a DataError where it is silent and `url` cannot be reached either.
-
-    One that is slow has all the time that it needs.
-    """
-    if url is None:
-        return work()
-    background = _Background(work)
-    while not background.wait(PATIENCE):
-        _ask(what, url)
     return background.result()
 
 
@@ -129,10 +118,10 @@ class _Origin:
 
     def open(self, revision: str | None) -> tuple[Any, str]:
         """The dataset, and what tells this version of it from later ones."""
-        if url := self.address(revision):
+        if url := self._address(revision):
             _ask(self.name, url)
         try:
-            dataset, revision = watched(self.name, url, lambda: self._load(revision))
+            dataset, revision = self.watched(self.name, revision, lambda: self._load(revision))
         except DataError:
             raise
         except Exception as error:  # of `datasets`, its file systems and its builders
@@ -140,7 +129,25 @@ class _Origin:
         self._check_field(dataset)
         return dataset, revision
 
-    def address(self, revision: str | None) -> str | None:
+    def watched(self, what: str, revision: str | None, work: Callable[[], Any]) -> Any:
+        """What `work` returns; a DataError where it is silent and the hub is not there any more.
+
+        A hub that is slow has all the time that it needs.
+        """
+        url = self._address(revision) if self.remote else None
+        if url is None:  # no server, or one for which `_http_options` sets the limits
+            return work()
+        background = _Background(work)
+        while not background.wait(PATIENCE):
+            try:
+                _ask(what, url)
+            except DataError:
+                # A thread of Arrow's that comes back while Python ends would abort the process.
+                atexit.register(background.wait, GIVING_UP)
+                raise
+        return background.result()
+
+    def _address(self, revision: str | None) -> str | None:
         """Where to ask whether the server is there; None: nothing comes from one."""
         import datasets
 
@@ -175,10 +182,12 @@ class _Origin:
 
         asked = f"data.subset = {self._subset!r}, data.split = {self._config.split!r}"
         asked += f", data.files = {self._config.files!r}" if self._config.files else ""
-        message = f"data.source = {self.name!r} with {asked}: {_line(error)}"
+        empty = isinstance(error, StopIteration)  # of the record that would tell the fields
+        reason = "there is nothing in its first files" if empty else _line(error)
+        message = f"data.source = {self.name!r} with {asked}: {reason}"
         if isinstance(error, datasets.exceptions.DatasetNotFoundError):
             message += "; correct the name, or log in with `hf auth login` where it is not public"
-        elif isinstance(error, ConnectionError) or (self.address(None) and isinstance(error, OSError)):
+        elif isinstance(error, OSError) and (self.remote or self._address(None)):
             message += f"; {WITHOUT_HUB}"
         return DataError(message)
 
@@ -212,10 +221,10 @@ def _keep_it_short(hub: bool) -> None:
     """
     import datasets
 
-    datasets.config.STREAMING_READ_MAX_RETRIES = 1 if hub else TRIES
+    datasets.config.STREAMING_READ_MAX_RETRIES = 1 if hub else READING_TRIES
     datasets.config.STREAMING_READ_RETRY_INTERVAL = 1
     datasets.config.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 1
-    datasets.config.STREAMING_OPEN_MAX_RETRIES = 1 if hub else TRIES
+    datasets.config.STREAMING_OPEN_MAX_RETRIES = 1 if hub else OPENING_TRIES
     datasets.config.STREAMING_OPEN_RETRY_INTERVAL = 1
     datasets.config.USE_PARQUET_EXPORT = False  # one server more to wait for, with nothing we need
 
@@ -275,10 +284,10 @@ class Hub:
     def _share(self, dataset: Any) -> Any:
         from datasets.distributed import split_dataset_by_node
 
-        dataset = copy.deepcopy(dataset)  # it holds the state of one pass
         if dataset.num_shards >= self._count:
             return dataset.shard(self._count, self._index)
-        return split_dataset_by_node(dataset, rank=self._index, world_size=self._count)
+        one_more = dataset.shard(1, 0)  # as each holds the state of one pass
+        return split_dataset_by_node(one_more, rank=self._index, world_size=self._count)
 
 
 class _HubReader:
@@ -286,7 +295,6 @@ class _HubReader:
 
     def __init__(self, origin: _Origin, dataset: Any, state: State, place: str) -> None:
         self._origin, self._dataset, self._place = origin, dataset, place
-        self._url = origin.address(state["revision"])
         # The state of `datasets` in front of the rows that were read last, and how many of them
         # were given; after loading one it has none of its own until it has read a row.
         self._before, self._given = state["dataset"], 0
@@ -324,7 +332,7 @@ class _HubReader:
         if self._given == len(self._read):
             if self._error is None:
                 what = f"{self._place}, after row {self._rows}"
-                watched(what, self._url, self._read_on)
+                self._origin.watched(what, self._revision, self._read_on)
             if self._given == len(self._read):
                 self._raise()
                 return None
@@ -343,11 +351,15 @@ class _HubReader:
             self._error = error
 
     def _raise(self) -> None:
-        if self._error is not None:
-            raise DataError(
-                f"{self._place}: reading broke off after row {self._rows} ({_line(self._error)}), "
-                f"and trying again did not help; start the run again to go on, or {WITHOUT_HUB}"
-            ) from self._error
+        if self._error is None:
+            return
+        mend = f"trying again did not help: start the run again to go on, or {WITHOUT_HUB}"
+        if isinstance(self._error, ValueError):  # as are Arrow's complaints
+            mend = "the file that holds this row is broken: mend it, or name others in data.files"
+        raise DataError(
+            f"{self._place}: reading broke off after row {self._rows} ({_line(self._error)}); "
+            + mend
+        ) from self._error
 
     def _text(self, record: dict[str, Any]) -> bytes:
         if self._origin.field not in record:

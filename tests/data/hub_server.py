@@ -1,0 +1,171 @@
+"""A real HTTP server on loopback: a mirror of files and a small hub, well or in a bad mood."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+from zlib import crc32
+
+REPO = "someone/corpus"
+PIECE = 4_096
+
+
+class HubServer(ThreadingHTTPServer):
+    """Files below `root` at /<path>, and the same as versions of the dataset REPO of a hub.
+
+    A mood is "well", "slow", "silent", "in trouble", or "breaking off": half of every answer.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, root: Path, mood: str = "well") -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.root, self.mood = root, mood
+        self.good_answers: int | None = None  # with data, before the mood begins; None: from now on
+        self.bad_answers: int | None = None  # with data, after which it is well; None: no end
+        self.versions = {"a" * 40: root}  # the last one is `main`
+        self.asked: list[str] = []
+
+    @property
+    def address(self) -> str:
+        """Without a slash at the end."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that hang up are what these tests are about."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: HubServer
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_POST(self) -> None:
+        self._answer(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def do_GET(self) -> None:
+        self._answer(b"")
+
+    def _answer(self, form: bytes) -> None:
+        path = unquote(urlsplit(self.path).path).strip("/")
+        self.server.asked.append(f"{self.command} {path}")
+        if path.startswith(f"datasets/{REPO}/resolve/"):
+            version, _, name = path.partition("/resolve/")[2].partition("/")
+            commit = self._commit(version)
+            self._file(self.server.versions[commit], name, {"X-Repo-Commit": commit})
+        elif path.startswith(f"api/datasets/{REPO}"):
+            self._api(path.removeprefix(f"api/datasets/{REPO}").strip("/").split("/", 2), form)
+        elif path.startswith(("api/", "datasets/")):
+            gated = "gated" in path
+            code = "GatedRepo" if gated else "RepoNotFound"
+            self._send(403 if gated else 404, b"{}", {"X-Error-Code": code})
+        else:
+            self._file(self.server.root, path, {})
+
+    def _commit(self, version: str) -> str:
+        return list(self.server.versions)[-1] if version == "main" else version
+
+    def _api(self, asked: list[str], form: bytes) -> None:
+        kind, version, name = [*asked, "", ""][:3]
+        commit = self._commit(version or "main")
+        root = self.server.versions[commit]
+        paths = sorted(root.rglob("*"))
+        listed = [
+            {
+                "path": path.relative_to(root).as_posix(),
+                "size": path.stat().st_size,
+                "oid": "0" * 40,
+            }
+            | {"type": "file" if path.is_file() else "directory"}
+            for path in paths
+        ]
+        if kind == "tree":
+            recursive = parse_qs(urlsplit(self.path).query).get("recursive") == ["true"]
+            listed = [
+                entry
+                for entry in listed
+                if str(entry["path"]).startswith(f"{name}/" if name else "")
+                and (recursive or "/" not in str(entry["path"]).removeprefix(f"{name}/"))
+            ]
+            if not listed:
+                return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+            return self._send(
+                200, json.dumps(listed).encode(), {"Content-Type": "application/json"}
+            )
+        if kind == "paths-info":
+            wanted = json.loads(form)["paths"] if form[:1] == b"{" else parse_qs(form.decode())
+            wanted = wanted["paths"] if isinstance(wanted, dict) else wanted
+            answer: object = [entry for entry in listed if entry["path"] in wanted]
+        else:
+            files = [{"rfilename": entry["path"]} for entry in listed if entry["type"] == "file"]
+            answer = {"id": REPO, "sha": commit, "siblings": files}
+        return self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    def _file(self, root: Path, name: str, headers: dict[str, str]) -> None:
+        if name and not (root / name).is_file():
+            return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound", **headers})
+        content = (root / name).read_bytes() if name else b"a hub"
+        headers |= {"ETag": f'"{crc32(content):x}"', "Accept-Ranges": "bytes"}
+        asked = self.headers.get("Range")
+        if not asked:
+            return self._send(200, content, headers)
+        first, last = asked.removeprefix("bytes=").split("-")
+        start, stop = int(first), min(int(last or len(content)), len(content) - 1) + 1
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+        return self._send(206, content[start:stop], headers)
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        mood = self._mood()
+        if mood == "silent":
+            time.sleep(3_600)
+        if mood == "in trouble":
+            status, content, headers = 503, b"", {}
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if mood == "breaking off":
+            self.wfile.write(content[: len(content) // 2])
+            self.close_connection = True
+            return
+        for start in range(0, len(content), PIECE):
+            if mood == "slow":
+                time.sleep(0.02)
+            self.wfile.write(content[start : start + PIECE])
+
+    def _mood(self) -> str:
+        good, bad = self.server.good_answers, self.server.bad_answers
+        if bad is not None and self.command != "HEAD":
+            self.server.bad_answers = max(0, bad - 1)
+            return self.server.mood if bad else "well"
+        if good is None or self.server.mood == "well":
+            return self.server.mood
+        if self.command != "HEAD":
+            self.server.good_answers = good - 1
+        return "well" if good > 0 else self.server.mood
+
+
+@contextmanager
+def serving(root: Path, mood: str = "well") -> Iterator[HubServer]:
+    """A server for as long as the block lasts."""
+    server = HubServer(root, mood)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
