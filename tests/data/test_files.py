@@ -109,6 +109,12 @@ def test_parts_hold_each_document_once_however_many_there_are(tmp_path: Path, co
         assert max(map(len, parts)) <= 5
 
 
+def test_no_file_is_read_by_two_parts_where_there_are_enough_files(tmp_path: Path) -> None:
+    source = open_files(everything(tmp_path), "text")
+    read = [{x.place.split(":")[0] for x in source.part(index, 3).read()} for index in range(3)]
+    assert sum(map(len, read)) == len(set.union(*read)) == 5
+
+
 def test_single_files_of_text_spread_over_more_parts_than_files(tmp_path: Path) -> None:
     for number in range(3):
         write(tmp_path, f"{number}.txt", b"text")
