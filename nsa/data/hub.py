@@ -18,7 +18,7 @@ from threading import Thread
 from typing import Any
 
 from nsa.data.config import DataConfig
-from nsa.data.source import DataError, Document, Reader, Source, State
+from nsa.data.source import DataError, Document, Reader, Source, State, Unreachable
 
 HUB = "https://huggingface.co"
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
@@ -57,9 +57,9 @@ def _ask(what: str, url: str, mend: str = WITHOUT_HUB) -> None:
     try:
         status = within(1.5 * PATIENCE, ask)  # a look-up of its name has no limit of its own
     except Exception as error:  # which ones a client raises differs from version to version
-        raise DataError(f"{what}: {url} cannot be reached ({_line(error)}); {mend}") from None
+        raise Unreachable(f"{what}: {url} cannot be reached ({_line(error)}); {mend}") from None
     if status in IN_TROUBLE:
-        raise DataError(f"{what}: {url} is in trouble (HTTP status {status}); {mend}")
+        raise Unreachable(f"{what}: {url} is in trouble (HTTP status {status}); {mend}")
 
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:

@@ -218,8 +218,10 @@ def _from_hub(name: str, wanted: str) -> Any:
 
     began = time.monotonic()
     mend = (
-        "run once where there is a network and copy HF_HOME from there, or name a folder that "
-        "holds it (data.tokenizer=hf:<folder>), or take --set data.tokenizer=byte"
+        "run `nsa data prepare` where there is a network and set data.source to the folder that "
+        "it wrote; or name a folder that holds the tokenizer (data.tokenizer=hf:<folder>); or copy "
+        "HF_HOME from where it was loaded; or take what needs no network: --set "
+        "data.source=embedded --set data.tokenizer=byte"
     )
     reach_hub(f"data.tokenizer = {name!r}", f"/{wanted}/resolve/main/tokenizer_config.json", mend)
     left = HUB_SECONDS - (time.monotonic() - began)

@@ -37,13 +37,18 @@ def deepspeed(
     return run([*map(str, command), str(ROOT / "recipes" / recipe), *arguments], folder)
 
 
-def alone(recipe: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def alone(
+    recipe: str, *arguments: str, folder: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Start a recipe in one process, without the launcher."""
-    return run([sys.executable, str(ROOT / "recipes" / recipe), *arguments], folder)
+    command = [sys.executable, str(ROOT / "recipes" / recipe), *arguments]
+    return run(command, folder, environment or {})
 
 
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = started_programs_environment() | {"OMP_NUM_THREADS": "1"}
+def run(
+    command: list[str], folder: Path, more: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    environment = started_programs_environment() | {"OMP_NUM_THREADS": "1"} | (more or {})
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     return subprocess.run(

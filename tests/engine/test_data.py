@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from nsa.monitor.metrics_csv import read_metrics
 from tests.engine.runs import TINY, alone, deepspeed, losses, succeed
+from tests.ranks import free_port
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +128,28 @@ def test_the_same_samples_are_held_out_on_one_rank_and_on_two(tmp_path: Path) ->
         found.append(read_metrics(tmp_path / run_dir / "metrics.csv")[-1]["val_loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-3)
     assert found[0] == pytest.approx(5.8, abs=0.4)
+
+
+def without_hub(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A recipe where the hub's address is a port that nobody listens on, and no cache holds it."""
+    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(folder / "hf")}
+    return alone("m7c.py", *TINY, *arguments, folder=folder, environment=environment)
+
+
+def test_without_the_hub_production_data_is_refused_in_seconds_with_three_mends(
+    tmp_path: Path,
+) -> None:
+    start = time.monotonic()
+    result = without_hub("--set=data.source=fineweb_edu", folder=tmp_path)
+    assert time.monotonic() - start < 30
+    assert result.returncode == 2
+    line = result.stderr.strip().splitlines()[-1]
+    for mend in ("nsa data prepare", "--set data.source=embedded", "HF_HOME"):
+        assert mend in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_without_the_hub_says_that_its_text_was_not_checked(tmp_path: Path) -> None:
+    result = without_hub("--set=data.tokenizer=hf:gpt2", "--dry-run", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "DATA NOT REACHED, and not checked: data.tokenizer = 'hf:gpt2'" in result.stdout
