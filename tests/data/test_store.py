@@ -84,7 +84,7 @@ def test_the_plan_says_what_is_used_how_often_and_what_is_not() -> None:
         TokenStore([np.arange(41)], -1, 1.0),
     ]
     assert coverage(stores, [0.9, 0.1], 10, samples=100) == [
-        "a: 1,004 tokens, 100 samples of 10 and 3 tokens that fill none; "
+        "a: 1,004 tokens, 100 samples of 10, no padding, and 3 tokens that fill none; "
         "the run deals 90: 90.0% of them, once",
-        "tokens: 41 tokens, 4 samples of 10; the run deals 10: 2.50 epochs",
+        "tokens: 41 tokens, 4 samples of 10, no padding; the run deals 10: 2.50 epochs",
     ]

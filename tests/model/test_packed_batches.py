@@ -1,0 +1,65 @@
+"""Batches of packed documents, as the data room makes them, through a model."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from nsa.data.batches import Batch, Batches
+from nsa.data.store import TokenStore
+from nsa.model import LanguageModel
+from tests.model.models import tiny
+
+EOS = 60
+
+
+def batch(packing: str) -> Batch:
+    """Two rows of 40 tokens, of documents that are 5 to 30 tokens long."""
+    random = np.random.RandomState(0)
+    lengths = random.randint(5, 31, 8)
+    tokens = np.concatenate([np.append(random.randint(0, EOS, length), EOS) for length in lengths])
+    store = TokenStore([tokens], EOS, 1.0)
+    shape = {"seq_len": 40, "micro_batch": 2, "accumulation": 1, "world_size": 1, "seed": 0}
+    return Batches([store], **shape, packing=packing).batch(0, 0, 0)
+
+
+@pytest.mark.parametrize("attention", ["mean", "mlp", "dense"])
+def test_no_document_of_a_packed_batch_hears_of_another(attention: str) -> None:
+    """What a document's logits depend on, by the gradient that reaches each token's embedding."""
+    packed = batch("documents")
+    assert packed.cu_seqlens is not None
+    torch.manual_seed(0)
+    model = LanguageModel(tiny(attention))
+    embedded: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+        output.retain_grad()
+        embedded.append(output)
+
+    model.embed.register_forward_hook(keep)
+    logits = model(packed.input_ids, cu_seqlens=packed.cu_seqlens)
+    bounds = list(pairwise(packed.cu_seqlens.tolist()))
+    assert len(bounds) > 4
+    for start, end in bounds:
+        embedded[0].grad = None
+        logits[0, start:end].square().sum().backward(retain_graph=True)
+        assert embedded[0].grad is not None
+        touched = embedded[0].grad[0].abs().sum(-1)
+        assert (touched[start:end] > 0).all()
+        assert (touched[:start] == 0).all()
+        assert (touched[end:] == 0).all()
+
+
+def test_nothing_is_learnt_from_the_step_from_one_document_to_the_next() -> None:
+    packed = batch("documents")
+    ends = packed.input_ids[0] == EOS
+    assert ends.any()
+    model = LanguageModel(tiny())
+    loss = model(packed.input_ids, labels=packed.labels, cu_seqlens=packed.cu_seqlens)
+    logits = model(packed.input_ids, cu_seqlens=packed.cu_seqlens)
+    inner = ~ends
+    expected = torch.nn.functional.cross_entropy(logits[0, inner], packed.labels[0, inner])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
