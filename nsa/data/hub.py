@@ -284,10 +284,10 @@ class Hub:
     def _share(self, dataset: Any) -> Any:
         from datasets.distributed import split_dataset_by_node
 
+        # Either is a dataset of its own, as it holds the place of one pass.
         if dataset.num_shards >= self._count:
             return dataset.shard(self._count, self._index)
-        one_more = dataset.shard(1, 0)  # as each holds the state of one pass
-        return split_dataset_by_node(one_more, rank=self._index, world_size=self._count)
+        return split_dataset_by_node(dataset, rank=self._index, world_size=self._count)
 
 
 class _HubReader:

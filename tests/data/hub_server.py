@@ -19,7 +19,8 @@ PIECE = 4_096
 class HubServer(ThreadingHTTPServer):
     """Files below `root` at /<path>, and the same as versions of the dataset REPO of a hub.
 
-    A mood is "well", "slow", "silent", "in trouble", or "breaking off": half of every answer.
+    A mood is "well", "slow", "silent", "hanging up", "in trouble", or "breaking off": half of every
+    answer.
     """
 
     daemon_threads = True
@@ -129,6 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
         mood = self._mood()
         if mood == "silent":
             time.sleep(3_600)
+        if mood == "hanging up":
+            self.close_connection = True
+            return
         if mood == "in trouble":
             status, content, headers = 503, b"", {}
         self.send_response(status)

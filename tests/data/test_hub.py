@@ -214,7 +214,7 @@ def test_a_mirror_is_read_to_the_end_however_slow_it_is(
 def test_a_mirror_that_breaks_off_for_a_moment_costs_no_document(tmp_path: Path) -> None:
     written = write(tmp_path, "json", 2_000)
     with serving(tmp_path, "breaking off") as server:
-        server.bad_answers = 1
+        server.bad_answers = 4  # beyond those to questions about the file: within its content
         assert texts(opened("json", f"{server.address}/0.jsonl")) == written
         assert server.bad_answers == 0
 
@@ -231,6 +231,7 @@ MIRRORS = {
     "a mirror that is silent once it has answered": ("json", "silent", 1),
     "a mirror that is silent once it is read": ("parquet", "silent", 4),
     "a mirror that always breaks off": ("json", "breaking off", 0),
+    "a mirror that hangs up once it has answered": ("json", "hanging up", 1),
     "a mirror in trouble once it is read": ("parquet", "in trouble", 4),
 }
 
