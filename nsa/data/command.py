@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.data.config import DataConfig
+from nsa.data.source import SPLITS
 
 if TYPE_CHECKING:
     from nsa.data.shards import Index
@@ -79,6 +82,19 @@ def _config(args: argparse.Namespace, **more: Any) -> DataConfig:
     return config
 
 
+@contextmanager
+def _settings_as_flags() -> Iterator[None]:
+    """Messages name a run's settings; here these are flags."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error).replace("--set data.", "--")
+        for name in ("source", "subset", "split", "files", "text_field", "held_out", "tokenizer"):
+            text = text.replace(f"data.{name}", f"--{name.replace('_', '-')}")
+        raise ValueError(text) from error
+
+
+@_settings_as_flags()
 def _prepare(args: argparse.Namespace) -> int:
     from nsa.data.prepare import prepare
     from nsa.data.shards import INDEX
@@ -95,7 +111,7 @@ def _prepare(args: argparse.Namespace) -> int:
         print(f"--workers {args.workers} has no effect: {out} was begun with {index.parts}")
     print(f"{out} was finished before" if finished else f"{out} is finished")
     print(*_contents(out, index), sep="\n")
-    return 0
+    return 0 if all(index.of(split) for split in SPLITS) else 2
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -121,7 +137,6 @@ def _check(args: argparse.Namespace) -> int:
 def _contents(folder: Path, index: Index) -> list[str]:
     """A line for each split."""
     from nsa.data.shards import longest_document
-    from nsa.data.source import SPLITS
 
     lines = []
     for split in SPLITS:
@@ -144,6 +159,7 @@ def _contents(folder: Path, index: Index) -> list[str]:
     return lines
 
 
+@_settings_as_flags()
 def _train_tokenizer(args: argparse.Namespace) -> int:
     from nsa.data.source import open_source
     from nsa.data.tokenizer import train_tokenizer

@@ -43,6 +43,7 @@ class Feed:
         self.samples_per_step = samples_per_step  # of all ranks together
         self._origin, self._timeout, self._rank = origin, config.timeout, rank
         self._state = state
+        self._first: tuple[Batch, State | None] | None = None
         batches = ((batch.pin_memory() if pin_memory else batch, state) for batch, state in origin)
         self._ahead = ReadAhead(batches, config.prefetch)
 
@@ -51,17 +52,25 @@ class Feed:
         """From opening to the first batch that was ready; None before that."""
         return self._ahead.first_seconds
 
+    def wait(self) -> None:
+        """Return once the next batch is ready, or raise what `take` would raise."""
+        self._first = self._first or self._take()
+
     def take(self) -> Batch:
         """The next batch; a DataError after data.timeout seconds without one."""
+        batch, self._state = self._first or self._take()
+        self._first = None
+        return batch
+
+    def _take(self) -> tuple[Batch, State | None]:
         try:
-            batch, self._state = self._ahead.take(self._timeout)
+            return self._ahead.take(self._timeout)
         except Empty:
             source, place = self._origin.whereabouts()
             raise DataError(
                 f"data.source = {source!r}: rank {self._rank} got no batch for {self._timeout:g} "
                 f"seconds (data.timeout); {place}. Raise data.timeout or data.workers, or {PREPARE}"
             ) from None
-        return batch
 
     def state(self) -> State | None:
         """What `open_feed` needs to go on behind the last batch taken, if more than its number."""
@@ -146,22 +155,29 @@ class HeldOut:
     @cached_property
     def sequences(self) -> int:
         """How many there are: fewer than asked for where a source has no more."""
+        return self._asked if self._shortest is None else self._shortest[0]
+
+    @cached_property
+    def _shortest(self) -> tuple[int, str] | None:
+        """How far the samples last, and which source ends there; None where all last."""
         samples = self._samples
         mixer = Mixer(samples.shares, [store.name for store in samples.stores])
         for position in range(self._asked):
             source, number = mixer.place(position)
             if number >= samples.samples[source]:
-                return position
-        return self._asked
+                return position, samples.stores[source].name
+        return None
 
     @property
     def note(self) -> str | None:
         """What the user should know; None where there is nothing."""
-        if self.sequences == self._asked:
+        if self._shortest is None:
             return None
+        sequences, source = self._shortest
         return (
-            f"validation: the held-out text fills {self.sequences} of the {self._asked} sequences "
-            "asked for; raise data.held_out, or take a larger source, for more"
+            f"validation: {sequences} of the {self._asked} sequences of train.eval_samples, where "
+            f"the held-out text of {source} ends; for more, raise data.held_out (of a prepared "
+            "folder: prepare it with a larger --held-out), or take a larger source"
         )
 
     @property

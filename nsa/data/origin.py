@@ -45,7 +45,7 @@ class Computed:
     def __init__(self, batches: Batches, rank: int, dealt: int) -> None:
         self.fingerprint = batches.fingerprint
         self.vocab_size = max(store.vocab_size for store in batches.stores)
-        self.tokenizer = batches.stores[0].tokenizer
+        self.tokenizer = batches.stores[0].tokenizer_name
         self._batches, self._of_rank = batches, batches.of_rank(rank, dealt)
         self._read = 0
 
@@ -135,7 +135,8 @@ class Streamed:
 
     def plan(self, samples: int) -> list[str]:
         return [
-            f"{name}: streamed, documents shuffled {self._config.shuffle_documents:,} at a time; "
+            f"{name}: streamed, tokenizer {self.tokenizer}, documents shuffled "
+            f"{self._config.shuffle_documents:,} at a time; "
             f"the run deals {round(samples * share):,} samples of {self._config.seq_len:,}"
             for name, share in self._config.parts().items()
         ]

@@ -16,7 +16,8 @@ def coverage(
         each_epoch = max(0, (len(store) - 1) // seq_len)
         tail = len(store) - each_epoch * seq_len - 1
         dealt = round(samples * share)
-        line = f"{store.name}: {len(store):,} tokens, "
+        line = f"{store.name}: {len(store):,} tokens"
+        line += f" (tokenizer {store.tokenizer_name}), " if store.tokenizer_name else ", "
         line += f"{each_epoch:,} samples of {seq_len:,}, no padding"
         if tail > 0:
             line += f", and {tail:,} tokens that fill none"

@@ -90,7 +90,12 @@ def prepare(
         if source is not None:
             _shards(out, stamp, parts)  # those of a run that was stopped are still there
             work = _Work(config, tokenizer, stamp, out, shard_tokens, parts)
-            _run_parts(work, source.size() if progress else None, progress)
+            try:
+                _run_parts(work, source.size() if progress else None, progress)
+            except DataError:
+                if not any(out.glob("part-*.json")):
+                    (out / PLAN).unlink()  # nothing was written: another try may ask for another
+                raise
             shards = _shards(out, stamp, parts)
             if not shards:
                 _forget(out, parts)

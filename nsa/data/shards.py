@@ -274,6 +274,7 @@ class ShardStore(TokenStore):
             fingerprint=digest.hexdigest(),
             vocab_size=stamp.vocab_size,
             tokenizer=stamp.tokenizer_fingerprint,
+            tokenizer_name=stamp.tokenizer,
         )
 
     def _piece(self, number: int) -> TokenArray:

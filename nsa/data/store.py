@@ -33,6 +33,7 @@ class TokenStore:
         fingerprint: str = "",
         vocab_size: int = 0,
         tokenizer: str = "",
+        tokenizer_name: str = "",
     ) -> None:
         self.eos_id = eos_id
         self.bytes_per_token = bytes_per_token  # of text, to turn loss into bits per byte
@@ -40,6 +41,7 @@ class TokenStore:
         self.fingerprint = fingerprint  # of the tokens: another one is another text
         self.vocab_size = vocab_size  # no token's number reaches it
         self.tokenizer = tokenizer  # the fingerprint of the one that made the tokens
+        self.tokenizer_name = tokenizer_name
         self._pieces = list(pieces)
         self._ends = np.array(list(accumulate(map(len, self._pieces))), dtype=np.int64)
 
@@ -97,4 +99,5 @@ def _tokenise(config: DataConfig, name: str, split: str) -> TokenStore:
         fingerprint=digest.hexdigest(),
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer.fingerprint,
+        tokenizer_name=tokenizer.name,
     )

@@ -10,6 +10,10 @@ import torch.distributed as dist
 PATIENCE = timedelta(minutes=30)  # beyond what a rank itself waits for
 
 
+class AllRanksError(ValueError):
+    """Raised by all ranks at the same place: collectives still work, so they may save."""
+
+
 class Agreement:
     """Ranks meet on their processors: a collective of a few bytes that waits for no GPU."""
 
@@ -24,7 +28,7 @@ class Agreement:
         """Where one rank brings an error, all ranks raise it; so none waits for one that ended."""
         if self._group is None:
             if error is not None:
-                raise error
+                raise AllRanksError(str(error)) from error
             return
         failed = torch.tensor(int(error is not None), dtype=torch.int32)
         dist.all_reduce(failed, group=self._group)
@@ -32,4 +36,4 @@ class Agreement:
             return
         messages: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(messages, error and str(error), group=self._group)
-        raise ValueError("; ".join(dict.fromkeys(filter(None, messages)))) from error
+        raise AllRanksError("; ".join(dict.fromkeys(filter(None, messages)))) from error

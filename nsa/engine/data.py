@@ -64,9 +64,10 @@ def open_data(
         if feed.vocab_size > config.model.vocab_size:
             raise ValueError(
                 f"model.vocab_size = {config.model.vocab_size} is too small for the tokens of "
-                f"data.source = {config.data.source!r}, tokenizer {feed.tokenizer!r}: there are "
-                f"{feed.vocab_size}; raise it"
+                f"data.source = {config.data.source!r}, tokenizer {feed.tokenizer!r}; set "
+                f"model.vocab_size to {feed.vocab_size} or more"
             )
+        feed.wait()  # what the first documents say against it is said now
         state.data = feed.fingerprint
         held_out = open_held_out(
             config.data,

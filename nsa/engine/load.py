@@ -38,7 +38,7 @@ def resolve_config(
         path, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"--set {assignment}: write it as path.to.key=value")
-        nested: Any = yaml.safe_load(text)
+        nested: Any = _parsed(text, f"--set {assignment}")
         for key in reversed(path.strip().split(".")):
             nested = {key: nested}
         _merge(tree, _spell_out(nested), f"--set {assignment}")
@@ -54,14 +54,20 @@ def to_yaml(config: RunConfig) -> str:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text())
+        tree = _parsed(file.read_text(), f"--config {file}")
     except FileNotFoundError:
         raise ValueError(f"--config {file}: there is no such file") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {file} is not YAML: {error}") from None
     if tree is not None and not isinstance(tree, dict):
         raise ValueError(f"--config {file}: expected sections with keys, found {tree!r}")
     return tree or {}
+
+
+def _parsed(text: str, source: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        line = " ".join(str(error).split())  # PyYAML's own has several lines
+        raise ValueError(f"{source}: not YAML: {line}") from None
 
 
 def _spell_out(tree: dict[str, Any]) -> dict[str, Any]:
@@ -114,6 +120,8 @@ def _cast(value: Any, hint: Any, name: str) -> Any:
     if value is None and type(None) in allowed:
         return None
     if MIXTURE in allowed and isinstance(value, dict):
+        if None in value.values():
+            raise ValueError(f"{name} = {value!r}: YAML wants a blank behind each colon")
         return {str(key): _cast(weight, float, f"{name}: {key}") for key, weight in value.items()}
     if float in allowed and not isinstance(value, bool):
         try:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from nsa import checkpoint
 from nsa.data.batches import IGNORED, Batch
 from nsa.data.feed import Feed, HeldOut
-from nsa.engine.agreement import Agreement
+from nsa.engine.agreement import Agreement, AllRanksError
 from nsa.engine.config import RunConfig
 from nsa.engine.schedule import learning_rate
 from nsa.engine.state import TrainState
@@ -53,14 +53,25 @@ class Run:
     observers: Observer
     gates: GateRecorder
     throughput: Throughput
+    place: dict[str, Any] | None = None  # of this rank in its text, behind the last step
+    saved: int = 0  # the step that the newest checkpoint holds
     told: bool = False  # what there is to say of the held-out text
 
 
 def train(run: Run) -> None:
-    """Train from run.state.step to run.stop, saving at the end."""
+    """Train from run.state.step to run.stop, saving at the end, also where that is an error's."""
+    run.place, run.saved = run.feed.state(), run.state.step
+    try:
+        _train(run)
+    except AllRanksError:
+        if run.saved != run.state.step:
+            _save(run)
+        raise
+
+
+def _train(run: Run) -> None:
     state, config = run.state, run.config
     first = state.step
-    saved = state.step if state.step else None
     while state.step < run.stop:
         evaluates = _due(state.step + 1, config.train.eval_every, run.stop)
         logs = evaluates or _due(state.step + 1, config.monitor.log_every, run.stop)
@@ -73,13 +84,14 @@ def train(run: Run) -> None:
             seconds = run.feed.first_batch_seconds
             run.observers.on_message(f"first batch ready {seconds:.1f} s after the data was opened")
         loss = train_step(run, batches)
+        run.place = run.feed.state()
         run.throughput.step(_tokens_per_step(run))
         if logs:
             gates = run.gates.read()
             _log(run, loss, gates, evaluates)
         if _due(state.step, config.checkpoint.every, run.stop):
-            saved = _save(run)
-    if saved != state.step:
+            _save(run)
+    if run.saved != state.step:
         _save(run)
 
 
@@ -168,18 +180,18 @@ def _log(run: Run, loss: torch.Tensor, gates: dict[str, float], evaluates: bool)
         run.observers.on_step(record)
 
 
-def _save(run: Run) -> int:
+def _save(run: Run) -> None:
     with run.throughput.paused():
         path = checkpoint.save(
             run.engine,
             run.run_dir / "checkpoints",
             run.state.step,
             run.state.to_dict(),
-            run.feed.state(),
+            run.place,
         )
+    run.saved = run.state.step
     if run.rank == 0:
         run.observers.on_checkpoint(run.state.step, path)
-    return run.state.step
 
 
 def _tokens_per_step(run: Run) -> int:

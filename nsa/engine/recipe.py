@@ -138,7 +138,7 @@ def _profile(asked: str | None) -> tuple[str, list[str]]:
     if get_accelerator().device_name() != "cpu":
         return "production", []
     return "demo", [
-        "NO ACCELERATOR FOUND: this is the `demo` profile, a small model on a small corpus, "
+        "NO ACCELERATOR FOUND: this is the `demo` profile, a small model and short sequences, "
         "not the 125M production run. --profile production forces that one."
     ]
 

@@ -68,7 +68,7 @@ def test_a_split_without_documents_is_said(
 ) -> None:
     (tmp_path / "one.txt").write_text("only one")
     source = ("--source", tmp_path / "one.txt", "--tokenizer", "byte", "--held-out", "1e-9")
-    assert call("prepare", *source, "--out", tmp_path / "out") == 0
+    assert call("prepare", *source, "--out", tmp_path / "out") == 2
     assert "val: no documents, so that no run can use" in capsys.readouterr().out
     assert call("check", tmp_path / "out") == 0
     assert "data.held_out was 1e-09" in capsys.readouterr().out
@@ -90,8 +90,8 @@ def test_mistakes_are_one_line_and_exit_code_2(
 ) -> None:
     out = ("--out", tmp_path / "out")
     for arguments, word in (
-        (["prepare", "--source", texts, "--tokenizer", "byte", *out], "data.text_field"),
-        (["prepare", "--source", "synthetic", "--tokenizer", "word", *out], "data.tokenizer"),
+        (["prepare", "--source", texts, "--tokenizer", "byte", *out], "--text-field"),
+        (["prepare", "--source", "synthetic", "--tokenizer", "word", *out], "--tokenizer"),
         (["check", tmp_path / "nowhere"], "nowhere"),
         (["check", tmp_path, "--steps", "0"], "--steps 0"),
         (["train-tokenizer", "--source", "synthetic", "--vocab-size", "9", *out], "--vocab-size 9"),

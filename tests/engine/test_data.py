@@ -82,7 +82,7 @@ def test_text_that_changed_under_a_run_is_refused_on_resume(books: Path, tmp_pat
         ("data.source=embeded", ["embeded", "embedded"]),
         ("data.source=nowhere.jsonl", ["nowhere.jsonl"]),
         ("data.tokenizer=hf:nowhere/at-all", ["nowhere/at-all"]),
-        ("model.vocab_size=100", ["model.vocab_size = 100", "259"]),
+        ("model.vocab_size=100", ["model.vocab_size = 100", "set model.vocab_size to 259"]),
     ],
 )
 def test_text_that_cannot_be_had_is_refused_before_anything_is_built(
@@ -96,24 +96,48 @@ def test_text_that_cannot_be_had_is_refused_before_anything_is_built(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_loader_that_gives_nothing_ends_every_rank_with_one_message(
+def test_a_loader_that_gives_nothing_more_ends_every_rank_with_one_message_and_a_checkpoint(
     books: Path, tmp_path: Path
 ) -> None:
-    """Of two files, one for each rank, the second is a pipe into which nobody writes any more."""
+    """Of two files, one for each rank, the second is a pipe into which no more is written."""
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "a.jsonl").write_text(books.read_text())
     os.mkfifo(folder / "b.jsonl")
-    writer = os.open(folder / "b.jsonl", os.O_RDWR)
+    pipe = os.open(folder / "b.jsonl", os.O_RDWR)
+    os.write(pipe, b"".join(books.read_bytes().splitlines(keepends=True)[:60]))
     try:
         source = [f"--set=data.source={folder}", "--set=data.timeout=6"]
+        source += ["--set=data.shuffle_documents=20", "--set=train.eval_every=0"]
         result = deepspeed("m7c.py", *TINY, *source, "--run-dir=run", folder=tmp_path)
     finally:
-        os.close(writer)
+        os.close(pipe)
     assert result.returncode != 0
     said = [line for line in result.stderr.splitlines() if line.startswith("m7c: ")]
     assert said, result.stderr[-2_000:]
-    assert all(word in said[0] for word in ("rank 1", str(folder), "data.timeout", "6")), said
+    words = ("rank 1", "b.jsonl", "data.timeout", "6 seconds", "nsa data prepare")
+    assert all(word in said[0] for word in words), said
+    last = max(losses(tmp_path / "run"))
+    assert last >= 3
+    assert (tmp_path / "run/checkpoints/latest").read_text() == f"step{last:08d}"
+
+
+def test_a_stream_without_held_out_text_loses_no_step(books: Path, tmp_path: Path) -> None:
+    source = [f"--set=data.source={books}", "--set=data.held_out=1e-9"]
+    result = alone("m7c.py", *TINY, *source, "--run-dir=run", folder=tmp_path)
+    assert result.returncode == 2
+    assert "raise data.held_out" in result.stderr
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step00000004"
+
+
+def test_what_is_wrong_with_the_first_documents_leaves_no_run_behind(
+    books: Path, tmp_path: Path
+) -> None:
+    source = [f"--set=data.source={books}", "--set=data.text_field=body"]
+    result = alone("m7c.py", *TINY, *source, folder=tmp_path)
+    assert result.returncode == 2
+    assert "no field 'body', but 'text'" in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_samples_are_held_out_on_one_rank_and_on_two(tmp_path: Path) -> None:

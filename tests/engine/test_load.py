@@ -39,6 +39,16 @@ def test_attention_is_a_short_name_for_the_models_attention(tmp_path: Path) -> N
     assert config.model.layers == 2
 
 
+def test_a_mixture_is_a_value_whose_keys_are_the_users(tmp_path: Path) -> None:
+    config = resolve_config(RunConfig(), None, ["data.source={/data/a.b: 3, hf:c: 1}"])
+    assert config.data.parts() == {"/data/a.b": 0.75, "hf:c": 0.25}
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert resolve_config(RunConfig(), file) == config
+    over = resolve_config(config, None, ["data.source={embedded: 1}"])
+    assert over.data.parts() == {"embedded": 1.0}, "a mixture is overruled whole"
+
+
 @pytest.mark.parametrize(
     ("assignment", "words"),
     [
@@ -56,8 +66,13 @@ def test_attention_is_a_short_name_for_the_models_attention(tmp_path: Path) -> N
         ("train.beta2=1.5", ["train.beta2", "1.5", "below 1"]),
         ("train.adam_eps=0", ["train.adam_eps", "0"]),
         ("monitor.csv=1", ["monitor.csv", "1", "true or false"]),
-        ("data.source=fineweb", ["data.source", "fineweb", "embedded"]),
-        ("model.vocab_size=100", ["model.vocab_size", "100", "259"]),
+        ("data.source={a: 1", ["--set data.source={a: 1", "not YAML"]),
+        ("data.source={a: many}", ["data.source: a", "'many'", "a number"]),
+        ("data.source={a:0.7, b:0.3}", ["data.source", "a blank behind each colon"]),
+        ("data.source={a: 0}", ["data.source", "'a' weighs 0"]),
+        ("data.source=", ["data.source", "text or names with weights"]),
+        ("data.tokenizer=gpt2", ["data.tokenizer", "'gpt2'", "hf:gpt2"]),
+        ("data.held_out=1", ["data.held_out", "1", "between 0 and 1"]),
         ("model.kv_heads=5", ["model.heads", "12", "5"]),
         ("model.value_dim=x", ["model.value_dim", "null"]),
         ("attention.spec.select_top=2", ["select_top", "2", "raise"]),
