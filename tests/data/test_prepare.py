@@ -334,6 +334,17 @@ def test_a_record_that_cannot_be_read_ends_all_with_its_place(tmp_path: Path) ->
     assert not list((tmp_path / "out").glob(".*"))
 
 
+def test_a_folder_into_which_nothing_was_written_is_free_for_the_corrected_command(
+    tmp_path: Path,
+) -> None:
+    source = str(write_lines(tmp_path / "texts.jsonl", words(10_000)))
+    wrong = DataConfig(source=source, text_field="body")
+    with pytest.raises(DataError, match="no field 'body', but 'text'"):
+        prepare(wrong, tmp_path / "out", workers=2, progress=False)
+    index = prepare(DataConfig(source=source), tmp_path / "out", workers=1, progress=False)
+    assert index.parts == 1
+
+
 def test_an_empty_source_is_refused_and_may_be_filled(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "texts.jsonl", [])
     with pytest.raises(DataError, match=r"texts\.jsonl' holds no documents"):
