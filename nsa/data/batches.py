@@ -10,7 +10,8 @@ import torch
 
 from nsa.data.config import PACKINGS
 from nsa.data.order import Mixer, key, shuffled
-from nsa.data.store import TokenArray, TokenStore
+from nsa.data.store import TokenStore
+from nsa.data.tokenizer import TokenArray
 
 IGNORED = -100  # a label that the loss leaves out
 

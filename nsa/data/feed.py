@@ -35,7 +35,6 @@ class Feed:
         rank: int,
         samples_per_step: int,
         state: State | None = None,
-        pin_memory: bool = False,
     ) -> None:
         self.fingerprint = origin.fingerprint
         self.vocab_size = origin.vocab_size
@@ -44,8 +43,7 @@ class Feed:
         self._origin, self._timeout, self._rank = origin, config.timeout, rank
         self._state = state
         self._first: tuple[Batch, State | None] | None = None
-        batches = ((batch.pin_memory() if pin_memory else batch, state) for batch, state in origin)
-        self._ahead = ReadAhead(batches, config.prefetch)
+        self._ahead = ReadAhead(origin, config.prefetch)
 
     @property
     def first_batch_seconds(self) -> float | None:
@@ -97,7 +95,6 @@ def open_feed(
     seed: int,
     dealt: int = 0,
     state: State | None = None,
-    pin_memory: bool = False,
 ) -> Feed:
     """A rank's batches from the step before which `dealt` samples were dealt to all ranks.
 
@@ -135,7 +132,6 @@ def open_feed(
         rank=rank,
         samples_per_step=micro_batch * accumulation * world_size,
         state=None if batches is not None else state,
-        pin_memory=pin_memory,
     )
 
 

@@ -14,15 +14,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nsa.data.source import DataError, Document, Reader, Source, State
+from nsa.data.source import (
+    NAMED,
+    NAMES_SHOWN,
+    DataError,
+    Document,
+    Reader,
+    Source,
+    State,
+    no_field,
+    no_text,
+)
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 PLAIN, COMPRESSED = (".jsonl", ".ndjson", ".txt", ".parquet"), (".jsonl", ".ndjson", ".txt")
 READABLE = f"{', '.join(PLAIN)}; all but .parquet also with {' or '.join(COMPRESSIONS)} behind"
-NAMED = ("embedded", "synthetic", "fineweb_edu")  # sources that are no path
 ROWS_AT_ONCE = 128  # of a Parquet file, so that long documents fit into memory
 READ_AT_ONCE = 1 << 20
-NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -229,25 +237,16 @@ def _text_of_line(line: bytes, place: str, field: str) -> bytes | None:
             "(data.text_field); mend or remove it"
         )
     if field not in record:
-        raise DataError(f"{place}: {_no_field(field, list(record))}")
+        raise DataError(f"{place}: {no_field(field, list(record))}")
     text = record[field]
     if text is None:
         return None
     if not isinstance(text, str):
-        raise DataError(f"{place}: {_no_text(field, type(text).__name__)}")
+        raise DataError(f"{place}: {no_text(field, type(text).__name__)}")
     try:
         return text.encode()
     except UnicodeEncodeError:  # "\ud800" is good JSON, but no character
         return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
-
-
-def _no_field(field: str, there: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in there[:NAMES_SHOWN])
-    return f"no field {field!r}, but {shown or 'none at all'}; set data.text_field to one of them"
-
-
-def _no_text(field: str, kind: str) -> str:
-    return f"the field {field!r} holds {kind}, not text; set data.text_field to one that holds text"
 
 
 def _rows(file: TextFile, at: State, field: str, mine: Mine) -> Found:
@@ -287,11 +286,11 @@ def _parquet(file: TextFile, field: str) -> Iterator[Any]:
     with pq.ParquetFile(file.path, buffer_size=READ_AT_ONCE) as table:
         schema = table.schema_arrow
         if field not in schema.names:
-            raise DataError(f"{file.path}: {_no_field(field, schema.names)}")
+            raise DataError(f"{file.path}: {no_field(field, schema.names)}")
         kind = schema.field(field).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise DataError(f"{file.path}: {_no_text(field, str(kind))}")
+            raise DataError(f"{file.path}: {no_text(field, str(kind))}")
         yield table
 
 

@@ -18,7 +18,16 @@ from threading import Thread
 from typing import Any
 
 from nsa.data.config import DataConfig
-from nsa.data.source import DataError, Document, Reader, Source, State, Unreachable
+from nsa.data.source import (
+    DataError,
+    Document,
+    Reader,
+    Source,
+    State,
+    Unreachable,
+    no_field,
+    no_text,
+)
 
 HUB = "https://huggingface.co"
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
@@ -203,15 +212,11 @@ class _Origin:
 
     def no_field(self, there: list[str]) -> str:
         """Says which fields there are."""
-        shown = ", ".join(map(repr, there))
-        return f"{self.name}: no field {self.field!r}, but {shown}; set data.text_field to one"
+        return f"{self.name}: {no_field(self.field, there)}"
 
     def no_text(self, kind: str) -> str:
         """Says what the field holds."""
-        return (
-            f"{self.name}: the field {self.field!r} holds {kind}, not text; set data.text_field to "
-            "one that holds text"
-        )
+        return f"{self.name}: {no_text(self.field, kind)}"
 
 
 def _keep_it_short(hub: bool) -> None:

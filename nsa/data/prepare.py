@@ -48,8 +48,7 @@ from nsa.data.shards import (
     write_shard,
 )
 from nsa.data.source import SPLITS, DataError, Document, Reader, State, held_out, open_source
-from nsa.data.store import TokenArray
-from nsa.data.tokenizer import Tokenizer, build_tokenizer, id_type
+from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, id_type, with_eos
 
 DOCUMENTS_AT_ONCE = 1_000  # that are tokenised together, ...
 BYTES_AT_ONCE = 4 << 20  # ... or fewer, where they are long
@@ -301,14 +300,13 @@ def _write_part(work: _Work, part: int, said: Connection) -> None:
 
 def _gather(work: _Work, reader: Reader, said: Connection) -> tuple[dict[str, Written], bool]:
     """Tokens until a shard of one split is full, and whether the part's documents have ended."""
-    end = np.array([work.tokenizer.eos_id], dtype=work.stamp.dtype)
     gathered = {split: Written() for split in SPLITS}
     room = min(BYTES_AT_ONCE, work.shard_tokens)  # a shard grows by this much at a time
     while documents := _next_documents(reader, room):
         texts = [document.text for document in documents]
         for text, ids in zip(texts, work.tokenizer.encode_many(texts), strict=True):
             written = gathered["val" if held_out(text, work.config.held_out) else "train"]
-            written.documents.append(np.append(ids, end))
+            written.documents.append(with_eos(work.tokenizer, ids))
             written.tokens += len(ids) + 1
             written.text_bytes += len(text)
         said.send(("bytes", sum(map(len, texts))))

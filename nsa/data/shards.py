@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nsa.data.source import DataError
-from nsa.data.store import TokenArray, TokenStore
+from nsa.data.store import TokenStore
+from nsa.data.tokenizer import TokenArray
 
 MAGIC = b"NSASHARD"
 VERSION = 1

@@ -8,7 +8,7 @@ Whoever reads can ask at any time where it stands, and go on from there in anoth
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,9 @@ from typing import Any, Protocol
 from nsa.data.config import DataConfig
 
 SPLITS = ("train", "val")
+IN_MEMORY = ("embedded", "synthetic")  # small enough to be tokenised whole at the start
+NAMED = (*IN_MEMORY, "fineweb_edu")  # sources that are neither a path nor spelt hf:<dataset>
+NAMES_SHOWN = 8
 State = dict[str, Any]  # plain numbers, text, lists and dictionaries: it is written as JSON
 
 
@@ -65,6 +68,17 @@ def held_out(text: bytes, share: float) -> bool:
     """Whether a document is for validation alone: by its text, so that copies go the same way."""
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
+
+
+def no_field(field: str, there: Sequence[str]) -> str:
+    """Says which fields a record has, where it lacks the one that holds the text."""
+    shown = ", ".join(repr(name) for name in there[:NAMES_SHOWN])
+    return f"no field {field!r}, but {shown or 'none at all'}; set data.text_field to one of them"
+
+
+def no_text(field: str, kind: str) -> str:
+    """Says what a field holds that should hold the text."""
+    return f"the field {field!r} holds {kind}, not text; set data.text_field to one that holds text"
 
 
 def open_source(config: DataConfig, name: str) -> Source:

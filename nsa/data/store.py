@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 
 from nsa.data.config import DataConfig
-from nsa.data.source import SPLITS, DataError, held_out, open_source
-from nsa.data.tokenizer import build_tokenizer
-
-TokenArray = npt.NDArray[np.integer]
-IN_MEMORY = ("embedded", "synthetic")  # sources small enough to be tokenised whole at the start
+from nsa.data.source import IN_MEMORY, SPLITS, DataError, held_out, open_source
+from nsa.data.tokenizer import TokenArray, build_tokenizer, with_eos
 
 
 class TokenStore:
@@ -77,13 +73,12 @@ def open_store(config: DataConfig, name: str, split: str) -> TokenStore | None:
 
 def _tokenise(config: DataConfig, name: str, split: str) -> TokenStore:
     tokenizer = build_tokenizer(config)
-    end = np.array([tokenizer.eos_id], dtype=tokenizer.encode(b"").dtype)
     pieces: list[TokenArray] = []
     text_bytes = 0
     for document in open_source(config, name).read():
         if held_out(document.text, config.held_out) == (split == "val"):
             text_bytes += len(document.text)
-            pieces += (tokenizer.encode(document.text), end)
+            pieces.append(with_eos(tokenizer, tokenizer.encode(document.text)))
     if not pieces:
         raise DataError(
             f"data.source = {name!r} has no document for split {split!r}; raise data.held_out = "

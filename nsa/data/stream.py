@@ -18,8 +18,8 @@ import numpy as np
 from nsa.data.config import DataConfig
 from nsa.data.order import Mixer, key, shuffled
 from nsa.data.source import DataError, Reader, State, held_out, open_source
-from nsa.data.store import TokenArray, TokenStore
-from nsa.data.tokenizer import Tokenizer, build_tokenizer
+from nsa.data.store import TokenStore
+from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, with_eos
 
 Saw = Callable[[str, str], None]  # told which source is read, and the place of its newest document
 NOTHING_YET = "none yet"
@@ -188,7 +188,7 @@ class _SourceStream:
         for start in range(first, len(texts), TOKENISED_AT_ONCE):
             encoded = self._tokenizer.encode_many(texts[start : start + TOKENISED_AT_ONCE])
             for at, tokens in enumerate(encoded, start):
-                yield at, _with_eos(self._tokenizer, tokens)
+                yield at, with_eos(self._tokenizer, tokens)
 
     def _empty(self) -> DataError:
         share, mend = "", ""
@@ -213,7 +213,7 @@ def collect_held_out(
         pieces: list[TokenArray] = []
         text_bytes = count = 0
         for text in _held_out_texts(config, name, saw):
-            pieces.append(_with_eos(tokenizer, tokenizer.encode(text)))
+            pieces.append(with_eos(tokenizer, tokenizer.encode(text)))
             text_bytes, count = text_bytes + len(text), count + len(pieces[-1])
             if count >= tokens:
                 break
@@ -238,7 +238,3 @@ def _held_out_texts(config: DataConfig, name: str, saw: Saw) -> Iterator[bytes]:
         saw(name, document.place)
         if held_out(document.text, config.held_out):
             yield document.text
-
-
-def _with_eos(tokenizer: Tokenizer, tokens: TokenArray) -> TokenArray:
-    return np.append(tokens, tokens.dtype.type(tokenizer.eos_id))

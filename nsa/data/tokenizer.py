@@ -170,6 +170,11 @@ def cut(text: str, longest: int = PIECE) -> Iterator[str]:
     yield text[start:]
 
 
+def with_eos(tokenizer: Tokenizer, ids: TokenArray) -> TokenArray:
+    """A document as it stands in a stream of tokens: closed by the end of text."""
+    return np.append(ids, ids.dtype.type(tokenizer.eos_id))
+
+
 def build_tokenizer(config: DataConfig) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names; a second call gives the same one."""
     config.validate()

@@ -48,7 +48,6 @@ class Run:
     stop: int  # steps after which to stop; the schedule ends at config.train.steps
     run_dir: Path
     rank: int
-    world_size: int
     device: torch.device
     observers: Observer
     gates: GateRecorder
@@ -129,7 +128,7 @@ def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
         engine.step()  # after each micro-batch: DeepSpeed counts them and steps at the last
         total += loss.detach().float()
     state.step += 1
-    state.samples += config.micro_batch * config.accumulation * run.world_size
+    state.samples += run.feed.samples_per_step
     state.tokens += _tokens_per_step(run)
     state.skipped += not engine.was_step_applied()
     return total / config.accumulation
@@ -195,8 +194,7 @@ def _save(run: Run) -> None:
 
 
 def _tokens_per_step(run: Run) -> int:
-    train = run.config.train
-    return train.micro_batch * train.accumulation * run.config.data.seq_len * run.world_size
+    return run.feed.samples_per_step * run.config.data.seq_len
 
 
 def _due(step: int, every: int, stop: int) -> bool:

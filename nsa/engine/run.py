@@ -16,7 +16,7 @@ from nsa.data.source import Unreachable
 from nsa.engine.agreement import Agreement
 from nsa.engine.build import build_engine
 from nsa.engine.config import RunConfig
-from nsa.engine.data import Data, open_data
+from nsa.engine.data import open_data
 from nsa.engine.loop import Run, train
 from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
 from nsa.engine.recipe import Plan, with_run_dir, write_run_folder
@@ -58,7 +58,25 @@ def start(plan: Plan) -> None:
         write_run_folder(plan)  # only now: what was refused leaves the folder as it was
     dist.barrier()
     writers, observers = _observers(plan, engine)
-    run = _assemble(plan, ranks, engine, data, state, device, observers)
+    flops = flops_per_token(plan.config.model, plan.config.data.seq_len)
+    throughput = Throughput(
+        flops_per_token=flops, peak=_peak(plan.config, device), world_size=ranks.world_size
+    )
+    run = Run(
+        config=plan.config,
+        engine=engine,
+        feed=data.feed,
+        held_out=data.held_out,
+        agreement=Agreement(plan.config.data.timeout * plan.config.train.accumulation),
+        state=state,
+        stop=plan.stop,
+        run_dir=plan.run_dir,
+        rank=ranks.rank,
+        device=device,
+        observers=observers,
+        gates=GateRecorder(engine.module.gate_projections()),
+        throughput=throughput,
+    )
     info = RunInfo(
         run_dir=plan.run_dir,
         name=plan.recipe.name,
@@ -68,7 +86,7 @@ def start(plan: Plan) -> None:
         rank=ranks.rank,
         world_size=ranks.world_size,
         parameters=parameter_count(plan.config.model),
-        flops_per_token=flops_per_token(plan.config.model, plan.config.data.seq_len),
+        flops_per_token=flops,
         notes=[*plan.notes, *notes, *data.notes],
     )
     status = "failed"
@@ -85,38 +103,6 @@ def start(plan: Plan) -> None:
             writer.close()
         data.close()
     stop_ranks()
-
-
-def _assemble(
-    plan: Plan,
-    ranks: Ranks,
-    engine: Any,
-    data: Data,
-    state: TrainState,
-    device: torch.device,
-    observers: Observer,
-) -> Run:
-    config = plan.config
-    return Run(
-        config=config,
-        engine=engine,
-        feed=data.feed,
-        held_out=data.held_out,
-        agreement=Agreement(config.data.timeout * config.train.accumulation),
-        state=state,
-        stop=plan.stop,
-        run_dir=plan.run_dir,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        device=device,
-        observers=observers,
-        gates=GateRecorder(engine.module.gate_projections()),
-        throughput=Throughput(
-            flops_per_token=flops_per_token(config.model, config.data.seq_len),
-            peak=_peak(config, device),
-            world_size=ranks.world_size,
-        ),
-    )
 
 
 def dry_run(plan: Plan) -> None:

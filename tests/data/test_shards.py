@@ -30,7 +30,7 @@ from nsa.data.shards import (
     write_shard,
 )
 from nsa.data.source import DataError
-from nsa.data.store import TokenArray
+from nsa.data.tokenizer import TokenArray
 
 STAMP = Stamp(
     source="/data/books.jsonl",
