@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from nsa.disk import atomic_write_text
 
 LATEST = "latest"
 STATE = "state.json"
@@ -42,12 +43,14 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
     if rank_state is not None:
-        _write(folder / tag / f"rank{dist.get_rank()}.json", json.dumps(rank_state) + "\n")
+        atomic_write_text(
+            folder / tag / f"rank{dist.get_rank()}.json", json.dumps(rank_state) + "\n"
+        )
     dist.barrier()
     if dist.get_rank() == 0:
         text = json.dumps({"state": state, "saved_under": _setting(engine)}, indent=2)
-        _write(folder / tag / STATE, text + "\n")
-        _write(folder / LATEST, tag)
+        atomic_write_text(folder / tag / STATE, text + "\n")
+        atomic_write_text(folder / LATEST, tag)
     dist.barrier()
     return folder / tag
 
@@ -120,12 +123,3 @@ def _setting(engine: Any) -> dict[str, Any]:
         "precision": precision,
         "ranks": dist.get_world_size(),
     }
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)

@@ -10,6 +10,8 @@ from nsa.model.config import ModelConfig
 from nsa.monitor.config import MonitorConfig
 
 PRECISIONS = ("bf16", "fp16", "fp32")
+ON_BAD_STEP = ("abort", "skip", "rollback")
+ON_SPIKE = ("ignore", "warn", "skip", "rollback")
 
 
 @dataclass
@@ -31,6 +33,10 @@ class TrainConfig:
     seed: int = 1337  # initial weights and the order of the data
     eval_every: int = 500  # steps between two looks at the held-out split; 0: only at the end
     eval_samples: int = 64  # held-out sequences evaluated each time, by all ranks together
+    on_bad_step: str = "skip"  # a loss or gradient that is not finite: abort, skip or rollback
+    bad_steps: int = 20  # so many are lived with between a start and its end, then the run aborts
+    on_spike: str = "warn"  # a loss far above the recent ones: ignore, warn, skip or rollback
+    spike_score: float = 12.0  # how far: in robust standard deviations of the last 128 losses
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""
@@ -41,19 +47,25 @@ class TrainConfig:
             "warmup_steps",
             "eval_every",
             "clip",
+            "bad_steps",
             "weight_decay",
             "min_learning_rate",
             "seed",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name} = {getattr(self, name)}: must be 0 or more")
-        for name in ("learning_rate", "adam_eps"):
+        for name in ("learning_rate", "adam_eps", "spike_score"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"train.{name} = {getattr(self, name)}: must be above 0")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(
                     f"train.{name} = {getattr(self, name)}: must be 0 or more and below 1"
+                )
+        for name, choices in (("on_bad_step", ON_BAD_STEP), ("on_spike", ON_SPIKE)):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"train.{name} = {getattr(self, name)!r}: choose one of {', '.join(choices)}"
                 )
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(

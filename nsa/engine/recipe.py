@@ -110,7 +110,8 @@ def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:
 
 def write_run_folder(plan: Plan) -> None:
     """Leave behind what was run, in a form that a run can be started from."""
-    from nsa.monitor.run_folder import atomic_write_text, write_env
+    from nsa.disk import atomic_write_text
+    from nsa.monitor.run_folder import write_env
 
     atomic_write_text(plan.run_dir / "config.yaml", to_yaml(plan.config))
     ds_config = {key: value for key, value in plan.ds_config.items() if key != "tensorboard"}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from nsa import checkpoint
 from nsa.data.source import Unreachable
+from nsa.disk import atomic_write_text
 from nsa.engine.agreement import Agreement
 from nsa.engine.build import build_engine
 from nsa.engine.config import RunConfig
@@ -26,7 +27,6 @@ from nsa.monitor.gates import GateRecorder
 from nsa.monitor.metrics_csv import MetricsCsv
 from nsa.monitor.observer import Observer, Observers, RunInfo
 from nsa.monitor.progress import Progress
-from nsa.monitor.run_folder import atomic_write_text
 from nsa.monitor.tensorboard import BackgroundMonitor, TensorBoardObserver
 from nsa.monitor.throughput import Throughput, memory_gb, peak_flops
 from nsa.monitor.writer import BackgroundWriter

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nsa.disk import atomic_write_text
 from nsa.monitor.observer import Observer, RunInfo, StepRecord
-from nsa.monitor.run_folder import atomic_write_text
 from nsa.monitor.writer import BackgroundWriter
 
 FILE_NAME = "metrics.csv"

@@ -12,22 +12,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from nsa.disk import atomic_write_text
+
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
 _VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_")  # never the rest: it may hold secrets
-
-
-def atomic_write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader, or a crash, sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:

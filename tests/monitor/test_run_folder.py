@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.monitor.run_folder import atomic_write_text, git_commit, write_env
+from nsa.disk import atomic_write_text
+from nsa.monitor.run_folder import git_commit, write_env
 from tests.monitor.records import files_no_longer_than
 
 
