@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -15,11 +16,21 @@ from typing import Any
 from nsa.disk import atomic_write_text
 
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
-_VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_")  # never the rest: it may hold secrets
+_VARIABLES = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "CUDA_",
+    "OMP_",
+)  # never the rest: it may hold secrets
 
 
 def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
-    """Write `env.json`, which says what ran where, after the `facts` that the caller knows."""
+    """Write `env.json`, which says what ran where, after the `facts` that the caller knows.
+
+    Such a fact is `hosts`, each rank's: only the caller can ask the other ranks.
+    """
     env = {
         **facts,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -85,8 +96,32 @@ def _cuda() -> dict[str, Any] | None:
 
     if not torch.cuda.is_available():
         return None
-    count = torch.cuda.device_count()
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "version": torch.version.cuda,
-        "devices": [torch.cuda.get_device_name(index) for index in range(count)],
+        "driver": _driver_version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "devices": [device.name for device in devices],
+        "memory_gb": [device.total_memory / 1e9 for device in devices],
+        "topology": _topology(),
     }
+
+
+def _driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """Of NVIDIA's kernel module; its tool would say the same and takes much longer."""
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)*", file.read_text())
+    except OSError:
+        return None
+    return found[0] if found else None
+
+
+def _topology() -> list[str] | None:
+    """How the GPUs reach each other, as `nvidia-smi` draws it."""
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True, timeout=5
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return re.sub(r"\x1b\[[0-9;]*m", "", told.stdout).strip().splitlines()

@@ -1,0 +1,83 @@
+"""Traces of chosen steps, to be opened in Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nsa.monitor.observer import warn
+
+if TYPE_CHECKING:
+    import torch
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """The first and the last step of "10-12" or "10"."""
+    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(
+            f"--profile-steps {text!r}: give the first and the last step, counted from 1, "
+            "such as 10-12"
+        )
+    return first, last
+
+
+class StepProfiler:
+    """Traces steps `steps` into `<folder>/profile/`; None traces nothing.
+
+    The trace is written by the training thread, once the last of them is done: that pause, and the
+    profiler's own cost within the steps, are the price of looking.
+    """
+
+    def __init__(self, folder: Path, rank: int, steps: tuple[int, int] | None) -> None:
+        self._folder = folder / "profile"
+        self._rank = rank
+        self._steps = steps
+        self._profiler: torch.profiler.profile | None = None
+        self._first = self._last = 0
+
+    def step_start(self, step: int) -> None:
+        """Step number `step`, counted from 1, is about to be done."""
+        if self._steps is None or not self._steps[0] <= step <= self._steps[1]:
+            return
+        if self._profiler is None:
+            self._start(step)
+        self._last = step
+
+    def step_end(self, step: int) -> None:
+        """Step number `step` is done."""
+        if self._profiler is not None and self._steps is not None and step >= self._steps[1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write what is traced so far, also where the run ends within the chosen steps."""
+        if self._profiler is None:
+            return
+        profiler, self._profiler, self._steps = self._profiler, None, None
+        path = self._folder / f"rank{self._rank}_steps{self._first}-{self._last}.json.gz"
+        draft = path.with_name(f".{path.name}")  # its end, .gz, has torch compress it
+        try:
+            profiler.stop()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(draft))
+            draft.replace(path)
+        except Exception as error:
+            warn(f"the trace {path} was not written, the run goes on: {error!r}")
+            draft.unlink(missing_ok=True)
+
+    def _start(self, step: int) -> None:
+        import torch
+
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        try:
+            profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+            profiler.start()
+        except Exception as error:
+            self._steps = None
+            warn(f"--profile-steps: the profiler did not start, the run goes on: {error!r}")
+            return
+        self._profiler, self._first = profiler, step
