@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,14 +11,20 @@ from torch.nn import functional as F
 from nsa.model.compressor import MeanCompressor, MLPKeyValueCompressor
 from nsa.model.config import ModelConfig
 from nsa.model.layout import Layout
-from nsa.ops import nsa_attention
+from nsa.ops import nsa_attention_and_blocks
 from nsa.ops.documents import document_slices
 
 BRANCHES = 3  # compressed, selected, window: the order of keys, values and gates everywhere
 
 
 class NSAttention(nn.Module):
-    """Three branches over a token's past, mixed by gates that each query head sets for itself."""
+    """Three branches over a token's past, mixed by gates that each query head sets for itself.
+
+    `listener`, where somebody sets one, is told gates [B, T, Hq, 3], chosen blocks [B, T, Hkv, n]
+    and cu_seqlens of every forward pass, recomputed ones included. It must leave them alone.
+    """
+
+    listener: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -49,7 +57,7 @@ class NSAttention(nn.Module):
         k_turned = layout.rotary.turn(k_sel)
         k_window = k_turned if k_win is k_sel else layout.rotary.turn(k_win)
         gates = torch.sigmoid(self.gates(x)).unflatten(-1, (self.heads, BRANCHES))
-        o = nsa_attention(
+        o, block_index = nsa_attention_and_blocks(
             q,
             k_cmp,
             v_cmp,
@@ -62,6 +70,8 @@ class NSAttention(nn.Module):
             cu_seqlens=layout.cu_seqlens,
             backend=self.backend,
         )
+        if self.listener is not None:
+            self.listener(gates, block_index, layout.cu_seqlens)
         return self.o(o.flatten(-2))
 
     def _branches(self, x: Tensor, size: int) -> list[Tensor]:

@@ -91,6 +91,12 @@ class LanguageModel(nn.Module):
             if isinstance(block.attention, NSAttention):
                 nn.init.zeros_(block.attention.gates.weight)
 
+    def sparse_layers(self) -> dict[str, NSAttention]:
+        """The attention of each layer by name, for who watches it; empty for the dense twin."""
+        return {
+            name: module for name, module in self.named_modules() if isinstance(module, NSAttention)
+        }
+
     def gate_projections(self) -> dict[str, nn.Module]:
         """Each layer's gate projection by name, for who watches them; empty for the dense twin."""
         return {

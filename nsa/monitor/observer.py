@@ -25,6 +25,45 @@ class RunInfo:
     notes: Sequence[str] = ()  # lines that the user should see before the first step
 
 
+BRANCHES = ("cmp", "sel", "win")
+GATE_BINS = 20  # of equal width from 0 to 1; the outermost two hold the saturated gates
+DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # blocks; where each bin of distance begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerHealth:
+    """Gates and selection of one layer; docs/health.md defines each and says how to read it.
+
+    What is about picks is None where no query had more blocks before it than it may choose.
+    """
+
+    gate_mean: Mapping[str, float]  # of each branch, over tokens and heads
+    gate_std: Mapping[str, float]  # around that mean
+    gate_saturated: Mapping[str, float]  # share below 0.05 or from 0.95 on
+    gate_bins: Mapping[str, Sequence[float]]  # share of the gates in each of GATE_BINS
+    choosing: float  # share of queries with more candidates than they may choose
+    forced: float  # share of all chosen blocks that are initial or local ones
+    entropy: float | None  # of free picks over blocks: 0 always the same ones, 1 all alike
+    overlap: float | None  # share of a query's free picks that the token before it has as well
+    distance: float | None  # mean blocks back to a free pick
+    distances: Sequence[float]  # share of the free picks in each bin of DISTANCES; may be empty
+
+
+@dataclass(frozen=True)
+class Health:
+    """Of every NSA layer, from a sample of one micro-batch on rank 0."""
+
+    layers: Sequence[LayerHealth]
+
+    @property
+    def gates(self) -> dict[str, float]:
+        """The mean gate of each branch over the layers."""
+        return {
+            branch: sum(layer.gate_mean[branch] for layer in self.layers) / len(self.layers)
+            for branch in BRANCHES
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """Everything known about one logged step; None stands for "not measured here"."""
@@ -42,6 +81,7 @@ class StepRecord:
     seconds: float  # of one step, the mean since the last logged one
     skipped_steps: int = 0  # since the start: steps that overflowed and were not applied
     gates: Mapping[str, float] = field(default_factory=dict)  # mean gate of each branch
+    health: Health | None = None  # each layer's gates and selection; None for dense attention
 
 
 class Observer:

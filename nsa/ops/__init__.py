@@ -29,6 +29,7 @@ __all__ = [
     "compressed_cu_seqlens",
     "fallback_counts",
     "nsa_attention",
+    "nsa_attention_and_blocks",
     "reset_fallback_counts",
     "select_blocks",
     "selected_attention",
@@ -160,6 +161,28 @@ def nsa_attention(
     backend: str = "auto",
 ) -> Tensor:
     """All three branches, mixed by their gates: Σ gate_c · o_c."""
+    pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
+    return nsa_attention_and_blocks(
+        q, *pairs, gates, spec, scale=scale, cu_seqlens=cu_seqlens, backend=backend
+    )[0]
+
+
+def nsa_attention_and_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    spec: NSASpec,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`nsa_attention`, and the blocks that each query chose, for those who watch the choice."""
     if gates.shape != (*q.shape[:3], 3):
         raise ValueError(
             f"gates has shape {tuple(gates.shape)}; it must be {(*q.shape[:3], 3)}: [B, T, Hq, 3]"
@@ -189,7 +212,7 @@ def nsa_attention(
         q, k_win, v_win, spec.window, scale=scale, cu_seqlens=cu_seqlens, backend=backend
     )
     g_cmp, g_sel, g_win = (gate[..., None] for gate in gates.unbind(-1))
-    return g_cmp * o_cmp + g_sel * o_sel + g_win * o_win
+    return g_cmp * o_cmp + g_sel * o_sel + g_win * o_win, block_index
 
 
 def _scale(q: Tensor, scale: float | None) -> float:

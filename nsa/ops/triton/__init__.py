@@ -125,9 +125,10 @@ def nsa_attention(
     *,
     scale: float,
     cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """The three branches and their gates as one operation."""
+) -> tuple[Tensor, Tensor]:
+    """The three branches and their gates as one operation; (o, block_index)."""
     from nsa.ops.triton.gated import triton_gated
 
     pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
-    return triton_gated(q, *pairs, gates, cu_seqlens, list(astuple(spec)), scale)[0]
+    o, index, *_ = triton_gated(q, *pairs, gates, cu_seqlens, list(astuple(spec)), scale)
+    return o, index
