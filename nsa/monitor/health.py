@@ -51,8 +51,8 @@ class HealthRecorder:
     """Listens to layers that tell a `listener` their gates, chosen blocks and cu_seqlens.
 
     Off, a layer pays one look at an attribute. Armed, each layer's first forward pass is copied,
-    some 4,096 queries at most, so recomputation and further micro-batches change nothing; `read` makes
-    the figures of all layers together, on the device. Compiled models are not heard.
+    some 4,096 queries of it at most, so recomputation and further micro-batches change nothing;
+    `read` makes the figures of all layers together, on the device. Compiled models are not heard.
     """
 
     def __init__(self, layers: Mapping[str, Any], spec: Pattern | None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nsa.disk import atomic_write_text
 from nsa.monitor.observer import Observer, RunInfo, StepRecord
+from nsa.monitor.table import Table
 from nsa.monitor.writer import BackgroundWriter
 
 FILE_NAME = "metrics.csv"
@@ -23,7 +23,6 @@ COLUMNS = (
     "seconds",
 )
 _WHOLE_NUMBERS = ("step", "tokens")
-_HEADER = ",".join(COLUMNS) + "\n"
 
 
 class MetricsCsv(Observer):
@@ -31,25 +30,23 @@ class MetricsCsv(Observer):
 
     def __init__(self, writer: BackgroundWriter) -> None:
         self._writer = writer
-        self._path = Path()
+        self._table = Table(Path(FILE_NAME), COLUMNS)
 
     def on_start(self, info: RunInfo) -> None:
         """Drop the rows of steps that this run is about to take again."""
-        self._path = info.run_dir / FILE_NAME
-        rows = _whole_rows(self._path) if self._path.exists() else []
-        kept = [",".join(row) + "\n" for row in rows if int(row[0]) <= info.start_step]
-        atomic_write_text(self._path, _HEADER + "".join(kept))
+        self._table = Table(info.run_dir / FILE_NAME, COLUMNS)
+        self._table.restart(info.start_step)
 
     def on_step(self, record: StepRecord) -> None:
-        line = ",".join(_cell(record, column) for column in COLUMNS) + "\n"
-        self._writer.submit(lambda: _append(self._path, line.encode()))
+        row = [_cell(record, column) for column in COLUMNS]
+        self._writer.submit(lambda: self._table.append([row]))
 
 
 def read_metrics(path: Path) -> list[dict[str, float | int | None]]:
     """The rows of a `metrics.csv`, oldest first; an empty cell is None."""
     return [
         {column: _value(column, cell) for column, cell in zip(COLUMNS, row, strict=True)}
-        for row in _whole_rows(path)
+        for row in Table(path, COLUMNS).rows()
     ]
 
 
@@ -64,24 +61,3 @@ def _value(column: str, cell: str) -> float | int | None:
     if not cell:
         return None
     return int(cell) if column in _WHOLE_NUMBERS else float(cell)
-
-
-def _whole_rows(path: Path) -> list[list[str]]:
-    """The rows as cells, without a last one that a crash tore."""
-    header, _, rest = path.read_text().partition("\n")
-    if header and header + "\n" != _HEADER:
-        raise ValueError(
-            f"{path} has the columns {header!r}, not {_HEADER.strip()!r}; move it away"
-        )
-    rows = [line.split(",") for line in rest.split("\n")[:-1]]
-    return [row for row in rows if len(row) == len(COLUMNS)]
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Append the whole line or nothing: on a full disk a part of it would spoil the next row."""
-    with path.open("ab", buffering=0) as file:
-        end = file.tell()
-        written = file.write(line)
-        if written != len(line):
-            file.truncate(end)
-            raise OSError(f"only {written} of {len(line)} bytes fitted into {path}")

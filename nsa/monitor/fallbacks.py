@@ -1,0 +1,51 @@
+"""`fallbacks.csv`: which backends `auto` passed over in this process, why, and how often."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from nsa.disk import atomic_write_text
+from nsa.monitor.observer import Observer, RunInfo, StepRecord
+from nsa.monitor.writer import BackgroundWriter
+
+FILE_NAME = "fallbacks.csv"
+COLUMNS = ("operation", "backend", "reason", "calls")
+Counts = Mapping[tuple[str, str, str], int]  # calls of each operation, backend and reason
+
+
+class Fallbacks(Observer):
+    """Writes `<run>/fallbacks.csv` at logged steps where counts have changed, and at the end.
+
+    The file is written at the end even where nothing was passed over: that is an answer too.
+    """
+
+    def __init__(self, writer: BackgroundWriter, counts: Callable[[], Counts]) -> None:
+        self._writer = writer
+        self._counts = counts
+        self._written: Counts = {}
+        self._path = Path()
+
+    def on_start(self, info: RunInfo) -> None:
+        self._path = info.run_dir / FILE_NAME
+
+    def on_step(self, record: StepRecord) -> None:
+        if self._counts() != self._written:
+            self._write()
+
+    def on_end(self, status: str) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        counts = self._written = dict(self._counts())
+        self._writer.submit(lambda: atomic_write_text(self._path, _table(counts)))
+
+
+def _table(counts: Counts) -> str:
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(COLUMNS)
+    rows.writerows([*key, calls] for key, calls in sorted(counts.items()))
+    return text.getvalue()
