@@ -1,0 +1,110 @@
+"""Folders of runs as their writers leave them, with the trouble that a test asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nsa.monitor.metrics_csv import MetricsCsv
+from nsa.monitor.observer import StepRecord
+from nsa.monitor.writer import BackgroundWriter
+from tests.monitor.records import make_info, make_record
+
+Beat = dict[str, Any]
+
+
+def write_metrics(
+    run_dir: Path,
+    steps: int = 300,
+    *,
+    start: int = 0,
+    log_every: int = 10,
+    change: Callable[[int], dict[str, Any]] = lambda step: {},
+) -> None:
+    """metrics.csv from its own writer: a loss that falls, steady steps, held-out every 50."""
+    writer = BackgroundWriter("metrics.csv")
+    observer = MetricsCsv(writer)
+    observer.on_start(make_info(run_dir, start_step=start, total_steps=steps))
+    for step in range(start + 1, steps + 1):
+        if step % log_every == 0 or step in (1, steps):
+            observer.on_step(_record(step, change(step)))
+    writer.close()
+
+
+def _record(step: int, change: dict[str, Any]) -> StepRecord:
+    values: dict[str, Any] = {"loss": 3 + 3 / step, "seconds": 0.5 + 0.001 * (step % 7)}
+    if step == 1:
+        values |= {"tokens_per_s": None, "seconds": 40.0}
+    if step % 50 == 0:
+        values |= {"val_loss": 3.1 + 3 / step, "bits_per_byte": 1.1 + 3 / step}
+    return make_record(step, **{**values, **change})
+
+
+def beats(
+    steps: int,
+    *,
+    rank: int = 0,
+    start: int = 0,
+    pid: int = 100,
+    mono: float = 50.0,
+    waits: dict[int, tuple[str, float]] | None = None,
+    **values: Any,
+) -> list[Beat]:
+    """The lines of one process: half a second a step; `waits` = {step: (phase, seconds)} are spent
+    in a phase after that step, with a line every 5 seconds."""
+    lines: list[Beat] = []
+
+    def line(event: str, phase: str, step: int, since: float) -> None:
+        lines.append(
+            {
+                "time": 1.7e9 + mono,
+                "mono": mono,
+                "event": event,
+                "rank": rank,
+                "pid": pid + rank,
+                "host": "here",
+                "phase": phase,
+                "since": since,
+                "step": step,
+                "micro_step": 0,
+                "tokens": 4096 * step,
+                "loss": None,
+                "skipped": 0,
+                "memory_gb": 10.0,
+                "gpu_busy": 0.95,
+                "collective": None,
+                "backend": "deepspeed-zero1",
+                **values,
+            }
+        )
+
+    line("start", "setup", start, 0.0)
+    mono += 30.0
+    for step in range(start + 1, steps + 1):
+        line("step_start", "data", step - 1, 0.01)
+        mono += 0.3
+        line("progress", "backward", step - 1, 0.1)
+        mono += 0.2
+        line("step_end", "step", step, 0.05)
+        phase, seconds = (waits or {}).get(step, ("", 0.0))
+        for passed in range(5, int(seconds) + 1, 5):
+            mono += 5.0
+            line("progress", phase, step, float(passed))
+    return lines
+
+
+def write_beats(run_dir: Path, *processes: list[Beat]) -> None:
+    """Append the lines of processes to the files of their ranks."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for lines in processes:
+        with (run_dir / f"heartbeat_rank{lines[0]['rank']}.jsonl").open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def write_run(run_dir: Path, steps: int = 300, ranks: int = 2, **values: Any) -> Path:
+    """A healthy run of two ranks."""
+    write_metrics(run_dir, steps)
+    write_beats(run_dir, *(beats(steps, rank=rank, **values) for rank in range(ranks)))
+    return run_dir
