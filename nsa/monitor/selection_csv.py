@@ -9,12 +9,12 @@ from nsa.monitor.table import Table
 from nsa.monitor.writer import BackgroundWriter
 
 FILE_NAME = "selection.csv"
-_GATES = ("gate_mean", "gate_std", "gate_saturated")
+_GATES = {"": "gate_mean", "_std": "gate_std", "_saturated": "gate_saturated"}
 _PICKS = ("choosing", "forced", "entropy", "overlap", "distance")
 COLUMNS = (
     "step",
     "layer",
-    *(f"{figure}_{branch}" for figure in _GATES for branch in BRANCHES),
+    *(f"gate_{branch}{suffix}" for suffix in _GATES for branch in BRANCHES),
     *_PICKS,
     *(f"distance_from_{edge}" for edge in DISTANCES),
 )
@@ -63,7 +63,7 @@ def read_selection(path: Path) -> list[dict[str, float | int | None]]:
 
 
 def _cells(health: LayerHealth) -> list[str]:
-    figures = [getattr(health, figure)[branch] for figure in _GATES for branch in BRANCHES]
+    figures = [getattr(health, figure)[branch] for figure in _GATES.values() for branch in BRANCHES]
     figures += [getattr(health, figure) for figure in _PICKS]
     figures += health.distances or [None] * len(DISTANCES)
     return ["" if figure is None else f"{figure:.6g}" for figure in figures]
