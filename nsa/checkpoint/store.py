@@ -1,13 +1,4 @@
-"""Saving an engine and finding what was saved.
-
-    checkpoints/latest                    the newest complete checkpoint's name
-    checkpoints/step00005000/state.json   training state, and the setting it was saved under
-    checkpoints/step00005000/rank0.json   what rank 0 alone remembers, if anything
-    checkpoints/step00005000/*.pt         DeepSpeed's shards
-
-DeepSpeed writes its own `latest` before the other ranks are done, so that it can name a folder
-with a shard missing; here it is written last, in one move.
-"""
+"""Reading a checkpoint back, and refusing in time what DeepSpeed cannot read."""
 
 from __future__ import annotations
 
@@ -19,78 +10,50 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nsa.disk import atomic_write_text
+from nsa.checkpoint.manifest import STATE, rank_name, rng_name
+from nsa.checkpoint.rng import restore_rng
 
-LATEST = "latest"
-STATE = "state.json"
 # DeepSpeed keeps optimizer state whole in stage 0, sharded by gradients' owner in stages 1 and 2,
 # and with the weights in stage 3; it reads none of the three as another.
 LAYOUT_OF_STAGE = {0: "0", 1: "1 or 2", 2: "1 or 2", 3: "3"}
-
-
-def save(
-    engine: Any,
-    folder: Path,
-    step: int,
-    state: dict[str, Any],
-    rank_state: dict[str, Any] | None = None,
-) -> Path:
-    """Write the engine's shards and the states; every rank must call it with the same step.
-
-    `state` is rank 0's and the same for all; `rank_state` is each rank's own.
-    """
-    tag = f"step{step:08d}"
-    folder.mkdir(parents=True, exist_ok=True)
-    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
-    if rank_state is not None:
-        atomic_write_text(
-            folder / tag / f"rank{dist.get_rank()}.json", json.dumps(rank_state) + "\n"
-        )
-    dist.barrier()
-    if dist.get_rank() == 0:
-        text = json.dumps({"state": state, "saved_under": _setting(engine)}, indent=2)
-        atomic_write_text(folder / tag / STATE, text + "\n")
-        atomic_write_text(folder / LATEST, tag)
-    dist.barrier()
-    return folder / tag
-
-
-def newest(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names; None where nothing was saved."""
-    try:
-        path = folder / (folder / LATEST).read_text().strip()
-    except FileNotFoundError:
-        return None
-    if not (path / STATE).is_file():
-        others = sorted(found.parent.name for found in folder.glob(f"*/{STATE}"))
-        raise ValueError(
-            f"{folder / LATEST} names {path.name}, which is not there or not complete; write one "
-            f"of these into it: {', '.join(others) or 'there is none'}"
-        )
-    return path
+ANY = "any"  # number of ranks that a universal checkpoint loads on
 
 
 def saved_state(checkpoint: Path) -> dict[str, Any]:
     """The training state that a checkpoint holds."""
-    return json.loads((checkpoint / STATE).read_text())["state"]
+    return _read(checkpoint)["state"]
+
+
+def saved_under(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint was saved under: `layout`, `precision` and `ranks`."""
+    return _read(checkpoint)["saved_under"]
 
 
 def saved_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
     """What one rank had to remember; None where that was nothing."""
-    path = checkpoint / f"rank{rank}.json"
+    path = checkpoint / rank_name(rank)
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def load(engine: Any, checkpoint: Path) -> dict[str, Any]:
-    """Restore weights and optimizer on every rank; returns the state saved with them."""
-    written = json.loads((checkpoint / STATE).read_text())
-    check_loadable(checkpoint, written["saved_under"], _setting(engine))
+    """Restore weights, optimizer and random numbers on every rank; returns the state saved too."""
+    written = _read(checkpoint)
+    check_loadable(checkpoint, written["saved_under"], setting(engine))
+    universal = written["saved_under"]["ranks"] == ANY
+    if universal != bool(engine.load_universal_checkpoint()):
+        raise ValueError(
+            f"{checkpoint} is {'' if universal else 'not '}a universal checkpoint, and the "
+            f"DeepSpeed config says checkpoint.load_universal = {json.dumps(not universal)}"
+        )
     with contextlib.redirect_stdout(
         io.StringIO()
     ):  # BF16_Optimizer prints what looks like an error
         path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
         raise ValueError(f"{checkpoint} could not be loaded; see DeepSpeed's warning above")
+    generators = checkpoint / rng_name(dist.get_rank())
+    if generators.exists():  # a rank that the saved run did not have keeps its own
+        restore_rng(generators)
     return written["state"]
 
 
@@ -99,13 +62,9 @@ def check_loadable(checkpoint: Path, saved: dict[str, Any], asked: dict[str, Any
     for what, mend in (
         ("layout", "choose a DeepSpeed config of ZeRO stage {saved}"),
         ("precision", "set train.precision={saved}"),
-        (
-            "ranks",
-            "start {saved} ranks, or convert it with `python -m deepspeed.checkpoint."
-            "ds_to_universal`",
-        ),
+        ("ranks", "start {saved} ranks, or add --universal to convert it"),
     ):
-        if saved[what] != asked[what]:
+        if saved[what] not in (asked[what], ANY):
             name = "ZeRO stage" if what == "layout" else what
             raise ValueError(
                 f"{checkpoint} was saved with {name} {saved[what]}, and this run has {name} "
@@ -114,7 +73,8 @@ def check_loadable(checkpoint: Path, saved: dict[str, Any], asked: dict[str, Any
             )
 
 
-def _setting(engine: Any) -> dict[str, Any]:
+def setting(engine: Any) -> dict[str, Any]:
+    """What decides whether a checkpoint of `engine` loads into another one."""
     precision = "bf16" if engine.bfloat16_enabled() else "fp16"
     if not engine.bfloat16_enabled() and not engine.fp16_enabled():
         precision = "fp32"
@@ -123,3 +83,7 @@ def _setting(engine: Any) -> dict[str, Any]:
         "precision": precision,
         "ranks": dist.get_world_size(),
     }
+
+
+def _read(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
