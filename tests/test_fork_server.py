@@ -1,0 +1,108 @@
+"""Forked programs end as started ones do, and none outlives the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.fork_server import ROOT, Forked, Server
+
+TESTS_THAT_ARE_KILLED = """
+import os, sys, time
+from pathlib import Path
+from tests.fork_server import Server
+
+here = Path(sys.argv[1])
+server = Server(preload=False)
+sleeper = server.start(here / "sleep.py", folder=here, output=here / "sleeper", env={})
+print(server._process.pid, sleeper.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A server that has imported nothing."""
+    server = Server(preload=False)
+    yield server
+    server.close()
+
+
+def start(server: Server, folder: Path, text: str, *arguments: str, **env: str) -> Forked:
+    """Run the program `text`."""
+    (folder / "program.py").write_text(text)
+    output = folder / "output"
+    return server.start(folder / "program.py", *arguments, folder=folder, output=output, env=env)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "error"),
+    [
+        ("print('done')", 0, ""),
+        ("raise SystemExit(3)", 3, ""),
+        ("import os; os._exit(7)", 7, ""),
+        ("raise ValueError('no such thing')", 1, "ValueError: no such thing"),
+        ("import os; os.kill(os.getpid(), 9)", -9, ""),
+        ("import signal; signal.raise_signal(signal.SIGINT)", -2, "KeyboardInterrupt"),
+    ],
+)
+def test_the_exit_code_is_the_one_of_a_started_program(
+    server: Server, tmp_path: Path, text: str, code: int, error: str
+) -> None:
+    forked = start(server, tmp_path, text)
+    assert forked.wait(60) == code
+    assert error in forked.text("err")
+    alike = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, cwd="/")
+    assert alike.returncode == code
+
+
+def test_a_program_is_told_what_it_was_given_and_nothing_else(
+    server: Server, tmp_path: Path
+) -> None:
+    text = "import os, sys; print(__name__, sys.argv[1:], dict(os.environ), os.getcwd())"
+    forked = start(server, tmp_path, text, "--one", "2", RANK="1")
+    assert forked.wait(60) == 0
+    told = f"__main__ ['--one', '2'] {{'RANK': '1'}} {tmp_path}\n"
+    assert forked.text("out") == told
+
+
+def test_a_running_program_is_waited_for_and_killed(server: Server, tmp_path: Path) -> None:
+    forked = start(server, tmp_path, "import time; time.sleep(600)")
+    assert forked.wait(0.1) is None
+    assert os.getpgid(forked.pid) == forked.pid, "a process group of its own"
+    forked.kill()
+    assert forked.wait(60) == -signal.SIGKILL
+    forked.kill()  # nothing is there any more, and nobody else is hit
+
+
+def test_nothing_outlives_tests_that_are_killed(tmp_path: Path) -> None:
+    (tmp_path / "sleep.py").write_text("import time; time.sleep(600)")
+    with subprocess.Popen(
+        [sys.executable, "-c", TESTS_THAT_ARE_KILLED, str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    ) as tests:
+        assert tests.stdout is not None
+        pids = [int(pid) for pid in tests.stdout.readline().split()]
+        assert all(alive(pid) for pid in pids)
+        tests.kill()
+    deadline = time.monotonic() + 60
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there, other than as one that nobody has asked for its exit code."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        return state != "Z"
+    return False
