@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from nsa.monitor.config import LadderConfig
+from nsa.monitor.observer import BRANCHES
 from nsa.monitor.recorded import (
     RankHistory,
     Row,
@@ -25,7 +26,6 @@ from nsa.monitor.recorded import (
 
 FEWEST_TIMED = 20  # logged steps below which the spread of their times says nothing
 FEWEST_LOSSES = 4  # logged steps below which the loss has no beginning and no end
-BRANCHES = ("cmp", "sel", "win")
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,10 @@ class Evidence:
 
 def gather(run_dir: Path, since: int, step: int) -> Evidence:
     """Read the folder of a run once, for all criteria of the gate at `step`."""
-    metrics, selection = (read_table(run_dir / name) for name in ("metrics.csv", "selection.csv"))
-    for table in (metrics, selection):
-        table.rows = [row for row in table.rows if 1 <= row["step"] <= step]
+    metrics = read_table(run_dir / "metrics.csv")
+    metrics.rows = [row for row in metrics.rows if 1 <= row["step"] <= step]
+    newest = {int(row["step"]) for row in metrics.rows[-5:]}  # health is written beside a row
+    selection = read_table(run_dir / "selection.csv", newest)
     histories = [read_rank(run_dir, rank, since, step) for rank in ranks(run_dir)]
     return Evidence(run_dir, since, step, metrics, selection, histories)
 
@@ -283,30 +284,21 @@ def _gates_alive(evidence: Evidence, config: LadderConfig) -> Criterion:
     if not config.min_gate:
         return _off(name, "min_gate")
     table = evidence.selection
-    columns = {branch: gate_column(table, branch) for branch in BRANCHES}
     newest = table.rows[-1]["step"] if table.rows else 0
     rows = [row for row in table.rows if row["step"] == newest and newest > evidence.since]
-    means = {}
-    for branch, column in columns.items():
-        values = [
-            row[column] for row in rows if column and math.isfinite(row.get(column, math.inf))
-        ]
-        if values:
-            means[branch] = fmean(values)
+    columns = {branch: f"gate_{branch}" for branch in BRANCHES}
+    means = {
+        branch: fmean(row[column] for row in rows)
+        for branch, column in columns.items()
+        if rows and all(column in row for row in rows)
+    }
     if not means:
         why = table.problem or "selection.csv tells of no gates since the gate before"
         return _unmeasured(name, limit, f"{why} (dense attention has no gates)")
     shown = ", ".join(f"{branch} {mean:.3f}" for branch, mean in means.items())
     said = f"selection.csv, {len(rows)} layers at step {newest:,.0f}: {shown}"
-    lowest = min(means.values())
-    return Criterion(name, lowest >= config.min_gate, lowest, limit, said)
-
-
-def gate_column(table: Table, branch: str) -> str | None:
-    """The column of selection.csv that holds a layer's mean gate of `branch`."""
-    names = (f"gate_{branch}", f"gate_{branch}_mean", f"{branch}_gate", f"{branch}_mean")
-    first = table.rows[0] if table.rows else {}
-    return next((name for name in names if name in first), None)
+    lowest = math.nan if any(map(math.isnan, means.values())) else min(means.values())
+    return Criterion(name, lowest >= config.min_gate, number(lowest), limit, said)
 
 
 def _memory(evidence: Evidence, config: LadderConfig) -> Criterion:

@@ -20,6 +20,7 @@ from nsa.disk import atomic_write_text
 from nsa.monitor import criteria
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.criteria import Criterion
+from nsa.monitor.heartbeat import last_beat
 from nsa.monitor.recorded import last_step, number, ranks, read_text
 
 FILE_NAME = "gates.json"
@@ -173,8 +174,10 @@ def _verdict(gate: Gate, asked: list[Criterion]) -> Verdict:
 def _written(run_dir: Path, step: int) -> bool:
     """Whether all files that are being written tell of `step`; one that isn't there never will."""
     files = [run_dir / f"heartbeat_rank{rank}.jsonl" for rank in ranks(run_dir)]
-    return all(
-        last_step(path) >= step for path in (run_dir / "metrics.csv", *files) if path.exists()
+    beats = [beat for beat in map(last_beat, files) if beat is not None]
+    metrics = run_dir / "metrics.csv"
+    return (last_step(metrics) >= step or not metrics.exists()) and all(
+        beat["step"] >= step for beat in beats
     )
 
 

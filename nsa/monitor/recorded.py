@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,10 @@ class RankHistory:
     backend: str = ""
 
 
-def read_table(path: Path) -> Table:
-    """The rows of a CSV file that has a column `step`; the last row wins where a step comes twice.
+def read_table(path: Path, steps: Container[int] | None = None) -> Table:
+    """The rows of a CSV file whose first column is `step`; of a row that comes twice, the later.
 
-    Tables with several rows a step have a column `layer` as well.
+    Tables with several rows a step have a column `layer` as well. `steps`: the others are skipped.
     """
     table = Table(path.name)
     text = read_text(path)
@@ -59,12 +59,16 @@ def read_table(path: Path) -> Table:
         return table
     header, *lines = text.split("\n")
     columns = header.strip().split(",")
-    if "step" not in columns:
-        table.problem = f"{path.name} has no column 'step' in its first line"
+    if columns[0] != "step":
+        table.problem = f"{path.name} has no column 'step' at the start of its first line"
         return table
     found: dict[tuple[float, float], Row] = {}
     bad = 0
     for line in lines[:-1]:  # what follows the last line's end was torn by a crash
+        if steps is not None:
+            first = line.partition(",")[0]
+            if first.isdecimal() and int(first[:15]) not in steps:
+                continue
         row = _row(columns, line)
         if row is None:
             bad += 1
@@ -103,18 +107,15 @@ def ranks(run_dir: Path) -> list[int]:
 
 
 def last_step(path: Path) -> int:
-    """The step that the last lines of a table or of heartbeats tell of; 0 where there are none."""
+    """The step of a table's last whole row; 0 where there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL))
             lines = file.read().decode(errors="replace").split("\n")[:-1]
     except OSError:
         return 0
-    for line in reversed(lines):
-        found = re.match(r"(\d{1,15}),|.*\"step\": ?(\d{1,15})\b", line)
-        if found:
-            return int(found[1] or found[2])
-    return 0
+    found = re.match(r"(\d{1,15}),", lines[-1]) if lines else None
+    return int(found[1]) if found else 0
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -169,7 +170,8 @@ class _Walk:
     def __init__(self, history: RankHistory, since: int, upto: float) -> None:
         self._history, self._since, self._upto = history, since, upto
         self._pid: object = None
-        self._first = self._step = 0
+        self._first: int | None = None  # steps done when it took its first one
+        self._step = 0
         self._mono: float | None = None
         self._phase = ""
         self._waited: float | None = None  # since the last step; None: none was done yet
@@ -178,27 +180,29 @@ class _Walk:
         step, mono = number(beat.get("step")), number(beat.get("mono"))
         if step is None or step < 0 or step > self._upto:
             return
-        step = int(step)
-        begins = beat.get("event") == "start" or beat.get("pid") != self._pid
-        if begins or step < self._step:  # a process that steps back has rolled back
+        step, event = int(step), beat.get("event")
+        begins = event == "start" or beat.get("pid") != self._pid
+        if begins or (self._first is not None and step < self._step):  # stepped back: rolled back
             self.end_process()
-            self._pid, self._first, self._step = beat.get("pid"), step, step
+            self._pid = beat.get("pid")
             self._history.processes += begins
         phase = str(beat.get("phase"))
         self._time(mono, number(beat.get("since")) or 0.0, phase)
-        if step > self._step:
+        if self._first is None and event in ("step_start", "step_end"):
+            # Only these tell where a process stands: before the first it may still be loading.
+            self._first = self._step = step - (event == "step_end")
+        if self._first is not None and step > self._step:
             self._stop_waiting(self._step + 1)
             self._step, self._waited = step, 0.0
         self._note(beat, step, phase)
 
     def end_process(self) -> None:
         """What is waited for when a process ends is a pause too: it may have been killed for it."""
-        history = self._history
-        if self._step > self._first:
-            history.done.append((self._first, self._step))
-        if self._step < self._upto and self._pid is not None:
-            self._stop_waiting(self._step + 1)
-        self._pid, self._mono, self._waited, self._first, self._step = None, None, None, 0, 0
+        if self._first is not None:
+            self._history.done.append((self._first, self._step))
+            if self._step < self._upto:
+                self._stop_waiting(self._step + 1)
+        self._pid, self._mono, self._waited, self._first = None, None, None, None
 
     def _time(self, mono: float | None, since: float, phase: str) -> None:
         if mono is None:
@@ -227,10 +231,10 @@ class _Walk:
             history.first_time = time if history.first_time is None else history.first_time
             history.last_time = time
         skipped = number(beat.get("skipped"))
-        if skipped is not None:
+        if skipped is not None and beat.get("event") == "step_end":  # before, it isn't loaded
             history.skipped = int(skipped)
         memory = number(beat.get("memory_gb"))
-        if memory is not None and (not history.memory or memory > history.memory[-1][1]):
+        if memory and (not history.memory or memory > history.memory[-1][1]):
             history.memory.append((step, memory))
         loss = beat.get("loss")
         if isinstance(loss, float) and (not history.losses or loss != history.losses[-1][1]):

@@ -10,6 +10,7 @@ import pytest
 
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.criteria import Criterion
+from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.ladder import (
     Gate,
     Verdict,
@@ -20,7 +21,8 @@ from nsa.monitor.ladder import (
     record,
     until,
 )
-from tests.monitor.written import beats, write_beats, write_metrics, write_run
+from nsa.monitor.recorded import read_rank
+from tests.monitor.written import beats, write_beats, write_metrics, write_run, write_selection
 
 CONFIG = LadderConfig(min_gate=0.0)
 SMOKE = Gate("smoke", 300)
@@ -209,6 +211,18 @@ def test_too_many_skipped_steps_are_a_no_go(tmp_path: Path) -> None:
     assert answer(run_dir, "not applied", max_skipped=0.02).ok
 
 
+def test_a_dead_branch_is_a_no_go(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    write_selection(run_dir, gates={"cmp": 0.4, "sel": 0.6, "win": 0.5})
+    assert answer(run_dir, "mean gate", min_gate=0.01).value == pytest.approx(0.4)
+    write_selection(run_dir, gates={"cmp": 0.4, "sel": 0.001, "win": 0.5})
+    dead = answer(run_dir, "mean gate", min_gate=0.01)
+    assert dead.ok is False
+    assert "2 layers at step 300: cmp 0.400, sel 0.001, win 0.500" in dead.evidence
+    write_selection(run_dir, gates={"cmp": math.nan, "sel": 0.5, "win": 0.5})
+    assert answer(run_dir, "mean gate", min_gate=0.01).ok is False
+
+
 def test_memory_is_judged_at_extended_by_its_peak_and_its_growth(tmp_path: Path) -> None:
     extended = Gate("extended", 1_000)
     write_metrics(tmp_path, 1_000)
@@ -273,6 +287,45 @@ def test_a_run_without_metrics_is_judged_by_its_heartbeats(tmp_path: Path) -> No
     verdict = judge(tmp_path, SMOKE, CONFIG, patience=0)
     assert verdict.go, verdict.summary
     assert {criterion.name for criterion in verdict.unmeasured} >= {"tokens/s, median"}
+
+
+def test_what_a_real_heartbeat_writes_is_understood_and_waited_for(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 4, log_every=1)
+    for start in (0, 2):  # a resumed process first says that it has done nothing
+        heartbeat = Heartbeat(tmp_path, rank=0, backend="deepspeed-zero1", seconds=0.01)
+        for step in range(start + 1, start + 3):
+            heartbeat.step_start(step)
+            heartbeat.enter("forward")
+            heartbeat.step_end(step, tokens=64 * step, skipped=1)
+        if start:
+            verdict = judge(tmp_path, Gate("smoke", 4), CONFIG, patience=60)
+        heartbeat.close("finished")
+    found = {criterion.name: criterion for criterion in verdict.criteria}
+    assert found["steps recorded"].ok
+    assert found["slowest rank's step"].value == 4
+    assert found["share of steps not applied"].value == 0.25
+    history = read_rank(tmp_path, 0)
+    assert history.done == [(0, 2), (2, 4)]
+    assert (history.processes, history.status, history.backend) == (
+        2,
+        "finished",
+        "deepspeed-zero1",
+    )
+
+
+def test_a_process_that_only_said_where_it_will_go_on_has_done_nothing(tmp_path: Path) -> None:
+    """A killed run that resumes at 200 without having written of steps 101 to 200."""
+    late = beats(300, start=200, pid=900)
+    late[0]["step"] = 0
+    write_beats(tmp_path, beats(100), late)
+    assert read_rank(tmp_path, 0).done == [(0, 100), (200, 300)]
+
+
+def test_a_rollback_within_a_process_is_not_another_process(tmp_path: Path) -> None:
+    lines = beats(100) + [line for line in beats(300, start=60, mono=100.0) if line["step"]][1:]
+    write_beats(tmp_path, lines)
+    history = read_rank(tmp_path, 0)
+    assert (history.processes, history.done, history.step) == (1, [(0, 100), (60, 300)], 300)
 
 
 def test_verdicts_are_kept_by_gate_and_judging_again_replaces_one(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa.monitor.metrics_csv import MetricsCsv
-from nsa.monitor.observer import StepRecord
+from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, LayerHealth, StepRecord
+from nsa.monitor.selection_csv import SelectionCsv
 from nsa.monitor.writer import BackgroundWriter
 from tests.monitor.records import make_info, make_record
 
@@ -101,6 +102,35 @@ def write_beats(run_dir: Path, *processes: list[Beat]) -> None:
     for lines in processes:
         with (run_dir / f"heartbeat_rank{lines[0]['rank']}.jsonl").open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def write_selection(
+    run_dir: Path, steps: int = 300, *, gates: dict[str, float], layers: int = 2
+) -> None:
+    """selection.csv from its own writer, with the same gates in every layer."""
+    health = Health(
+        [
+            LayerHealth(
+                gate_mean=gates,
+                gate_std=dict.fromkeys(gates, 0.1),
+                gate_saturated=dict.fromkeys(gates, 0.0),
+                gate_bins={branch: [1 / GATE_BINS] * GATE_BINS for branch in gates},
+                choosing=0.8,
+                forced=0.2,
+                entropy=0.7 - 0.1 * layer,
+                overlap=0.6,
+                distance=5.0,
+                distances=[1 / len(DISTANCES)] * len(DISTANCES),
+            )
+            for layer in range(layers)
+        ]
+    )
+    writer = BackgroundWriter("selection.csv")
+    observer = SelectionCsv(writer)
+    observer.on_start(make_info(run_dir, total_steps=steps))
+    for step in (1, *range(10, steps + 1, 10)):
+        observer.on_step(make_record(step, health=health))
+    writer.close()
 
 
 def write_run(run_dir: Path, steps: int = 300, ranks: int = 2, **values: Any) -> Path:
