@@ -1,0 +1,255 @@
+"""`nsa doctor`: is this machine fit for the run? One line a check, the mend below each failure.
+
+Here the facts are gathered; `machine`, `gpus`, `nccl` and `ranks_check` judge them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nsa.plan import gpus as on_gpus
+from nsa.plan import machine as on_machine
+from nsa.plan.check import FAIL, OK, SKIP, Check, failures, lines, verdict
+from nsa.plan.nccl import nccl_checks
+from nsa.plan.ranks_check import rank_checks
+
+__all__ = [
+    "Check",
+    "checkpoint_bytes",
+    "code_fingerprint",
+    "dry_batch_check",
+    "failures",
+    "kept_checkpoints",
+    "lines",
+    "machine_checks",
+    "rank_checks",
+    "verdict",
+]
+
+_COMMAND_SECONDS = 10.0  # a driver that is stuck must not take the check with it
+_RANKS = "deepspeed --num_gpus 2 recipes/m7c.py --until preflight"
+_M7C = 125_000_000  # parameters
+_M7C_CHECKPOINTS = 10  # 50,000 steps, one every 5,000
+
+
+def machine_checks(
+    run_dir: Path, *, checkpoint_bytes: int, checkpoints: int, ranks: int = 2
+) -> list[Check]:
+    """Everything that one process can see of its machine; it needs no process group.
+
+    `checkpoint_bytes` of one of `checkpoints` that the run keeps; `ranks` on this machine.
+    """
+    visible, built_for, peers, broken = _torch()
+    found = on_gpus.parse_gpus(_nvidia_smi(f"--query-gpu={','.join(on_gpus.QUERY)}"))
+    several = visible if visible or found else 0
+    installed = {name: _version(name) for name in ("torch", "triton", "deepspeed")}
+    requirements = importlib.metadata.requires("torch") or [] if installed["torch"] else []
+    kernel = _read(Path("/proc/cmdline"))
+    iommu = Path("/sys/kernel/iommu_groups")
+    groups = len(list(iommu.iterdir())) if iommu.is_dir() else 0
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    include = Path(sysconfig.get_path("include"))
+    interfaces = [name for _, name in socket.if_nameindex()]
+    links = on_gpus.parse_topology(_command("nvidia-smi", "topo", "-m")) if several > 1 else {}
+    lspci = _command("lspci", "-vvv") if several > 1 else None
+    return [
+        on_machine.python_check(sys.version_info[:3]),
+        broken or on_machine.torch_check(installed["torch"]),
+        on_machine.deepspeed_check(installed["deepspeed"]),
+        on_machine.triton_check(installed["torch"], installed["triton"], requirements),
+        on_machine.compiler_check(compiler, include / "Python.h", several),
+        on_machine.memory_check(_available_memory(), ranks, checkpoint_bytes),
+        on_machine.shm_check(_free(Path("/dev/shm")), several, bool(peers) and all(peers.values())),
+        *on_machine.disk_checks(_disk(run_dir), checkpoint_bytes, checkpoints),
+        *on_machine.limits_checks(_limits(), checkpoint_bytes),
+        *on_gpus.gpu_checks(found, visible, built_for),
+        on_gpus.peer_check(peers, several),
+        on_gpus.topology_check(links, several),
+        on_gpus.acs_check(lspci or None, groups, kernel, several),
+        *nccl_checks(os.environ, interfaces),
+    ]
+
+
+def code_fingerprint(root: Path | None = None) -> str:
+    """A short hash of the package's sources: equal on two machines means the same code."""
+    root = root or Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for source in sorted(root.rglob("*.py")):
+        content = source.read_bytes()
+        digest.update(f"{source.relative_to(root).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:12]
+
+
+def checkpoint_bytes(parameters: int) -> int:
+    """What one checkpoint takes at most: weights, master weights and AdamW's two moments."""
+    return 16 * parameters
+
+
+def kept_checkpoints(steps: int, every: int, keep: int) -> int:
+    """How many lie on the disk at once: one more than is kept, while the newest is written."""
+    written = max(1, -(-steps // every)) if every else 1
+    return min(written, keep + 1) if keep else written
+
+
+def dry_batch_check(detail: str, error: BaseException | None = None) -> Check:
+    """What became of one batch taken through the whole model before training."""
+    if error is None:
+        return Check("dry batch", OK, detail)
+    first_line = (str(error).splitlines() or [""])[0]
+    mend = ""
+    if type(error).__name__ == "OutOfMemoryError":
+        mend = (
+            "--set train.micro_batch=1 with a larger train.accumulation, or --set "
+            "model.activation_checkpointing=non_reentrant"
+        )
+    return Check("dry batch", FAIL, f"{detail}: {type(error).__name__}: {first_line}", mend)
+
+
+def add_parser(verbs: Any) -> None:
+    """Add `doctor` to the verbs of `nsa`."""
+    about = "say what is wrong with this machine before a run finds out"
+    doctor = verbs.add_parser("doctor", help=about, description=about)
+    doctor.add_argument(
+        "--run-dir", type=Path, default=Path("runs"), help="where runs go (default: runs)"
+    )
+    doctor.add_argument(
+        "--parameters", type=int, default=_M7C, help=f"of the model (default {_M7C:,}, M7C)"
+    )
+    doctor.add_argument(
+        "--checkpoints",
+        type=int,
+        default=_M7C_CHECKPOINTS,
+        help=f"that the run keeps (default {_M7C_CHECKPOINTS})",
+    )
+    doctor.add_argument("--ranks", type=int, default=2, help="on this machine (default 2)")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    for name in ("parameters", "checkpoints", "ranks"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)}: must be 1 or more")
+    checks = machine_checks(
+        args.run_dir.expanduser(),
+        checkpoint_bytes=checkpoint_bytes(args.parameters),
+        checkpoints=args.checkpoints,
+        ranks=args.ranks,
+    )
+    checks.append(Check("ranks", SKIP, f"code, clocks and all-reduce: {_RANKS}"))
+    if args.json:
+        print(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        print(*lines(checks), sep="\n")
+    return 0 if verdict(checks) else 2
+
+
+def _torch() -> tuple[int, str | None, dict[tuple[int, int], bool], Check | None]:
+    """GPUs that torch sees, the CUDA it was built for, who reaches whom; why it cannot say."""
+    try:
+        import torch
+
+        visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        peers = {
+            (one, other): torch.cuda.can_device_access_peer(one, other)
+            for one in range(visible)
+            for other in range(visible)
+            if one != other
+        }
+        return visible, torch.version.cuda, peers, None
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            return 0, None, {}, None  # said by the check of its version
+        problem: Exception = error
+    except (ImportError, OSError, RuntimeError) as error:
+        problem = error
+    first_line = str(problem).splitlines()[0]
+    broken = Check("torch", FAIL, f"does not start: {first_line}", "bash launch/setup.sh")
+    return 0, None, {}, broken
+
+
+def _command(*words: str) -> str:
+    """What a program prints; nothing where it is not there, fails, or takes too long."""
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=_COMMAND_SECONDS
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _nvidia_smi(query: str) -> str:
+    return _command("nvidia-smi", query, "--format=csv,noheader,nounits")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _free(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def _disk(run_dir: Path) -> on_machine.Disk:
+    """The folder that exists nearest to `run_dir`, tried by a file that vanishes again."""
+    folder = run_dir.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    error = None
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\0" * 4_096)
+            probe.flush()
+    except OSError as failed:
+        error = failed.strerror or str(failed)
+    stat = os.statvfs(folder)
+    return on_machine.Disk(
+        folder, stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None, error
+    )
+
+
+def _limits() -> dict[str, int | None]:
+    """The soft limits of this process, which its ranks inherit."""
+    limits = {"files": resource.RLIMIT_NOFILE, "file_size": resource.RLIMIT_FSIZE}
+    found = {name: resource.getrlimit(kind)[0] for name, kind in limits.items()}
+    return {name: None if soft == resource.RLIM_INFINITY else soft for name, soft in found.items()}
+
+
+def _available_memory() -> int:
+    """Of the machine, or of its container where that has less."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    limit, used = (_read(Path(f"/sys/fs/cgroup/memory.{what}")) for what in ("max", "current"))
+    if limit.strip().isdigit() and used.strip().isdigit():
+        available = min(available, int(limit) - int(used))
+    return available
