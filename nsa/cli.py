@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nsa.data.command import add_parser as add_data_parser
+from nsa.plan.doctor import add_parser as add_doctor_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
 
     add_data_parser(verbs)
+    add_doctor_parser(verbs)
 
     about = "draw the losses of one or more runs into one picture"
     plot = verbs.add_parser("plot", help=about, description=about)
