@@ -13,17 +13,22 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nsa.data.command import add_parser as add_data_parser
+from nsa.monitor.watchdog import add_parser as add_watch_parser
+from nsa.monitor.watchdog import split_command
 from nsa.plan.doctor import add_parser as add_doctor_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a user's mistake is one line on stderr and exit code 2."""
     parser = _parser()
-    args, rest = parser.parse_known_args(argv)
+    own, command = split_command(sys.argv[1:] if argv is None else argv)
+    args, rest = parser.parse_known_args(own)
     if args.verb == "bench":
         args.arguments = rest
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if command:
+        args.command = command
     try:
         return args.run(args)
     except (ValueError, OSError) as error:
@@ -51,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_data_parser(verbs)
     add_doctor_parser(verbs)
+    add_watch_parser(verbs)
 
     about = "draw the losses of one or more runs into one picture"
     plot = verbs.add_parser("plot", help=about, description=about)
