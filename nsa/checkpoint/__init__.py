@@ -12,12 +12,14 @@ from nsa.checkpoint.errors import SaveFailed
 from nsa.checkpoint.manifest import name_of, newest_whole, read_manifest
 from nsa.checkpoint.saver import Saver
 from nsa.checkpoint.store import load, saved_rank_state, saved_state, saved_under
+from nsa.checkpoint.universal import needs_universal, to_universal
 
 __all__ = [
     "CheckpointConfig",
     "SaveFailed",
     "Saver",
     "load",
+    "needs_universal",
     "newest",
     "newest_whole",
     "read_manifest",
@@ -25,6 +27,7 @@ __all__ = [
     "saved_rank_state",
     "saved_state",
     "saved_under",
+    "to_universal",
 ]
 
 

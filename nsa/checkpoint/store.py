@@ -64,6 +64,8 @@ def check_loadable(checkpoint: Path, saved: dict[str, Any], asked: dict[str, Any
         ("precision", "set train.precision={saved}"),
         ("ranks", "start {saved} ranks, or add --universal to convert it"),
     ):
+        if what == "ranks" and saved["layout"] == "0":
+            continue  # whole on rank 0: as many ranks as you like
         if saved[what] not in (asked[what], ANY):
             name = "ZeRO stage" if what == "layout" else what
             raise ValueError(

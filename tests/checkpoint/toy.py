@@ -1,0 +1,58 @@
+"""The smallest thing that DeepSpeed trains with everything that a checkpoint must hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+GROUPS = (lambda p: p.dim() > 1, lambda p: p.dim() == 1)  # what decays, and what does not
+
+
+def build(seed: int, stage: int = 1, width: int = 64, **more: Any) -> Any:
+    """An engine of two groups of parameters, bf16 with fp32 accumulation as in production."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(width, width), torch.nn.LayerNorm(width), torch.nn.Linear(width, width)
+    )
+    groups = [
+        {"params": list(filter(belongs, model.parameters())), "weight_decay": decay}
+        for belongs, decay in zip(GROUPS, (0.01, 0.0), strict=True)
+    ]
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 4 // dist.get_world_size(),
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 2**20},
+        **more,
+    }
+    if stage == 1:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups, config=config, dist_init_required=False
+    )
+    return engine
+
+
+def step(engine: Any, index: int) -> float:
+    """One optimizer step on four samples, whatever the number of ranks; returns their loss."""
+    generator = torch.Generator().manual_seed(index)
+    width = engine.module[0].in_features
+    samples = torch.randn(4, width, generator=generator)
+    share = 4 // dist.get_world_size()
+    mine = samples[dist.get_rank() * share :][:share].bfloat16()
+    loss = (engine(mine).float() - mine.float().roll(1, dims=1)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total / dist.get_world_size())
+
+
+def weights(engine: Any) -> torch.Tensor:
+    """All weights in one vector."""
+    return torch.cat([p.detach().float().flatten() for p in engine.module.parameters()])

@@ -1,0 +1,77 @@
+"""Saves checkpoints, and goes on from those that another number of ranks has saved."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from nsa import checkpoint
+from nsa.checkpoint.universal import needs_universal, to_universal
+from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from tests.checkpoint.toy import GROUPS, build, step, weights
+
+
+def optimizer_state(engine: Any) -> list[torch.Tensor]:
+    """Each group's fp32 weights and moments in one vector, put together from all ranks."""
+    optimizer, found = engine.optimizer, []
+    for group, parameters in zip(optimizer.optimizer.param_groups, GROUPS, strict=True):
+        flat = group["params"][0]
+        state = optimizer.optimizer.state[flat]
+        size = sum(p.numel() for p in engine.module.parameters() if parameters(p))
+        for mine in (flat.detach(), state["exp_avg"], state["exp_avg_sq"]):
+            shards = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(shards, mine)
+            found.append(torch.cat(shards)[:size])  # the rest fills the last rank's shard up
+    return found
+
+
+def save(root: Path, stage: int) -> None:
+    """Four steps, a checkpoint, four more."""
+    ranks = dist.get_world_size()
+    engine = build(seed=1, stage=stage)
+    for index in range(4):
+        step(engine, index)
+    checkpoint.save(engine, root / f"{stage}_from_{ranks}", 4, {"step": 4}, {"of": ranks})
+    tell(root, f"{stage}_from_{ranks}", engine, stage)
+
+
+def go_on(root: Path, stage: int) -> None:
+    """The four more, from the checkpoint of the other number of ranks."""
+    ranks, name = dist.get_world_size(), f"{stage}_from_{3 - dist.get_world_size()}"
+    path, more = root / name / "step00000004", {}
+    if needs_universal(path, ranks):
+        if dist.get_rank() == 0:
+            to_universal(path)
+        dist.barrier()
+        path, more = to_universal(path), {"checkpoint": {"load_universal": True}}
+    engine = build(seed=2, stage=stage, **more)
+    assert checkpoint.load(engine, path) == {"step": 4}
+    tell(root, f"{name}_on_{ranks}", engine, stage)
+
+
+def tell(root: Path, name: str, engine: Any, stage: int) -> None:
+    """What the engine holds, and the losses that come of it."""
+    held = {"weights": weights(engine), "optimizer": optimizer_state(engine) if stage else []}
+    losses = [step(engine, index) for index in range(4, 8)]
+    if dist.get_rank() == 0:
+        torch.save(held | {"losses": losses}, root / f"{name}.pt")
+    engine.destroy()
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    start_ranks(Ranks.from_environment())
+    deepspeed.logger.setLevel("ERROR")
+    for job in sys.argv[2:]:
+        for stage in (0, 1, 2):
+            {"save": save, "go_on": go_on}[job](root, stage)
+
+
+if __name__ == "__main__":
+    main()
+    stop_ranks()
