@@ -43,8 +43,8 @@ def build(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0
     """The same model every time, with gates off ½ so that their order matters."""
     torch.manual_seed(seed)
     model = LanguageModel(config)
-    for gates in model.gate_projections().values():
-        torch.nn.init.normal_(gates.weight, std=0.3)
+    for layer in model.sparse_layers().values():
+        torch.nn.init.normal_(layer.gates.weight, std=0.3)
     return model.to(dtype)
 
 

@@ -157,10 +157,10 @@ def test_gates_start_at_exactly_one_half_for_every_branch() -> None:
     torch.manual_seed(0)
     model = LanguageModel(tiny("mlp"))
     seen = []
-    for projection in model.gate_projections().values():
-        projection.register_forward_hook(lambda _m, _x, out: seen.append(torch.sigmoid(out)))
+    for layer in model.sparse_layers().values():
+        layer.listener = lambda gates, _blocks, _documents: seen.append(gates)
     model(tokens(30))
-    assert [gates.shape for gates in seen] == [(1, 30, 12)] * 2
+    assert [gates.shape for gates in seen] == [(1, 30, 4, 3)] * 2
     assert all(bool((gates == 0.5).all()) for gates in seen)
 
 
@@ -169,8 +169,8 @@ def test_gates_move_with_the_first_step() -> None:
     model = LanguageModel(tiny())
     ids = tokens(40)
     model(ids, labels=ids).backward()
-    for projection in model.gate_projections().values():
-        assert bool((projection.weight.grad.unflatten(0, (4, 3)) != 0).any(-1).all())
+    for layer in model.sparse_layers().values():
+        assert bool((layer.gates.weight.grad.unflatten(0, (4, 3)) != 0).any(-1).all())
 
 
 def test_projections_into_the_stream_start_smaller_by_the_root_of_their_number() -> None:
@@ -194,10 +194,10 @@ def test_every_parameter_but_embedding_and_last_norm_is_in_exactly_one_block(
     assert outside == {"embed.weight", "norm.weight"}
 
 
-def test_only_nsa_layers_have_gates_to_watch() -> None:
-    names = list(build(tiny("mean")).gate_projections())
+def test_only_nsa_layers_can_be_listened_to() -> None:
+    names = list(build(tiny("mean")).sparse_layers())
     assert names == ["blocks.0.attention", "blocks.1.attention"]
-    assert build(tiny("dense")).gate_projections() == {}
+    assert build(tiny("dense")).sparse_layers() == {}
 
 
 @pytest.mark.parametrize(

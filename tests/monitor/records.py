@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nsa.monitor.observer import RunInfo, StepRecord
+from nsa.monitor.observer import (
+    BRANCHES,
+    DISTANCES,
+    GATE_BINS,
+    Health,
+    LayerHealth,
+    RunInfo,
+    StepRecord,
+)
 from nsa.monitor.writer import BackgroundWriter
 
 PATIENCE = 60.0  # seconds after which a wait that should end at once has failed
@@ -33,6 +41,27 @@ def make_record(step: int, **changes: Any) -> StepRecord:
         "seconds": 1 / 3,
     }
     return StepRecord(step=step, **{**values, **changes})
+
+
+def make_health(layers: int = 2, **changes: Any) -> Health:
+    """Layers that all differ; gates of a tenth, two tenths … and free picks near and far."""
+    return Health([make_layer(index, **changes) for index in range(layers)])
+
+
+def make_layer(index: int, **changes: Any) -> LayerHealth:
+    values: dict[str, Any] = {
+        "gate_mean": {branch: (index + place) / 8 for place, branch in enumerate(BRANCHES)},
+        "gate_std": dict.fromkeys(BRANCHES, 1 / 3),
+        "gate_saturated": dict.fromkeys(BRANCHES, 0.25),
+        "gate_bins": dict.fromkeys(BRANCHES, [1 / GATE_BINS] * GATE_BINS),
+        "choosing": 0.75,
+        "forced": 0.1875,
+        "entropy": 0.5 + index / 16,
+        "overlap": 0.875,
+        "distance": 6.5,
+        "distances": [0.5, *[0.0] * (len(DISTANCES) - 2), 0.5],
+    }
+    return LayerHealth(**{**values, **changes})
 
 
 def drain(writer: BackgroundWriter) -> None:

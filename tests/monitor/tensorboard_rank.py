@@ -12,7 +12,13 @@ from nsa.engine.ranks import leave_out_shared_memory_op
 from nsa.monitor.observer import Observers
 from nsa.monitor.tensorboard import BackgroundMonitor, TensorBoardObserver
 from nsa.monitor.writer import BackgroundWriter
-from tests.monitor.records import drain, files_no_longer_than, make_info, make_record
+from tests.monitor.records import (
+    drain,
+    files_no_longer_than,
+    make_health,
+    make_info,
+    make_record,
+)
 
 
 def main(run_dir: Path, disk: str) -> None:
@@ -36,7 +42,11 @@ def main(run_dir: Path, disk: str) -> None:
         engine.step()
         evaluated = {"val_loss": 2.5, "bits_per_byte": 1.25} if number == 2 else {}
         gates = {"cmp": 0.5, "sel": 0.25, "win": 0.75}
-        warm = {"mfu": 0.125, "gates": gates} if number > 1 else {"tokens_per_s": None}
+        warm = (
+            {"mfu": 0.125, "gates": gates, "health": make_health(1)}
+            if number > 1
+            else {"tokens_per_s": None}
+        )
         observers.on_step(make_record(number, skipped_steps=number - 1, **evaluated, **warm))
 
     for number in range(1, 4):

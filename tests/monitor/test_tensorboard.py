@@ -7,17 +7,22 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nsa.monitor.tensorboard import BackgroundMonitor, Event
+from nsa.monitor.tensorboard import BackgroundMonitor, Event, Histogram, TensorBoardObserver
 from nsa.monitor.writer import BackgroundWriter
-from tests.monitor.records import PATIENCE, make_record
+from tests.monitor.records import PATIENCE, make_health, make_record
 from tests.ranks import launch
 
 RANK = Path(__file__).with_name("tensorboard_rank.py")
 
 
-def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+def read_events(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0})
     events.Reload()
+    return events
+
+
+def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    events = read_events(folder)
     return {
         tag: [(point.step, point.value) for point in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
@@ -34,6 +39,19 @@ def test_the_event_files_hold_every_scalar_and_deepspeeds_own(tmp_path: Path) ->
     assert scalars.pop("Train/Samples/lr") == [(2 * step, 0.25) for step in steps]
     assert scalars.pop("train/loss") == [(step, single(make_record(step).loss)) for step in steps]
     assert scalars.pop("train/skipped_steps") == [(1, 0), (2, 1), (3, 2)]
+    layers = {tag: scalars.pop(tag) for tag in list(scalars) if "/layer" in tag}
+    gates, rest = {"": (0, 0.125, 0.25), "_std": [1 / 3] * 3, "_saturated": [0.25] * 3}, (2, 3)
+    assert layers == {
+        f"gates/layer00/{branch}{suffix}": [(step, single(values[place])) for step in rest]
+        for suffix, values in gates.items()
+        for place, branch in enumerate(("cmp", "sel", "win"))
+    } | {
+        "selection/layer00/choosing": [(step, 0.75) for step in rest],
+        "selection/layer00/forced": [(step, 0.1875) for step in rest],
+        "selection/layer00/entropy": [(step, 0.5) for step in rest],
+        "selection/layer00/overlap": [(step, 0.875) for step in rest],
+        "selection/layer00/distance": [(step, 6.5) for step in rest],
+    }
     assert scalars == {
         "train/lr": [(step, single(1e-4 / 3)) for step in steps],
         "train/grad_norm": [(step, single(0.3)) for step in steps],
@@ -47,6 +65,55 @@ def test_the_event_files_hold_every_scalar_and_deepspeeds_own(tmp_path: Path) ->
         "gates/sel": [(step, 0.25) for step in (2, 3)],
         "gates/win": [(step, 0.75) for step in (2, 3)],
     }
+
+    events = read_events(tmp_path / "tb")
+    assert set(events.Tags()["histograms"]) == {
+        "selection_distance/layer00",
+        *(f"gate_values/layer00/{branch}" for branch in ("cmp", "sel", "win")),
+    }
+    (distances,) = events.Histograms("selection_distance/layer00")
+    assert distances.step == 2
+    assert distances.histogram_value.bucket_limit == [2.0**power for power in range(1, 11)]
+    assert distances.histogram_value.bucket == [0.5] + [0] * 8 + [0.5]
+    (values,) = events.Histograms("gate_values/layer00/sel")
+    assert values.histogram_value.bucket == pytest.approx([0.05] * 20)
+    assert (values.histogram_value.min, values.histogram_value.max) == (0, 1)
+
+
+class KeptEvents:
+    """A board that keeps what it is given."""
+
+    enabled = True
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.histograms: list[Histogram] = []
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        self.events.extend(event_list)
+
+    def write_histograms(self, histograms: Sequence[Histogram]) -> None:
+        self.histograms.extend(histograms)
+
+
+def test_histograms_come_with_every_tenth_logged_step_and_what_was_not_measured_is_left_out() -> (
+    None
+):
+    board = KeptEvents()
+    observer = TensorBoardObserver(board)
+    silent = make_health(1, entropy=None, overlap=None, distance=None, distances=[])
+    for step in range(1, 22):
+        observer.on_step(make_record(step, health=silent if step == 11 else make_health(1)))
+    assert {(one.tag.split("/")[0], one.step) for one in board.histograms} == {
+        ("gate_values", 1),
+        ("gate_values", 11),
+        ("gate_values", 21),
+        ("selection_distance", 1),
+        ("selection_distance", 21),
+    }
+    tags = {tag for tag, _, step in board.events if step == 11 and "layer" in tag}
+    assert len(tags) == 11
+    assert tags >= {"selection/layer00/choosing", "selection/layer00/forced"}
 
 
 def test_a_disk_that_fills_up_under_tensorboard_costs_events_and_not_the_run(

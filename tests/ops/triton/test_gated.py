@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.ops import nsa_attention
+from nsa.ops import nsa_attention, nsa_attention_and_blocks
 from nsa.ops.triton.gated import gated_backward, gated_forward
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
@@ -58,7 +58,8 @@ def test_the_whole_is_made_of_the_parts_that_can_be_asked_for_one_by_one() -> No
     index = selection(x, case, "triton")
     parts = [with_gradients(*branch)[0] for branch in branches(x, case, index, "triton").values()]
     expected = sum(gate[..., None] * o for gate, o in zip(x.gates.unbind(-1), parts, strict=True))
-    o = nsa_attention(*x.tensors(), SPEC, cu_seqlens=cu, backend="triton")
+    o, blocks = nsa_attention_and_blocks(*x.tensors(), SPEC, cu_seqlens=cu, backend="triton")
+    assert torch.equal(blocks, index)
     torch.testing.assert_close(o, expected, rtol=1e-6, atol=1e-6)
 
 

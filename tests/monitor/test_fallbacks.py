@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from nsa.monitor.fallbacks import Fallbacks
+from nsa.monitor.writer import BackgroundWriter
+from tests.monitor.records import drain, make_info, make_record
+
+REASON = 'it has no "float64", and commas'
+Counts = dict[tuple[str, str, str], int]
+
+
+def start(run_dir: Path, counts: Counts) -> tuple[Fallbacks, BackgroundWriter]:
+    writer = BackgroundWriter("fallbacks.csv")
+    observer = Fallbacks(writer, lambda: counts)
+    observer.on_start(make_info(run_dir))
+    return observer, writer
+
+
+def read(run_dir: Path) -> list[list[str]]:
+    with (run_dir / "fallbacks.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["operation", "backend", "reason", "calls"]
+    return rows
+
+
+def test_what_was_passed_over_can_be_read_while_the_run_goes_and_at_its_end(tmp_path: Path) -> None:
+    counts: Counts = {}
+    observer, writer = start(tmp_path, counts)
+    observer.on_step(make_record(1))
+    drain(writer)
+    assert not (tmp_path / "fallbacks.csv").exists(), "nothing was passed over yet"
+    counts["window_attention", "triton", REASON] = 2
+    counts["select_blocks", "triton", REASON] = 1
+    observer.on_step(make_record(2))
+    drain(writer)
+    expected = [["select_blocks", "triton", REASON, "1"], ["window_attention", "triton", REASON]]
+    assert read(tmp_path) == [expected[0], [*expected[1], "2"]]
+    counts["window_attention", "triton", REASON] += 1
+    observer.on_end("failed")
+    writer.close()
+    assert read(tmp_path) == [expected[0], [*expected[1], "3"]]
+
+
+def test_steps_without_news_write_nothing(tmp_path: Path) -> None:
+    observer, writer = start(tmp_path, {("select_blocks", "triton", REASON): 1})
+    observer.on_step(make_record(1))
+    drain(writer)
+    (tmp_path / "fallbacks.csv").unlink()
+    observer.on_step(make_record(2))
+    drain(writer)
+    assert not (tmp_path / "fallbacks.csv").exists()
+    writer.close()
+
+
+def test_a_run_in_which_nothing_was_passed_over_says_so(tmp_path: Path) -> None:
+    observer, writer = start(tmp_path, {})
+    observer.on_end("finished")
+    writer.close()
+    assert read(tmp_path) == []

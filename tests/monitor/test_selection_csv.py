@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nsa.monitor.observer import StepRecord
+from nsa.monitor.selection_csv import COLUMNS, SelectionCsv, read_selection
+from nsa.monitor.writer import BackgroundWriter
+from tests.monitor.records import drain, files_no_longer_than, make_health, make_info, make_record
+
+
+def healthy(step: int, layers: int = 2) -> StepRecord:
+    return make_record(step, health=make_health(layers, overlap=step / 64))
+
+
+def log(run_dir: Path, records: list[StepRecord], start_step: int = 0) -> None:
+    writer = BackgroundWriter("selection.csv")
+    observer = SelectionCsv(writer)
+    observer.on_start(make_info(run_dir, start_step=start_step))
+    for record in records:
+        observer.on_step(record)
+    writer.close()
+    assert (writer.dropped, writer.failed) == (0, 0)
+
+
+def test_every_logged_step_has_a_row_a_layer_and_figures_read_back(tmp_path: Path) -> None:
+    unchosen = make_health(1, entropy=None, overlap=None, distance=None, distances=[])
+    log(tmp_path, [healthy(1), make_record(7, health=unchosen)])
+    rows = read_selection(tmp_path / "selection.csv")
+    assert [(row["step"], row["layer"]) for row in rows] == [(1, 0), (1, 1), (7, 0)]
+    second, last = rows[1], rows[2]
+    assert [second[f"gate_{branch}"] for branch in ("cmp", "sel", "win")] == [0.125, 0.25, 0.375]
+    assert second["gate_sel_std"] == pytest.approx(1 / 3, rel=1e-5)
+    assert second["gate_win_saturated"] == 0.25
+    assert (second["choosing"], second["forced"], second["entropy"]) == (0.75, 0.1875, 0.5625)
+    assert (second["overlap"], second["distance"]) == (1 / 64, 6.5)
+    assert (second["distance_from_1"], second["distance_from_4"]) == (0.5, 0)
+    assert second["distance_from_512"] == 0.5
+    empty = {column for column, value in last.items() if value is None}
+    assert empty == {"entropy", "overlap", *(name for name in COLUMNS if "distance" in name)}
+
+
+def test_a_resumed_run_reads_as_an_uninterrupted_one(tmp_path: Path) -> None:
+    log(tmp_path / "whole", [healthy(step) for step in range(1, 9)])
+    log(tmp_path / "resumed", [healthy(step) for step in range(1, 7)])
+    table = tmp_path / "resumed/selection.csv"
+    table.write_text(table.read_text() + "7,0,0.1")
+    log(tmp_path / "resumed", [healthy(step) for step in range(5, 9)], start_step=4)
+    assert table.read_text() == (tmp_path / "whole/selection.csv").read_text()
+
+
+def test_a_run_without_sparse_layers_gets_no_file(tmp_path: Path) -> None:
+    log(tmp_path, [make_record(1), make_record(2)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_that_does_not_fit_on_the_disk_leaves_none_of_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = BackgroundWriter("selection.csv")
+    observer = SelectionCsv(writer)
+    observer.on_start(make_info(tmp_path))
+    observer.on_step(healthy(1))
+    drain(writer)
+    size = (tmp_path / "selection.csv").stat().st_size
+    with files_no_longer_than(size + 150):  # one row and a half
+        observer.on_step(healthy(2))
+        drain(writer)
+    observer.on_step(healthy(3))
+    writer.close()
+    assert writer.failed == 1
+    rows = read_selection(tmp_path / "selection.csv")
+    assert [row["step"] for row in rows] == [1, 1, 3, 3]
