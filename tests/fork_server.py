@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,6 +116,11 @@ class Forked(NamedTuple):
         """Send it a signal, if it is still there."""
         if self.wait(0) is None:
             os.kill(self.pid, number)
+
+    def kill_group(self) -> None:
+        """Kill it and what it has started, also where it has ended itself."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def text(self, stream: str) -> str:
         """What it has written so far, to "out" or to "err"."""
