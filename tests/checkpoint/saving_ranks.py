@@ -1,0 +1,210 @@
+"""Runs on two ranks: an engine saved in every way and under every trouble; prints what came."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nsa.checkpoint import CheckpointConfig, SaveFailed, Saver, load, newest_whole, read_manifest
+from nsa.engine.agreement import Agreement
+from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from tests.checkpoint.toy import build, step, weights
+
+ATTACHMENTS = {"config.yaml": "train: {}\n", "ds_config.json": "{}\n"}
+
+
+class Trial:
+    """One engine, and what becomes of saving it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.rank = dist.get_rank()
+        self.agreement = Agreement(60)
+        self.engine = build(seed=1)
+        self.saved: list[tuple[int, str, float]] = []
+        self.failed: list[str] = []
+
+    def saver(self, folder: Path, **config: Any) -> Saver:
+        return Saver(
+            self.engine,
+            folder,
+            CheckpointConfig(**config),
+            agree=self.agreement.raise_together,
+            attachments=ATTACHMENTS,
+            on_saved=lambda number, path, stall: self.saved.append((number, path.name, stall)),
+            on_failed=lambda error: self.failed.append(str(error)),
+        )
+
+    def fails(self, saver: Saver, folder: Path, number: int) -> dict[str, Any]:
+        """What an attempt to save raises, and what it leaves once all ranks are through."""
+        error = None
+        try:
+            saver.save(number, {"step": number}, None)
+            saver.finish()
+        except SaveFailed as raised:
+            error = str(raised)
+        dist.barrier()
+        best, notes = newest_whole(folder)
+        left = sorted(path.name for path in folder.iterdir())
+        dist.barrier()
+        return {"error": error, "left": left, "newest": best and best.name, "notes": notes}
+
+
+def both_ways(trial: Trial) -> dict[str, Any]:
+    """The same steps, written at once, and by a thread while training goes on."""
+    for name, background in (("foreground", False), ("background", True)):
+        engine = trial.engine = build(seed=1)
+        saver = trial.saver(trial.root / name, background=background)
+        for index in range(3):
+            step(engine, index)
+        seed(trial.rank)
+        saver.save(3, {"step": 3}, {"place": trial.rank})
+        for index in range(3, 6):
+            step(engine, index)  # changes in place what a thread may still be writing
+        saver.save(6, {"step": 6}, {"place": trial.rank})
+        saver.finish()
+    return {"saved": trial.saved, "failed": trial.failed}
+
+
+def resume(trial: Trial) -> dict[str, Any]:
+    """What is drawn and computed after loading, and what was after saving."""
+    went_on = weights(trial.engine)
+    assert load(trial.engine, trial.root / "foreground/step00000003") == {"step": 3}
+    drawn = draw()
+    seed(trial.rank)
+    expected = draw()
+    for index in range(3, 6):
+        step(trial.engine, index)
+    same = torch.equal(weights(trial.engine), went_on)
+    return {"same": same, "drawn": drawn, "expected": expected}
+
+
+def seed(rank: int) -> None:
+    torch.manual_seed(5 + rank)
+    np.random.seed(6 + rank)
+    random.seed(7 + rank)
+
+
+def draw() -> list[float]:
+    return [float(torch.rand(())), float(np.random.rand()), random.random()]
+
+
+def one_rank_fails(trial: Trial, background: bool) -> dict[str, Any]:
+    """Rank 1 may write no file above 100 bytes, not even one that says so."""
+    folder = trial.root / f"one_rank_{background}"
+    saver = trial.saver(folder, background=background)
+    trial.fails(saver, folder, 1)
+    trial.failed.clear()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if trial.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    failed = trial.fails(saver, folder, 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return failed | {"told": list(trial.failed), "then": trial.fails(saver, folder, 3)}
+
+
+def bad_folder(
+    trial: Trial, folder: Path, spoil: Callable[[Path], None], mend: Callable[[Path], None]
+) -> dict[str, Any]:
+    """A file system that goes bad between two checkpoints, and is mended after the second."""
+    found: dict[str, Any] = {}
+    for background in (False, True):
+        saver = trial.saver(folder, background=background)
+        rows = {}
+        for number, when, act in ((1, "before", None), (2, "during", spoil), (3, "after", mend)):
+            if act and trial.rank == 0:
+                act(folder)
+            dist.barrier()
+            rows[when] = trial.fails(saver, folder, number)
+        found[f"background {background}"] = rows
+    return found
+
+
+def fill(folder: Path) -> None:
+    """Leave room for some of a checkpoint's files, not for all."""
+    filler = folder / "filler"
+    try:
+        with filler.open("wb", buffering=0) as file:
+            while file.write(bytes(2**16)):
+                pass
+    except OSError:
+        os.truncate(filler, filler.stat().st_size - 80_000)
+
+
+def remount(folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
+
+
+def told_late(trial: Trial) -> dict[str, Any]:
+    """A failure behind `save` does not keep the next step from being saved."""
+    folder = trial.root / "told_late"
+    saver = trial.saver(folder, background=True)
+    trial.failed.clear()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    saver.save(1, {"step": 1}, None)
+    saver._job.sealed.wait()  # type: ignore[union-attr]
+    dist.barrier()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return trial.fails(saver, folder, 2) | {"told": trial.failed}
+
+
+def not_finite(trial: Trial) -> dict[str, Any]:
+    """A NaN in one rank's shard alone."""
+    folder = trial.root / "not_finite"
+    saver = trial.saver(folder, keep=1)
+    saver.save(1, {"step": 1}, None)
+    if trial.rank == 1:
+        trial.engine.optimizer.fp32_groups_flat_partition[0].data[0] = float("nan")
+    for number in (2, 3):
+        saver.save(number, {"step": number}, None)
+    saver.finish()
+    dist.barrier()
+    left = sorted(path.name for path in folder.glob("step*"))
+    best = [newest_whole(folder)[0], newest_whole(folder, finite=True)[0]]
+    finite = [read_manifest(folder / name)["finite"] for name in left]
+    return {"left": left, "finite": finite, "newest": [path and path.name for path in best]}
+
+
+def main() -> None:
+    start_ranks(Ranks.from_environment())
+    deepspeed.logger.setLevel("ERROR")
+    trial = Trial(Path(sys.argv[1]))
+    trials: dict[str, Callable[[], dict[str, Any]]] = {
+        "both ways": lambda: both_ways(trial),
+        "resume": lambda: resume(trial),
+        "one rank, foreground": lambda: one_rank_fails(trial, False),
+        "one rank, background": lambda: one_rank_fails(trial, True),
+        "told late": lambda: told_late(trial),
+    }
+    if len(sys.argv) > 2:
+        full, read_only = Path(sys.argv[2]), Path(sys.argv[3])
+        trials["disk full"] = lambda: bad_folder(
+            trial, full, fill, lambda folder: (folder / "filler").unlink()
+        )
+        trials["read-only"] = lambda: bad_folder(
+            trial,
+            read_only,
+            lambda folder: remount(folder, "ro"),
+            lambda folder: remount(folder, "rw"),
+        )
+    trials["not finite"] = lambda: not_finite(trial)
+    for name, attempt in trials.items():
+        print(json.dumps({"name": name} | attempt()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    stop_ranks()
