@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import resource
@@ -17,14 +18,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nsa.plan import gpus as on_gpus
 from nsa.plan import machine as on_machine
 from nsa.plan.check import FAIL, OK, SKIP, Check, failures, lines, verdict
-from nsa.plan.nccl import nccl_checks
+from nsa.plan.nccl import nccl_checks, peers_switched_off
 from nsa.plan.ranks_check import rank_checks
 
 __all__ = [
@@ -47,40 +48,41 @@ _M7C_CHECKPOINTS = 10  # 50,000 steps, one every 5,000
 
 
 def machine_checks(
-    run_dir: Path, *, checkpoint_bytes: int, checkpoints: int, ranks: int = 2
+    run_dir: Path, *, checkpoint_bytes: int, checkpoints: int, ranks: int | None = None
 ) -> list[Check]:
     """Everything that one process can see of its machine; it needs no process group.
 
-    `checkpoint_bytes` of one of `checkpoints` that the run keeps; `ranks` on this machine.
+    `checkpoint_bytes` of each of `checkpoints` that the run keeps; `ranks` on this machine, by
+    default one for each GPU, or 2. Programs that are asked (nvidia-smi, lspci) have 10 s each.
     """
-    visible, built_for, peers, broken = _torch()
+    torch = _torch()
+    gpus, ranks = len(torch.uuids), ranks or len(torch.uuids) or 2
     found = on_gpus.parse_gpus(_nvidia_smi(f"--query-gpu={','.join(on_gpus.QUERY)}"))
-    several = visible if visible or found else 0
+    found = [gpu for gpu in found if gpu.uuid in torch.uuids] or found
+    links = on_gpus.parse_topology(_command("nvidia-smi", "topo", "-m")) if gpus > 1 else {}
+    used = {gpu.index for gpu in found}
+    links = {pair: link for pair, link in links.items() if used.issuperset(pair)}
+    lspci = _command("lspci", "-vvv") if gpus > 1 else ""
     installed = {name: _version(name) for name in ("torch", "triton", "deepspeed")}
     requirements = importlib.metadata.requires("torch") or [] if installed["torch"] else []
-    kernel = _read(Path("/proc/cmdline"))
-    iommu = Path("/sys/kernel/iommu_groups")
-    groups = len(list(iommu.iterdir())) if iommu.is_dir() else 0
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    include = Path(sysconfig.get_path("include"))
-    interfaces = [name for _, name in socket.if_nameindex()]
-    links = on_gpus.parse_topology(_command("nvidia-smi", "topo", "-m")) if several > 1 else {}
-    lspci = _command("lspci", "-vvv") if several > 1 else None
+    python_h = Path(sysconfig.get_path("include")) / "Python.h"
+    peer_access = all(torch.peers.values()) and not peers_switched_off(os.environ)
     return [
         on_machine.python_check(sys.version_info[:3]),
-        broken or on_machine.torch_check(installed["torch"]),
+        torch.broken or on_machine.torch_check(installed["torch"]),
         on_machine.deepspeed_check(installed["deepspeed"]),
-        on_machine.triton_check(installed["torch"], installed["triton"], requirements),
-        on_machine.compiler_check(compiler, include / "Python.h", several),
+        on_machine.triton_check(installed["torch"], installed["triton"], requirements, gpus),
+        on_machine.compiler_check(compiler, python_h, gpus),
         on_machine.memory_check(_available_memory(), ranks, checkpoint_bytes),
-        on_machine.shm_check(_free(Path("/dev/shm")), several, bool(peers) and all(peers.values())),
+        on_machine.shm_check(_free(Path("/dev/shm")), gpus, peer_access),
         *on_machine.disk_checks(_disk(run_dir), checkpoint_bytes, checkpoints),
         *on_machine.limits_checks(_limits(), checkpoint_bytes),
-        *on_gpus.gpu_checks(found, visible, built_for),
-        on_gpus.peer_check(peers, several),
-        on_gpus.topology_check(links, several),
-        on_gpus.acs_check(lspci or None, groups, kernel, several),
-        *nccl_checks(os.environ, interfaces),
+        *on_gpus.gpu_checks(found, gpus, torch.built_for, ranks),
+        on_gpus.peer_check(torch.peers, gpus),
+        on_gpus.topology_check(links, gpus),
+        on_gpus.acs_check(lspci or None, _iommu_groups(), _read(Path("/proc/cmdline")), gpus),
+        *nccl_checks(os.environ, [name for _, name in socket.if_nameindex()]),
     ]
 
 
@@ -100,10 +102,13 @@ def checkpoint_bytes(parameters: int) -> int:
     return 16 * parameters
 
 
-def kept_checkpoints(steps: int, every: int, keep: int) -> int:
-    """How many lie on the disk at once: one more than is kept, while the newest is written."""
-    written = max(1, -(-steps // every)) if every else 1
-    return min(written, keep + 1) if keep else written
+def kept_checkpoints(steps: int, every: int, keep: int, done: int = 0) -> int:
+    """How many a run will yet write and hold at once; `done`: steps before it was resumed.
+
+    Of those that are kept one more lies on the disk while the newest is written.
+    """
+    written = -(-(steps - done) // every) if every else 1
+    return max(1, min(written, keep + 1) if keep else written)
 
 
 def dry_batch_check(detail: str, error: BaseException | None = None) -> Check:
@@ -136,14 +141,16 @@ def add_parser(verbs: Any) -> None:
         default=_M7C_CHECKPOINTS,
         help=f"that the run keeps (default {_M7C_CHECKPOINTS})",
     )
-    doctor.add_argument("--ranks", type=int, default=2, help="on this machine (default 2)")
+    doctor.add_argument(
+        "--ranks", type=int, help="on this machine (default: one for each GPU, or 2 without any)"
+    )
     doctor.add_argument("--json", action="store_true", help="for programs")
     doctor.set_defaults(run=_doctor)
 
 
 def _doctor(args: argparse.Namespace) -> int:
     for name in ("parameters", "checkpoints", "ranks"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)}: must be 1 or more")
     checks = machine_checks(
         args.run_dir.expanduser(),
@@ -159,28 +166,35 @@ def _doctor(args: argparse.Namespace) -> int:
     return 0 if verdict(checks) else 2
 
 
-def _torch() -> tuple[int, str | None, dict[tuple[int, int], bool], Check | None]:
-    """GPUs that torch sees, the CUDA it was built for, who reaches whom; why it cannot say."""
+@dataclass(frozen=True)
+class _Torch:
+    """What torch says of the GPUs; of those alone that it may use."""
+
+    uuids: list[str] = field(default_factory=list)
+    built_for: str | None = None  # version of CUDA
+    peers: dict[tuple[int, int], bool] = field(default_factory=dict)  # who reads whose memory
+    broken: Check | None = None  # why it says nothing
+
+
+def _torch() -> _Torch:
     try:
         import torch
 
-        visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
         peers = {
-            (one, other): torch.cuda.can_device_access_peer(one, other)
-            for one in range(visible)
-            for other in range(visible)
-            if one != other
+            pair: torch.cuda.can_device_access_peer(*pair)
+            for pair in itertools.permutations(range(count), 2)
         }
-        return visible, torch.version.cuda, peers, None
+        return _Torch(uuids, torch.version.cuda, peers)
     except ModuleNotFoundError as error:
         if error.name == "torch":
-            return 0, None, {}, None  # said by the check of its version
+            return _Torch()  # the check of its version says so
         problem: Exception = error
     except (ImportError, OSError, RuntimeError) as error:
         problem = error
-    first_line = str(problem).splitlines()[0]
-    broken = Check("torch", FAIL, f"does not start: {first_line}", "bash launch/setup.sh")
-    return 0, None, {}, broken
+    first_line = (str(problem).splitlines() or [type(problem).__name__])[0]
+    return _Torch(broken=Check("torch", FAIL, f"fails: {first_line}", "bash launch/setup.sh"))
 
 
 def _command(*words: str) -> str:
@@ -196,6 +210,14 @@ def _command(*words: str) -> str:
 
 def _nvidia_smi(query: str) -> str:
     return _command("nvidia-smi", query, "--format=csv,noheader,nounits")
+
+
+def _iommu_groups() -> int:
+    """How many groups of boards the kernel has put behind an IOMMU."""
+    try:
+        return len(os.listdir("/sys/kernel/iommu_groups"))
+    except OSError:
+        return 0
 
 
 def _version(package: str) -> str | None:
@@ -222,19 +244,17 @@ def _free(folder: Path) -> int | None:
 def _disk(run_dir: Path) -> on_machine.Disk:
     """The folder that exists nearest to `run_dir`, tried by a file that vanishes again."""
     folder = run_dir.absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    error = None
     try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"\0" * 4_096)
             probe.flush()
+        stat = os.statvfs(folder)
     except OSError as failed:
-        error = failed.strerror or str(failed)
-    stat = os.statvfs(folder)
-    return on_machine.Disk(
-        folder, stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None, error
-    )
+        return on_machine.Disk(folder, 0, None, failed.strerror or str(failed))
+    inodes = stat.f_favail if stat.f_files else None
+    return on_machine.Disk(folder, stat.f_bavail * stat.f_frsize, inodes, None)
 
 
 def _limits() -> dict[str, int | None]:

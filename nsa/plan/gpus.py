@@ -34,6 +34,7 @@ _LINKS = {
 
 QUERY = (
     "index",
+    "uuid",
     "name",
     "memory.total",
     "memory.used",
@@ -51,6 +52,7 @@ class Gpu:
     """A row of `nvidia-smi --query-gpu`; what a board does not tell is None."""
 
     index: int
+    uuid: str  # as torch gives it, without "GPU-"
     name: str
     memory_mib: int | None
     used_mib: int | None
@@ -69,10 +71,11 @@ def parse_gpus(text: str) -> list[Gpu]:
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(QUERY) or not cells[0].isdigit():
             continue
-        index, name, total, used, driver, persistence, ecc, width, widest, reasons = cells
+        index, uuid, name, total, used, driver, persistence, ecc, width, widest, reasons = cells
         found.append(
             Gpu(
                 index=int(index),
+                uuid=uuid.removeprefix("GPU-"),
                 name=name,
                 memory_mib=_number(total),
                 used_mib=_number(used),
@@ -95,29 +98,33 @@ def _number(cell: str) -> int | None:
         return None
 
 
-def gpu_checks(gpus: Sequence[Gpu], visible: int, built_for: str | None) -> list[Check]:
-    """`visible`: devices that torch sees; `built_for`: the CUDA version of torch's build."""
+def gpu_checks(gpus: Sequence[Gpu], visible: int, built_for: str | None, ranks: int) -> list[Check]:
+    """`visible`: devices that torch sees, of the `gpus` that the driver has; `built_for`: the CUDA
+    version of torch's build; `ranks` that will run on this machine."""
     if not gpus and not visible:
         return [Check("gpus", SKIP, NO_GPU)]
     checks = [_driver(gpus, visible, built_for)]
-    if gpus:
-        models = sorted({f"{gpu.name}, {gpu.memory_mib or 0:,} MiB" for gpu in gpus})
-        detail = f"{len(gpus)} x {' and '.join(models)}; torch sees {visible}"
-        mend = "" if len(models) == 1 else "name equal ones: deepspeed --include localhost:0,1"
-        checks.append(Check("gpus", OK if len(models) == 1 else WARN, detail, mend))
-        checks += _health(gpus)
+    models = sorted({f"{gpu.name}, {gpu.memory_mib or 0:,} MiB" for gpu in gpus})
+    detail = f"{len(gpus)} x {' and '.join(models)}" if gpus else "nvidia-smi names none"
+    detail += f"; torch sees {visible}"
+    if 0 < visible < ranks:
+        mend = f"start {visible}: deepspeed --num_gpus {visible}; or look at CUDA_VISIBLE_DEVICES"
+        checks.append(Check("gpus", FAIL, f"{detail}, fewer than the {ranks} ranks", mend))
+    elif len(models) > 1:
+        mend = "every step waits for the slowest; name equal ones: deepspeed --include localhost:0"
+        checks.append(Check("gpus", WARN, detail, mend))
     else:
-        checks.append(Check("gpus", OK, f"torch sees {visible}; nvidia-smi says nothing of them"))
-    return checks
+        checks.append(Check("gpus", OK, detail))
+    return checks + _health(gpus)
 
 
 def _driver(gpus: Sequence[Gpu], visible: int, built_for: str | None) -> Check:
     """Whether this build of torch and this driver work together."""
     driver = gpus[0].driver if gpus else None
-    if built_for is None:
+    if built_for is None and not visible:
         detail = f"this torch was built for the CPU, but the driver ({driver}) has {len(gpus)} GPUs"
         return Check("driver", FAIL, detail, "install a CUDA build of torch: see pytorch.org")
-    oldest = _OLDEST_DRIVER.get(int(built_for.split(".")[0]))
+    oldest = _OLDEST_DRIVER.get(int((built_for or "0").split(".")[0]))
     if driver and oldest and Version(driver) < Version(oldest):
         detail = f"{driver} is older than CUDA {built_for} of this torch needs ({oldest})"
         return Check("driver", FAIL, detail, "update the driver, or install torch for its CUDA")
@@ -148,13 +155,13 @@ def _health(gpus: Sequence[Gpu]) -> list[Check]:
     )
     add(
         "gpu errors",
-        FAIL,
+        WARN,
         [
-            f"GPU {gpu.index}: {gpu.ecc_errors} uncorrected memory errors since the last reset"
+            f"GPU {gpu.index}: {gpu.ecc_errors} uncorrected memory errors since the driver loaded"
             for gpu in gpus
             if gpu.ecc_errors
         ],
-        "restart the machine; if they come back, the board has to be replaced",
+        "restart the machine; a board on which they come back has to be replaced",
     )
     add(
         "gpu clocks",

@@ -70,11 +70,14 @@ def torch_check(version: str | None) -> Check:
     return Check("torch", OK, version)
 
 
-def triton_check(torch: str | None, triton: str | None, requirements: Sequence[str]) -> Check:
+def triton_check(
+    torch: str | None, triton: str | None, requirements: Sequence[str], gpus: int
+) -> Check:
     """Kernels are compiled by the triton that torch was built beside, or may not be at all.
 
     `requirements`: what the installed torch says that it requires.
     """
+    bad = FAIL if gpus else WARN
     if torch is None:
         return Check("triton", SKIP, "no torch to compare it with")
     wanted = _TRITON_OF_TORCH.get(".".join(Version(torch).base_version.split(".")[:2]))
@@ -83,13 +86,13 @@ def triton_check(torch: str | None, triton: str | None, requirements: Sequence[s
         wanted = pinned[1] if pinned else wanted
     if triton is None:
         mend = f"pip install triton=={wanted}" if wanted else "pip install triton"
-        return Check("triton", WARN, "is not installed: no kernel of its own on a GPU", mend)
+        return Check("triton", bad, "is not installed: kernels for GPUs need it", mend)
     if wanted is None:
         return Check("triton", OK, f"{triton}; torch {torch} asks for no particular one")
     if _same_release(triton, wanted):
         return Check("triton", OK, f"{triton}, the one that torch {torch} asks for")
     detail = f"{triton}, but torch {torch} asks for {wanted}: kernels may fail to compile"
-    return Check("triton", FAIL, detail, f"pip install triton=={wanted}")
+    return Check("triton", bad, detail, f"pip install triton=={wanted}")
 
 
 def _same_release(one: str, other: str) -> bool:

@@ -60,6 +60,12 @@ _RENAMED = {
 }
 
 
+def peers_switched_off(variables: Mapping[str, str]) -> bool:
+    """Whether GPUs are told not to read each other's memory, though they may be able to."""
+    level = variables.get("NCCL_P2P_LEVEL", "").upper()
+    return variables.get("NCCL_P2P_DISABLE") == "1" or level in ("LOC", "0")
+
+
 def nccl_checks(variables: Mapping[str, str], interfaces: Sequence[str]) -> list[Check]:
     """A finding for each variable that is wrong or costs something.
 

@@ -1,0 +1,79 @@
+"""What programs print on machines with GPUs, in the form of such machines."""
+
+# Two A100 PCIe boards under one host bridge; the heading is underlined, as on a terminal.
+TOPO_PHB = """\
+\t\x1b[4mGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tPHB\t0-31\t0\t\tN/A
+GPU1\tPHB\t X \t0-31\t0\t\tN/A
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+  PHB  = Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)
+"""
+
+# Four boards, two on each processor, and a network card that is no GPU.
+TOPO_SYS = """\
+\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \tPIX\tSYS\tSYS\tNODE\t0-31,64-95\t0\t\tN/A
+GPU1\tPIX\t X \tSYS\tSYS\tNODE\t0-31,64-95\t0\t\tN/A
+GPU2\tSYS\tSYS\t X \tPIX\tSYS\t32-63,96-127\t1\t\tN/A
+GPU3\tSYS\tSYS\tPIX\t X \tSYS\t32-63,96-127\t1\t\tN/A
+NIC0\tNODE\tNODE\tSYS\tSYS\t X
+
+NIC Legend:
+
+  NIC0: mlx5_0
+"""
+
+TOPO_NVLINK = """\
+\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \tNV12\t0-63\t0\t\tN/A
+GPU1\tNV12\t X \t0-63\t0\t\tN/A
+"""
+
+UUIDS = ("0c1d6a3b-5e0f-4d0a-8e57-2f8a53a2c001", "7b90e3f2-11cc-4a53-9d5e-61f0a7e2c002")
+A100 = (
+    "{index}, GPU-{uuid}, NVIDIA A100 80GB PCIe, 81920, {used}, {driver}, {persistence}, {ecc}, "
+    "{width}, 16, {reasons}\n"
+)
+WELL = {
+    "used": 4,
+    "driver": "580.65.06",
+    "persistence": "Enabled",
+    "ecc": 0,
+    "width": 16,
+    "reasons": "0x0000000000000001",  # idle
+}
+
+
+def nvidia_smi(**second: object) -> str:
+    """Two A100s that are well, but for what is said of the second."""
+    return A100.format(index=0, uuid=UUIDS[0], **WELL) + A100.format(
+        index=1, uuid=UUIDS[1], **{**WELL, **second}
+    )
+
+
+# A card for the desktop: no ECC memory, and a driver that gives no persistence mode.
+GEFORCE = (
+    f"0, GPU-{UUIDS[0]}, NVIDIA GeForce RTX 4090, 24564, 512, 580.65.06, [N/A], [N/A], 16, 16, "
+    "0x0000000000000000\n"
+)
+
+LSPCI_ACS = """\
+16:00.0 PCI bridge: Broadcom / LSI PEX880xx PCIe Gen 4 Switch (rev b0) (prog-if 00 [Normal decode])
+\tControl: I/O+ Mem+ BusMaster+ SpecCycle- MemWINV- VGASnoop- ParErr+ Stepping- SERR+ FastB2B-
+\tCapabilities: [148 v1] Access Control Services
+\t\tACSCap:\tSrcValid+ TransBlk+ ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl+ DirectTrans+
+\t\tACSCtl:\tSrcValid+ TransBlk- ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl- DirectTrans-
+\tKernel driver in use: pcieport
+
+17:00.0 3D controller: NVIDIA Corporation GA100 [A100 PCIe 80GB] (rev a1)
+\tCapabilities: [420 v2] Advanced Error Reporting
+"""
+LSPCI_CLEAR = LSPCI_ACS.replace("ACSCtl:\tSrcValid+ TransBlk- ReqRedir+", "ACSCtl:\tSrcValid- -")
+LSPCI_USER = """\
+16:00.0 PCI bridge: Broadcom / LSI PEX880xx PCIe Gen 4 Switch (rev b0) (prog-if 00 [Normal decode])
+\tCapabilities: <access denied>
+"""
