@@ -11,6 +11,7 @@ import torch
 
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import tolerance
+from nsa.engine.guard import refuse_bad_gradients
 from nsa.engine.preflight import check_gradients, inspect_gradients
 from nsa.model import LanguageModel
 
@@ -63,4 +64,6 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
             config=ds_config,
             dist_init_required=False,
         )
+    if isinstance(engine.optimizer, torch.optim.Optimizer):  # stage 0 in fp32 wraps none around it
+        refuse_bad_gradients(engine.optimizer)
     return engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,12 @@ class Data:
     feed: Feed
     held_out: HeldOut
     notes: list[str]  # what the user should know of it
+    open: Callable[[int, dict[str, Any] | None], Feed]  # at so many samples dealt
+
+    def go_back(self, dealt: int, rank_state: dict[str, Any] | None) -> None:
+        """Read on from where `dealt` samples were dealt to all ranks."""
+        self.feed.close()
+        self.feed = self.open(dealt, rank_state)
 
     def close(self) -> None:
         """End the threads and processes that read ahead."""
@@ -44,16 +51,20 @@ def open_data(
             "begins at its first sample"
         )
         state.samples, rank_state = 0, None
-    feed = open_feed(
-        config.data,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        micro_batch=config.train.micro_batch,
-        accumulation=config.train.accumulation,
-        seed=config.train.seed,
-        dealt=state.samples,
-        state=rank_state,
-    )
+
+    def open_at(dealt: int, rank_state: dict[str, Any] | None) -> Feed:
+        return open_feed(
+            config.data,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            micro_batch=config.train.micro_batch,
+            accumulation=config.train.accumulation,
+            seed=config.train.seed,
+            dealt=dealt,
+            state=rank_state,
+        )
+
+    feed = open_at(state.samples, rank_state)
     try:
         if begun and not new_data and feed.fingerprint != state.data:
             raise ValueError(
@@ -80,4 +91,4 @@ def open_data(
         raise
     steps_left = config.train.steps - state.step
     notes += feed.plan(steps_left * feed.samples_per_step)
-    return Data(feed, held_out, notes)
+    return Data(feed, held_out, notes, open_at)

@@ -1,14 +1,15 @@
 """The training loop, from top to bottom.
 
-    for each step:   this step's micro-batches, on all ranks or on none
+    for each step:   this step's micro-batches, on all ranks or on none; none where one is to stop
                      learning rate of this step
                      for each micro-batch:  forward, backward, engine.step()
-                     evaluate, log, save when it is time
+                     a step that DeepSpeed did not apply: go on, go back, or end
+                     evaluate, log, save, judge when it is time
 
 Observers hang on it and cannot change what it computes. Between logged steps nothing here waits
 for the device. The only collectives are DeepSpeed's and a few bytes between processors, by which
-ranks learn whether all of them have data; loss is averaged over ranks on logged steps, by every
-rank.
+ranks learn whether all of them have data and go on; loss is averaged over ranks on logged steps,
+by every rank.
 """
 
 from __future__ import annotations
@@ -23,16 +24,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nsa import checkpoint
+from nsa.checkpoint import SaveFailed, Saver
 from nsa.data.batches import IGNORED, Batch
-from nsa.data.feed import Feed, HeldOut
 from nsa.engine.agreement import Agreement, AllRanksError
 from nsa.engine.config import RunConfig
+from nsa.engine.data import Data
+from nsa.engine.guard import Guard, Unfit
+from nsa.engine.instruments import Instruments
+from nsa.engine.judging import judge
+from nsa.engine.recovery import recover
 from nsa.engine.schedule import learning_rate
 from nsa.engine.state import TrainState
-from nsa.monitor.gates import GateRecorder
+from nsa.engine.stopping import Interrupted, Stopping
+from nsa.monitor.health import HealthRecorder
+from nsa.monitor.ladder import Gate
 from nsa.monitor.observer import Observer, StepRecord
 from nsa.monitor.throughput import Throughput, memory_gb
+from nsa.monitor.writer import BackgroundWriter
 
 
 @dataclass
@@ -41,75 +49,109 @@ class Run:
 
     config: RunConfig
     engine: Any  # DeepSpeed's
-    feed: Feed
-    held_out: HeldOut
+    data: Data
     agreement: Agreement
+    stopping: Stopping
     state: TrainState
     stop: int  # steps after which to stop; the schedule ends at config.train.steps
+    gates: list[Gate]  # where the run is judged
     run_dir: Path
     rank: int
     device: torch.device
+    saver: Saver
+    guard: Guard
+    instruments: Instruments
     observers: Observer
-    gates: GateRecorder
+    writers: list[BackgroundWriter]  # of the observers
+    health: HealthRecorder
     throughput: Throughput
     place: dict[str, Any] | None = None  # of this rank in its text, behind the last step
     saved: int = 0  # the step that the newest checkpoint holds
+    bad_steps: int = 0  # since the start
     told: bool = False  # what there is to say of the held-out text
 
 
-def train(run: Run) -> None:
-    """Train from run.state.step to run.stop, saving at the end, also where that is an error's."""
-    run.place, run.saved = run.feed.state(), run.state.step
+def train(run: Run) -> str:
+    """Train from run.state.step to run.stop, saving at the end, also where that is an error's.
+
+    Returns how it ended: "finished", or "preempted" with the reason.
+    """
+    run.place, run.saved = run.data.feed.state(), run.state.step
     try:
-        _train(run)
-    except AllRanksError:
-        if run.saved != run.state.step:
-            _save(run)
+        stopped = _train(run)
+    except (AllRanksError, Unfit):
+        _save(run)
         raise
+    _save(run)
+    return "finished" if stopped is None else f"preempted: {stopped}"
 
 
-def _train(run: Run) -> None:
+def _train(run: Run) -> str | None:
+    """Take the steps that are left; returns why the last ones were not taken, if so."""
     state, config = run.state, run.config
     first = state.step
     while state.step < run.stop:
         evaluates = _due(state.step + 1, config.train.eval_every, run.stop)
         logs = evaluates or _due(state.step + 1, config.monitor.log_every, run.stop)
-        if state.step == 0:
+        if state.step == 0 or any(gate.step == state.step + 1 for gate in run.gates):
             logs = True
-        if logs:
-            run.gates.arm()
-        batches = next_batches(run)
+        run.instruments.step_start(state.step + 1)
+        stopped, batches = next_batches(run)
+        if stopped is not None:
+            return stopped
         if state.step == first and run.rank == 0:
-            seconds = run.feed.first_batch_seconds
+            seconds = run.data.feed.first_batch_seconds
             run.observers.on_message(f"first batch ready {seconds:.1f} s after the data was opened")
+        if logs:
+            run.health.arm()
         loss = train_step(run, batches)
-        run.place = run.feed.state()
+        run.place = run.data.feed.state()
+        run.instruments.step_end(state)
+        if not run.engine.was_step_applied():
+            recover(run)
+            if state.step != run.state.step:  # it went back
+                state = run.state
+                continue
         run.throughput.step(_tokens_per_step(run))
         if logs:
-            gates = run.gates.read()
-            _log(run, loss, gates, evaluates)
-        if _due(state.step, config.checkpoint.every, run.stop):
-            _save(run)
-    if run.saved != state.step:
-        _save(run)
+            _log(run, loss, evaluates)
+        if _due(state.step, config.checkpoint.every, run.stop) and state.step < run.stop:
+            _save(run, must=False)
+        for gate in run.gates:
+            if gate.step == state.step:
+                judge(run, gate)
+    return None
 
 
-def next_batches(run: Run) -> list[Batch]:
-    """This step's micro-batches."""
-    accumulation = run.config.train.accumulation
-    return _on_all_ranks(run, lambda: [run.feed.take() for _ in range(accumulation)])
+def next_batches(run: Run) -> tuple[str | None, list[Batch]]:
+    """This step's micro-batches; none, with the reason, where a rank is to stop."""
+    run.instruments.enter("data")
+
+    def take() -> list[Batch]:
+        while run.state.samples in run.state.passed_over:
+            _take_step(run)
+            run.state.samples += run.data.feed.samples_per_step
+        return _take_step(run)
+
+    return _on_all_ranks(run, take)
 
 
-def _on_all_ranks(run: Run, get: Callable[[], list[Batch]]) -> list[Batch]:
-    """What `get` returns; where it raises on one rank, its error on all of them."""
+def _take_step(run: Run) -> list[Batch]:
+    return [run.data.feed.take() for _ in range(run.config.train.accumulation)]
+
+
+def _on_all_ranks(run: Run, get: Callable[[], list[Batch]]) -> tuple[str | None, list[Batch]]:
+    """What `get` returns, or why to stop; where it raises on one rank, its error on all of them."""
     error: ValueError | None = None
     batches: list[Batch] = []
     try:
-        batches = get()
+        with run.stopping.may_interrupt():
+            batches = get()
+    except Interrupted:
+        pass
     except ValueError as raised:
         error = raised
-    run.agreement.raise_together(error)
-    return batches
+    return run.agreement.meet(error, run.stopping.reason), batches
 
 
 def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
@@ -119,26 +161,35 @@ def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
     for group in engine.optimizer.param_groups:
         group["lr"] = rate
     total = torch.zeros((), device=run.device)
-    for batch in batches:
+    for micro_step, batch in enumerate(batches):
+        run.instruments.enter("forward", micro_step)
         if run.device.type == "cuda":
             batch = batch.pin_memory()  # else the copy would wait for the device
         batch = batch.to(run.device, non_blocking=True)
         loss = engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
-        engine.backward(loss)
+        run.instruments.enter("backward", micro_step)
+        engine.backward(run.guard.watch(loss))
+        run.instruments.enter("step", micro_step)
         engine.step()  # after each micro-batch: DeepSpeed counts them and steps at the last
         total += loss.detach().float()
     state.step += 1
-    state.samples += run.feed.samples_per_step
+    state.samples += run.data.feed.samples_per_step
     state.tokens += _tokens_per_step(run)
     state.skipped += not engine.was_step_applied()
     return total / config.accumulation
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> float:
-    """The mean loss over the held-out samples: the same ones each time, however many the ranks."""
+def evaluate(run: Run) -> float | None:
+    """The mean loss over the held-out samples: the same ones each time, however many the ranks.
+
+    None where a rank is to stop before it has them.
+    """
+    run.instruments.enter("eval")
     total = torch.zeros(2, device=run.device, dtype=torch.float64)
-    batches = _on_all_ranks(run, lambda: run.held_out.batches(run.rank))
+    stopped, batches = _on_all_ranks(run, lambda: run.data.held_out.batches(run.rank))
+    if stopped is not None:
+        return None
     with _evaluating(run.engine):
         for batch in batches:
             batch = batch.to(run.device)
@@ -149,21 +200,27 @@ def evaluate(run: Run) -> float:
     return (total[0] / total[1]).item()
 
 
-def _log(run: Run, loss: torch.Tensor, gates: dict[str, float], evaluates: bool) -> None:
+def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
+    health = run.health.read()
     speed = run.throughput.read()
+    mean = _mean_over_ranks(loss)
+    run.instruments.heartbeat.logged(mean)
+    _tell_of_spikes(run)
     validation = bits = None
     if evaluates:
         with run.throughput.paused():
             validation = evaluate(run)
-        bits = validation / math.log(2) / run.held_out.bytes_per_token
-        if run.rank == 0 and run.held_out.note and not run.told:
-            run.observers.on_message(run.held_out.note)
+        run.instruments.enter("idle")
+    if validation is not None:
+        bits = validation / math.log(2) / run.data.held_out.bytes_per_token
+        if run.rank == 0 and run.data.held_out.note and not run.told:
+            run.observers.on_message(run.data.held_out.note)
             run.told = True
     norm = run.engine.get_global_grad_norm()
     record = StepRecord(
         step=run.state.step,
         tokens=run.state.tokens,
-        loss=_mean_over_ranks(loss),
+        loss=mean,
         val_loss=validation,
         bits_per_byte=bits,
         lr=learning_rate(run.state.step - 1, run.config.train),
@@ -173,28 +230,44 @@ def _log(run: Run, loss: torch.Tensor, gates: dict[str, float], evaluates: bool)
         memory_gb=memory_gb(),
         seconds=speed.seconds,
         skipped_steps=run.state.skipped,
-        gates=gates,
+        gates=health.gates if health is not None else {},
+        health=health,
     )
     if run.rank == 0:
         run.observers.on_step(record)
 
 
-def _save(run: Run) -> None:
-    with run.throughput.paused():
-        path = checkpoint.save(
-            run.engine,
-            run.run_dir / "checkpoints",
-            run.state.step,
-            run.state.to_dict(),
-            run.place,
+def _tell_of_spikes(run: Run) -> None:
+    """Spikes that train.on_spike only warns of; of others `recover` speaks."""
+    spikes = run.guard.take().spikes
+    if spikes and run.rank == 0:
+        run.observers.on_message(
+            f"step {run.state.step}: {spikes} losses of rank 0 since the last logged step were far "
+            f"above the recent ones (train.spike_score = {run.config.train.spike_score})"
         )
-    run.saved = run.state.step
-    if run.rank == 0:
-        run.observers.on_checkpoint(run.state.step, path)
+
+
+def _save(run: Run, must: bool = True) -> None:
+    """Save this step if it is not; where that fails the run goes on, unless it `must` be saved."""
+    if run.saved != run.state.step:
+        run.instruments.enter("save")
+        try:
+            with run.throughput.paused():
+                own = {"feed": run.place, "guard": run.guard.state()}
+                run.saver.save(run.state.step, run.state.to_dict(), own)
+            run.saved = run.state.step
+        except SaveFailed as error:
+            if must:
+                raise
+            if run.rank == 0:
+                run.observers.on_message(f"NOT SAVED, training goes on: {error}")
+        run.instruments.enter("idle")
+    if must:
+        run.saver.finish()
 
 
 def _tokens_per_step(run: Run) -> int:
-    return run.feed.samples_per_step * run.config.data.seq_len
+    return run.data.feed.samples_per_step * run.config.data.seq_len
 
 
 def _due(step: int, every: int, stop: int) -> bool:

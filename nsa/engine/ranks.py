@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
+import time
+import traceback
 import warnings
 from dataclasses import dataclass
 from typing import NoReturn
@@ -14,6 +17,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+
+FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+NEIGHBOUR_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+SECONDS_FOR_THE_CULPRIT = 5  # to say what went wrong, before those speak who only lost it
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,8 @@ def start_ranks(ranks: Ranks) -> torch.device:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls the older name of this collective at every step; nothing a user can mend.
     warnings.filterwarnings("ignore", r".*all_gather_into_tensor", FutureWarning)
+    for name, value in FLIGHT_RECORDER.items():
+        os.environ.setdefault(name, value)  # what stack dumps say of collectives, nothing else
     if "MASTER_ADDR" not in os.environ:  # `python recipes/m7c.py`: one process, no launcher
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -81,3 +90,18 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def crash(error: BaseException) -> NoReturn:
+    """End the process with the traceback of `error`, after that of the rank that failed first.
+
+    A rank that only lost its neighbour waits: the launcher ends it once the other has ended.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    if isinstance(error, KeyboardInterrupt):
+        end_process(130)
+    if isinstance(error, dist.DistError) or any(sign in str(error) for sign in NEIGHBOUR_LOST):
+        time.sleep(SECONDS_FOR_THE_CULPRIT)
+    traceback.print_exception(error)
+    end_process(1)

@@ -12,9 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nsa.disk import atomic_write_text
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.load import resolve_config, to_yaml
+from nsa.engine.stopping import parse_time
+from nsa.monitor.ladder import until
+from nsa.monitor.profile import parse_steps
 
 SECONDS_FOR_RANK_0 = 10
 DEFAULT_DS_CONFIG = Path(__file__).resolve().parents[2] / "ds_configs" / "zero1_pcie.json"
@@ -42,27 +46,43 @@ class Plan:
     new_data: bool  # a resumed run was asked for other text, or another order of it
     stop: int
     notes: list[str]
+    time_limit: float | None = None  # seconds
+    profile_steps: tuple[int, int] | None = None  # first and last step to be traced
+    universal: bool = False  # a checkpoint of another number of ranks is converted
 
 
 def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
-    """Run `recipe` as the command line says; a mistake costs one line and exit code 2."""
+    """Run `recipe` as the command line says.
+
+    Exit codes: 0 finished or preempted, 1 a crash, 2 a mistake said in one line, 3 No-Go.
+    """
     flags = _parser(recipe).parse_args(arguments)
     try:
         plan = make_plan(recipe, flags)
     except ValueError as error:
         _say(recipe, error)
         sys.exit(2)
-    from nsa.engine.ranks import end_process
-    from nsa.engine.run import dry_run, start
+    from nsa.engine.guard import Unfit
+    from nsa.engine.ranks import crash, end_process
+
+    if flags.dry_run:
+        from nsa.engine.dry import dry_run as begin
+    else:
+        from nsa.engine.run import start as begin
 
     try:
-        (dry_run if flags.dry_run else start)(plan)
+        begin(plan)
+    except Unfit as error:
+        _say(recipe, error)
+        end_process(3)
     except ValueError as error:
         _say(recipe, error)
         end_process(2)
+    except BaseException as error:
+        crash(error)
 
 
-def _say(recipe: Recipe, error: ValueError) -> None:
+def _say(recipe: Recipe, error: Exception) -> None:
     """One line for all ranks: rank 0's, after whose end the launcher ends the others.
 
     A rank that ended first would have rank 0 ended before it could speak; one that is still there
@@ -102,20 +122,45 @@ def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:
     ds_config = resolve_ds_config(
         raw, config, world_size=world_size, run_dir=run_dir, source=str(source)
     )
-    stop = config.train.steps if flags.until is None else min(flags.until, config.train.steps)
-    if stop < 1:
-        raise ValueError(f"--until {flags.until}: must be 1 or more")
-    return Plan(recipe, profile, config, ds_config, run_dir, flags.resume, new_data, stop, notes)
+    stop = config.train.steps
+    if flags.until is not None:
+        stop = until(flags.until, config.monitor.ladder, config.train.steps)
+    if flags.universal and not flags.resume:
+        raise ValueError(
+            "--universal: it converts the checkpoint that --resume goes on from; add it"
+        )
+    return Plan(
+        recipe=recipe,
+        profile=profile,
+        config=config,
+        ds_config=ds_config,
+        run_dir=run_dir,
+        resume=flags.resume,
+        new_data=new_data,
+        stop=stop,
+        notes=notes,
+        time_limit=None if flags.time_limit is None else parse_time(flags.time_limit),
+        profile_steps=None if flags.profile_steps is None else parse_steps(flags.profile_steps),
+        universal=flags.universal,
+    )
+
+
+def run_files(plan: Plan) -> dict[str, str]:
+    """What was run, by file name, in a form that a run can be started from."""
+    ds_config = {key: value for key, value in plan.ds_config.items() if key != "tensorboard"}
+    ds_config.pop("checkpoint", None)  # how this start read its checkpoint is no part of the run
+    return {
+        "config.yaml": to_yaml(plan.config),
+        "ds_config.json": json.dumps(ds_config, indent=2) + "\n",
+    }
 
 
 def write_run_folder(plan: Plan) -> None:
-    """Leave behind what was run, in a form that a run can be started from."""
-    from nsa.disk import atomic_write_text
+    """Leave behind what was run, and where."""
     from nsa.monitor.run_folder import write_env
 
-    atomic_write_text(plan.run_dir / "config.yaml", to_yaml(plan.config))
-    ds_config = {key: value for key, value in plan.ds_config.items() if key != "tensorboard"}
-    atomic_write_text(plan.run_dir / "ds_config.json", json.dumps(ds_config, indent=2) + "\n")
+    for name, text in run_files(plan).items():
+        atomic_write_text(plan.run_dir / name, text)
     write_env(plan.run_dir, recipe=plan.recipe.name, profile=plan.profile, notes=plan.notes)
 
 
@@ -229,12 +274,25 @@ def _parser(recipe: Recipe) -> argparse.ArgumentParser:
         help="which values (default: production on an accelerator, demo without one)",
     )
     parser.add_argument("--steps", type=int, help="length of the run and of its schedule")
-    parser.add_argument("--until", type=int, help="stop after this step; the schedule stays")
+    parser.add_argument(
+        "--until",
+        metavar="STEP|GATE",
+        help="stop after this step, or behind this gate: preflight, sanity, smoke, extended, "
+        "production; the schedule stays",
+    )
+    parser.add_argument(
+        "--time-limit", metavar="TIME", help="save and end after 45m, 2h30m or so many seconds"
+    )
     parser.add_argument(
         "--run-dir", type=Path, help="folder of the run (default: runs/<recipe>-<profile>)"
     )
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint of the run folder"
+    )
+    parser.add_argument(
+        "--universal",
+        action="store_true",
+        help="with --resume: convert a checkpoint of another number of ranks",
     )
     parser.add_argument("--config", type=Path, help="YAML that overrules the recipe")
     parser.add_argument(
@@ -248,6 +306,9 @@ def _parser(recipe: Recipe) -> argparse.ArgumentParser:
         "--deepspeed_config",
         type=Path,
         help="DeepSpeed JSON (default: ds_configs/zero1_pcie.json)",
+    )
+    parser.add_argument(
+        "--profile-steps", metavar="10-12", help="trace these steps into <run>/profile"
     )
     parser.add_argument(
         "--dry-run",

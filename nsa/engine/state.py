@@ -1,13 +1,13 @@
 """The training state: everything that a resumed run needs beside weights and optimizer.
 
 Nothing else is state: learning rate and evaluation are functions of the step, data of the samples
-dealt, and the forward pass draws no random numbers. Only text that is streamed has more to
-remember, on each rank, and is asked for it when a checkpoint is saved.
+dealt, and the forward pass draws no random numbers. What a rank alone remembers, its place in a
+stream and the losses that it judges new ones by, it is asked for when a checkpoint is saved.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -19,7 +19,8 @@ class TrainState:
     tokens: int = 0  # seen by all ranks
     samples: int = 0  # dealt to all ranks: where the order of the data stands
     data: str = ""  # fingerprint of that data and its order
-    skipped: int = 0  # steps whose gradients overflowed and were not applied
+    skipped: int = 0  # steps whose gradients were not finite and were not applied
+    passed_over: list[int] = field(default_factory=list)  # `samples` at which a bad step began
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -75,6 +75,7 @@ class MonitorConfig:
     progress: bool = True  # a bar on a terminal, plain lines elsewhere
     heartbeat: float = 5.0  # seconds between two "progress" lines of a rank; 0: no heartbeat
     health: bool = True  # gates and selection of each layer, at logged steps
+    report: bool = True  # report.md with its pictures, at each gate and at the end
     memory_every: int = 1_000  # steps between two memory snapshots; 0: none
     ladder: LadderConfig = field(default_factory=LadderConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)

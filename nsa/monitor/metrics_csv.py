@@ -37,6 +37,9 @@ class MetricsCsv(Observer):
         self._table = Table(info.run_dir / FILE_NAME, COLUMNS)
         self._table.restart(info.start_step)
 
+    def on_rewind(self, step: int) -> None:
+        self._writer.submit(lambda: self._table.restart(step))
+
     def on_step(self, record: StepRecord) -> None:
         row = [_cell(record, column) for column in COLUMNS]
         self._writer.submit(lambda: self._table.append([row]))

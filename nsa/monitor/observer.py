@@ -95,8 +95,15 @@ class Observer:
     def on_step(self, record: StepRecord) -> None:
         """A logged step is done; steps between two logged ones are not told."""
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
-        """The state after `step` is on disk."""
+    def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
+        """The state after `step` is on disk; training stood still for `seconds`. Not told by the
+        training thread."""
+
+    def on_rewind(self, step: int) -> None:
+        """The run went back to `step`, from where it takes its steps again."""
+
+    def on_gate(self, name: str, go: bool) -> None:
+        """The run was judged at a gate; the verdict is on disk."""
 
     def on_message(self, text: str) -> None:
         """A line for the user."""
@@ -121,8 +128,14 @@ class Observers(Observer):
     def on_step(self, record: StepRecord) -> None:
         self._tell(lambda observer: observer.on_step(record))
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
-        self._tell(lambda observer: observer.on_checkpoint(step, path))
+    def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
+        self._tell(lambda observer: observer.on_checkpoint(step, path, seconds))
+
+    def on_rewind(self, step: int) -> None:
+        self._tell(lambda observer: observer.on_rewind(step))
+
+    def on_gate(self, name: str, go: bool) -> None:
+        self._tell(lambda observer: observer.on_gate(name, go))
 
     def on_message(self, text: str) -> None:
         self._tell(lambda observer: observer.on_message(text))

@@ -55,8 +55,8 @@ class Progress(Observer):
         else:
             self._unprinted = record
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
-        self._print(f"step {step}: saved {path}")
+    def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
+        self._print(f"step {step}: saved {path}, training stood still for {seconds:.1f} s")
 
     def on_message(self, text: str) -> None:
         self._print(text)

@@ -47,6 +47,11 @@ class BackgroundWriter:
             self._reporter.start()
         return False
 
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait, `timeout` seconds at most, until what was submitted so far is done."""
+        reached = threading.Event()
+        return self.submit(reached.set) and reached.wait(timeout)
+
     def close(self, timeout: float = 10.0) -> None:
         """Finish what is queued, waiting `timeout` seconds at most, and say what is lost."""
         if self._closed:

@@ -43,7 +43,7 @@ class PerRankDiary(Diary):
 def tell_a_whole_run(observers: Observer, info: RunInfo) -> None:
     observers.on_start(info)
     observers.on_step(make_record(1))
-    observers.on_checkpoint(1, info.run_dir)
+    observers.on_checkpoint(1, info.run_dir, 0.5)
     observers.on_message("hello")
     observers.on_end("done")
 

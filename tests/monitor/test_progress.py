@@ -19,7 +19,7 @@ def show(stream: TextIO, records: list[StepRecord], run_dir: Path) -> Background
     progress.on_start(make_info(run_dir, notes=["no accelerator: the demo"], parameters=3_000_000))
     for record in records:
         progress.on_step(record)
-    progress.on_checkpoint(records[-1].step, run_dir / "checkpoints")
+    progress.on_checkpoint(records[-1].step, run_dir / "checkpoints", 0.25)
     progress.on_end("done")
     writer.close()
     return writer

@@ -1,0 +1,51 @@
+"""The preflight gate: `nsa doctor`'s checks, made by the ranks of a run."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from nsa.engine.guard import Unfit
+from nsa.engine.recipe import Plan, run_files
+from nsa.model import parameter_count
+from nsa.plan.check import Check, failures, lines, verdict
+from nsa.plan.doctor import (
+    checkpoint_bytes,
+    code_fingerprint,
+    kept_checkpoints,
+    machine_checks,
+    rank_checks,
+)
+
+
+def check_machine(plan: Plan) -> list[Check]:
+    """What one rank of a machine sees of it; judged once all ranks are together."""
+    return machine_checks(
+        plan.run_dir,
+        checkpoint_bytes=checkpoint_bytes(parameter_count(plan.config.model)),
+        checkpoints=kept_checkpoints(
+            plan.stop, plan.config.checkpoint.every, plan.config.checkpoint.keep
+        ),
+        ranks=int(os.environ.get("LOCAL_SIZE", 1)),
+    )
+
+
+def check_ranks(plan: Plan, device: torch.device, machine: list[Check]) -> list[Check]:
+    """The same list on every rank; all raise Unfit where something in it fails."""
+    checks = rank_checks(
+        fingerprint=code_fingerprint(),
+        device=device,
+        config="".join(run_files(plan).values()),
+        machine=machine,
+    )
+    if not verdict(checks):
+        raise Unfit(f"preflight: {failures(checks)}")
+    return checks
+
+
+def notes_of(checks: list[Check], plan: Plan) -> list[str]:
+    """Warnings; every check where the run is asked to stop behind them."""
+    if plan.stop == 0:
+        return lines(checks)
+    return [line for check in checks if check.status == "warn" for line in lines([check])]

@@ -1,0 +1,62 @@
+"""Which checkpoint a run goes on from, agreed on by all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from nsa import checkpoint
+from nsa.checkpoint.store import LAYOUT_OF_STAGE, check_loadable
+from nsa.engine.ranks import Ranks
+from nsa.engine.recipe import Plan
+
+
+def checkpoint_to_load(plan: Plan, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint, and what there is to say; what cannot be loaded is refused."""
+    if not plan.resume:
+        return None, []
+    found, notes = checkpoint.newest_whole(plan.run_dir / "checkpoints")
+    if found is None:
+        return None, [*notes, "--resume: this run had saved no checkpoint; it starts at step 0"]
+    saved = dict(checkpoint.saved_under(found))
+    asked = {
+        "layout": LAYOUT_OF_STAGE[plan.ds_config["zero_optimization"]["stage"]],
+        "precision": plan.config.train.precision,
+        "ranks": saved["ranks"] if plan.universal else ranks.world_size,
+    }
+    check_loadable(found, saved, asked)
+    return found, notes
+
+
+def agree_on(run_dir: Path, found: Path | None) -> Path:
+    """Rank 0's folder: the others may have looked after it was made. All must load the same."""
+    choices: list[tuple[Path, Path | None] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(choices, (run_dir, found))
+    first = choices[0]
+    assert first is not None
+    for rank, choice in enumerate(choices):
+        if choice is not None and choice[1] != first[1]:
+            raise ValueError(
+                f"rank 0 found {first[1]} to go on from, and rank {rank} {choice[1]}: they must "
+                "see the same files; put --run-dir on a disk that all of them share"
+            )
+    return first[0]
+
+
+def convert(found: Path, plan: Plan, ranks: Ranks) -> tuple[Path, Plan]:
+    """With --universal: the checkpoint in a form that any number of ranks can load."""
+    if not plan.universal or not checkpoint.needs_universal(found, ranks.world_size):
+        return found, plan
+    ways: list[tuple[Path | None, str]] = [(None, "")]
+    if ranks.rank == 0:
+        try:
+            ways = [(checkpoint.to_universal(found), "")]
+        except ValueError as error:
+            ways = [(None, str(error))]
+    dist.broadcast_object_list(ways)
+    path, refusal = ways[0]
+    if path is None:
+        raise ValueError(refusal)
+    return path, replace(plan, ds_config={**plan.ds_config, "checkpoint": {"load_universal": True}})
