@@ -12,7 +12,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from nsa.disk import atomic_write_text
+from nsa.monitor.observer import warn
 
+_ACCUMULATED = ("grad_acc_dtype", "gradient_accumulation_dtype")  # DeepSpeed's own names
 _HEADS = ("module", "kind", "parameters", "gradients", "outputs")
 
 
@@ -37,7 +39,10 @@ class DtypeReport:
     def write(self, path: Path, optimizer: Any) -> None:
         """Stop listening and write the table; `optimizer` is DeepSpeed's or PyTorch's."""
         self.close()
-        atomic_write_text(path, self._modules() + "\n" + _optimizer_states(optimizer))
+        try:
+            atomic_write_text(path, self._modules() + "\n" + _optimizer_states(optimizer))
+        except Exception as error:
+            warn(f"{path} was not written, the run goes on: {error!r}")
 
     def close(self) -> None:
         """Stop listening; the step after this costs what it always does."""
@@ -62,6 +67,8 @@ class DtypeReport:
         alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for name, part in self._module.named_modules():
             own = list(part.parameters(recurse=False))
+            if not own and not self._outputs[name]:
+                continue  # a mere list of others
             row = (
                 re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name),
                 type(part).__name__,
@@ -81,14 +88,16 @@ class DtypeReport:
 
 def _optimizer_states(optimizer: Any) -> str:
     """The states of the optimizer itself, under whatever DeepSpeed has wrapped around it."""
+    found: dict[str, set[str]] = defaultdict(set)
     wrappers = [type(optimizer).__name__]
     while hasattr(optimizer, "optimizer"):
+        for name in _ACCUMULATED:
+            if isinstance(dtype := getattr(optimizer, name, None), torch.dtype):
+                found["accumulated gradients"].add(_name(dtype))
         optimizer = optimizer.optimizer
         wrappers.append(type(optimizer).__name__)
-    found: dict[str, set[str]] = defaultdict(set)
-    for group in optimizer.param_groups:
-        found["parameters that it updates"] |= _dtypes(group["params"])
-    for state in optimizer.state.values():
+    for updated, state in optimizer.state.items():
+        found["parameters that it updates"] |= _dtypes([updated])
         for name, value in state.items():
             found[name] |= _dtypes([value])
     rows: list[tuple[str, ...]] = [("optimizer state", "dtype")]
@@ -97,11 +106,11 @@ def _optimizer_states(optimizer: Any) -> str:
 
 
 def _dtypes(values: Iterable[Any]) -> set[str]:
-    return {
-        str(value.dtype).removeprefix("torch.")
-        for value in values
-        if isinstance(value, torch.Tensor)
-    }
+    return {_name(value.dtype) for value in values if isinstance(value, torch.Tensor)}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _join(dtypes: set[str]) -> str:

@@ -27,7 +27,7 @@ PHASES = ("setup", "data", "forward", "backward", "step", "eval", "save", "idle"
 EVENTS = ("start", "step_start", "progress", "step_end", "end")
 
 _NUMBERS = ("time", "mono", "rank", "pid", "since", "step", "micro_step", "tokens", "skipped")
-_FILE = re.compile(r"heartbeat_rank(\d+)\.jsonl")
+_FILE = re.compile(r"heartbeat_rank(\d+)(?:\.1)?\.jsonl")
 _BATCH_SECONDS = 0.5  # how long the line of a step may wait to be written
 _BACKLOG = 1_000  # lines that are kept while the disk takes none
 _CLOSE_SECONDS = 5.0  # how long the end of a run waits for a disk
@@ -186,8 +186,10 @@ class _Log:
 
     def _append(self, data: bytes) -> None:
         if self._file is None or not self._is_in_place(self._file):
-            self._file = self._open()
+            self._file = io.FileIO(self.path, "ab+")
         end = self._file.seek(0, os.SEEK_END)
+        if end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":
+            data = b"\n" + data  # a crash tore the last line
         try:
             written = self._file.write(data)
             if written != len(data):
@@ -195,36 +197,43 @@ class _Log:
         except OSError:
             with contextlib.suppress(OSError):
                 self._file.truncate(end)
-            self._file = None  # opened anew, and looked at: it may end in half a line
             raise
         if end + len(data) >= self._limit:
             os.replace(self.path, _older(self.path))
+            # Open at all times: by its ranks' open files a run's folder is found from outside.
+            self._file = io.FileIO(self.path, "ab+")
 
     def _is_in_place(self, file: io.FileIO) -> bool:
-        """Whether the open file still is the one of that name; it may be rotated or deleted."""
+        """Whether the open file still is the one of that name; it may have been deleted."""
         try:
             return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
         except FileNotFoundError:
             return False
 
-    def _open(self) -> io.FileIO:
-        file = io.FileIO(self.path, "ab+")
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":  # a crash tore the last line
-                file.write(b"\n")
-        return file
-
 
 def read_heartbeats(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
     """The lines of every rank, oldest first; those that are torn or corrupt are left out."""
-    ranks: dict[int, list[dict[str, Any]]] = {}
-    for path in sorted(run_dir.glob("heartbeat_rank*.jsonl")):
-        if match := _FILE.fullmatch(path.name):
-            parts = [part for part in (_older(path), path) if part.exists()]
-            lines = (line for part in parts for line in part.read_bytes().splitlines())
-            ranks[int(match[1])] = list(_whole(lines))
-    return dict(sorted(ranks.items()))
+    found = (_FILE.fullmatch(path.name) for path in run_dir.glob("heartbeat_rank*.jsonl"))
+    ranks = sorted({int(match[1]) for match in found if match})
+    return {rank: list(_whole(_lines(run_dir / f"heartbeat_rank{rank}.jsonl"))) for rank in ranks}
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Of both parts; read again where a rotation came between reading one and the other."""
+    while True:
+        older, data = _read(_older(path))
+        parts = (data, _read(path)[1])
+        if _read(_older(path), size=0)[0] == older:
+            return (line for part in parts for line in part.splitlines())
+
+
+def _read(path: Path, size: int = -1) -> tuple[int | None, bytes]:
+    """A file's identity and content; None and nothing where there is none."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_ino, file.read(size)
+    except FileNotFoundError:
+        return None, b""
 
 
 def last_beat(path: Path) -> dict[str, Any] | None:

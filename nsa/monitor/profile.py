@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +66,8 @@ class StepProfiler:
             draft.replace(path)
         except Exception as error:
             warn(f"the trace {path} was not written, the run goes on: {error!r}")
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink()
 
     def _start(self, step: int) -> None:
         import torch

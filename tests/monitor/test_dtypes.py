@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from nsa.monitor.dtypes import DtypeReport
+from tests.engine.runs import alone, succeed
+
+
+class Model(torch.nn.Module):
+    """Two like layers in bf16 that are recomputed, and a head in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2)).bfloat16()
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.head(x.float()).sum()
+
+
+def rows(path: Path) -> dict[str, list[str]]:
+    cells = (line.split() for line in path.read_text().splitlines() if line)
+    return {first: rest for first, *rest in cells}
+
+
+def trained(report: Path | None, steps: int = 3) -> list[torch.Tensor]:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    listening = DtypeReport(model) if report else None
+    for _ in range(steps):
+        model(torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if listening and report:
+            listening.write(report, optimizer)
+            listening = None
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_the_table_names_the_dtypes_of_each_kind_of_module(tmp_path: Path) -> None:
+    path = tmp_path / "dtypes.txt"
+    trained(path)
+    table = rows(path)
+    assert table["layers.*"] == ["(2)", "Linear", "bfloat16", "bfloat16", "bfloat16"]
+    assert table["head"] == ["Linear", "float32", "float32", "float32"]
+    assert table["parameters"][-1] == "bfloat16+float32"
+    assert table["exp_avg"] == ["bfloat16+float32"]
+
+
+def test_listening_changes_no_number_and_ends_with_the_first_step(tmp_path: Path) -> None:
+    heard, alone = trained(tmp_path / "dtypes.txt"), trained(None)
+    assert all(torch.equal(one, other) for one, other in zip(heard, alone, strict=True))
+    model = Model()
+    report = DtypeReport(model)
+    report.write(tmp_path / "dtypes.txt", torch.optim.AdamW(model.parameters()))
+    assert not any(part._forward_hooks for part in model.modules())
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_layers_that_differ_get_a_row_each(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).bfloat16())
+    report = DtypeReport(model)
+    report.write(tmp_path / "dtypes.txt", torch.optim.AdamW(model.parameters()))
+    table = rows(tmp_path / "dtypes.txt")
+    assert table["0"][1] == "float32"
+    assert table["1"][1] == "bfloat16"
+
+
+def test_a_table_that_cannot_be_written_costs_the_table_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    model = Model()
+    DtypeReport(model).write(tmp_path / "file/dtypes.txt", torch.optim.AdamW(model.parameters()))
+    assert "dtypes.txt was not written, the run goes on" in capsys.readouterr().err
+
+
+def test_deepspeed_s_engines_are_seen_through_and_compute_the_same(tmp_path: Path) -> None:
+    names = ("zero1_pcie", "zero2_overlap", "zero3")
+    program = Path(__file__).with_name("dtypes_rank.py")
+    said = succeed(alone(str(program), str(tmp_path), *names, folder=tmp_path))
+    assert [line for line in said.splitlines() if line.startswith("zero")] == [
+        f"{name} same" for name in names
+    ]
+    for name in names:
+        table = rows(tmp_path / f"{name}.txt")
+        assert table["embed"] == ["Embedding", "bfloat16", "bfloat16", "bfloat16"]
+        assert table["blocks.*.mlp.down"] == ["(2)", "Linear", *["bfloat16"] * 3]
+        assert table["parameters"][-1] == "float32"
+        assert table["exp_avg_sq"] == ["float32"]
+    wide, narrow = (rows(tmp_path / f"{name}.txt")["accumulated"] for name in names[:2])
+    assert (wide[-1], narrow[-1]) == ("float32", "bfloat16")

@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nsa.monitor import heartbeat
+from nsa.monitor.heartbeat import Heartbeat, last_beat, read_heartbeats
+from tests.engine.runs import deepspeed, succeed
+from tests.monitor.records import PATIENCE, files_no_longer_than
+
+OFTEN = 0.01  # seconds between two progress lines
+
+
+def beating(folder: Path, **changes: Any) -> Heartbeat:
+    values: dict[str, Any] = {"rank": 0, "backend": "deepspeed-zero1", "seconds": OFTEN}
+    return Heartbeat(folder, **{**values, **changes})
+
+
+def wait_for(what: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE
+    while not (found := what()):
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.005)
+    return found
+
+
+def path_of(folder: Path, rank: int = 0) -> Path:
+    return folder / f"heartbeat_rank{rank}.jsonl"
+
+
+def steps_told(folder: Path, event: str = "step_end") -> list[int]:
+    return [beat["step"] for beat in read_heartbeats(folder).get(0, []) if beat["event"] == event]
+
+
+def test_each_step_leaves_its_start_and_end_and_the_end_says_how_the_run_ended(
+    tmp_path: Path,
+) -> None:
+    beat = beating(tmp_path, rank=3, seconds=100)
+    for step in (1, 2):
+        beat.step_start(step)
+        beat.enter("forward", micro_step=1)
+        beat.enter("step")
+        beat.step_end(step, tokens=step * 4096, skipped=step - 1)
+        beat.logged(5.0 / step)
+    beat.close("finished")
+    beats = read_heartbeats(tmp_path)[3]
+    told = [(beat["event"], beat["step"], beat["tokens"], beat["skipped"]) for beat in beats]
+    assert told == [
+        ("start", 0, 0, 0),
+        ("step_start", 0, 0, 0),
+        ("step_end", 1, 4096, 0),
+        ("step_start", 1, 4096, 0),
+        ("step_end", 2, 8192, 1),
+        ("end", 2, 8192, 1),
+    ]
+    assert [beat["phase"] for beat in beats[:3]] == ["setup", "setup", "step"]
+    assert beats[-1]["status"] == "finished"
+    assert beats[-1]["loss"] == 2.5
+    assert all((beat["rank"], beat["pid"]) == (3, os.getpid()) for beat in beats)
+    assert {beat["backend"] for beat in beats} == {"deepspeed-zero1"}
+
+
+def test_progress_goes_on_and_names_the_phase_while_the_training_thread_hangs_in_c(
+    tmp_path: Path,
+) -> None:
+    beat = beating(tmp_path)
+    beat.step_start(7)
+    beat.enter("forward", micro_step=2)
+    reading, writing = os.pipe()
+    seen: list[dict[str, Any]] = []
+
+    def look() -> None:
+        def hung() -> list[dict[str, Any]]:
+            beats = read_heartbeats(tmp_path).get(0, [])
+            return [one for one in beats if one["event"] == "progress" and one["step"] == 6]
+
+        try:
+            wait_for(lambda: len(hung()) >= 5)
+            seen.extend(hung())
+        finally:
+            os.write(writing, b"x")
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    os.read(reading, 1)  # hangs in the kernel until others have seen enough
+    looking.join()
+    beat.close("finished")
+    assert len(seen) >= 5
+    assert {(one["phase"], one["micro_step"]) for one in seen} == {("forward", 2)}
+    since = [one["since"] for one in seen]
+    assert since == sorted(since)
+    assert since[0] < since[-1]
+    assert seen[-1]["memory_gb"] > 0.01
+
+
+def test_without_seconds_nothing_is_written_and_nothing_is_kept(tmp_path: Path) -> None:
+    threads = threading.active_count()
+    beat = beating(tmp_path, seconds=0)
+    for step in range(1, 4):
+        beat.step_start(step)
+        beat.enter("data")
+        beat.step_end(step, 0, 0)
+    beat.close("finished")
+    assert threading.active_count() == threads
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_costs_one_warning_and_no_half_lines_and_lines_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beat = beating(tmp_path)
+    beat.step_end(1, 0, 0)
+    wait_for(lambda: path_of(tmp_path).exists() and 1 in steps_told(tmp_path))
+    complaints = ""
+    with files_no_longer_than(path_of(tmp_path).stat().st_size + 100):
+        beat.step_end(2, 0, 0)
+
+        def complained() -> bool:
+            nonlocal complaints
+            complaints += capsys.readouterr().err
+            return "a write failed, the run goes on" in complaints
+
+        wait_for(complained)
+        beat.step_end(3, 0, 0)
+        time.sleep(10 * OFTEN)  # a few more tries that fail
+        assert path_of(tmp_path).read_bytes().endswith(b"\n")
+    wait_for(lambda: 3 in steps_told(tmp_path))
+    beat.close("finished")
+    assert steps_told(tmp_path) == [1, 2, 3]
+    assert all(json.loads(line) for line in path_of(tmp_path).read_text().splitlines())
+    assert (complaints + capsys.readouterr().err).count("a write failed") == 1
+
+
+def test_a_disk_that_stays_full_loses_the_oldest_lines_and_says_how_many(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "_BATCH_SECONDS", OFTEN)
+    path_of(tmp_path).symlink_to("/dev/full")
+    beat = beating(tmp_path, seconds=100)
+    for step in range(1, 3001):
+        beat.step_end(step, 0, 0)
+        if step % 500 == 0:
+            wait_for(lambda: not beat._events)
+    beat.close("finished")
+    err = capsys.readouterr().err
+    assert "No space left on device" in err
+    assert "2002 lines lost" in err, "all but the newest 1000 of 3000 steps, a start and an end"
+
+
+def test_a_disk_that_hangs_is_left_behind_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "_CLOSE_SECONDS", 0.05)
+    beat = beating(tmp_path, seconds=100)
+    let_go = threading.Event()
+    monkeypatch.setattr(beat._log, "write", lambda events: let_go.wait(PATIENCE))
+    closing = threading.Thread(target=lambda: beat.close("finished"), daemon=True)
+    closing.start()
+    closing.join(PATIENCE / 2)
+    gave_up = not closing.is_alive()
+    let_go.set()
+    assert gave_up, "close waited for the disk"
+
+
+def test_a_long_file_is_rotated_without_losing_a_line_and_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "_BATCH_SECONDS", OFTEN)
+    beat = beating(tmp_path, seconds=100, limit=4_000)
+    rotated = tmp_path / "heartbeat_rank0.1.jsonl"
+    step = 0
+    while not rotated.exists():
+        step += 1
+        beat.step_end(step, 0, 0)
+        wait_for(lambda step=step: step in steps_told(tmp_path))
+    assert 8 < step < 14, "a line has some 350 bytes"
+    opened = psutil.Process().open_files
+    wait_for(lambda: str(path_of(tmp_path)) in {file.path for file in opened()})
+    newest = last_beat(path_of(tmp_path))
+    assert newest is not None, "just after the rotation the newest line is in the older file"
+    assert newest["step"] == step
+    beat.step_end(step + 1, 0, 0)
+    wait_for(lambda: step + 1 in steps_told(tmp_path))
+    assert steps_told(tmp_path) == list(range(1, step + 2))
+    beat.close("finished")
+
+
+def test_the_folder_may_come_late_and_the_file_may_go(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    beat = beating(folder)
+    beat.step_end(1, 0, 0)
+    time.sleep(3 * OFTEN)
+    folder.mkdir()
+    wait_for(lambda: path_of(folder).exists() and steps_told(folder) == [1])
+    path_of(folder).unlink()
+    beat.step_end(2, 0, 0)
+    wait_for(lambda: path_of(folder).exists() and 2 in steps_told(folder))
+    beat.close("finished")
+
+
+def test_a_resumed_run_appends_behind_a_line_that_a_crash_tore(tmp_path: Path) -> None:
+    for step in (1, 2):
+        beat = beating(tmp_path, seconds=100)
+        beat.step_end(step, 0, 0)
+        beat.close("finished")
+        with path_of(tmp_path).open("a") as file:
+            file.write('{"time": 1, "event": "step_e')
+    beats = read_heartbeats(tmp_path)[0]
+    assert [beat["event"] for beat in beats] == 2 * ["start", "step_end", "end"]
+    assert steps_told(tmp_path) == [1, 2]
+    newest = last_beat(path_of(tmp_path))
+    assert newest is not None
+    assert newest == beats[-1]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\x00\xff\xfe not text",
+        b"[" * 100_000,
+        b"[1, 2]",
+        b'"progress"',
+        b'{"event": "progress"}',
+        b'{"event": "dance", "phase": "idle"}',
+        b"",
+    ],
+)
+def test_corrupt_lines_are_left_out_wherever_they_stand(tmp_path: Path, damage: bytes) -> None:
+    beat = beating(tmp_path, seconds=100)
+    beat.step_end(1, 0, 0)
+    beat.step_end(2, 0, 0)
+    beat.close("finished")
+    first, second, third, fourth = path_of(tmp_path).read_bytes().splitlines()
+    wrong = third.replace(b'"step": 2', b'"step": "2"')
+    path_of(tmp_path).write_bytes(
+        b"\n".join([damage, first, damage, second, wrong, third, fourth[:-9], damage])
+    )
+    events = [one["event"] for one in read_heartbeats(tmp_path)[0]]
+    assert events == ["start", "step_end", "step_end"]
+    if len(damage) < 1000:
+        newest = last_beat(path_of(tmp_path))
+        assert newest is not None
+        assert newest["step"] == 2
+
+
+def test_the_newest_line_of_a_huge_file_is_found_at_its_end(tmp_path: Path) -> None:
+    assert last_beat(path_of(tmp_path)) is None
+    with path_of(tmp_path).open("wb") as file:
+        file.truncate(2**40)  # a hole: nobody has room to read this
+    beat = beating(tmp_path, seconds=100, limit=2**50)
+    beat.step_end(5, 0, 0)
+    beat.close("finished")
+    newest = last_beat(path_of(tmp_path))
+    assert newest is not None
+    assert (newest["event"], newest["step"]) == ("end", 5)
+
+
+def test_a_wall_clock_that_jumps_does_not_touch_durations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat = beating(tmp_path, seconds=100)
+    beat.enter("save")
+    monkeypatch.setattr(time, "time", lambda: -1e9)
+    beat.step_end(1, 0, 0)
+    beat.close("finished")
+    start, end = read_heartbeats(tmp_path)[0][:2]
+    assert end["time"] < start["time"]
+    assert end["mono"] >= start["mono"]
+    assert 0 <= end["since"] < PATIENCE
+
+
+def test_a_rank_that_waits_in_a_collective_says_in_which_and_dumps_it_on_a_signal(
+    tmp_path: Path,
+) -> None:
+    """Rank 1 keeps rank 0 waiting until it has seen both, and then lets it go on."""
+    program = Path(__file__).with_name("waiting_ranks.py")
+    succeed(deepspeed(str(program), str(tmp_path), folder=tmp_path))
+    beats = read_heartbeats(tmp_path)[0]
+    assert (
+        "backward",
+        "gloo:all_reduce #4 of group 0 (default_pg, sizes [[1000]]) pending",
+    ) in {(one["phase"], one["collective"]) for one in beats}
+    assert beats[-1]["event"] == "end"
+    assert "in reduce_gradients" in (tmp_path / "stacks/rank0.txt").read_text()
+    (record,) = (
+        one
+        for one in json.loads((tmp_path / "stacks/rank0_collectives.json").read_text())
+        if one.get("entries")
+    )
+    assert record["pg_status"]["0"]["last_enqueued_collective"] == "4"
+    assert record["pg_status"]["0"]["last_completed_collective"] == "3"
+    assert record["entries"][-1]["profiling_name"] == "gloo:all_reduce"

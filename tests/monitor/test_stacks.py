@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nsa.monitor.stacks import dump_stacks_on_signal
+from tests.monitor.records import PATIENCE
+from tests.ranks import ROOT
+
+# Matching this takes years, and Python's lock is held all the while.
+STUCK_IN_C = """
+import re
+def look_for_pattern():
+    print("ready", flush=True)
+    re.match(r"(a+)+$", "a" * 60 + "b")
+look_for_pattern()
+"""
+WAITING = """
+import signal, time
+def stop(*_):
+    print("stopped in good order", flush=True)
+    raise SystemExit(0)
+signal.signal(signal.SIGTERM, stop)
+def wait_for_ever():
+    print("ready", flush=True)
+    while True:
+        time.sleep(100)
+wait_for_ever()
+"""
+
+
+@contextmanager
+def rank(run_dir: Path, code: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that listens for the signal and runs `code`."""
+    start = (
+        "from pathlib import Path\nfrom nsa.monitor.stacks import dump_stacks_on_signal\n"
+        f"dump_stacks_on_signal(Path({str(run_dir)!r}), 5)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", start + code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not what():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+def test_stacks_are_written_while_c_code_holds_python_up(tmp_path: Path) -> None:
+    with rank(tmp_path, STUCK_IN_C) as process:
+        path = tmp_path / "stacks/rank5.txt"
+        assert [entry.name for entry in path.parent.iterdir()] == ["rank5.txt"]
+        assert path.read_text() == ""
+
+        def found_matching() -> bool:
+            process.send_signal(signal.SIGUSR1)  # the first may come before the matching begins
+            stack = path.read_text()
+            return "in match\n" in stack and "in look_for_pattern" in stack
+
+        wait_for(found_matching)
+        assert process.poll() is None
+
+
+def test_each_signal_adds_a_dump_and_the_process_goes_on_to_its_own_handlers(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "stacks/rank5.txt"
+    with rank(tmp_path, WAITING) as process:
+        for number in (1, 2):
+            process.send_signal(signal.SIGUSR1)
+            wait_for(lambda number=number: path.read_text().count("-- the dump above") == number)
+        process.send_signal(signal.SIGTERM)
+        said, complaints = process.communicate(timeout=PATIENCE)
+    assert (said, complaints, process.returncode) == ("stopped in good order\n", "", 0)
+    assert path.read_text().count("in wait_for_ever") == 2
+    assert f"process {process.pid}" in path.read_text()
+    assert not (tmp_path / "stacks/rank5_collectives.json").exists(), "it had joined no group"
+
+
+def test_a_folder_that_cannot_be_written_costs_the_stacks_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stacks").write_text("a file where the folder should be")
+    before = signal.getsignal(signal.SIGUSR1)
+    dump_stacks_on_signal(tmp_path, 0)()
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert "SIGUSR1 will write no stacks" in capsys.readouterr().err

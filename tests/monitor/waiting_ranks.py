@@ -1,0 +1,53 @@
+"""Two ranks; rank 1 comes to a collective only once rank 0 was seen waiting for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+os.environ["TORCH_FR_BUFFER_SIZE"] = "100"  # as the recipes set it, before a group is joined
+
+import torch
+import torch.distributed as dist
+
+from nsa.monitor.heartbeat import Heartbeat, last_beat
+from nsa.monitor.stacks import dump_stacks_on_signal
+
+
+def reduce_gradients(values: torch.Tensor) -> None:
+    dist.all_reduce(values)
+
+
+def watch(run_dir: Path) -> None:
+    """What a watchdog does, from outside rank 0."""
+    while True:
+        beat = last_beat(run_dir / "heartbeat_rank0.jsonl")
+        if beat and beat["phase"] == "backward" and "gloo:" in (beat["collective"] or ""):
+            break
+        time.sleep(0.01)
+    os.kill(beat["pid"], signal.SIGUSR1)
+    while not (run_dir / "stacks/rank0_collectives.json").exists():
+        time.sleep(0.01)
+
+
+def main(run_dir: Path) -> None:
+    dist.init_process_group("gloo")
+    rank, values = dist.get_rank(), torch.ones(1000)
+    beat = Heartbeat(run_dir, rank=rank, backend="deepspeed-zero1", seconds=0.05)
+    dump_stacks_on_signal(run_dir, rank)
+    for _ in range(3):
+        reduce_gradients(values)
+    beat.enter("backward")
+    if rank == 1:
+        watch(run_dir)
+    reduce_gradients(values)
+    assert values[0] == 2**4
+    beat.close("finished")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[-1]))
