@@ -63,6 +63,9 @@ def remove_drafts(folder: Path) -> None:
     """What crashes left: drafts, and checkpoints whose removal was cut short."""
     for path in folder.glob(f".*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(f".{LATEST}.*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def write_part(draft: Path, rank: int, names: Iterable[str], about: dict[str, Any]) -> None:

@@ -41,9 +41,12 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        files = content["files"]
         named = int(content["step"]), int(content["ranks"])
-        sizes = {name: int(entry["bytes"]) for name, entry in files.items()}
+        files = {
+            name: (int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in content["files"].items()
+        }
+        bool(content["finite"]), float(content["time"])
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -55,8 +58,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if match and int(match[1]) != named[0]:
         raise ValueError(f"{MANIFEST} is that of step {named[0]}")
     needed = {STATE, *(rng_name(rank) for rank in range(named[1]))}
-    absent = sorted(needed - set(sizes))
-    outside = sorted(name for name in sizes if not _stays_inside(name))
+    absent = sorted(needed - set(files))
+    outside = sorted(name for name in files if not _stays_inside(name))
     if absent or outside:
         what = f"does not name {absent[0]}" if absent else f"names {outside[0]}, outside its folder"
         raise ValueError(f"{MANIFEST} {what}")

@@ -1,0 +1,152 @@
+"""Whatever is wrong with a checkpoint is found, named, and passed over for the one before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa.checkpoint import newest_whole
+from nsa.checkpoint.manifest import manifest_text, read_manifest
+from tests.checkpoint.conftest import Rows
+
+FILES = (
+    "manifest.json",
+    "state.json",
+    "mp_rank_00_model_states.pt",
+    "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    "rng_rank0.pt",
+    "rng_rank1.pt",
+    "rank0.json",
+    "rank1.json",
+    "config.yaml",
+    "ds_config.json",
+)
+
+
+@pytest.fixture
+def folder(saved: tuple[Path, list[Rows]], tmp_path: Path) -> Path:
+    """A copy of a real folder of two checkpoints, to be damaged."""
+    return Path(shutil.copytree(saved[0] / "foreground", tmp_path / "checkpoints"))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_costs_its_checkpoint_and_is_named(
+    folder: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    broken = folder / "step00000006"
+    damage(broken / name)
+    path, (note,) = newest_whole(folder)
+    assert path == folder / "step00000003"
+    assert note.startswith(f"step00000006: {name} ")
+    damage(folder / "step00000003" / name)
+    path, notes = newest_whole(folder)
+    assert path is None
+    assert [note.split(":")[0] for note in notes] == ["step00000006", "step00000003"]
+
+
+def test_the_files_of_a_checkpoint_are_those_tested_here(folder: Path) -> None:
+    assert {path.name for path in (folder / "step00000006").iterdir()} == set(FILES)
+
+
+def test_a_size_that_differs_is_told_in_bytes(folder: Path) -> None:
+    shard = folder / "step00000006/mp_rank_00_model_states.pt"
+    size = shard.stat().st_size
+    truncate(shard)
+    _, (note,) = newest_whole(folder)
+    assert note == (
+        f"step00000006: mp_rank_00_model_states.pt has {size // 2:,} bytes, "
+        f"manifest.json says {size:,}"
+    )
+
+
+def entries(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest["files"]
+
+
+@pytest.mark.parametrize(
+    ("forge", "complaint"),
+    [
+        (lambda m: m.update(step=3), "is that of step 3"),
+        (lambda m: m.update(step="soon"), "cannot be read: ValueError"),
+        (lambda m: m.update(files=list(entries(m))), "cannot be read"),
+        (lambda m: m.update(files={}), "does not name rng_rank0.pt"),
+        (lambda m: entries(m).pop("rng_rank1.pt"), "does not name rng_rank1.pt"),
+        (lambda m: entries(m).pop("state.json"), "does not name state.json"),
+        (lambda m: m.pop("ranks"), "cannot be read: KeyError"),
+        (lambda m: entries(m)["state.json"].update(bytes=-1), "manifest.json says -1"),
+        (lambda m: entries(m)["state.json"].pop("sha256"), "cannot be read: KeyError"),
+        (
+            lambda m: entries(m).update({"../latest": {"bytes": 12, "sha256": ""}}),
+            "names ../latest, outside its folder",
+        ),
+    ],
+)
+def test_a_manifest_that_cannot_be_true_is_refused_though_its_own_hash_is_right(
+    folder: Path, forge: Callable[[dict[str, Any]], object], complaint: str
+) -> None:
+    path = folder / "step00000006/manifest.json"
+    content = json.loads(path.read_text())
+    content.pop("sha256")
+    forge(content)
+    path.write_text(manifest_text(content))
+    found, (note,) = newest_whole(folder)
+    assert found == folder / "step00000003"
+    assert complaint in note
+
+
+def test_a_manifest_edited_by_hand_is_told_by_its_own_hash(folder: Path) -> None:
+    path = folder / "step00000006/manifest.json"
+    path.write_text(path.read_text().replace('"finite": true', '"finite": false'))
+    with pytest.raises(ValueError, match="changed after it was written"):
+        read_manifest(path.parent)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "", "null", '{"files": 3}', "\x00\x00"])
+def test_a_manifest_of_another_kind_is_refused_in_words(folder: Path, text: str) -> None:
+    (folder / "step00000006/manifest.json").write_text(text)
+    found, (note,) = newest_whole(folder)
+    assert found == folder / "step00000003"
+    assert note.startswith("step00000006: manifest.json cannot be read: ")
+
+
+@pytest.mark.parametrize("latest", [None, "", "step00000099", "step00000003", "../..", "\x00"])
+def test_latest_decides_nothing(folder: Path, latest: str | None) -> None:
+    (folder / "latest").unlink()
+    if latest is not None:
+        (folder / "latest").write_text(latest)
+    assert newest_whole(folder) == (folder / "step00000006", [])
+
+
+def test_what_is_not_named_as_a_checkpoint_is_left_alone(folder: Path) -> None:
+    for name in (".step00000009.partial", "step00000009.universal", "mine"):
+        shutil.copytree(folder / "step00000006", folder / name)
+    (folder / "step00000010").write_text("a file")
+    assert newest_whole(folder) == (folder / "step00000006", [])
+
+
+def test_a_copy_under_another_step_is_no_checkpoint(folder: Path) -> None:
+    shutil.copytree(folder / "step00000006", folder / "step00000009")
+    found, (note,) = newest_whole(folder)
+    assert found == folder / "step00000006"
+    assert note == "step00000009: manifest.json is that of step 6"
+
+
+def test_without_a_folder_there_is_no_checkpoint_and_nothing_to_say(tmp_path: Path) -> None:
+    assert newest_whole(tmp_path / "checkpoints") == (None, [])
