@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import platform
@@ -116,17 +117,18 @@ class Guard:
         while True:
             if time.monotonic() >= look:
                 self.look()
-                look = time.monotonic() + _LOOK
+                look = time.monotonic() + (_LOOK if self.folder else _POLL)
             if self.verdict is not None:
                 return self.code()
             if self._wish.signal is not None:
                 if self._launcher is None:
                     say("watches no longer; the run goes on")
                     return 128 + self._wish.signal
+                self._read()
                 self._pass_on()
             if self._launcher is None or self._launcher.poll() is not None:
                 self.look()
-                if not (self._unended() if self._launcher is None else self._tree.living()):
+                if not (self._working() if self._launcher is None else self._tree.living()):
                     self._read()  # lines that were written since
                     return self.code()
             time.sleep(_POLL)
@@ -161,13 +163,8 @@ class Guard:
             return code if code >= 0 else 128 - code
         return CODE_OF_STATUS.get(str(rank.beat.get("status")), 1) if rank.ended else None
 
-    def _unended(self) -> list[Rank]:
-        """Ranks that run, as far as can be known; of another host only their lines tell."""
-        return [
-            rank
-            for rank in self.ranks.values()
-            if (is_alive(rank.process) if rank.process is not None else not rank.ended)
-        ]
+    def _working(self) -> list[Rank]:
+        return [rank for rank in self.ranks.values() if rank.lives]
 
     def look(self) -> None:
         """Take in what is there, judge it, and end what has no reason left to live."""
@@ -175,7 +172,7 @@ class Guard:
         self._tree.reap(self._launcher.pid if self._launcher is not None else 0)
         if self.folder is None:
             self._find_folder(living)
-        gone = [rank for rank in self.ranks.values() if rank.process and not is_alive(rank.process)]
+        gone = [rank for rank in self.ranks.values() if not rank.lives]
         self._read()  # after that, so that the last line of one that has gone is among them
         self._judge_run()
         if self.verdict is None:
@@ -210,14 +207,16 @@ class Guard:
                 continue
             if beat.get("host") == platform.node():
                 process = self._find(number, int(beat["pid"]))
-                if process is not None:
+                young = self._launcher is not None and beat["mono"] >= self._began
+                if process is not None or young:
                     self.ranks[number] = Rank(number, beat, time.monotonic(), process)
             elif self._far.setdefault(number, beat) != beat:  # it is alive
-                self.ranks[number] = Rank(number, beat, time.monotonic(), None)
+                self.ranks[number] = Rank(number, beat, time.monotonic(), None, far=True)
 
     def _find(self, number: int, pid: int) -> psutil.Process | None:
         """The process of a rank: one of those that were launched, or one that holds its file."""
         if self._launcher is not None:
+            self._tree.look()
             return self._tree.find(pid)
         assert self.folder is not None
         process = holder(pid, self.folder / f"heartbeat_rank{number}.jsonl")
@@ -229,7 +228,7 @@ class Guard:
         if self._judge is None:
             return
         try:
-            verdict = self._judge.stall({rank.number: rank for rank in self._unended()})
+            verdict = self._judge.stall({rank.number: rank for rank in self._working()})
             for found, action in self._judge.sicknesses():
                 if action == "warn":
                     say(f"WARNING: {found.reason}")
@@ -245,7 +244,7 @@ class Guard:
         """Give ranks the wish to end; the launcher's own way would kill them after 30 s."""
         assert self._wish.signal is not None
         name = signal.Signals(self._wish.signal).name
-        ranks = [rank for rank in self._unended() if rank.process is not None]
+        ranks = [rank for rank in self._working() if rank.process is not None]
         fresh = [rank for rank in ranks if rank.process not in self._asked]
         if not self.ranks and self._deadline is None:
             say(f"{name}: no rank is at work yet; ending what was started")
@@ -275,7 +274,7 @@ class Guard:
             self._kill()
 
     def _end_what_the_launcher_left(self) -> None:
-        if any(rank.process for rank in self._unended()):
+        if any(rank.process for rank in self._working()):
             self._say_once("the launcher has ended before its ranks; they are watched to their end")
         elif self._deadline is None and not wait_for(self._tree.living(), 1.0):
             self._tree.send(signal.SIGTERM)
@@ -297,7 +296,7 @@ class Guard:
         say(f"HALT: {verdict.reason}")
         self.verdict = verdict
         self._was_done = all(self._code_of(rank) == 0 for rank in self.ranks.values())
-        ranks = [rank for rank in self._unended() if rank.process is not None]
+        ranks = [rank for rank in self._working() if rank.process is not None]
         done = []
         if asked := self._ask_for_stacks(ranks):
             done.append(f"SIGUSR1 to {_names(asked)} for stacks")
@@ -318,15 +317,12 @@ class Guard:
     def _kill(self) -> int:
         """End ranks, let the launcher tell its code, end the rest; returns how many that was."""
         self._tree.look()
-        ranks = [rank.process for rank in self._unended() if rank.process is not None]
+        ranks = [rank.process for rank in self._working() if rank.process is not None]
         for process in ranks:
             send(process, signal.SIGKILL)
-        if ranks:
-            deadline = time.monotonic() + _LAUNCHER
-            while self._tree.living() and time.monotonic() < deadline:
-                time.sleep(_POLL)
-                if self._launcher is not None:
-                    self._launcher.poll()
+        if ranks and self._launcher is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launcher.wait(_LAUNCHER)
         return self._tree.kill()
 
     def _ask_for_stacks(self, ranks: Sequence[Rank]) -> list[Rank]:

@@ -16,6 +16,7 @@ import yaml
 
 from nsa.monitor.config import WatchConfig
 from nsa.monitor.observer import BRANCHES
+from nsa.monitor.process_tree import is_alive
 from nsa.monitor.recorded import read_table
 
 # The setting of `monitor.watch` that limits each phase.
@@ -40,7 +41,15 @@ class Rank:
     number: int
     beat: dict[str, Any]
     received: float  # monotonic, of this process
-    process: psutil.Process | None  # None: it runs on another host
+    process: psutil.Process | None  # None: it died young, or runs on another host
+    far: bool = False  # it runs on another host
+
+    @property
+    def lives(self) -> bool:
+        """Whether it is at work; of another host's only its lines tell."""
+        if self.far:
+            return not self.ended
+        return self.process is not None and is_alive(self.process)
 
     @property
     def ended(self) -> bool:
@@ -49,8 +58,8 @@ class Rank:
 
     def age(self, now: float) -> float:
         """Seconds since its newest line; hosts share no clock, so that there receipt counts."""
-        here = self.process is not None and self.beat["mono"] <= now
-        return now - (self.beat["mono"] if here else self.received)
+        known = not self.far and self.beat["mono"] <= now
+        return now - (self.beat["mono"] if known else self.received)
 
 
 @dataclass(frozen=True)
@@ -114,7 +123,7 @@ class Judge:
             what, setting = f"{name} has said its end and does not go", "compute"
         elif silence and age > silence:
             limit, seconds, setting = silence, age, "silence"
-            lives = ", though its process lives," if rank.process else ""
+            lives = "" if rank.far else ", though its process lives,"
             what = f"{name}{lives} has written nothing in {phase} after step {beat['step']}"
         else:
             # The newest line itself tells how long: a rank may have moved on since, untold.
