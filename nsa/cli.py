@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nsa.data.command import add_parser as add_data_parser
+from nsa.monitor.compare import add_parser as add_compare_parser
+from nsa.monitor.report import add_parser as add_report_parser
 from nsa.monitor.watchdog import add_parser as add_watch_parser
 from nsa.monitor.watchdog import split_command
 from nsa.plan.doctor import add_parser as add_doctor_parser
@@ -55,14 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
 
     add_data_parser(verbs)
+    add_report_parser(verbs)
+    add_compare_parser(verbs)
     add_doctor_parser(verbs)
     add_watch_parser(verbs)
-
-    about = "draw the losses of one or more runs into one picture"
-    plot = verbs.add_parser("plot", help=about, description=about)
-    plot.add_argument("runs", type=Path, nargs="+", help="folders of runs, for example runs/m7c")
-    plot.add_argument("--out", type=Path, required=True, help="the picture, for example loss.png")
-    plot.set_defaults(run=_plot)
 
     about = "parameters and operations a token of M7C and of its dense twin"
     info = verbs.add_parser("info", help=about, description=about)
@@ -90,14 +88,6 @@ def _check(args: argparse.Namespace) -> int:
         raw, source = load_ds_config(args.ds_config), str(args.ds_config)
         resolved = resolve_ds_config(raw, RunConfig(), world_size=args.ranks, source=source)
     print(json.dumps(resolved, indent=2))
-    return 0
-
-
-def _plot(args: argparse.Namespace) -> int:
-    from nsa.monitor.plot import plot_runs
-
-    plot_runs(args.runs, args.out)
-    print(args.out)
     return 0
 
 

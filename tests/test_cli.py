@@ -14,7 +14,7 @@ from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
 from tests.ranks import ROOT
 
-VERBS = ("bench", "check", "data", "info", "plot")
+VERBS = ("bench", "check", "compare", "data", "doctor", "info", "report", "watch")
 DS_CONFIG = ROOT / "ds_configs/zero1_pcie.json"
 
 
@@ -58,7 +58,8 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
     wrong.write_text('{"zero_optimisation": {"stage": 1}}')
     for arguments, word in (
         (["info", "--seq-len", "0"], "--seq-len 0"),
-        (["plot", str(tmp_path), "--out", str(tmp_path / "x.png")], "metrics.csv"),
+        (["compare", str(tmp_path), "--out", str(tmp_path / "x.png")], "metrics.csv"),
+        (["report", str(tmp_path / "runs")], "there is no such folder"),
         (["check", str(wrong)], "zero_optimisation"),
         (["check", str(tmp_path / "nowhere.json")], "nowhere.json"),
         (["check", str(DS_CONFIG), "--ranks", "0"], "--ranks 0"),
@@ -89,7 +90,7 @@ def test_check_prints_what_deepspeed_will_get(capsys: pytest.CaptureFixture[str]
     assert resolved["zero_optimization"]["stage"] == 1
 
 
-def test_plot_draws_the_runs_that_it_is_given(
+def test_compare_and_report_say_what_they_wrote(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("nsa", "dense"):
@@ -98,12 +99,18 @@ def test_plot_draws_the_runs_that_it_is_given(
             "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds\n"
             "1,64,5.5,,,0.1,1.0,10,,,1\n2,128,5.0,5.1,7.4,0.1,1.0,10,,,2\n"
         )
-    picture = tmp_path / "loss.png"
-    assert (
-        main(["plot", str(tmp_path / "nsa"), str(tmp_path / "dense"), "--out", str(picture)]) == 0
-    )
+    runs = [str(tmp_path / "nsa"), str(tmp_path / "dense")]
+    assert main(["compare", *runs]) == 0
+    picture = tmp_path / "compare.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out == f"{picture}\n"
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "nsa        2  5.000     5.100      7.400        10   -  -",
+        "dense      2  5.000     5.100      7.400        10   -  -",
+        str(picture),
+    ]
+    assert main(["report", *runs]) == 0
+    assert capsys.readouterr().out == f"{runs[0]}/report.md\n{runs[1]}/report.md\n"
+    assert (tmp_path / "dense" / "report.md").read_text().startswith("# dense: not judged yet\n")
 
 
 def test_bench_gets_everything_that_follows_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,1 +1,1 @@
-"""Those who watch a run: TensorBoard, metrics.csv, the console, gates, speed, and the plots."""
+"""Those who watch a run: TensorBoard, metrics.csv, the console, gates, speed; verdicts and reports."""

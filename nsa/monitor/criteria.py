@@ -117,7 +117,7 @@ def _steps(evidence: Evidence) -> Criterion:
         spans += history.done
     gaps = list(_gaps(spans, evidence.step))
     missing = sum(last - first + 1 for first, last in gaps)
-    said = f"metrics.csv ({len(evidence.rows):,} rows) and rank 0's heartbeats"
+    said = f"metrics.csv (rows: {len(evidence.rows):,}) and rank 0's heartbeats"
     if gaps:
         shown = ", ".join(f"{first:,}-{last:,}" for first, last in gaps[:5])
         more = f" and {len(gaps) - 5} more gaps" if len(gaps) > 5 else ""

@@ -41,7 +41,7 @@ class RankHistory:
     losses: list[tuple[int, float]] = field(default_factory=list)  # (step, loss) when it changed
     busy: list[float] = field(default_factory=list)
     skipped: int | None = None
-    status: str = ""  # of the last "end" line that nothing followed
+    status: str = ""  # how the last process said that it ended
     first_time: float | None = None
     last_time: float | None = None
     backend: str = ""
@@ -53,27 +53,27 @@ def read_table(path: Path, steps: Container[int] | None = None) -> Table:
     Tables with several rows a step have a column `layer` as well. `steps`: the others are skipped.
     """
     table = Table(path.name)
-    text = read_text(path)
-    if text is None:
-        table.problem = f"{path.name} is not there, or cannot be read"
-        return table
-    header, *lines = text.split("\n")
-    columns = header.strip().split(",")
-    if columns[0] != "step":
-        table.problem = f"{path.name} has no column 'step' at the start of its first line"
-        return table
     found: dict[tuple[float, float], Row] = {}
     bad = 0
-    for line in lines[:-1]:  # what follows the last line's end was torn by a crash
-        if steps is not None:
-            first = line.partition(",")[0]
-            if first.isdecimal() and int(first[:15]) not in steps:
-                continue
-        row = _row(columns, line)
-        if row is None:
-            bad += 1
-        else:
-            found[row["step"], row.get("layer", 0)] = row
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            columns = file.readline().strip().split(",")
+            if columns[0] != "step":
+                table.problem = f"the first line of {path.name} does not begin with 'step'"
+                return table
+            for line in file:
+                if steps is not None:
+                    first = line[: line.find(",")]
+                    if first.isdecimal() and int(first[:15]) not in steps:
+                        continue
+                row = _row(columns, line)
+                if row is not None:
+                    found[row["step"], row.get("layer", 0)] = row
+                elif line.endswith("\n"):  # else it is just being written, or a crash tore it
+                    bad += 1
+    except OSError as error:
+        table.problem = f"{path.name} cannot be read: {error.strerror}"
+        return table
     table.rows = [found[key] for key in sorted(found)]
     if bad:
         table.problem = f"{path.name}: {bad:,} lines could not be read"
@@ -87,7 +87,7 @@ def read_rank(run_dir: Path, rank: int, since: int = 0, upto: int | None = None)
     history = RankHistory(rank)
     walk = _Walk(history, since, math.inf if upto is None else upto)
     for name in (f"heartbeat_rank{rank}.1.jsonl", f"heartbeat_rank{rank}.jsonl"):
-        for beat in read_jsonl(run_dir / name):
+        for beat in read_jsonl(run_dir / name, skip='"step_start"'):
             walk.see(beat)
     walk.end_process()
     return history
@@ -118,11 +118,16 @@ def last_step(path: Path) -> int:
     return int(found[1]) if found else 0
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file that are JSON objects; a line at a time, so that size costs no memory."""
+def read_jsonl(path: Path, skip: str | None = None) -> Iterator[dict[str, Any]]:
+    """The lines of a file that are JSON objects; a line at a time, so that size costs no memory.
+
+    Lines with the text `skip` in them are left out unread.
+    """
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
+                if skip is not None and skip in line:
+                    continue
                 try:
                     found = json.loads(line)
                 except (ValueError, RecursionError):
@@ -163,14 +168,15 @@ def number(value: object) -> float | None:
 class _Walk:
     """Goes through a rank's lines in order, and adds up what its processes did.
 
-    A line tells its phase and for how long the rank has been in it; what lies between that and the
-    line before belongs to the phase before.
+    The start of a step says nothing that its end doesn't, and is left out. A line tells its phase
+    and for how long the rank has been in it; what lies between that and the line before belongs to
+    the phase before.
     """
 
     def __init__(self, history: RankHistory, since: int, upto: float) -> None:
         self._history, self._since, self._upto = history, since, upto
         self._pid: object = None
-        self._first: int | None = None  # steps done when it took its first one
+        self._first: int | None = None  # steps done before this process's first one
         self._step = 0
         self._mono: float | None = None
         self._phase = ""
@@ -186,11 +192,12 @@ class _Walk:
             self.end_process()
             self._pid = beat.get("pid")
             self._history.processes += begins
+            self._history.status = ""
         phase = str(beat.get("phase"))
         self._time(mono, number(beat.get("since")) or 0.0, phase)
-        if self._first is None and event in ("step_start", "step_end"):
-            # Only these tell where a process stands: before the first it may still be loading.
-            self._first = self._step = step - (event == "step_end")
+        if self._first is None and event == "step_end":
+            # What it says before is no step of its own: it may still be loading.
+            self._first = self._step = step - 1
         if self._first is not None and step > self._step:
             self._stop_waiting(self._step + 1)
             self._step, self._waited = step, 0.0
@@ -225,7 +232,8 @@ class _Walk:
         history.lines += 1
         history.step = max(history.step, step)
         history.backend = str(beat.get("backend") or history.backend)
-        history.status = str(beat.get("status") or "") if beat.get("event") == "end" else ""
+        if beat.get("event") == "end":
+            history.status = str(beat.get("status") or "")
         time = number(beat.get("time"))
         if time is not None:
             history.first_time = time if history.first_time is None else history.first_time
@@ -245,8 +253,8 @@ class _Walk:
 
 
 def _row(columns: list[str], line: str) -> Row | None:
-    cells = line.rstrip("\r").split(",")
-    if len(cells) != len(columns):
+    cells = line.split(",")
+    if len(cells) != len(columns) or not line.endswith("\n"):
         return None
     row = {}
     for column, cell in zip(columns, cells, strict=True):

@@ -71,7 +71,7 @@ def test_a_healthy_run_is_a_go_and_its_evidence_names_the_files(tmp_path: Path) 
     assert all(criterion.evidence for criterion in verdict.criteria)
     steps = verdict.criteria[0]
     assert (steps.name, steps.value) == ("steps recorded", 300)
-    assert "metrics.csv (31 rows)" in steps.evidence
+    assert "metrics.csv (rows: 31)" in steps.evidence
     assert "Go (10 of 11 criteria met, 1 not measured)" in verdict.summary
 
 

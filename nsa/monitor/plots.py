@@ -1,0 +1,105 @@
+"""Curves over steps in panels side by side, drawn without any display and in little time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+# Okabe and Ito's colours, told apart by colour-blind readers and in print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_SMOOTHED_FROM = 50  # points; a shorter curve is drawn as it is
+_DRAWN = 600  # points of a curve at most; more than a picture can show
+_COLUMNS = 4  # panels in a row
+
+Points = tuple[Sequence[float], Sequence[float]]  # steps, values
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: curves by their labels."""
+
+    title: str
+    curves: Mapping[str, Points]
+    marked: bool = False  # few points, each worth seeing
+    ordered: bool = False  # the curves are those of layers, first to last
+
+
+def draw(panels: Sequence[Panel], out: Path, *, width: float = 6.0) -> None:
+    """Draw the panels into one picture; `out` names the file, and by its ending the format."""
+    from matplotlib.figure import Figure  # late: it takes a second, and training must not wait
+
+    # A Figure of its own draws with Agg and leaves pyplot's global state, and any display, alone.
+    columns = min(_COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(width * columns, 4.0 * rows), dpi=100)
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    # Fixed margins: a layout that is computed draws everything twice.
+    inch_x, inch_y = 1 / figure.get_figwidth(), 1 / figure.get_figheight()
+    figure.subplots_adjust(
+        0.75 * inch_x, 0.5 * inch_y, 1 - 0.1 * inch_x, 1 - 0.15 * inch_y, wspace=0.25, hspace=0.2
+    )
+    for axis, panel in zip(axes, panels, strict=False):
+        _draw_panel(axis, panel)
+    for axis in list(axes)[len(panels) :]:
+        axis.set_axis_off()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(out)
+    except ValueError as error:
+        raise ValueError(f"{out}: {error}") from error
+
+
+def _draw_panel(axis: Any, panel: Panel) -> None:
+    axis.set_xlabel("step")
+    axis.set_ylabel(panel.title)
+    axis.grid(alpha=0.25, linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.margins(x=0.01)
+    drawn = {label: points for label, points in panel.curves.items() if points[0]}
+    for index, (label, (steps, values)) in enumerate(drawn.items()):
+        name = label.replace("$", r"\$")
+        colour = _shade(index, len(drawn)) if panel.ordered else COLOURS[index % len(COLOURS)]
+        if panel.marked:
+            style = {"marker": "o", "markersize": 3}
+            axis.plot(steps, values, label=name, color=colour, linewidth=1.4, **style)
+        else:
+            _draw_curve(axis, steps, values, name, colour, faint=not panel.ordered)
+    if len(drawn) > 1 or panel.marked or not panel.ordered:
+        axis.legend(frameon=False, ncols=2 if len(drawn) > 6 else 1, fontsize="small")
+
+
+def _draw_curve(
+    axis: Any,
+    steps: Sequence[float],
+    values: Sequence[float],
+    label: str,
+    colour: Any,
+    *,
+    faint: bool,
+) -> None:
+    """A line; many noisy points become a faint line, from low to high, behind their mean."""
+    stride = max(1, len(values) // _DRAWN)
+    if len(values) >= _SMOOTHED_FROM:
+        if faint:
+            parts = [values[at : at + stride] for at in range(0, len(values), stride)]
+            ends = [end for part in parts for end in (min(part), max(part))]
+            places = [step for step in steps[::stride] for _ in range(2)]
+            axis.plot(places, ends, color=colour, alpha=0.25, linewidth=0.8)
+        values = running_mean(values, len(values) // 50, stride)
+    axis.plot(steps[::stride], values, label=label, color=colour, linewidth=1.4)
+
+
+def running_mean(values: Sequence[float], width: int, stride: int = 1) -> list[float]:
+    """The mean around each value, `width` to either side: so it does not lag."""
+    sums, count = [0.0, *accumulate(values)], len(values)
+    spans = ((max(0, at - width), min(count, at + width + 1)) for at in range(0, count, stride))
+    return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
+
+
+def _shade(index: int, count: int) -> tuple[float, ...]:
+    from matplotlib import colormaps
+
+    return colormaps["viridis"](0.9 * index / max(1, count - 1))
