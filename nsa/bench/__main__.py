@@ -26,6 +26,9 @@ def _parser() -> argparse.ArgumentParser:
     data.add_argument("--seconds", type=float, default=3.0, help="for each rate")
     data.add_argument("--rounds", type=int, default=8, help="steps with and without the feed")
     data.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
+    health = what.add_parser("health", help="what watching gates and selection costs a step")
+    health.add_argument("--pairs", type=int, default=40, help="steps with and without, each")
+    health.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
     aot = what.add_parser("aot", help="compile the kernels without a GPU and check their limits")
     aot.add_argument("--arch", default="sm_80,sm_90,sm_100", help="chips, with commas between")
     aot.add_argument("--full", action="store_true", help="every dtype, size and candidate config")
@@ -58,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from nsa.bench import data
 
         result = data.run(flags.megabytes, flags.seconds, flags.rounds)
+    elif flags.what == "health":
+        from nsa.bench import health
+
+        result = health.run(flags.pairs)
     elif flags.what == "roofline":
         from nsa.bench import roofline
 

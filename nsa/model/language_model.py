@@ -96,11 +96,3 @@ class LanguageModel(nn.Module):
         return {
             name: module for name, module in self.named_modules() if isinstance(module, NSAttention)
         }
-
-    def gate_projections(self) -> dict[str, nn.Module]:
-        """Each layer's gate projection by name, for who watches them; empty for the dense twin."""
-        return {
-            name: module.gates
-            for name, module in self.named_modules()
-            if isinstance(module, NSAttention)
-        }

@@ -149,13 +149,12 @@ def _of_blocks(blocks: Tensor, before: Tensor, heard: _Heard, spec: Pattern) -> 
     picks = free.sum((1, 2, 3, 4))
     distance = own - blocks
     nearer = [(free & (distance < edge)).sum((1, 2, 3, 4)) for edge in DISTANCES[1:]]
-    follows = (at > start)[1:, None, None]
     return torch.cat(
         [
             choosing.float().mean().expand(len(blocks), 1),
             (forced.sum((1, 2, 3, 4)) / chosen.sum((1, 2, 3, 4)))[:, None],
             _entropy(blocks, free, own, heard.seq_len, spec)[:, None],
-            _overlap(blocks[:, :, 1:], before, free[:, :, 1:] & follows)[:, None],
+            _overlap(blocks[:, :, 1:], before, free[:, :, 1:])[:, None],
             ((distance * free).sum((1, 2, 3, 4)) / picks)[:, None],
             _shares(nearer, picks),
         ],
@@ -183,9 +182,10 @@ def _entropy(blocks: Tensor, free: Tensor, own: Tensor, seq_len: int, spec: Patt
 
 
 def _overlap(blocks: Tensor, before: Tensor, counted: Tensor) -> Tensor:
-    """The share of the counted blocks that are among those of the token before; [L]."""
-    none = torch.iinfo(before.dtype).max
-    before = torch.where(before < 0, none, before)  # ascending to the end
+    """The share of the counted blocks that are among those of the token before; [L].
+
+    A query that can choose is not its document's first, and the token before it has no padding.
+    """
     place = torch.searchsorted(before, blocks.contiguous()).clamp(max=before.shape[-1] - 1)
     shared = (before.gather(-1, place) == blocks) & counted
     return shared.sum((1, 2, 3, 4)) / counted.sum((1, 2, 3, 4))
