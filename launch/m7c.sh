@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Trains M7C on two ranks: on two GPUs where there are two, on the CPU where there is none.
-# Arguments go to recipes/m7c.py; a rank's exit code comes back.
+#   bash launch/m7c.sh [--restart N] [arguments of recipes/m7c.py ...]
+# It runs under a watchdog (docs/watchdog.md): a rank's exit code comes back, a signal reaches the
+# ranks, so that they save, and nothing outlives it. --restart lets a run that crashed go on.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
@@ -9,6 +11,12 @@ bash "$here/setup.sh"
 export PATH="$root/.venv/bin:$PATH"
 
 say() { printf 'm7c: %s\n' "$*"; }
+
+watch=()
+if [ "${1-}" = --restart ]; then
+    watch=(--restart "${2-}")
+    shift $(($# > 1 ? 2 : 1))
+fi
 
 # A port of its own keeps two runs on one machine from answering each other.
 read -r gpus port < <(
@@ -39,20 +47,4 @@ fi
 command=(deepspeed "${devices[@]}" --master_port "$port" "$root/recipes/m7c.py" "$@")
 say "${command[*]}"
 
-# The launcher's outer process passes no signal on and can end before its ranks do. A process group
-# of their own lets one signal reach them all, and nothing outlives this script.
-set -m
-"${command[@]}" </dev/null &
-group=$!
-end_ranks() { kill -TERM -- "-$group" 2>/dev/null || true; }
-trap end_ranks INT TERM HUP
-
-code=0
-wait "$group" || code=$?
-end_ranks
-for _ in {1..150}; do
-    kill -0 -- "-$group" 2>/dev/null || exit "$code"
-    sleep 0.2
-done
-kill -KILL -- "-$group" 2>/dev/null || true
-exit "$code"
+exec nsa watch "${watch[@]}" -- "${command[@]}"

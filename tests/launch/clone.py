@@ -32,6 +32,17 @@ TORCH = {
 }
 
 
+NSA = {
+    "nsa/__init__.py": "",
+    "nsa/cli.py": "import os, sys\ndef main():\n"
+    "    print('called with', sys.argv[1:], flush=True)\n"
+    "    if '--' in sys.argv:\n"
+    "        command = sys.argv[sys.argv.index('--') + 1 :]\n"
+    "        os.execvp(command[0], command)\n",
+    "nsa_m7c-{version}.dist-info/entry_points.txt": "[console_scripts]\nnsa = nsa.cli:main\n",
+}
+
+
 def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
     """The smallest wheel that pip installs."""
     info = f"{name}-{version}.dist-info"
@@ -54,7 +65,7 @@ def make_clone(folder: Path) -> Path:
     (clone / "wheels").mkdir()
     write_wheel(clone / "wheels", "torch", "2.13.0", TORCH)
     write_wheel(clone / "wheels", "torch", "2.13.1", TORCH)
-    write_wheel(clone / "wheels", "nsa_m7c", "0", {"nsa/__init__.py": ""})
+    write_wheel(clone / "wheels", "nsa_m7c", "0", NSA)
     return clone
 
 

@@ -38,6 +38,15 @@ def test_the_ranks_go_to_the_gpus_that_there_are(
     port = re.findall(r"'--master_port', '(\d+)'", launched)[0]
     expected = [*devices.split(), "--master_port", port, recipe, "--set", "a b"]
     assert launched == f"launched with {expected}"
+    assert call.stdout.splitlines()[-2] == f"called with {['watch', '--', 'deepspeed', *expected]}"
+
+
+def test_restarts_are_the_watchdogs_business_and_not_the_recipes(installed_clone: Path) -> None:
+    call = run(installed_clone, "m7c.sh", "--restart", "3", "--steps", "5")
+    assert call.returncode == 0, call.stderr
+    called, launched = call.stdout.splitlines()[-2:]
+    assert called.startswith("called with ['watch', '--restart', '3', '--', 'deepspeed'")
+    assert launched.endswith("recipes/m7c.py', '--steps', '5']")
 
 
 def write_recipe(folder: Path, code: str) -> None:
