@@ -26,6 +26,7 @@ from deepspeed.launcher import runner
 from nsa import cli
 from nsa.bench.__main__ import main as bench_main
 from nsa.engine.recipe import Recipe, _parser, make_plan
+from nsa.monitor.watchdog import split_command
 from tests.ranks import ROOT
 
 # Programs that no test runs, and why.
@@ -80,6 +81,21 @@ def nsa(arguments: list[str]) -> str | None:
     return said.getvalue()
 
 
+def watch(arguments: list[str]) -> None:
+    """The watchdog's own flags, then the command that it would start."""
+    own, command = split_command(["watch", *arguments])
+    cli._parser().parse_args(own)
+    if command:
+        check(command)
+
+
+def m7c(arguments: list[str]) -> None:
+    """The script's own flag comes first; the rest is the recipe's."""
+    own = 2 if arguments[:1] == ["--restart"] else 0
+    watch([*arguments[:own], "runs"])
+    recipe("recipes/m7c.py", arguments[own:], ranks=2)
+
+
 def bench(arguments: list[str]) -> None:
     """A benchmark stops as soon as it has understood its arguments."""
     parse_args = argparse.ArgumentParser.parse_args
@@ -132,7 +148,8 @@ def tensorboard(arguments: list[str]) -> None:
 
 # The first that a command begins with counts.
 RULES: dict[str, Callable[[list[str]], str | None]] = {
-    "bash launch/m7c.sh": partial(recipe, "recipes/m7c.py", ranks=2),
+    "bash launch/m7c.sh": m7c,
+    "bash launch/watch.sh": watch,
     "bash launch/gpu.sh": gpu,
     "bash launch/test.sh": tests,
     "bash launch/setup.sh": no_arguments,
@@ -142,6 +159,7 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "nsa bench": bench,
     "python -m nsa.bench": bench,
     "python -m nsa bench": bench,
+    "nsa watch": watch,
     "nsa": nsa,
     "python -m nsa": nsa,
     "tensorboard": tensorboard,
