@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 PRELOADED = (
     "nsa.engine.run",
     "nsa.data.builtin",
+    "torch.utils.cpp_extension",
     "torch.utils.tensorboard",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # part of DeepSpeed's initialize(), 3 seconds
 )

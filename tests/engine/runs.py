@@ -31,6 +31,7 @@ TINY = [
         "train.eval_samples=8",
         "train.warmup_steps=2",
         "checkpoint.every=3",
+        "monitor.report=false",  # seconds of drawing; the tests of the report ask for it
     )
 ]
 Finished = subprocess.CompletedProcess[str]
