@@ -20,7 +20,6 @@ __all__ = [
     "Saver",
     "load",
     "needs_universal",
-    "newest",
     "newest_whole",
     "read_manifest",
     "save",
@@ -29,11 +28,6 @@ __all__ = [
     "saved_under",
     "to_universal",
 ]
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint, without a word on those passed over."""
-    return newest_whole(folder)[0]
 
 
 def save(

@@ -39,12 +39,9 @@ def load(engine: Any, checkpoint: Path) -> dict[str, Any]:
     """Restore weights, optimizer and random numbers on every rank; returns the state saved too."""
     written = _read(checkpoint)
     check_loadable(checkpoint, written["saved_under"], setting(engine))
-    universal = written["saved_under"]["ranks"] == ANY
-    if universal != bool(engine.load_universal_checkpoint()):
-        raise ValueError(
-            f"{checkpoint} is {'' if universal else 'not '}a universal checkpoint, and the "
-            f"DeepSpeed config says checkpoint.load_universal = {json.dumps(not universal)}"
-        )
+    # DeepSpeed asks its config at each load: an engine that has begun from a universal checkpoint
+    # may have to go back to one of its own.
+    engine._config.load_universal_checkpoint = written["saved_under"]["ranks"] == ANY
     with contextlib.redirect_stdout(
         io.StringIO()
     ):  # BF16_Optimizer prints what looks like an error

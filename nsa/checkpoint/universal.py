@@ -1,8 +1,7 @@
 """A checkpoint for another number of ranks, made by DeepSpeed's own converter.
 
 `step00000010.universal/` lies beside the checkpoint that it was made from, with a manifest of its
-own, and is used again where both are whole. It is loaded with DeepSpeed's
-`"checkpoint": {"load_universal": true}`.
+own, and is used again where both are whole.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ import random
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import nsa.checkpoint.saver
 from nsa.checkpoint import CheckpointConfig, SaveFailed, Saver, load, newest_whole, read_manifest
 from nsa.engine.agreement import Agreement
 from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
@@ -70,17 +73,35 @@ def both_ways(trial: Trial) -> dict[str, Any]:
         for index in range(3):
             step(engine, index)
         seed(trial.rank)
-        saver.save(3, {"step": 3}, {"place": trial.rank})
-        for index in range(3, 6):
-            step(engine, index)  # changes in place what a thread may still be writing
+        with slow_disk(background):
+            saver.save(3, {"step": 3}, {"place": trial.rank})
+            for index in range(3, 6):
+                step(engine, index)  # changes in place what is still to be written
         saver.save(6, {"step": 6}, {"place": trial.rank})
         saver.finish()
     return {"saved": trial.saved, "failed": trial.failed}
 
 
+@contextmanager
+def slow_disk(on: bool) -> Iterator[None]:
+    """Nothing is written before this ends."""
+    if not on:
+        yield
+        return
+    turn = threading.Event()
+    usual = nsa.checkpoint.saver.write
+    nsa.checkpoint.saver.write = lambda path, content: turn.wait() and usual(path, content)
+    try:
+        yield
+    finally:
+        turn.set()
+        nsa.checkpoint.saver.write = usual
+
+
 def resume(trial: Trial) -> dict[str, Any]:
     """What is drawn and computed after loading, and what was after saving."""
     went_on = weights(trial.engine)
+    seed(90)  # what loading must undo
     assert load(trial.engine, trial.root / "foreground/step00000003") == {"step": 3}
     drawn = draw()
     seed(trial.rank)

@@ -38,20 +38,24 @@ def save(root: Path, stage: int) -> None:
         step(engine, index)
     checkpoint.save(engine, root / f"{stage}_from_{ranks}", 4, {"step": 4}, {"of": ranks})
     tell(root, f"{stage}_from_{ranks}", engine, stage)
+    engine.destroy()
 
 
 def go_on(root: Path, stage: int) -> None:
-    """The four more, from the checkpoint of the other number of ranks."""
+    """The four more, from the checkpoint of the other number of ranks; then back to one's own."""
     ranks, name = dist.get_world_size(), f"{stage}_from_{3 - dist.get_world_size()}"
-    path, more = root / name / "step00000004", {}
+    path = root / name / "step00000004"
     if needs_universal(path, ranks):
         if dist.get_rank() == 0:
             to_universal(path)
         dist.barrier()
-        path, more = to_universal(path), {"checkpoint": {"load_universal": True}}
-    engine = build(seed=2, stage=stage, **more)
+        path = to_universal(path)
+    engine = build(seed=2, stage=stage)
     assert checkpoint.load(engine, path) == {"step": 4}
     tell(root, f"{name}_on_{ranks}", engine, stage)
+    checkpoint.load(engine, root / f"{stage}_from_{ranks}" / "step00000004")
+    tell(root, f"{stage}_from_{ranks}_again", engine, stage)
+    engine.destroy()
 
 
 def tell(root: Path, name: str, engine: Any, stage: int) -> None:
@@ -60,7 +64,6 @@ def tell(root: Path, name: str, engine: Any, stage: int) -> None:
     losses = [step(engine, index) for index in range(4, 8)]
     if dist.get_rank() == 0:
         torch.save(held | {"losses": losses}, root / f"{name}.pt")
-    engine.destroy()
 
 
 def main() -> None:
@@ -68,8 +71,9 @@ def main() -> None:
     start_ranks(Ranks.from_environment())
     deepspeed.logger.setLevel("ERROR")
     for job in sys.argv[2:]:
-        for stage in (0, 1, 2):
-            {"save": save, "go_on": go_on}[job](root, stage)
+        name, _, stages = job.partition("=")
+        for stage in stages.split(","):
+            {"save": save, "go_on": go_on}[name](root, int(stage))
 
 
 if __name__ == "__main__":
