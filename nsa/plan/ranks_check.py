@@ -75,7 +75,7 @@ def rank_checks(
     """Compare all ranks and measure what is between them; a collective, the same list on each.
 
     `machine`: checks that this rank made of its machine, which become part of every rank's list.
-    `megabytes`: of the all-reduce; by default 256 on GPUs and 16 elsewhere. `seconds`: how long
+    `megabytes`: of the all-reduce; by default 256 on GPUs and 4 elsewhere. `seconds`: how long
     that may take. Afterwards only the process group may be used whose all-reduce did not fail.
     """
     import torch.distributed as dist
@@ -85,7 +85,7 @@ def rank_checks(
         alone = "one rank alone: nothing to compare or to send"
         return [*_of_machines([facts]), Check("ranks", SKIP, alone)]
     if megabytes is None:
-        megabytes = 16 if device.type == "cpu" else 256
+        megabytes = 4 if device.type == "cpu" else 256
     with _meeting() as group:
         everyone = _gather(facts, group)
         checks = [*_of_machines(everyone), *compare(everyone)]

@@ -69,6 +69,7 @@ def test_old_pythons_are_refused() -> None:
         ("2.13.0+cu130", "3.7.1+git1234", PINNED, OK),
         ("2.13.0+cu130", "3.6.0", PINNED, FAIL),
         ("2.13.0+cu130", None, PINNED, FAIL),
+        ("2.12.0", "3.6.0", ["triton==3.7.1"], FAIL),  # torch's own word, of any torch
         ("2.13.0+cpu", "3.7.1", ["filelock"], OK),
         ("2.13.0+cpu", "3.4.0", ["filelock"], FAIL),
         ("2.11.0+cpu", "3.4.0", ["filelock"], OK),  # nobody says which it wants

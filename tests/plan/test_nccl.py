@@ -24,6 +24,7 @@ INTERFACES = ("lo", "eth0", "docker0")
         ({"CUDA_LAUNCH_BLOCKING": "1"}, WARN, "waited for"),
         ({"NCCL_SOCKET_IFNAME": "ens1"}, FAIL, "names no network interface"),
         ({"NCCL_SOCKET_IFNAME": "=eth"}, FAIL, "names no network interface"),
+        ({"NCCL_SOCKET_IFNAME": "^eth,lo,docker"}, FAIL, "names no network interface"),
         ({"NCCL_SOCKET_IFNAME": "eth"}, OK, "NCCL_SOCKET_IFNAME=eth"),
         ({"NCCL_SOCKET_IFNAME": "^docker,lo"}, OK, "NCCL_SOCKET_IFNAME=^docker,lo"),
     ],

@@ -32,7 +32,7 @@ def test_ranks_that_are_alike_are_well_and_the_link_has_a_speed(found: Found) ->
     well = found["well"]
     assert {name for name, check in well.items() if check.status != OK} == {"disk"}
     words = well["all-reduce"].detail.split()
-    assert words[:5] == ["16", "MB", "over", "2", "ranks"]
+    assert words[:5] == ["4", "MB", "over", "2", "ranks"]
     assert float(words[-2]) > 0
     assert words[-1] == "GB/s"
 
