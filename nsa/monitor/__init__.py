@@ -1,1 +1,1 @@
-"""Those who watch a run: TensorBoard, metrics.csv, the console, gates, speed; verdicts and reports."""
+"""Those who watch a run: TensorBoard, tables, heartbeats, health, verdicts, reports, watchdog."""

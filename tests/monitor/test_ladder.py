@@ -186,20 +186,27 @@ def test_unsteady_steps_are_a_no_go_and_few_ones_are_not_judged(tmp_path: Path) 
 
 def test_speed_is_judged_from_the_gate_before(tmp_path: Path) -> None:
     slow = {"tokens_per_s": 30.0}
-    write_metrics(tmp_path, 1_000, change=lambda step: slow if 1 < step <= 300 else {})
+    write_metrics(tmp_path, 400, change=lambda step: slow if 1 < step <= 300 else {})
     assert answer(tmp_path, "tokens/s").value == 30.0
     assert answer(tmp_path, "tokens/s").ok is False
-    assert answer(tmp_path, "tokens/s", Gate("extended", 1_000)).ok
+    assert answer(tmp_path, "tokens/s", Gate("extended", 400)).ok
+
+
+def test_the_first_step_of_each_process_does_not_count_as_slow(tmp_path: Path) -> None:
+    first = {"tokens_per_s": None, "seconds": 400.0}
+    write_metrics(tmp_path, change=lambda step: first if step == 150 else {})
+    assert answer(tmp_path, "longest pause").ok
 
 
 def test_idle_or_unequal_gpus_are_a_no_go(tmp_path: Path) -> None:
-    for name, (first, second) in {"idle": (0.5, 0.5), "uneven": (0.99, 0.85)}.items():
+    for name, (first, second) in {"idle": (0.5, 0.5), "uneven": (0.99, 0.75)}.items():
         write_metrics(tmp_path / name)
         write_beats(tmp_path / name, beats(300, gpu_busy=first))
         write_beats(tmp_path / name, beats(300, rank=1, gpu_busy=second))
     assert answer(tmp_path / "idle", "idlest GPU").ok is False
     assert answer(tmp_path / "idle", "busiest and idlest").ok
-    assert answer(tmp_path / "uneven", "idlest GPU").ok
+    assert answer(tmp_path / "uneven", "idlest GPU", min_gpu_busy=0.7).ok
+    assert answer(tmp_path / "uneven", "idlest GPU").ok is False
     assert answer(tmp_path / "uneven", "busiest and idlest").ok is False
     write_beats(tmp_path / "blind", beats(300), beats(300, rank=1, gpu_busy=None))
     assert answer(tmp_path / "blind", "idlest GPU").ok is None
