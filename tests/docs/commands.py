@@ -61,10 +61,10 @@ def launcher(arguments: list[str]) -> None:
 
 def recipe(script: str, arguments: list[str], ranks: int = 1) -> None:
     """Plan a recipe's run. The run that `--resume` goes on with, and the reader's device, are not
-    here: these two are left out."""
+    here: they are left out."""
     found = _recipe_of(ROOT / script)
     flags = _parser(found).parse_args(arguments)
-    flags.resume = False
+    flags.resume = flags.universal = False
     any_device = mock.patch("nsa.engine.recipe._check_precision")
     with mock.patch.dict(os.environ, WORLD_SIZE=str(ranks)), any_device:
         make_plan(found, flags)
