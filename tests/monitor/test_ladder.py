@@ -21,7 +21,7 @@ from nsa.monitor.ladder import (
     record,
     until,
 )
-from nsa.monitor.recorded import read_rank
+from nsa.monitor.recorded import read_rank, read_table
 from tests.monitor.written import beats, write_beats, write_metrics, write_run, write_selection
 
 CONFIG = LadderConfig(min_gate=0.0)
@@ -152,6 +152,20 @@ def test_a_stall_within_a_process_is_a_pause_but_saving_is_not(tmp_path: Path) -
     assert answer(tmp_path / "evaluating", "longest pause").ok
 
 
+def test_a_long_save_is_no_pause_even_if_hardly_a_line_tells_of_it(tmp_path: Path) -> None:
+    lines = beats(300, waits={200: ("save", 130.0)})
+    saving = [line for line in lines if line["phase"] == "save"]
+    write_beats(tmp_path, [line for line in lines if line not in saving[1:]])
+    write_metrics(tmp_path)
+    assert answer(tmp_path, "longest pause").value == pytest.approx(0.5, abs=0.1)
+
+
+def test_what_came_after_a_gate_does_not_change_its_verdict(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, steps=400, waits={300: ("idle", 500.0), 350: ("forward", 500.0)})
+    assert judge(run_dir, SMOKE, CONFIG, patience=0).go
+    assert not judge(run_dir, Gate("production", 400), CONFIG, patience=0).go
+
+
 def test_a_hang_that_ended_in_a_kill_is_a_pause_but_the_time_to_the_resume_is_not(
     tmp_path: Path,
 ) -> None:
@@ -216,6 +230,8 @@ def test_too_many_skipped_steps_are_a_no_go(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, skipped=4)
     assert answer(run_dir, "not applied").ok is False
     assert answer(run_dir, "not applied", max_skipped=0.02).ok
+    write_beats(run_dir, *(beats(0, rank=rank, pid=900) for rank in range(2)))  # not yet loaded
+    assert answer(run_dir, "not applied").ok is False
 
 
 def test_a_dead_branch_is_a_no_go(tmp_path: Path) -> None:
@@ -226,7 +242,7 @@ def test_a_dead_branch_is_a_no_go(tmp_path: Path) -> None:
     dead = answer(run_dir, "mean gate", min_gate=0.01)
     assert dead.ok is False
     assert "2 layers at step 300: cmp 0.400, sel 0.001, win 0.500" in dead.evidence
-    write_selection(run_dir, gates={"cmp": math.nan, "sel": 0.5, "win": 0.5})
+    write_selection(run_dir, gates={"cmp": 0.5, "sel": math.nan, "win": 0.5})
     assert answer(run_dir, "mean gate", min_gate=0.01).ok is False
 
 
@@ -284,6 +300,16 @@ def test_lines_torn_in_the_middle_cost_only_themselves(tmp_path: Path) -> None:
         path.write_text("".join([*lines[:middle], *torn, *lines[middle + 2 :], lines[-1][:9]]))
     assert judge(tmp_path, SMOKE, CONFIG, patience=0).go
     assert "2 lines could not be read" in answer(tmp_path, "not finite").evidence
+
+
+def test_a_last_row_that_lost_its_end_is_not_believed(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 20)
+    path = tmp_path / "metrics.csv"
+    row = path.read_text().splitlines()[-1]
+    with path.open("a") as file:
+        file.write(row.replace("20,", "30,", 1)[:-3])
+    table = read_table(path)
+    assert ([row["step"] for row in table.rows], table.problem) == ([1, 10, 20], "")
 
 
 def test_a_run_without_metrics_is_judged_by_its_heartbeats(tmp_path: Path) -> None:
