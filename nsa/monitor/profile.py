@@ -76,7 +76,8 @@ class StepProfiler:
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         try:
-            profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+            # Without shapes: to collect them keeps Python, and so the heartbeat, up for seconds.
+            profiler = torch.profiler.profile(activities=activities)
             profiler.start()
         except Exception as error:
             self._steps = None

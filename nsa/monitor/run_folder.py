@@ -99,7 +99,7 @@ def _cuda() -> dict[str, Any] | None:
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "version": torch.version.cuda,
-        "driver": _driver_version(),
+        "driver": driver_version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "devices": [device.name for device in devices],
         "memory_gb": [device.total_memory / 1e9 for device in devices],
@@ -107,10 +107,10 @@ def _cuda() -> dict[str, Any] | None:
     }
 
 
-def _driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Of NVIDIA's kernel module; its tool would say the same and takes much longer."""
     try:
-        found = re.search(r"\d+\.\d+(\.\d+)*", file.read_text())
+        found = re.search(r"\b\d+\.\d+(\.\d+)*\b", file.read_text())
     except OSError:
         return None
     return found[0] if found else None

@@ -65,12 +65,12 @@ def test_listening_changes_no_number_and_ends_with_the_first_step(tmp_path: Path
 
 
 def test_layers_that_differ_get_a_row_each(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).bfloat16())
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    model[1].bfloat16()
     report = DtypeReport(model)
     report.write(tmp_path / "dtypes.txt", torch.optim.AdamW(model.parameters()))
     table = rows(tmp_path / "dtypes.txt")
-    assert table["0"][1] == "float32"
-    assert table["1"][1] == "bfloat16"
+    assert [table[name][1] for name in "012"] == ["float32", "bfloat16", "float32"]
 
 
 def test_a_table_that_cannot_be_written_costs_the_table_and_not_the_run(

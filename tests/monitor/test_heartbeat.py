@@ -193,7 +193,9 @@ def test_a_long_file_is_rotated_without_losing_a_line_and_stays_open(
     beat.close("finished")
 
 
-def test_the_folder_may_come_late_and_the_file_may_go(tmp_path: Path) -> None:
+def test_the_folder_may_come_late_and_the_file_may_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
     beat = beating(folder)
     beat.step_end(1, 0, 0)
@@ -204,6 +206,7 @@ def test_the_folder_may_come_late_and_the_file_may_go(tmp_path: Path) -> None:
     beat.step_end(2, 0, 0)
     wait_for(lambda: path_of(folder).exists() and 2 in steps_told(folder))
     beat.close("finished")
+    assert capsys.readouterr().err == ""
 
 
 def test_a_resumed_run_appends_behind_a_line_that_a_crash_tore(tmp_path: Path) -> None:

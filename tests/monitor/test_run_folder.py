@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa.disk import atomic_write_text
-from nsa.monitor.run_folder import git_commit, write_env
+from nsa.monitor.run_folder import driver_version, git_commit, write_env
 from tests.monitor.records import files_no_longer_than
 
 
@@ -17,17 +17,28 @@ def test_env_json_says_what_ran_where_and_keeps_secrets_out(
 ) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("HF_TOKEN", "hf_do_not_tell")
-    returned = write_env(tmp_path)
+    returned = write_env(tmp_path, hosts=["one", "two"])
     text = (tmp_path / "env.json").read_text()
     env = json.loads(text)
     assert env == returned
     for package in ("torch", "deepspeed", "numpy"):
         assert env["packages"][package] == importlib.metadata.version(package)
+    assert env["hosts"] == ["one", "two"]
     assert env["environment"]["NCCL_P2P_DISABLE"] == "1"
     assert "hf_do_not_tell" not in text
     assert env["cpu"]["cores"] >= 1
     assert env["cpu"]["memory_gb"] > 0
     assert {"date", "command", "git_commit", "python", "host", "cuda"} <= env.keys()
+
+
+@pytest.mark.parametrize(
+    "kind", ["x86_64 Kernel Module  550.54.15", "Open Kernel Module for x86_64  550.54.15"]
+)
+def test_the_driver_tells_its_version_in_both_of_its_kinds(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "version"
+    assert driver_version(file) is None
+    file.write_text(f"NVRM version: NVIDIA UNIX {kind}  Tue Mar  5 22:23:56 UTC 2024\n")
+    assert driver_version(file) == "550.54.15"
 
 
 def test_the_commit_is_that_of_the_code_itself(tmp_path: Path) -> None:
