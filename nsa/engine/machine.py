@@ -9,6 +9,7 @@ import torch
 from nsa.engine.guard import Unfit
 from nsa.engine.recipe import Plan, run_files
 from nsa.model import parameter_count
+from nsa.monitor.ladder import preflight
 from nsa.plan.check import Check, failures, lines, verdict
 from nsa.plan.doctor import (
     checkpoint_bytes,
@@ -19,13 +20,14 @@ from nsa.plan.doctor import (
 )
 
 
-def check_machine(plan: Plan) -> list[Check]:
-    """What one rank of a machine sees of it; judged once all ranks are together."""
+def check_machine(plan: Plan, done: int) -> list[Check]:
+    """What one rank of a machine sees of it, before `done` steps are gone on from; judged once all
+    ranks are together."""
     return machine_checks(
         plan.run_dir,
         checkpoint_bytes=checkpoint_bytes(parameter_count(plan.config.model)),
         checkpoints=kept_checkpoints(
-            plan.stop, plan.config.checkpoint.every, plan.config.checkpoint.keep
+            plan.stop, plan.config.checkpoint.every, plan.config.checkpoint.keep, done
         ),
         ranks=int(os.environ.get("LOCAL_SIZE", 1)),
     )
@@ -47,5 +49,5 @@ def check_ranks(plan: Plan, device: torch.device, machine: list[Check]) -> list[
 def notes_of(checks: list[Check], plan: Plan) -> list[str]:
     """Warnings; every check where the run is asked to stop behind them."""
     if plan.stop == 0:
-        return lines(checks)
+        return [*lines(checks), preflight(checks).summary]
     return [line for check in checks if check.status == "warn" for line in lines([check])]

@@ -33,6 +33,8 @@ from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import Observer, RunInfo
 from nsa.monitor.throughput import Throughput, peak_flops
 from nsa.monitor.writer import BackgroundWriter
+from nsa.plan.check import Check
+from nsa.plan.doctor import dry_batch_check
 
 
 @dataclass
@@ -72,7 +74,7 @@ def _prepare(plan: Plan, ranks: Ranks) -> Begun:
             f"{plan.run_dir} is already at step {state.step} and was asked to stop at "
             f"{plan.stop}; raise --until or --steps"
         )
-    machine = check_machine(plan) if ranks.local_rank == 0 else []
+    machine = check_machine(plan, state.step) if ranks.local_rank == 0 else []
     data = open_data(plan.config, ranks, state, own.get("feed"), plan.new_data)
     try:
         begun = _build(plan, ranks, found, state, data, machine, notes)
@@ -90,7 +92,7 @@ def _build(
     found: Path | None,
     state: TrainState,
     data: Data,
-    machine: list[Any],
+    machine: list[Check],
     notes: list[str],
 ) -> Begun:
     """Join the ranks, check what only they know together, and make the engine."""
@@ -101,6 +103,7 @@ def _build(
     if found is not None:
         found, plan = convert(found, plan, ranks)
     engine, tolerated = build_engine(plan.config, plan.ds_config, device)
+    checks.append(dry_batch_check("forward and backward; each parameter got its gradient once"))
     if found is not None:
         checkpoint.load(engine, found)
     if ranks.rank == 0:
@@ -148,7 +151,7 @@ def _assemble(
         on_saved=observers.on_checkpoint,
         on_failed=lambda error: observers.on_message(f"NOT SAVED, training goes on: {error}"),
     )
-    sparse = config.model.attention.kind == "nsa" and config.monitor.health
+    told = ranks.rank == 0 and config.monitor.health and config.model.attention.kind == "nsa"
     return Run(
         config=config,
         engine=engine,
@@ -167,7 +170,7 @@ def _assemble(
         observers=observers,
         writers=writers,
         health=HealthRecorder(
-            engine.module.sparse_layers() if sparse else {}, config.model.attention.spec
+            engine.module.sparse_layers() if told else {}, config.model.attention.spec
         ),
         throughput=Throughput(
             flops_per_token=flops_per_token(config.model, config.data.seq_len),

@@ -37,7 +37,7 @@ class Progress(Observer):
         self._total = info.total_steps
         self._print(
             f"{info.name} ({info.profile}): {info.parameters / 1e6:.1f}M parameters, "
-            f"steps {info.start_step + 1} to {info.total_steps} on {info.world_size} "
+            f"{_steps(info)} on {info.world_size} "
             f"rank{'s' if info.world_size > 1 else ''}, in {info.run_dir}"
         )
         for note in info.notes:
@@ -110,6 +110,12 @@ class Progress(Observer):
     def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _steps(info: RunInfo) -> str:
+    if info.start_step >= info.total_steps:
+        return "no step to take"
+    return f"steps {info.start_step + 1} to {info.total_steps}"
 
 
 def _has_columns(stream: TextIO) -> bool:
