@@ -10,7 +10,6 @@ from nsa.engine.state import TrainState
 from nsa.monitor.dtypes import DtypeReport
 from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.memory import MemorySnapshots
-from nsa.monitor.observer import warn
 from nsa.monitor.profile import StepProfiler
 
 
@@ -48,10 +47,7 @@ class Instruments:
         self.heartbeat.enter("idle")
         if self.dtypes is not None:
             (dtypes, optimizer, path), self.dtypes = self.dtypes, None
-            try:
-                dtypes.write(path, optimizer)
-            except Exception as error:
-                warn(f"{path.name} was not written: {error!r}")
+            dtypes.write(path, optimizer)
 
     def close(self, status: str) -> None:
         """The run has ended, `status` says how."""

@@ -155,13 +155,20 @@ def run_files(plan: Plan) -> dict[str, str]:
     }
 
 
-def write_run_folder(plan: Plan) -> None:
-    """Leave behind what was run, and where."""
+def write_run_folder(plan: Plan, hosts: list[str]) -> None:
+    """Leave behind what was run, and where; `hosts` of the ranks, in their order."""
     from nsa.monitor.run_folder import write_env
 
     for name, text in run_files(plan).items():
         atomic_write_text(plan.run_dir / name, text)
-    write_env(plan.run_dir, recipe=plan.recipe.name, profile=plan.profile, notes=plan.notes)
+    write_env(
+        plan.run_dir,
+        recipe=plan.recipe.name,
+        profile=plan.profile,
+        notes=plan.notes,
+        world_size=len(hosts),
+        hosts=hosts,
+    )
 
 
 def with_run_dir(plan: Plan, run_dir: Path) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,19 +31,21 @@ def checkpoint_to_load(plan: Plan, ranks: Ranks) -> tuple[Path | None, list[str]
     return found, notes
 
 
-def agree_on(run_dir: Path, found: Path | None) -> Path:
-    """Rank 0's folder: the others may have looked after it was made. All must load the same."""
-    choices: list[tuple[Path, Path | None] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(choices, (run_dir, found))
-    first = choices[0]
-    assert first is not None
-    for rank, choice in enumerate(choices):
-        if choice is not None and choice[1] != first[1]:
+def agree_on(run_dir: Path, found: Path | None) -> tuple[Path, list[str]]:
+    """Rank 0's folder, and the ranks' hosts; all must go on from the same checkpoint.
+
+    The other ranks may have chosen a folder after rank 0 had made its own.
+    """
+    mine = (run_dir, found, os.uname().nodename)
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, (_, other, _) in enumerate(everyone):
+        if other != everyone[0][1]:
             raise ValueError(
-                f"rank 0 found {first[1]} to go on from, and rank {rank} {choice[1]}: they must "
+                f"rank 0 found {everyone[0][1]} to go on from, and rank {rank} {other}: they must "
                 "see the same files; put --run-dir on a disk that all of them share"
             )
-    return first[0]
+    return everyone[0][0], [host for _, _, host in everyone]
 
 
 def convert(found: Path, plan: Plan, ranks: Ranks) -> tuple[Path, Plan]:

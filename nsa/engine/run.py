@@ -97,7 +97,8 @@ def _build(
 ) -> Begun:
     """Join the ranks, check what only they know together, and make the engine."""
     device = start_ranks(ranks)
-    plan = with_run_dir(plan, agree_on(plan.run_dir, found))
+    run_dir, hosts = agree_on(plan.run_dir, found)
+    plan = with_run_dir(plan, run_dir)
     instruments = begin_instruments(plan, ranks)
     checks = check_ranks(plan, device, machine)
     if found is not None:
@@ -107,7 +108,7 @@ def _build(
     if found is not None:
         checkpoint.load(engine, found)
     if ranks.rank == 0:
-        write_run_folder(plan)  # only now: what was refused leaves the folder as it was
+        write_run_folder(plan, hosts)  # only now: what was refused leaves the folder as it was
         ladder.record(plan.run_dir, ladder.preflight(checks))
     dist.barrier()
     writers, observers = observers_of(plan, engine)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import platform
 import re
@@ -86,8 +87,8 @@ class Heartbeat:
         self._tell("step_end")
 
     def logged(self, loss: float) -> None:
-        """The loss that was logged last."""
-        self._loss = loss
+        """The loss that was logged last; null where it is no number, which JSON has no word for."""
+        self._loss = loss if math.isfinite(loss) else None
 
     def close(self, status: str) -> None:
         """Write the last line; a disk that hangs is left behind after a few seconds."""
