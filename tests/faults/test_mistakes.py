@@ -1,0 +1,77 @@
+"""What is wrong around a run: its settings, a second run beside it, rubbish in its files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.engine.runs import TINY, alone, losses
+from tests.faults.conftest import Golden
+from tests.faults.harness import SETTINGS, start, watch, weights
+from tests.faults.outcomes import Outcomes
+from tests.ranks import ROOT
+
+GOOD = (ROOT / "ds_configs/zero1_pcie.json").read_text()
+full = pytest.mark.full
+MISTAKES = {
+    "no JSON": ("{", "config.json"),
+    "empty": ("", "config.json"),
+    "not text": (b"\xff\xfe\x00", "config.json"),
+    "a list": ("[]", "config.json"),
+    "a key twice": (GOOD.replace("{", '{"bf16": {"enabled": true},', 1), "bf16"),
+    "a misspelt key": (GOOD.replace('"zero_optimization"', '"zero_optimisation"'), "zero_optim"),
+    "an unknown key within": (GOOD.replace('"stage"', '"stagee"'), "stage"),
+    "a key that does nothing": (
+        GOOD.replace("{", '{"train_batch_sizee": 4,', 1),
+        "train_batch_size",
+    ),
+    "another number than the recipe's": (
+        GOOD.replace("{", '{"gradient_clipping": 7.5,', 1).replace(
+            '"gradient_clipping": "auto",', ""
+        ),
+        "7.5",
+    ),
+    "a stage that does not exist": (GOOD.replace('"stage": 1', '"stage": 9'), "stage"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_json_is_refused_in_one_line(
+    mistake: str, tmp_path: Path, outcomes: Outcomes
+) -> None:
+    text, word = MISTAKES[mistake]
+    path = tmp_path / "config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    result = alone("m7c.py", *TINY, f"--deepspeed_config={path}", folder=tmp_path)
+    assert result.returncode == 2, result.stderr
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("m7c: ")
+    assert word in line
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == [path], "no run was begun"
+    outcomes.tell("json", mistake, codes=[result.returncode])
+
+
+def test_a_second_run_in_a_folder_and_rubbish_in_a_heartbeat_do_not_harm_the_first(
+    tmp_path: Path, golden: Golden, outcomes: Outcomes
+) -> None:
+    run = start(tmp_path)
+    watchdog = watch(run)
+    run.wait_for_step(1)
+    with (run.dir / "heartbeat_rank1.jsonl").open("ab") as file:
+        file.write(b'{"event": "step_end", "step"\n\xff\xfe\x00[[[[[\n{"step": null}\n"torn')
+    second = alone("m7c.py", *SETTINGS, "--resume", folder=tmp_path)
+    assert second.returncode == 2
+    assert str(run.ranks.pids[0]) in second.stderr, "who has it"
+    assert "--run-dir" in second.stderr
+    run.end()
+    assert run.codes == [0, 0], run.said[-3_000:]
+    assert watchdog.codes(60) == [0], watchdog.text("err")
+    assert losses(run.dir) == golden.losses
+    assert weights(run.dir) == golden.weights
+    assert run.beats(1)[-1]["event"] == "end"
+    assert os.listdir(tmp_path) == ["run"]
+    outcomes.tell("two-runs", "", codes=[second.returncode])
+    outcomes.tell("heartbeat", "", codes=run.codes, lost=0, exact=True)
