@@ -33,8 +33,8 @@ from nsa.monitor.process_tree import (
 
 HALTED = 4  # the exit code of a run that the watchdog has ended
 LOCK_FILE = ".watch.lock"
-# Exit codes of ranks that say how they ended; any other status is a crash.
-CODE_OF_STATUS = {"finished": 0, "stopped": 0, "preempted": 0, "refused": 2, "unfit": 3}
+# Exit codes of ranks by the first word of how they ended; any other is a crash.
+CODE_OF_STATUS = {"finished": 0, "preempted": 0, "no-go": 3}
 _POLL = 0.1  # seconds between two looks at signals and at the launcher's end
 _LOOK = 0.5  # between two at heartbeats and processes
 _LAST_WORDS = 5.0  # how long the others may outlive a rank that failed
@@ -161,7 +161,8 @@ class Guard:
         if rank.process is not None and rank.process.pid in self._tree.codes:
             code = self._tree.codes[rank.process.pid]
             return code if code >= 0 else 128 - code
-        return CODE_OF_STATUS.get(str(rank.beat.get("status")), 1) if rank.ended else None
+        status = str(rank.beat.get("status")).partition(":")[0]
+        return CODE_OF_STATUS.get(status, 1) if rank.ended else None
 
     def _working(self) -> list[Rank]:
         return [rank for rank in self.ranks.values() if rank.lives]
@@ -320,7 +321,7 @@ class Guard:
         ranks = [rank.process for rank in self._working() if rank.process is not None]
         for process in ranks:
             send(process, signal.SIGKILL)
-        if ranks and self._launcher is not None:
+        if self.ranks and self._launcher is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(_LAUNCHER)
         return self._tree.kill()

@@ -48,6 +48,11 @@ class Watched:
         workers = [int(path.read_text()) for path in self.folder.glob("worker*")]
         return sorted({line["pid"] for line in lines} | set(workers))
 
+    def statuses(self) -> list[str]:
+        """What the ranks said in their last lines."""
+        paths = self.folder.glob("heartbeat_rank*.jsonl")
+        return [json.loads(path.read_text().splitlines()[-1])["status"] for path in paths]
+
     def wait_for_phase(self, phase: str) -> None:
         """Until both ranks have told of `phase`, and the watchdog has found them."""
         wait_until((self.folder / ".watch.lock").exists)
@@ -139,7 +144,7 @@ def test_the_exit_code_of_the_ranks_comes_back_and_only_a_crash_is_tried_again(
     watch: Watch,
 ) -> None:
     flags = ("--restart", 1, "--backoff", 0)
-    codes = {"finished": 0, "failed": 1, "refused": 2, "unfit": 3}
+    codes = {"finished": 0, "failed": 1, "mistake": 2, "no-go": 3}
     runs = {deed: watch(f"0:{deed}", f"1:{deed}", flags=flags) for deed in codes}
     assert {deed: run.end() for deed, run in runs.items()} == codes
     assert [deed for deed, run in runs.items() if len(calls(run)) > 1] == ["failed"]
@@ -156,7 +161,7 @@ def test_a_rank_that_dies_takes_a_deaf_one_with_it_though_the_launcher_only_wait
 def test_ranks_whose_launcher_was_killed_are_watched_to_their_end_and_tell_the_code(
     watch: Watch,
 ) -> None:
-    codes = {"finished": 0, "unfit": 3}
+    codes = {"finished": 0, "no-go": 3}
     runs = {
         deed: watch("launcher:die", "0:slow-save", "1:slow-save", f"1:{deed}") for deed in codes
     }
@@ -170,8 +175,7 @@ def test_a_signal_reaches_the_ranks_alone_so_that_they_may_save(watch: Watch) ->
     run.wait_for_phase("backward")
     run.process.send_signal(signal.SIGINT)
     assert run.end() == 0
-    ends = [path.read_text().splitlines()[-1] for path in run.folder.glob("heartbeat*")]
-    assert [json.loads(end)["status"] for end in ends] == ["preempted", "preempted"]
+    assert run.statuses() == ["preempted: SIGTERM"] * 2
 
 
 def test_a_second_signal_ends_the_run_at_once(watch: Watch) -> None:
@@ -312,3 +316,4 @@ def test_a_sickness_halts_a_run_that_was_told_to(watch: Watch, tmp_path: Path) -
     halt = read_halt(run.folder)
     assert halt["reason"].startswith("throughput has collapsed")
     assert halt["done"] == ["SIGTERM to ranks 0, 1"]
+    assert run.statuses() == ["preempted: SIGTERM"] * 2

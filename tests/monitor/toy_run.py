@@ -77,7 +77,7 @@ class ToyRank:
 
 def be_rank(folder: Path, number: int, deeds: list[str], resumed: bool) -> None:
     rank = ToyRank(folder, number)
-    signal.signal(signal.SIGTERM, lambda *_: rank.end("preempted", 0))
+    signal.signal(signal.SIGTERM, lambda *_: rank.end("preempted: SIGTERM", 0))
     if "no-handler" in deeds:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if "deaf" in deeds:
@@ -111,9 +111,11 @@ def be_rank(folder: Path, number: int, deeds: list[str], resumed: bool) -> None:
     if "linger" in deeds:
         rank.tell("end", status="finished")
         time.sleep(FOREVER)
-    for code, status in ((1, "failed"), (2, "refused"), (3, "unfit")):
-        if status in deeds:
+    for deed, status, code in (("failed", "failed", 1), ("mistake", "failed", 2)):
+        if deed in deeds:
             rank.end(status, code)
+    if "no-go" in deeds:
+        rank.end("no-go: the loss is not finite", 3)
     rank.end("finished", 0)
 
 
