@@ -91,7 +91,6 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _labelled(runs: Sequence[Path]) -> dict[str, Path]:
     """Each run once, by its folder's name; by its whole path where two are called the same."""
-    runs = list(dict.fromkeys(runs))
     names = [run.resolve().name for run in runs]
     labels = names if len(set(names)) == len(names) else [str(run) for run in runs]
     return dict(zip(labels, runs, strict=True))

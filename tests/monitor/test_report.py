@@ -73,7 +73,7 @@ def test_a_report_tells_how_the_run_went_beside_the_earlier_system(tmp_path: Pat
 
 def test_pictures_show_what_was_recorded_and_nothing_else(tmp_path: Path) -> None:
     bare, whole = tmp_path / "bare", tmp_path / "whole"
-    write_metrics(bare, 20)
+    write_metrics(bare, 20, start=5)
     write_run(whole)
     write_selection(whole, gates={"cmp": 0.3, "sel": 0.6, "win": 0.5})
     write_report(bare)
@@ -88,7 +88,9 @@ def test_pictures_show_what_was_recorded_and_nothing_else(tmp_path: Path) -> Non
     text = (whole / "report.md").read_text()
     for name in pictures(whole):
         assert f"](report/{name})" in text
-    assert "gates.png" not in (bare / "report.md").read_text()
+    text = (bare / "report.md").read_text()
+    assert "gates.png" not in text
+    assert table(text, "Beside the earlier system")["loss at step 1"][0] == "", "not step 10's"
 
 
 def test_a_run_that_died_before_its_first_step_has_a_report_too(tmp_path: Path) -> None:
