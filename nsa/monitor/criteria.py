@@ -25,6 +25,7 @@ from nsa.monitor.recorded import (
 )
 
 FEWEST_TIMED = 20  # logged steps below which the spread of their times says nothing
+FEWEST_GROWN = 100  # steps below which memory has no first half: caches fill, text is opened
 FEWEST_LOSSES = 4  # logged steps below which the loss has no beginning and no end
 
 
@@ -171,9 +172,13 @@ def _loss_finite(evidence: Evidence) -> Criterion:
     wrong = [step for step, loss in losses if not math.isfinite(loss)]
     if wrong:
         said += f"; not finite at step {', '.join(f'{step:,.0f}' for step in wrong[:5])}"
-    if not losses:  # nothing to judge by: no run is fit on that
-        return Criterion("losses that are not finite", False, None, "none", said)
-    return Criterion("losses that are not finite", not wrong, float(len(wrong)), "none", said)
+    name = "losses that are not finite"
+    left_out, _ = _skipped(evidence)
+    if wrong and left_out:  # their gradients never reached the weights
+        said += f"; {left_out:,} steps were not applied"
+    limit = f"at most {left_out}, the steps not applied" if left_out else "none"
+    ok = bool(losses) and len(wrong) <= (left_out or 0)  # nothing to judge by is no run that is fit
+    return Criterion(name, ok, float(len(wrong)) if losses else None, limit, said)
 
 
 def _loss_falls(evidence: Evidence, config: LadderConfig) -> Criterion:
@@ -267,16 +272,23 @@ def _applied(evidence: Evidence, config: LadderConfig) -> Criterion:
     name, limit = "share of steps not applied", f"at most {config.max_skipped:g}"
     if not config.max_skipped:
         return _off(name, "max_skipped")
-    counts = [history.skipped for history in evidence.ranks if history.skipped is not None]
-    source = f"heartbeats of {len(counts)} ranks"
-    if not counts:
-        counts = [int(row["skipped_steps"]) for row in evidence.rows[-1:] if "skipped_steps" in row]
-        source = "metrics.csv, the last row"
-    if not counts:
-        return _unmeasured(name, limit, "neither heartbeats nor metrics.csv say what was skipped")
-    share = max(counts) / evidence.step
-    said = f"{source}: {max(counts):,} of {evidence.step:,}"
+    skipped, source = _skipped(evidence)
+    if skipped is None:
+        return _unmeasured(name, limit, source)
+    share = skipped / evidence.step
+    said = f"{source}: {skipped:,} of {evidence.step:,}"
     return Criterion(name, share <= config.max_skipped, share, limit, said)
+
+
+def _skipped(evidence: Evidence) -> tuple[int | None, str]:
+    """How many steps were not applied, and who says so."""
+    counts = [history.skipped for history in evidence.ranks if history.skipped is not None]
+    if counts:
+        return max(counts), f"heartbeats of {len(counts)} ranks"
+    counts = [int(row["skipped_steps"]) for row in evidence.rows[-1:] if "skipped_steps" in row]
+    if counts:
+        return counts[0], "metrics.csv, the last row"
+    return None, "neither heartbeats nor metrics.csv say what was skipped"
 
 
 def _gates_alive(evidence: Evidence, config: LadderConfig) -> Criterion:
@@ -328,6 +340,8 @@ def _memory_grows(evidence: Evidence, config: LadderConfig) -> Criterion:
     limit = f"at most {config.max_memory_growth:g}"
     if not config.max_memory_growth:
         return _off(name, "max_memory_growth")
+    if evidence.step < FEWEST_GROWN:
+        return _unmeasured(name, limit, f"{evidence.step:,} steps, {FEWEST_GROWN} are needed")
     growth = {}
     for history in evidence.ranks:
         samples = _samples(evidence, history)

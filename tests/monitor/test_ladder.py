@@ -226,6 +226,19 @@ def test_idle_or_unequal_gpus_are_a_no_go(tmp_path: Path) -> None:
     assert answer(tmp_path / "blind", "idlest GPU").ok is None
 
 
+def test_a_loss_of_a_step_that_was_left_out_is_no_no_go_and_one_more_is(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, skipped=1)
+    write_metrics(run_dir, change=lambda step: {"loss": math.nan} if step == 150 else {})
+    assert answer(run_dir, "not finite").ok
+    write_metrics(run_dir, change=lambda step: {"loss": math.inf} if step in (150, 200) else {})
+    assert answer(run_dir, "not finite").ok is False
+
+
+def test_in_a_few_steps_memory_has_no_growth_to_judge(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, steps=60)
+    assert answer(run_dir, "growth", Gate("production", 60)).ok is None
+
+
 def test_too_many_skipped_steps_are_a_no_go(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, skipped=4)
     assert answer(run_dir, "not applied").ok is False
