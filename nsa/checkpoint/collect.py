@@ -37,14 +37,11 @@ def collect(engine: Any, draft: Path) -> dict[str, Any]:
 
 def all_finite(files: dict[str, Any]) -> bool:
     """Whether every number to be saved is one; the device is asked once."""
-    norms = [
-        torch.linalg.vector_norm(tensor.detach(), ord=float("inf"), dtype=torch.float32)
-        for tensor in _tensors(files)
-        if tensor.is_floating_point() and tensor.numel()
-    ]
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for norm in norms:
-        by_device.setdefault(norm.device, []).append(norm)
+    for tensor in _tensors(files):
+        if tensor.is_floating_point() and tensor.numel():
+            ends = torch.stack(tensor.detach().aminmax()).float()  # NaN is both
+            by_device.setdefault(tensor.device, []).append(ends)
     return all(bool(torch.stack(same).isfinite().all()) for same in by_device.values())
 
 
