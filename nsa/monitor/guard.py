@@ -173,9 +173,9 @@ class Guard:
         self._tree.reap(self._launcher.pid if self._launcher is not None else 0)
         if self.folder is None:
             self._find_folder(living)
-        gone = [rank for rank in self.ranks.values() if not rank.lives]
+        gone, now = [rank for rank in self.ranks.values() if not rank.lives], time.monotonic()
         self._read()  # after that, so that the last line of one that has gone is among them
-        self._judge_run()
+        self._judge_run(now)
         if self.verdict is None:
             self._end_what_a_failure_left(gone)
             if self._launcher is not None and self._launcher.poll() is not None:
@@ -225,11 +225,11 @@ class Guard:
             self._tree.add(process)
         return process
 
-    def _judge_run(self) -> None:
+    def _judge_run(self, now: float) -> None:
         if self._judge is None:
             return
         try:
-            verdict = self._judge.stall({rank.number: rank for rank in self._working()})
+            verdict = self._judge.stall({rank.number: rank for rank in self._working()}, now)
             for found, action in self._judge.sicknesses():
                 if action == "warn":
                     say(f"WARNING: {found.reason}")

@@ -87,15 +87,17 @@ class Judge:
         self._seen: dict[str, tuple[int, int]] = {}
         self._sick: set[str] = set()
 
-    def stall(self, ranks: Mapping[int, Rank]) -> Verdict | None:
-        """The first rank that is stuck; a full disk silences ranks and proves nothing."""
+    def stall(self, ranks: Mapping[int, Rank], now: float) -> Verdict | None:
+        """The first rank that is stuck; a full disk silences ranks and proves nothing.
+
+        `now` is from before their lines were read: that this process was held up counts for nobody.
+        """
         self._read_limits()
-        now = time.monotonic()
         running = [rank for rank in ranks.values() if not rank.ended]
         found = [self._judge(rank, running, now) for rank in ranks.values()]
         verdict = next(filter(None, found), None)
         if verdict is not None and not _can_write(self._folder):
-            self._blind = now
+            self._blind = time.monotonic()
             if not self._warned_blind:
                 self._say(f"{self._folder} cannot be written, so that heartbeats prove nothing")
             self._warned_blind = True

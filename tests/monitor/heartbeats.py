@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-LIMITS = {"compute": 20, "silence": 1, "save": 1_000, "grace": 0.5}
+LIMITS = {"compute": 20, "silence": 10, "save": 1_000, "grace": 0.5}
 
 
 def a_line(number: int, **changes: object) -> dict[str, object]:

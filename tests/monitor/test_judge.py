@@ -17,13 +17,13 @@ def test_a_rank_is_not_judged_silent_while_the_disk_takes_no_lines(tmp_path: Pat
     line = a_line(0, mono=time.monotonic() - 100)
     rank = Rank(0, line, 0.0, psutil.Process())
     judge = Judge(tmp_path / "run", said.append)
-    verdict = judge.stall({0: rank})
+    verdict = judge.stall({0: rank}, time.monotonic())
     assert verdict is not None
     assert "has written nothing in forward after step 7 for 100 s" in verdict.reason
     (tmp_path / "run").rename(tmp_path / "elsewhere")
-    assert judge.stall({0: rank}) is None
+    assert judge.stall({0: rank}, time.monotonic()) is None
     (tmp_path / "elsewhere").rename(tmp_path / "run")
-    assert judge.stall({0: rank}) is None, "it has had no time to write since"
+    assert judge.stall({0: rank}, time.monotonic()) is None, "it has had no time to write since"
     assert said == [f"{tmp_path / 'run'} cannot be written, so that heartbeats prove nothing"]
 
 
@@ -33,7 +33,7 @@ def test_a_rank_that_may_hold_up_the_one_at_its_limit_is_named(tmp_path: Path) -
         number: Rank(number, a_line(number, phase=phase, since=since), 0.0, psutil.Process())
         for number, phase, since in ((0, "forward", 11.0), (1, "data", 60.0))
     }
-    verdict = Judge(tmp_path, print).stall(ranks)
+    verdict = Judge(tmp_path, print).stall(ranks, time.monotonic())
     assert verdict is not None
     assert verdict.rank == 0
     assert "rank 1 has been in data for longer still, 60 s" in verdict.reason
@@ -42,7 +42,7 @@ def test_a_rank_that_may_hold_up_the_one_at_its_limit_is_named(tmp_path: Path) -
 def test_a_collapse_of_throughput_is_told_once_an_episode(tmp_path: Path) -> None:
     speeds = [1000.0] * 30
     judge = Judge(tmp_path, print)
-    judge.stall({})
+    judge.stall({}, 0.0)
     told = []
     for speed in [*[100.0] * 12, *[1000.0] * 5, *[100.0] * 12]:
         speeds.append(speed)
@@ -56,7 +56,7 @@ def test_a_collapse_of_throughput_is_told_once_an_episode(tmp_path: Path) -> Non
 def test_a_dead_gate_is_one_whose_mean_over_layers_stays_down(tmp_path: Path) -> None:
     write_limits(tmp_path, on_dead_gate="halt")
     judge = Judge(tmp_path, print)
-    judge.stall({})
+    judge.stall({}, 0.0)
     for low, found in ((9, []), (10, ["halt"])):
         rows = [
             f"{step},{layer},0.5,{0.5 if layer and step <= 12 - low else 0.0001},0.0,0.5\n"
