@@ -29,6 +29,10 @@ def _parser() -> argparse.ArgumentParser:
     health = what.add_parser("health", help="what watching gates and selection costs a step")
     health.add_argument("--pairs", type=int, default=40, help="steps with and without, each")
     health.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
+    saving = what.add_parser("checkpoint", help="how long training stands still for a checkpoint")
+    saving.add_argument("--rounds", type=int, default=5, help="checkpoints of each kind")
+    saving.add_argument("--folder", help="where they are written; else where temporary files are")
+    saving.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
     aot = what.add_parser("aot", help="compile the kernels without a GPU and check their limits")
     aot.add_argument("--arch", default="sm_80,sm_90,sm_100", help="chips, with commas between")
     aot.add_argument("--full", action="store_true", help="every dtype, size and candidate config")
@@ -65,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from nsa.bench import health
 
         result = health.run(flags.pairs)
+    elif flags.what == "checkpoint":
+        from nsa.bench import checkpoint
+
+        result = checkpoint.run(flags.rounds, flags.folder)
     elif flags.what == "roofline":
         from nsa.bench import roofline
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -83,13 +84,14 @@ def test_killed_anywhere_there_is_a_whole_checkpoint_and_the_next_run_cleans_up(
     tmp_path: Path, there: bool
 ) -> None:
     """Step 6 may be on disk already, damaged: a run that passed it over saves it once more."""
+    before = tmp_path / "before"
+    save(before, 3)
+    if there:
+        (save(before, 6) / "shard1.pt").unlink()
     found, change, code = [], 0, -signal.SIGKILL
     while code == -signal.SIGKILL:
         change += 1
-        folder = tmp_path / str(change)
-        save(folder, 3)
-        if there:
-            (save(folder, 6) / "shard1.pt").unlink()
+        folder = Path(shutil.copytree(before, tmp_path / str(change)))
         code = killed_before(change, folder, lambda folder=folder: save(folder, 6, keep=1))
         path, notes = newest_whole(folder)
         assert path is not None, f"killed before change {change}: {notes}"
