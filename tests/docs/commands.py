@@ -140,6 +140,12 @@ def no_arguments(arguments: list[str]) -> None:
         raise ValueError(f"takes no arguments, and got {arguments}")
 
 
+def soak(arguments: list[str]) -> None:
+    """Minutes and a seed, both numbers."""
+    if len(arguments) > 2 or not all(word.isdecimal() for word in arguments):
+        raise ValueError(f"launch/soak.sh takes [MINUTES] [SEED], and got {arguments}")
+
+
 def tensorboard(arguments: list[str]) -> None:
     """It is installed beside this Python."""
     if not shutil.which("tensorboard", path=str(Path(sys.executable).parent)):
@@ -153,6 +159,8 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/gpu.sh": gpu,
     "bash launch/test.sh": tests,
     "bash launch/setup.sh": no_arguments,
+    "bash launch/soak.sh": soak,
+    "python -m tests.faults.table": no_arguments,
     "deepspeed": launcher,
     "python recipes/m7c.py": partial(recipe, "recipes/m7c.py"),
     "python recipes/m7c_dense.py": partial(recipe, "recipes/m7c_dense.py"),
