@@ -90,6 +90,7 @@ def _train(run: Run) -> str | None:
     """Take the steps that are left; returns why the last ones were not taken, if so."""
     state, config = run.state, run.config
     first = state.step
+    _judge_if_due(run)  # a No-Go that this run was resumed from holds as long as its reason does
     while state.step < run.stop:
         evaluates = _due(state.step + 1, config.train.eval_every, run.stop)
         logs = evaluates or _due(state.step + 1, config.monitor.log_every, run.stop)
@@ -117,10 +118,14 @@ def _train(run: Run) -> str | None:
             _log(run, loss, evaluates)
         if _due(state.step, config.checkpoint.every, run.stop) and state.step < run.stop:
             _save(run, must=False)
-        for gate in run.gates:
-            if gate.step == state.step:
-                judge(run, gate)
+        _judge_if_due(run)
     return None
+
+
+def _judge_if_due(run: Run) -> None:
+    for gate in run.gates:
+        if gate.step == run.state.step:
+            judge(run, gate)
 
 
 def next_batches(run: Run) -> tuple[str | None, list[Batch]]:

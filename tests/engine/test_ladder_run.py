@@ -49,6 +49,9 @@ def test_no_go_ends_every_rank_with_3_a_reason_and_a_checkpoint_to_go_on_from(
     found = verdicts(tmp_path / "run")
     assert found["smoke"]["go"]
     assert not found["extended"]["go"]
+    again = deepspeed("m7c.py", "--run-dir=run", "--resume", folder=tmp_path)
+    assert again.returncode == 3, "a No-Go holds as long as its reason does"
+    assert max(losses(tmp_path / "run")) == 4
     mended = ["--run-dir=run", "--resume", "--set=monitor.ladder.max_memory_gb=60"]
     succeed(deepspeed("m7c.py", *mended, folder=tmp_path))
     assert verdicts(tmp_path / "run")["production"]["go"]
