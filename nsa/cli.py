@@ -15,8 +15,8 @@ from pathlib import Path
 from nsa.data.command import add_parser as add_data_parser
 from nsa.monitor.compare import add_parser as add_compare_parser
 from nsa.monitor.report import add_parser as add_report_parser
-from nsa.monitor.watchdog import add_parser as add_watch_parser
-from nsa.monitor.watchdog import split_command
+from nsa.monitor.watch.command import add_parser as add_watch_parser
+from nsa.monitor.watch.command import split_command
 from nsa.plan.doctor import add_parser as add_doctor_parser
 
 

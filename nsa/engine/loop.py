@@ -57,6 +57,7 @@ class Run:
     gates: list[Gate]  # where the run is judged
     run_dir: Path
     rank: int
+    ranks: int
     device: torch.device
     saver: Saver
     guard: Guard

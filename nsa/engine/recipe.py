@@ -148,7 +148,6 @@ def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:
 def run_files(plan: Plan) -> dict[str, str]:
     """What was run, by file name, in a form that a run can be started from."""
     ds_config = {key: value for key, value in plan.ds_config.items() if key != "tensorboard"}
-    ds_config.pop("checkpoint", None)  # how this start read its checkpoint is no part of the run
     return {
         "config.yaml": to_yaml(plan.config),
         "ds_config.json": json.dumps(ds_config, indent=2) + "\n",

@@ -60,13 +60,7 @@ def _roll_back(run: Run, what: str) -> bool:
         run.saver.finish()
     except checkpoint.SaveFailed as error:
         _say(run, f"NOT SAVED: {error}")
-    found: Path | None = None
-    notes: list[str] = []
-    if run.rank == 0:
-        found, notes = checkpoint.newest_whole(run.run_dir / "checkpoints", finite=True)
-    for note in notes:
-        _say(run, note)
-    found = run.agreement.from_rank_0(found)
+    found = run.agreement.from_rank_0(_checkpoint(run) if run.rank == 0 else None)
     if found is None:
         _say(run, f"{what}; there is no checkpoint to go back to")
         return False
@@ -84,6 +78,20 @@ def _roll_back(run: Run, what: str) -> bool:
         run.observers.on_rewind(run.state.step)
     _say(run, f"{what}; back to step {run.state.step}, from where its samples are passed over")
     return True
+
+
+def _checkpoint(run: Run) -> Path | None:
+    """The newest one that is whole and finite; the other ranks wait for the answer."""
+    try:
+        found, notes = checkpoint.newest_whole(run.run_dir / "checkpoints", finite=True)
+        for note in notes:
+            _say(run, note)
+        if found is not None and checkpoint.needs_universal(found, run.ranks):
+            found = checkpoint.to_universal(found)
+        return found
+    except (OSError, ValueError) as error:
+        _say(run, f"no checkpoint could be read: {error}")
+        return None
 
 
 def _say(run: Run, text: str) -> None:

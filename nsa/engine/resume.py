@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -48,10 +47,10 @@ def agree_on(run_dir: Path, found: Path | None) -> tuple[Path, list[str]]:
     return everyone[0][0], [host for _, _, host in everyone]
 
 
-def convert(found: Path, plan: Plan, ranks: Ranks) -> tuple[Path, Plan]:
+def convert(found: Path, plan: Plan, ranks: Ranks) -> Path:
     """With --universal: the checkpoint in a form that any number of ranks can load."""
     if not plan.universal or not checkpoint.needs_universal(found, ranks.world_size):
-        return found, plan
+        return found
     ways: list[tuple[Path | None, str]] = [(None, "")]
     if ranks.rank == 0:
         try:
@@ -62,4 +61,4 @@ def convert(found: Path, plan: Plan, ranks: Ranks) -> tuple[Path, Plan]:
     path, refusal = ways[0]
     if path is None:
         raise ValueError(refusal)
-    return path, replace(plan, ds_config={**plan.ds_config, "checkpoint": {"load_universal": True}})
+    return path

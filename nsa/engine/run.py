@@ -102,7 +102,7 @@ def _build(
     instruments = begin_instruments(plan, ranks)
     checks = check_ranks(plan, device, machine)
     if found is not None:
-        found, plan = convert(found, plan, ranks)
+        found = convert(found, plan, ranks)
     engine, tolerated = build_engine(plan.config, plan.ds_config, device)
     checks.append(dry_batch_check("forward and backward; each parameter got its gradient once"))
     if found is not None:
@@ -164,6 +164,7 @@ def _assemble(
         gates=ladder.ladder(config.monitor.ladder, config.train.steps),
         run_dir=plan.run_dir,
         rank=ranks.rank,
+        ranks=ranks.world_size,
         device=device,
         saver=saver,
         guard=Guard(config.train, device),

@@ -16,8 +16,8 @@ import yaml
 
 from nsa.monitor.config import WatchConfig
 from nsa.monitor.observer import BRANCHES
-from nsa.monitor.process_tree import is_alive
 from nsa.monitor.recorded import read_table
+from nsa.monitor.watch.process_tree import is_alive
 
 # The setting of `monitor.watch` that limits each phase.
 LIMIT_OF = {

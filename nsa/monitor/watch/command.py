@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.monitor.config import WatchConfig
-from nsa.monitor.halt import read_halt, record, say
+from nsa.monitor.watch.halt import read_halt, record, say
 
 if TYPE_CHECKING:
-    from nsa.monitor.guard import Guard, Wish
+    from nsa.monitor.watch.life import Life, Wish
 
 FINAL = (0, 2, 3)  # exit codes after which the same command would only end the same way
 MAX_BACKOFF = 300.0
@@ -79,8 +79,8 @@ def launch(command: Sequence[str], *, restarts: int = 0, backoff: float = 10.0) 
     """
     import psutil
 
-    from nsa.monitor.guard import Guard, Wish
-    from nsa.monitor.process_tree import ProcessTree, adopt_orphans
+    from nsa.monitor.watch.life import Life, Wish
+    from nsa.monitor.watch.process_tree import ProcessTree, adopt_orphans
 
     adopt_orphans()
     wish, locked = Wish(), dict[Path, int | None]()
@@ -92,12 +92,12 @@ def launch(command: Sequence[str], *, restarts: int = 0, backoff: float = 10.0) 
         launcher = subprocess.Popen(
             [*command, *extra], stdin=subprocess.DEVNULL, start_new_session=True
         )
-        guard = Guard(ProcessTree(psutil.Process()), wish, launcher=launcher, locked=locked)
-        code = guard.run()
-        folder = guard.folder or folder
+        life = Life(ProcessTree(psutil.Process()), wish, launcher=launcher, locked=locked)
+        code = life.run()
+        folder = life.folder or folder
         if code in FINAL or wish.signal is not None or not restarts:
             return code
-        steps.append(guard.last_step)
+        steps.append(life.last_step)
         if why := _why_no_restart(steps, restarts):
             say(f"exit code {code}, and no other restart: {why}")
             if folder is not None and folder.is_dir():
@@ -109,26 +109,26 @@ def launch(command: Sequence[str], *, restarts: int = 0, backoff: float = 10.0) 
             f"exit code {code} after step {steps[-1]}; restart {len(steps)} of {restarts} in "
             f"{seconds:g} s, with {' '.join(extra) or 'nothing to resume from'}"
         )
-        _write_restart(folder, guard, code, seconds)
+        _write_restart(folder, life, code, seconds)
         if not _sleep(seconds, wish):
             return 128 + (wish.signal or 0)
 
 
 def attach(folder: Path) -> int:
     """Watch a run that goes already, until it ends; the run does not need this process."""
-    from nsa.monitor.guard import Guard, Wish, lock, read_ranks
-    from nsa.monitor.process_tree import ProcessTree
+    from nsa.monitor.watch.life import Life, Wish, lock, read_ranks
+    from nsa.monitor.watch.process_tree import ProcessTree
 
     folder = folder.resolve()
     held = lock(folder)
     if held is None:
         raise ValueError(f"{folder} is watched already; nsa watch --status {folder} shows the run")
-    guard = Guard(ProcessTree(), Wish(), folder=folder, locked={folder: held})
+    life = Life(ProcessTree(), Wish(), folder=folder, locked={folder: held})
     patience = time.monotonic() + WatchConfig().setup
-    while not guard.ranks:
-        guard.look()
+    while not life.ranks:
+        life.look()
         beats = read_ranks(folder)
-        if guard.ranks:
+        if life.ranks:
             break
         if beats:
             return _tell_end(folder, beats)
@@ -137,14 +137,14 @@ def attach(folder: Path) -> int:
                 f"{folder} has no heartbeats; it has not begun, or monitor.heartbeat is 0"
             )
         time.sleep(_POLL)
-    say(f"{folder}: watching ranks {', '.join(map(str, guard.ranks))}")
-    return guard.run()
+    say(f"{folder}: watching ranks {', '.join(map(str, life.ranks))}")
+    return life.run()
 
 
 def status_lines(folder: Path) -> list[str]:
     """A table of where a run's ranks are, for people."""
-    from nsa.monitor.guard import read_ranks
-    from nsa.monitor.process_tree import holder
+    from nsa.monitor.watch.life import read_ranks
+    from nsa.monitor.watch.process_tree import holder
 
     beats = read_ranks(folder)
     if not beats:
@@ -220,15 +220,15 @@ def _to_resume(folder: Path | None) -> list[str]:
     return [*(["--resume"] if begun else []), "--run-dir", str(folder.resolve())]
 
 
-def _write_restart(folder: Path | None, guard: Guard, code: int, seconds: float) -> None:
+def _write_restart(folder: Path | None, life: Life, code: int, seconds: float) -> None:
     if folder is None or not folder.is_dir():
         return
-    reason = guard.verdict.reason if guard.verdict else f"it ended with exit code {code}"
+    reason = life.verdict.reason if life.verdict else f"it ended with exit code {code}"
     restart = {
         "time": time.time(),
         "reason": reason,
         "exit_code": code,
-        "step": guard.last_step,
+        "step": life.last_step,
         "back_off": seconds,
     }
     record(folder, {"restarts": [*read_halt(folder).get("restarts", []), restart]})

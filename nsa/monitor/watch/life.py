@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 
 from nsa.monitor.config import WatchConfig
-from nsa.monitor.halt import record, say
 from nsa.monitor.heartbeat import last_beat
-from nsa.monitor.judge import Judge, Rank, Verdict
-from nsa.monitor.process_tree import (
+from nsa.monitor.watch.halt import record, say
+from nsa.monitor.watch.judge import Judge, Rank, Verdict
+from nsa.monitor.watch.process_tree import (
     HEARTBEAT,
     ProcessTree,
     handles,
@@ -83,7 +83,7 @@ def lock(folder: Path) -> int | None:
     return file
 
 
-class Guard:
+class Life:
     """Watches the processes in `tree`: those of `launcher`, or of a run that was found going."""
 
     def __init__(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from nsa.monitor.judge import Judge, Rank
+from nsa.monitor.watch.judge import Judge, Rank
 from tests.monitor.heartbeats import a_line, write_limits
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from nsa.cli import main
-from nsa.monitor.halt import read_halt
+from nsa.monitor.watch.halt import read_halt
 from tests.launch.test_ranks import alive
 from tests.monitor.heartbeats import a_line, write_limits
 from tests.ranks import ROOT
