@@ -15,15 +15,15 @@ FAULTS: dict[str, tuple[str, str]] = {
         "Started again from the newest checkpoint; it ends with exit code 0.",
     ),
     "kill-launcher": (
-        "`kill -9` of DeepSpeed's launcher under `nsa watch --restart`",
-        "Its ranks finish the step, save and end, and the run is started again.",
+        "`kill -9` of DeepSpeed's launcher",
+        "Its ranks finish the step, save and end; the resumed run repeats the uninterrupted one.",
     ),
     "crash": ("an exception on one rank", GOES_ON + " The traceback is that rank's own."),
     "wrong-token": ("a token that the vocabulary does not have, on one rank", GOES_ON),
     "hang": (
         "a rank that hangs: in the loader, in forward, before a collective",
-        "`nsa watch` ends it and names rank and phase; the resumed run repeats the uninterrupted "
-        "one.",
+        "`nsa watch` ends it, keeps its stacks and says where each rank was; the resumed run "
+        "repeats the uninterrupted one.",
     ),
     "stop": (
         "a rank that is stopped (`kill -STOP`): none of its threads lives",

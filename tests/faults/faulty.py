@@ -20,6 +20,7 @@ from typing import Any
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "m7c.py"
 HOUR = 3_600.0
+SLOW = 0.4  # seconds
 
 
 class Fault:
@@ -33,6 +34,9 @@ class Fault:
     def met(self, where: str) -> bool:
         """Let it happen if this is the place; True where the caller has to do it."""
         if where != self.where or self.steps < self.step or self.mark.exists():
+            return False
+        if self.do == "slow":  # at every step
+            time.sleep(SLOW)
             return False
         self.left -= 1
         if self.left:

@@ -1,85 +1,89 @@
-"""A run as it is started for production: DeepSpeed's launcher under `nsa watch --restart`."""
+"""A run as it is started for production: DeepSpeed's launcher under `nsa watch`."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.engine.runs import BIN, losses
 from tests.faults.conftest import Golden
-from tests.faults.harness import SETTINGS, STEPS, weights
+from tests.faults.harness import EVERY, FAULTY, SETTINGS, resume, weights
 from tests.faults.outcomes import Outcomes
-from tests.ranks import ROOT, free_port, started_programs_environment
+from tests.faults.processes import LAUNCHER, descendants, find
+from tests.ranks import free_port, started_programs_environment
 
-LAUNCHER = "deepspeed.launcher.launch"
+SLOW = {"do": "slow", "where": "forward", "step": 6, "ranks": [0, 1], "mark": "/nowhere"}
 
 
-@pytest.mark.parametrize(
-    "victim", ["kill-launched", pytest.param("kill-launcher", marks=pytest.mark.full)]
-)
-def test_a_run_whose_processes_are_killed_is_started_again_and_loses_nothing(
-    victim: str, tmp_path: Path, golden: Golden, outcomes: Outcomes
-) -> None:
-    run_dir = tmp_path / "run"
-    recipe = [str(ROOT / "recipes/m7c.py"), *SETTINGS]
-    command = [str(BIN / "deepspeed"), "--num_gpus=2", f"--master_port={free_port()}", *recipe]
-    errors = (tmp_path / "errors").open("wb")
+@contextmanager
+def watched(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that is slow enough to be hit, under a watchdog; nothing of it outlives this."""
+    launcher = [str(BIN / "deepspeed"), "--num_gpus=2", f"--master_port={free_port()}"]
+    environment = {"OMP_NUM_THREADS": "1", "FAULT": json.dumps(SLOW)}
     with (
-        errors,
+        (folder / "said").open("wb") as said,
         subprocess.Popen(
-            [str(BIN / "nsa"), "watch", "--restart=2", "--backoff=0.1", "--", *command],
-            cwd=tmp_path,
-            env=started_programs_environment() | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
+            [str(BIN / "nsa"), "watch", *flags, "--", *launcher, str(FAULTY), *SETTINGS],
+            cwd=folder,
+            env=started_programs_environment() | environment,
+            stdout=said,
+            stderr=said,
         ) as watchdog,
     ):
         try:
-            wait_for_checkpoint(run_dir, watchdog)
-            os.kill(find(watchdog.pid, LAUNCHER if victim == "kill-launcher" else None), 9)
-            killed = time.time()
-            assert watchdog.wait(240) == 0, (tmp_path / "errors").read_text()[-3_000:]
-            ended = time.time()
+            yield watchdog
         finally:
-            watchdog.send_signal(signal.SIGTERM)
-    (restart,) = json.loads((run_dir / "halt.json").read_text())["restarts"]
-    assert losses(run_dir) == golden.losses
-    assert weights(run_dir) == golden.weights
-    lost = restart["step"] - first_step_again(run_dir)
-    assert 0 <= lost < STEPS
-    seconds = round(ended - killed, 1)
-    outcomes.tell(victim, "", codes=[0], seconds=seconds, lost=lost, exact=True)
+            for process in descendants(watchdog.pid) if watchdog.poll() is None else []:
+                process.kill()
+            watchdog.kill()
 
 
-def wait_for_checkpoint(run_dir: Path, watchdog: subprocess.Popen[bytes]) -> None:
+def wait_for_checkpoint(folder: Path, watchdog: subprocess.Popen[bytes]) -> None:
+    """Wait until one is there."""
     deadline = time.monotonic() + 240
-    while not (run_dir / "checkpoints/step00000004").exists():
-        assert watchdog.poll() is None
-        assert time.monotonic() < deadline
+    while not (folder / "run/checkpoints" / f"step{EVERY:08d}").exists():
+        ended = watchdog.poll() is not None or time.monotonic() > deadline
+        assert not ended, (folder / "said").read_text()[-3_000:]
         time.sleep(0.01)
 
 
-def find(watchdog: int, name: str | None) -> int:
-    """The launcher of that name, or the rank 1 that it has started."""
-    processes = psutil.Process(watchdog).children(recursive=True)
-    for process in processes:
-        words = process.cmdline()
-        rank = process.environ().get("RANK") if any("m7c.py" in word for word in words) else None
-        if (name in words) if name else (rank == "1" and LAUNCHER not in words):
-            return process.pid
-    raise AssertionError([process.cmdline() for process in processes])
+def test_a_run_whose_rank_is_killed_is_started_again_and_repeats_the_uninterrupted_one(
+    tmp_path: Path, golden: Golden, outcomes: Outcomes
+) -> None:
+    with watched(tmp_path, "--restart=2", "--backoff=0.1") as watchdog:
+        wait_for_checkpoint(tmp_path, watchdog)
+        os.kill(find(watchdog.pid, "1"), 9)
+        killed = time.time()
+        assert watchdog.wait(240) == 0, (tmp_path / "said").read_text()[-3_000:]
+    seconds = round(time.time() - killed, 1)
+    (restart,) = json.loads((tmp_path / "run/halt.json").read_text())["restarts"]
+    assert losses(tmp_path / "run") == golden.losses
+    assert weights(tmp_path / "run") == golden.weights
+    lost = restart["step"] - EVERY
+    outcomes.tell("kill-launched", "", codes=[0], seconds=seconds, lost=lost, exact=True)
 
 
-def first_step_again(run_dir: Path) -> int:
-    """The steps that were done when the run began again."""
-    lines = (run_dir / "heartbeat_rank0.jsonl").read_text().splitlines()
-    beats = [json.loads(line) for line in lines]
-    starts = [number for number, beat in enumerate(beats) if beat["event"] == "start"]
-    return next(beat["step"] for beat in beats[starts[1] :] if beat["event"] == "step_start")
+@pytest.mark.full
+def test_the_ranks_of_a_launcher_that_is_killed_save_and_end(
+    tmp_path: Path, golden: Golden, outcomes: Outcomes
+) -> None:
+    with watched(tmp_path) as watchdog:
+        wait_for_checkpoint(tmp_path, watchdog)
+        os.kill(find(watchdog.pid, LAUNCHER), 9)
+        killed = time.time()
+        code = watchdog.wait(240)
+    said = (tmp_path / "said").read_text()
+    assert "the launcher is gone" in said, said[-3_000:]
+    seconds = round(time.time() - killed, 1)
+    resumed = resume(tmp_path)
+    assert resumed.step > EVERY, "more was saved than before"
+    assert resumed.losses == golden.losses
+    assert resumed.weights == golden.weights
+    outcomes.tell("kill-launcher", "", codes=[code], seconds=seconds, lost=0, exact=True)
