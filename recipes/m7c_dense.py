@@ -2,7 +2,8 @@
 
     deepspeed --num_gpus 2 recipes/m7c_dense.py
 
-It is what NSA's gain or cost is measured against.
+It is what NSA's gain or cost is measured against. The profiles `classic` and `tuned` are the twins
+of m7c_classic.py's `production` and `tuned`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import m7c
+import m7c_classic
 
 from nsa.engine.config import RunConfig
 from nsa.engine.recipe import Recipe, main
@@ -27,5 +29,10 @@ def dense(values: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
 
 
 if __name__ == "__main__":
-    profiles = {"production": m7c.production, "tuned": m7c.tuned, "demo": m7c.demo}
+    profiles = {
+        "production": m7c.production,
+        "classic": m7c_classic.production,
+        "tuned": m7c_classic.tuned,
+        "demo": m7c.demo,
+    }
     main(Recipe("m7c_dense", __doc__, {name: dense(values) for name, values in profiles.items()}))

@@ -18,7 +18,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from nsa.engine.hosts import interface_towards
+
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+# Without it gloo takes the interface that has the machine's name, which is often the loopback, and
+# NCCL the first that it finds, which may be a container's.
+INTERFACE = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 NEIGHBOUR_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 SECONDS_FOR_THE_CULPRIT = 5  # to say what went wrong, before those speak who only lost it
 
@@ -62,6 +67,9 @@ def start_ranks(ranks: Ranks) -> torch.device:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    if interface := interface_towards(os.environ["MASTER_ADDR"]):  # of several machines
+        for name, value in INTERFACE.items():
+            os.environ.setdefault(name, value.format(interface))
     os.environ.setdefault("RANK", str(ranks.rank))
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))
     os.environ.setdefault("WORLD_SIZE", str(ranks.world_size))

@@ -17,6 +17,7 @@ from nsa.engine.build import build_engine
 from nsa.engine.config import RunConfig
 from nsa.engine.data import Data, open_data
 from nsa.engine.guard import Guard, Unfit
+from nsa.engine.hosts import connect_hosts
 from nsa.engine.instruments import Instruments
 from nsa.engine.lock import FolderLock
 from nsa.engine.loop import Run, train
@@ -188,6 +189,7 @@ def _train(begun: Begun) -> None:
     run.stopping.install()
     here = (os.uname().nodename, os.getpid())
     run.stopping.watch_neighbours(dict(enumerate(run.agreement.gather(here))))
+    run.stopping.watch_hosts(connect_hosts(run.agreement))
     status = "failed"
     try:
         run.observers.on_start(begun.info)

@@ -1,8 +1,9 @@
 """Why a run should stop before its end, and how its ranks get to know.
 
 A signal, the time limit or a launcher that died only leave a reason here. The loop asks for it
-before each step, all ranks agree, and they save and end in good order. A rank whose neighbour is
-gone cannot do that: it may hang in a collective for ever, so a thread ends it.
+before each step, all ranks agree, and they save and end in good order. A rank that has lost a
+neighbour or another machine cannot do that: it may hang in a collective for ever, so a thread ends
+it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,6 +20,8 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 
 import psutil
+
+from nsa.engine.hosts import why_gone
 
 LAUNCHER = "deepspeed.launcher.launch"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -58,6 +62,7 @@ class Stopping:
         self._deadline = None if time_limit is None else time.monotonic() + time_limit
         self._ended = threading.Event()
         self._neighbours: dict[int, psutil.Process] = {}
+        self._hosts: Mapping[str, socket.socket] = {}
         self._launcher = _launcher()
         self._before: dict[int, object] = {}
         self._thread = threading.Thread(target=self._watch, name="nsa stopping", daemon=True)
@@ -75,6 +80,10 @@ class Stopping:
             if where == host and pid != os.getpid():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     self._neighbours[rank] = psutil.Process(pid)
+
+    def watch_hosts(self, connections: Mapping[str, socket.socket]) -> None:
+        """`connections` to the other machines, of `connect_hosts`."""
+        self._hosts = connections
 
     @contextlib.contextmanager
     def may_interrupt(self) -> Iterator[None]:
@@ -108,10 +117,15 @@ class Stopping:
                 self._ask(self._out_of_time())
             if self.reason is None and self._launcher and _gone(self._launcher):
                 self._ask("the launcher is gone")
-            lost = [rank for rank, process in self._neighbours.items() if _gone(process)]
-            if lost and not self._ended.wait(MOURNING_SECONDS):
-                pid = self._neighbours[lost[0]].pid
-                _die(f"rank {lost[0]} (process {pid}) is gone, and this rank cannot go on alone")
+            lost = self._lost()
+            if lost is not None and not self._ended.wait(MOURNING_SECONDS):
+                _die(f"{lost}, and this rank cannot go on alone")
+
+    def _lost(self) -> str | None:
+        for rank, process in self._neighbours.items():
+            if _gone(process):
+                return f"rank {rank} (process {process.pid}) is gone"
+        return why_gone(self._hosts)
 
     def _out_of_time(self) -> str | None:
         over = self._deadline is not None and time.monotonic() >= self._deadline

@@ -14,7 +14,6 @@ import os
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 
 from nsa.plan import gpus as on_gpus
 from nsa.plan import machine as on_machine
+from nsa.plan.asking import free_bytes, iommu_groups, said_by, text_of
 from nsa.plan.check import FAIL, OK, SKIP, Check, failures, lines, verdict
 from nsa.plan.nccl import nccl_checks, peers_switched_off
 from nsa.plan.ranks_check import rank_checks
@@ -41,7 +41,6 @@ __all__ = [
     "verdict",
 ]
 
-_COMMAND_SECONDS = 10.0  # a driver that is stuck must not take the check with it
 _RANKS = "deepspeed --num_gpus 2 recipes/m7c.py --until preflight"
 _M7C = 125_000_000  # parameters
 _M7C_CHECKPOINTS = 10  # 50,000 steps, one every 5,000
@@ -59,10 +58,10 @@ def machine_checks(
     gpus, ranks = len(torch.uuids), ranks or len(torch.uuids) or 2
     found = on_gpus.parse_gpus(_nvidia_smi(f"--query-gpu={','.join(on_gpus.QUERY)}"))
     found = [gpu for gpu in found if gpu.uuid in torch.uuids] or found
-    links = on_gpus.parse_topology(_command("nvidia-smi", "topo", "-m")) if gpus > 1 else {}
+    links = on_gpus.parse_topology(said_by("nvidia-smi", "topo", "-m")) if gpus > 1 else {}
     used = {gpu.index for gpu in found}
     links = {pair: link for pair, link in links.items() if used.issuperset(pair)}
-    lspci = _command("lspci", "-vvv") if gpus > 1 else ""
+    lspci = said_by("lspci", "-vvv") if gpus > 1 else ""
     installed = {name: _version(name) for name in ("torch", "triton", "deepspeed")}
     requirements = importlib.metadata.requires("torch") or [] if installed["torch"] else []
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -75,13 +74,13 @@ def machine_checks(
         on_machine.triton_check(installed["torch"], installed["triton"], requirements, gpus),
         on_machine.compiler_check(compiler, python_h, gpus),
         on_machine.memory_check(_available_memory(), ranks, checkpoint_bytes),
-        on_machine.shm_check(_free(Path("/dev/shm")), gpus, peer_access),
+        on_machine.shm_check(free_bytes(Path("/dev/shm")), gpus, peer_access),
         *on_machine.disk_checks(_disk(run_dir), checkpoint_bytes, checkpoints),
         *on_machine.limits_checks(_limits(), checkpoint_bytes),
         *on_gpus.gpu_checks(found, gpus, torch.built_for, ranks),
         on_gpus.peer_check(torch.peers, gpus),
         on_gpus.topology_check(links, gpus),
-        on_gpus.acs_check(lspci or None, _iommu_groups(), _read(Path("/proc/cmdline")), gpus),
+        on_gpus.acs_check(lspci or None, iommu_groups(), text_of(Path("/proc/cmdline")), gpus),
         *nccl_checks(os.environ, [name for _, name in socket.if_nameindex()]),
     ]
 
@@ -197,47 +196,14 @@ def _torch() -> _Torch:
     return _Torch(broken=Check("torch", FAIL, f"fails: {first_line}", "bash launch/setup.sh"))
 
 
-def _command(*words: str) -> str:
-    """What a program prints; nothing where it is not there, fails, or takes too long."""
-    try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=_COMMAND_SECONDS
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
 def _nvidia_smi(query: str) -> str:
-    return _command("nvidia-smi", query, "--format=csv,noheader,nounits")
-
-
-def _iommu_groups() -> int:
-    """How many groups of boards the kernel has put behind an IOMMU."""
-    try:
-        return len(os.listdir("/sys/kernel/iommu_groups"))
-    except OSError:
-        return 0
+    return said_by("nvidia-smi", query, "--format=csv,noheader,nounits")
 
 
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _free(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
         return None
 
 
@@ -269,7 +235,7 @@ def _available_memory() -> int:
     import psutil
 
     available = int(psutil.virtual_memory().available)
-    limit, used = (_read(Path(f"/sys/fs/cgroup/memory.{what}")) for what in ("max", "current"))
+    limit, used = (text_of(Path(f"/sys/fs/cgroup/memory.{what}")) for what in ("max", "current"))
     if limit.strip().isdigit() and used.strip().isdigit():
         available = min(available, int(limit) - int(used))
     return available
