@@ -17,6 +17,7 @@ from nsa.monitor.compare import add_parser as add_compare_parser
 from nsa.monitor.report import add_parser as add_report_parser
 from nsa.monitor.watch.command import add_parser as add_watch_parser
 from nsa.monitor.watch.command import split_command
+from nsa.plan.command import add_parser as add_plan_parser
 from nsa.plan.doctor import add_parser as add_doctor_parser
 
 
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add_compare_parser(verbs)
     add_doctor_parser(verbs)
     add_watch_parser(verbs)
+    add_plan_parser(verbs, _plan)
 
     about = "parameters and operations a token of M7C and of its dense twin"
     info = verbs.add_parser("info", help=about, description=about)
@@ -89,6 +91,14 @@ def _check(args: argparse.Namespace) -> int:
         resolved = resolve_ds_config(raw, RunConfig(), world_size=args.ranks, source=source)
     print(json.dumps(resolved, indent=2))
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    # DeepSpeed logs to stdout as soon as it is imported.
+    with contextlib.redirect_stdout(io.StringIO()):
+        from nsa.engine.planning import run
+
+    return run(args)
 
 
 def _info(args: argparse.Namespace) -> int:

@@ -1,0 +1,59 @@
+"""Which setting is fastest among those that fit, for one number of sequences a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from nsa.plan.model import Batch, Model
+from nsa.plan.step import Forecast, Hardware, fits, forecast
+from nsa.plan.traffic import Zero
+
+MODES = ("none", "selective", "reentrant")  # the other two cost what reentrant costs
+
+
+@dataclass(frozen=True)
+class Found:
+    """A setting that fits."""
+
+    config: str
+    batch: Batch
+    forecast: Forecast
+
+
+def search(
+    model: Model, zeros: Mapping[str, Zero], batch: Batch, hardware: Hardware, ranks: int
+) -> list[Found]:
+    """Fastest first. A step keeps its sequences: a larger micro-batch means less accumulation.
+
+    Of equally fast ones the larger micro-batch comes first, which keeps a GPU busier than `mfu`
+    knows, then the one with less memory.
+    """
+    found = [
+        Found(name, other, forecast(model, zero, other, hardware, ranks))
+        for name, zero in zeros.items()
+        for other in _batches(batch)
+    ]
+    fitting = [one for one in found if fits(one.forecast.memory, hardware)]
+    return sorted(fitting, key=_order)
+
+
+def _order(one: Found) -> tuple[float, int, int]:
+    return (
+        -round(one.forecast.tokens_per_second),
+        -one.batch.micro_batch,
+        one.forecast.memory.peak,
+    )
+
+
+def _batches(batch: Batch) -> Iterator[Batch]:
+    sequences = batch.micro_batch * batch.accumulation
+    for micro_batch in range(1, sequences + 1):
+        if sequences % micro_batch == 0:
+            for mode in MODES:
+                yield replace(
+                    batch,
+                    micro_batch=micro_batch,
+                    accumulation=sequences // micro_batch,
+                    checkpointing=mode,
+                )
