@@ -62,7 +62,7 @@ class Batch:
 
 
 def flops_per_token(model: Model, checkpointing: str) -> float:
-    """What is executed: with checkpointing the layers' forward pass runs again, in whole or part."""
+    """What is executed: with checkpointing the forward pass of the layers runs again, or part."""
     again = 0.0 if checkpointing == "none" else model.layers_flops
     return model.flops + again - (model.attention_flops if checkpointing == "selective" else 0.0)
 
