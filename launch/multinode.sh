@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains M7C on several machines: a rank for each slot of a hostfile, lines of "NAME slots=2".
 #   bash launch/multinode.sh HOSTFILE [flags] [arguments of recipes/m7c.py ...]
-#       on the first machine of the hostfile; it starts the others by ssh
+#       on the first machine of the hostfile; it starts the others by ssh, with --srun by Slurm
 #   bash launch/multinode.sh HOSTFILE --no_ssh --node_rank K --master_addr ADDRESS [flags] [...]
 #       on every machine; K counts from 0 in the hostfile's order, ADDRESS is the first one's
 # Flags: --master_port PORT (29500), and --restart N, which lets a run that crashed go on.
@@ -25,11 +25,11 @@ shift
 mapfile -t hosts < <(awk 'NF && $1 !~ /^#/ { print $1 }' "$hostfile")
 [ ${#hosts[@]} -gt 0 ] || die "$hostfile names no machine: write lines of NAME slots=N"
 
-ssh=yes rank='' address='' port=29500 watch=()
+start=ssh rank='' address='' port=29500 watch=()
 while [ $# -gt 0 ]; do
     case $1 in
-    --no_ssh)
-        ssh=''
+    --no_ssh | --srun)
+        start=${1#--}
         shift
         continue
         ;;
@@ -46,7 +46,7 @@ done
 bash "$here/setup.sh"
 export PATH="$root/.venv/bin:$PATH"
 
-if [ -z "$ssh" ]; then
+if [ "$start" = no_ssh ]; then
     [[ $rank =~ ^[0-9]+$ ]] && [ "$rank" -lt ${#hosts[@]} ] ||
         die "--node_rank ${rank:-is missing}: give 0 to $((${#hosts[@]} - 1)), this machine's line in $hostfile"
     [ -n "$address" ] || die "--no_ssh: give --master_addr too, the address of ${hosts[0]}"
@@ -66,6 +66,15 @@ with socket.socket(family, socket.SOCK_DGRAM) as probe:
     probe.connect(where)
     print(probe.getsockname()[0])' "${hosts[1]-${hosts[0]}}" 2>/dev/null
 ) || die "${hosts[1]-${hosts[0]}}: this name in $hostfile cannot be resolved; or give --master_addr"
+
+# $1: a machine, $2: what it shall run
+on() {
+    if [ "$start" = srun ]; then
+        srun --nodes=1 --ntasks=1 --nodelist="$1" --input=none bash -c "$2"
+    else
+        ssh -n -o ServerAliveInterval=15 -o ServerAliveCountMax=4 "$1" "$2"
+    fi
+}
 
 child=()
 interrupted=''
@@ -95,9 +104,15 @@ for ((k = 1; k < ${#hosts[@]}; k++)); do
     say "${hosts[k]}: $there"
     {
         code=0
-        ssh -n "${hosts[k]}" "$there" || code=$?
-        # One that is not there leaves nothing to wait for.
-        [ "$code" -eq 0 ] || kill -TERM "${child[0]}" 2>/dev/null || true
+        on "${hosts[k]}" "$there" || code=$?
+        [ "$code" -ne 0 ] || exit 0
+        # Ranks that were training miss it by themselves; who still waits for it to come does not.
+        for ((i = 0; i < 90; i++)); do
+            kill -0 "${child[0]}" 2>/dev/null || exit "$code"
+            sleep 1
+        done
+        say "${hosts[k]} ended with exit code $code; ending this machine's part"
+        kill -TERM "${child[0]}" 2>/dev/null || true
         exit "$code"
     } &
     child+=("$!")

