@@ -126,7 +126,7 @@ def mend(how: str, folder: Path, checkpoints: Path) -> None:
         subprocess.run(["umount", str(checkpoints)], check=True)
 
 
-@pytest.mark.parametrize("how", ["disk-full", "read-only"])
+@pytest.mark.parametrize("how", ["disk-full", pytest.param("read-only", marks=full)])
 def test_a_disk_that_takes_no_more_costs_checkpoints_and_not_the_run(
     how: str, tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
