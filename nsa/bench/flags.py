@@ -54,6 +54,31 @@ def add_gpu_verbs(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _backend(tune)
 
 
+def add_comm_verb(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """What DeepSpeed's configs send over a link, and what that costs a step."""
+    comm = what.add_parser("comm", help="what each DeepSpeed config sends, and what that costs")
+    comm.add_argument("--config", nargs="+", help="names in ds_configs/; else all of them")
+    comm.add_argument("--rates", type=_rates, default="1,4,full", help="Gbit/s (%(default)s)")
+    comm.add_argument(
+        "--accumulation", type=int, nargs="+", default=[1, 2, 8], help="micro-batches of a step"
+    )
+    comm.add_argument(
+        "--variants",
+        action="store_true",
+        help="instead, other buckets and owners: what each change does",
+    )
+    comm.add_argument("--out", type=Path, help="keep it as JSON there, with a page and a picture")
+    comm.add_argument("--show", type=Path, help="measure nothing: print a file's table of configs")
+
+
+def _rates(text: str) -> list[float | None]:
+    """Gbit/s with commas between; `full` is as fast as the machine can."""
+    rates = [None if word == "full" else float(word) for word in text.split(",")]
+    if any(rate is not None and rate <= 0 for rate in rates):
+        raise argparse.ArgumentTypeError(f"{text!r}: write Gbit/s above 0, or full")
+    return rates
+
+
 def _verb(
     what: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str
 ) -> argparse.ArgumentParser:

@@ -1,0 +1,157 @@
+"""Communication is measured on a real link between two network namespaces, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nsa.bench import comm_report
+from nsa.bench.__main__ import main
+from nsa.bench.comm import Bench, Case, throttled
+from nsa.bench.netns import INTERFACE, PREFIX, link, missing, remove_leftovers
+from tests.ranks import ROOT
+
+needs_link = pytest.mark.skipif(missing() is not None, reason=f"needs a link: {missing()}")
+MEASURED = ROOT / "docs/benchmarks/comm.json"
+TINY = {
+    "vocab_size": 272,
+    "layers": 2,
+    "width": 128,
+    "heads": 6,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "mlp_width": 512,
+    "spec": {"block_len": 8, "block_stride": 4, "select_len": 8, "select_top": 4, "window": 12},
+}
+HOLD = "import sys, time\nfrom nsa.bench.netns import link\nwith link():\n"
+HOLD += "    print('up', flush=True)\n    time.sleep(60)\n"
+GBIT = 0.2
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    with throttled([GBIT], model=TINY, tokens=32, compute=False) as made:
+        yield made
+
+
+def namespaces() -> set[str]:
+    """Those of links, whoever's."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return {line.split()[0] for line in listed.stdout.splitlines() if line.startswith(PREFIX)}
+
+
+def of(process: subprocess.Popen[str]) -> set[str]:
+    """Those that a process has made."""
+    return {name for name in namespaces() if name.startswith(f"{PREFIX}{process.pid}-")}
+
+
+def holder() -> subprocess.Popen[str]:
+    """A process that holds a link."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", HOLD], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert started.stdout is not None
+    assert started.stdout.readline() == "up\n"
+    return started
+
+
+@needs_link
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (Case("zero1_pcie", 2, "bf16"), 3.0),
+        (Case("zero1_pcie", 2, "fp32"), 5.0),
+        (Case("zero2_pcie", 2, "bf16"), 5.0),
+    ],
+    ids=str,
+)
+def test_the_link_carries_the_bytes_that_the_stage_is_known_for(
+    bench: Bench, case: Case, expected: float
+) -> None:
+    (row,) = bench.measure(case)
+    assert row["bytes_per_parameter_per_step"] == pytest.approx(expected, rel=0.02)
+    assert row["payload_bytes_per_parameter_per_step"] == pytest.approx(expected, rel=0.02)
+    sent = row["bytes_per_parameter_per_step"] * row["parameters"]
+    assert min(row["step_seconds_all"]) > 0.8 * sent * 8 / GBIT / 1e9, "the link is not throttled"
+
+
+@needs_link
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_link_goes_with_the_process_that_made_it(end: signal.Signals) -> None:
+    process = holder()
+    assert len(of(process)) == 2
+    process.send_signal(end)
+    process.wait(30)
+    assert not of(process)
+
+
+@needs_link
+def test_the_next_link_removes_what_a_killed_one_left_and_nothing_else() -> None:
+    killed, living = holder(), holder()
+    try:
+        killed.kill()
+        killed.wait(30)
+        left = of(killed)
+        assert len(left) == 2
+        assert left <= set(remove_leftovers())
+        assert not of(killed)
+        assert len(of(living)) == 2
+    finally:
+        living.terminate()
+        living.wait(30)
+
+
+@needs_link
+def test_a_link_is_seen_in_its_namespaces_alone() -> None:
+    with link() as made:
+        assert set(made.namespaces) <= namespaces()
+        assert not Path("/sys/class/net", INTERFACE).exists()
+        for end in range(2):
+            inside = [*made.inside(end), "ls", "/sys/class/net"]
+            listed = subprocess.run(inside, capture_output=True, text=True, check=True)
+            assert INTERFACE in listed.stdout.split()
+    assert not namespaces() & set(made.namespaces)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can try to be somebody else")
+def test_who_is_not_root_is_told_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    os.seteuid(65_534)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["comm"])
+    finally:
+        os.seteuid(0)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "root on Linux with ip and tc" in said[0]
+    assert "run it as root" in said[0]
+
+
+def test_tools_that_are_missing_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(["comm"])
+    assert ended.value.code == 2
+    assert "ip and tc not found; install iproute2" in capsys.readouterr().err
+
+
+def test_the_pages_show_what_was_measured_and_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = json.loads(MEASURED.read_text())
+    assert MEASURED.with_suffix(".md").read_text() == comm_report.page(result, "comm")
+    assert MEASURED.with_suffix(".svg").read_text() == comm_report.picture(result)
+    main(["comm", "--show", str(MEASURED)])
+    table = capsys.readouterr().out
+    assert table.count("\n") == 2 + len(list((ROOT / "ds_configs").glob("*.json")))
+    assert table in (ROOT / "ds_configs/README.md").read_text()
