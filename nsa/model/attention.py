@@ -49,14 +49,19 @@ class NSAttention(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """[B, T, width] to [B, T, width]."""
-        q = layout.rotary.turn(self.q(x).unflatten(-1, (self.heads, self.key_dim)))
-        k_cmp, k_sel, k_win = self._branches(self.k(x), self.key_dim)
-        v_cmp, v_sel, v_win = self._branches(self.v(x), self.value_dim)
+        q, k, v, gates = layout.to_heads(
+            self.q(x).unflatten(-1, (1, self.heads, self.key_dim)),
+            self.k(x).unflatten(-1, (-1, self.kv_heads, self.key_dim)),
+            self.v(x).unflatten(-1, (-1, self.kv_heads, self.value_dim)),
+            self.gates(x).unflatten(-1, (1, self.heads, BRANCHES)),
+        )
+        q, gates = layout.rotary.turn(q[:, :, 0]), torch.sigmoid(gates[:, :, 0])
+        k_cmp, k_sel, k_win = _branches(k)
+        v_cmp, v_sel, v_win = _branches(v)
         k_cmp, v_cmp = self.compress(k_cmp, v_cmp, layout)
         # A shared key is turned once; independent ones are turned each.
         k_turned = layout.rotary.turn(k_sel)
         k_window = k_turned if k_win is k_sel else layout.rotary.turn(k_win)
-        gates = torch.sigmoid(self.gates(x)).unflatten(-1, (self.heads, BRANCHES))
         o, block_index = nsa_attention_and_blocks(
             q,
             k_cmp,
@@ -72,12 +77,7 @@ class NSAttention(nn.Module):
         )
         if self.listener is not None:
             self.listener(gates, block_index, layout.cu_seqlens)
-        return self.o(o.flatten(-2))
-
-    def _branches(self, x: Tensor, size: int) -> list[Tensor]:
-        """A projection as one [B, T, K, size] a branch, the same one thrice where shared."""
-        x = x.unflatten(-1, (-1, self.kv_heads, size))
-        return [x[:, :, 0]] * BRANCHES if x.shape[2] == 1 else list(x.unbind(2))
+        return self.o(layout.to_tokens(o).flatten(-2))
 
 
 class DenseAttention(nn.Module):
@@ -94,15 +94,23 @@ class DenseAttention(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """[B, T, width] to [B, T, width]."""
-        q = layout.rotary.turn(self.q(x).unflatten(-1, (self.heads, self.key_dim)))
-        k = layout.rotary.turn(self.k(x).unflatten(-1, (self.kv_heads, self.key_dim)))
-        v = self.v(x).unflatten(-1, (self.kv_heads, self.value_dim))
+        q, k, v = layout.to_heads(
+            self.q(x).unflatten(-1, (1, self.heads, self.key_dim)),
+            self.k(x).unflatten(-1, (1, self.kv_heads, self.key_dim)),
+            self.v(x).unflatten(-1, (1, self.kv_heads, self.value_dim)),
+        )
+        q, k, v = layout.rotary.turn(q[:, :, 0]), layout.rotary.turn(k[:, :, 0]), v[:, :, 0]
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         parts = [
             F.scaled_dot_product_attention(
                 q[:, :, doc], k[:, :, doc], v[:, :, doc], is_causal=True, enable_gqa=True
             )
-            for doc in document_slices(x.shape[1], layout.cu_seqlens)
+            for doc in document_slices(q.shape[2], layout.cu_seqlens)
             if doc.stop > doc.start
         ]
-        return self.o(torch.cat(parts, 2).transpose(1, 2).flatten(-2))
+        return self.o(layout.to_tokens(torch.cat(parts, 2).transpose(1, 2)).flatten(-2))
+
+
+def _branches(x: Tensor) -> list[Tensor]:
+    """A projection [B, T, copies, K, size] as one a branch, the same one thrice where shared."""
+    return [x[:, :, 0]] * BRANCHES if x.shape[2] == 1 else list(x.unbind(2))

@@ -15,6 +15,7 @@ from nsa.model.config import ModelConfig
 from nsa.model.layout import Layout
 from nsa.model.loss import linear_cross_entropy
 from nsa.model.segments import segment_runner
+from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.checks import check_documents
 
 
@@ -24,12 +25,20 @@ class LanguageModel(nn.Module):
     Embedding, final norm and head stay outside the checkpoint segments, and every other parameter
     is in exactly one: that is what lets ZeRO-2 live with a reentrant backward pass. The forward
     pass keeps no state, so running a segment again computes the same thing.
+
+    Where ranks share a `sequence`, input_ids, labels and logits are this rank's part of each,
+    cu_seqlens is that of the whole, and the loss is the same mean on all of them.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sequence: SequenceParallel | None = None) -> None:
         super().__init__()
         config.validate()
-        self.config = config
+        if sequence is not None and config.kv_heads % sequence.size:
+            raise ValueError(
+                f"model.kv_heads = {config.kv_heads} cannot be divided over {sequence.size} ranks "
+                "that share a sequence: each attends with whole KV heads"
+            )
+        self.config, self.sequence = config, sequence
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
@@ -51,14 +60,16 @@ class LanguageModel(nn.Module):
                 f"labels has shape {tuple(labels.shape)} and input_ids {tuple(input_ids.shape)}; "
                 "labels[b, t] is the token after input_ids[b, t]"
             )
-        check_documents(cu_seqlens, input_ids, "input_ids")
+        seq_len = input_ids.shape[1] * (1 if self.sequence is None else self.sequence.size)
+        check_documents(cu_seqlens, input_ids[:, :1].expand(-1, seq_len), "input_ids")
         layout = Layout.of(
-            input_ids.shape[1],
+            seq_len,
             cu_seqlens,
             config.attention.spec if config.attention.kind == "nsa" else None,
             config.head_dim,
             config.rope_theta,
             input_ids.device,
+            self.sequence,
         )
         x = self.embed(input_ids)
         recompute = torch.is_grad_enabled() and x.requires_grad
@@ -68,7 +79,9 @@ class LanguageModel(nn.Module):
         x = self.norm(x)
         if labels is None:
             return F.linear(x, self.embed.weight)
-        return linear_cross_entropy(x.flatten(0, 1), self.embed.weight, labels.flatten())
+        return linear_cross_entropy(
+            x.flatten(0, 1), self.embed.weight, labels.flatten(), self.sequence
+        )
 
     @torch.no_grad()
     def _initialise(self) -> None:

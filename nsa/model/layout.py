@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.documents import compressed_cu_seqlens
 from nsa.spec import NSASpec
 
@@ -58,12 +60,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """The geometry of one step's tokens, built once and read by every layer."""
+    """The geometry of one step's tokens, built once and read by every layer.
+
+    It is that of whole sequences, also where a rank has a part of each.
+    """
 
     cu_seqlens: Tensor | None
     rotary: Rotary  # of every token; positions restart with each document
     blocks: Tensor | None  # tokens of each compressed block, [N, l]; None for dense attention
     block_rotary: Rotary | None  # of each block's last position
+    sequence: SequenceParallel | None = None  # the ranks that share each sequence
 
     @classmethod
     def of(
@@ -74,6 +80,7 @@ class Layout:
         head_dim: int,
         theta: float,
         device: torch.device,
+        sequence: SequenceParallel | None = None,
     ) -> Layout:
         """`spec` is None where attention is dense."""
         position = torch.arange(seq_len, device=device)
@@ -81,7 +88,7 @@ class Layout:
             position = position - _for_each(cu_seqlens[:-1], cu_seqlens, seq_len)
         rotary = Rotary.at(position, head_dim, theta)
         if spec is None:
-            return cls(cu_seqlens, rotary, None, None)
+            return cls(cu_seqlens, rotary, None, None, sequence)
         if cu_seqlens is None:
             start = torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
             offset = start
@@ -93,7 +100,15 @@ class Layout:
             offset = start + _for_each(cu_seqlens[:-1], blocks, count)
         inside = torch.arange(spec.block_len, device=device)
         last = Rotary.at(start + spec.block_len - 1, head_dim, theta)
-        return cls(cu_seqlens, rotary, offset[:, None] + inside, last)
+        return cls(cu_seqlens, rotary, offset[:, None] + inside, last, sequence)
+
+    def to_heads(self, *parts_BtCHD: Tensor) -> Sequence[Tensor]:
+        """What this rank attends with: all tokens of its heads; as it is on one rank."""
+        return parts_BtCHD if self.sequence is None else self.sequence.to_heads(*parts_BtCHD)
+
+    def to_tokens(self, o_BTHD: Tensor) -> Tensor:
+        """The way back: all heads of this rank's tokens."""
+        return o_BTHD if self.sequence is None else self.sequence.to_tokens(o_BTHD)
 
 
 def _for_each(of_document: Tensor, offsets: Tensor, count: int) -> Tensor:

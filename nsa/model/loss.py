@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from nsa.model.sequence_parallel import SequenceParallel
+
 IGNORED = -100  # a label that the loss leaves out
 
 # Logits of one product: 2,668 tokens of M7C's vocabulary, 256 MiB in bf16. Smaller products would
@@ -29,14 +31,18 @@ IN_FLOAT32 = 2**23
 IN_CACHE = 2**20  # on a CPU
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, sequence: SequenceParallel | None = None
+) -> Tensor:
     """The mean of −log softmax(hidden @ weightᵀ)[label] over the labels that are not −100, or 0.
 
-    hidden [N, width], weight [vocabulary, width], labels [N]; 0-dim, in float32 or float64.
+    hidden [N, width], weight [vocabulary, width], labels [N]; 0-dim, in float32 or float64. With
+    `sequence` over the labels of all ranks that share it, each of which gets the same mean.
     """
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     total, _, _ = loss_and_gradients(hidden, weight, labels, learns)
-    return total / (labels != IGNORED).sum().clamp(min=1)
+    count = (labels != IGNORED).sum()
+    return total / count.clamp(min=1) if sequence is None else sequence.mean(total, count)
 
 
 @torch.library.custom_op("nsa::linear_cross_entropy", mutates_args=())

@@ -24,6 +24,7 @@ KEPT = {
     "nsa::triton_select",
     "nsa::triton_selected",
     "nsa::triton_gated",
+    "nsa::exchange",  # nothing is sent twice between ranks that share a sequence
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",

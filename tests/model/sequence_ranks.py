@@ -1,0 +1,84 @@
+"""Runs on two ranks that share a sequence: losses and gradients against one rank with all of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import Tensor
+
+from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from nsa.model import AttentionConfig, LanguageModel
+from nsa.model.sequence_parallel import SequenceParallel
+from nsa.spec import NSASpec
+from tests.model.models import build, packed, tiny, tokens
+
+# Some document has its tokens on both ranks, and so have blocks and windows inside of it.
+DOCUMENTS = {4_096: packed(700, 3, 2_500, 0, 893), 512: packed(70, 3, 250, 0, 189)}
+SPEC = NSASpec(32, 16, 64, 6, 1, 2, 96)
+ATTENTIONS = {
+    "mean": AttentionConfig(spec=SPEC),
+    "mean, shared": AttentionConfig(spec=SPEC, shared_kv=True),
+    "mlp": AttentionConfig(spec=SPEC, compressor="mlp", compressor_hidden=5),
+    "dense": AttentionConfig(kind="dense"),
+}
+
+
+def labels_of(ids: Tensor, text: str) -> Tensor:
+    """The next tokens, most of the first rank's ignored: its mean is not the other's."""
+    labels = ids.roll(-1, 1)
+    labels[:, : int(0.45 * ids.shape[1])] = -100
+    if text == "nothing to learn":
+        labels[:] = -100
+    return labels
+
+
+def step(model: LanguageModel, ids: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    model.zero_grad()
+    loss = model(ids, labels=labels, cu_seqlens=cu_seqlens)
+    loss.backward()
+    return loss.detach()
+
+
+def compare(
+    attention: str, mode: str, text: str, length: int, sequence: SequenceParallel
+) -> dict[str, object]:
+    """How far loss and gradients are from one rank's, over the size of what they are to be."""
+    config = replace(tiny(ATTENTIONS[attention]), init_std=0.3)
+    cu_seqlens = DOCUMENTS[length] if text == "documents" else None
+    ids = tokens(length, batch=2 if text == "rows" else 1)
+    labels = labels_of(ids, text)
+    alone = build(config)
+    expected = step(alone, ids, labels, cu_seqlens)
+    shared = LanguageModel(replace(config, activation_checkpointing=mode), sequence).double()
+    shared.load_state_dict(alone.state_dict())
+    part = slice(sequence.rank * length // 2, (sequence.rank + 1) * length // 2)
+    found = step(shared, ids[:, part], labels[:, part], cu_seqlens)
+    errors = {"loss": float((found - expected).abs())}
+    wanted = dict(alone.named_parameters())
+    for name, parameter in shared.named_parameters():
+        assert parameter.grad is not None, name
+        dist.all_reduce(parameter.grad)
+        gradient, size = wanted[name].grad, 1.0
+        assert gradient is not None
+        if text != "nothing to learn":
+            size = float(gradient.norm())
+            assert size > 0, name
+        errors[name] = float((parameter.grad / 2 - gradient).norm()) / size  # as ZeRO averages
+    worst = max(errors, key=lambda name: errors[name])
+    case = [attention, mode, text, length]
+    return {"case": case, "worst": worst, "error": errors[worst]}
+
+
+def main() -> None:
+    start_ranks(Ranks.from_environment())
+    sequence = SequenceParallel(dist.new_group())
+    for attention, mode, text, length in json.loads(sys.argv[1]):
+        print(json.dumps(compare(attention, mode, text, length, sequence)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    stop_ranks()
