@@ -33,6 +33,12 @@ class Batch:
         """The same batch on `device`."""
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
+    def part(self, number: int, parts: int) -> Batch:
+        """One of so many equal parts of the sequences; `cu_seqlens` stays that of the whole."""
+        length = self.input_ids.shape[1] // parts
+        mine = slice(number * length, (number + 1) * length)
+        return Batch(self.input_ids[:, mine], self.labels[:, mine], self.cu_seqlens)
+
     def pin_memory(self) -> Batch:
         """The same batch where a GPU can fetch it from while the processor goes on."""
         return self._map(torch.Tensor.pin_memory)

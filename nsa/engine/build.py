@@ -4,24 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import io
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 
+from nsa.checkpoint.weights import load_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import tolerance
 from nsa.engine.guard import refuse_bad_gradients
 from nsa.engine.preflight import check_gradients, inspect_gradients
 from nsa.model import LanguageModel
+from nsa.model.sequence_parallel import SequenceParallel
 
 PREFLIGHT_TOKENS = 256  # enough for every branch to see something, cheap on a CPU
 
 
-def build_model(config: RunConfig, device: torch.device) -> LanguageModel:
-    """The same initial weights on every rank, whatever their number."""
+def build_model(
+    config: RunConfig, device: torch.device, weights: Path | None = None
+) -> LanguageModel:
+    """The same initial weights on every rank, whatever their number: random, or a checkpoint's."""
     torch.manual_seed(config.train.seed)
-    return LanguageModel(config.model).to(device)
+    model = LanguageModel(config.model, share_sequences(config.train.sequence_parallel))
+    if weights is not None:
+        load_weights(model, weights)
+    return model.to(device)
+
+
+def share_sequences(size: int) -> SequenceParallel | None:
+    """The ranks that share a sequence with this one: neighbours, `size` of them.
+
+    DeepSpeed is not told. To its ZeRO all ranks are data-parallel, so that each holds a share of
+    the optimizer's state and the mean of all gradients is taken; SequenceParallel.mean sees to it
+    that this is the gradient of the mean over sequences.
+    """
+    if size == 1:
+        return None
+    firsts = range(0, dist.get_world_size(), size)
+    groups = [dist.new_group(list(range(first, first + size))) for first in firsts]
+    return SequenceParallel(groups[dist.get_rank() // size])
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -40,11 +63,14 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 
 def build_engine(
-    config: RunConfig, ds_config: dict[str, Any], device: torch.device
+    config: RunConfig,
+    ds_config: dict[str, Any],
+    device: torch.device,
+    weights: Path | None = None,
 ) -> tuple[Any, list[str]]:
     """The engine, and what the gradient check tolerated; a model that cannot train is refused."""
-    model = build_model(config, device)
-    length = min(config.data.seq_len, PREFLIGHT_TOKENS)
+    model = build_model(config, device, weights)
+    length = min(config.data.seq_len // config.train.sequence_parallel, PREFLIGHT_TOKENS)
     tokens = torch.randint(config.model.vocab_size, (1, length), device=device)
     notes = check_gradients(inspect_gradients(model, tokens), tolerance(ds_config))
     return initialise(model, config, ds_config), notes

@@ -21,6 +21,8 @@ class TrainConfig:
     steps: int = 50_000  # optimizer steps of the whole run; the schedule ends here
     micro_batch: int = 1  # sequences a rank sees in one forward pass
     accumulation: int = 2  # micro-batches per optimizer step
+    sequence_parallel: int = 1  # ranks that share each sequence, up to model.kv_heads; 1: none do
+    start_from: str | None = None  # a run or checkpoint whose weights to begin with; null: random
     learning_rate: float = 2e-4  # peak of the cosine schedule
     min_learning_rate: float = 2e-5  # where the cosine ends
     warmup_steps: int = 2_000  # steps of linear warm-up; the first already moves
@@ -40,7 +42,7 @@ class TrainConfig:
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""
-        for name in ("steps", "micro_batch", "accumulation", "eval_samples"):
+        for name in ("steps", "micro_batch", "accumulation", "sequence_parallel", "eval_samples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} = {getattr(self, name)}: must be 1 or more")
         for name in (
@@ -92,3 +94,12 @@ class RunConfig:
         """Raise a ValueError that names the first setting that cannot work."""
         for section in (self.model, self.data, self.train, self.monitor, self.checkpoint):
             section.validate()
+        for value, name, why in (
+            (self.model.kv_heads, "model.kv_heads", "each rank attends with whole KV heads"),
+            (self.data.seq_len, "data.seq_len", "each rank has as many tokens as the others"),
+        ):
+            if value % self.train.sequence_parallel:
+                raise ValueError(
+                    f"train.sequence_parallel = {self.train.sequence_parallel} does not divide "
+                    f"{name} = {value}: {why}"
+                )

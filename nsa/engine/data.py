@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from nsa.data.batches import Batch
 from nsa.data.feed import Feed, HeldOut, open_feed, open_held_out
 from nsa.engine.config import RunConfig
 from nsa.engine.ranks import Ranks
@@ -20,6 +21,16 @@ class Data:
     held_out: HeldOut
     notes: list[str]  # what the user should know of it
     open: Callable[[int, dict[str, Any] | None], Feed]  # at so many samples dealt
+    readers: Ranks  # where this rank stands among those with other samples than its own
+    part: tuple[int, int] = (0, 1)  # which of how many parts of each sequence is this rank's
+
+    def take(self) -> Batch:
+        """This rank's next micro-batch."""
+        return self.feed.take().part(*self.part)
+
+    def held_out_batches(self) -> list[Batch]:
+        """What this rank evaluates, as many batches as the other ranks."""
+        return [batch.part(*self.part) for batch in self.held_out.batches(self.readers.rank)]
 
     def go_back(self, dealt: int, rank_state: dict[str, Any] | None) -> None:
         """Read on from where `dealt` samples were dealt to all ranks."""
@@ -44,6 +55,8 @@ def open_data(
     `new_data`: a resumed run was asked for other text, and begins that at its start.
     """
     notes = []
+    size = config.train.sequence_parallel  # so many neighbours read the same and share it
+    readers = Ranks(ranks.rank // size, ranks.local_rank, ranks.world_size // size)
     begun = bool(state.data)
     if begun and new_data:
         notes.append(
@@ -55,8 +68,8 @@ def open_data(
     def open_at(dealt: int, rank_state: dict[str, Any] | None) -> Feed:
         return open_feed(
             config.data,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            rank=readers.rank,
+            world_size=readers.world_size,
             micro_batch=config.train.micro_batch,
             accumulation=config.train.accumulation,
             seed=config.train.seed,
@@ -84,11 +97,11 @@ def open_data(
             config.data,
             sequences=config.train.eval_samples,
             micro_batch=config.train.micro_batch,
-            world_size=ranks.world_size,
+            world_size=readers.world_size,
         )
     except ValueError:
         feed.close()
         raise
     steps_left = config.train.steps - state.step
     notes += feed.plan(steps_left * feed.samples_per_step)
-    return Data(feed, held_out, notes, open_at)
+    return Data(feed, held_out, notes, open_at, readers, (ranks.rank % size, size))

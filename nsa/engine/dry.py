@@ -13,6 +13,7 @@ from nsa.engine.data import open_data
 from nsa.engine.load import to_yaml
 from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
 from nsa.engine.recipe import Plan
+from nsa.engine.resume import weights_to_load
 from nsa.engine.state import TrainState
 from nsa.model import flops_per_token, parameter_count
 from nsa.monitor.throughput import memory_gb
@@ -25,15 +26,17 @@ def dry_run(plan: Plan) -> None:
     about_data = _try_data(config, ranks)
     device = start_ranks(ranks)
     ds_config = {key: value for key, value in plan.ds_config.items() if key != "tensorboard"}
-    engine, notes = build_engine(config, ds_config, device)
+    weights = weights_to_load(config)
+    engine, notes = build_engine(config, ds_config, device, weights)
+    shared = config.train.sequence_parallel
     for _ in range(config.train.accumulation):
-        shape = (config.train.micro_batch, config.data.seq_len)
+        shape = (config.train.micro_batch, config.data.seq_len // shared)
         tokens = torch.randint(config.model.vocab_size, shape, device=device)
         loss = engine(tokens, labels=tokens.roll(-1, dims=1))
         engine.backward(loss)
         engine.step()
     if ranks.rank == 0:
-        tokens_per_step = config.train.micro_batch * config.train.accumulation * ranks.world_size
+        sequences = config.train.micro_batch * config.train.accumulation * ranks.world_size
         for note in [*plan.notes, *notes, *about_data]:
             print(note)
         print(f"# configuration ({plan.profile})\n{to_yaml(config)}")
@@ -42,7 +45,7 @@ def dry_run(plan: Plan) -> None:
         twin = flops_per_token(config.model, config.data.seq_len, dense_equivalent=True)
         print(f"parameters          {parameter_count(config.model):,}")
         print(f"FLOPs per token     {flops:,.0f} (dense twin: {twin:,.0f})")
-        print(f"tokens per step     {tokens_per_step * config.data.seq_len:,}")
+        print(f"tokens per step     {sequences // shared * config.data.seq_len:,}")
         print(f"run folder          {plan.run_dir}")
         print(f"peak memory, rank 0 {memory_gb():.2f} GB after one step")
         print(f"loss                {loss.item():.4f} on random tokens")

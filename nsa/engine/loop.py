@@ -143,7 +143,7 @@ def next_batches(run: Run) -> tuple[str | None, list[Batch]]:
 
 
 def _take_step(run: Run) -> list[Batch]:
-    return [run.data.feed.take() for _ in range(run.config.train.accumulation)]
+    return [run.data.take() for _ in range(run.config.train.accumulation)]
 
 
 def _on_all_ranks(run: Run, get: Callable[[], list[Batch]]) -> tuple[str | None, list[Batch]]:
@@ -193,7 +193,7 @@ def evaluate(run: Run) -> float | None:
     """
     run.instruments.enter("eval")
     total = torch.zeros(2, device=run.device, dtype=torch.float64)
-    stopped, batches = _on_all_ranks(run, lambda: run.data.held_out.batches(run.rank))
+    stopped, batches = _on_all_ranks(run, run.data.held_out_batches)
     if stopped is not None:
         return None
     with _evaluating(run.engine):

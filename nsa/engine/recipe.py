@@ -105,6 +105,7 @@ def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:
     config = resolve_config(base, flags.config, [*flags.set, *steps])
     if continues:
         _check_same_model(base, config, run_dir)
+        _check_same_sharing(base, config, run_dir)
     new_data = continues and _text(base) != _text(config)
     if config.train.warmup_steps >= config.train.steps:
         notes.append(
@@ -119,6 +120,7 @@ def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:
     if continues and not flags.deepspeed_config:
         raw = leave_to_recipe(raw)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    _check_ranks(config.train.sequence_parallel, world_size)
     ds_config = resolve_ds_config(
         raw, config, world_size=world_size, run_dir=run_dir, source=str(source)
     )
@@ -218,6 +220,26 @@ def _check_same_model(saved: RunConfig, asked: RunConfig, run_dir: Path) -> None
             f"model.{changed} = {after[changed]!r}, but {run_dir} was begun with "
             f"{before[changed]!r}: its checkpoints fit no other model; leave the change out, or "
             "start a new run without --resume"
+        )
+
+
+def _check_same_sharing(saved: RunConfig, asked: RunConfig, run_dir: Path) -> None:
+    """Which text a rank reads, and where it stands in it, is saved for each rank."""
+    before, after = saved.train.sequence_parallel, asked.train.sequence_parallel
+    if before != after:
+        raise ValueError(
+            f"train.sequence_parallel = {after}, but {run_dir} was begun with {before}; leave the "
+            f"change out, or start a new run with train.start_from={run_dir}"
+        )
+
+
+def _check_ranks(shared_by: int, world_size: int) -> None:
+    """Ranks that share sequences come in whole groups."""
+    if world_size % shared_by:
+        raise ValueError(
+            f"train.sequence_parallel = {shared_by} does not divide the {world_size} "
+            f"rank{'s' if world_size > 1 else ''} of this run; start a multiple of it, as with "
+            f"deepspeed --num_gpus {shared_by}, or set train.sequence_parallel=1"
         )
 
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from nsa import checkpoint
 from nsa.checkpoint.store import LAYOUT_OF_STAGE, check_loadable
+from nsa.checkpoint.weights import find_weights
+from nsa.engine.config import RunConfig
 from nsa.engine.ranks import Ranks
 from nsa.engine.recipe import Plan
 
@@ -28,6 +30,12 @@ def checkpoint_to_load(plan: Plan, ranks: Ranks) -> tuple[Path | None, list[str]
     }
     check_loadable(found, saved, asked)
     return found, notes
+
+
+def weights_to_load(config: RunConfig) -> Path | None:
+    """The checkpoint that a new run takes its weights from; where there is none it is refused."""
+    place = config.train.start_from
+    return None if place is None else find_weights(Path(place))
 
 
 def agree_on(run_dir: Path, found: Path | None) -> tuple[Path, list[str]]:

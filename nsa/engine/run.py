@@ -24,7 +24,7 @@ from nsa.engine.loop import Run, train
 from nsa.engine.machine import check_machine, check_ranks, notes_of
 from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
 from nsa.engine.recipe import Plan, run_files, with_run_dir, write_run_folder
-from nsa.engine.resume import agree_on, checkpoint_to_load, convert
+from nsa.engine.resume import agree_on, checkpoint_to_load, convert, weights_to_load
 from nsa.engine.state import TrainState
 from nsa.engine.stopping import Stopping
 from nsa.engine.watching import begin_instruments, observers_of, report
@@ -64,6 +64,7 @@ def start(plan: Plan) -> None:
 def _prepare(plan: Plan, ranks: Ranks) -> Begun:
     """Build and check everything, what is cheap and likely to fail first."""
     found, notes = checkpoint_to_load(plan, ranks)
+    weights = weights_to_load(plan.config) if found is None else None
     state, own = TrainState(), {}
     if found is not None:
         state = TrainState.from_dict(checkpoint.saved_state(found))
@@ -78,7 +79,7 @@ def _prepare(plan: Plan, ranks: Ranks) -> Begun:
     machine = check_machine(plan, state.step) if ranks.local_rank == 0 else []
     data = open_data(plan.config, ranks, state, own.get("feed"), plan.new_data)
     try:
-        begun = _build(plan, ranks, found, state, data, machine, notes)
+        begun = _build(plan, ranks, found, weights, state, data, machine, notes)
     except BaseException:
         data.close()
         raise
@@ -91,6 +92,7 @@ def _build(
     plan: Plan,
     ranks: Ranks,
     found: Path | None,
+    weights: Path | None,
     state: TrainState,
     data: Data,
     machine: list[Check],
@@ -104,7 +106,7 @@ def _build(
     checks = check_ranks(plan, device, machine)
     if found is not None:
         found = convert(found, plan, ranks)
-    engine, tolerated = build_engine(plan.config, plan.ds_config, device)
+    engine, tolerated = build_engine(plan.config, plan.ds_config, device, weights)
     checks.append(dry_batch_check("forward and backward; each parameter got its gradient once"))
     if found is not None:
         checkpoint.load(engine, found)
