@@ -36,10 +36,13 @@ def test_a_rank_that_hangs_is_told_of_and_the_run_is_ended(
     assert watchdog.codes(60) == [HALTED], watchdog.text("err")
     halt = json.loads((run.dir / "halt.json").read_text())
     assert halt["reason"] in watchdog.text("err")
-    rank = halt["ranks"]["1"]
     if do == "stop":  # nobody has heard of where it stopped
         assert (halt["rank"], halt["limit"]) == (1, LIMITS["silence"])
+    elif where == "data":  # once it is asked to end it waits for data no longer, and saves
+        assert (halt["phase"], halt["step"]) == (phase, 5)
+        assert run.codes == [0, 0]
     else:
+        rank = halt["ranks"]["1"]
         assert (rank["phase"], rank["step"]) == (phase, 5)
         assert halt["limit"] == LIMITS["compute"]
         assert "faulty.py" in (run.dir / "stacks/rank1.txt").read_text(), "where it hangs"
