@@ -35,6 +35,7 @@ NOT_RUN = {
     "cd": "goes to where these tests are",
     "pip": "installs packages; launch/setup.sh and its tests do that",
     "source": "changes the reader's shell",
+    "sbatch": "needs Slurm; tests/launch/test_slurm.py has the script",
 }
 
 
@@ -72,7 +73,7 @@ def recipe(script: str, arguments: list[str], ranks: int = 1) -> None:
 
 def nsa(arguments: list[str]) -> str | None:
     """`nsa <verb>`: what only reads files of the repository is run, the rest is parsed."""
-    if cli._parser().parse_args(arguments).verb not in ("info", "check"):
+    if cli._parser().parse_args(arguments).verb not in ("info", "check", "plan"):
         return None
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = cli.main(arguments)
@@ -94,6 +95,23 @@ def m7c(arguments: list[str]) -> None:
     own = 2 if arguments[:1] == ["--restart"] else 0
     watch([*arguments[:own], "runs"])
     recipe("recipes/m7c.py", arguments[own:], ranks=2)
+
+
+def pcie(arguments: list[str]) -> None:
+    """What launch/m7c.sh takes, or --check alone."""
+    if arguments != ["--check"]:
+        m7c(arguments)
+
+
+def multinode(arguments: list[str]) -> None:
+    """A hostfile and flags with values, which the script's tests hold; the rest is the recipe's."""
+    own = argparse.ArgumentParser()
+    own.add_argument("hostfile")
+    own.add_argument("--no_ssh", action="store_true")
+    for flag in ("--node_rank", "--master_port", "--restart"):
+        own.add_argument(flag, type=int)
+    own.add_argument("--master_addr")
+    recipe("recipes/m7c.py", own.parse_known_args(arguments)[1], ranks=4)
 
 
 def bench(arguments: list[str]) -> None:
@@ -155,6 +173,9 @@ def tensorboard(arguments: list[str]) -> None:
 # The first that a command begins with counts.
 RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/m7c.sh": m7c,
+    "bash launch/m7c_pcie.sh": pcie,
+    "bash launch/multinode.sh": multinode,
+    "bash launch/tensorboard.sh": tensorboard,
     "bash launch/watch.sh": watch,
     "bash launch/gpu.sh": gpu,
     "bash launch/test.sh": tests,
@@ -163,6 +184,7 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "python -m tests.faults.table": no_arguments,
     "deepspeed": launcher,
     "python recipes/m7c.py": partial(recipe, "recipes/m7c.py"),
+    "python recipes/m7c_classic.py": partial(recipe, "recipes/m7c_classic.py"),
     "python recipes/m7c_dense.py": partial(recipe, "recipes/m7c_dense.py"),
     "nsa bench": bench,
     "python -m nsa.bench": bench,

@@ -129,7 +129,6 @@ def test_a_machine_whose_processes_are_killed_is_missed_at_once(
         assert ranks.codes(SECONDS)[0] == 1
     finally:
         ranks.end()
-    assert "Connection closed by peer" in ranks.text("err") or "machine node1" in ranks.text("err")
 
 
 def test_a_signal_to_one_machine_has_all_of_them_save_and_end(
