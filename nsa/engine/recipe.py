@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -89,6 +90,7 @@ def _say(recipe: Recipe, error: Exception) -> None:
     after a while is alone with its error and says it itself.
     """
     if int(os.environ.get("RANK", 0)) != 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's: there is nothing to save
         time.sleep(SECONDS_FOR_RANK_0)
     print(f"{recipe.name}: {error}", file=sys.stderr, flush=True)
 

@@ -71,7 +71,8 @@ def _prepare(plan: Plan, ranks: Ranks) -> Begun:
         own = checkpoint.saved_rank_state(found, ranks.rank) or {}
         if checkpoint.saved_under(found)["ranks"] != ranks.world_size:
             own = {}  # of another rank than this one
-    if state.step >= plan.stop > 0:
+    whole = plan.stop == plan.config.train.steps == state.step  # ended before it could say so
+    if state.step >= plan.stop > 0 and not whole:
         raise ValueError(
             f"{plan.run_dir} is already at step {state.step} and was asked to stop at "
             f"{plan.stop}; raise --until or --steps"

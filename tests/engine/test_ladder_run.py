@@ -94,3 +94,13 @@ def test_a_run_on_another_number_of_ranks_goes_on_where_it_stood(tmp_path: Path)
     assert sorted(changed) == sorted(whole)
     assert all(abs(changed[step] - whole[step]) < 0.01 for step in whole)
     assert all(changed[step] == whole[step] for step in (1, 2, 3))
+
+
+def test_a_run_that_was_ended_behind_its_last_save_is_finished_when_it_is_resumed(
+    tmp_path: Path,
+) -> None:
+    succeed(alone("m7c.py", *TINY, "--steps=2", "--run-dir=run", folder=tmp_path))
+    output = succeed(alone("m7c.py", "--run-dir=run", "--resume", folder=tmp_path))
+    assert "no step to take" in output
+    assert "gate production at step 2: Go" in output
+    assert sorted(losses(tmp_path / "run")) == [1, 2]

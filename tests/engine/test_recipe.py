@@ -251,7 +251,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
     started: Path, arguments: list[str], words: list[str]
 ) -> None:
     before = {path: path.read_bytes() for path in started.rglob("*.[jy]*")}
-    assert len(before) == 4
+    assert len(before) > 4
     result = alone("m7c.py", f"--run-dir={started}", "--resume", *arguments, folder=started)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
