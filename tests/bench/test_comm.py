@@ -145,12 +145,17 @@ def test_tools_that_are_missing_are_named(
     assert "ip and tc not found; install iproute2" in capsys.readouterr().err
 
 
-def test_the_pages_show_what_was_measured_and_nothing_else(
+@pytest.mark.parametrize("name", ["comm", "comm_variants"])
+def test_the_page_and_the_picture_are_of_the_figures_beside_them(name: str) -> None:
+    file = MEASURED.with_name(f"{name}.json")
+    result = json.loads(file.read_text())
+    assert file.with_suffix(".md").read_text() == comm_report.page(result, name)
+    assert file.with_suffix(".svg").read_text() == comm_report.picture(result)
+
+
+def test_the_page_on_configs_holds_the_measured_columns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    result = json.loads(MEASURED.read_text())
-    assert MEASURED.with_suffix(".md").read_text() == comm_report.page(result, "comm")
-    assert MEASURED.with_suffix(".svg").read_text() == comm_report.picture(result)
     main(["comm", "--show", str(MEASURED)])
     table = capsys.readouterr().out
     assert table.count("\n") == 2 + len(list((ROOT / "ds_configs").glob("*.json")))
