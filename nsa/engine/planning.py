@@ -5,43 +5,44 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.load import resolve_config
-from nsa.engine.recipe import DEFAULT_DS_CONFIG
 from nsa.model.count import flops_per_token, parameter_count
-from nsa.plan.command import describe, hardware, ranking
+from nsa.plan.command import describe, hardware, table
 from nsa.plan.model import Batch, Model
-from nsa.plan.search import search
+from nsa.plan.search import compare, search
 from nsa.plan.step import fits, forecast
 from nsa.plan.traffic import Zero
 
 DEFAULT_RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "m7c.py"
+SHOWN = 12  # settings that a table shows
 REDUCED = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 def run(flags: argparse.Namespace) -> int:
     """Print the plan; exit code 1 where it does not fit."""
     machine = hardware(flags)
-    config = resolve_config(
-        _values(flags.recipe or DEFAULT_RECIPE, flags.profile), flags.config, flags.set
-    )
-    source = flags.deepspeed_config or DEFAULT_DS_CONFIG
-    model, batch = model_of(config), batch_of(config)
-    zero = zero_of(source, config, flags.gpus)
-    if flags.search:
+    recipe = flags.recipe or DEFAULT_RECIPE
+    config = resolve_config(_values(recipe, flags.profile), flags.config, flags.set)
+    source, steps = flags.deepspeed_config or recipes.DEFAULT_DS_CONFIG, config.train.steps
+    model, batch, zero = model_of(config), batch_of(config), zero_of(source, config, flags.gpus)
+    memory = f"{machine.memory / 1e9:g} GB"
+    if flags.search or flags.compare:
         zeros = {path.stem: zero_of(path, config, flags.gpus) for path in _siblings(source)}
-        found = search(model, zeros, batch, machine, flags.gpus)
-        print("\n".join(ranking(found, config.train.steps)))
+        look = search if flags.search else compare
+        found = look(model, zeros, batch, machine, flags.gpus)
+        print("\n".join(table(found[:SHOWN], steps) if found else [f"nothing fits into {memory}"]))
         return 0 if found else 1
     one = forecast(model, zero, batch, machine, flags.gpus)
-    print("\n".join(describe(source.stem, model, batch, one, machine, config.train.steps)))
+    print("\n".join(describe(source.stem, model, batch, one, machine, steps)))
     if not fits(one.memory, machine):
-        print(f"  does not fit into {machine.memory / 1e9:g} GB")
+        print(f"  does not fit into {memory}: CUDA, NCCL and gaps take 2 GB and a tenth on top")
         return 1
     return 0
 
@@ -99,6 +100,7 @@ def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
         whole = parameter_count(config.model)
         enough = zero.get("stage3_max_live_parameters", 1e9) >= whole
         enough &= zero.get("stage3_max_reuse_distance", 1e9) >= 3 * whole
+        enough &= config.model.activation_checkpointing == "none"  # else fetched again, as measured
         found = {
             "prefetch": int(zero.get("stage3_prefetch_bucket_size", 5e7)),
             "persistent": _persistent(config, zero.get("stage3_param_persistence_threshold", 1e5)),
@@ -130,19 +132,24 @@ def _siblings(source: Path) -> list[Path]:
 
 
 def _values(recipe: Path, profile: str) -> RunConfig:
-    """A profile of a recipe's file, which is run without starting anything."""
+    """A profile's values. The file runs as its user would start it, but for the start itself."""
     if not recipe.is_file():
         raise ValueError(f"--recipe {recipe}: there is no such file")
+    caught: list[recipes.Recipe] = []
+
+    def catch(recipe: recipes.Recipe, arguments: Sequence[str] | None = None) -> None:
+        caught.append(recipe)
+
+    start, recipes.main = recipes.main, catch
     sys.path.insert(0, str(recipe.resolve().parent))
     try:
-        found = runpy.run_path(str(recipe), run_name="nsa_plan")
+        runpy.run_path(str(recipe), run_name="__main__")
     finally:
+        recipes.main = start
         del sys.path[0]
-    profiles: dict[str, Callable[[], RunConfig]] = {
-        name: value
-        for name, value in found.items()
-        if callable(value) and getattr(value, "__annotations__", {}).get("return") == "RunConfig"
-    }
+    if not caught:
+        raise ValueError(f"--recipe {recipe}: it hands no Recipe to main; recipes/m7c.py does")
+    profiles = caught[0].profiles
     if profile not in profiles:
         raise ValueError(f"--profile {profile}: {recipe} has {', '.join(sorted(profiles))}")
     return profiles[profile]()

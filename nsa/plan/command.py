@@ -52,8 +52,14 @@ def add_parser(verbs: Any, run: Callable[[argparse.Namespace], int]) -> None:
     parser.add_argument(
         "--mfu", type=float, default=MFU, help=f"share of the peak that is reached ({MFU}; assumed)"
     )
-    parser.add_argument(
-        "--search", action="store_true", help="rank configs, micro-batches and checkpointing"
+    table = parser.add_mutually_exclusive_group()
+    table.add_argument(
+        "--search",
+        action="store_true",
+        help="rank configs, micro-batches and checkpointing that fit, for as many sequences a step",
+    )
+    table.add_argument(
+        "--compare", action="store_true", help="all configs of the JSON's folder, with this batch"
     )
     parser.set_defaults(run=run)
 
@@ -105,7 +111,7 @@ def describe(
         ("weights", memory.weights),
         ("master weights", memory.master),
         ("AdamW's moments", memory.moments),
-        ("gradients", memory.gradients),
+        ("gradients", memory.summed + memory.gradients),
         ("buckets", memory.buckets),
         ("activations", memory.activations),
         ("logits and loss", memory.loss),
@@ -132,14 +138,18 @@ def describe(
     ]
 
 
-def ranking(found: list[Found], steps: int, most: int = 12) -> list[str]:
-    """The fastest settings as a table."""
-    lines = [f"{'config':<16}{'batch':<34}{'GB':>7}{'exposed':>9}{'tokens/s':>12}{'days':>8}"]
-    for one in found[:most]:
+def table(found: list[Found], steps: int) -> list[str]:
+    """A line for each setting; memory and megabytes are those of one GPU."""
+    width = max(len(one.config) for one in found) + 2
+    head = f"{'MB sent':>9}{'GB':>8}{'exposed':>9}{'tokens/s':>13}{'days':>8}"
+    lines = [f"{'config':<{width}}{'batch':<28}{head}"]
+    for one in found:
+        step = one.forecast
         lines.append(
-            f"{one.config:<16}{_batch(one.batch):<34}{one.forecast.memory.peak / 1e9:>7.2f}"
-            f"{100 * one.forecast.exposed_share:>8.1f}%{one.forecast.tokens_per_second:>12,.0f}"
-            f"{steps * one.forecast.seconds / 86_400:>8.2f}"
+            f"{one.config:<{width}}{_batch(one.batch):<28}"
+            f"{step.traffic.bytes_per_step / 1e6:>9,.0f}{step.memory.peak / 1e9:>8.2f}"
+            f"{100 * step.exposed_share:>8.1f}%{step.tokens_per_second:>13,.0f}"
+            f"{steps * step.seconds / 86_400:>8.2f}"
         )
     return lines
 

@@ -13,9 +13,10 @@ class Memory:
     """Bytes on one rank. `peak` is the largest of the moments, each of which counts it all."""
 
     weights: int
-    master: int
-    moments: int
-    gradients: int  # while micro-batches accumulate
+    master: int  # in fp32
+    moments: int  # AdamW's
+    summed: int  # fp32 gradients that BF16_Optimizer keeps for good
+    gradients: int  # as the backward pass leaves them
     buckets: int
     activations: int
     loss: int  # logits and the head's gradient
@@ -23,6 +24,11 @@ class Memory:
     at_backward: int
     at_reduce: int
     at_step: int
+
+    @property
+    def always(self) -> int:
+        """What lies there between steps."""
+        return self.weights + self.master + self.moments + self.summed
 
     @property
     def peak(self) -> int:
@@ -57,13 +63,14 @@ def memory(model: Model, zero: Zero, batch: Batch, ranks: int, *, fused: bool = 
         arriving = zero.accumulate_bytes * count // ranks
     waiting = arriving if batch.accumulation > 1 else 0
     found = activations(model, batch, fused=fused)
-    kept = model.layers * found.kept_layer + found.shared
-    gathered = size * min(count, 2**62) if zero.stage == 3 else 0
+    kept = model.layers * found.kept_layer + found.shared + found.final
+    gathered = size * (count + min(count, zero.prefetch)) if zero.stage == 3 else 0
     return Memory(
         weights=weights,
         master=master,
         moments=moments,
-        gradients=summed + arriving,
+        summed=summed,
+        gradients=arriving,
         buckets=buckets,
         activations=kept,
         loss=found.loss,
@@ -75,12 +82,22 @@ def memory(model: Model, zero: Zero, batch: Batch, ranks: int, *, fused: bool = 
 
 
 def _backward(model: Model, batch: Batch, found: Activations, waiting: int, arriving: int) -> int:
-    """Where it begins all activations are there, where it ends all gradients."""
-    recomputed = 0 if batch.checkpointing == "none" else found.whole_layer
+    """Where it begins all activations are there, where it ends all gradients.
+
+    The head's gradient waits, from the loss on, for the embedding's, to which it is added.
+    """
     head = model.weight_bytes * model.embedding
-    begins = waiting + model.layers * found.kept_layer
-    ends = arriving + found.kept_layer + (waiting if arriving < waiting else 0)
-    return max(begins, ends + head) + recomputed + found.workspace + found.shared + head
+    kept = waiting + model.layers * found.kept_layer
+    in_layer = found.again + found.in_layer
+    before = waiting if arriving < model.weight_bytes * model.parameters else 0
+    arrived = arriving * (model.layers - 1) * model.layer // model.parameters
+    return found.shared + max(
+        kept + found.final + found.in_head,
+        kept + found.final + found.in_norm + head,
+        kept + in_layer + head,
+        before + arrived + found.kept_layer + in_layer + head,
+        before + arriving + found.kept_layer + 2 * head,
+    )
 
 
 def _to_reduce(model: Model, zero: Zero, arriving: int) -> int:

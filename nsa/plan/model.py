@@ -11,7 +11,9 @@ from nsa.spec import NSASpec
 
 CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "selective")
 BRANCHES = 3
-PRODUCT = 2**27  # logits that the loss makes at a time; nsa/model/loss.py says why
+# Logits that the loss makes at a time, and of these in fp32, on a GPU and on a CPU: as in
+# nsa/model/loss.py, where it says why.
+PRODUCT, IN_FLOAT32, IN_CACHE = 2**27, 2**23, 2**20
 
 
 @dataclass(frozen=True)
@@ -72,31 +74,35 @@ class Activations:
     """Bytes that the backward pass of one micro-batch waits for."""
 
     kept_layer: int  # of each layer, from its forward pass to its backward pass
-    whole_layer: int  # of a layer without checkpointing: what recomputation brings back
-    shared: int  # rotary tables, block grid, the final norm
+    again: int  # what recomputation brings back of one layer
+    shared: int  # rotary tables, block grid, tokens
+    final: int  # the last norm and what it hands to the head
     loss: int  # logits and gradients of the head, for a moment
-    workspace: int  # gradients inside one layer, for a moment
+    in_layer: int  # gradients on their way through one layer
+    in_norm: int  # and through the last norm
+    in_head: int  # the head's gradient, and its copy scaled for the backward pass
 
 
 def activations(model: Model, batch: Batch, *, fused: bool = True) -> Activations:
     """`fused`: norms as on a GPU, one kernel that saves its input; else as PyTorch on a CPU."""
     tokens, size = batch.tokens, model.weight_bytes
-    stream = size * model.width * tokens
+    stream, hidden = size * model.width * tokens, size * model.mlp_width * tokens
     norm = (stream if fused else 2 * 4 * model.width * tokens) + 4 * tokens
-    whole = 2 * (norm + stream) + 4 * size * model.mlp_width * tokens
-    whole += _attention(model, batch)
-    kept = {
-        "none": whole,
-        "selective": stream + _dear(model, batch),
-    }.get(batch.checkpointing, stream)
+    whole = 2 * (norm + stream) + 4 * hidden + _attention(model, batch)
+    dear = _dear(model, batch) if batch.checkpointing == "selective" else 0
+    known = stream if fused or size == 4 else 0  # what the first norm saves is the layer's input
+    copies = 2 * size if fused or size == 4 else 2 * size + 2 * 4  # a CPU makes them in fp32
     rotary = 4 * model.head_dim * batch.seq_len
     grid = 8 * model.spec.block_len * _blocks(model, batch.seq_len) if model.spec else 0
     return Activations(
-        kept_layer=kept,
-        whole_layer=whole,
-        shared=8 * tokens + rotary + grid + norm + stream,
-        loss=_loss(model, tokens),
-        workspace=3 * size * model.mlp_width * tokens + stream,
+        kept_layer=whole if batch.checkpointing == "none" else stream + dear,
+        again=0 if batch.checkpointing == "none" else whole - dear - known,
+        shared=8 * tokens + rotary + grid,
+        final=norm + stream,
+        loss=_loss(model, tokens, fused),
+        in_layer=2 * hidden + 2 * stream,
+        in_norm=2 * stream if fused else 3 * 4 * model.width * tokens,
+        in_head=copies * model.embedding,
     )
 
 
@@ -129,13 +135,18 @@ def _dear(model: Model, batch: Batch) -> int:
     return a_token * batch.tokens
 
 
-def _loss(model: Model, tokens: int) -> int:
-    """Logits of one product, the head's gradient; summed up in fp32 where there are several."""
+def _loss(model: Model, tokens: int, fused: bool) -> int:
+    """Logits of one product and the head's gradient; summed up in fp32 where there are several."""
     products = -(-tokens * model.vocab_size // PRODUCT)
     logits = -(-tokens // products) * model.vocab_size
     gradient = model.weight_bytes * model.embedding
-    several = (4 + model.weight_bytes) * model.embedding if products > 1 else 0
-    return model.weight_bytes * (logits + model.width * tokens) + gradient + several
+    if products > 1:
+        gradient += (4 + model.weight_bytes) * model.embedding
+    rows = min(IN_FLOAT32 if fused else IN_CACHE, logits)
+    copies = (1 if fused else 2) + (logits > rows)  # a CPU converts first; the last rows' are there
+    softmax = 4 * rows * copies
+    own = model.weight_bytes * (logits + model.width * tokens)
+    return own + max(gradient, softmax)
 
 
 def _blocks(model: Model, seq_len: int) -> int:

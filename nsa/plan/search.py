@@ -38,6 +38,16 @@ def search(
     return sorted(fitting, key=_order)
 
 
+def compare(
+    model: Model, zeros: Mapping[str, Zero], batch: Batch, hardware: Hardware, ranks: int
+) -> list[Found]:
+    """Each config with the same batch, in the order of the names."""
+    return [
+        Found(name, batch, forecast(model, zero, batch, hardware, ranks))
+        for name, zero in sorted(zeros.items())
+    ]
+
+
 def _order(one: Found) -> tuple[float, int, int]:
     return (
         -round(one.forecast.tokens_per_second),

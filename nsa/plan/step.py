@@ -26,6 +26,7 @@ class Hardware:
     memory: float = math.inf  # bytes of a GPU
     start: float = 20e-6  # seconds to start a collective, times log2 of the ranks
     overlaps: bool = True  # gloo's ranks wait for what they send; NCCL's streams do not
+    gathering: float = 1.0  # share of the rate that an all-gather of weights reaches
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def communication_seconds(
     rate = hardware.link if hardware.nodes == 1 else min(hardware.link, hardware.network)
     starting = sent.collectives * hardware.start * math.log2(ranks) if ranks > 1 else 0.0
     reduce, fetch, tail = (part / rate for part in (sent.reduce, sent.fetch, sent.tail))
-    gather = sent.gather / rate
+    gather = sent.gather / (rate * hardware.gathering)
     whole = starting + gather + sent.reductions * (reduce + fetch)
     if not (zero.overlap and hardware.overlaps):
         return whole, whole

@@ -1,0 +1,22 @@
+"""A model small enough to be measured, in which no part outweighs all others."""
+
+from __future__ import annotations
+
+from nsa.engine.config import RunConfig
+from nsa.spec import NSASpec
+
+BUCKET = 2**17  # elements; a bucket must be small beside the model, as it is beside M7C
+
+
+def toy(checkpointing: str = "none", kind: str = "dense") -> RunConfig:
+    """Dense by default: the tiles of a CPU's sparse attention would be most of its memory."""
+    config = RunConfig()
+    model, attention = config.model, config.model.attention
+    model.vocab_size, model.layers, model.width, model.mlp_width = 768, 3, 192, 544
+    model.heads, model.kv_heads, model.head_dim = 6, 2, 32
+    attention.spec = NSASpec(16, 8, 16, 4, 1, 1, 64)
+    attention.kind, attention.backend = kind, "blockwise"
+    model.activation_checkpointing = checkpointing
+    config.data.seq_len = 160
+    config.train.micro_batch, config.train.accumulation = 1, 2
+    return config
