@@ -22,8 +22,8 @@ from nsa.engine.recipe import Recipe, main
 def production() -> RunConfig:
     """2,000 steps of two sequences, one after the other, each shared by two GPUs."""
     config = m7c.production()
-    # Slower rotation: the farthest of 32,768 positions then turns most pairs no further than the
-    # farthest of 2,048 did. The weights fit, and need some steps to get used to it.
+    # Pairs that never came full circle on 2,048 tokens then turn about as far on 32,768 as they
+    # did there, or less. The weights fit, and need some steps to get used to it.
     config.model.rope_theta = 500_000.0
     config.data.seq_len = 32_768
     config.train = TrainConfig(
