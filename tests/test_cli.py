@@ -86,7 +86,7 @@ def test_check_prints_what_deepspeed_will_get(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     resolved = json.loads(said)
     assert "auto" not in said
-    assert resolved["train_batch_size"] == 4  # 1 sequence, 2 micro-batches, 2 ranks
+    assert resolved["train_batch_size"] == 64  # 8 sequences, 4 micro-batches, 2 ranks
     assert resolved["zero_optimization"]["stage"] == 1
 
 

@@ -19,12 +19,12 @@ class TrainConfig:
     """Optimisation: the numbers that DeepSpeed's JSON takes from the recipe as "auto"."""
 
     steps: int = 50_000  # optimizer steps of the whole run; the schedule ends here
-    micro_batch: int = 1  # sequences a rank sees in one forward pass
-    accumulation: int = 2  # micro-batches per optimizer step
+    micro_batch: int = 8  # sequences a rank sees in one forward pass
+    accumulation: int = 4  # micro-batches per optimizer step
     sequence_parallel: int = 1  # ranks that share each sequence, up to model.kv_heads; 1: none do
     start_from: str | None = None  # a run or checkpoint whose weights to begin with; null: random
-    learning_rate: float = 2e-4  # peak of the cosine schedule
-    min_learning_rate: float = 2e-5  # where the cosine ends
+    learning_rate: float = 6e-4  # peak of the cosine schedule
+    min_learning_rate: float = 6e-5  # where the cosine ends
     warmup_steps: int = 2_000  # steps of linear warm-up; the first already moves
     weight_decay: float = 0.01  # AdamW's, on matrices only
     beta1: float = 0.9  # AdamW's
