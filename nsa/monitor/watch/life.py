@@ -297,6 +297,11 @@ class Life:
         say(f"HALT: {verdict.reason}")
         self.verdict = verdict
         self._was_done = all(self._code_of(rank) == 0 for rank in self.ranks.values())
+        names = ("phase", "since", "step", "pid", "host")
+        where = {  # before anybody is asked to end, which would move them
+            str(rank.number): {name: rank.beat.get(name) for name in names}
+            for rank in self.ranks.values()
+        }
         ranks = [rank for rank in self._working() if rank.process is not None]
         done = []
         if asked := self._ask_for_stacks(ranks):
@@ -313,7 +318,9 @@ class Life:
         if stuck := [process.pid for process in self._tree.living()]:
             done.append(f"the system does not end these processes: {stuck}")
         self._read()
-        self._write_halt(verdict, done)
+        about = {"time": time.time(), **asdict(verdict), "done": done, "exit_code": self.code()}
+        assert self.folder is not None
+        record(self.folder, {**about, "ranks": where})
 
     def _kill(self) -> int:
         """End ranks, let the launcher tell its code, end the rest; returns how many that was."""
@@ -345,16 +352,6 @@ class Life:
             if sizes == last and all(sizes[rank.number] > before[rank.number] for rank in asked):
                 break
         return asked
-
-    def _write_halt(self, verdict: Verdict, done: list[str]) -> None:
-        assert self.folder is not None
-        names = ("phase", "since", "step", "pid", "host")
-        about = {"time": time.time(), **asdict(verdict), "done": done, "exit_code": self.code()}
-        ranks = {
-            str(rank.number): {name: rank.beat.get(name) for name in names}
-            for rank in self.ranks.values()
-        }
-        record(self.folder, {**about, "ranks": ranks})
 
 
 def _names(ranks: Sequence[Rank]) -> str:
