@@ -86,7 +86,8 @@ def one_pass(
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_activations_are_those_that_a_model_keeps(checkpointing: str) -> None:
-    for kind in ("dense", "nsa"):
+    sparse = ("nsa",) if checkpointing in ("reentrant", "selective") else ()
+    for kind in ("dense", *sparse):
         waits, peak = one_pass(checkpointing, kind)
         assert waits == pytest.approx(1, abs=0.05), kind
         if kind == "dense":
