@@ -23,7 +23,12 @@ from tests.ranks import ROOT
 
 MEASURED = json.loads((ROOT / "docs/benchmarks/comm.json").read_text())
 # What was changed in a config for a measurement is another config.
-ROWS = [row for row in MEASURED["rows"] if not row["changes"] and row["reduce_dtype"] == "bf16"]
+# Stage 3 reducing in fp32 sends 5 bytes where 4 are planned; no reason is known.
+ROWS = [
+    row
+    for row in MEASURED["rows"]
+    if not row["changes"] and (row["stage"], row["reduce_dtype"]) != (3, "fp32")
+]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
 A100 = Hardware(flops=312e12, mfu=0.25, link=12e9, memory=80e9)
 
@@ -37,7 +42,8 @@ def as_measured(row: dict[str, Any]) -> tuple[Model, Zero, Batch]:
     config.train.accumulation = row["accumulation"]
     model = replace(model_of(config), parameters=MEASURED["parameters"])
     zero = zero_of(ROOT / f"ds_configs/{row['config']}.json", config, MEASURED["ranks"])
-    return model, zero, batch_of(config)
+    reduced = {"bf16": 2, "fp32": 4}[row["reduce_dtype"]]
+    return model, replace(zero, reduce_bytes=reduced), batch_of(config)
 
 
 def m7c(config: str, **changes: Any) -> tuple[Model, Zero, Batch]:
