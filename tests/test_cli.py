@@ -14,7 +14,7 @@ from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
 from tests.ranks import ROOT
 
-VERBS = ("bench", "check", "compare", "data", "doctor", "info", "report", "watch")
+VERBS = ("bench", "check", "compare", "data", "doctor", "info", "plan", "report", "watch")
 DS_CONFIG = ROOT / "ds_configs/zero1_pcie.json"
 
 
@@ -118,3 +118,8 @@ def test_bench_gets_everything_that_follows_it(capsys: pytest.CaptureFixture[str
         main(["bench", "cpu", "--rounds", "2", "--help"])
     assert ended.value.code == 0
     assert "--longest" in capsys.readouterr().out
+
+
+def test_a_shared_sequence_is_not_planned_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--recipe", str(ROOT / "recipes/m7c_32k.py")]) == 2
+    assert "train.sequence_parallel = 2" in capsys.readouterr().err

@@ -78,6 +78,11 @@ def model_of(config: RunConfig) -> Model:
 
 def batch_of(config: RunConfig) -> Batch:
     """What a rank computes between two updates."""
+    if config.train.sequence_parallel > 1:
+        raise ValueError(
+            f"train.sequence_parallel = {config.train.sequence_parallel}: a shared sequence is not "
+            "planned; add --set train.sequence_parallel=1, and see docs/long-context.md"
+        )
     return Batch(
         seq_len=config.data.seq_len,
         micro_batch=config.train.micro_batch,
