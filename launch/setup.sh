@@ -39,11 +39,15 @@ find_compiler() {
 }
 
 find_python() {
-    local names=(python3 python3.13 python3.12 python3.11 python3.10) name
+    local names=(python3 python3.13 python3.12 python3.11 python3.10) name path
     [ -z "${PYTHON:-}" ] || names=("$PYTHON")
     for name in "${names[@]}"; do
         if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-            command -v "$name"
+            path=$(command -v "$name")
+            # In an active .venv this is its own Python, which is about to be removed with it.
+            [ "${path#"$venv/"}" = "$path" ] ||
+                path=$("$name" -c 'import sys; print(sys._base_executable)')
+            printf '%s\n' "$path"
             return
         fi
     done

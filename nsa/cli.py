@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.command = command
     try:
         return args.run(args)
+    except BrokenPipeError:  # as of `nsa … | head`: who reads has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         print(f"nsa: {error}", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nsa.disk import atomic_write_text
 from nsa.engine.config import RunConfig
@@ -61,10 +61,9 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
     try:
         plan = make_plan(recipe, flags)
     except ValueError as error:
-        _say(recipe, error)
-        sys.exit(2)
+        _refuse(recipe, error, 2)
     from nsa.engine.guard import Unfit
-    from nsa.engine.ranks import crash, end_process
+    from nsa.engine.ranks import crash
 
     if flags.dry_run:
         from nsa.engine.dry import dry_run as begin
@@ -74,25 +73,26 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
     try:
         begin(plan)
     except Unfit as error:
-        _say(recipe, error)
-        end_process(3)
+        _refuse(recipe, error, 3)
     except ValueError as error:
-        _say(recipe, error)
-        end_process(2)
+        _refuse(recipe, error, 2)
     except BaseException as error:
         crash(error)
 
 
-def _say(recipe: Recipe, error: Exception) -> None:
+def _refuse(recipe: Recipe, error: Exception, code: int) -> NoReturn:
     """One line for all ranks: rank 0's, after whose end the launcher ends the others.
 
     A rank that ended first would have rank 0 ended before it could speak; one that is still there
-    after a while is alone with its error and says it itself.
+    after a while is alone with its error and says it itself. All end with `code`, and leave behind
+    whatever threads the process group has.
     """
     if int(os.environ.get("RANK", 0)) != 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's: there is nothing to save
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # the launcher's
         time.sleep(SECONDS_FOR_RANK_0)
     print(f"{recipe.name}: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:

@@ -29,6 +29,16 @@ def checkpoint_to_load(plan: Plan, ranks: Ranks) -> tuple[Path | None, list[str]
         "ranks": saved["ranks"] if plan.universal else ranks.world_size,
     }
     check_loadable(found, saved, asked)
+    if notes:
+        notes = [*(f"passed over: {note}" for note in notes), f"going on from {found.name}"]
+    if saved["ranks"] != ranks.world_size:
+        train = plan.config.train
+        each = train.micro_batch * train.accumulation // train.sequence_parallel
+        notes.append(
+            f"{ranks.world_size} ranks instead of {saved['ranks']}: a step now has "
+            f"{each * ranks.world_size} sequences, and had {each * saved['ranks']} with these "
+            "settings; train.accumulation evens that out"
+        )
     return found, notes
 
 

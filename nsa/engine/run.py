@@ -197,10 +197,11 @@ def _train(begun: Begun) -> None:
     try:
         run.observers.on_start(begun.info)
         status = train(run)
-    except Unfit as error:
-        status = f"no-go: {error}"
+    except Unfit:
+        status = "no-go"  # the reason is said once, at the end
         raise
     except Exception as error:
+        status = f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200]
         said = run.instruments.memory.out_of_memory(error)
         if said is not None:
             print(f"nsa: {said}", file=sys.stderr, flush=True)

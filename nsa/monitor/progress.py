@@ -36,7 +36,7 @@ class Progress(Observer):
     def on_start(self, info: RunInfo) -> None:
         self._total = info.total_steps
         self._print(
-            f"{info.name} ({info.profile}): {info.parameters / 1e6:.1f}M parameters, "
+            f"{info.name} ({info.profile}): {_count(info.parameters)} parameters, "
             f"{_steps(info)} on {info.world_size} "
             f"rank{'s' if info.world_size > 1 else ''}, in {info.run_dir}"
         )
@@ -110,6 +110,10 @@ class Progress(Observer):
     def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e6:.1f}M" if parameters >= 100_000 else f"{parameters:,}"
 
 
 def _steps(info: RunInfo) -> str:
