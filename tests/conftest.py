@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -13,6 +14,12 @@ if not torch.cuda.is_available():
     # Kernels run on the CPU, in Triton's interpreter. Triton reads this once, when it is first
     # imported, and DeepSpeed imports it.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell that starts the suite in the background has it ignore what its tests send to programs.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Two threads whatever the machine: sums split the same way everywhere, and ranks leave room.
 torch.set_num_threads(2)

@@ -57,11 +57,11 @@ def missing() -> str | None:
     """Why this machine or user cannot make a link; None where nothing is known against it."""
     if platform.system() != "Linux":
         return f"network namespaces are Linux's, and this is {platform.system()}"
+    if os.geteuid() != 0:
+        return "only root may make network namespaces; run it as root"
     absent = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if absent:
         return f"{' and '.join(absent)} not found; install iproute2"
-    if os.geteuid() != 0:
-        return "only root may make network namespaces; run it as root"
     return None
 
 

@@ -26,7 +26,7 @@ class Diary(Observer):
     def on_step(self, record: StepRecord) -> None:
         self.note(f"step {record.step}")
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
+    def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
         self.note(f"checkpoint {step}")
 
     def on_message(self, text: str) -> None:

@@ -19,7 +19,7 @@ STUCK_IN_C = """
 import itertools
 def count_for_ever():
     print("ready", flush=True)
-    sum(itertools.repeat(1))  # line 7
+    sum(itertools.repeat(1))  # line 8
 count_for_ever()
 """
 WAITING = """
@@ -74,7 +74,7 @@ def test_stacks_are_written_while_c_code_holds_python_up(tmp_path: Path) -> None
 
         def found_counting() -> bool:
             process.send_signal(signal.SIGUSR1)  # the first may come before the counting begins
-            return "line 7 in count_for_ever" in path.read_text()
+            return "line 8 in count_for_ever" in path.read_text()
 
         wait_for(found_counting)
         assert process.poll() is None
