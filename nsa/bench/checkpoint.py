@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from nsa.bench.measure import environment
 from nsa.checkpoint import CheckpointConfig, Saver
+from nsa.checkpoint.manifest import name_of
 from nsa.model import LanguageModel, ModelConfig
 
 DEEPSPEED = {
@@ -37,7 +38,7 @@ def run(rounds: int, folder: str | None) -> dict[str, Any]:
             for name, taken in times.items():
                 path = Path(made) / name
                 taken.append(_save(engine, path, step, name == "background"))
-                newest = path / f"step{step:08d}"
+                newest = path / name_of(step)
                 size = sum(file.stat().st_size for file in newest.iterdir())
     result["gigabytes"] = size / 1e9
     for name, taken in times.items():
@@ -74,7 +75,9 @@ def _engine() -> Any:
     """M7C after one step, alone: its optimizer holds everything that a run's does."""
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+    from nsa.engine.ranks import leave_out_shared_memory_op
+
+    leave_out_shared_memory_op()
     os.environ.setdefault("LOCAL_RANK", "0")
     dist.init_process_group("gloo", store=dist.HashStore(), world_size=1, rank=0)
     deepspeed.init_distributed("gloo", verbose=False)

@@ -17,9 +17,7 @@ import torch
 
 from nsa.bench.gpu import DTYPES, DeviceLost, hardware, pick_device, recover
 from nsa.bench.measure import environment
-
-# Okabe and Ito's colours, told apart by colour-blind readers and in print.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+from nsa.monitor.plots import COLOURS
 
 
 class Report:
@@ -130,8 +128,8 @@ def plot_lines(
     for axis, (title, lines) in zip(axes, panels.items(), strict=False):
         for label, points in lines.items():
             at = labels.index(label)
-            style = ("-", "--")[at // len(_COLOURS) % 2]
-            colour = _COLOURS[at % len(_COLOURS)]
+            style = ("-", "--")[at // len(COLOURS) % 2]
+            colour = COLOURS[at % len(COLOURS)]
             axis.plot(*zip(*points, strict=True), style, label=label, color=colour, marker="o")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")

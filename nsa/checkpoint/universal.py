@@ -24,7 +24,7 @@ from nsa.checkpoint.manifest import (
     rng_name,
     seal,
 )
-from nsa.checkpoint.store import ANY
+from nsa.checkpoint.store import ANY, saved_under
 from nsa.disk import atomic_write_text, sync_folder
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
@@ -32,7 +32,7 @@ CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
 def needs_universal(checkpoint: Path, ranks: int) -> bool:
     """Whether `ranks` ranks can only load this after a conversion; ZeRO stage 0 never needs it."""
-    under = _saved_under(checkpoint)
+    under = saved_under(checkpoint)
     return under["layout"] != "0" and under["ranks"] not in (ranks, ANY)
 
 
@@ -41,11 +41,11 @@ def to_universal(checkpoint: Path) -> Path:
 
     Raises a ValueError with the converter's last words where it fails; then nothing is left.
     """
-    layout = _saved_under(checkpoint)["layout"]
-    if layout == "3":
+    under = saved_under(checkpoint)
+    if under["layout"] == "3":
         raise ValueError(
             f"{checkpoint} was saved with ZeRO stage 3, which is not converted here; start "
-            f"{_saved_under(checkpoint)['ranks']} ranks"
+            f"{under['ranks']} ranks"
         )
     target = checkpoint.with_name(f"{checkpoint.name}.universal")
     source = read_manifest(checkpoint)
@@ -58,7 +58,7 @@ def to_universal(checkpoint: Path) -> Path:
         draft.mkdir()
         converted = draft / "converted"  # the converter writes a file into the folder above
         _convert(checkpoint, converted)
-        _add_ours(checkpoint, converted)
+        _add_ours(checkpoint, converted, source["ranks"])
         files = sorted(path for path in converted.rglob("*") if path.is_file())
         sealed = {str(path.relative_to(converted)): seal(path) for path in files}
         content = {**source, "made_from": source["files"], "files": sealed}
@@ -87,16 +87,12 @@ def _convert(checkpoint: Path, converted: Path) -> None:
         raise ValueError(f"{checkpoint} could not be converted: {words}")
 
 
-def _add_ours(checkpoint: Path, converted: Path) -> None:
+def _add_ours(checkpoint: Path, converted: Path, ranks: int) -> None:
     """What DeepSpeed knows nothing of; the random numbers of the ranks come along as well."""
     written = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     written["saved_under"]["ranks"] = ANY
     (converted / STATE).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    for rank in range(read_manifest(checkpoint)["ranks"]):
+    for rank in range(ranks):
         for name in (rng_name(rank), rank_name(rank)):
             if (checkpoint / name).exists():
                 shutil.copyfile(checkpoint / name, converted / name)
-
-
-def _saved_under(checkpoint: Path) -> dict[str, str | int]:
-    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["saved_under"]

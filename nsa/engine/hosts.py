@@ -19,7 +19,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import psutil
 
@@ -47,27 +47,30 @@ def interface_towards(address: str) -> str | None:
     return None
 
 
-def connect_hosts(agreement: Agreement) -> dict[str, socket.socket]:
+def connect_hosts(
+    agreement: Agreement, rank: int, hosts: Sequence[str]
+) -> dict[str, socket.socket]:
     """Connections to the other machines by their names, to be asked `why_gone`; for all ranks.
 
+    `hosts` of the ranks, in their order.
     Rank 0 has one to each, the first rank of each other machine one to rank 0's, the rest none.
     """
-    me = (int(os.environ.get("RANK", 0)), os.uname().nodename)
+    here = hosts[rank]
     first_ranks: dict[str, int] = {}
-    for rank, host in agreement.gather(me):
-        first_ranks.setdefault(host, rank)
+    for number, host in enumerate(hosts):
+        first_ranks.setdefault(host, number)
     if len(first_ranks) == 1:
         return {}
     listener, address = None, None
-    if me[0] == 0:
+    if rank == 0:
         listener = _listen()
         address = (listener.getsockname()[1], secrets.token_hex(8))
     port, token = agreement.from_rank_0(address) or (0, "")
     if listener is not None:
-        missing = {rank: host for host, rank in first_ranks.items() if host != me[1]}
+        missing = {number: host for host, number in first_ranks.items() if host != here}
         found = _accept(listener, token, missing)
-    elif first_ranks[me[1]] == me[0]:
-        found = _connect(port, token, me[0], next(iter(first_ranks)))
+    elif first_ranks[here] == rank:
+        found = _connect(port, token, rank, next(iter(first_ranks)))
     else:
         found = {}
     for connection in found.values():

@@ -87,12 +87,13 @@ def _refuse(recipe: Recipe, error: Exception, code: int) -> NoReturn:
     after a while is alone with its error and says it itself. All end with `code`, and leave behind
     whatever threads the process group has.
     """
+    from nsa.engine.ranks import end_process
+
     if int(os.environ.get("RANK", 0)) != 0:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # the launcher's
         time.sleep(SECONDS_FOR_RANK_0)
     print(f"{recipe.name}: {error}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(code)
+    end_process(code)
 
 
 def make_plan(recipe: Recipe, flags: argparse.Namespace) -> Plan:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nsa import checkpoint
 from nsa.engine.guard import Finding, Unfit
-from nsa.engine.state import TrainState
+from nsa.engine.resume import saved_in
 
 if TYPE_CHECKING:
     from nsa.engine.loop import Run
@@ -65,9 +65,8 @@ def _roll_back(run: Run, what: str) -> bool:
         _say(run, f"{what}; there is no checkpoint to go back to")
         return False
     checkpoint.load(run.engine, found)
-    own = checkpoint.saved_rank_state(found, run.rank) or {}
     passed_over = {*run.state.passed_over, bad_samples}
-    run.state = TrainState.from_dict(checkpoint.saved_state(found))
+    run.state, own = saved_in(found, run.rank, run.ranks)
     run.state.passed_over = sorted(passed_over | {*run.state.passed_over})
     run.place = own.get("feed")
     run.data.go_back(run.state.samples, run.place)

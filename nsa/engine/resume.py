@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,6 +14,9 @@ from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.ranks import Ranks
 from nsa.engine.recipe import Plan
+from nsa.engine.state import TrainState
+
+Place = tuple[str, int]  # host and pid of a rank
 
 
 def checkpoint_to_load(plan: Plan, ranks: Ranks) -> tuple[Path | None, list[str]]:
@@ -42,18 +46,26 @@ def checkpoint_to_load(plan: Plan, ranks: Ranks) -> tuple[Path | None, list[str]
     return found, notes
 
 
+def saved_in(found: Path, rank: int, world_size: int) -> tuple[TrainState, dict[str, Any]]:
+    """The training state of a checkpoint, and this rank's own: none of one among fewer or more."""
+    own = {}
+    if checkpoint.saved_under(found)["ranks"] == world_size:
+        own = checkpoint.saved_rank_state(found, rank) or {}
+    return TrainState.from_dict(checkpoint.saved_state(found)), own
+
+
 def weights_to_load(config: RunConfig) -> Path | None:
     """The checkpoint that a new run takes its weights from; where there is none it is refused."""
     place = config.train.start_from
     return None if place is None else find_weights(Path(place))
 
 
-def agree_on(run_dir: Path, found: Path | None) -> tuple[Path, list[str]]:
-    """Rank 0's folder, and the ranks' hosts; all must go on from the same checkpoint.
+def agree_on(run_dir: Path, found: Path | None) -> tuple[Path, list[Place]]:
+    """Rank 0's folder, and where the ranks are; all must go on from the same checkpoint.
 
     The other ranks may have chosen a folder after rank 0 had made its own.
     """
-    mine = (run_dir, found, os.uname().nodename)
+    mine = (run_dir, found, (os.uname().nodename, os.getpid()))
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for rank, (_, other, _) in enumerate(everyone):
@@ -62,7 +74,7 @@ def agree_on(run_dir: Path, found: Path | None) -> tuple[Path, list[str]]:
                 f"rank 0 found {everyone[0][1]} to go on from, and rank {rank} {other}: they must "
                 "see the same files; put --run-dir on a disk that all of them share"
             )
-    return everyone[0][0], [host for _, _, host in everyone]
+    return everyone[0][0], [place for _, _, place in everyone]
 
 
 def convert(found: Path, plan: Plan, ranks: Ranks) -> Path:

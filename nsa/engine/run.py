@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,14 @@ from nsa.engine.loop import Run, train
 from nsa.engine.machine import check_machine, check_ranks, notes_of
 from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
 from nsa.engine.recipe import Plan, run_files, with_run_dir, write_run_folder
-from nsa.engine.resume import agree_on, checkpoint_to_load, convert, weights_to_load
+from nsa.engine.resume import (
+    Place,
+    agree_on,
+    checkpoint_to_load,
+    convert,
+    saved_in,
+    weights_to_load,
+)
 from nsa.engine.state import TrainState
 from nsa.engine.stopping import Stopping
 from nsa.engine.watching import begin_instruments, observers_of, report
@@ -44,7 +50,7 @@ class Begun:
 
     run: Run
     info: RunInfo
-    writers: list[BackgroundWriter]
+    places: list[Place]  # of the ranks
 
 
 def start(plan: Plan) -> None:
@@ -65,12 +71,9 @@ def _prepare(plan: Plan, ranks: Ranks) -> Begun:
     """Build and check everything, what is cheap and likely to fail first."""
     found, notes = checkpoint_to_load(plan, ranks)
     weights = weights_to_load(plan.config) if found is None else None
-    state, own = TrainState(), {}
+    state, own = TrainState(), dict[str, Any]()
     if found is not None:
-        state = TrainState.from_dict(checkpoint.saved_state(found))
-        own = checkpoint.saved_rank_state(found, ranks.rank) or {}
-        if checkpoint.saved_under(found)["ranks"] != ranks.world_size:
-            own = {}  # of another rank than this one
+        state, own = saved_in(found, ranks.rank, ranks.world_size)
     whole = plan.stop == plan.config.train.steps == state.step  # ended before it could say so
     if state.step >= plan.stop > 0 and not whole:
         raise ValueError(
@@ -101,7 +104,7 @@ def _build(
 ) -> Begun:
     """Join the ranks, check what only they know together, and make the engine."""
     device = start_ranks(ranks)
-    run_dir, hosts = agree_on(plan.run_dir, found)
+    run_dir, places = agree_on(plan.run_dir, found)
     plan = with_run_dir(plan, run_dir)
     instruments = begin_instruments(plan, ranks)
     checks = check_ranks(plan, device, machine)
@@ -112,12 +115,13 @@ def _build(
     if found is not None:
         checkpoint.load(engine, found)
     if ranks.rank == 0:
-        write_run_folder(plan, hosts)  # only now: what was refused leaves the folder as it was
+        write_run_folder(
+            plan, [host for host, _ in places]
+        )  # only now: what was refused leaves the folder as it was
         ladder.record(plan.run_dir, ladder.preflight(checks))
     dist.barrier()
     writers, observers = observers_of(plan, engine)
     instruments.listen(engine, plan.run_dir, ranks.rank)
-    run = _assemble(plan, ranks, device, engine, data, state, instruments, observers, writers)
     info = RunInfo(
         run_dir=plan.run_dir,
         name=plan.recipe.name,
@@ -130,12 +134,13 @@ def _build(
         flops_per_token=flops_per_token(plan.config.model, plan.config.data.seq_len),
         notes=[*plan.notes, *notes, *notes_of(checks, plan), *tolerated, *data.notes],
     )
-    return Begun(run, info, writers)
+    run = _assemble(plan, info, device, engine, data, state, instruments, observers, writers)
+    return Begun(run, info, places)
 
 
 def _assemble(
     plan: Plan,
-    ranks: Ranks,
+    info: RunInfo,
     device: torch.device,
     engine: Any,
     data: Data,
@@ -156,7 +161,7 @@ def _assemble(
         on_saved=observers.on_checkpoint,
         on_failed=lambda error: observers.on_message(f"NOT SAVED, training goes on: {error}"),
     )
-    told = ranks.rank == 0 and config.monitor.health and config.model.attention.kind == "nsa"
+    told = info.rank == 0 and config.monitor.health and config.model.attention.kind == "nsa"
     return Run(
         config=config,
         engine=engine,
@@ -167,8 +172,8 @@ def _assemble(
         stop=plan.stop,
         gates=ladder.ladder(config.monitor.ladder, config.train.steps),
         run_dir=plan.run_dir,
-        rank=ranks.rank,
-        ranks=ranks.world_size,
+        rank=info.rank,
+        ranks=info.world_size,
         device=device,
         saver=saver,
         guard=Guard(config.train, device),
@@ -179,9 +184,9 @@ def _assemble(
             engine.module.sparse_layers() if told else {}, config.model.attention.spec
         ),
         throughput=Throughput(
-            flops_per_token=flops_per_token(config.model, config.data.seq_len),
+            flops_per_token=info.flops_per_token,
             peak=_peak(config, device),
-            world_size=ranks.world_size,
+            world_size=info.world_size,
         ),
     )
 
@@ -190,9 +195,9 @@ def _train(begun: Begun) -> None:
     """Train, and leave nothing untold whatever ends it."""
     run = begun.run
     run.stopping.install()
-    here = (os.uname().nodename, os.getpid())
-    run.stopping.watch_neighbours(dict(enumerate(run.agreement.gather(here))))
-    run.stopping.watch_hosts(connect_hosts(run.agreement))
+    run.stopping.watch_neighbours(dict(enumerate(begun.places)))
+    hosts = [host for host, _ in begun.places]
+    run.stopping.watch_hosts(connect_hosts(run.agreement, run.rank, hosts))
     status = "failed"
     try:
         run.observers.on_start(begun.info)
@@ -209,7 +214,7 @@ def _train(begun: Begun) -> None:
     finally:
         run.stopping.end()
         run.observers.on_end(status)
-        for writer in begun.writers:
+        for writer in run.writers:
             writer.close()
         run.instruments.close(status)
         run.data.close()

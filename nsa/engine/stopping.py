@@ -22,6 +22,7 @@ from types import FrameType
 import psutil
 
 from nsa.engine.hosts import why_gone
+from nsa.monitor.watch.process_tree import is_alive
 
 LAUNCHER = "deepspeed.launcher.launch"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -115,7 +116,7 @@ class Stopping:
         while not self._ended.wait(1.0):
             if self.reason is None:
                 self._ask(self._out_of_time())
-            if self.reason is None and self._launcher and _gone(self._launcher):
+            if self.reason is None and self._launcher and not is_alive(self._launcher):
                 self._ask("the launcher is gone")
             lost = self._lost()
             if lost is not None and not self._ended.wait(MOURNING_SECONDS):
@@ -123,7 +124,7 @@ class Stopping:
 
     def _lost(self) -> str | None:
         for rank, process in self._neighbours.items():
-            if _gone(process):
+            if not is_alive(process):
                 return f"rank {rank} (process {process.pid}) is gone"
         return why_gone(self._hosts)
 
@@ -145,13 +146,6 @@ def _launcher() -> psutil.Process | None:
         if parent is not None and LAUNCHER in " ".join(parent.cmdline()):
             return parent
     return None
-
-
-def _gone(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _die(reason: str) -> None:

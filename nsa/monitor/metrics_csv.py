@@ -47,10 +47,7 @@ class MetricsCsv(Observer):
 
 def read_metrics(path: Path) -> list[dict[str, float | int | None]]:
     """The rows of a `metrics.csv`, oldest first; an empty cell is None."""
-    return [
-        {column: _value(column, cell) for column, cell in zip(COLUMNS, row, strict=True)}
-        for row in Table(path, COLUMNS).rows()
-    ]
+    return Table(path, COLUMNS).numbers(_WHOLE_NUMBERS)
 
 
 def _cell(record: StepRecord, column: str) -> str:
@@ -58,9 +55,3 @@ def _cell(record: StepRecord, column: str) -> str:
     if value is None:
         return ""
     return repr(int(value) if column in _WHOLE_NUMBERS else float(value))
-
-
-def _value(column: str, cell: str) -> float | int | None:
-    if not cell:
-        return None
-    return int(cell) if column in _WHOLE_NUMBERS else float(cell)

@@ -61,10 +61,7 @@ class SelectionCsv(Observer):
 
 def read_selection(path: Path) -> list[dict[str, float | int | None]]:
     """The rows of a `selection.csv`, oldest first, of one step by layer; an empty cell is None."""
-    return [
-        {column: _value(column, cell) for column, cell in zip(COLUMNS, row, strict=True)}
-        for row in Table(path, COLUMNS).rows()
-    ]
+    return Table(path, COLUMNS).numbers(_WHOLE_NUMBERS)
 
 
 def _cells(health: LayerHealth) -> list[str]:
@@ -72,9 +69,3 @@ def _cells(health: LayerHealth) -> list[str]:
     figures += [getattr(health, figure) for figure in _PICKS]
     figures += health.distances or [None] * len(DISTANCES)
     return ["" if figure is None else f"{figure:.6g}" for figure in figures]
-
-
-def _value(column: str, cell: str) -> float | int | None:
-    if not cell:
-        return None
-    return int(cell) if column in _WHOLE_NUMBERS else float(cell)

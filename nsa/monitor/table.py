@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 from nsa.disk import atomic_write_text
@@ -13,7 +13,7 @@ class Table:
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         self.path = path
-        self._columns = len(columns)
+        self._columns = tuple(columns)
         self._header = ",".join(columns) + "\n"
 
     def rows(self) -> list[list[str]]:
@@ -25,7 +25,18 @@ class Table:
                 "move it away"
             )
         rows = [line.split(",") for line in rest.split("\n")[:-1]]
-        return [row for row in rows if len(row) == self._columns]
+        return [row for row in rows if len(row) == len(self._columns)]
+
+    def numbers(self, whole: Container[str]) -> list[dict[str, float | int | None]]:
+        """The rows by column, `whole` ones as int; an empty cell is None."""
+
+        def number(column: str, cell: str) -> float | int | None:
+            return (int if column in whole else float)(cell) if cell else None
+
+        return [
+            {column: number(column, cell) for column, cell in zip(self._columns, row, strict=True)}
+            for row in self.rows()
+        ]
 
     def restart(self, step: int) -> None:
         """Make the file, or drop the rows of steps after `step`, which are about to come again."""

@@ -16,6 +16,7 @@ from nsa.engine.build import initialise
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel
+from tests.checkpoint.once import save
 from tests.engine.small import small
 
 CONFIGS = Path(__file__).parents[2] / "ds_configs"
@@ -53,7 +54,7 @@ def main() -> None:
         engine = build(name, seed=1)
         for index in range(3):
             step(engine, index)
-        checkpoint.save(engine, folder / name, 3, {"step": 3})
+        save(engine, folder / name, 3, {"step": 3})
         saved[name] = weights(engine)
         step(engine, 3)
         after[name] = weights(engine)

@@ -1,0 +1,23 @@
+"""Saving without a run around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nsa.checkpoint import CheckpointConfig, Saver
+from nsa.engine.agreement import Agreement
+
+
+def save(
+    engine: Any,
+    folder: Path,
+    step: int,
+    state: dict[str, Any],
+    rank_state: dict[str, Any] | None = None,
+) -> None:
+    """Save once and wait for it; every rank must call it with the same step."""
+    agree = Agreement(slowest=60).raise_together
+    saver = Saver(engine, folder, CheckpointConfig(), agree=agree)
+    saver.save(step, state, rank_state)
+    saver.finish()
