@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nsa.model.compressor import MeanCompressor, MLPKeyValueCompressor
-from nsa.model.config import ModelConfig
+from nsa.model.config import BRANCHES, ModelConfig
 from nsa.model.layout import Layout
-from nsa.ops import nsa_attention_and_blocks
+from nsa.ops import (
+    compressed_attention,
+    nsa_attention_and_blocks,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
 from nsa.ops.documents import document_slices
-
-BRANCHES = 3  # compressed, selected, window: the order of keys, values and gates everywhere
 
 
 class NSAttention(nn.Module):
     """Three branches over a token's past, mixed by gates that each query head sets for itself.
+
+    With fewer branches there are parameters for those alone. Where the compressed one is missing,
+    blocks are selected by the mean of the selected branch's own keys.
 
     `listener`, where somebody sets one, is told gates [B, T, Hq, 3], chosen blocks [B, T, Hkv, n]
     and cu_seqlens of every forward pass, recomputed ones included. It must leave them alone.
@@ -30,13 +38,14 @@ class NSAttention(nn.Module):
         super().__init__()
         attention = config.attention
         self.spec, self.backend = attention.spec, attention.backend
+        self.branches = attention.branch_names
         self.heads, self.kv_heads = config.heads, config.kv_heads
         self.key_dim, self.value_dim = config.head_dim, config.value_dim or config.head_dim
-        copies = 1 if attention.shared_kv else BRANCHES
+        copies = 1 if attention.shared_kv else len(self.branches)
         self.q = nn.Linear(config.width, self.heads * self.key_dim, bias=False)
         self.k = nn.Linear(config.width, copies * self.kv_heads * self.key_dim, bias=False)
         self.v = nn.Linear(config.width, copies * self.kv_heads * self.value_dim, bias=False)
-        self.gates = nn.Linear(config.width, self.heads * BRANCHES, bias=False)
+        self.gates = nn.Linear(config.width, self.heads * len(self.branches), bias=False)
         self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
         self.compress: nn.Module = MeanCompressor()
         if attention.compressor == "mlp":
@@ -53,23 +62,36 @@ class NSAttention(nn.Module):
             self.q(x).unflatten(-1, (1, self.heads, self.key_dim)),
             self.k(x).unflatten(-1, (-1, self.kv_heads, self.key_dim)),
             self.v(x).unflatten(-1, (-1, self.kv_heads, self.value_dim)),
-            self.gates(x).unflatten(-1, (1, self.heads, BRANCHES)),
+            self.gates(x).unflatten(-1, (1, self.heads, len(self.branches))),
         )
         q, gates = layout.rotary.turn(q[:, :, 0]), torch.sigmoid(gates[:, :, 0])
-        k_cmp, k_sel, k_win = _branches(k)
-        v_cmp, v_sel, v_win = _branches(v)
-        k_cmp, v_cmp = self.compress(k_cmp, v_cmp, layout)
+        keys, values = self._of_branches(k), self._of_branches(v)
+        if self.branches == BRANCHES:
+            o = self._all_branches(q, keys, values, gates, layout)
+        else:
+            o = self._some_branches(q, keys, values, gates, layout)
+        return self.o(layout.to_tokens(o).flatten(-2))
+
+    def _all_branches(
+        self,
+        q: Tensor,
+        keys: dict[str, Tensor],
+        values: dict[str, Tensor],
+        gates: Tensor,
+        layout: Layout,
+    ) -> Tensor:
+        k_cmp, v_cmp = self.compress(keys["cmp"], values["cmp"], layout)
         # A shared key is turned once; independent ones are turned each.
-        k_turned = layout.rotary.turn(k_sel)
-        k_window = k_turned if k_win is k_sel else layout.rotary.turn(k_win)
+        k_sel = layout.rotary.turn(keys["sel"])
+        k_win = k_sel if keys["win"] is keys["sel"] else layout.rotary.turn(keys["win"])
         o, block_index = nsa_attention_and_blocks(
             q,
             k_cmp,
             v_cmp,
-            k_turned,
-            v_sel,
-            k_window,
-            v_win,
+            k_sel,
+            values["sel"],
+            k_win,
+            values["win"],
             gates,
             self.spec,
             cu_seqlens=layout.cu_seqlens,
@@ -77,7 +99,40 @@ class NSAttention(nn.Module):
         )
         if self.listener is not None:
             self.listener(gates, block_index, layout.cu_seqlens)
-        return self.o(layout.to_tokens(o).flatten(-2))
+        return o
+
+    def _some_branches(
+        self,
+        q: Tensor,
+        keys: dict[str, Tensor],
+        values: dict[str, Tensor],
+        gates: Tensor,
+        layout: Layout,
+    ) -> Tensor:
+        """One branch after the other; there is nothing to fuse, and nobody listens."""
+        common: dict[str, Any] = {"cu_seqlens": layout.cu_seqlens, "backend": self.backend}
+        found: dict[str, Tensor] = {}
+        if "cmp" in keys:
+            k_cmp, v_cmp = self.compress(keys["cmp"], values["cmp"], layout)
+            found["cmp"], lse = compressed_attention(q, k_cmp, v_cmp, self.spec, **common)
+        if "sel" in keys:
+            if "cmp" not in keys:
+                with torch.no_grad():
+                    k_cmp, v_cmp = self.compress(keys["sel"], values["sel"], layout)
+                    lse = compressed_attention(q, k_cmp, v_cmp, self.spec, **common)[1]
+            chosen = select_blocks(q, k_cmp, lse, self.spec, **common)
+            k_sel = layout.rotary.turn(keys["sel"])
+            found["sel"] = selected_attention(q, k_sel, values["sel"], chosen, self.spec, **common)
+        if "win" in keys:
+            k_win = layout.rotary.turn(keys["win"])
+            found["win"] = window_attention(q, k_win, values["win"], self.spec.window, **common)
+        weights = zip(self.branches, gates.unbind(-1), strict=True)
+        return torch.stack([gate[..., None] * found[name] for name, gate in weights]).sum(0)
+
+    def _of_branches(self, x: Tensor) -> dict[str, Tensor]:
+        """A projection [B, T, copies, K, size] for each branch, the same where they share it."""
+        each = [x[:, :, 0]] * len(self.branches) if x.shape[2] == 1 else x.unbind(2)
+        return dict(zip(self.branches, each, strict=True))
 
 
 class DenseAttention(nn.Module):
@@ -109,8 +164,3 @@ class DenseAttention(nn.Module):
             if doc.stop > doc.start
         ]
         return self.o(layout.to_tokens(torch.cat(parts, 2).transpose(1, 2)).flatten(-2))
-
-
-def _branches(x: Tensor) -> list[Tensor]:
-    """A projection [B, T, copies, K, size] as one a branch, the same one thrice where shared."""
-    return [x[:, :, 0]] * BRANCHES if x.shape[2] == 1 else list(x.unbind(2))

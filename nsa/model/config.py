@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from nsa.ops.backend import BACKENDS
 from nsa.spec import NSASpec
 
 ATTENTION_KINDS = ("nsa", "dense")
 COMPRESSORS = ("mean", "mlp")
+BRANCHES = ("cmp", "sel", "win")  # the order of keys, values and gates everywhere
+SUBSETS = tuple("+".join(some) for count in (3, 2, 1) for some in combinations(BRANCHES, count))
 ACTIVATION_CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "selective")
 
 
@@ -19,9 +22,27 @@ class AttentionConfig:
     kind: str = "nsa"  # "nsa", or "dense": plain causal attention, the twin to measure against
     compressor: str = "mean"  # φ: "mean", or "mlp" with learned intra-block positions
     compressor_hidden: int | None = None  # width of the mlp φ's hidden layer; None: head_dim
-    shared_kv: bool = False  # one key/value projection for all three branches
+    branches: str = "cmp+sel+win"  # "win", "cmp+sel" …: fewer, to see what each is good for
+    shared_kv: bool = False  # one key/value projection for all branches
     spec: NSASpec = field(default_factory=NSASpec)  # the sparse pattern
     backend: str = "auto"  # who computes it: "auto", "triton", "blockwise" or "reference"
+
+    @property
+    def branch_names(self) -> tuple[str, ...]:
+        """The branches that there are, in their order."""
+        return tuple(self.branches.split("+"))
+
+    def check_branches(self) -> None:
+        """Raise where a name is unknown, or parameters would be left without a gradient."""
+        if self.branches not in SUBSETS:
+            raise ValueError(
+                f"model.attention.branches = {self.branches!r}: choose one of {', '.join(SUBSETS)}"
+            )
+        if self.compressor == "mlp" and "cmp" not in self.branch_names:
+            raise ValueError(
+                f"model.attention.compressor = 'mlp' learns by the compressed branch, which "
+                f"model.attention.branches = {self.branches!r} lacks; set the compressor to mean"
+            )
 
 
 @dataclass
@@ -81,3 +102,4 @@ class ModelConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"model.{name} = {value!r}: choose one of {', '.join(allowed)}")
+        self.attention.check_branches()

@@ -32,15 +32,21 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool
         products += kv_size * config.width
         keys = (seq_len + 1) / 2
     else:
-        spec = attention.spec
-        products += kv_size * config.width * (1 if attention.shared_kv else 3)
-        products += 3 * config.heads * config.width
+        spec, branches = attention.spec, attention.branch_names
+        products += kv_size * config.width * (1 if attention.shared_kv else len(branches))
+        products += len(branches) * config.heads * config.width
         blocks = spec.compressed_len(seq_len) / seq_len
         products += _compressor_products(config, value_dim) * blocks
-        visible = sum(map(spec.visible_compressed, range(seq_len))) / seq_len
-        selected = sum(map(spec.visible_selected, range(seq_len))) / seq_len
-        keys = visible + selected + sum(map(spec.visible_window, range(seq_len))) / seq_len
-        choosing = 2 * config.heads * config.head_dim * visible
+        visible = {
+            "cmp": sum(map(spec.visible_compressed, range(seq_len))) / seq_len,
+            "sel": sum(map(spec.visible_selected, range(seq_len))) / seq_len,
+            "win": sum(map(spec.visible_window, range(seq_len))) / seq_len,
+        }
+        keys = sum(visible[branch] for branch in branches)
+        if "sel" in branches:
+            choosing = 2 * config.heads * config.head_dim * visible["cmp"]
+            if "cmp" not in branches:  # its softmax is computed all the same, forward alone
+                choosing += per_key * visible["cmp"]
     forward = config.layers * (2 * (products + mlp) + per_key * keys)
     forward += 2 * config.vocab_size * config.width
     return 3 * forward + config.layers * choosing

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from nsa.model.attention import NSAttention
 from nsa.model.block import Block
 from nsa.model.compressor import MLPCompressor
-from nsa.model.config import ModelConfig
+from nsa.model.config import BRANCHES, ModelConfig
 from nsa.model.layout import Layout
 from nsa.model.loss import linear_cross_entropy
 from nsa.model.segments import segment_runner
@@ -105,7 +105,12 @@ class LanguageModel(nn.Module):
                 nn.init.zeros_(block.attention.gates.weight)
 
     def sparse_layers(self) -> dict[str, NSAttention]:
-        """The attention of each layer by name, for who watches it; empty for the dense twin."""
+        """The attention of each layer by name, for who watches it.
+
+        Empty for the dense twin, and where a branch is missing: there is no choice or mix to watch.
+        """
         return {
-            name: module for name, module in self.named_modules() if isinstance(module, NSAttention)
+            name: module
+            for name, module in self.named_modules()
+            if isinstance(module, NSAttention) and module.branches == BRANCHES
         }
