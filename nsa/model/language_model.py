@@ -52,14 +52,23 @@ class LanguageModel(nn.Module):
         labels[b, t] is the token that follows input_ids[b, t]: they are already shifted. Where
         every label is -100 the loss is 0.
         """
-        config = self.config
-        if input_ids.dim() != 2 or input_ids.shape[1] < 1:
-            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(
                 f"labels has shape {tuple(labels.shape)} and input_ids {tuple(input_ids.shape)}; "
                 "labels[b, t] is the token after input_ids[b, t]"
             )
+        x = self.hidden(input_ids, cu_seqlens)
+        if labels is None:
+            return F.linear(x, self.embed.weight)
+        return linear_cross_entropy(
+            x.flatten(0, 1), self.embed.weight, labels.flatten(), self.sequence
+        )
+
+    def hidden(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """What the head reads, [B, T, width]: all logits of a long text would not fit."""
+        config = self.config
+        if input_ids.dim() != 2 or input_ids.shape[1] < 1:
+            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
         seq_len = input_ids.shape[1] * (1 if self.sequence is None else self.sequence.size)
         check_documents(cu_seqlens, input_ids[:, :1].expand(-1, seq_len), "input_ids")
         layout = Layout.of(
@@ -76,12 +85,7 @@ class LanguageModel(nn.Module):
         run = segment_runner(config.activation_checkpointing if recompute else "none")
         for block in self.blocks:
             x = run(partial(block, layout=layout), x)
-        x = self.norm(x)
-        if labels is None:
-            return F.linear(x, self.embed.weight)
-        return linear_cross_entropy(
-            x.flatten(0, 1), self.embed.weight, labels.flatten(), self.sequence
-        )
+        return self.norm(x)
 
     @torch.no_grad()
     def _initialise(self) -> None:
