@@ -55,9 +55,15 @@ def saved_in(found: Path, rank: int, world_size: int) -> tuple[TrainState, dict[
 
 
 def weights_to_load(config: RunConfig) -> Path | None:
-    """The checkpoint that a new run takes its weights from; where there is none it is refused."""
-    place = config.train.start_from
-    return None if place is None else find_weights(Path(place))
+    """The folder that a new run takes its weights from; where there is none it is refused."""
+    if config.train.start_from is None:
+        return None
+    try:
+        return find_weights(Path(config.train.start_from))
+    except ValueError as error:
+        raise ValueError(
+            f"train.start_from = {error}; or set train.start_from=null to begin with random weights"
+        ) from None
 
 
 def agree_on(run_dir: Path, found: Path | None) -> tuple[Path, list[Place]]:
