@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from nsa.engine.config import RunConfig
 from nsa.engine.instruments import Instruments
 from nsa.engine.ranks import Ranks
-from nsa.engine.recipe import Plan
+from nsa.engine.recipe import Plan, run_files
 from nsa.monitor.fallbacks import Fallbacks
 from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.memory import MemorySnapshots
@@ -51,8 +52,10 @@ def observers_of(plan: Plan, engine: Any) -> tuple[list[BackgroundWriter], Obser
         return writers[-1]
 
     if monitor.tensorboard:
-        engine.monitor = BackgroundMonitor(engine.monitor, writer("tensorboard"))
-        observers.append(TensorBoardObserver(engine.monitor))
+        engine.monitor = BackgroundMonitor(
+            engine.monitor, writer("tensorboard"), step=lambda: engine.global_steps
+        )
+        observers.append(TensorBoardObserver(engine.monitor, _settings(plan), run_files(plan)))
     if monitor.csv:
         observers.append(MetricsCsv(writer("metrics.csv")))
     if monitor.health:
@@ -63,6 +66,13 @@ def observers_of(plan: Plan, engine: Any) -> tuple[list[BackgroundWriter], Obser
     if monitor.report:
         observers.append(Reporter(writer("report")))
     return writers, Observers(observers)
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    """What tells one run from another."""
+    tree = asdict(plan.config)
+    stage = plan.ds_config["zero_optimization"]["stage"]
+    return {**{name: tree[name] for name in ("model", "data", "train")}, "deepspeed.stage": stage}
 
 
 def report(config: RunConfig, run_dir: Path, rank: int) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from nsa.monitor.observer import BRANCHES, DISTANCES, GATE_BINS, Health, Observer, StepRecord
+from nsa.monitor.observer import (
+    BRANCHES,
+    DISTANCES,
+    GATE_BINS,
+    Health,
+    Observer,
+    RunInfo,
+    StepRecord,
+)
 from nsa.monitor.writer import BackgroundWriter
 
 Event = tuple[str, float, int]  # tag, value, x
+Write = Callable[[Any], object]  # given torch's SummaryWriter
+METRICS = ("train/loss", "eval/loss", "eval/bits_per_byte", "speed/tokens_per_s")  # of HPARAMS
 HISTOGRAMS_EVERY = 10  # logged steps: a histogram is as large as fifty scalars
 _GATE_EDGES = [index / GATE_BINS for index in range(GATE_BINS + 1)]
 _DISTANCE_EDGES = [float(edge) for edge in (*DISTANCES, 2 * DISTANCES[-1])]
@@ -50,50 +60,79 @@ class EventMonitor(Protocol):
     def write_events(self, event_list: Sequence[Event]) -> None: ...
 
 
-class HistogramMonitor(EventMonitor, Protocol):
-    """What can show histograms as well."""
+class Board(Protocol):
+    """What the observer needs."""
 
-    def write_histograms(self, histograms: Sequence[Histogram]) -> None: ...
+    def write_scalars(self, scalars: Sequence[Event]) -> None: ...
+
+    def write(self, what: Write) -> None: ...
 
 
 class BackgroundMonitor:
-    """Stands in for `engine.monitor`: the same events, written and flushed by another thread.
+    """Stands in for `engine.monitor`: its events and ours, written and flushed by another thread.
 
-    DeepSpeed's own monitor flushes inside `engine.step()`. Set `engine.monitor` to this and its
-    events take the same way as ours. Close the writer before the process group is destroyed.
+    DeepSpeed's own monitor flushes inside `engine.step()`, and puts its figures at x = samples,
+    where ours stand at x = step; here all stand at `step()`, the steps that the engine has taken.
+    Close the writer before the process group is destroyed.
     """
 
-    def __init__(self, monitor: EventMonitor, writer: BackgroundWriter) -> None:
+    def __init__(
+        self, monitor: EventMonitor, writer: BackgroundWriter, step: Callable[[], int]
+    ) -> None:
         self.enabled = monitor.enabled
         self._monitor = monitor
         self._writer = writer
+        self._step = step
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Queue the events; the list may be reused by the caller."""
-        events = list(event_list)
+        """Queue what DeepSpeed says, under `deepspeed/`; the list may be reused by the caller."""
+        step = self._step()
+        found = [
+            (f"deepspeed/{tag.rpartition('/')[2]}", value, step) for tag, value, _ in event_list
+        ]
+        self.write_scalars(found)
+
+    def write_scalars(self, scalars: Sequence[Event]) -> None:
+        """Queue our own figures; the list may be reused by the caller."""
+        events = list(scalars)
         self._writer.submit(lambda: self._monitor.write_events(events))
 
-    def write_histograms(self, histograms: Sequence[Histogram]) -> None:
-        """Queue histograms for TensorBoard, past DeepSpeed's monitor, which knows scalars only.
+    def write(self, what: Write) -> None:
+        """Queue what only TensorBoard shows, past DeepSpeed's monitor, which knows scalars only.
 
-        They are on disk when the events that follow are.
+        It is on disk when the scalars that follow are.
         """
         board = getattr(self._monitor, "tb_monitor", None)
         if board is not None and board.summary_writer is not None:
-            self._writer.submit(lambda: _add(board.summary_writer, histograms))
-
-
-def _add(summary_writer: Any, histograms: Sequence[Histogram]) -> None:
-    for histogram in histograms:
-        summary_writer.add_histogram_raw(**histogram.raw())
+            self._writer.submit(lambda: what(board.summary_writer))
 
 
 class TensorBoardObserver(Observer):
-    """The scalars of every logged step, and histograms of every tenth, at x = step."""
+    """The scalars of every logged step, and histograms of every tenth, at x = step.
 
-    def __init__(self, monitor: HistogramMonitor) -> None:
-        self._monitor = monitor
+    `settings`, a tree, is what the run is listed under among others (HPARAMS); `texts` are shown
+    as they are, by name.
+    """
+
+    def __init__(self, board: Board, settings: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+        self._board = board
+        self._settings = settings
+        self._texts = texts
         self._healthy = 0  # records with the layers' health so far
+
+    def on_start(self, info: RunInfo) -> None:
+        """Drop what is shown of steps that this run is about to take again, and say what it is."""
+        if info.start_step:
+            self.on_rewind(info.start_step)
+        self._board.write(lambda board: _introduce(board, info, self._settings, self._texts))
+
+    def on_rewind(self, step: int) -> None:
+        self._board.write(lambda board: _restart(board, step + 1))
+
+    def on_end(self, status: str) -> None:
+        """Only success is written: TensorBoard keeps the first end, and other runs may resume."""
+        if status == "finished":
+            self._board.write(_succeed)
 
     def on_step(self, record: StepRecord) -> None:
         scalars = {
@@ -112,11 +151,58 @@ class TensorBoardObserver(Observer):
         if record.health is not None:
             scalars |= _scalars(record.health)
             if self._healthy % HISTOGRAMS_EVERY == 0:
-                self._monitor.write_histograms(list(_histograms(record.health, record.step)))
+                histograms = list(_histograms(record.health, record.step))
+                self._board.write(lambda board: _add(board, histograms))
             self._healthy += 1
-        self._monitor.write_events(
+        self._board.write_scalars(
             [(tag, value, record.step) for tag, value in scalars.items() if value is not None]
         )
+
+
+def _add(board: Any, histograms: Sequence[Histogram]) -> None:
+    for histogram in histograms:
+        board.add_histogram_raw(**histogram.raw())
+
+
+def _restart(board: Any, step: int) -> None:
+    """TensorBoard forgets what it has from `step` on."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # late: seldom needed
+
+    board.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
+
+
+def _introduce(
+    board: Any, info: RunInfo, settings: Mapping[str, Any], texts: Mapping[str, str]
+) -> None:
+    """The settings as a table's row, and texts at the first step that is taken with them."""
+    about = {"recipe": info.name, "profile": info.profile, "ranks": info.world_size}
+    for summary in _hparams(dict(_flat({"run": about, **settings})))[:2]:
+        board.file_writer.add_summary(summary)
+    for name, text in texts.items():
+        board.add_text(f"run/{name}", f"```\n{text}```", info.start_step + 1)
+    board.flush()
+
+
+def _flat(tree: Mapping[str, Any], parents: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves by their whole names; what is no number and no text is shown as text."""
+    for key, value in tree.items():
+        name = f"{parents}{key}"
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _succeed(board: Any) -> None:
+    board.file_writer.add_summary(_hparams({})[2])
+    board.flush()
+
+
+def _hparams(settings: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """What the HPARAMS page reads: its columns, a run's values, and that it ended well."""
+    from torch.utils.tensorboard.summary import hparams  # late: TensorBoard may be off
+
+    return hparams(settings, dict.fromkeys(METRICS))
 
 
 def _scalars(health: Health) -> dict[str, float | None]:

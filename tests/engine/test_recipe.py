@@ -69,10 +69,14 @@ def test_tensorboard_holds_the_scalars_and_deepspeeds_own(finished: tuple[Path, 
     tags = set(events.Tags()["scalars"])
     assert {"train/loss", "train/lr", "train/grad_norm", "train/skipped_steps"} <= tags
     assert {"eval/loss", "eval/bits_per_byte", "speed/tokens_per_s", "memory/gb"} <= tags
-    assert {"gates/cmp", "gates/sel", "gates/win", "Train/Samples/lr"} <= tags
+    assert {"gates/cmp", "gates/sel", "gates/win", "deepspeed/lr"} <= tags
     written = {event.step: event.value for event in events.Scalars("train/loss")}
     expected = losses(folder)
     assert written == pytest.approx(expected, rel=1e-6)
+    assert [event.step for event in events.Scalars("deepspeed/lr")] == list(range(1, 9))
+    (shown,) = events.Tensors("run/config.yaml/text_summary")
+    settings = (folder / "config.yaml").read_text()
+    assert shown.tensor_proto.string_val[0].decode() == f"```\n{settings}```"
     first_gates = [events.Scalars(f"gates/{name}")[0].value for name in ("cmp", "sel", "win")]
     assert first_gates == [0.5, 0.5, 0.5], "gates start balanced"
 

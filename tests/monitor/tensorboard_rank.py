@@ -20,6 +20,12 @@ from tests.monitor.records import (
     make_record,
 )
 
+SETTINGS = {
+    "model": {"layers": 2, "attention": {"kind": "nsa"}, "value_dim": None},
+    "train": {"learning_rate": 1e-3, "shared": False},
+}
+TEXTS = {"config.yaml": "model:\n  layers: 2\n", "ds_config.json": "{}\n"}
+
 
 def main(run_dir: Path, disk: str) -> None:
     leave_out_shared_memory_op()
@@ -32,8 +38,8 @@ def main(run_dir: Path, disk: str) -> None:
         },
     )
     writer = BackgroundWriter("TensorBoard", capacity=4096)
-    engine.monitor = BackgroundMonitor(engine.monitor, writer)
-    observers = Observers([TensorBoardObserver(engine.monitor)])
+    engine.monitor = BackgroundMonitor(engine.monitor, writer, step=lambda: engine.global_steps)
+    observers = Observers([TensorBoardObserver(engine.monitor, SETTINGS, TEXTS)])
     rank = torch.distributed.get_rank()
     observers.on_start(make_info(run_dir, rank=rank, world_size=2))
 
@@ -60,6 +66,7 @@ def main(run_dir: Path, disk: str) -> None:
             for number in range(4, 7):
                 step(number)
             drain(writer)
+    observers.on_end("finished")
     writer.close()
     print("steps", engine.global_steps, "failed", writer.failed > 0)
 

@@ -2,14 +2,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams import api_pb2
+from tensorboard.plugins.hparams.backend_context import Context
+from tensorboard.plugins.hparams.list_session_groups import Handler
+from torch.utils.tensorboard import SummaryWriter
 
-from nsa.monitor.tensorboard import BackgroundMonitor, Event, Histogram, TensorBoardObserver
+from nsa.monitor.tensorboard import BackgroundMonitor, Event, TensorBoardObserver, Write
 from nsa.monitor.writer import BackgroundWriter
-from tests.monitor.records import PATIENCE, make_health, make_record
+from tests.monitor.records import PATIENCE, make_health, make_info, make_record
 from tests.ranks import launch
 
 RANK = Path(__file__).with_name("tensorboard_rank.py")
@@ -29,6 +39,53 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+def read_texts(events: EventAccumulator) -> dict[str, list[tuple[int, str]]]:
+    return {
+        tag.removesuffix("/text_summary"): [
+            (one.step, one.tensor_proto.string_val[0].decode()) for one in events.Tensors(tag)
+        ]
+        for tag in events.Tags()["tensors"]
+        if tag.endswith("/text_summary")
+    }
+
+
+@dataclass
+class Row:
+    """A run in the table of the HPARAMS page."""
+
+    settings: dict[str, object]
+    figures: dict[str, float]
+    status: str
+
+
+def read_hparams(folder: Path) -> list[Row]:
+    """What TensorBoard's own plugin answers its page."""
+    runs = EventMultiplexer().AddRunsFromDirectory(str(folder))
+    runs.Reload()
+    provider = MultiplexerDataProvider(runs, str(folder))
+    context, request = Context(TBContext(data_provider=provider)), RequestContext()
+    metadata = context.hparams_metadata(request, "")
+    experiment = context.experiment_from_metadata(request, "", True, metadata, [])
+    statuses = [api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, api_pb2.STATUS_UNKNOWN,
+                api_pb2.STATUS_RUNNING]  # fmt: skip
+    columns = [
+        *(api_pb2.ColParams(metric=one.name) for one in experiment.metric_infos),
+        *(api_pb2.ColParams(hparam=one.name) for one in experiment.hparam_infos),
+    ]
+    asked = api_pb2.ListSessionGroupsRequest(
+        allowed_statuses=statuses, col_params=columns, start_index=0, slice_size=99
+    )
+    groups = Handler(request, context, "", asked).run().session_groups
+    return [
+        Row(
+            {name: getattr(value, value.WhichOneof("kind")) for name, value in one.hparams.items()},
+            {figure.name.tag: figure.value for figure in one.metric_values},
+            api_pb2.Status.Name(one.sessions[0].status),
+        )
+        for one in groups
+    ]
+
+
 def test_the_event_files_hold_every_scalar_and_deepspeeds_own(tmp_path: Path) -> None:
     outputs = launch(RANK, str(tmp_path), "healthy", world_size=2)
     assert all(output.endswith("steps 3 failed False\n") for output in outputs)
@@ -36,7 +93,7 @@ def test_the_event_files_hold_every_scalar_and_deepspeeds_own(tmp_path: Path) ->
     scalars = read_scalars(tmp_path / "tb")
     single = pytest.approx  # event files hold float32
     steps = (1, 2, 3)
-    assert scalars.pop("Train/Samples/lr") == [(2 * step, 0.25) for step in steps]
+    assert scalars.pop("deepspeed/lr") == [(step, 0.25) for step in steps]
     assert scalars.pop("train/loss") == [(step, single(make_record(step).loss)) for step in steps]
     assert scalars.pop("train/skipped_steps") == [(1, 0), (2, 1), (3, 2)]
     layers = {tag: scalars.pop(tag) for tag in list(scalars) if "/layer" in tag}
@@ -78,33 +135,103 @@ def test_the_event_files_hold_every_scalar_and_deepspeeds_own(tmp_path: Path) ->
     (values,) = events.Histograms("gate_values/layer00/sel")
     assert values.histogram_value.bucket == pytest.approx([0.05] * 20)
     assert (values.histogram_value.min, values.histogram_value.max) == (0, 1)
+    assert read_texts(events) == {
+        "run/config.yaml": [(1, "```\nmodel:\n  layers: 2\n```")],
+        "run/ds_config.json": [(1, "```\n{}\n```")],
+    }
+    (row,) = read_hparams(tmp_path)
+    assert row.status == "STATUS_SUCCESS"
+    assert row.settings == {
+        "run.recipe": "m7c",
+        "run.profile": "demo",
+        "run.ranks": 2,
+        "model.layers": 2,
+        "model.attention.kind": "nsa",
+        "model.value_dim": "None",
+        "train.learning_rate": 1e-3,
+        "train.shared": False,
+    }
+    assert row.figures == {
+        "train/loss": single(make_record(3).loss),
+        "eval/loss": 2.5,
+        "eval/bits_per_byte": 1.25,
+        "speed/tokens_per_s": single(1e6 / 7),
+    }
+
+
+def test_a_run_that_takes_steps_again_shows_each_once_with_the_settings_it_had(
+    tmp_path: Path,
+) -> None:
+    """Ten steps; another process resumes from step 6 and goes back to step 8 once."""
+    for start, taken in ((0, range(1, 11)), (6, [7, 8, 9, 10, None, 9, 10, 11])):
+        writer = BackgroundWriter("TensorBoard")
+        summary_writer = SummaryWriter(str(tmp_path / "tensorboard"), filename_suffix=f".{start}")
+        monitor = BackgroundMonitor(ScalarMonitor(summary_writer), writer, step=lambda: 1)
+        rate = {"train": {"learning_rate": 0.5 + start}}
+        observer = TensorBoardObserver(monitor, rate, {"config.yaml": f"began at {start}\n"})
+        observer.on_start(make_info(tmp_path, start_step=start))
+        for step in taken:
+            if step is None:
+                observer.on_rewind(8)
+            else:
+                observer.on_step(make_record(step, loss=start + step, health=make_health(1)))
+        observer.on_end("preempted: SIGTERM" if start == 0 else "finished")
+        writer.close()
+        summary_writer.close()
+        assert not writer.failed
+    events = read_events(tmp_path / "tensorboard")
+    found = read_scalars(tmp_path / "tensorboard")["train/loss"]
+    assert found == [(step, step if step <= 6 else 6 + step) for step in range(1, 12)]
+    assert [one.step for one in events.Histograms("selection_distance/layer00")] == [1, 7]
+    assert read_texts(events) == {
+        "run/config.yaml": [(1, "```\nbegan at 0\n```"), (7, "```\nbegan at 6\n```")]
+    }
+    (row,) = read_hparams(tmp_path)
+    assert row.settings["train.learning_rate"] == 0.5, "a run is listed once, as it began"
+    assert row.status == "STATUS_SUCCESS", "an end that was none hides the true one"
+    assert row.figures["train/loss"] == 17
+
+
+class ScalarMonitor:
+    """DeepSpeed's monitor without a process group."""
+
+    enabled = True
+
+    def __init__(self, summary_writer: SummaryWriter) -> None:
+        self.tb_monitor = SimpleNamespace(summary_writer=summary_writer)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        for event in event_list:
+            self.tb_monitor.summary_writer.add_scalar(*event)
+        self.tb_monitor.summary_writer.flush()
 
 
 class KeptEvents:
     """A board that keeps what it is given."""
 
-    enabled = True
-
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.histograms: list[Histogram] = []
+        self.histograms: list[tuple[str, int]] = []
 
-    def write_events(self, event_list: Sequence[Event]) -> None:
-        self.events.extend(event_list)
+    def write_scalars(self, scalars: Sequence[Event]) -> None:
+        self.events.extend(scalars)
 
-    def write_histograms(self, histograms: Sequence[Histogram]) -> None:
-        self.histograms.extend(histograms)
+    def write(self, what: Write) -> None:
+        what(self)
+
+    def add_histogram_raw(self, tag: str, global_step: int, **rest: object) -> None:
+        self.histograms.append((tag.split("/")[0], global_step))
 
 
 def test_histograms_come_with_every_tenth_logged_step_and_what_was_not_measured_is_left_out() -> (
     None
 ):
     board = KeptEvents()
-    observer = TensorBoardObserver(board)
+    observer = TensorBoardObserver(board, {}, {})
     silent = make_health(1, entropy=None, overlap=None, distance=None, distances=[])
     for step in range(1, 22):
         observer.on_step(make_record(step, health=silent if step == 11 else make_health(1)))
-    assert {(one.tag.split("/")[0], one.step) for one in board.histograms} == {
+    assert set(board.histograms) == {
         ("gate_values", 1),
         ("gate_values", 11),
         ("gate_values", 21),
@@ -141,9 +268,9 @@ class HangingMonitor:
 def test_writing_events_returns_while_the_disk_hangs_and_the_caller_may_reuse_its_list() -> None:
     disk = HangingMonitor()
     writer = BackgroundWriter("TensorBoard")
-    monitor = BackgroundMonitor(disk, writer)
+    monitor = BackgroundMonitor(disk, writer, step=lambda: 3)
     assert monitor.enabled
-    events: list[Event] = [("train/loss", 1.0, 1)]
+    events: list[Event] = [("Train/Samples/lr", 1.0, 12)]
     training = threading.Thread(target=lambda: monitor.write_events(events), daemon=True)
     training.start()
     training.join(PATIENCE / 2)
@@ -152,4 +279,4 @@ def test_writing_events_returns_while_the_disk_hangs_and_the_caller_may_reuse_it
     disk.let_go.set()
     writer.close()
     assert not waited, "write_events waited for the disk"
-    assert disk.written == [("train/loss", 1.0, 1)]
+    assert disk.written == [("deepspeed/lr", 1.0, 3)]
