@@ -150,8 +150,32 @@ class Batches:
                 yield self.batch(dealt, micro_step, rank)
             dealt += self.samples_per_step
 
-    def _sample(self, position: int) -> TokenArray:
+    def lasts(self, samples: int) -> tuple[int, str] | None:
+        """How many of the first `samples` come before one comes again, and of which store it is.
+
+        None where there are so many.
+        """
+        for position in range(samples):
+            at, number = self._mixer.place(position)
+            if number >= self.samples[at]:
+                return position, self.stores[at].name
+        return None
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the text, to turn loss into bits per byte."""
+        return sum(
+            share * store.bytes_per_token
+            for share, store in zip(self.shares, self.stores, strict=True)
+        )
+
+    def place(self, position: int) -> tuple[TokenStore, int]:
+        """The store that a sample is cut from, and which of its tokens is the first."""
         at, number = self._mixer.place(position)
         epoch, index = divmod(number, self.samples[at])
         index = shuffled(index, self.samples[at], key(self.seed, epoch, at))
-        return self.stores[at].read(index * self.seq_len, (index + 1) * self.seq_len + 1)
+        return self.stores[at], index * self.seq_len
+
+    def _sample(self, position: int) -> TokenArray:
+        store, start = self.place(position)
+        return store.read(start, start + self.seq_len + 1)

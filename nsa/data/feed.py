@@ -13,11 +13,10 @@ from queue import Empty
 from nsa.data.ahead import ReadAhead
 from nsa.data.batches import IGNORED, Batch, Batches
 from nsa.data.config import DataConfig
-from nsa.data.order import Mixer
 from nsa.data.origin import PREPARE, Computed, Origin, Streamed, cut, open_batches, source_names
 from nsa.data.source import DataError, State
 from nsa.data.store import TokenStore
-from nsa.data.stream import NOTHING_YET, collect_held_out
+from nsa.data.stream import NOTHING_YET, collect
 from nsa.data.worker import Worker
 
 # The order of validation has a seed of its own: all runs are judged by the same samples.
@@ -155,14 +154,7 @@ class HeldOut:
 
     @cached_property
     def _shortest(self) -> tuple[int, str] | None:
-        """How far the samples last, and which source ends there; None where all last."""
-        samples = self._samples
-        mixer = Mixer(samples.shares, [store.name for store in samples.stores])
-        for position in range(self._asked):
-            source, number = mixer.place(position)
-            if number >= samples.samples[source]:
-                return position, samples.stores[source].name
-        return None
+        return self._samples.lasts(self._asked)
 
     @property
     def note(self) -> str | None:
@@ -179,11 +171,7 @@ class HeldOut:
     @property
     def bytes_per_token(self) -> float:
         """Of the held-out text, to turn loss into bits per byte."""
-        samples = self._samples
-        return sum(
-            share * store.bytes_per_token
-            for share, store in zip(samples.shares, samples.stores, strict=True)
-        )
+        return self._samples.bytes_per_token
 
     def batches(self, rank: int) -> list[Batch]:
         """What one rank evaluates: as many batches as the others, filled up with ignored rows."""
@@ -210,7 +198,7 @@ class _Collected:
 
     def __init__(self, config: DataConfig, sequences: int) -> None:
         self._config = config
-        work = partial(collect_held_out, config, sequences * config.seq_len + 1)
+        work = partial(collect, config, sequences * config.seq_len + 1)
         self._worker = Worker(work, f"data.source = {source_names(config)!r}, validation")
         self._ahead: ReadAhead[TokenStore] = ReadAhead(self._worker, len(config.parts()))
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from nsa.data.config import DataConfig
 
 SPLITS = ("train", "val")
+ALL = "all"  # both splits, of text that is not prepared
 IN_MEMORY = ("embedded", "synthetic")  # small enough to be tokenised whole at the start
 NAMED = (*IN_MEMORY, "fineweb_edu")  # sources that are neither a path nor spelt hf:<dataset>
 NAMES_SHOWN = 8
@@ -68,6 +69,20 @@ def held_out(text: bytes, share: float) -> bool:
     """Whether a document is for validation alone: by its text, so that copies go the same way."""
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
+
+
+def in_split(text: bytes, share: float, split: str) -> bool:
+    """Whether a document belongs to a split, of which `share` is for validation."""
+    return split == ALL or held_out(text, share) == (split == "val")
+
+
+def no_documents(config: DataConfig, name: str, split: str) -> DataError:
+    """Says that a source has none for a split."""
+    way = {"train": "lower", "val": "raise"}.get(split)
+    mend = f"{way} data.held_out = {config.held_out}, or take" if way else "take"
+    return DataError(
+        f"data.source = {name!r} has no document for split {split!r}; {mend} a larger source"
+    )
 
 
 def no_field(field: str, there: Sequence[str]) -> str:

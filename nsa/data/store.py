@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 
 from nsa.data.config import DataConfig
-from nsa.data.source import IN_MEMORY, SPLITS, DataError, held_out, open_source
+from nsa.data.source import ALL, IN_MEMORY, SPLITS, in_split, no_documents, open_source
 from nsa.data.tokenizer import TokenArray, build_tokenizer, with_eos
 
 
@@ -62,8 +62,8 @@ class TokenStore:
 
 def open_store(config: DataConfig, name: str, split: str) -> TokenStore | None:
     """The tokens of one source and split where they can be had whole; None: they are streamed."""
-    if split not in SPLITS:
-        raise ValueError(f"split = {split!r}: choose one of {', '.join(SPLITS)}")
+    if split not in (*SPLITS, ALL):
+        raise ValueError(f"split = {split!r}: choose one of {', '.join((*SPLITS, ALL))}")
     if name in IN_MEMORY:
         return _tokenise(config, name, split)
     from nsa.data.shards import is_prepared, open_shards
@@ -76,14 +76,11 @@ def _tokenise(config: DataConfig, name: str, split: str) -> TokenStore:
     pieces: list[TokenArray] = []
     text_bytes = 0
     for document in open_source(config, name).read():
-        if held_out(document.text, config.held_out) == (split == "val"):
+        if in_split(document.text, config.held_out, split):
             text_bytes += len(document.text)
             pieces.append(with_eos(tokenizer, tokenizer.encode(document.text)))
     if not pieces:
-        raise DataError(
-            f"data.source = {name!r} has no document for split {split!r}; raise data.held_out = "
-            f"{config.held_out}, or take a larger source"
-        )
+        raise no_documents(config, name, split)
     tokens = np.concatenate(pieces)
     digest = hashlib.sha256(tokens.astype(np.uint32).tobytes())
     return TokenStore(

@@ -17,7 +17,15 @@ import numpy as np
 
 from nsa.data.config import DataConfig
 from nsa.data.order import Mixer, key, shuffled
-from nsa.data.source import DataError, Reader, State, held_out, open_source
+from nsa.data.source import (
+    DataError,
+    Reader,
+    State,
+    held_out,
+    in_split,
+    no_documents,
+    open_source,
+)
 from nsa.data.store import TokenStore
 from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, with_eos
 
@@ -201,10 +209,14 @@ class _SourceStream:
         )
 
 
-def collect_held_out(
-    config: DataConfig, tokens: int, saw: Saw = lambda source, place: None
+def collect(
+    config: DataConfig,
+    tokens: int,
+    saw: Saw = lambda source, place: None,
+    *,
+    split: str = "val",
 ) -> Iterator[TokenStore]:
-    """The first held-out documents of each source, `tokens` tokens of it or a little more.
+    """The first documents of a split of each source, `tokens` tokens of it or a little more.
 
     They are looked for in the whole source: however many share it, they are the same.
     """
@@ -212,29 +224,26 @@ def collect_held_out(
     for name in config.parts():
         pieces: list[TokenArray] = []
         text_bytes = count = 0
-        for text in _held_out_texts(config, name, saw):
+        for text in _texts(config, name, split, saw):
             pieces.append(with_eos(tokenizer, tokenizer.encode(text)))
             text_bytes, count = text_bytes + len(text), count + len(pieces[-1])
             if count >= tokens:
                 break
         if not pieces:
-            raise DataError(
-                f"data.source = {name!r} has no document for validation; raise data.held_out = "
-                f"{config.held_out}, or take a larger source"
-            )
+            raise no_documents(config, name, split)
         yield TokenStore(
             pieces,
             tokenizer.eos_id,
             text_bytes / count,
-            name=f"{name}, held out",
+            name=f"{name}, held out" if split == "val" else name,
             vocab_size=tokenizer.vocab_size,
             tokenizer=tokenizer.fingerprint,
         )
 
 
-def _held_out_texts(config: DataConfig, name: str, saw: Saw) -> Iterator[bytes]:
+def _texts(config: DataConfig, name: str, split: str, saw: Saw) -> Iterator[bytes]:
     saw(name, NOTHING_YET)
     for document in open_source(config, name).read():
         saw(name, document.place)
-        if held_out(document.text, config.held_out):
+        if in_split(document.text, config.held_out, split):
             yield document.text

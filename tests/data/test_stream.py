@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nsa.data.config import DataConfig
 from nsa.data.source import DataError
-from nsa.data.stream import PackedStream, collect_held_out
+from nsa.data.stream import PackedStream, collect
 from tests.data.texts import (
     EOS,
     HELD_OUT,
@@ -202,18 +202,18 @@ def test_held_out_text_is_the_first_of_the_whole_source_and_as_much_as_was_asked
     _, validation = split(texts(400))
     config = DataConfig(source=source, held_out=HELD_OUT)
     places: list[str] = []
-    (store,) = collect_held_out(config, 300, lambda _, place: places.append(place))
+    (store,) = collect(config, 300, lambda _, place: places.append(place))
     found = documents_in(store.read(0, len(store)))
     assert found == validation[: len(found)]
     assert 300 <= len(store) < 300 + 61
     assert len(places) < 200  # nothing is read once there is enough
     text_bytes = sum(map(len, found))
     assert store.bytes_per_token == pytest.approx(text_bytes / (text_bytes + len(found)))
-    (all_there_is,) = collect_held_out(config, 10**9)
+    (all_there_is,) = collect(config, 10**9)
     assert documents_in(all_there_is.read(0, len(all_there_is))) == validation
 
 
 def test_a_source_without_held_out_documents_is_refused_by_name(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", split(texts(30))[0])
-    with pytest.raises(DataError, match=r"a\.jsonl' .*validation; raise data\.held_out = 0\.2"):
-        list(collect_held_out(DataConfig(source=source, held_out=HELD_OUT), 100))
+    with pytest.raises(DataError, match=r"a\.jsonl' .*split 'val'; raise data\.held_out = 0\.2"):
+        list(collect(DataConfig(source=source, held_out=HELD_OUT), 100))
