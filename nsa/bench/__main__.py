@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from nsa.bench.flags import add_comm_verb, add_gpu_verbs
+from nsa.bench.flags import add_ablations_verb, add_comm_verb, add_gpu_verbs
 from nsa.bench.shapes import lengths
 
 
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     floors.add_argument("--lengths", type=lengths, default="2k,64k", help="such as 2k,64k")
     floors.add_argument("--tokens", type=int, default=65_536, help="of a batch")
     floors.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
+    add_ablations_verb(what)
     add_comm_verb(what)
     add_gpu_verbs(what)
     return parser
@@ -61,6 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from nsa.bench import comm
 
         comm.run(flags)
+        return
+    if flags.what == "ablations":
+        from nsa.bench import ablations
+
+        ablations.run(flags)
         return
     if flags.what == "aot":
         os.environ.pop("TRITON_INTERPRET", None)  # what it makes of a kernel cannot be compiled

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from nsa.monitor.markdown import table
+
 SLOW = 1.0  # Gbit/s of the picture, where communication shows most
 
 Row = Mapping[str, Any]
@@ -76,7 +78,7 @@ def measured_columns(result: Mapping[str, Any]) -> str:
         sent = [f"{row['bytes_per_parameter_per_step']:.2f}" if row else "–" for row in mine]
         waits = [_exposed_share(row) if row else "–" for row in mine]
         lines.append([f"`{config}`", *sent, *waits])
-    return _table(["config", *heads], lines)
+    return _lines(table(["config", *heads], lines))
 
 
 def picture(result: Mapping[str, Any]) -> str:
@@ -114,7 +116,7 @@ def picture(result: Mapping[str, Any]) -> str:
 def _rows_table(rows: Sequence[Row]) -> str:
     heads = ["config", "accumulation", "reduced in", "link", "bytes a parameter", "payload"]
     heads += ["step", "computing", "exposed", "on the wire", "hidden"]
-    return _table(heads, map(_cells, rows))
+    return _lines(table(heads, map(_cells, rows)))
 
 
 def _cells(row: Row) -> list[str]:
@@ -131,9 +133,8 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def _lines(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _name(row: Row) -> str:

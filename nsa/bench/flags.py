@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from nsa.bench.shapes import FUNCTIONS, KINDS, SELECTIONS, lengths, names, shapes
@@ -69,6 +70,45 @@ def add_comm_verb(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     comm.add_argument("--out", type=Path, help="keep it as JSON there, with a page and a picture")
     comm.add_argument("--show", type=Path, help="measure nothing: print a file's table of configs")
+
+
+def add_ablations_verb(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The demo with parts of its attention changed or taken away, trained and timed."""
+    from nsa.bench.ablations import VARIANTS
+
+    about = "what each part of attention is good for: the demo trained without it"
+    ablations = what.add_parser("ablations", help=about, description=about)
+    ablations.add_argument("--runs", type=Path, default="runs/ablations", help="the runs' folders")
+    ablations.add_argument("--steps", type=_at_least(1), default=300, help="of each (%(default)s)")
+    ablations.add_argument(
+        "--seeds", type=_seeds, default="1,2,3", help="with commas between (%(default)s)"
+    )
+    ablations.add_argument(
+        "--variants",
+        type=_choice(*VARIANTS),
+        default=",".join(VARIANTS),
+        help="with commas between (%(default)s)",
+    )
+    ablations.add_argument(
+        "--jobs", type=_at_least(1), default=2, help="runs at a time, which share the processors"
+    )
+    ablations.add_argument(
+        "--rounds", type=_at_least(2), default=20, help="steps of each that are timed"
+    )
+    ablations.add_argument("--out", type=Path, help="keep it as JSON there, with a page beside it")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: write a whole number, {least} or more")
+        return int(text)
+
+    return number
+
+
+def _seeds(text: str) -> list[int]:
+    return list(dict.fromkeys(_at_least(0)(word) for word in text.split(",")))
 
 
 def _rates(text: str) -> list[float | None]:

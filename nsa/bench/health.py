@@ -31,10 +31,12 @@ CASES = {  # model, sequences and tokens of a micro-batch
 class Stepper:
     """A model that takes training steps, heard or not."""
 
-    def __init__(self, config: ModelConfig, batch: int, seq_len: int) -> None:
+    def __init__(
+        self, config: ModelConfig, batch: int, seq_len: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         torch.manual_seed(0)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = LanguageModel(config).to(self._device)
+        self._model = LanguageModel(config).to(self._device, dtype)
         self._recorder = HealthRecorder(self._model.sparse_layers(), config.attention.spec)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         self._ids = torch.randint(config.vocab_size, (batch, seq_len), device=self._device)

@@ -67,5 +67,5 @@ def lengths(text: str) -> list[int]:
 
 
 def names(text: str) -> list[str]:
-    """Words with commas between."""
-    return [name for name in text.split(",") if name]
+    """Words with commas between, each once."""
+    return list(dict.fromkeys(name for name in text.split(",") if name))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.disk import atomic_write_text
+from nsa.monitor.markdown import plain, table
 
 if TYPE_CHECKING:
     from nsa.monitor.ladder import Verdict
@@ -86,7 +87,7 @@ def _verdicts(verdicts: Sequence[Verdict]) -> Iterator[str]:
     for verdict in verdicts:
         decision = "Go" if verdict.go else "No-Go"
         yield from _heading(f"{verdict.gate}: {decision} at step {verdict.step:,}")
-        yield from ("", f"Judged {_plain(verdict.time)}, from recorded data alone.")
+        yield from ("", f"Judged {plain(verdict.time)}, from recorded data alone.")
         yield from _table(
             ("criterion", "met", "value", "wanted", "evidence"),
             [
@@ -114,7 +115,7 @@ def _not_measured(verdicts: Sequence[Verdict]) -> Iterator[str]:
     if found:
         yield from (*_heading("Not measured"), "")
         for (name, why), gates in found.items():
-            yield f"- {_plain(name)} ({', '.join(gates)}): {_plain(why)}"
+            yield f"- {plain(name)} ({', '.join(gates)}): {plain(why)}"
 
 
 def _facts(run: Summary) -> Iterator[str]:
@@ -124,7 +125,7 @@ def _facts(run: Summary) -> Iterator[str]:
     yield from _heading("The run")
     rows = [
         ("recipe, profile", _joined(env.get("recipe"), env.get("profile"))),
-        ("code", _plain(env.get("git_commit") or "")),
+        ("code", plain(env.get("git_commit") or "")),
         ("machine", _joined(env.get("host"), *_devices(env))),
         ("versions", _versions(env)),
         ("steps", f"{run.steps:,}"),
@@ -136,12 +137,12 @@ def _facts(run: Summary) -> Iterator[str]:
         ("steps not applied", _shown(run.skipped, ",d")),
         ("halted by the watchdog", _halt(halt)),
         ("kernels passed over", _fallbacks(run.run_dir)),
-        ("not read", _plain(run.metrics.problem)),
+        ("not read", plain(run.metrics.problem)),
     ]
     yield from _table(("", ""), [row for row in rows if row[1]])
     notes = env.get("notes")
     for note in notes if isinstance(notes, list) else ():
-        yield from ("", _plain(note))
+        yield from ("", plain(note))
 
 
 def _history(run: Summary) -> Iterator[tuple[str, str]]:
@@ -156,8 +157,8 @@ def _history(run: Summary) -> Iterator[tuple[str, str]]:
     yield "times it went on", f"{max(0, history.processes - 1):,}"
     pause = max(run.histories, key=lambda one: one.pause)
     yield "longest pause", f"{pause.pause:.1f} s ({pause.pause_at})" if pause.pause_at else ""
-    yield "engine", _plain(history.backend)
-    yield "end", _plain(history.status or "none was written: it still runs, or was killed")
+    yield "engine", plain(history.backend)
+    yield "end", plain(history.status or "none was written: it still runs, or was killed")
 
 
 def _devices(env: dict[str, Any]) -> list[Any]:
@@ -172,11 +173,11 @@ def _versions(env: dict[str, Any]) -> str:
     packages = env.get("packages")
     known = packages if isinstance(packages, dict) else {}
     wanted = ("torch", "deepspeed", "triton")
-    return ", ".join(f"{name} {_plain(known[name])}" for name in wanted if known.get(name))
+    return ", ".join(f"{name} {plain(known[name])}" for name in wanted if known.get(name))
 
 
 def _halt(halt: dict[str, Any]) -> str:
-    return "; ".join(f"{_plain(key)}: {_plain(value)}" for key, value in halt.items())
+    return "; ".join(f"{plain(key)}: {plain(value)}" for key, value in halt.items())
 
 
 def _fallbacks(run_dir: Path) -> str:
@@ -185,7 +186,7 @@ def _fallbacks(run_dir: Path) -> str:
     rows = list(csv.DictReader((read_text(run_dir / "fallbacks.csv") or "").splitlines()))
     known = [row for row in rows if row.get("operation") and row.get("calls")]
     return "; ".join(
-        _plain(f"{row['operation']} on {row['backend']}: {row['reason']} ({row['calls']} calls)")
+        plain(f"{row['operation']} on {row['backend']}: {row['reason']} ({row['calls']} calls)")
         for row in known[:10]
     )
 
@@ -214,7 +215,7 @@ def _settings(run_dir: Path) -> Iterator[str]:
         tree = None
     rows = [(name, _at(tree, name)) for name in _SETTINGS]
     zero = _at(read_json(run_dir / "ds_config.json"), "zero_optimization.stage")
-    shown = [(name, _plain(value)) for name, value in [*rows, ("ZeRO stage", zero)] if value != ""]
+    shown = [(name, plain(value)) for name, value in [*rows, ("ZeRO stage", zero)] if value != ""]
     if shown:
         yield from _heading("Settings")
         yield from _table(("setting", "value"), shown)
@@ -235,22 +236,15 @@ def _pictures(pictures: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def _heading(text: str) -> tuple[str, ...]:
-    return ("", f"## {_plain(text)}")
+    return ("", f"## {plain(text)}")
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield ""
-    for row in (header, ("---",) * len(header), *rows):
-        yield f"| {' | '.join(_plain(cell) for cell in row)} |"
-
-
-def _plain(value: object) -> str:
-    """One line that cannot break out of its cell."""
-    return " ".join(str(value).split()).replace("|", "/")
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    yield from ("", *table(header, rows))
 
 
 def _joined(*values: object) -> str:
-    return ", ".join(_plain(value) for value in values if value)
+    return ", ".join(plain(value) for value in values if value)
 
 
 def _figure(value: float | None) -> str:
