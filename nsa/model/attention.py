@@ -47,7 +47,7 @@ class NSAttention(nn.Module):
         self.v = nn.Linear(config.width, copies * self.kv_heads * self.value_dim, bias=False)
         self.gates = nn.Linear(config.width, self.heads * len(self.branches), bias=False)
         self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
-        self.compress: nn.Module = MeanCompressor()
+        self.compress: MeanCompressor | MLPKeyValueCompressor = MeanCompressor()
         if attention.compressor == "mlp":
             self.compress = MLPKeyValueCompressor(
                 self.spec.block_len,
@@ -58,6 +58,14 @@ class NSAttention(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """[B, T, width] to [B, T, width]."""
+        q, gates, keys, values = self.project(x, layout)
+        o = self.attend(q, gates, self.attended_to(keys, values, layout), layout)
+        return self.o(layout.to_tokens(o).flatten(-2))
+
+    def project(
+        self, x: Tensor, layout: Layout
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Turned queries, gates, and unturned keys and values of each branch."""
         q, k, v, gates = layout.to_heads(
             self.q(x).unflatten(-1, (1, self.heads, self.key_dim)),
             self.k(x).unflatten(-1, (-1, self.kv_heads, self.key_dim)),
@@ -65,33 +73,41 @@ class NSAttention(nn.Module):
             self.gates(x).unflatten(-1, (1, self.heads, len(self.branches))),
         )
         q, gates = layout.rotary.turn(q[:, :, 0]), torch.sigmoid(gates[:, :, 0])
-        keys, values = self._of_branches(k), self._of_branches(v)
-        if self.branches == BRANCHES:
-            o = self._all_branches(q, keys, values, gates, layout)
-        else:
-            o = self._some_branches(q, keys, values, gates, layout)
-        return self.o(layout.to_tokens(o).flatten(-2))
+        return q, gates, self._of_branches(k), self._of_branches(v)
 
-    def _all_branches(
-        self,
-        q: Tensor,
-        keys: dict[str, Tensor],
-        values: dict[str, Tensor],
-        gates: Tensor,
-        layout: Layout,
+    def attended_to(
+        self, keys: dict[str, Tensor], values: dict[str, Tensor], layout: Layout
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Each branch's keys and values as queries meet them: compressed, or turned.
+
+        Where only the selected branch asks for compressed ones, no gradient comes back to them.
+        """
+        pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        if "cmp" in keys:
+            pairs["cmp"] = self.compress(keys["cmp"], values["cmp"], layout)
+        elif "sel" in keys:
+            with torch.no_grad():
+                pairs["cmp"] = self.compress(keys["sel"], values["sel"], layout)
+        if "sel" in keys:
+            pairs["sel"] = layout.rotary.turn(keys["sel"]), values["sel"]
+        if "win" in keys:
+            # A shared key is turned once; independent ones are turned each.
+            shared = keys["win"] is keys.get("sel")
+            turned = pairs["sel"][0] if shared else layout.rotary.turn(keys["win"])
+            pairs["win"] = turned, values["win"]
+        return pairs
+
+    def attend(
+        self, q: Tensor, gates: Tensor, pairs: dict[str, tuple[Tensor, Tensor]], layout: Layout
     ) -> Tensor:
-        k_cmp, v_cmp = self.compress(keys["cmp"], values["cmp"], layout)
-        # A shared key is turned once; independent ones are turned each.
-        k_sel = layout.rotary.turn(keys["sel"])
-        k_win = k_sel if keys["win"] is keys["sel"] else layout.rotary.turn(keys["win"])
+        """The branches, mixed: [B, T, Hq, Dv]."""
+        if self.branches != BRANCHES:
+            return self._some_branches(q, gates, pairs, layout)
         o, block_index = nsa_attention_and_blocks(
             q,
-            k_cmp,
-            v_cmp,
-            k_sel,
-            values["sel"],
-            k_win,
-            values["win"],
+            *pairs["cmp"],
+            *pairs["sel"],
+            *pairs["win"],
             gates,
             self.spec,
             cu_seqlens=layout.cu_seqlens,
@@ -102,30 +118,19 @@ class NSAttention(nn.Module):
         return o
 
     def _some_branches(
-        self,
-        q: Tensor,
-        keys: dict[str, Tensor],
-        values: dict[str, Tensor],
-        gates: Tensor,
-        layout: Layout,
+        self, q: Tensor, gates: Tensor, pairs: dict[str, tuple[Tensor, Tensor]], layout: Layout
     ) -> Tensor:
         """One branch after the other; there is nothing to fuse, and nobody listens."""
         common: dict[str, Any] = {"cu_seqlens": layout.cu_seqlens, "backend": self.backend}
         found: dict[str, Tensor] = {}
-        if "cmp" in keys:
-            k_cmp, v_cmp = self.compress(keys["cmp"], values["cmp"], layout)
-            found["cmp"], lse = compressed_attention(q, k_cmp, v_cmp, self.spec, **common)
-        if "sel" in keys:
-            if "cmp" not in keys:
-                with torch.no_grad():
-                    k_cmp, v_cmp = self.compress(keys["sel"], values["sel"], layout)
-                    lse = compressed_attention(q, k_cmp, v_cmp, self.spec, **common)[1]
-            chosen = select_blocks(q, k_cmp, lse, self.spec, **common)
-            k_sel = layout.rotary.turn(keys["sel"])
-            found["sel"] = selected_attention(q, k_sel, values["sel"], chosen, self.spec, **common)
-        if "win" in keys:
-            k_win = layout.rotary.turn(keys["win"])
-            found["win"] = window_attention(q, k_win, values["win"], self.spec.window, **common)
+        if "cmp" in pairs:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and "cmp" in self.branches):
+                found["cmp"], lse = compressed_attention(q, *pairs["cmp"], self.spec, **common)
+        if "sel" in pairs:
+            chosen = select_blocks(q, pairs["cmp"][0], lse, self.spec, **common)
+            found["sel"] = selected_attention(q, *pairs["sel"], chosen, self.spec, **common)
+        if "win" in pairs:
+            found["win"] = window_attention(q, *pairs["win"], self.spec.window, **common)
         weights = zip(self.branches, gates.unbind(-1), strict=True)
         return torch.stack([gate[..., None] * found[name] for name, gate in weights]).sum(0)
 
@@ -149,12 +154,20 @@ class DenseAttention(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         """[B, T, width] to [B, T, width]."""
+        o = self.attend(*self.project(x, layout), layout)
+        return self.o(layout.to_tokens(o).flatten(-2))
+
+    def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """Turned queries and keys, and values."""
         q, k, v = layout.to_heads(
             self.q(x).unflatten(-1, (1, self.heads, self.key_dim)),
             self.k(x).unflatten(-1, (1, self.kv_heads, self.key_dim)),
             self.v(x).unflatten(-1, (1, self.kv_heads, self.value_dim)),
         )
-        q, k, v = layout.rotary.turn(q[:, :, 0]), layout.rotary.turn(k[:, :, 0]), v[:, :, 0]
+        return layout.rotary.turn(q[:, :, 0]), layout.rotary.turn(k[:, :, 0]), v[:, :, 0]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """Each document alone: [B, T, Hq, Dv]."""
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         parts = [
             F.scaled_dot_product_attention(
@@ -163,4 +176,4 @@ class DenseAttention(nn.Module):
             for doc in document_slices(q.shape[2], layout.cu_seqlens)
             if doc.stop > doc.start
         ]
-        return self.o(layout.to_tokens(torch.cat(parts, 2).transpose(1, 2)).flatten(-2))
+        return torch.cat(parts, 2).transpose(1, 2)

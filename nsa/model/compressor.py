@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nsa.model.layout import Layout
+from nsa.model.layout import Layout, Rotary
 
 
 class MLPCompressor(nn.Module):
@@ -33,10 +33,13 @@ class MeanCompressor(nn.Module):
     def forward(self, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """[B, T, K, D] to [B, N, K, D]."""
         assert layout.blocks is not None
-        return (
-            layout.rotary.turn(k)[:, layout.blocks].mean(2),
-            v[:, layout.blocks].mean(2),
-        )
+        assert layout.block_rotary is not None
+        turned = layout.rotary.turn(k)
+        return self.of_blocks(turned[:, layout.blocks], v[:, layout.blocks], layout.block_rotary)
+
+    def of_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
+        """Blocks [B, N, l, K, D], of keys that are turned; `last` is not looked at."""
+        return k.mean(2), v.mean(2)
 
 
 class MLPKeyValueCompressor(nn.Module):
@@ -51,5 +54,8 @@ class MLPKeyValueCompressor(nn.Module):
         """[B, T, K, D] to [B, N, K, D]."""
         assert layout.blocks is not None
         assert layout.block_rotary is not None
-        k_cmp = layout.block_rotary.turn(self.key(k[:, layout.blocks]))
-        return k_cmp, self.value(v[:, layout.blocks])
+        return self.of_blocks(k[:, layout.blocks], v[:, layout.blocks], layout.block_rotary)
+
+    def of_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
+        """Blocks [B, N, l, K, D], of keys that are not turned yet; `last` turns each one's sum."""
+        return last.turn(self.key(k)), self.value(v)

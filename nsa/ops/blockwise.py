@@ -239,7 +239,7 @@ def _select(
     """Fill `index` [K, T, n] for some KV heads of one document; the queries are its last ones."""
     heads, queries, group = q.shape[:3]
     step = tile_step(heads, group)
-    blocks, weights = _fold(seq_len, spec, q.dtype, q.device)
+    blocks, weights = fold(seq_len, spec, q.dtype, q.device)
     for start in range(0, queries, step):
         stop = min(start + step, queries)
         first = seq_len - queries + start
@@ -282,7 +282,7 @@ def top_blocks(importance: Tensor, own: Tensor, spec: NSASpec) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _fold(
+def fold(
     seq_len: int, spec: NSASpec, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """For each selection block, the compressed blocks that touch it and overlap/d: both [c, M]."""
