@@ -1,0 +1,1 @@
+"""A run in the form that other tools read, and theirs as a run."""

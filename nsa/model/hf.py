@@ -1,0 +1,248 @@
+"""The model as one of Hugging Face's transformers: generate(), save_pretrained(), Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import can_return_tuple
+
+from nsa.model.cache import KVCache
+from nsa.model.compressor import MLPCompressor
+from nsa.model.decode import extend, prefill
+from nsa.model.hf_config import NSAConfig
+from nsa.model.language_model import LanguageModel
+from nsa.model.loss import IGNORED
+
+
+class NSACache(Cache):
+    """`KVCache` where transformers expects a cache of its own.
+
+    It is made by the first call with `use_cache=True`, or empty by hand. A token that was seen
+    cannot be taken back: what its block was compressed from is gone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.kept: KVCache | None = None
+        self.columns = 0  # of input_ids so far, padding included
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of input_ids, as generate() counts: the longest sequence may be shorter."""
+        return self.columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """It grows as long as there is memory."""
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Go on with other beams."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences, in this order."""
+        if self.kept is not None:
+            self.kept = self.kept.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence so many times."""
+        if self.kept is not None:
+            rows = torch.arange(self.kept.batch, device=self.kept.device)
+            self.kept = self.kept.select(rows.repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.kept, self.columns = None, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """What assisted decoding would need."""
+        if tokens_to_remove:
+            raise ValueError("NSACache: tokens cannot be taken back; decode without an assistant")
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.kept is None else self.kept.batch
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.kept is not None
+
+
+class NSAForCausalLM(PreTrainedModel, GenerationMixin):
+    """`LanguageModel` below the prefix "model.", and its embedding as the head.
+
+    Padding, left or right, takes no part: each sequence is computed as if it stood alone.
+    """
+
+    config_class = NSAConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012
+    _is_stateful = True  # generate() refuses an assistant, which would take tokens back
+
+    def __init__(self, config: NSAConfig, model: LanguageModel | None = None) -> None:
+        """`model`: one that is there already, to be taken as it is."""
+        super().__init__(config)
+        self.gradient_checkpointing = False
+        self.model = LanguageModel(config.model_config()) if model is None else model
+        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False, device="meta")
+        self.lm_head.weight = self.model.embed.weight
+        if not self.model.embed.weight.is_meta:
+            for parameter in self.model.parameters():
+                parameter._is_hf_initialized = True  # by LanguageModel, better than by post_init
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: NSACache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, T, V] of input_ids [B, T], and the loss where labels [B, T] are given.
+
+        labels are not shifted: labels[b, t] is the token that input_ids[b, t] is, or -100.
+        attention_mask [B, T] is 0 where there is no token; logits there mean nothing. Without one
+        and with a batch of 1, documents begin where position_ids are 0. A cache is kept where
+        `use_cache` says so or one is given; what is computed with it has no gradient.
+        """
+        if input_ids is None or inputs_embeds is not None:
+            raise ValueError("inputs_embeds: this model takes input_ids and nothing instead")
+        if past_key_values is not None and not isinstance(past_key_values, NSACache):
+            raise ValueError(
+                f"past_key_values is a {type(past_key_values).__name__}; this model keeps other "
+                "things: pass a NSACache, or use_cache=True alone"
+            )
+        mask = _two_dimensional(attention_mask)
+        if past_key_values is None and use_cache:
+            past_key_values = NSACache()
+        if past_key_values is None:
+            hidden = self._hidden(input_ids, mask, position_ids)
+            logits = self.lm_head(_last(hidden, logits_to_keep))
+        else:
+            logits = self._with_cache(input_ids, mask, past_key_values, logits_to_keep)
+        loss = None
+        if labels is not None:
+            after = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            if mask is not None:
+                after = after.masked_fill(mask[:, -labels.shape[1] :] == 0, IGNORED)
+            loss = self.loss_function(
+                logits, None, self.config.vocab_size, shift_labels=after, **kwargs
+            )
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def _hidden(
+        self, input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None
+    ) -> Tensor:
+        """What the head reads, by the trainer's forward pass; sequences of a batch are packed."""
+        if mask is None or mask.all():
+            documents = _documents(position_ids) if mask is None else None
+            return self.model.hidden(input_ids, documents)
+        there = mask != 0
+        lengths = there.sum(1)
+        ends = F.pad(lengths[lengths > 0].cumsum(0), (1, 0)).int()
+        packed = self.model.hidden(input_ids[there][None], ends)[0]
+        hidden = packed.new_zeros(*mask.shape, packed.shape[1])
+        return hidden.masked_scatter(there[..., None], packed)
+
+    def _with_cache(
+        self, input_ids: Tensor, mask: Tensor | None, cache: NSACache, logits_to_keep: int | Tensor
+    ) -> Tensor:
+        """The logits of new tokens behind those that the cache has seen."""
+        new = input_ids.shape[1]
+        mask = None if mask is None else mask[:, -new:] != 0
+        cache.columns += new
+        if cache.kept is None:
+            there = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
+            prompts = [row[at] for row, at in zip(input_ids, there, strict=True)]
+            last, cache.kept = prefill(self.model, prompts)
+            if isinstance(logits_to_keep, int) and logits_to_keep == 1:
+                return last[:, None]
+            with torch.no_grad():
+                return self.lm_head(_last(self._hidden(input_ids, mask, None), logits_to_keep))
+        if mask is not None and not mask.all():
+            raise ValueError("attention_mask: behind a cache every sequence has to have new tokens")
+        return _last(extend(self.model, input_ids, cache.kept), logits_to_keep)
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
+    ) -> None:
+        """A block is a segment, as in training; of torch's settings `use_reentrant` counts."""
+        if every_n_layers != 1:
+            raise ValueError(
+                f"every_n_layers = {every_n_layers}: every block is checkpointed; use 1"
+            )
+        keywords = getattr(gradient_checkpointing_func, "keywords", {})
+        way = "reentrant" if keywords.get("use_reentrant", True) else "non_reentrant"
+        self.model.config.activation_checkpointing = way if enable else "none"
+        self.gradient_checkpointing = enable
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embed = value
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        embeddings = super().resize_token_embeddings(
+            new_num_tokens, pad_to_multiple_of, mean_resizing
+        )
+        self.model.config.vocab_size = self.config.vocab_size
+        return embeddings
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Of what a checkpoint lacks, or was added; a whole model is LanguageModel's to begin."""
+        super()._init_weights(module)
+        if isinstance(module, MLPCompressor):
+            nn.init.normal_(module.position, std=self.config.init_std)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """generate() makes no cache for it: forward() makes its own."""
+        return False
+
+
+def _two_dimensional(mask: Tensor | None) -> Tensor | None:
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; it must be [B, T]")
+    return mask
+
+
+def _last(hidden: Tensor, keep: int | Tensor) -> Tensor:
+    """The last columns, all for 0, or those that a tensor names."""
+    return hidden[:, slice(-keep, None) if isinstance(keep, int) else keep]
+
+
+def _documents(position_ids: Tensor | None) -> Tensor | None:
+    """cu_seqlens of a row in which positions begin anew, as collators that pack leave them."""
+    if position_ids is None or position_ids.numel() != position_ids.shape[-1]:
+        return None
+    starts = (position_ids.flatten()[1:] == 0).nonzero()[:, 0] + 1
+    if len(starts) == 0:
+        return None
+    return F.pad(F.pad(starts, (1, 0)), (0, 1), value=position_ids.numel()).int()

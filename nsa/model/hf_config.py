@@ -1,0 +1,105 @@
+"""The model's shape as a configuration of Hugging Face's transformers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from typing import Any, ClassVar
+
+from transformers.configuration_utils import PreTrainedConfig
+
+from nsa.model.config import AttentionConfig, ModelConfig
+from nsa.spec import NSASpec
+
+# How a model is trained is not part of what it is.
+SHAPE = tuple(
+    field.name for field in fields(ModelConfig) if field.name != "activation_checkpointing"
+)
+
+
+class NSAConfig(PreTrainedConfig):
+    """`ModelConfig`'s settings by their own names, with Hugging Face's as second names."""
+
+    model_type: ClassVar[str] = "nsa"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "width",
+        "intermediate_size": "mlp_width",
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "rms_norm_eps": "norm_eps",
+        "initializer_range": "init_std",
+    }
+
+    def __init__(
+        self,
+        attention: dict[str, Any] | None = None,  # AttentionConfig's settings, and `spec` NSASpec's
+        max_position_embeddings: int = 2_048,  # tokens of a training sequence; it takes more
+        tie_word_embeddings: bool = True,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not tie_word_embeddings:
+            raise ValueError(
+                "tie_word_embeddings = False: the head is the embedding; leave it True"
+            )
+        default = ModelConfig()
+        for name in SHAPE:
+            setattr(self, name, kwargs.pop(name, getattr(default, name)))
+        self.attention = asdict(_attention(attention or {}))
+        self.max_position_embeddings = max_position_embeddings
+        self.tie_word_embeddings = tie_word_embeddings
+        self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
+        self.pad_token_id = pad_token_id
+        super().__init__(**kwargs)
+        self.model_config().validate()
+        if self._auto_class is None:
+            _offer_model(type(self))
+
+    @classmethod
+    def of(cls, config: ModelConfig, **more: Any) -> NSAConfig:
+        """Of a model that was trained; where it is used, "auto" finds the backend."""
+        tree = asdict(replace(config, attention=replace(config.attention, backend="auto")))
+        return cls(**{name: tree[name] for name in SHAPE}, **more)
+
+    def model_config(self) -> ModelConfig:
+        """What `LanguageModel` takes."""
+        shape = {name: getattr(self, name) for name in SHAPE if name != "attention"}
+        return ModelConfig(**shape, attention=_attention(self.attention))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is saved; where this package saves a model, no code lies beside it."""
+        tree = super().to_dict()
+        if self._auto_class is None:
+            tree.pop("auto_map", None)
+        return tree
+
+
+def _attention(tree: dict[str, Any]) -> AttentionConfig:
+    spec = NSASpec(**_known(NSASpec, tree.get("spec") or {}, "attention.spec"))
+    return AttentionConfig(**{**_known(AttentionConfig, tree, "attention"), "spec": spec})
+
+
+def _known(kind: type, tree: dict[str, Any], path: str) -> dict[str, Any]:
+    names = [field.name for field in fields(kind)]
+    for name in tree:
+        if name not in names:
+            raise ValueError(
+                f"{path}.{name}: there is no such setting; choose of {', '.join(names)}"
+            )
+    return tree
+
+
+def _offer_model(config: type[NSAConfig]) -> None:
+    """Make AutoModelForCausalLM know the model as soon as there is a configuration of one.
+
+    Not before: with the model come seconds of transformers' imports. Code that came with weights is
+    registered by transformers itself, which sets `_auto_class`.
+    """
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    from nsa.model.hf import NSAForCausalLM
+
+    AutoModelForCausalLM.register(config, NSAForCausalLM, exist_ok=True)
