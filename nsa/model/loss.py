@@ -45,6 +45,19 @@ def linear_cross_entropy(
     return total / count.clamp(min=1) if sequence is None else sequence.mean(total, count)
 
 
+@torch.no_grad()
+def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """−log softmax(hidden @ weightᵀ)[label] of each label, [N] in at least float32; 0 for −100."""
+    kept = labels != IGNORED
+    target = labels.where(kept, 0)[:, None]
+    rows = max(1, PRODUCT // len(weight))
+    log_p = [
+        _log_softmax(F.linear(some, weight), index, learns=False)[:, 0]
+        for some, index in zip(hidden.split(rows), target.split(rows), strict=True)
+    ]
+    return -torch.cat(log_p).where(kept, 0)
+
+
 @torch.library.custom_op("nsa::linear_cross_entropy", mutates_args=())
 def loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, learns: bool

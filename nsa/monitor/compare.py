@@ -43,7 +43,7 @@ def compare_runs(runs: Sequence[Path], out: Path) -> list[str]:
     from nsa.monitor.plots import Panel, draw
     from nsa.monitor.summary import summarise
 
-    found = {label: summarise(run) for label, run in _labelled(runs).items()}
+    found = {label: summarise(run) for label, run in labelled(runs).items()}
     for run in found.values():
         if not run.metrics.rows:
             raise ValueError(
@@ -55,7 +55,7 @@ def compare_runs(runs: Sequence[Path], out: Path) -> list[str]:
         if any(steps for steps, _ in curves.values()):
             panels.append(Panel(title, curves, marked=column == "bits_per_byte"))
     draw(panels, out)
-    return _table([_HEADER, *(_row(label, run) for label, run in found.items())])
+    return table([_HEADER, *(_row(label, run) for label, run in found.items())])
 
 
 def _row(label: str, run: Summary) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def _shown(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns aligned: names to the left, figures to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     last = len(widths) - 1
@@ -89,7 +89,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _labelled(runs: Sequence[Path]) -> dict[str, Path]:
+def labelled(runs: Sequence[Path]) -> dict[str, Path]:
     """Each run once, by its folder's name; by its whole path where two are called the same."""
     names = [run.resolve().name for run in runs]
     labels = names if len(set(names)) == len(names) else [str(run) for run in runs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ class Panel:
     curves: Mapping[str, Points]
     marked: bool = False  # few points, each worth seeing
     ordered: bool = False  # the curves are those of layers, first to last
+    x: str = "step"
+    x_doubles: bool = False  # each double of x takes as much room
+    errors: Mapping[str, Sequence[float]] = field(default_factory=dict)  # to either side, if marked
 
 
 def draw(panels: Sequence[Panel], out: Path, *, width: float = 6.0) -> None:
@@ -53,7 +56,10 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 6.0) -> None:
 
 
 def _draw_panel(axis: Any, panel: Panel) -> None:
-    axis.set_xlabel("step")
+    axis.set_xlabel(panel.x)
+    if panel.x_doubles:
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
     axis.set_ylabel(panel.title)
     axis.grid(alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
@@ -64,7 +70,8 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
         colour = _shade(index, len(drawn)) if panel.ordered else COLOURS[index % len(COLOURS)]
         if panel.marked:
             style = {"marker": "o", "markersize": 3}
-            axis.plot(steps, values, label=name, color=colour, linewidth=1.4, **style)
+            error = panel.errors.get(label)
+            axis.errorbar(steps, values, error, label=name, color=colour, linewidth=1.4, **style)
         else:
             _draw_curve(axis, steps, values, name, colour, faint=not panel.ordered)
     if len(drawn) > 1 or panel.marked or not panel.ordered:
