@@ -22,6 +22,7 @@ from torch import Tensor
 from nsa.bench.compiled import CHIPS, Chip, Facts, Variant, compile_variant
 from nsa.ops.triton.band_op import band_backward, band_forward
 from nsa.ops.triton.configs import Choice, choosing
+from nsa.ops.triton.decode import decode_forward
 from nsa.ops.triton.gated import gated_backward, gated_forward
 from nsa.ops.triton.launch import Launch, recording
 from nsa.ops.triton.select import select_forward
@@ -112,6 +113,17 @@ def _gated(case: Case) -> None:
     gated_backward(o, q, keys_values, gates, index, branches[::2], branches[1::2], *rest)
 
 
+def _decode(case: Case) -> None:
+    """One token behind buffers with room for so many; documents are not packed."""
+    q, k, v, _ = case.tensors(case.seq_len)
+    _, k_cmp, v_cmp, _ = case.tensors(case.spec.compressed_len(case.seq_len))
+    window = slice(case.spec.window)
+    pairs = {"cmp": (k_cmp, v_cmp), "sel": (k, v), "win": (k[:, window], v[:, window])}
+    gates = q.new_empty(1, case.heads, len(pairs))
+    lengths = torch.empty(1, dtype=torch.int64, device="meta")
+    decode_forward(q[:, -1], pairs, gates, lengths, case.spec, list(pairs), SCALE)
+
+
 # Every public operation, forward and backward, by what its launchers are given.
 OPERATIONS: dict[str, Callable[[Case], None]] = {
     "compressed_attention": _compressed,
@@ -119,6 +131,7 @@ OPERATIONS: dict[str, Callable[[Case], None]] = {
     "selected_attention": _selected,
     "window_attention": _window,
     "nsa_attention": _gated,
+    "decode_attention": _decode,
 }
 # Heads, key/value heads, key size, value size, and positions: few, where a tile of queries chooses
 # most blocks and one program adds up a key's gradient, or many. The model's own and a large one.

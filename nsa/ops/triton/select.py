@@ -34,6 +34,20 @@ NONE = tl.constexpr(1 << 30)  # an index that no block has
 
 
 @triton.jit
+def first_touching(j, LEN: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr):
+    """The first compressed block to touch selection block j: the least i with i·d + l > j·l'."""
+    BACK: tl.constexpr = (LEN + STRIDE - 1) // STRIDE
+    return (j * SELECT - LEN + BACK * STRIDE) // STRIDE - BACK + 1
+
+
+@triton.jit
+def common_positions(i, j, LEN: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr):
+    """How many positions compressed block i and selection block j share; 0 or less for none."""
+    last = tl.minimum(i * STRIDE + LEN, (j + 1) * SELECT)
+    return last - tl.maximum(i * STRIDE, j * SELECT)
+
+
+@triton.jit
 def _importance(
     q, k, lse, t, j, valid, q_t, q_h, k_t, lse_t, lse_h, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, KEY_P: tl.constexpr,
@@ -45,10 +59,8 @@ def _importance(
     Not divided by the stride: a common factor ranks nothing. In the order of i, so that blocks
     which the same ones overlap in the same measure come out equal to the last bit.
     """
-    # How many blocks touch one selection block, and the first: the least i with i·d + l > j·l'.
-    COUNT: tl.constexpr = (LEN + SELECT - 1 + STRIDE - 1) // STRIDE
-    BACK: tl.constexpr = (LEN + STRIDE - 1) // STRIDE
-    low = (j * SELECT - LEN + BACK * STRIDE) // STRIDE - BACK + 1
+    COUNT: tl.constexpr = (LEN + SELECT - 1 + STRIDE - 1) // STRIDE  # blocks that touch one
+    low = first_touching(j, LEN, STRIDE, SELECT)
     seen_by = visible(t, LEN, STRIDE)
     most = tl.max(seen_by, 0)
     row = tl.arange(0, QUERIES)
@@ -63,7 +75,7 @@ def _importance(
             row_lse = tl.load(lse + row * lse_t + h * lse_h, mask=valid, other=float("-inf"))
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
             p += probabilities(s, row_lse[:, None])
-        shared = tl.minimum(i * STRIDE + LEN, (j + 1) * SELECT) - tl.maximum(i * STRIDE, j * SELECT)
+        shared = common_positions(i, j, LEN, STRIDE, SELECT)
         weight = tl.maximum(shared, 0).to(tl.float32)
         if MASKED:
             seen = (i >= 0)[None, :] & (i[None, :] < seen_by[:, None])

@@ -1,0 +1,271 @@
+"""Attention of one new token of each sequence, over what a cache keeps of the tokens before it.
+
+A token has G rows a key/value head and thousands of keys, so its keys are cut into parts, a program
+each, whatever branch they belong to: PART compressed keys, one chosen block, PART positions of the
+window. Parts leave a softmax of their own, and a last kernel joins them under the gates.
+
+    compressed parts -> scores -> importance -> rank -> chosen blocks and window -> mix
+
+Lengths are read on the device and grids follow the buffers' room, so nothing waits for the host and
+a step can be captured as a CUDA graph. How keys are cut depends on neither batch nor room: a
+sequence's token is the same to the bit whatever is decoded beside it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nsa.ops.triton.common import (
+    finish_softmax,
+    load_rows,
+    probabilities,
+    softmax_step,
+    store_rows,
+    visible,
+)
+from nsa.ops.triton.select import common_positions, first_touching
+
+
+@triton.jit
+def _attend(
+    q, k, v, o, lse, scores, place, k_t, v_t, row_o, row_scores, begin, end, ring, scale,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr, KEYS: tl.constexpr, RING: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The softmax of a group's heads over the rows from `begin` to `end`, written at `place`.
+
+    Position p lies in row p, or p % `ring` where RING. Scores are written where there is room for
+    them; without values lse alone.
+    """
+    h = tl.arange(0, ROWS)
+    valid = h < GROUP
+    head = h.to(tl.int64)
+    q_tile = load_rows(q, h, KEY, KEY, KEY_P, valid)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_P], tl.float32)
+    for first in range(begin, end, KEYS):
+        n = first + tl.arange(0, KEYS)
+        inside = n < end
+        row = (n % ring if RING else n).to(tl.int64)
+        k_tile = load_rows(k, row, k_t, KEY, KEY_P, inside)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+        s = tl.where(inside[None, :], s, float("-inf"))
+        if scores is not None:
+            at = (head * row_scores)[:, None] + n[None, :]
+            tl.store(scores + at, s, mask=valid[:, None] & inside[None, :])
+        if v is not None:
+            v_tile = load_rows(v, row, v_t, VALUE, VALUE_P, inside)
+            m, total, acc = softmax_step(s, v_tile, m, total, acc, PRECISION)
+        else:
+            m, total = _sum_step(s, m, total)
+    out, logsum = finish_softmax(m, total, acc)
+    at = place + head * row_o
+    if v is not None:
+        store_rows(o, at, VALUE, out, VALUE, VALUE_P, valid)
+    tl.store(lse + at, logsum, mask=valid)
+
+
+@triton.jit
+def _sum_step(s, m, total):
+    """`softmax_step` without values: a running maximum and sum of scores in base 2."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    return m_new, total * tl.exp2(m - shift) + tl.sum(tl.exp2(s - shift[:, None]), 1)
+
+
+@triton.jit
+def decode_compressed_kernel(
+    q, k_cmp, v_cmp, lengths, o, lse, scores,
+    k_cmp_b, k_cmp_t, k_cmp_h, v_cmp_b, v_cmp_t, v_cmp_h, parts, row_scores, scale,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr, LEN: tl.constexpr, STRIDE: tl.constexpr,
+    PART: tl.constexpr, FIRST_PART: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A part of the compressed keys; scores for the choice, o only where the branch is mixed in."""
+    part = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    seen = visible(tl.load(lengths + batch).to(tl.int32) - 1, LEN, STRIDE)
+    if part * PART < seen:
+        row = (batch * tl.num_programs(1) + head) * GROUP
+        if scores is not None:
+            scores += row * row_scores
+        if v_cmp is not None:
+            v_cmp += batch * v_cmp_b + head * v_cmp_h
+        _attend(
+            q + row * KEY, k_cmp + batch * k_cmp_b + head * k_cmp_h, v_cmp, o, lse, scores,
+            row * parts + FIRST_PART + part, k_cmp_t, v_cmp_t, parts, row_scores,
+            part * PART, tl.minimum(seen, (part + 1) * PART), 1, scale,
+            GROUP, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, False, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _logsum(lse, first, stop, row, valid, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """The lse of a softmax whose parts from `first` to `stop` are in rows of `lse`: [ROWS]."""
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for begin in range(first, stop, TILE):
+        i = begin + tl.arange(0, TILE)
+        inside = valid[:, None] & (i < stop)[None, :]
+        s = tl.load(lse + row[:, None] + i[None, :], mask=inside, other=float("-inf"))
+        m, total = _sum_step(s * 1.4426950408889634, m, total)
+    return finish_softmax(m, total, tl.zeros([ROWS, 1], tl.float32))[1]
+
+
+@triton.jit
+def decode_importance_kernel(
+    scores, lse, lengths, importance, parts, row_scores, blocks,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, LEN: tl.constexpr, STRIDE: tl.constexpr,
+    SELECT: tl.constexpr, TOP: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
+    PART: tl.constexpr, FIRST_PART: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What blocks are ranked by, as in select.py; the forced ones have +inf.
+
+    Nothing is written where there are no more than TOP blocks to choose from.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths + batch).to(tl.int32)
+    candidates = tl.cdiv(length, SELECT)
+    if (candidates > TOP) & (tl.program_id(0) * BLOCKS < candidates):
+        COUNT: tl.constexpr = (LEN + SELECT - 1 + STRIDE - 1) // STRIDE
+        h = tl.arange(0, ROWS)
+        valid = h < GROUP
+        group = batch * tl.num_programs(1) + head
+        row = group * GROUP + h
+        seen = visible(length - 1, LEN, STRIDE)
+        stop = FIRST_PART + tl.cdiv(seen, PART)
+        row_lse = _logsum(lse, FIRST_PART, stop, row * parts, valid, ROWS, TILE)
+        j = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+        low = first_touching(j, LEN, STRIDE, SELECT)
+        total = tl.zeros([BLOCKS], tl.float32)
+        for c in range(COUNT):
+            i = low + c
+            inside = valid[:, None] & ((i >= 0) & (i < seen))[None, :]
+            at = (row * row_scores)[:, None] + i[None, :]
+            s = tl.load(scores + at, mask=inside, other=float("-inf"))
+            weight = tl.maximum(common_positions(i, j, LEN, STRIDE, SELECT), 0)
+            total += tl.sum(probabilities(s, row_lse[:, None]), 0) * weight.to(tl.float32)
+        # NaN would rank nowhere and leave places unwritten: the output is NaN without that.
+        total = tl.where(total >= 0.0, total, 0.0)
+        total = tl.where((j < INIT) | (j >= candidates - LOCAL), float("inf"), total)
+        tl.store(importance + group * blocks + j, total, mask=j < candidates)
+
+
+@triton.jit
+def decode_rank_kernel(
+    importance, lengths, index, blocks,
+    SELECT: tl.constexpr, TOP: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Each block's place among all; the first TOP are chosen, among equals the lower.
+
+    A block counts who is before it: no sorting, no rounds, and every program is on its own.
+    """
+    group = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    candidates = tl.cdiv(tl.load(lengths + tl.program_id(2)).to(tl.int32), SELECT)
+    if (candidates > TOP) & (tl.program_id(0) * BLOCKS < candidates):
+        importance += group * blocks
+        j = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+        mine = tl.load(importance + j, mask=j < candidates, other=-1.0)[:, None]
+        rank = tl.zeros([BLOCKS], tl.int32)
+        for first in range(0, candidates, BLOCKS):
+            i = first + tl.arange(0, BLOCKS)
+            other = tl.load(importance + i, mask=i < candidates, other=-1.0)[None, :]
+            before = (other > mine) | ((other == mine) & (i[None, :] < j[:, None]))
+            rank += tl.sum(before.to(tl.int32), 1)
+        tl.store(index + group * TOP + rank, j, mask=(j < candidates) & (rank < TOP))
+
+
+@triton.jit
+def decode_parts_kernel(
+    q, k_sel, v_sel, k_win, v_win, index, lengths, o, lse,
+    k_sel_b, k_sel_t, k_sel_h, v_sel_b, v_sel_t, v_sel_h,
+    k_win_b, k_win_t, k_win_h, v_win_b, v_win_t, v_win_h, parts, ring, scale,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr,
+    TOP: tl.constexpr, WINDOW: tl.constexpr,
+    PART: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A chosen block, or a part of the window; TOP or WINDOW is 0 where the branch is missing."""
+    part = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths + batch).to(tl.int32)
+    group = batch * tl.num_programs(1) + head
+    row = group * GROUP
+    q += row * KEY
+    place = row * parts + part
+    if TOP > 0:
+        candidates = tl.cdiv(length, SELECT)
+        if part < tl.minimum(candidates, TOP):
+            j = part
+            if candidates > TOP:
+                j = tl.load(index + group * TOP + part)
+            _attend(
+                q, k_sel + batch * k_sel_b + head * k_sel_h,
+                v_sel + batch * v_sel_b + head * v_sel_h,
+                o, lse, None, place, k_sel_t, v_sel_t, parts, 0,
+                j * SELECT, tl.minimum(length, (j + 1) * SELECT), 1, scale,
+                GROUP, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, False, PRECISION,
+            )  # fmt: skip
+    if WINDOW > 0:
+        begin = tl.maximum(length - WINDOW, 0) + (part - TOP) * PART
+        if (part >= TOP) & (begin < length):
+            _attend(
+                q, k_win + batch * k_win_b + head * k_win_h,
+                v_win + batch * v_win_b + head * v_win_h,
+                o, lse, None, place, k_win_t, v_win_t, parts, 0,
+                begin, tl.minimum(length, begin + PART), ring, scale,
+                GROUP, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, True, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def _join(o, lse, row, count, gate, VALUE: tl.constexpr, VALUE_P: tl.constexpr, TILE: tl.constexpr):
+    """One branch's output from its first `count` parts, times its gate: [1, VALUE_P]."""
+    m = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, VALUE_P], tl.float32)
+    for first in range(0, count, TILE):
+        i = first + tl.arange(0, TILE)
+        inside = i < count
+        s = tl.load(lse + row + i, mask=inside, other=float("-inf")) * 1.4426950408889634
+        part = load_rows(o, row + i, VALUE, VALUE, VALUE_P, inside)
+        m_new = tl.maximum(m, tl.max(s, 0))
+        p = tl.exp2(s - m_new)
+        old = tl.exp2(m - m_new)
+        total = total * old + tl.sum(p, 0)
+        acc = acc * old[:, None] + tl.sum(p[:, None] * part, 0)[None, :]
+        m = m_new
+    return finish_softmax(m, total, acc)[0] * tl.load(gate).to(tl.float32)
+
+
+@triton.jit
+def decode_mix_kernel(
+    o, lse, gates, lengths, out, parts,
+    VALUE: tl.constexpr, VALUE_P: tl.constexpr, LEN: tl.constexpr, STRIDE: tl.constexpr,
+    SELECT: tl.constexpr, TOP: tl.constexpr, WINDOW: tl.constexpr, PART: tl.constexpr,
+    FIRST_PART: tl.constexpr, CMP: tl.constexpr, SEL: tl.constexpr, WIN: tl.constexpr,
+    GATES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Σ gate · output for one query head; CMP, SEL and WIN are the branches' gates, or -1."""
+    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    length = tl.load(lengths + tl.program_id(1)).to(tl.int32)
+    total = tl.zeros([1, VALUE_P], tl.float32)
+    gates += row * GATES
+    at = row * parts
+    if CMP >= 0:
+        count = tl.cdiv(visible(length - 1, LEN, STRIDE), PART)
+        total += _join(o, lse, at + FIRST_PART, count, gates + CMP, VALUE, VALUE_P, TILE)
+    if SEL >= 0:
+        count = tl.minimum(tl.cdiv(length, SELECT), TOP)
+        total += _join(o, lse, at, count, gates + SEL, VALUE, VALUE_P, TILE)
+    if WIN >= 0:
+        count = tl.cdiv(tl.minimum(length, WINDOW), PART)
+        total += _join(o, lse, at + TOP, count, gates + WIN, VALUE, VALUE_P, TILE)
+    here = tl.arange(0, 1)
+    store_rows(out + row * VALUE, here, VALUE, total, VALUE, VALUE_P, here == 0)
