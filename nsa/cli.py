@@ -15,6 +15,7 @@ from pathlib import Path
 
 from nsa.data.command import add_parser as add_data_parser
 from nsa.evaluate.command import add_parser as add_eval_parser
+from nsa.evaluate.generate import add_parser as add_generate_parser
 from nsa.monitor.compare import add_parser as add_compare_parser
 from nsa.monitor.report import add_parser as add_report_parser
 from nsa.monitor.watch.command import add_parser as add_watch_parser
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add_report_parser(verbs)
     add_compare_parser(verbs)
     add_eval_parser(verbs)
+    add_generate_parser(verbs)
     add_doctor_parser(verbs)
     add_watch_parser(verbs)
     add_plan_parser(verbs, _plan)

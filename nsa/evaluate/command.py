@@ -85,14 +85,14 @@ def _eval(args: argparse.Namespace) -> int:
     from nsa.monitor.compare import labelled
 
     _check(args)
-    device = _device(args.device)
+    device = chosen_device(args.device)
     first = open_run(args.place, device=device)
     asked = _asked(args, first)
     texts: dict[str, Text] = {}  # by the tokenizer that cut them
     results: list[Result] = []
     for name, place in labelled([args.place, *args.compare]).items():
         run = first if place == args.place else open_run(place, device=device)
-        tokenizer = _tokenizer(name, run)
+        tokenizer = tokenizer_of(name, run)
         if tokenizer.fingerprint not in texts:
             texts[tokenizer.fingerprint] = _read(asked, tokenizer)
         for length in asked.lengths:
@@ -121,7 +121,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--set {assignment}: only data.* can be set here, how text is read")
 
 
-def _device(name: str | None) -> torch.device | None:
+def chosen_device(name: str | None) -> torch.device | None:
     import torch
 
     if name is None:
@@ -158,7 +158,7 @@ def _asked(args: argparse.Namespace, run: OpenedRun) -> _Asked:
     )
 
 
-def _tokenizer(name: str, run: OpenedRun) -> Tokenizer:
+def tokenizer_of(name: str, run: OpenedRun) -> Tokenizer:
     vocabulary = run.config.model.vocab_size
     if run.tokenizer is None:
         raise ValueError(f"{name}: no text can be read without its tokenizer, which is not there")

@@ -90,7 +90,9 @@ def generate(
     each) and its prompt, and on nothing that is beside it in the batch.
     """
     rows = _rows(model, prompts, None)
-    _check_sampling(model, max_new_tokens, temperature, top_p, stop)
+    check_sampling(max_new_tokens, temperature, top_p)
+    if stop is not None and not 0 <= stop < model.config.vocab_size:
+        raise ValueError(f"stop = {stop}: this model's ids are 0 to {model.config.vocab_size - 1}")
     seeds = [seed] * len(rows) if isinstance(seed, int) else list(seed)
     if len(seeds) != len(rows):
         raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} prompts")
@@ -137,17 +139,14 @@ def _sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float) -
     return order.gather(-1, torch.minimum(drawn, allowed - 1))[:, 0]
 
 
-def _check_sampling(
-    model: LanguageModel, max_new_tokens: int, temperature: float, top_p: float, stop: int | None
-) -> None:
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """Refuse what no text can be drawn with."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens = {max_new_tokens}: must be 1 or more")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature = {temperature}: must be 0 (the likeliest token) or more")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p = {top_p}: must be above 0 and at most 1")
-    if stop is not None and not 0 <= stop < model.config.vocab_size:
-        raise ValueError(f"stop = {stop}: this model's ids are 0 to {model.config.vocab_size - 1}")
 
 
 def _through(model: LanguageModel, tokens: Tensor, cache: KVCache, attend: Attend) -> Tensor:

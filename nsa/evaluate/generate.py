@@ -1,0 +1,163 @@
+"""`nsa generate`: the text with which a run goes on, as it comes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from nsa.data.tokenizer import Tokenizer
+
+INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C has ended
+
+
+def add_parser(verbs: Any) -> None:
+    """Add `generate` to the verbs of `nsa`."""
+    about = "go on with a text as a run would, and print what it writes as it comes"
+    parser = verbs.add_parser("generate", help=about, description=about)
+    parser.add_argument(
+        "place", type=Path, metavar="run", help="a run, a checkpoint, or what `nsa export` wrote"
+    )
+    parser.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="what to go on with"
+    )
+    parser.add_argument(
+        "--file",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="F",
+        help="a file with a prompt; it and --prompt can be given several times, all go at once",
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=200, metavar="N", help="where to end (default 200)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="below 1 likelier tokens come more often; 0: always the likeliest (default 1)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="draw from the fewest tokens that together have this probability (default 1: all)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="another one, another text (default 0)")
+    parser.add_argument("--device", help="such as cpu or cuda:1 (default: CUDA if there is one)")
+    parser.set_defaults(run=_generate)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompts = _prompts(args)
+    try:
+        import torch
+
+        from nsa.engine.opened import open_run
+        from nsa.evaluate.command import chosen_device, tokenizer_of
+        from nsa.model.decode import check_sampling, generate
+
+        check_sampling(args.max_new_tokens, args.temperature, args.top_p)
+        run = open_run(args.place, device=chosen_device(args.device))
+        tokenizer = tokenizer_of(str(args.place), run)
+        ids = [torch.from_numpy(tokenizer.encode(text).astype("int64")) for text in prompts]
+        steps = generate(
+            run.model,
+            ids,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            seed=args.seed,
+            stop=tokenizer.eos_id,
+        )
+        show_as_it_comes(steps, [Text(tokenizer) for _ in ids], tokenizer.eos_id)
+    except KeyboardInterrupt:
+        print(flush=True)
+        return INTERRUPTED
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> list[bytes]:
+    """The text of each prompt, those of --prompt first."""
+    prompts = [text.encode("utf-8", "surrogateescape") for text in args.prompt]
+    prompts += [file.read_bytes() for file in args.file]
+    if not prompts:
+        raise ValueError("there is nothing to go on with; give --prompt TEXT or --file F")
+    names = [f"--prompt {text!r}" for text in args.prompt] + [f"--file {f}" for f in args.file]
+    for name, prompt in zip(names, prompts, strict=True):
+        if not prompt:
+            raise ValueError(f"{name}: it is empty; a document's first token has to be given")
+    return prompts
+
+
+class Text:
+    """Tokens in, text out: of a character that several tokens spell nothing before the last."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # those that the newest text is of, and some before them
+        self._known = 0  # how many of them are those before
+        self._shown = 0  # how many characters of the newest text are out
+
+    def add(self, token: int) -> str:
+        """What `token` adds to the text."""
+        self._ids.append(token)
+        # Decoded with what stands before it: some tokenizers leave out a text's first space.
+        new = self._spelled(self._ids)[len(self._spelled(self._ids[: self._known])) :]
+        whole = not new.endswith("\ufffd")
+        piece = new[self._shown : len(new) if whole else -1]
+        if whole and new:
+            self._ids, self._shown = self._ids[self._known :], 0
+            self._known = len(self._ids)
+        else:
+            self._shown += len(piece)
+        return piece
+
+    def rest(self) -> str:
+        """What is left of a character when no token follows any more."""
+        known = self._spelled(self._ids[: self._known])
+        return self._spelled(self._ids)[len(known) + self._shown :]
+
+    def _spelled(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids).decode("utf-8", errors="replace")
+
+
+def show_as_it_comes(steps: Iterable[torch.Tensor], texts: list[Text], stop: int) -> None:
+    """Print the first text while it is written, then those that were written meanwhile.
+
+    Where there are several each has a line above it, as `head` has one for each of several files.
+    """
+    waiting, ended = [""] * len(texts), [False] * len(texts)
+    current = 0
+
+    def show() -> None:
+        nonlocal current
+        while current < len(texts):
+            print(waiting[current], end="", flush=True)
+            waiting[current] = ""
+            if not ended[current]:
+                return
+            print(flush=True)
+            current += 1
+            if current < len(texts):
+                print(f"\n==> {current + 1} <==", flush=True)
+
+    if len(texts) > 1:
+        print("==> 1 <==", flush=True)
+    for tokens in steps:
+        for row, token in enumerate(tokens.tolist()):
+            if token in (stop, -1):
+                waiting[row] += "" if ended[row] else texts[row].rest()
+                ended[row] = True
+            else:
+                waiting[row] += texts[row].add(token)
+        show()
+    for row, text in enumerate(texts):
+        waiting[row] += "" if ended[row] else text.rest()
+    ended = [True] * len(texts)
+    show()
