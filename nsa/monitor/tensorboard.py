@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,9 +22,16 @@ from nsa.monitor.writer import BackgroundWriter
 Event = tuple[str, float, int]  # tag, value, x
 Write = Callable[[Any], object]  # given torch's SummaryWriter
 METRICS = ("train/loss", "eval/loss", "eval/bits_per_byte", "speed/tokens_per_s")  # of HPARAMS
+SHOWN_FIRST = (  # of its settings; the others are there to be ticked
+    "deepspeed.stage",
+    "model.attention.branches",
+    "model.attention.compressor",
+    "model.attention.kind",
+    "train.learning_rate",
+)
 HISTOGRAMS_EVERY = 10  # logged steps: a histogram is as large as fifty scalars
 _GATE_EDGES = [index / GATE_BINS for index in range(GATE_BINS + 1)]
-_DISTANCE_EDGES = [float(edge) for edge in (*DISTANCES, 2 * DISTANCES[-1])]
+_DISTANCE_EDGES = [math.log2(edge) for edge in (*DISTANCES, 2 * DISTANCES[-1])]
 
 
 @dataclass(frozen=True)
@@ -200,9 +208,16 @@ def _succeed(board: Any) -> None:
 
 def _hparams(settings: dict[str, Any]) -> tuple[Any, Any, Any]:
     """What the HPARAMS page reads: its columns, a run's values, and that it ended well."""
-    from torch.utils.tensorboard.summary import hparams  # late: TensorBoard may be off
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # late: both may be
+    from torch.utils.tensorboard.summary import hparams  # switched off
 
-    return hparams(settings, dict.fromkeys(METRICS))
+    columns, start, end = hparams(settings, dict.fromkeys(METRICS))
+    written = columns.value[0].metadata.plugin_data
+    page = HParamsPluginData.FromString(written.content)
+    for column in page.experiment.hparam_infos:
+        column.differs = column.name in SHOWN_FIRST  # those come first, five are shown
+    written.content = page.SerializeToString()
+    return columns, start, end
 
 
 def _scalars(health: Health) -> dict[str, float | None]:
@@ -225,5 +240,5 @@ def _histograms(health: Health, step: int) -> Iterator[Histogram]:
             tag = f"gate_values/layer{index:02}/{branch}"
             yield Histogram(tag, layer.gate_bins[branch], _GATE_EDGES, step)
         if layer.distances:
-            tag = f"selection_distance/layer{index:02}"
+            tag = f"selection_distance_log2/layer{index:02}"
             yield Histogram(tag, layer.distances, _DISTANCE_EDGES, step)

@@ -53,6 +53,7 @@ def read_texts(events: EventAccumulator) -> dict[str, list[tuple[int, str]]]:
 class Row:
     """A run in the table of the HPARAMS page."""
 
+    columns: list[str]  # of the settings; the first five are shown unasked
     settings: dict[str, object]
     figures: dict[str, float]
     status: str
@@ -78,6 +79,7 @@ def read_hparams(folder: Path) -> list[Row]:
     groups = Handler(request, context, "", asked).run().session_groups
     return [
         Row(
+            [one.name for one in experiment.hparam_infos],
             {name: getattr(value, value.WhichOneof("kind")) for name, value in one.hparams.items()},
             {figure.name.tag: figure.value for figure in one.metric_values},
             api_pb2.Status.Name(one.sessions[0].status),
@@ -125,12 +127,12 @@ def test_the_event_files_hold_every_scalar_and_deepspeeds_own(tmp_path: Path) ->
 
     events = read_events(tmp_path / "tb")
     assert set(events.Tags()["histograms"]) == {
-        "selection_distance/layer00",
+        "selection_distance_log2/layer00",
         *(f"gate_values/layer00/{branch}" for branch in ("cmp", "sel", "win")),
     }
-    (distances,) = events.Histograms("selection_distance/layer00")
+    (distances,) = events.Histograms("selection_distance_log2/layer00")
     assert distances.step == 2
-    assert distances.histogram_value.bucket_limit == [2.0**power for power in range(1, 11)]
+    assert distances.histogram_value.bucket_limit == list(range(1, 11)), "powers of two"
     assert distances.histogram_value.bucket == [0.5] + [0] * 8 + [0.5]
     (values,) = events.Histograms("gate_values/layer00/sel")
     assert values.histogram_value.bucket == pytest.approx([0.05] * 20)
@@ -141,6 +143,7 @@ def test_the_event_files_hold_every_scalar_and_deepspeeds_own(tmp_path: Path) ->
     }
     (row,) = read_hparams(tmp_path)
     assert row.status == "STATUS_SUCCESS"
+    assert row.columns[:2] == ["model.attention.kind", "train.learning_rate"]
     assert row.settings == {
         "run.recipe": "m7c",
         "run.profile": "demo",
@@ -179,16 +182,16 @@ def test_a_run_that_takes_steps_again_shows_each_once_with_the_settings_it_had(
         writer.close()
         summary_writer.close()
         assert not writer.failed
+        (row,) = read_hparams(tmp_path)
+        assert row.status == ("STATUS_SUCCESS" if start else "STATUS_UNKNOWN")
     events = read_events(tmp_path / "tensorboard")
     found = read_scalars(tmp_path / "tensorboard")["train/loss"]
     assert found == [(step, step if step <= 6 else 6 + step) for step in range(1, 12)]
-    assert [one.step for one in events.Histograms("selection_distance/layer00")] == [1, 7]
+    assert [one.step for one in events.Histograms("selection_distance_log2/layer00")] == [1, 7]
     assert read_texts(events) == {
         "run/config.yaml": [(1, "```\nbegan at 0\n```"), (7, "```\nbegan at 6\n```")]
     }
-    (row,) = read_hparams(tmp_path)
     assert row.settings["train.learning_rate"] == 0.5, "a run is listed once, as it began"
-    assert row.status == "STATUS_SUCCESS", "an end that was none hides the true one"
     assert row.figures["train/loss"] == 17
 
 
@@ -235,8 +238,8 @@ def test_histograms_come_with_every_tenth_logged_step_and_what_was_not_measured_
         ("gate_values", 1),
         ("gate_values", 11),
         ("gate_values", 21),
-        ("selection_distance", 1),
-        ("selection_distance", 21),
+        ("selection_distance_log2", 1),
+        ("selection_distance_log2", 21),
     }
     tags = {tag for tag, _, step in board.events if step == 11 and "layer" in tag}
     assert len(tags) == 11
