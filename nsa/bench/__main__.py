@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     floors.add_argument("--shapes", default="m7c,64x4x128", help="names, with commas between")
     floors.add_argument("--lengths", type=lengths, default="2k,64k", help="such as 2k,64k")
     floors.add_argument("--tokens", type=int, default=65_536, help="of a batch")
+    floors.add_argument("--token", action="store_true", help="of one token behind a cache instead")
     floors.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
     add_ablations_verb(what)
     add_comm_verb(what)
@@ -88,7 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif flags.what == "roofline":
         from nsa.bench import roofline
 
-        result = roofline.run(flags.shapes.split(","), flags.lengths, flags.tokens)
+        shapes = flags.shapes.split(",")
+        if flags.token:
+            result = roofline.run_token(shapes, flags.lengths)
+        else:
+            result = roofline.run(shapes, flags.lengths, flags.tokens)
     else:
         from nsa.bench import cpu as bench
 

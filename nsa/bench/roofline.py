@@ -2,13 +2,13 @@
 
 Counts, not measurements: matrix-product operations, exponentials and bytes that no kernel for the
 job could save. The floor is the slowest of the three on a chip. A kernel's distance from it is
-what a measurement shows.
+what a measurement shows. With --token: what one token behind a cache must read, which is its floor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nsa.bench.shapes import SHAPES, Shape
@@ -88,6 +88,73 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> list[Work]:
         Work("mix", 0, 0, 4 * o + gates),
         Work("gate rows", 0, 0, 4 * o + 2 * gates + 9 * row),
     ]
+
+
+@dataclass(frozen=True)
+class Token:
+    """Bytes of one layer's attention for one token of one sequence, forward, in bf16."""
+
+    compressed: int
+    chosen: int
+    window: int
+    dense: int  # what plain attention over all keys reads
+    splitting: int  # scores, parts and importances, which are written and read again
+    programs: tuple[int, int]  # before blocks are chosen, and after
+
+    @property
+    def keys(self) -> int:
+        """All that is read of the cache: what no kernel could save."""
+        return self.compressed + self.chosen + self.window
+
+
+def token(shape: Shape, seq_len: int, spec: NSASpec) -> Token:
+    """The newest of `seq_len` tokens."""
+    from nsa.ops.triton.decode import PART
+
+    pair = shape.kv_heads * (shape.key + shape.value) * HALF
+    last = seq_len - 1
+    keys, blocks = spec.visible_compressed(last), spec.select_blocks_len(seq_len)
+    window = spec.visible_window(last)
+    before, after = -(-keys // PART), min(blocks, spec.select_top) + -(-window // PART)
+    parts = (before + after) * shape.heads * (shape.value + 1)
+    ranked = blocks > spec.select_top
+    scores = keys * shape.heads + blocks * shape.kv_heads if ranked else 0
+    return Token(
+        compressed=keys * pair,
+        chosen=spec.visible_selected(last) * pair,
+        window=window * pair,
+        dense=seq_len * pair,
+        splitting=2 * SINGLE * (parts + scores),
+        programs=(before * shape.kv_heads, after * shape.kv_heads),
+    )
+
+
+def run_token(names: Sequence[str], lengths: Sequence[int]) -> dict[str, Any]:
+    """Print what a token reads, as a table a shape, and return it."""
+    rows = []
+    for name in names:
+        shape = SHAPES[name]
+        print(f"\n{name}: {shape.heads} query heads, {shape.kv_heads} key/value heads, ", end="")
+        print(f"sizes {shape.key}/{shape.value}, one token of one sequence")
+        print(f"{'tokens':>8}{'cmp KB':>9}{'sel KB':>8}{'win KB':>8}{'all KB':>9}", end="")
+        print(f"{'dense KB':>10}{'dense/all':>10}{'split KB':>9}{'programs':>11}", end="")
+        print("".join(f"{chip + ' us':>9}" for chip in SPEEDS))
+        for seq_len in lengths:
+            found = token(shape, seq_len, NSASpec())
+            sizes = found.compressed, found.chosen, found.window, found.keys, found.dense
+            kb = [f"{size / 1e3:.0f}" for size in (*sizes, found.splitting)]
+            floors = {chip: found.keys / speeds.bytes for chip, speeds in SPEEDS.items()}
+            times = f"{found.dense / found.keys:.1f}"
+            programs = "+".join(map(str, found.programs))
+            print(
+                f"{seq_len:8,}{kb[0]:>9}{kb[1]:>8}{kb[2]:>8}{kb[3]:>9}{kb[4]:>10}{times:>10}"
+                f"{kb[5]:>9}{programs:>11}" + "".join(f"{s * 1e6:9.2f}" for s in floors.values())
+            )
+            rows.append(
+                {"shape": name, "seq_len": seq_len, **asdict(found), "keys": found.keys}
+                | {f"{chip} seconds": seconds for chip, seconds in floors.items()}
+            )
+    return {"estimate": "floors from counts, not measurements", "rows": rows}
 
 
 def run(names: Sequence[str], lengths: Sequence[int], tokens: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa.bench.__main__ import main
-from nsa.bench.roofline import SPEEDS, work
+from nsa.bench.roofline import SPEEDS, token, work
 from nsa.bench.shapes import Shape
 from nsa.ops.reference import visible_blocks
 from nsa.spec import NSASpec
@@ -64,6 +64,22 @@ def test_a_floor_is_the_slowest_of_the_three() -> None:
             "memory": item.bytes / chip.bytes,
         }
         assert times[what] == seconds == max(times.values())
+
+
+@pytest.mark.parametrize("branch", ["compressed", "window", "chosen"])
+def test_tokens_one_by_one_read_what_the_masks_let_through(branch: str) -> None:
+    read = sum(getattr(token(SHAPE, t + 1, SPEC), branch) for t in range(SEQ_LEN))
+    pairs = seen_pairs()["selected" if branch == "chosen" else branch]
+    assert read == pairs * SHAPE.kv_heads * (16 + 8) * 2
+
+
+def test_the_table_of_a_token_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["roofline", "--token", "--lengths", "1k,4k,16k,64k"])
+    printed = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
+    for part in "\n".join(printed).split("\n\n"):
+        assert part in PAGE.read_text()
 
 
 @pytest.mark.parametrize(("shape", "length"), [("m7c", "2k"), ("64x4x128", "64k")])

@@ -1,0 +1,226 @@
+"""A token behind a cache is the last position of the whole sequence, from kernels that split it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.model.config import BRANCHES, SUBSETS
+from nsa.ops import nsa_attention
+from nsa.ops.decode import decode_attention
+from nsa.ops.triton import decode
+from nsa.ops.triton.launch import recording
+from nsa.spec import NSASpec
+from tests.ops.cases import Case, Inputs
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton.parity import DEVICE, assert_exact_enough, inputs
+from tests.ops.triton.test_addresses import far_apart
+from tests.ops.triton.test_addresses import memory as memory
+
+SPEC = NSASpec(4, 2, 5, 3, 1, 1, 7)
+LENGTHS = (1, 61, 3, 26)
+# Sizes that divide one another or not; groups of any size; a part for every few keys.
+PATTERNS = {
+    "small": Case(SPEC, LENGTHS, group=3, key_dim=6, value_dim=4),
+    "one head each": Case(NSASpec(3, 3, 4, 3, 0, 1, 5), (50, 2), group=1, value_dim=3),
+    "stride 1": Case(NSASpec(3, 1, 5, 2, 0, 1, 40), (70, 9), kv_heads=1, group=2),
+    "wide blocks": Case(NSASpec(20, 2, 2, 4, 0, 2, 5), (113, 19), kv_heads=1, group=6),
+    "blocks wider than chosen ones": Case(NSASpec(9, 7, 5, 7, 2, 1, 9), (80, 36), kv_heads=1),
+    "long chosen blocks": Case(NSASpec(2, 1, 40, 2, 0, 1, 17), (150, 41), kv_heads=1, group=2),
+    "only forced blocks": Case(NSASpec(4, 4, 4, 3, 1, 2, 5), (47, 13), group=16, key_dim=16),
+    "the window is the token itself": Case(NSASpec(4, 4, 4, 2, 1, 1, 1), (33, 5)),
+    "nothing to choose": Case(NSASpec(4, 2, 4, 16, 1, 2, 8), (40, 64), kv_heads=3, group=2),
+    "the paper's": Case(NSASpec(select_top=4), (620, 31), kv_heads=1, group=4, key_dim=16),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_parts() -> Iterator[None]:
+    """Several parts to join, of more than one tile, on sequences that the interpreter can take."""
+    with mock.patch.multiple(decode, PART=24, BLOCKS=16, TILE=2):
+        yield
+
+
+@cache
+def sequences(case: Case, dtype: torch.dtype = torch.float32) -> list[Inputs]:
+    """One for each length: all positions of a sequence of its own."""
+    cases = (replace(case, lengths=(n,), seed=n) for n in case.lengths)
+    return [inputs(one, torch.float64).to(dtype) for one in cases]
+
+
+def buffers(case: Case, whole: Sequence[Inputs], room: int = 5, ring: int | None = None) -> Inputs:
+    """What a cache holds at the last token of each, and NaN wherever nothing has to be."""
+    window, longest = case.spec.window, max(case.lengths) + room
+    rows = {"cmp": case.spec.compressed_len(longest), "sel": longest, "win": ring or window}
+
+    def buffer(name: str) -> Tensor:
+        length, parts = rows[name[2:]], [getattr(x, name)[0] for x in whole]
+        out = parts[0].new_full((len(parts), length, *parts[0].shape[1:]), torch.nan)
+        for i, part in enumerate(parts):
+            position = torch.arange(len(part), device=part.device)
+            if name[2:] == "win":
+                position = position[-window:]
+            out[i, position % length] = part[position]
+        return out
+
+    kept = {f"{kind}_{branch}": buffer(f"{kind}_{branch}") for branch in BRANCHES for kind in "kv"}
+    q, gates = (torch.stack([getattr(x, name)[0, -1] for x in whole]) for name in ("q", "gates"))
+    return Inputs(q=q, gates=gates, **kept)
+
+
+def decoded(
+    case: Case, x: Inputs, names: Sequence[str] = BRANCHES, lengths: Sequence[int] | None = None
+) -> Tensor:
+    """From the kernels, given no more than `names` ask for."""
+    given = list(x.tensors())
+    for place, branch in enumerate(BRANCHES):
+        if branch not in names:
+            given[2 * place + 2] = None
+            if branch != "cmp" or "sel" not in names:
+                given[2 * place + 1] = None
+    given[7] = given[7][..., [BRANCHES.index(name) for name in names]]
+    counts = torch.tensor(lengths or case.lengths, device=x.q.device)
+    return decode_attention(*given, counts, case.spec, branches=names, backend="triton")
+
+
+def defined(
+    case: Case, whole: Sequence[Inputs], dtype: torch.dtype, names: Sequence[str] = BRANCHES
+) -> Tensor:
+    """The definition's last position: a branch that is missing has its gate shut."""
+    shut = torch.tensor([float(branch in names) for branch in BRANCHES], device=DEVICE)
+    tokens = []
+    for x in whole:
+        *rest, gates = x.to(dtype).tensors()
+        o = nsa_attention(*rest, gates * shut.to(dtype), case.spec, backend="reference")
+        tokens.append(o[0, -1])
+    return torch.stack(tokens)
+
+
+@cache
+def small_batch() -> Tensor:
+    case = PATTERNS["small"]
+    return decoded(case, buffers(case, sequences(case)))
+
+
+def assert_is_the_last_position(
+    case: Case, x: Inputs, whole: Sequence[Inputs], names: Sequence[str] = BRANCHES
+) -> None:
+    usual, exact = (defined(case, whole, dtype, names) for dtype in (torch.float32, torch.float64))
+    assert_exact_enough([decoded(case, x, names)], [usual], [exact])
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_each_token_is_the_last_position_of_its_whole_sequence(name: str) -> None:
+    case = PATTERNS[name]
+    whole = sequences(case)
+    assert_is_the_last_position(case, buffers(case, whole), whole)
+
+
+@pytest.mark.parametrize("branches", SUBSETS[1:])
+def test_a_model_with_fewer_branches_has_their_sum(branches: str) -> None:
+    case = PATTERNS["small"]
+    whole = sequences(case)
+    assert_is_the_last_position(case, buffers(case, whole), whole, branches.split("+"))
+
+
+def test_a_ring_may_have_more_room_than_the_window() -> None:
+    case = Case(replace(SPEC, window=30), (4, 31, 50), kv_heads=1, value_dim=3)
+    whole = sequences(case)
+    exact, roomy = (buffers(case, whole, ring=ring) for ring in (30, 64))
+    assert_is_the_last_position(case, roomy, whole, ["win"])
+    assert torch.equal(decoded(case, roomy, ["win"]), decoded(case, exact, ["win"]))
+
+
+def test_a_ring_may_have_less_room_while_no_sequence_fills_it() -> None:
+    case = Case(replace(SPEC, window=30), (1, 8, 5), kv_heads=1)
+    whole = sequences(case)
+    assert_is_the_last_position(case, buffers(case, whole, ring=8), whole, ["win"])
+
+
+def test_a_sequence_is_the_same_to_the_bit_in_any_batch_and_room() -> None:
+    case = PATTERNS["small"]
+    whole = sequences(case)
+    for i, length in enumerate(LENGTHS):
+        alone = replace(case, lengths=(length,))
+        x = buffers(alone, whole[i : i + 1], room=100)
+        assert torch.equal(decoded(alone, x), small_batch()[i : i + 1])
+
+
+def test_a_place_in_the_batch_that_holds_no_sequence_gives_zeros() -> None:
+    case = PATTERNS["small"]
+    x = buffers(case, sequences(case))
+    expected = small_batch().clone()
+    expected[1] = 0
+    assert torch.equal(decoded(case, x, lengths=(1, 0, 3, 26)), expected)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what NumPy says of NaN
+def test_what_a_nan_chooses_stays_inside_the_buffers_and_its_sequence() -> None:
+    case = PATTERNS["small"]
+    x = buffers(case, sequences(case))
+    x.q[1, 0, 0] = torch.nan
+    found = decoded(case, x)
+    assert found[1, 0].isnan().all()
+    others = [0, 2, 3]
+    assert torch.equal(found[others], small_batch()[others])
+
+
+def test_equal_importance_goes_to_the_lower_index() -> None:
+    """Every compressed key is the same; the values of the chosen blocks tell which they were."""
+    case = Case(NSASpec(4, 4, 4, 4, 1, 1, 5), (140, 43), kv_heads=1, group=3)
+    whole = [replace(x) for x in sequences(case)]
+    for x in whole:
+        x.k_cmp = x.k_cmp[:, :1].expand_as(x.k_cmp)
+    assert_is_the_last_position(case, buffers(case, whole), whole, ["sel"])
+
+
+def test_large_logits_neither_overflow_nor_underflow() -> None:
+    case = PATTERNS["one head each"]
+    whole = [replace(x, q=100 * x.q) for x in sequences(case)]
+    assert_is_the_last_position(case, buffers(case, whole), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_loses_what_pytorch_loses_in_it(dtype: torch.dtype) -> None:
+    case = Case(SPEC, (61, 3), kv_heads=1, key_dim=16, value_dim=16)
+    whole = sequences(case, dtype)
+    x, lengths = buffers(case, whole), torch.tensor(case.lengths, device=DEVICE)
+    plain = decode_attention(*x.tensors(), lengths, case.spec, backend="blockwise")
+    exact = defined(case, whole, torch.float64)
+    lost, usual = (float((o.double() - exact).abs().max()) for o in (decoded(case, x), plain))
+    assert lost <= 2 * usual
+
+
+def test_rows_may_lie_further_apart_than_32_bits_can_count(memory: Tensor) -> None:
+    case = Case(SPEC, (61,), kv_heads=1, group=2, key_dim=4, value_dim=3)
+    x = buffers(case, sequences(case), ring=20)
+    names = [f"{kind}_{branch}" for branch in BRANCHES for kind in "kv"]
+    far = {name: far_apart(getattr(x, name), memory, i) for i, name in enumerate(names)}
+    assert torch.equal(decoded(case, replace(x, **far)), decoded(case, x))
+
+
+def test_buffers_need_not_be_contiguous() -> None:
+    case = PATTERNS["small"]
+    x = buffers(case, sequences(case))
+    by_head = Inputs(*(y.transpose(1, 2).contiguous().transpose(1, 2) for y in x.tensors()))
+    assert torch.equal(decoded(case, by_head), small_batch())
+
+
+def test_launches_follow_the_room_and_ask_the_lengths_nothing() -> None:
+    """Tensors without memory have no lengths to read: such a step can be captured and replayed."""
+    case = PATTERNS["small"]
+    x = buffers(case, sequences(case)).to("meta")
+    pairs = dict(zip(BRANCHES, zip(*[iter(x.tensors()[1:7])] * 2, strict=True), strict=True))
+    lengths = torch.empty(len(LENGTHS), dtype=torch.int64, device="meta")
+    with recording() as started:
+        decode.decode_forward(x.q, pairs, x.gates, lengths, SPEC, BRANCHES, 0.5)
+    names = [launched.kernel.fn.__name__.split("_")[1] for launched in started]
+    assert names == ["compressed", "importance", "rank", "parts", "mix"]
+    assert started[0].grid == (-(-x.k_cmp.shape[1] // 24), 2, len(LENGTHS))
+    assert started[3].grid == (SPEC.select_top + 1, 2, len(LENGTHS))
