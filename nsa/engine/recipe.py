@@ -20,9 +20,10 @@ from nsa.engine.load import resolve_config, to_yaml
 from nsa.engine.stopping import parse_time
 from nsa.monitor.ladder import until
 from nsa.monitor.profile import parse_steps
+from nsa.shipped import shipped
 
 SECONDS_FOR_RANK_0 = 10
-DEFAULT_DS_CONFIG = Path(__file__).resolve().parents[2] / "ds_configs" / "zero1_pcie.json"
+DEFAULT_DS_CONFIG = shipped("ds_configs/zero1_pcie.json")
 
 
 @dataclass(frozen=True)
