@@ -92,7 +92,7 @@ class HubTokenizer:
         from tokenizers import Tokenizer as Backend
 
         self.name = name
-        self._made_of = (name, backend, eos)
+        self.made_of = (name, backend, eos)
         self._backend = Backend.from_str(backend)
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -117,7 +117,7 @@ class HubTokenizer:
             )
 
     def __reduce__(self) -> tuple[type[HubTokenizer], tuple[str, str, str]]:
-        return HubTokenizer, self._made_of
+        return HubTokenizer, self.made_of
 
     def encode(self, text: bytes) -> TokenArray:
         """The ids of `text`; what is not UTF-8 is read as U+FFFD."""
