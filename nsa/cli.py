@@ -16,6 +16,8 @@ from pathlib import Path
 from nsa.data.command import add_parser as add_data_parser
 from nsa.evaluate.command import add_parser as add_eval_parser
 from nsa.evaluate.generate import add_parser as add_generate_parser
+from nsa.export.command import add_parser as add_export_parser
+from nsa.export.import_command import add_parser as add_import_parser
 from nsa.monitor.compare import add_parser as add_compare_parser
 from nsa.monitor.report import add_parser as add_report_parser
 from nsa.monitor.watch.command import add_parser as add_watch_parser
@@ -71,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     add_doctor_parser(verbs)
     add_watch_parser(verbs)
     add_plan_parser(verbs, _plan)
+    add_export_parser(verbs)
+    add_import_parser(verbs)
 
     about = "parameters and operations a token of M7C and of its dense twin"
     info = verbs.add_parser("info", help=about, description=about)

@@ -106,7 +106,10 @@ def fit(
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
-    """What a folder's one file holds, or the many that its index names."""
+    """What a folder's one file holds, or the many that its index names.
+
+    transformers puts "model." before the names of all that is not the head.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -116,9 +119,10 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
         names = sorted(set(index["weight_map"].values()))
     for name in names:
         try:
-            weights |= load_file(folder / name)
+            saved = load_file(folder / name)
         except SafetensorError as error:
             raise ValueError(f"{folder / name} is damaged: {error}") from None
+        weights |= {key.removeprefix("model."): weight for key, weight in saved.items()}
     return weights
 
 

@@ -27,8 +27,8 @@ class OpenedRun:
     config: RunConfig
     model: LanguageModel  # in eval mode
     tokenizer: Tokenizer | None  # None where it cannot be had here; a warning has said why
-    place: Path  # what was asked for
-    weights: Path  # the folder below it that the weights are from
+    place: Path  # the run's folder, or what was asked for where there is none
+    weights: Path  # the folder that the weights are from
     step: int | None  # that they were saved at; None where they are no checkpoint's
 
 
@@ -43,9 +43,8 @@ def open_run(
     On CUDA where there is a device, with the weights as they were trained; in float32 they are
     those that the optimizer had kept.
     """
-    place = Path(place)
-    found = find_weights(place)
-    config = resolve_config(RunConfig(), _config_of(found))
+    found = find_weights(Path(place))
+    config = config_of(found)
     with torch.device("meta"):
         model = LanguageModel(config.model)
     fit(model, read_weights(found, dtype), found, assign=True)
@@ -54,18 +53,23 @@ def open_run(
         config=config,
         model=model,
         tokenizer=_tokenizer(config.data, found),
-        place=place,
+        place=found.parent.parent if found.parent.name == "checkpoints" else found,
         weights=found,
         step=None if holds_safetensors(found) else saved_state(found)["step"],
     )
 
 
-def _config_of(found: Path) -> Path:
-    """A checkpoint has its run's settings with it; an older one's lie in the run's folder."""
+def config_of(found: Path) -> RunConfig:
+    """The settings of the run whose weights lie in `found`.
+
+    A checkpoint has them with it; one that DeepSpeed has converted finds them in the run's folder.
+    """
     own, of_run = found / CONFIG, found.parent.parent / CONFIG
-    if own.is_file() or (of_run.is_file() and not holds_safetensors(found)):
-        return own if own.is_file() else of_run
-    mend = f"; turn it into a run with: nsa import {found} --to runs/imported"
+    if own.is_file():
+        return resolve_config(RunConfig(), own)
+    if of_run.is_file() and not holds_safetensors(found):
+        return resolve_config(RunConfig(), of_run)
+    mend = f"; make a run of it with: nsa import {found} --to runs/imported"
     raise ValueError(
         f"'{found}' has no {CONFIG}{mend if (found / 'config.json').is_file() else ''}"
     )

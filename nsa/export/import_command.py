@@ -1,0 +1,168 @@
+"""`nsa import`: another's model, or a dense one of our own, as a folder that a run begins with."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nsa.engine.config import RunConfig
+    from nsa.export.from_hf import Found
+    from nsa.model import LanguageModel
+
+
+def add_parser(verbs: Any) -> None:
+    """Add `import` to the verbs of `nsa`."""
+    about = "make a run to begin from of an export, of a Llama, or of a dense run"
+    parser = verbs.add_parser("import", help=about, description=about)
+    parser.add_argument(
+        "place",
+        type=Path,
+        metavar="dir",
+        help="what `nsa export` or transformers' save_pretrained wrote (model_type nsa or llama), "
+        "or a run or checkpoint of ours",
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="RUN", help="a new folder")
+    parser.add_argument(
+        "--attention",
+        choices=("nsa", "dense"),
+        help="which kind it gets (default: a Llama nsa, ours what it has)",
+    )
+    parser.add_argument("--config", type=Path, help="YAML of settings, as a recipe takes it")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one setting, such as attention.spec.window=256; may be repeated",
+    )
+    parser.add_argument(
+        "--shares",
+        metavar="S,S,S",
+        help="of each branch in the dense output at the start (default: 0,0.5,0.5; "
+        "docs/import.md says why)",
+    )
+    parser.add_argument(
+        "--gap",
+        metavar="SOURCE",
+        help="measure on the held-out text of this data.source how near the start is",
+    )
+    parser.set_defaults(run=_import)
+
+
+def _import(args: argparse.Namespace) -> int:
+    from nsa.export.from_hf import read_model
+
+    to = args.to
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ValueError(f"--to {to}: there is something already; name a new folder")
+    found = read_model(args.place)
+    before = found.config.model.attention.kind
+    after = args.attention or ("nsa" if found.foreign else before)
+    if (before, after) == ("nsa", "dense"):
+        raise ValueError(f"--attention dense: {args.place} has branches, which no dense model has")
+    if before == after and (args.shares or args.gap):
+        flag = "--shares" if args.shares else "--gap"
+        raise ValueError(
+            f"{flag}: {args.place} keeps its attention; add --attention nsa to a dense"
+        )
+    config = _settings(args, found, after)
+    weights = found.weights if before == after else _sparse(args, found, config)
+    model = _model(config, weights, args.place)
+    _write(to, config, weights, found.tokenizer)
+    print(f"{to}: {sum(p.numel() for p in model.parameters()):,} parameters, {after} attention")
+    if found.foreign and not found.tokenizer:
+        print(f"{args.place} has no tokenizer.json: data.tokenizer = {config.data.tokenizer}")
+    print(f"a recipe begins with it: --config {to / 'config.yaml'}")
+    if args.gap:
+        _print_gap(args.gap, found, model, config)
+    return 0
+
+
+def _settings(args: argparse.Namespace, found: Found, kind: str) -> RunConfig:
+    """The settings, overruled as a recipe's are, of a run that begins with these weights."""
+    from nsa.engine.load import resolve_config
+
+    place, base = args.to.absolute(), found.config
+    if found.tokenizer and base.data.tokenizer != "byte":
+        data = replace(base.data, tokenizer=f"hf:{place}")
+    else:
+        data = base.data
+    base = replace(
+        base,
+        data=data,
+        model=replace(base.model, attention=replace(base.model.attention, kind=kind)),
+        train=replace(base.train, start_from=str(place)),
+    )
+    return resolve_config(base, args.config, args.set)
+
+
+def _sparse(args: argparse.Namespace, found: Found, config: RunConfig) -> dict[str, Tensor]:
+    """The weights of a dense model for NSA."""
+    from nsa.export.dense import make_room, to_sparse
+
+    make_room(config.model)
+    return to_sparse(found.weights, config.model, _shares(args.shares, config))
+
+
+def _shares(text: str | None, config: RunConfig) -> dict[str, float] | None:
+    if text is None:
+        return None
+    names = config.model.attention.branch_names
+    try:
+        return dict(zip(names, map(float, text.split(",")), strict=True))
+    except ValueError:
+        raise ValueError(
+            f"--shares {text}: write a number for each branch, {','.join(names)}"
+        ) from None
+
+
+def _model(config: RunConfig, weights: dict[str, Tensor], place: Path) -> LanguageModel:
+    """The model that the weights make; they must fit."""
+    import torch
+
+    from nsa.checkpoint.weights import fit
+    from nsa.model import LanguageModel
+
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    fit(model, weights, place, assign=True)
+    return model.eval()
+
+
+def _write(to: Path, config: RunConfig, weights: dict[str, Tensor], tokenizer: list[Path]) -> None:
+    """All of it or nothing."""
+    from safetensors.torch import save_file
+
+    from nsa.checkpoint.weights import SAFETENSORS
+    from nsa.engine.load import to_yaml
+
+    draft = to.with_name(f".{to.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        for file in tokenizer:
+            shutil.copyfile(file, draft / file.name)
+        save_file(weights, draft / SAFETENSORS, metadata={"format": "pt"})
+        (draft / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        draft.replace(to)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _print_gap(source: str, found: Found, model: LanguageModel, config: RunConfig) -> None:
+    """Both in float32, for texts that a branch sees all of and for longer ones."""
+    from nsa.export.gap import HEADER, gaps
+
+    spec = config.model.attention.spec
+    whole = spec.select_top * spec.select_len
+    lengths = sorted({spec.window // 2, spec.window, whole, 2 * whole, 4 * spec.window})
+    dense = _model(found.config, found.weights, Path())
+    print(HEADER)
+    for gap in gaps(dense.float(), model.float(), replace(config.data, source=source), lengths):
+        print(gap, flush=True)
