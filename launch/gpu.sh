@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go: tests, compile gate, tile sizes, kernels, module, training.
+# Everything that needs a GPU, in one go: tests, compile gate, tile sizes, kernels, module, training,
+# decoding.
 #   bash launch/gpu.sh [--stage NAME] [--limit SECONDS] [--out DIR] [--rehearse] [--dry-run]
 # Each stage has its own time limit, and one that fails or hangs leaves the next ones running. All of
 # them together stay under ten minutes. Figures are written case by case, as JSON, to --out
@@ -10,9 +11,10 @@ set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 # Tile sizes come before what is measured with them.
-stages=(tests aot tune kernels module train train-compiled)
+stages=(tests aot tune kernels module train train-compiled decode)
 declare -A limits=(
-    [tests]=130 [aot]=50 [tune]=60 [kernels]=50 [module]=150 [train]=60 [train-compiled]=60
+    [tests]=130 [aot]=50 [tune]=60 [kernels]=50 [module]=130 [train]=50 [train-compiled]=60
+    [decode]=40
 )
 
 say() { printf 'gpu: %s\n' "$*"; }
@@ -86,6 +88,10 @@ command_of() {
         [ -z "$rehearse" ] || size=(--lengths 128 --tokens 128 --layers 1 --vocab 64)
         [ "$1" = train ] || size+=(--compile)
         bench train "$2" "$1" "${size[@]}"
+        ;;
+    decode)
+        [ -z "$rehearse" ] || size=(--lengths 128 --batches 1 --layers 1 --vocab 64)
+        bench decode "$2" decode "${size[@]}"
         ;;
     esac
 }

@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one benchmark."""
     flags = _parser().parse_args(arguments)
-    if flags.what in ("kernels", "module", "train", "tune"):
+    if flags.what in ("kernels", "module", "train", "decode", "tune"):
         flags.arguments = sys.argv[1:] if arguments is None else list(arguments)
         # These keep their own JSON, case by case: a time limit must not cost what was measured.
         import_module(f"nsa.bench.{flags.what}").run(flags)

@@ -50,6 +50,17 @@ def add_gpu_verbs(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     train.add_argument("--compile", action="store_true", help="both models through torch.compile")
     _backend(train)
 
+    decode = _verb(what, "decode", "a token behind a cache, NSA beside dense, as the cache grows")
+    long = "1k,2k,4k,8k,16k,32k,64k"
+    decode.add_argument("--lengths", type=lengths, default=long, help=f"tokens (default {long})")
+    decode.add_argument("--batches", type=lengths, default="1,8", help="sequences at a time (1,8)")
+    decode.add_argument(
+        "--tokens", type=int, default=524_288, help="no case with more of them in its caches"
+    )
+    decode.add_argument("--layers", type=int, default=12, help="transformer blocks")
+    decode.add_argument("--vocab", type=int, default=50_304, help="rows of the embedding")
+    _backend(decode)
+
     tune = _verb(what, "tune", "time the kernels' tile sizes on this GPU and keep the fastest")
     _sizes(tune, "m7c,16x4x64,64x4x128,paper", "4k,16k", 32_768)
     _backend(tune)

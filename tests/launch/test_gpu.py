@@ -28,7 +28,7 @@ def test_every_benchmark_of_the_gpu_script_is_one_that_exists(tmp_path: Path) ->
         done = gpu_sh("--dry-run", "--out", str(tmp_path / "x"), *flags, PYTHON="python")
         assert done.returncode == 0, done.stderr
         commands = [line.split() for line in done.stdout.splitlines()]
-        assert len(commands) == 7
+        assert len(commands) == 8
         limits = 0.0
         for words in commands:
             if words[:3] == ["python", "-m", "nsa.bench"]:

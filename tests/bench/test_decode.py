@@ -1,0 +1,105 @@
+"""The cost of a token behind a cache: what is timed is decoding, and what is counted is there."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.bench.__main__ import main
+from nsa.bench.decode import _dense, _tokens, filled
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.model.cache import cache_bytes
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.cases import threads
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Three of four cases: the fourth has too many tokens."""
+    out = tmp_path_factory.mktemp("decode") / "figures.json"
+    with threads(1):
+        main(["decode", "--device", "cpu", "--seconds", "0.001", "--rounds", "1", "--out", str(out),
+              "--lengths", "100,1100", "--batches", "1,2", "--tokens", "1200", "--layers", "1",
+              "--vocab", "64"])  # fmt: skip
+    return json.loads(out.read_text())
+
+
+def test_every_case_that_is_small_enough_is_measured(found: dict[str, Any]) -> None:
+    assert found["finished"]
+    assert found["environment"]["command"].startswith("python -m nsa.bench decode --device cpu")
+    assert {"torch", "python", "date", "processor"} <= set(found["environment"])
+    assert [(row["length"], row["batch"]) for row in found["rows"]] == [
+        (100, 1),
+        (1100, 1),
+        (100, 2),
+    ]
+    for row in found["rows"]:
+        for one in row["contenders"].values():
+            assert one["why_not"] == {}
+            assert one["step_ms"] == pytest.approx(one["step_turns"]["median"] / 16)
+            assert one["tokens_per_s"] == pytest.approx(row["batch"] / one["step_ms"] * 1e3)
+        nsa, dense = (row["contenders"][kind] for kind in ("nsa", "dense"))
+        for what, over in row["dense_over_nsa"].items():
+            assert over == pytest.approx(dense[what] / nsa[what])
+
+
+def test_what_is_read_and_kept_is_counted_in_the_dtype_that_was_measured(
+    found: dict[str, Any],
+) -> None:
+    """M7C's pairs of a key and a value, one layer, float32."""
+    pair = 2 * (64 + 64) * 4
+    _, long, batch = found["rows"]
+    blocks = (1100 - 32) // 16 + 1
+    chosen = 15 * 64 + 1100 - 17 * 64  # the last block has no more yet
+    nsa, dense = (long["contenders"][kind] for kind in ("nsa", "dense"))
+    assert nsa["read_bytes_per_token"] == pair * (blocks + chosen + 512)
+    assert nsa["cache_bytes"] == pair * (1100 + blocks + 512 + 32)
+    assert dense["read_bytes_per_token"] == dense["cache_bytes"] == pair * 1100
+    for row in (long, batch):
+        for kind, one in row["contenders"].items():
+            config = ModelConfig(layers=1, attention=AttentionConfig(kind=kind))
+            capacity = one["cache_bytes_measured"]["capacity"]
+            expected = row["batch"] * cache_bytes(config, capacity, torch.float32)
+            assert one["cache_bytes_measured"]["bytes"] == expected
+            assert one["cache_bytes_per_token"] == one["cache_bytes"] / row["length"]
+
+
+def small(kind: str) -> LanguageModel:
+    torch.manual_seed(1)
+    return LanguageModel(
+        ModelConfig(
+            vocab_size=50, layers=1, width=16, heads=4, kv_heads=2, head_dim=4, value_dim=6,
+            mlp_width=8, attention=AttentionConfig(kind=kind),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+@torch.no_grad()
+def test_each_turn_begins_behind_as_many_tokens_and_ends_so_many_later(kind: str) -> None:
+    model = small(kind)
+    cache = filled(model.config, 90, 3, 106, torch.float32, CPU)
+    first = _tokens(model, cache, 90, 16)
+    assert (cache.host_lengths, cache.capacity) == ([106] * 3, 106)
+    assert torch.equal(_tokens(model, cache, 90, 16), first)
+    assert cache.host_lengths == [106] * 3
+
+
+def test_dense_attention_alone_is_each_heads_softmax_over_all_that_is_behind() -> None:
+    cache = filled(small("dense").config, 20, 2, 36, torch.float32, CPU)
+    torch.manual_seed(3)
+    o = _dense(cache, 20)()
+    torch.manual_seed(3)
+    q = torch.randn(2, 4, 4)
+    k, v = (
+        cache.layers[0].read(name)[:, :20].repeat_interleave(2, 2) for name in ("k_all", "v_all")
+    )
+    p = (torch.einsum("bhd,bnhd->bhn", q, k) / 2).softmax(-1)
+    assert isinstance(o, Tensor)
+    torch.testing.assert_close(o.flatten(1, 2), torch.einsum("bhn,bnhd->bhd", p, v))
