@@ -93,11 +93,10 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012
     _is_stateful = True  # generate() refuses an assistant, which would take tokens back
 
-    def __init__(self, config: NSAConfig, model: LanguageModel | None = None) -> None:
-        """`model`: one that is there already, to be taken as it is."""
+    def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
         self.gradient_checkpointing = False
-        self.model = LanguageModel(config.model_config()) if model is None else model
+        self.model = LanguageModel(config.model_config())
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.model.embed.weight
         if not self.model.embed.weight.is_meta:
@@ -115,6 +114,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -127,18 +127,18 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("inputs_embeds: this model takes input_ids and nothing instead")
-        if past_key_values is not None and not isinstance(past_key_values, NSACache):
-            raise ValueError(
-                f"past_key_values is a {type(past_key_values).__name__}; this model keeps other "
-                "things: pass a NSACache, or use_cache=True alone"
-            )
+        _check_cache(past_key_values)
         mask = _two_dimensional(attention_mask)
+        if output_hidden_states is None:
+            output_hidden_states = bool(self.config.output_hidden_states)
         if past_key_values is None and use_cache:
             past_key_values = NSACache()
         if past_key_values is None:
-            hidden = self._hidden(input_ids, mask, position_ids)
-            logits = self.lm_head(_last(hidden, logits_to_keep))
+            states = self._hidden_states(input_ids, mask, position_ids, output_hidden_states)
+            logits = self.lm_head(_last(states[-1], logits_to_keep))
         else:
+            if output_hidden_states:
+                raise ValueError("output_hidden_states: none with a cache; set use_cache=False")
             logits = self._with_cache(input_ids, mask, past_key_values, logits_to_keep)
         loss = None
         if labels is not None:
@@ -148,21 +148,42 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits, None, self.config.vocab_size, shift_labels=after, **kwargs
             )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=past_key_values,
+            hidden_states=states if output_hidden_states else None,
+        )
 
-    def _hidden(
-        self, input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None
-    ) -> Tensor:
-        """What the head reads, by the trainer's forward pass; sequences of a batch are packed."""
-        if mask is None or mask.all():
-            documents = _documents(position_ids) if mask is None else None
-            return self.model.hidden(input_ids, documents)
-        there = mask != 0
-        lengths = there.sum(1)
-        ends = F.pad(lengths[lengths > 0].cumsum(0), (1, 0)).int()
-        packed = self.model.hidden(input_ids[there][None], ends)[0]
-        hidden = packed.new_zeros(*mask.shape, packed.shape[1])
-        return hidden.masked_scatter(there[..., None], packed)
+    def _hidden_states(
+        self,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        of_blocks: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """What each block reads where `of_blocks` is set, and always what the head reads.
+
+        It is the trainer's forward pass, with the sequences of a padded batch packed as documents.
+        """
+        there = None if mask is None or mask.all() else mask != 0
+        if there is None:
+            ends = _documents(position_ids) if mask is None else None
+        else:
+            lengths = there.sum(1)
+            input_ids = input_ids[there][None]
+            ends = F.pad(lengths[lengths > 0].cumsum(0), (1, 0)).int()
+        read: list[Tensor] = []
+        hooks = [
+            block.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+            for block in (self.model.blocks if of_blocks else ())
+        ]
+        try:
+            states = self.model.hidden(input_ids, ends)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return tuple(x if there is None else _padded(x[0], there) for x in (*read, states))
 
     def _with_cache(
         self, input_ids: Tensor, mask: Tensor | None, cache: NSACache, logits_to_keep: int | Tensor
@@ -178,7 +199,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             if isinstance(logits_to_keep, int) and logits_to_keep == 1:
                 return last[:, None]
             with torch.no_grad():
-                return self.lm_head(_last(self._hidden(input_ids, mask, None), logits_to_keep))
+                states = self._hidden_states(input_ids, mask, None)
+                return self.lm_head(_last(states[-1], logits_to_keep))
         if mask is not None and not mask.all():
             raise ValueError("attention_mask: behind a cache every sequence has to have new tokens")
         return _last(extend(self.model, input_ids, cache.kept), logits_to_keep)
@@ -231,6 +253,20 @@ def _two_dimensional(mask: Tensor | None) -> Tensor | None:
     if mask is not None and mask.dim() != 2:
         raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; it must be [B, T]")
     return mask
+
+
+def _check_cache(cache: Any) -> None:
+    if cache is not None and not isinstance(cache, NSACache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}; this model keeps other things: pass a "
+            "NSACache, or use_cache=True alone"
+        )
+
+
+def _padded(packed: Tensor, there: Tensor) -> Tensor:
+    """[tokens, width] to [B, T, width], with 0 where there is no token."""
+    empty = packed.new_zeros(*there.shape, packed.shape[1])
+    return empty.masked_scatter(there[..., None], packed)
 
 
 def _last(hidden: Tensor, keep: int | Tensor) -> Tensor:
