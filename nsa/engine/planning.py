@@ -13,14 +13,16 @@ from nsa.engine import recipe as recipes
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.load import resolve_config
+from nsa.model import loss
 from nsa.model.count import flops_per_token, parameter_count
 from nsa.plan.command import describe, hardware, table
 from nsa.plan.model import Batch, Model
 from nsa.plan.search import compare, search
 from nsa.plan.step import fits, forecast
 from nsa.plan.traffic import Zero
+from nsa.shipped import shipped
 
-DEFAULT_RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "m7c.py"
+DEFAULT_RECIPE = shipped("recipes/m7c.py")
 SHOWN = 12  # settings that a table shows
 REDUCED = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -30,6 +32,11 @@ def run(flags: argparse.Namespace) -> int:
     machine = hardware(flags)
     recipe = flags.recipe or DEFAULT_RECIPE
     config = resolve_config(_values(recipe, flags.profile), flags.config, flags.set)
+    shared_by = config.train.sequence_parallel
+    if flags.gpus % shared_by:
+        raise ValueError(
+            f"--gpus {flags.gpus}: not a multiple of train.sequence_parallel = {shared_by}"
+        )
     source, steps = flags.deepspeed_config or recipes.DEFAULT_DS_CONFIG, config.train.steps
     model, batch, zero = model_of(config), batch_of(config), zero_of(source, config, flags.gpus)
     memory = f"{machine.memory / 1e9:g} GB"
@@ -67,27 +74,27 @@ def model_of(config: RunConfig) -> Model:
         value_dim=model.value_dim or model.head_dim,
         mlp_width=model.mlp_width,
         spec=attention.spec if attention.kind == "nsa" else None,
+        branches=attention.branch_names,
         shared_kv=attention.shared_kv,
         compressor_hidden=hidden,
         weight_bytes=4 if config.train.precision == "fp32" else 2,
         flops=flops_per_token(model, length),
         layers_flops=forward,
         attention_flops=forward - products,
+        product=loss.PRODUCT,
+        in_float32=loss.IN_FLOAT32,
+        in_cache=loss.IN_CACHE,
     )
 
 
 def batch_of(config: RunConfig) -> Batch:
     """What a rank computes between two updates."""
-    if config.train.sequence_parallel > 1:
-        raise ValueError(
-            f"train.sequence_parallel = {config.train.sequence_parallel}: a shared sequence is not "
-            "planned; add --set train.sequence_parallel=1, and see docs/long-context.md"
-        )
     return Batch(
         seq_len=config.data.seq_len,
         micro_batch=config.train.micro_batch,
         accumulation=config.train.accumulation,
         checkpointing=config.model.activation_checkpointing,
+        shared_by=config.train.sequence_parallel,
     )
 
 
@@ -103,12 +110,13 @@ def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
     found: dict[str, Any] = {}
     if stage == 3:
         whole = parameter_count(config.model)
+        small = _persistent(config, zero.get("stage3_param_persistence_threshold", 1e5))
         enough = zero.get("stage3_max_live_parameters", 1e9) >= whole
         enough &= zero.get("stage3_max_reuse_distance", 1e9) >= 3 * whole
-        enough &= config.model.activation_checkpointing == "none"  # else fetched again, as measured
         found = {
             "prefetch": int(zero.get("stage3_prefetch_bucket_size", 5e7)),
-            "persistent": _persistent(config, zero.get("stage3_param_persistence_threshold", 1e5)),
+            "persistent": sum(small),
+            "persistent_tensors": len(small),
             "gathers": 1 if enough else 2,
         }
     return Zero(
@@ -121,14 +129,15 @@ def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
     )
 
 
-def _persistent(config: RunConfig, threshold: float) -> int:
+def _persistent(config: RunConfig, threshold: float) -> list[int]:
+    """Sizes of the tensors that stage 3 shards not."""
     import torch
 
     from nsa.model import LanguageModel
 
     with torch.device("meta"):
         sizes = [parameter.numel() for parameter in LanguageModel(config.model).parameters()]
-    return sum(size for size in sizes if size < threshold)
+    return [size for size in sizes if size < threshold]
 
 
 def _siblings(source: Path) -> list[Path]:

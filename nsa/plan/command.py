@@ -11,6 +11,7 @@ from typing import Any
 from nsa.plan.model import Batch, Model
 from nsa.plan.search import Found
 from nsa.plan.step import Forecast, Hardware
+from nsa.plan.traffic import Traffic
 
 # Bytes a second that a collective gets from one GPU to the next, one way: some three quarters of
 # the bus. Assumed, not measured.
@@ -107,27 +108,16 @@ def describe(
 ) -> list[str]:
     """One setting, a line for each figure."""
     memory, sent = found.memory, found.traffic
-    parts = [
-        ("weights", memory.weights),
-        ("master weights", memory.master),
-        ("AdamW's moments", memory.moments),
-        ("gradients", memory.summed + memory.gradients),
-        ("buckets", memory.buckets),
-        ("activations", memory.activations),
-        ("logits and loss", memory.loss),
-    ]
-    per_parameter = sent.bytes_per_step / model.parameters
     days = steps * found.seconds / 86_400
     return [
         f"{name}: {model.parameters:,} parameters, {_batch(batch)}",
         "",
-        "memory of a GPU, GB",
-        *(f"  {label:<18}{size / 1e9:>10.3f}" for label, size in parts),
-        f"  {'peak':<18}{memory.peak / 1e9:>10.3f}  {memory.when}",
+        f"memory of a GPU {memory.when}, where it is most, GB",
+        *(f"  {label:<18}{size / 1e9:>10.3f}" for label, size in memory.at_peak.items()),
+        f"  {'all of it':<18}{memory.peak / 1e9:>10.3f}",
         "a step",
         f"  {'tokens':<18}{found.tokens:>10,}",
-        f"  {'MB sent by a GPU':<18}{sent.bytes_per_step / 1e6:>10,.1f}"
-        f"  {per_parameter:.2f} bytes a parameter",
+        f"  {'MB sent by a GPU':<18}{sent.bytes_per_step / 1e6:>10,.1f}  {_sent(sent, model)}",
         f"  {'compute, ms':<18}{1e3 * found.compute:>10,.1f}  at {100 * hardware.mfu:g}% of "
         f"{hardware.flops / 1e12:g} TFLOP/s, assumed (--mfu)",
         f"  {'communication, ms':<18}{1e3 * found.communication:>10,.1f}",
@@ -154,5 +144,15 @@ def table(found: list[Found], steps: int) -> list[str]:
     return lines
 
 
+def _sent(sent: Traffic, model: Model) -> str:
+    per_parameter = (sent.bytes_per_step - sent.exchange) / model.parameters
+    said = f"{per_parameter:.2f} bytes a parameter"
+    if sent.exchange:
+        said += f", and {sent.exchange / 1e6:,.1f} MB to share sequences"
+    return said
+
+
 def _batch(batch: Batch) -> str:
-    return f"{batch.micro_batch}×{batch.seq_len} ×{batch.accumulation}, {batch.checkpointing}"
+    shared = f", {batch.shared_by} ranks each" if batch.shared_by > 1 else ""
+    each = f"{batch.micro_batch}×{batch.seq_len} ×{batch.accumulation}"
+    return f"{each}, {batch.checkpointing}{shared}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nsa.plan.model import Activations, Batch, Model, activations
@@ -10,40 +12,31 @@ from nsa.plan.traffic import Zero
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. `peak` is the largest of the moments, each of which counts it all."""
+    """Bytes on one rank, by what they are for."""
 
-    weights: int
-    master: int  # in fp32
-    moments: int  # AdamW's
-    summed: int  # fp32 gradients that BF16_Optimizer keeps for good
-    gradients: int  # as the backward pass leaves them
-    buckets: int
-    activations: int
-    loss: int  # logits and the head's gradient
-    at_loss: int
-    at_backward: int
-    at_reduce: int
-    at_step: int
+    always: Mapping[str, int]  # what lies there between steps
+    moments: Mapping[str, Mapping[str, int]]  # what comes on top of it, and when
 
     @property
-    def always(self) -> int:
+    def between(self) -> int:
         """What lies there between steps."""
-        return self.weights + self.master + self.moments + self.summed
-
-    @property
-    def peak(self) -> int:
-        return max(self.at_loss, self.at_backward, self.at_reduce, self.at_step)
+        return sum(self.always.values())
 
     @property
     def when(self) -> str:
         """The moment of the peak."""
-        moments = {
-            "in the loss": self.at_loss,
-            "in the backward pass": self.at_backward,
-            "while gradients are reduced": self.at_reduce,
-            "while the weights are updated": self.at_step,
-        }
-        return max(moments, key=moments.__getitem__)
+        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """All that lies there at that moment."""
+        found = Counter(self.always)
+        found.update(self.moments[self.when])
+        return {name: size for name, size in found.items() if size}
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak.values())
 
 
 def memory(model: Model, zero: Zero, batch: Batch, ranks: int, *, fused: bool = True) -> Memory:
@@ -53,51 +46,60 @@ def memory(model: Model, zero: Zero, batch: Batch, ranks: int, *, fused: bool = 
     weights = size * count
     if zero.stage == 3:
         weights = size * (-(-(count - zero.persistent) // ranks) + zero.persistent)
-    master = 4 * count // shards if size == 2 or zero.stage else 0
-    moments = 8 * count // shards
-    summed = 4 * count if zero.whole_gradients else 0
-    buckets = size * zero.bucket * (2 if zero.overlap else 1)
-    always = weights + master + moments + summed
+    always = {
+        "weights": weights,
+        "master weights": 4 * count // shards if size == 2 or zero.stage else 0,
+        "AdamW's moments": 8 * count // shards,
+        "gradients": 4 * count if zero.whole_gradients else 0,  # their sum, in fp32
+    }
+    buckets = {"buckets": size * zero.bucket * (2 if zero.overlap else 1)}
+    gathered = size * (count + min(count, zero.prefetch)) if zero.stage == 3 else 0
     arriving = size * count  # gradients as the backward pass leaves them
     if zero.stage >= 2:
         arriving = zero.accumulate_bytes * count // ranks
     waiting = arriving if batch.accumulation > 1 else 0
     found = activations(model, batch, fused=fused)
-    kept = model.layers * found.kept_layer + found.shared + found.final
-    gathered = size * (count + min(count, zero.prefetch)) if zero.stage == 3 else 0
-    return Memory(
-        weights=weights,
-        master=master,
-        moments=moments,
-        summed=summed,
-        gradients=arriving,
-        buckets=buckets,
-        activations=kept,
-        loss=found.loss,
-        at_loss=always + waiting + kept + gathered + found.loss,
-        at_backward=always + buckets + gathered + _backward(model, batch, found, waiting, arriving),
-        at_reduce=always + buckets + arriving + _to_reduce(model, zero, arriving),
-        at_step=always + buckets + _to_step(model, zero, ranks),
-    )
+    in_passes = {
+        "in the loss": {
+            "gradients": waiting,
+            "activations": model.layers * found.kept_layer + found.shared + found.final,
+            "logits and loss": found.loss,
+        },
+        **{
+            moment: {"gradients": gradients, "activations": found.shared + kept, **buckets}
+            for moment, kept, gradients in _backward(model, batch, found, waiting, arriving)
+        },
+    }
+    for parts in in_passes.values():
+        parts["gathered weights"] = gathered
+    reduced = {"gradients": arriving + _to_reduce(model, zero, arriving), **buckets}
+    updated = {"gradients": _to_step(model, zero, ranks), **buckets}
+    after = {"while gradients are reduced": reduced, "while weights are updated": updated}
+    return Memory(always, in_passes | after)
 
 
-def _backward(model: Model, batch: Batch, found: Activations, waiting: int, arriving: int) -> int:
-    """Where it begins all activations are there, where it ends all gradients.
+def _backward(
+    model: Model, batch: Batch, found: Activations, waiting: int, arriving: int
+) -> list[tuple[str, int, int]]:
+    """Activations and gradients at each moment: first all of those are there, last all of these.
 
     The head's gradient waits, from the loss on, for the embedding's, to which it is added.
     """
     head = model.weight_bytes * model.embedding
-    kept = waiting + model.layers * found.kept_layer
-    in_layer = found.again + found.in_layer
+    kept = model.layers * found.kept_layer
     before = waiting if arriving < model.weight_bytes * model.parameters else 0
     arrived = arriving * (model.layers - 1) * model.layer // model.parameters
-    return found.shared + max(
-        kept + found.final + found.in_head,
-        kept + found.final + found.in_norm + head,
-        kept + in_layer + head,
-        before + arrived + found.kept_layer + in_layer + head,
-        before + arriving + found.kept_layer + 2 * head,
-    )
+    return [
+        ("as the backward pass begins", kept + found.final, waiting + found.in_head),
+        ("in the last norm's backward pass", kept + found.final, waiting + found.in_norm + head),
+        ("in the last layer's backward pass", kept + found.again, waiting + found.in_layer + head),
+        (
+            "in the first layer's backward pass",
+            found.kept_layer + found.again,
+            before + arrived + found.in_layer + head,
+        ),
+        ("as the backward pass ends", found.kept_layer, before + arriving + 2 * head),
+    ]
 
 
 def _to_reduce(model: Model, zero: Zero, arriving: int) -> int:

@@ -32,7 +32,7 @@ def search(
     found = [
         Found(name, other, forecast(model, zero, other, hardware, ranks))
         for name, zero in zeros.items()
-        for other in _batches(batch)
+        for other in _batches(model, batch, ranks)
     ]
     fitting = [one for one in found if fits(one.forecast.memory, hardware)]
     return sorted(fitting, key=_order)
@@ -56,8 +56,19 @@ def _order(one: Found) -> tuple[float, int, int]:
     )
 
 
-def _batches(batch: Batch) -> Iterator[Batch]:
-    sequences = batch.micro_batch * batch.accumulation
+def _batches(model: Model, batch: Batch, ranks: int) -> Iterator[Batch]:
+    """As many ranks may share a sequence as there are KV heads; each then has more of them."""
+    sequences = batch.micro_batch * batch.accumulation * (ranks // batch.shared_by)
+    for shared_by in range(1, model.kv_heads + 1):
+        groups = ranks // shared_by
+        if any(whole % shared_by for whole in (model.kv_heads, batch.seq_len, ranks)):
+            continue
+        if sequences % groups == 0:
+            each = replace(batch, shared_by=shared_by)
+            yield from _micro_batches(each, sequences // groups)
+
+
+def _micro_batches(batch: Batch, sequences: int) -> Iterator[Batch]:
     for micro_batch in range(1, sequences + 1):
         if sequences % micro_batch == 0:
             for mode in MODES:

@@ -26,7 +26,7 @@ class Hardware:
     memory: float = math.inf  # bytes of a GPU
     start: float = 20e-6  # seconds to start a collective, times log2 of the ranks
     overlaps: bool = True  # gloo's ranks wait for what they send; NCCL's streams do not
-    gathering: float = 1.0  # share of the rate that an all-gather of weights reaches
+    gathering: float = 1.0  # share of the rate that gathering weights reaches
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Forecast:
 
 def forecast(model: Model, zero: Zero, batch: Batch, hardware: Hardware, ranks: int) -> Forecast:
     """Memory, bytes and seconds of one step."""
-    sent = traffic(model, zero, batch.accumulation, ranks)
+    sent = traffic(model, zero, batch, ranks)
     work = batch.tokens * flops_per_token(model, batch.checkpointing)
     micro = work / (hardware.flops * hardware.mfu)
     whole, exposed = communication_seconds(sent, zero, batch, hardware, ranks, micro)
@@ -77,18 +77,21 @@ def communication_seconds(
     A ring through several nodes crosses each border once in each direction, so that a node's
     network carries what one rank sends: the slower of link and network sets the pace.
     """
-    rate = hardware.link if hardware.nodes == 1 else min(hardware.link, hardware.network)
+    far = min(hardware.link, hardware.network)
+    rate = hardware.link if hardware.nodes == 1 else far
+    near = ranks // hardware.nodes % batch.shared_by == 0  # a node has all ranks of a sequence
     starting = sent.collectives * hardware.start * math.log2(ranks) if ranks > 1 else 0.0
-    reduce, fetch, tail = (part / rate for part in (sent.reduce, sent.fetch, sent.tail))
-    gather = sent.gather / (rate * hardware.gathering)
-    whole = starting + gather + sent.reductions * (reduce + fetch)
+    reduce, tail = sent.reduce / rate, sent.tail / rate
+    gather, fetch = (part / (rate * hardware.gathering) for part in (sent.gather, sent.fetch))
+    waited = starting + gather + sent.exchange / (hardware.link if near else far)
+    whole = waited + sent.reductions * (reduce + fetch)
     if not (zero.overlap and hardware.overlaps):
         return whole, whole
     behind = micro * _backward_share(batch.checkpointing)
     late = max(tail, reduce - behind)
     if zero.stage == 3:  # the first layer's weights are waited for, the rest come ahead of use
         late = max(tail, reduce + fetch - micro)
-    return whole, min(whole, starting + gather + sent.reductions * late)
+    return whole, min(whole, waited + sent.reductions * late)
 
 
 def fits(found: Memory, hardware: Hardware) -> bool:

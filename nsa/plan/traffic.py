@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nsa.plan.model import Model
+from nsa.plan.model import Batch, Model, exchanged, exchanges
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Zero:
     overlap: bool = False  # buckets are on their way during the backward pass
     prefetch: int = 0  # stage 3: parameters fetched ahead
     persistent: int = 0  # stage 3: parameters that every rank keeps whole
+    persistent_tensors: int = 0  # and how many tensors they are
     gathers: int = 1  # stage 3: how often a micro-batch gathers the weights
 
     @property
@@ -35,35 +36,45 @@ class Traffic:
     gather: float  # weights, once a step, behind nothing
     fetch: float  # stage 3: weights of one micro-batch
     tail: float  # of each reduction: what is complete only as the backward pass ends
+    exchange: float  # in a step, between the ranks that share a sequence, behind nothing
     collectives: int  # started in a step
 
     @property
     def bytes_per_step(self) -> float:
-        return self.reduce * self.reductions + self.gather + self.fetch * self.reductions
+        zero = self.reduce * self.reductions + self.gather + self.fetch * self.reductions
+        return zero + self.exchange
 
 
-def traffic(model: Model, zero: Zero, accumulation: int, ranks: int) -> Traffic:
+def traffic(model: Model, zero: Zero, batch: Batch, ranks: int) -> Traffic:
     """Of a ring: all-reduce 2(n-1)/n of what it is given, gather and scatter (n-1)/n."""
     share = (ranks - 1) / ranks
-    reductions = accumulation if zero.stage >= 2 else 1
-    sharded = model.parameters - zero.persistent
+    weights = share * model.weight_bytes
     passes = 1 if zero.stage == 3 else 2  # DeepSpeed's stages 1 and 2 all-reduce as stage 0 does
-    reduce = passes * share * zero.reduce_bytes * model.parameters
-    gather = share * model.weight_bytes * model.parameters if zero.stage in (1, 2) else 0.0
-    fetch = share * model.weight_bytes * sharded * zero.gathers if zero.stage == 3 else 0.0
+    reduce = passes * share * zero.reduce_bytes
+    # Stage 3 gathers what is sharded for each micro-batch, and the rest after the update.
+    once = {0: 0, 3: zero.persistent}.get(zero.stage, model.parameters)
+    sharded = model.parameters - zero.persistent if zero.stage == 3 else 0
     last = model.embedding + min(zero.bucket or model.parameters, model.layer)
-    tail = passes * share * zero.reduce_bytes * min(last, model.parameters)
-    return Traffic(reduce, reductions, gather, fetch, tail, _collectives(model, zero, accumulation))
+    return Traffic(
+        reduce=reduce * model.parameters,
+        reductions=batch.accumulation if zero.stage >= 2 else 1,
+        gather=weights * once,
+        fetch=weights * sharded * zero.gathers,
+        tail=reduce * min(last, model.parameters),
+        exchange=batch.accumulation * exchanged(model, batch),
+        collectives=_collectives(model, zero, batch),
+    )
 
 
-def _collectives(model: Model, zero: Zero, accumulation: int) -> int:
+def _collectives(model: Model, zero: Zero, batch: Batch) -> int:
     """Starts are what many ranks pay for; a norm's and an overflow's small ones come with each."""
-    agreed = 2
+    layers = model.parameters - model.embedding
+    often = batch.accumulation if zero.stage >= 2 else 1
+    shared = batch.accumulation * exchanges(model, batch)
+    if not zero.bucket:  # one reduction, and the weights of two groups gathered
+        return shared + (3 if zero.stage else 1)
+    buckets = -(-layers // zero.bucket) + 1  # the embedding is one by itself
     if zero.stage == 3:
-        buckets = -(-(model.parameters - model.embedding) // max(zero.bucket, 1)) + 1
-        fetched = -(-model.parameters // max(zero.prefetch, model.layer)) * zero.gathers
-        return accumulation * (buckets + fetched) + agreed
-    if not zero.bucket:
-        return 1 + agreed + (2 if zero.stage else 0)
-    buckets = -(-(model.parameters - model.embedding) // zero.bucket) + 1
-    return buckets * (accumulation if zero.stage == 2 else 1) + agreed + 2
+        buckets += zero.gathers * (-(-layers // max(zero.prefetch, 1)) + 1)
+        return shared + often * buckets + zero.persistent_tensors + 2
+    return shared + often * buckets + 4

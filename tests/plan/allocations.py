@@ -15,11 +15,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class Allocations:
-    """Bytes that came into use within each span, while it watches."""
+    """Bytes that came into use within each span, and its collectives, while it watches."""
 
     def __init__(self) -> None:
         self.most: dict[str, int] = {}  # at most
         self.left: dict[str, int] = {}  # as the span ended
+        self.collectives: dict[str, int] = {}  # started within the span
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     @contextmanager
@@ -28,6 +29,7 @@ class Allocations:
             yield self
         events = self._profile.profiler.kineto_results.events()
         spans = {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name()[:5] == "span "}
+        started = [e.start_ns() for e in events if e.name().startswith("c10d::")]
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
         for name, (start, end) in spans.items():
             used = most = 0
@@ -36,6 +38,7 @@ class Allocations:
                     used += change
                     most = max(most, used)
             self.most[name[5:]], self.left[name[5:]] = most, used
+            self.collectives[name[5:]] = sum(start <= when <= end for when in started)
 
     @staticmethod
     def span(name: str) -> torch.profiler.record_function:

@@ -8,7 +8,7 @@ from nsa.spec import NSASpec
 BUCKET = 2**17  # elements; a bucket must be small beside the model, as it is beside M7C
 
 
-def toy(checkpointing: str = "none", kind: str = "dense") -> RunConfig:
+def toy(checkpointing: str = "none", kind: str = "dense", shared_by: int = 1) -> RunConfig:
     """Dense by default: the tiles of a CPU's sparse attention would be most of its memory."""
     config = RunConfig()
     model, attention = config.model, config.model.attention
@@ -17,6 +17,7 @@ def toy(checkpointing: str = "none", kind: str = "dense") -> RunConfig:
     attention.spec = NSASpec(16, 8, 16, 4, 1, 1, 64)
     attention.kind, attention.backend = kind, "blockwise"
     model.activation_checkpointing = checkpointing
-    config.data.seq_len = 160
+    config.data.seq_len = 160 if shared_by == 1 else 1_280  # activations are then most
     config.train.micro_batch, config.train.accumulation = 1, 2
+    config.train.sequence_parallel = shared_by
     return config
