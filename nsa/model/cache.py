@@ -62,6 +62,9 @@ class Plan:
             plan._read("tail", compressed, attention.spec.block_len, turned=turned)
             plan.blocks = ("k_cmp", "v_cmp") if "cmp" in branches else ("k_cmp",)
             plan.found.update((name, name) for name in plan.blocks)
+        for stream in plan.streams.values():  # keys and values that are read together are as many
+            if stream.kind == "k" and stream.turned:
+                stream.reach = plan.streams[f"v of {stream.branch}"].reach
         return plan
 
     def _read(self, reader: str, branch: str, reach: int | None, *, turned: bool = True) -> None:

@@ -117,7 +117,7 @@ def _generate(
             tokens = logits.argmax(-1)
         else:
             uniform = torch.tensor([draw.random() for draw in draws], dtype=torch.float64)
-            tokens = _sample(logits, uniform.to(logits.device), temperature, top_p)
+            tokens = sample(logits, uniform.to(logits.device), temperature, top_p)
         yield torch.where(ended, -1, tokens)
         if stop is not None:
             ended = ended | (tokens == stop)
@@ -127,13 +127,13 @@ def _generate(
             logits = step(model, tokens, cache)
 
 
-def _sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float) -> Tensor:
-    """A token of each row, where its number from [0, 1) falls among the likeliest ones."""
-    p, order = (
-        (logits.double() / temperature).softmax(-1).sort(stable=True, dim=-1, descending=True)
-    )
+def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float) -> Tensor:
+    """A token for each row of logits [B, V]: where its number in [0, 1) falls, likeliest first."""
+    ahead = logits.double() - logits.amax(-1, keepdim=True)  # else a low temperature overflows
+    p, order = (ahead / temperature).softmax(-1).sort(stable=True, dim=-1, descending=True)
     reached = p.cumsum(-1)
-    allowed = (reached - p < top_p).sum(-1, keepdim=True)  # the one that reaches top_p is the last
+    # The token that reaches top_p is the last.
+    allowed = (F.pad(reached[:, :-1], (1, 0)) < top_p).sum(-1, keepdim=True)
     total = reached.gather(-1, allowed - 1)
     drawn = torch.searchsorted(reached, uniform[:, None] * total, right=True)
     return order.gather(-1, torch.minimum(drawn, allowed - 1))[:, 0]

@@ -1,0 +1,313 @@
+"""A prompt and then token by token, against the parallel forward pass over all of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.model.cache import KVCache, cache_bytes
+from nsa.model.config import SUBSETS
+from nsa.model.decode import extend, generate, prefill, sample, step
+from nsa.spec import NSASpec
+from tests.model.models import ATTENTIONS, SPEC, build, tiny, tokens
+from tests.ops.cases import one_thread
+from tests.ops.test_decode import Waits
+from tests.ranks import ROOT
+
+__all__ = ["one_thread"]
+
+ODD = NSASpec(7, 3, 5, 4, 0, 2, 3)  # l, d and l' divide nothing, and φ looks back beyond the window
+M7C = NSASpec(8, 4, 16, 4, 1, 2, 24)  # as M7C's 32/16/64, smaller
+LENGTH = 60
+
+
+def model_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> LanguageModel:
+    """With weights so large that attention is far from even, and every branch matters."""
+    model = build(config, dtype)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and "embed" not in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
+def sparse(spec: NSASpec = SPEC, **changes: object) -> AttentionConfig:
+    return AttentionConfig(spec=spec, **changes)
+
+
+CONFIGS = {name: tiny(name) for name in ATTENTIONS}
+CONFIGS |= {
+    f"{branches}{', shared' if shared else ''}": tiny(sparse(branches=branches, shared_kv=shared))
+    for branches in SUBSETS[1:]
+    for shared in (False, True)
+}
+CONFIGS |= {
+    "M7C's pattern, G=6": tiny(sparse(M7C), heads=6, kv_heads=1, value_dim=None),
+    "odd": tiny(sparse(ODD), heads=3, kv_heads=1),
+    "odd, mlp, G=1": tiny(sparse(ODD, compressor="mlp"), heads=2, kv_heads=2, value_dim=8),
+    "odd, shared": tiny(sparse(ODD, shared_kv=True), heads=10),
+    "odd, mlp, shared, cmp+win": tiny(
+        sparse(ODD, compressor="mlp", shared_kv=True, branches="cmp+win"), heads=8
+    ),
+    "odd, shared, cmp+win": tiny(sparse(ODD, shared_kv=True, branches="cmp+win")),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_every_position_has_the_logits_of_the_parallel_pass(name: str) -> None:
+    model, ids = model_of(CONFIGS[name]), tokens(LENGTH, batch=4)
+    at_once = model(ids)
+    lengths = torch.tensor([1, 3, 9, 20])
+    rows = torch.arange(4)
+    logits, cache = prefill(model, ids, lengths)
+    for further in range(LENGTH - 20):
+        now = lengths + further
+        torch.testing.assert_close(logits, at_once[rows, now - 1], rtol=0, atol=1e-9)
+        logits = step(model, ids[rows, now], cache)
+    assert cache.lengths.tolist() == cache.host_lengths == (lengths + further + 1).tolist()
+
+
+def test_prompts_are_a_list_or_rows_that_end_early() -> None:
+    model, ids = model_of(tiny()), tokens(12, batch=2)
+    of_list, _ = prefill(model, [ids[0, :5], ids[1]])
+    of_rows, _ = prefill(model, ids, torch.tensor([5, 12]))
+    assert torch.equal(of_list, of_rows)
+    whole, _ = prefill(model, ids)
+    torch.testing.assert_close(whole[1], of_list[1])
+
+
+def test_several_tokens_more_are_one_step_each() -> None:
+    model, ids = model_of(tiny()), tokens(30, batch=2)
+    _, cache = prefill(model, ids[:, :11])
+    torch.testing.assert_close(extend(model, ids[:, 11:], cache), model(ids)[:, 11:])
+
+
+@torch.no_grad()
+def test_m7cs_own_pattern_chooses_as_the_parallel_pass_does() -> None:
+    """Past 1,024 tokens there are more blocks than are chosen."""
+    config = tiny(sparse(NSASpec()), layers=1, heads=12, kv_heads=2)
+    model, ids = model_of(config), tokens(1_130, batch=1)
+    at_once = model(ids)[0]
+    _, cache = prefill(model, ids[:, :1_090])
+    logits = extend(model, ids[:, 1_090:], cache)[0]
+    torch.testing.assert_close(logits, at_once[1_090:], rtol=0, atol=1e-9)
+
+
+@torch.no_grad()
+def test_in_bf16_the_likeliest_tokens_are_those_of_the_parallel_pass() -> None:
+    """Of a model that has learned a text by heart; the parallel pass reads all for each token."""
+    text = tokens(80, seed=5)[0]
+    model = build(tiny(sparse(M7C), heads=6, kv_heads=1, width=64), torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    with torch.enable_grad():
+        for _ in range(50):
+            optimizer.zero_grad()
+            model(text[None, :-1], labels=text[None, 1:]).backward()
+            optimizer.step()
+    model.to(torch.bfloat16)
+    prompts = [text[:3], text[:20], text[:57]]
+    written = torch.stack(list(generate(model, prompts, max_new_tokens=20, temperature=0)), 1)
+    for prompt, new in zip(prompts, written, strict=True):
+        assert torch.equal(new, text[len(prompt) :][:20])
+        for at in range(len(new)):
+            assert model(torch.cat([prompt, new[:at]])[None])[0, -1].argmax() == new[at]
+
+
+def poison(cache: KVCache) -> None:
+    """Put NaN wherever nothing has been written yet."""
+    for layer in cache.layers:
+        for name, buffer in layer.buffers.items():
+            for row, length in enumerate(cache.host_lengths):
+                blocks = name in cache.plan.blocks
+                used = cache.config.attention.spec.compressed_len(length) if blocks else length
+                buffer[row, used:] = float("nan")
+
+
+@pytest.mark.parametrize("name", ["mean", "mlp, shared", "odd, shared"])
+def test_what_lies_beyond_a_sequence_is_not_read(name: str) -> None:
+    model, ids = model_of(CONFIGS[name]), tokens(40, batch=3)
+    _, clean = prefill(model, ids, [2, 9, 21])
+    _, dirty = prefill(model, ids, [2, 9, 21])
+    for _ in range(19):
+        poison(dirty)
+        assert torch.equal(step(model, ids[:, 5], dirty), step(model, ids[:, 5], clean))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cache_is_as_large_as_is_said(name: str) -> None:
+    config = CONFIGS[name]
+    model = build(config)
+    for length in (1, 5, 40):
+        _, cache = prefill(model, tokens(length, batch=3))
+        assert cache.nbytes == 3 * cache_bytes(config, length, torch.float64)
+
+
+def test_what_a_token_adds_to_the_cache_of_m7c() -> None:
+    """A key and a value of 64 numbers in 2 heads, 12 layers, bf16; one in 16 of them once more."""
+    m7c = ModelConfig()
+    token = 2 * (64 + 64) * 12 * 2
+    added = cache_bytes(m7c, 32_768) - cache_bytes(m7c, 16_384)
+    assert added == 16_384 * token + 1_024 * token
+    shared = replace(m7c, attention=AttentionConfig(shared_kv=True))
+    assert cache_bytes(m7c, 16_384) - cache_bytes(shared, 16_384) == (512 + 32) * token
+    dense = replace(m7c, attention=AttentionConfig(kind="dense"))
+    assert cache_bytes(dense, 16_384) == 16_384 * token
+    window = replace(m7c, attention=AttentionConfig(branches="win"))
+    assert cache_bytes(window, 16_384) == 512 * token
+
+
+@torch.no_grad()
+def test_a_cache_grows_by_doubling() -> None:
+    model, ids = model_of(tiny()), tokens(60)
+    logits, cache = prefill(model, ids[:, :5])
+    room = []
+    for at in range(5, 60):
+        logits = step(model, ids[:, at], cache)
+        room.append(cache.capacity)
+    assert sorted(set(room)) == [10, 20, 40, 80]
+    torch.testing.assert_close(logits, model(ids)[:, -1])
+    assert cache.nbytes == cache_bytes(model.config, 80, torch.float64)
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_go_on_alone_and_more_than_once() -> None:
+    """As beams do."""
+    model, ids = model_of(tiny("mlp")), tokens(30, batch=3)
+    _, cache = prefill(model, ids, [20, 7, 12])
+    chosen = cache.select([2, 0, 2])
+    assert chosen.host_lengths == chosen.lengths.tolist() == [12, 20, 12]
+    logits = step(model, torch.tensor([1, 2, 3]), chosen)
+    for row, (source, length, new) in enumerate([(2, 12, 1), (0, 20, 2), (2, 12, 3)]):
+        whole = torch.cat([ids[source, :length], torch.tensor([new])])
+        torch.testing.assert_close(logits[row], model(whole[None])[0, -1])
+    assert cache.lengths.tolist() == [20, 7, 12]
+    step(model, torch.tensor([1, 2, 3]), cache)  # it has kept buffers of its own
+
+
+def test_a_step_never_waits_for_the_device() -> None:
+    model, ids = model_of(tiny("mlp")), tokens(30, batch=2)
+    _, cache = prefill(model, ids, [9, 20])
+    with Waits() as mode:
+        for at in range(8):
+            step(model, ids[:, at], cache)
+    # One look at the ids, which on a processor costs nothing; with a GPU it is left out.
+    assert mode.waited <= {"_local_scalar_dense", "item"}
+    assert mode.counts["_local_scalar_dense"] == 2 * 8
+
+
+def flops(config: ModelConfig, length: int) -> int:
+    """Of the products in one step of a sequence that has `length` tokens with the new one."""
+    model = LanguageModel(config)
+    cache = KVCache(config, 1)
+    cache.start([length - 1])
+    with FlopCounterMode(display=False) as counter:
+        step(model, torch.tensor([3]), cache)
+    return counter.get_total_flops()
+
+
+def test_a_token_costs_what_the_compressed_blocks_before_it_cost() -> None:
+    """Ten times the past: dense attention reads all of it, sparse attention one key in d more."""
+    spec = NSASpec(8, 4, 16, 4, 1, 2, 24)
+    config = tiny(sparse(spec))
+    pair = 2 * config.heads * (config.head_dim + 5) * config.layers
+    more = flops(config, 4_001) - flops(config, 401)
+    assert more == pair * 3_600 // spec.block_stride
+    dense = tiny("dense")
+    assert flops(dense, 4_001) - flops(dense, 401) == pair * 3_600
+
+
+def chosen(model: LanguageModel, prompts: list[Tensor], **sampling: object) -> Tensor:
+    return torch.stack(list(generate(model, prompts, **sampling)), 1)
+
+
+def test_a_text_depends_on_its_seed_and_prompt_and_not_on_the_batch() -> None:
+    model, ids = model_of(tiny()), tokens(9, batch=3)
+    ask = {"max_new_tokens": 12, "top_p": 0.9}
+    prompts = [ids[0], ids[1, :4], ids[2]]
+    together = chosen(model, prompts, **ask, seed=1)
+    for row, prompt in enumerate(prompts):
+        assert torch.equal(chosen(model, [prompt], **ask, seed=1)[0], together[row])
+    assert not torch.equal(chosen(model, prompts, **ask, seed=2), together)
+    several = chosen(model, [ids[0]] * 3, **ask, seed=[1, 2, 1])
+    assert torch.equal(several[0], together[0])
+    assert torch.equal(several[2], together[0])
+    assert not torch.equal(several[1], together[0])
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (2.0, 0.6), (1.0, 0.8)])
+def test_tokens_come_as_often_as_they_are_likely(temperature: float, top_p: float) -> None:
+    """Of all numbers from 0 to 1, as many give a token as its share of what is allowed."""
+    p = torch.tensor([0.2, 0.5, 0.0, 0.3], dtype=torch.float64)
+    uniform = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
+    logits = p.log().expand(10_000, -1)
+    found = sample(logits, uniform, temperature, top_p).bincount(minlength=4) / 10_000
+    share = p ** (1 / temperature) / (p ** (1 / temperature)).sum()
+    allowed = {1.0: [0, 1, 3], 0.6: [1, 3], 0.8: [1, 3]}[top_p]
+    expected = torch.zeros(4, dtype=torch.float64)
+    expected[allowed] = share[allowed] / share[allowed].sum()
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-4)
+
+
+def test_the_coldest_temperature_and_the_smallest_part_take_the_likeliest() -> None:
+    model, ids = model_of(tiny()), tokens(9, batch=2)
+    greedy = chosen(model, list(ids), max_new_tokens=8, temperature=0)
+    for sampling in ({"temperature": 1e-300}, {"top_p": 1e-12}):
+        assert torch.equal(chosen(model, list(ids), max_new_tokens=8, **sampling), greedy)
+
+
+def test_a_sequence_ends_at_its_stop_and_all_end_with_the_last() -> None:
+    model, ids = model_of(tiny()), tokens(9, batch=2)
+    free = chosen(model, list(ids), max_new_tokens=12, seed=3)
+    stop = int(free[0, 4])
+    assert stop not in free[0, :4]
+    assert stop not in free[1, :7]
+    ended = chosen(model, list(ids), max_new_tokens=12, seed=3, stop=stop)
+    assert torch.equal(ended[0, :5], free[0, :5])
+    assert ended[0, 5:].eq(-1).all()
+    assert torch.equal(ended[1], free[1][: ended.shape[1]])
+    alone = chosen(model, [ids[0]], max_new_tokens=12, seed=3, stop=stop)
+    assert alone.shape == (1, 5)
+
+
+def test_what_cannot_go_on_is_refused_by_name() -> None:
+    model, ids = model_of(tiny()), tokens(9, batch=2)
+    empty = torch.tensor([], dtype=torch.int64)
+    _, cache = prefill(model, ids)
+    other = model_of(tiny("mlp"))
+    for call, message in (
+        (lambda: prefill(model, []), r"^prompts has none; give one or more$"),
+        (lambda: prefill(model, [ids[0], empty]), r"^prompts\[1\] is torch.int64 \(0,\); it must"),
+        (lambda: prefill(model, ids, [9, 0]), r"^prompts\[1\] is torch.int64 \(0,\); it must"),
+        (lambda: prefill(model, ids, [9, 10]), r"^lengths\[1\] = 10: the prompt has 9 tokens$"),
+        (lambda: prefill(model, ids, [9]), r"^lengths has 1 entries for 2 prompts$"),
+        (lambda: prefill(model, ids + 60), r"^prompts has the id \d+; this model's are 0 to 60$"),
+        (lambda: prefill(model, ids - 99), r"^prompts has the id -\d+; this model's"),
+        (lambda: prefill(model, ids.float()), r"^prompts\[0\] is torch.float32"),
+        (lambda: step(model, ids[:, 0] + 61, cache), r"^tokens has the id \d+"),
+        (lambda: step(model, ids[0], cache), r"^tokens is torch.int64 \(9,\); the cache has 2"),
+        (lambda: step(other, ids[:, 0], cache), r"^the cache is of another model"),
+        (lambda: step(model.float(), ids[:, 0], cache), r"^the cache is of another model \(torch"),
+        (lambda: chosen(model, [ids[0]], max_new_tokens=0), r"^max_new_tokens = 0: must be 1"),
+        (lambda: chosen(model, [ids[0]], max_new_tokens=1, top_p=0.0), r"^top_p = 0.0: must"),
+        (lambda: chosen(model, [ids[0]], max_new_tokens=1, temperature=-1.0), r"^temperature = -1"),
+        (lambda: chosen(model, [ids[0]], max_new_tokens=1, stop=61), r"^stop = 61: this model's"),
+        (lambda: chosen(model, [ids[0]], max_new_tokens=1, seed=[1, 2]), r"^seed has 2 entries"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_training_uses_nothing_of_the_step_by_step_path() -> None:
+    """Only what decodes imports it."""
+    sequential = {"nsa.model.decode", "nsa.model.cache", "nsa.ops.decode"}
+    for room in ("engine", "data", "monitor", "checkpoint", "plan", "model"):
+        for source in (ROOT / "nsa" / room).rglob("*.py"):
+            if source.stem not in ("decode", "hf"):
+                imports = re.findall(r"^\s*from (nsa[.\w]+) import", source.read_text(), re.M)
+                assert not sequential & set(imports), source

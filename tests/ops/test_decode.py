@@ -1,0 +1,238 @@
+"""One token behind buffers, against `nsa_attention` over the whole sequence."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa.ops import (
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from nsa.ops.decode import decode_attention
+from nsa.spec import NSASpec
+from tests.ops.cases import one_thread, random_spec
+
+__all__ = ["one_thread"]
+NAN = float("nan")
+
+
+class Sequences:
+    """Random sequences of several lengths, whole and as the buffers that a cache would hold.
+
+    What lies beyond a sequence's length is NaN.
+    """
+
+    def __init__(
+        self,
+        spec: NSASpec,
+        lengths: list[int],
+        *,
+        kv_heads: int = 2,
+        group: int = 2,
+        key_dim: int = 6,
+        value_dim: int = 5,
+        spare: int = 3,
+        ring: int | None = None,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        draw = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
+
+        self.spec, self.lengths = spec, torch.tensor(lengths)
+        longest, heads, batch = max(lengths), kv_heads * group, len(lengths)
+        blocks = spec.compressed_len(longest)
+        self.q = normal(batch, longest, heads, key_dim)
+        self.gates = normal(batch, longest, heads, 3).sigmoid()
+        self.whole = {
+            f"{kind}_{branch}": normal(batch, count, kv_heads, size)
+            for branch, count in (("cmp", blocks), ("sel", longest), ("win", longest))
+            for kind, size in (("k", key_dim), ("v", value_dim))
+        }
+        ring = ring or spec.window
+        self.buffers = {}
+        for name, x in self.whole.items():
+            size = ring if name[2:] == "win" else x.shape[1] + spare
+            buffer = x.new_full((batch, size, *x.shape[2:]), NAN)
+            for row, length in enumerate(lengths):
+                count = spec.compressed_len(length) if name[2:] == "cmp" else length
+                for position in range(count):  # in a ring later ones overwrite earlier ones
+                    buffer[row, position % size] = x[row, position]
+            self.buffers[name] = buffer
+
+    def decoded(self, branches: tuple[str, ...] = ("cmp", "sel", "win"), **changes: Any) -> Tensor:
+        rows = torch.arange(len(self.lengths))
+        kept = [["cmp", "sel", "win"].index(name) for name in branches]
+        given = {
+            "q": self.q[rows, self.lengths - 1],
+            **self.buffers,
+            "gates": self.gates[rows, self.lengths - 1][..., kept],
+            "lengths": self.lengths,
+        }
+        return decode_attention(**(given | changes), spec=self.spec, branches=branches)
+
+    def at_once(self, row: int) -> dict[str, Tensor]:
+        """One sequence, without what is beyond its length."""
+        length = int(self.lengths[row])
+        blocks = self.spec.compressed_len(length)
+        whole = {
+            name: x[row : row + 1, : blocks if name[2:] == "cmp" else length]
+            for name, x in self.whole.items()
+        }
+        return {"q": self.q[row : row + 1, :length], **whole}
+
+    def expected(self) -> Tensor:
+        outputs = []
+        for row, length in enumerate(self.lengths.tolist()):
+            gates = self.gates[row : row + 1, :length]
+            o = nsa_attention(**self.at_once(row), gates=gates, spec=self.spec, backend="reference")
+            outputs.append(o[0, -1])
+        return torch.stack(outputs)
+
+
+def random_sequences(seed: int) -> Sequences:
+    draw = random.Random(seed)
+    spec = random_spec(draw)
+    return Sequences(
+        spec,
+        [1, spec.block_len, *(draw.randint(1, 70) for _ in range(3))],
+        kv_heads=draw.choice([1, 2, 3]),
+        group=draw.choice([1, 2, 3, 4, 6]),
+        key_dim=draw.choice([2, 8]),
+        value_dim=draw.choice([1, 5]),
+        spare=draw.choice([0, 1, 20]),
+        ring=draw.choice([None, 70, 2 * spec.window]),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_token_behind_buffers_is_the_last_of_the_whole_sequence(seed: int) -> None:
+    sequences = random_sequences(seed)
+    expected = sequences.expected()
+    torch.testing.assert_close(sequences.decoded(), expected, rtol=0, atol=1e-12)
+
+
+def test_tokens_at_many_positions_of_the_papers_pattern_made_small() -> None:
+    spec = NSASpec(8, 4, 16, 4, 1, 2, 24)
+    sequences = Sequences(spec, list(range(1, 131, 3)), kv_heads=1, group=6)
+    torch.testing.assert_close(sequences.decoded(), sequences.expected(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("branches", ["cmp", "sel", "win", "cmp+sel", "cmp+win", "sel+win"])
+def test_fewer_branches_read_only_what_is_theirs(branches: str) -> None:
+    sequences = random_sequences(3)
+    names = tuple(branches.split("+"))
+    needed = {name for name in sequences.buffers if name[2:] in names}
+    needed |= {"k_cmp"} if "sel" in names else set()
+    without = {name: None for name in sequences.buffers if name not in needed}
+    found = sequences.decoded(names, **without)
+    for row, length in enumerate(sequences.lengths.tolist()):
+        at, spec = sequences.at_once(row), sequences.spec
+        o_cmp, lse = compressed_attention(at["q"], at["k_cmp"], at["v_cmp"], spec)
+        chosen = select_blocks(at["q"], at["k_cmp"], lse, spec)
+        each = {
+            "cmp": o_cmp,
+            "sel": selected_attention(at["q"], at["k_sel"], at["v_sel"], chosen, spec),
+            "win": window_attention(at["q"], at["k_win"], at["v_win"], spec.window),
+        }
+        gates = dict(zip(each, sequences.gates[row, length - 1].unbind(-1), strict=True))
+        expected = sum(gates[name][:, None] * each[name][0, -1] for name in names)
+        torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-12)
+
+
+def test_blocks_that_tie_are_taken_from_the_lowest() -> None:
+    spec = NSASpec(4, 4, 4, 4, 1, 1, 3)
+    sequences = Sequences(spec, [61, 64])
+    for keys in (sequences.whole, sequences.buffers):
+        keys["k_cmp"].nan_to_num_(0).zero_()  # every block is as near to every query
+    expected = sequences.expected()
+    torch.testing.assert_close(sequences.decoded(), expected, rtol=0, atol=1e-12)
+    values = sequences.buffers["v_sel"]
+    values[:, 12:60] = NAN  # all but blocks 0, 1, 2 and the query's own
+    torch.testing.assert_close(sequences.decoded(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_loses_no_more_than_the_parallel_pass(dtype: torch.dtype) -> None:
+    spec = NSASpec(8, 4, 16, 40, 1, 2, 24)  # every block is chosen: rounding changes no choice
+    low = Sequences(spec, [5, 77, 130], dtype=dtype)
+    high = Sequences(spec, [5, 77, 130])
+    for name in ("q", "gates"):
+        setattr(high, name, getattr(low, name).double())
+    high.whole = {name: x.double() for name, x in low.whole.items()}
+    exact = high.expected()
+    lost, found = ((x.double() - exact).abs().max() for x in (low.expected(), low.decoded()))
+    assert found <= 1.5 * lost
+    assert low.decoded().dtype == dtype
+
+
+class Waits(TorchDispatchMode):
+    """Notes every operation that makes the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name().removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def waited(self) -> set[str]:
+        asks = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "item"}
+        return asks & set(self.counts)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    sequences = random_sequences(1)
+    with Waits() as mode:
+        sequences.decoded()
+    assert not mode.waited
+    with Waits() as mode:
+        torch.ones(1).item()
+    assert mode.waited
+
+
+WRONG = {
+    r"^branches = \('cmp', 'sel', 'win'\): k_win and v_win are not given$": {"k_win": None},
+    r"^k_cmp is not given; the selected branch chooses blocks by it$": {
+        "k_cmp": None,
+        "branches": ("sel",),
+    },
+    r"^gates has shape \(2, 4, 2\); it must be \(2, 4, 3\)": {"gates": torch.ones(2, 4, 2)},
+    r"^lengths is torch.int32 \(2,\); it must be int64 \[2\]$": {
+        "lengths": torch.ones(2, dtype=torch.int32)
+    },
+    r"^v_sel is torch.float32": {"v_sel": torch.zeros(2, 9, 2, 5)},
+    r"^backend = 'fast': choose one of auto": {"backend": "fast"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_does_not_fit_is_refused_by_name(message: str) -> None:
+    sequences = Sequences(NSASpec(4, 2, 4, 3, 1, 1, 6), [9, 4])
+    wrong = dict(WRONG[message])
+    with pytest.raises(ValueError, match=message):
+        sequences.decoded(wrong.pop("branches", ("cmp", "sel", "win")), **wrong)
+
+
+def test_a_backend_by_name_serves_or_says_why_not() -> None:
+    sequences = Sequences(replace(NSASpec(), window=8), [9])
+    for name in ("reference", "blockwise"):
+        assert torch.equal(sequences.decoded(backend=name), sequences.decoded())
+    with pytest.raises(ValueError, match=r"^backend = 'triton' cannot serve decode_attention: "):
+        sequences.decoded(backend="triton")
