@@ -60,6 +60,7 @@ def export(place: Path, to: Path, dtype: str | None = None) -> Path:
 
 
 def _write(run: OpenedRun, folder: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from nsa.engine.load import to_yaml
@@ -68,7 +69,10 @@ def _write(run: OpenedRun, folder: Path) -> None:
     from nsa.export.tokenizer import write_tokenizer
 
     weights = {f"model.{name}": weight for name, weight in run.model.state_dict().items()}
-    save_file(weights, folder / SAFETENSORS, metadata={"format": "pt"})
+    try:
+        save_file(weights, folder / SAFETENSORS, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{folder.parent}: the weights cannot be written: {error}") from None
     texts = {
         "config.json": _json(_configuration(run)),
         "generation_config.json": _json(_generation(run)),

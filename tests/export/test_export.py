@@ -1,0 +1,232 @@
+"""`nsa export`: what transformers load is what was trained, with the package and without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.dynamic_module_utils import get_imports
+
+from nsa.cli import main
+from nsa.data.config import DataConfig
+from nsa.data.source import open_source
+from nsa.data.tokenizer import ByteTokenizer, Tokenizer, train_tokenizer
+from nsa.engine.opened import open_run
+from nsa.export.bundle import bundle
+from nsa.export.tokenizer import write_tokenizer
+from nsa.monitor.metrics_csv import read_metrics
+from tests.engine.runs import TINY, alone, succeed
+from tests.ranks import ROOT
+
+TOKENS = torch.arange(96)[None]
+TEXTS = (
+    "def main():\n\treturn 0\r\n",
+    " it says <|endoftext|> and <|pad|>, two  spaces",
+    "é, 漢字 and 🙂\x00",
+    "",
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps with checkpoints at the third and the sixth."""
+    folder = tmp_path_factory.mktemp("runs")
+    succeed(alone("m7c.py", "--profile=demo", "--steps=6", *TINY, "--run-dir=tiny", folder=folder))
+    return folder / "tiny"
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    folder = run.parent / "exported"
+    assert main(["export", str(run), "--to", str(folder)]) == 0
+    return folder
+
+
+def card(folder: Path) -> dict[str, str]:
+    """The rows of a README's tables."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", (folder / "README.md").read_text(), re.M)
+    return dict(rows)
+
+
+def test_the_logits_are_the_trainers_to_the_bit(run: Path, exported: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    opened = open_run(run, device="cpu")
+    assert model.dtype == opened.model.embed.weight.dtype == torch.bfloat16
+    assert torch.equal(model(TOKENS).logits, opened.model(TOKENS))
+    assert model.config.max_position_embeddings == opened.config.data.seq_len
+
+
+def test_fp32_weights_are_those_that_the_optimizer_kept(run: Path, tmp_path: Path) -> None:
+    assert main(["export", str(run), "--to", str(tmp_path / "wide"), "--dtype", "fp32"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
+    opened = open_run(run, device="cpu", dtype=torch.float32)
+    assert torch.equal(model(TOKENS).logits, opened.model(TOKENS))
+    weight = model.model.embed.weight
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
+def test_the_cards_figures_are_those_of_the_exported_step(run: Path, tmp_path: Path) -> None:
+    checkpoint = run / "checkpoints" / "step00000003"
+    assert main(["export", str(checkpoint), "--to", str(tmp_path / "third")]) == 0
+    rows = [row for row in read_metrics(run / "metrics.csv") if row["step"] <= 3]
+    said, last = card(tmp_path / "third"), rows[-1]
+    assert said["steps"] == "3 of 6"
+    assert said["tokens seen"].split()[0] == f"{last['tokens']:,}"
+    assert said["training loss (nats a token)"].split()[0] == f"{last['loss']:.4f}"
+    assert said["data.source"] == "embedded"
+    assert said["torch"] == torch.__version__
+    text = (tmp_path / "third" / "README.md").read_text()
+    assert "Not recorded by the run: held-out loss" in text  # the first is at step 4
+
+
+def test_a_run_without_records_says_so_and_makes_nothing_up(exported: Path, tmp_path: Path) -> None:
+    assert main(["export", str(exported), "--to", str(tmp_path / "again")]) == 0
+    said, text = card(tmp_path / "again"), (tmp_path / "again" / "README.md").read_text()
+    assert "tokens seen" not in said
+    assert "Not recorded by the run: steps, tokens seen, training loss" in text
+    assert said["torch"] == "not recorded"
+    for name in ("model.safetensors", "config.json", "config.yaml", "tokenizer.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (exported / name).read_bytes()
+
+
+def test_the_settings_and_the_weights_can_be_read_by_others(run: Path, exported: Path) -> None:
+    read = [yaml.safe_load((place / "config.yaml").read_text()) for place in (run, exported)]
+    assert read[0] == read[1]
+    modes = {stat.S_IMODE(file.stat().st_mode) for file in exported.iterdir()}
+    assert len(modes) == 1  # safetensors leaves its file to the owner alone
+
+
+@pytest.mark.parametrize("kind", ["byte", "learned"])
+def test_the_tokenizer_gives_our_ids_for_any_text(kind: str, tmp_path: Path) -> None:
+    tokenizer: Tokenizer = ByteTokenizer()
+    if kind == "learned":
+        source = open_source(DataConfig(synthetic_bytes=30_000), "synthetic")
+        tokenizer = train_tokenizer(source, 300, tmp_path / "learned")
+    write_tokenizer(tokenizer, tmp_path / "written", 96)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "written")
+    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.eos_id
+    assert len(theirs) == tokenizer.vocab_size
+    for text in TEXTS:
+        ids = theirs(text)["input_ids"]
+        assert ids == tokenizer.encode(text.encode()).tolist()
+        assert theirs.decode(ids) == text
+    ended = [*tokenizer.encode(b"end").tolist(), tokenizer.eos_id]
+    assert theirs.decode(ended, skip_special_tokens=True) == "end"
+    padded = theirs(["a", "abc"], padding=True, padding_side="left")
+    assert padded["attention_mask"][0][0] == 0
+
+
+def test_a_folder_that_is_in_use_is_refused_by_name(
+    run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run), "--to", str(exported)]) == 2
+    assert f"--to {exported}: there is something already" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "nowhere"), "--to", str(tmp_path / "new")]) == 2
+    assert "nowhere': there is no such folder" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_full_disk_leaves_nothing_behind(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # the weights are larger
+    try:
+        code = main(["export", str(run), "--to", str(tmp_path / "out")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bundled_code_needs_torch_and_transformers_alone(tmp_path: Path) -> None:
+    files = bundle()
+    assert files == bundle()
+    allowed = {"torch", "transformers", *sys.stdlib_module_names}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        assert set(get_imports(tmp_path / name)) <= allowed, name  # transformers refuses others
+        wanted = re.findall(r"^\s*from \.(\w+) import", text, re.M)
+        assert {f"{other}.py" for other in wanted} <= files.keys(), name
+        assert not re.search(r"^\s*(from|import) nsa\b", text, re.M), name
+        assert '"nsa::' not in text  # operations of the package, or of another bundle, stay theirs
+
+
+WITHOUT_THE_PACKAGE = """
+import os, sys
+site, root, folder, out = sys.argv[1:]
+sys.path.append(site)
+import torch
+from transformers import AutoConfig
+if os.fork() == 0:  # transformers first, then nsa
+    sys.path.append(root)
+    import nsa
+    assert "transformers.modeling_utils" not in sys.modules  # seconds, where models are wanted
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    os._exit(type(config).__module__ != "nsa.model.hf_config")
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True, padding_side="left")
+found = {
+    "logits": model(torch.arange(96)[None]).logits,
+    "text": model.generate(**prompts, max_new_tokens=5, do_sample=False),
+}
+model.save_pretrained(os.path.join(out, "saved"))
+assert "nsa" not in sys.modules
+sys.path.append(root)
+import nsa
+ours = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+found["package"] = type(ours).__module__
+found["beside"] = ours(torch.arange(96)[None]).logits
+torch.save(found, os.path.join(out, "found.pt"))
+"""
+
+
+def test_it_works_where_the_package_is_not_installed(exported: Path, tmp_path: Path) -> None:
+    """And where it is after all, and imported, its own classes serve."""
+    elsewhere = tmp_path / "taken-along"
+    shutil.copytree(exported, elsewhere)
+    site = sysconfig.get_path("purelib")
+    arguments = [site, str(ROOT), str(elsewhere), str(tmp_path)]
+    done = subprocess.run(
+        # -I and -S: neither this folder nor what is installed here is found by itself.
+        [sys.executable, "-I", "-S", "-c", WITHOUT_THE_PACKAGE, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "found.pt")
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert torch.equal(found["logits"], model(TOKENS).logits)
+    assert torch.equal(found["beside"], found["logits"])
+    assert found["package"] == "nsa.model.hf"
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True, padding_side="left")
+    assert torch.equal(found["text"], model.generate(**prompts, max_new_tokens=5, do_sample=False))
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved["auto_map"] == json.loads((exported / "config.json").read_text())["auto_map"]
+    assert {path.name for path in (tmp_path / "saved").glob("*.py")} == bundle().keys()
+
+
+def test_what_the_package_saves_again_promises_no_code(exported: Path, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(exported).save_pretrained(tmp_path)
+    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16

@@ -1,0 +1,293 @@
+"""The model inside transformers: the trainer's numbers, generate(), Trainer, and what is saved."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from nsa.model import AttentionConfig, LanguageModel
+from nsa.model.hf import NSACache, NSAForCausalLM
+from nsa.model.hf_config import NSAConfig
+from tests.model.models import ATTENTIONS, SPEC, build, tiny, tokens
+from tests.ranks import ROOT
+
+KINDS: dict[str, AttentionConfig] = {
+    **ATTENTIONS,
+    "no cmp": AttentionConfig(spec=SPEC, branches="sel+win"),
+}
+MASK = torch.ones(3, 24, dtype=torch.long)
+MASK[0, :9] = MASK[1, :21] = 0  # to the left, so that the second has three tokens
+
+
+def wrapped(attention: str | AttentionConfig = "mean", dtype: torch.dtype = torch.float64) -> Any:
+    """A model in transformers' clothes, and with `build`'s weights."""
+    inner = build(tiny(KINDS[attention] if isinstance(attention, str) else attention), dtype)
+    model = NSAForCausalLM(NSAConfig.of(inner.config)).to(dtype)
+    model.model.load_state_dict(inner.state_dict())
+    return model.eval()
+
+
+def greedily(model: Any, ids: Tensor, count: int) -> Tensor:
+    """What the parallel forward pass, run again for each token, would go on with."""
+    for _ in range(count):
+        ids = torch.cat([ids, model.model(ids)[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_loss_are_the_trainers(kind: str) -> None:
+    model, ids = wrapped(kind), tokens(24, batch=2)
+    out = model(ids, labels=ids)
+    assert torch.equal(out.logits, model.model(ids))
+    shifted = F.pad(ids[:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(out.loss, model.model(ids, shifted), check_dtype=False)
+    for kept in (3, torch.tensor([2, 5])):
+        some = out.logits[:, -kept:] if isinstance(kept, int) else out.logits[:, kept]
+        torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, some)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_sequence_gets_what_it_would_get_alone(side: str) -> None:
+    mask = MASK if side == "left" else MASK.flip(1)
+    model, ids = wrapped(), tokens(24, batch=3)
+    labels = ids.masked_fill(mask == 0, -100)
+    out = model(ids, attention_mask=mask, labels=labels, output_hidden_states=True)
+    total, count = 0.0, 0
+    for row, kept in enumerate(mask.bool()):
+        alone = model(ids[row : row + 1, kept], output_hidden_states=True)
+        torch.testing.assert_close(out.logits[row, kept], alone.logits[0])
+        assert len(out.hidden_states) == len(alone.hidden_states) == 3
+        for ours, theirs in zip(out.hidden_states, alone.hidden_states, strict=True):
+            torch.testing.assert_close(ours[row, kept], theirs[0])
+        log_p = alone.logits[0, :-1].log_softmax(-1).gather(1, ids[row, kept][1:, None])
+        total, count = total - log_p.sum().item(), count + len(log_p)
+    assert out.loss.item() == pytest.approx(total / count, rel=1e-6)
+
+
+def test_hidden_states_are_what_each_block_and_the_head_read() -> None:
+    model, ids = wrapped(), tokens(12)
+    states = model(ids, output_hidden_states=True).hidden_states
+    assert torch.equal(states[0], model.model.embed(ids))
+    assert torch.equal(model.lm_head(states[-1]), model(ids).logits)
+    assert model(ids).hidden_states is None
+
+
+def test_documents_that_position_ids_pack_stand_alone() -> None:
+    model, ids = wrapped(), tokens(24)
+    positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
+    logits = model(ids, position_ids=positions).logits[0]
+    torch.testing.assert_close(logits[:10], model(ids[:, :10]).logits[0])
+    torch.testing.assert_close(logits[10:], model(ids[:, 10:]).logits[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_goes_on_as_the_parallel_forward_pass_would(kind: str) -> None:
+    model, ids = wrapped(kind), tokens(24, batch=3)
+    found = model.generate(
+        ids, attention_mask=MASK, max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    for row, mask in enumerate(MASK.bool()):
+        expected = greedily(model, ids[row : row + 1, mask], 8)[0]
+        assert torch.equal(found[row, -len(expected) :], expected)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_beams": 3, "num_return_sequences": 2, "do_sample": False},
+        {"do_sample": True, "top_p": 0.9, "temperature": 0.8, "eos_token_id": 5},
+    ],
+    ids=["beams", "sampling"],
+)
+def test_beams_and_samples_are_the_same_with_a_cache(how: dict[str, Any]) -> None:
+    model, ids = wrapped("mlp"), tokens(24, batch=3)
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(1)
+        found.append(
+            model.generate(
+                ids,
+                attention_mask=MASK,
+                max_new_tokens=9,
+                pad_token_id=0,
+                use_cache=use_cache,
+                **how,
+            )
+        )
+    assert torch.equal(*found)
+
+
+def test_a_conversation_goes_on_behind_the_cache_of_what_was_said() -> None:
+    model, ids = wrapped(), tokens(24, batch=3)
+    greedy = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    said = model.generate(ids, attention_mask=MASK, return_dict_in_generate=True, **greedy)
+    assert isinstance(said.past_key_values, NSACache)
+    longer = torch.cat([said.sequences, tokens(5, batch=3, seed=1)], 1)
+    mask = F.pad(MASK, (0, 9), value=1)
+    on = model.generate(longer, attention_mask=mask, past_key_values=said.past_key_values, **greedy)
+    anew = model.generate(longer, attention_mask=mask, use_cache=False, **greedy)
+    assert torch.equal(on, anew)
+    chunks = {"past_key_values": NSACache(), "prefill_chunk_size": 10}
+    whole = model.generate(ids, attention_mask=MASK[2:].expand(3, -1), **greedy)
+    in_chunks = model.generate(ids, attention_mask=MASK[2:].expand(3, -1), **chunks, **greedy)
+    assert torch.equal(in_chunks, whole)
+
+
+def test_all_logits_of_a_prompt_come_with_its_cache() -> None:
+    model, ids = wrapped(), tokens(24, batch=3)
+    out = model(ids, attention_mask=MASK, use_cache=True)
+    assert torch.equal(out.logits, model(ids, attention_mask=MASK).logits)
+    assert out.past_key_values.get_seq_length() == 24
+    assert model(ids).past_key_values is None  # nothing is kept for who did not ask
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache"),
+        ({"inputs_embeds": torch.zeros(1, 4, 24)}, "inputs_embeds"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask has shape"),
+        ({"use_cache": True, "output_hidden_states": True}, "output_hidden_states"),
+    ],
+)
+def test_what_the_model_cannot_take_is_refused_by_name(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        wrapped()(tokens(4), **given)
+
+
+def test_a_sequence_without_a_new_token_is_refused_behind_a_cache() -> None:
+    model, ids = wrapped(), tokens(24, batch=3)
+    cache = model(ids, use_cache=True).past_key_values
+    mask = F.pad(torch.ones_like(ids), (0, 1), value=1)
+    mask[1, -1] = 0
+    with pytest.raises(ValueError, match="attention_mask: behind a cache"):
+        model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+
+
+def test_what_is_saved_comes_back_to_the_bit_with_the_embedding_once(tmp_path: Path) -> None:
+    model, ids = wrapped("mlp", torch.bfloat16), tokens(24)
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == {f"model.{name}" for name in model.model.state_dict()}
+    again, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map="cpu", output_loading_info=True
+    )
+    assert not any(info.values())
+    assert type(again) is NSAForCausalLM
+    assert again.dtype == torch.bfloat16
+    assert again.lm_head.weight is again.model.embed.weight
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert wide.dtype == torch.float32
+
+
+def test_more_tokens_leave_the_others_as_they_are() -> None:
+    model, ids = wrapped(), tokens(24)
+    before = model(ids).logits
+    model.resize_token_embeddings(70)
+    assert model.lm_head.weight is model.model.embed.weight
+    torch.testing.assert_close(model(ids).logits[..., :61], before)
+    assert model.config.vocab_size == model.model.config.vocab_size == 70
+    new = torch.full((1, 3), 69)
+    assert model.generate(new, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # its new name's
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
+    model, ids = wrapped(), tokens(24, batch=2)
+    model.train()
+    expected = torch.autograd.grad(model(ids, labels=ids).loss, list(model.parameters()))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert model.is_gradient_checkpointing
+    mode = "reentrant" if reentrant else "non_reentrant"
+    assert model.model.config.activation_checkpointing == mode
+    model(ids, labels=ids).loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    model.gradient_checkpointing_disable()
+    assert model.model.config.activation_checkpointing == "none"
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_trainer_fine_tunes_it(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    model = wrapped(dtype=torch.float32)
+    data = [{"input_ids": row, "labels": row} for row in tokens(16, batch=2).repeat(8, 1)]
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            str(tmp_path),
+            max_steps=8,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            gradient_checkpointing=True,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=data,
+    )
+    trainer.train()
+    losses = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
+    assert len(losses) == 8
+    assert losses[0] == pytest.approx(4.1, abs=0.3)  # ln 61, whatever the accumulation
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_a_new_model_begins_with_the_trainers_weights() -> None:
+    config = tiny("mlp")
+    torch.manual_seed(3)
+    ours = NSAForCausalLM(NSAConfig.of(config)).model.state_dict()
+    torch.manual_seed(3)
+    theirs = LanguageModel(config).state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_configuration_answers_to_hugging_faces_names() -> None:
+    config = AutoConfig.for_model("nsa", hidden_size=32, layers=3, attention={"kind": "dense"})
+    assert (config.width, config.num_hidden_layers) == (32, 3)
+    assert config.model_config().attention.kind == "dense"
+    assert NSAConfig.of(config.model_config()).to_dict() == config.to_dict()
+    assert NSAConfig.from_dict(json.loads(config.to_json_string())).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tie_word_embeddings": False}, "tie_word_embeddings"),
+        ({"attention": {"kinds": "nsa"}}, "attention.kinds: there is no such setting"),
+        ({"attention": {"spec": {"block": 1}}}, "attention.spec.block: there is no such"),
+        ({"heads": 7}, "model.heads = 7"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        NSAConfig(**given)
+
+
+def test_importing_nsa_imports_nothing() -> None:
+    """It is done by every process that reads data, and by every command."""
+    script = "import sys, nsa; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert not set(done.stdout.split()) & {"torch", "transformers", "numpy", "importlib_resources"}
+    assert "nsa" in done.stdout.split(), done.stderr
