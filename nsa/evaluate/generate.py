@@ -65,7 +65,7 @@ def _generate(args: argparse.Namespace) -> int:
         check_sampling(args.max_new_tokens, args.temperature, args.top_p)
         run = open_run(args.place, device=chosen_device(args.device))
         tokenizer = tokenizer_of(str(args.place), run)
-        ids = [torch.from_numpy(tokenizer.encode(text).astype("int64")) for text in prompts]
+        ids = [torch.from_numpy(tokenizer.encode(text).astype("int64")) for _, text in prompts]
         steps = generate(
             run.model,
             ids,
@@ -75,27 +75,26 @@ def _generate(args: argparse.Namespace) -> int:
             seed=args.seed,
             stop=tokenizer.eos_id,
         )
-        show_as_it_comes(steps, [Text(tokenizer) for _ in ids], tokenizer.eos_id)
+        show_as_it_comes(steps, [name for name, _ in prompts], tokenizer)
     except KeyboardInterrupt:
         print(flush=True)
         return INTERRUPTED
     return 0
 
 
-def _prompts(args: argparse.Namespace) -> list[bytes]:
-    """The text of each prompt, those of --prompt first."""
-    prompts = [text.encode("utf-8", "surrogateescape") for text in args.prompt]
-    prompts += [file.read_bytes() for file in args.file]
+def _prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
+    """What each prompt is called, and its text; those of --prompt first."""
+    prompts = [(repr(text), text.encode("utf-8", "surrogateescape")) for text in args.prompt]
+    prompts += [(str(file), file.read_bytes()) for file in args.file]
     if not prompts:
         raise ValueError("there is nothing to go on with; give --prompt TEXT or --file F")
-    names = [f"--prompt {text!r}" for text in args.prompt] + [f"--file {f}" for f in args.file]
-    for name, prompt in zip(names, prompts, strict=True):
-        if not prompt:
-            raise ValueError(f"{name}: it is empty; a document's first token has to be given")
+    for name, text in prompts:
+        if not text:
+            raise ValueError(f"the prompt {name} is empty; a run goes on with a text's beginning")
     return prompts
 
 
-class Text:
+class Spelling:
     """Tokens in, text out: of a character that several tokens spell nothing before the last."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -127,37 +126,41 @@ class Text:
         return self._tokenizer.decode(ids).decode("utf-8", errors="replace")
 
 
-def show_as_it_comes(steps: Iterable[torch.Tensor], texts: list[Text], stop: int) -> None:
+def show_as_it_comes(
+    steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tokenizer
+) -> None:
     """Print the first text while it is written, then those that were written meanwhile.
 
-    Where there are several each has a line above it, as `head` has one for each of several files.
+    Where there are several each has its title above it, as `head` has it for several files.
     """
-    waiting, ended = [""] * len(texts), [False] * len(texts)
+    spellings = [Spelling(tokenizer) for _ in titles]
+    waiting, running = [""] * len(titles), [True] * len(titles)
     current = 0
+
+    def title() -> None:
+        if current < len(titles) > 1:
+            print(f"{chr(10) if current else ''}==> {titles[current]} <==", flush=True)
 
     def show() -> None:
         nonlocal current
-        while current < len(texts):
+        while current < len(titles):
             print(waiting[current], end="", flush=True)
             waiting[current] = ""
-            if not ended[current]:
+            if running[current]:
                 return
             print(flush=True)
             current += 1
-            if current < len(texts):
-                print(f"\n==> {current + 1} <==", flush=True)
+            title()
 
-    if len(texts) > 1:
-        print("==> 1 <==", flush=True)
+    title()
     for tokens in steps:
         for row, token in enumerate(tokens.tolist()):
-            if token in (stop, -1):
-                waiting[row] += "" if ended[row] else texts[row].rest()
-                ended[row] = True
-            else:
-                waiting[row] += texts[row].add(token)
+            if running[row]:
+                running[row] = token != tokenizer.eos_id
+                spelling = spellings[row]
+                waiting[row] += spelling.add(token) if running[row] else spelling.rest()
         show()
-    for row, text in enumerate(texts):
-        waiting[row] += "" if ended[row] else text.rest()
-    ended = [True] * len(texts)
+    for row, spelling in enumerate(spellings):
+        waiting[row] += spelling.rest() if running[row] else ""
+        running[row] = False
     show()
