@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 from nsa.disk import atomic_write_text
 from nsa.monitor.markdown import table
+from nsa.shipped import shipped
 
 if TYPE_CHECKING:
     from nsa.engine.config import RunConfig
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "m7c.py"
+RECIPE = shipped("recipes/m7c.py")
 VARIANTS: dict[str, tuple[str, ...]] = {  # what is changed of the demo
     "nsa": (),
     "dense": ("attention.kind=dense",),
