@@ -35,6 +35,7 @@ NOT_RUN = {
     "cd": "goes to where these tests are",
     "pip": "installs packages; launch/setup.sh and its tests do that",
     "source": "changes the reader's shell",
+    "lm_eval": "comes with an extra; tests/evaluate/test_lm_eval.py has the command's tasks",
     "sbatch": "needs Slurm; tests/launch/test_slurm.py has the script",
 }
 
@@ -170,6 +171,18 @@ def tensorboard(arguments: list[str]) -> None:
         raise ValueError("tensorboard is not installed")
 
 
+def site(arguments: list[str]) -> None:
+    """tests/docs/test_site.py builds it from this file."""
+    if arguments[-2:] != ["-f", "docs/site/mkdocs.yml"]:
+        raise ValueError("mkdocs takes -f docs/site/mkdocs.yml")
+
+
+def screenshots(arguments: list[str]) -> None:
+    """A folder of runs; the script itself needs a browser."""
+    if len(arguments) != 1:
+        raise ValueError(f"docs/make_screenshots.py takes RUNS, and got {arguments}")
+
+
 # The first that a command begins with counts.
 RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/m7c.sh": m7c,
@@ -182,6 +195,9 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/setup.sh": no_arguments,
     "bash launch/soak.sh": soak,
     "python -m tests.faults.table": no_arguments,
+    "python -m build": no_arguments,
+    "python docs/make_screenshots.py": screenshots,
+    "mkdocs": site,
     "deepspeed": launcher,
     "python recipes/m7c.py": partial(recipe, "recipes/m7c.py"),
     "python recipes/m7c_classic.py": partial(recipe, "recipes/m7c_classic.py"),

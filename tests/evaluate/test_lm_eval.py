@@ -1,0 +1,130 @@
+"""lm-evaluation-harness runs the tasks of docs/evaluate.md on an export, and finds what we find."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from nsa.data.config import DataConfig
+from nsa.engine.config import RunConfig
+from nsa.engine.load import resolve_config, to_yaml
+from nsa.engine.opened import OpenedRun, open_run
+from nsa.evaluate.perplexity import judge
+from nsa.evaluate.text import open_text, pieces
+from nsa.export.to_hf import export
+from nsa.model import LanguageModel
+from nsa.model.loss import token_losses
+from tests.data.texts import text, write_lines
+from tests.docs.pages import blocks, commands
+from tests.engine.runs import TINY
+from tests.ranks import ROOT
+
+lm_eval = pytest.importorskip(
+    "lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[eval]'"
+)
+
+PAGE = ROOT / "docs/evaluate.md"
+SEQ_LEN = 32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose guesses are far apart, and its export."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny = [setting.removeprefix("--set=") for setting in TINY]
+    more = ["model.vocab_size=300", "model.init_std=0.3", f"data.seq_len={SEQ_LEN}"]
+    config = resolve_config(RunConfig(), None, [*tiny, *more])
+    torch.manual_seed(0)
+    (folder / "run").mkdir()
+    (folder / "run/config.yaml").write_text(to_yaml(config))
+    save_file(LanguageModel(config.model).state_dict(), folder / "run/model.safetensors")
+    export(folder / "run", folder / "exported")
+    return folder
+
+
+@pytest.fixture
+def opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenedRun:
+    """The model that was exported; the working folder is the reader's, the caches are no one's."""
+    from datasets import config
+
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exported").symlink_to(folder / "exported")
+    return open_run(folder / "run", device="cpu")
+
+
+def evaluate(task: str) -> dict[str, Any]:
+    """What the page's command gives for a task of the page, with samples."""
+    from lm_eval.tasks import TaskManager
+
+    (yaml_of_task,) = (
+        block.text for block in blocks(PAGE) if block.text.startswith(f"# {task}.yaml\n")
+    )
+    (words,) = (
+        words for block in blocks(PAGE) for words in commands(block) if words[0] == "lm_eval"
+    )
+    flags = dict(zip(words[1::2], words[2::2], strict=True))
+    assert f"{task}.yaml" in flags["--tasks"].split(",")
+    return lm_eval.simple_evaluate(
+        model=flags["--model"],
+        model_args=flags["--model_args"],
+        device=flags["--device"],
+        tasks=[yaml.safe_load(yaml_of_task)],
+        task_manager=TaskManager(include_defaults=False),
+        batch_size=2,
+        log_samples=True,
+    )
+
+
+def test_choices_are_as_likely_as_our_model_says_and_the_likeliest_is_taken(
+    opened: OpenedRun, tmp_path: Path
+) -> None:
+    (lines,) = (block.text for block in blocks(PAGE) if block.language == "json")
+    (tmp_path / "brackets.jsonl").write_text(lines)
+    questions = [json.loads(line) for line in lines.splitlines()]
+    found = evaluate("brackets")
+    right = 0
+    for question, sample in zip(questions, found["samples"]["brackets"], strict=True):
+        assert sample["doc"]["code"] == question["code"]
+        said = [float(answer[0]) for answer in sample["filtered_resps"]]
+        ours = [log_likelihood(opened, question["code"], end) for end in question["choices"]]
+        assert said == pytest.approx(ours, rel=1e-5)
+        right += ours.index(max(ours)) == question["answer"]
+    assert found["results"]["brackets"]["acc,none"] == pytest.approx(right / len(questions))
+
+
+@torch.no_grad()
+def log_likelihood(run: OpenedRun, start: str, end: str) -> float:
+    assert run.tokenizer is not None
+    ids = torch.from_numpy(run.tokenizer.encode((start + end).encode()).astype("int64"))
+    labels = ids[1:].clone()
+    labels[: len(start) - 1] = -100
+    hidden = run.model.hidden(ids[None, :-1])[0]
+    return -token_losses(hidden, run.model.embed.weight, labels).sum().item()
+
+
+def test_bits_per_byte_are_those_of_nsa_eval_on_the_same_windows(
+    opened: OpenedRun, tmp_path: Path
+) -> None:
+    """A document is judged behind an end of text, and ours lie behind another document's."""
+    first, second = text(1, SEQ_LEN)[:SEQ_LEN], text(2, 3 * SEQ_LEN)[: 3 * SEQ_LEN]
+    write_lines(tmp_path / "bytes.jsonl", [second])
+    found = evaluate("bytes")["results"]["bytes"]
+
+    source = write_lines(tmp_path / "both.jsonl", [first, second])
+    assert opened.tokenizer is not None
+    ours = open_text(DataConfig(source=source, seq_len=SEQ_LEN), "all", 10**6, opened.tokenizer)
+    judged = judge(opened.model, pieces(ours, SEQ_LEN, SEQ_LEN, 2), ours.count, SEQ_LEN)
+    starts = torch.tensor([ours.samples.place(sample)[1] for sample in range(ours.count)])
+    assert sorted(starts.tolist()) == [0, 32, 64, 96]
+    total = judged.losses.sum(1)[starts >= SEQ_LEN].sum().item()
+    bits = total / math.log(2) / len(second)
+    assert found["bits_per_byte,none"] == pytest.approx(bits, rel=1e-6)
+    assert found["byte_perplexity,none"] == pytest.approx(2**bits, rel=1e-6)
