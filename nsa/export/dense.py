@@ -54,8 +54,8 @@ def to_sparse(
     shares = usual_shares(attention) if shares is None else shares
     copies = 1 if attention.shared_kv else len(attention.branch_names)
     found = dict(weights)
-    for layer in range(config.layers):
-        name = f"blocks.{layer}.attention"
+    layers = [name.removesuffix(".k.weight") for name in weights if name.endswith(".k.weight")]
+    for name in layers:
         k, v = found[f"{name}.k.weight"], found[f"{name}.v.weight"]
         found[f"{name}.k.weight"] = k.repeat(copies, 1)
         scaled = [2 * shares[branch] * v for branch in attention.branch_names]

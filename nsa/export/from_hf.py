@@ -52,7 +52,8 @@ class Found:
     config: RunConfig
     weights: dict[str, Tensor]  # by our names
     tokenizer: list[Path]  # its files
-    foreign: bool  # not trained here, so that nothing says how it was
+    foreign: bool  # nothing beside it says how it was trained, and with which tokenizer
+    becomes: str  # the kind of attention that it gets unless another is asked for
 
 
 def read_model(place: Path) -> Found:
@@ -60,7 +61,9 @@ def read_model(place: Path) -> Found:
     path = place / CONFIG
     if not path.is_file():
         found = find_weights(place)
-        return Found(config_of(found), read_weights(found), _tokenizer_files(found), False)
+        config = config_of(found)
+        kind = config.model.attention.kind
+        return Found(config, read_weights(found), _tokenizer_files(found), False, kind)
     if not holds_safetensors(place):
         raise ValueError(
             f"{place}: there is a {CONFIG} and no model.safetensors; save the model with "
@@ -92,7 +95,8 @@ def _of_nsa(place: Path, tree: dict[str, Any]) -> Found:
     model.attention.backend = config.model.attention.backend
     model.activation_checkpointing = config.model.activation_checkpointing
     config.model, config.data.seq_len = model, saved.max_position_embeddings
-    return Found(config, read_weights(place), _tokenizer_files(place), foreign)
+    kind = model.attention.kind
+    return Found(config, read_weights(place), _tokenizer_files(place), foreign, kind)
 
 
 def _of_llama(place: Path, tree: dict[str, Any]) -> Found:
@@ -127,7 +131,7 @@ def _of_llama(place: Path, tree: dict[str, Any]) -> Found:
         attention=AttentionConfig(kind="dense"),
     )
     weights = llama_weights(read_weights(place), place)
-    return Found(config, weights, _tokenizer_files(place), True)
+    return Found(config, weights, _tokenizer_files(place), True, "nsa")
 
 
 def llama_weights(weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:

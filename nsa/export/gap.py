@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,46 +41,47 @@ HEADER = f"{'tokens':>10}{'dense loss':>12}{'NSA loss':>12}{'more':>10}{'KL':>10
 
 def gaps(
     dense: LanguageModel, sparse: LanguageModel, data: DataConfig, lengths: Sequence[int]
-) -> list[Gap]:
-    """The gap on held-out text of `data.source`, for texts of each length."""
-    found = []
+) -> Iterator[Gap]:
+    """The gap on held-out text of `data.source`, cut to each length; each divides the last."""
+    longest = lengths[-1]
+    text = open_held_out(
+        replace(data, seq_len=longest, packing="concat"),
+        sequences=max(1, TOKENS // longest),
+        micro_batch=1,
+        world_size=1,
+    )
+    try:
+        batches = text.batches(0)
+    finally:
+        text.close()
     for length in lengths:
-        count = max(1, TOKENS // length)
-        text = open_held_out(
-            replace(data, seq_len=length, packing="concat"),
-            sequences=count,
-            micro_batch=1,
-            world_size=1,
-        )
-        try:
-            found.append(gap(dense, sparse, text.batches(0)))
-        finally:
-            text.close()
-    return found
+        total = sum(_sums(dense, sparse, batch, length) for batch in batches)
+        assert isinstance(total, Tensor)
+        *sums, count = total.tolist()
+        yield Gap(length, *(x / count for x in sums))
 
 
 @torch.no_grad()
-def gap(dense: LanguageModel, sparse: LanguageModel, batches: Sequence[Batch]) -> Gap:
-    """The gap on these batches."""
+def _sums(dense: LanguageModel, sparse: LanguageModel, batch: Batch, length: int) -> Tensor:
+    """Over a sample's tokens, each with its own piece of `length` as context: see `compared`."""
+    inputs, labels = (x.view(-1, length) for x in (batch.input_ids, batch.labels))
+    rows = max(1, AT_ONCE // dense.config.vocab_size)
     total = torch.zeros(5, dtype=torch.float64)
-    for batch in batches:
-        hidden = [model.hidden(batch.input_ids)[0] for model in (dense, sparse)]
-        rows = max(1, AT_ONCE // dense.config.vocab_size)
-        parts = zip(*(x.split(rows) for x in (*hidden, batch.labels.flatten())), strict=True)
-        for of_dense, of_sparse, labels in parts:
-            log_p = _log_p(of_dense, dense), _log_p(of_sparse, sparse)
-            total += _sums(*log_p, labels)
-    dense_loss, loss, kl, same, count = total.tolist()
-    length = batches[0].input_ids.shape[1]
-    return Gap(length, dense_loss / count, loss / count, kl / count, same / count)
+    for some, wanted in zip(inputs, labels, strict=True):
+        hidden = [model.hidden(some[None])[0] for model in (dense, sparse)]
+        for of_dense, of_sparse, label in zip(
+            *(x.split(rows) for x in (*hidden, wanted)), strict=True
+        ):
+            total += compared(_log_p(of_dense, dense), _log_p(of_sparse, sparse), label)
+    return total
 
 
 def _log_p(hidden: Tensor, model: LanguageModel) -> Tensor:
     return F.log_softmax(F.linear(hidden, model.embed.weight).float(), -1)
 
 
-def _sums(dense: Tensor, sparse: Tensor, labels: Tensor) -> Tensor:
-    """Of both losses, of KL and of agreement over the tokens that are judged, and how many."""
+def compared(dense: Tensor, sparse: Tensor, labels: Tensor) -> Tensor:
+    """Sums of both losses, KL and agreement over the labels that count, and their number."""
     kept = labels != IGNORED
     dense, sparse, labels = dense[kept], sparse[kept], labels[kept]
     kl = (dense.exp() * (dense - sparse)).sum(-1)

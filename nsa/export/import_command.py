@@ -56,32 +56,38 @@ def add_parser(verbs: Any) -> None:
 
 
 def _import(args: argparse.Namespace) -> int:
+    from nsa.export.folder import new_folder
     from nsa.export.from_hf import read_model
 
-    to = args.to
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ValueError(f"--to {to}: there is something already; name a new folder")
-    found = read_model(args.place)
-    before = found.config.model.attention.kind
-    after = args.attention or ("nsa" if found.foreign else before)
-    if (before, after) == ("nsa", "dense"):
-        raise ValueError(f"--attention dense: {args.place} has branches, which no dense model has")
-    if before == after and (args.shares or args.gap):
-        flag = "--shares" if args.shares else "--gap"
-        raise ValueError(
-            f"{flag}: {args.place} keeps its attention; add --attention nsa to a dense"
-        )
-    config = _settings(args, found, after)
-    weights = found.weights if before == after else _sparse(args, found, config)
-    model = _model(config, weights, args.place)
-    _write(to, config, weights, found.tokenizer)
-    print(f"{to}: {sum(p.numel() for p in model.parameters()):,} parameters, {after} attention")
+    with new_folder(args.to) as draft:
+        found = read_model(args.place)
+        before = found.config.model.attention.kind
+        after = args.attention or found.becomes
+        _check_kinds(args, before, after)
+        config = _settings(args, found, after)
+        weights = found.weights if before == after else _sparse(args, found, config)
+        model = _model(config, weights, args.place)
+        _write(draft, config, weights, found.tokenizer)
+    print(
+        f"{args.to}: {sum(p.numel() for p in model.parameters()):,} parameters, {after} attention"
+    )
     if found.foreign and not found.tokenizer:
         print(f"{args.place} has no tokenizer.json: data.tokenizer = {config.data.tokenizer}")
-    print(f"a recipe begins with it: --config {to / 'config.yaml'}")
+    print(f"a recipe begins with it: --config {args.to / 'config.yaml'}")
     if args.gap:
         _print_gap(args.gap, found, model, config)
     return 0
+
+
+def _check_kinds(args: argparse.Namespace, before: str, after: str) -> None:
+    if (before, after) == ("nsa", "dense"):
+        raise ValueError(f"--attention dense: {args.place} has branches, which no dense model has")
+    for flag, given in (("--shares", args.shares), ("--gap", args.gap)):
+        if given and before == after:
+            raise ValueError(
+                f"{flag} {given}: {args.place} keeps its {after} attention; it is for a dense "
+                "model that becomes NSA (--attention nsa)"
+            )
 
 
 def _settings(args: argparse.Namespace, found: Found, kind: str) -> RunConfig:
@@ -135,24 +141,18 @@ def _model(config: RunConfig, weights: dict[str, Tensor], place: Path) -> Langua
     return model.eval()
 
 
-def _write(to: Path, config: RunConfig, weights: dict[str, Tensor], tokenizer: list[Path]) -> None:
-    """All of it or nothing."""
+def _write(
+    folder: Path, config: RunConfig, weights: dict[str, Tensor], tokenizer: list[Path]
+) -> None:
     from safetensors.torch import save_file
 
     from nsa.checkpoint.weights import SAFETENSORS
     from nsa.engine.load import to_yaml
 
-    draft = to.with_name(f".{to.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
-        for file in tokenizer:
-            shutil.copyfile(file, draft / file.name)
-        save_file(weights, draft / SAFETENSORS, metadata={"format": "pt"})
-        (draft / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        draft.replace(to)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    for file in tokenizer:
+        shutil.copyfile(file, folder / file.name)
+    save_file(weights, folder / SAFETENSORS, metadata={"format": "pt"})
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
 
 def _print_gap(source: str, found: Found, model: LanguageModel, config: RunConfig) -> None:
@@ -160,8 +160,9 @@ def _print_gap(source: str, found: Found, model: LanguageModel, config: RunConfi
     from nsa.export.gap import HEADER, gaps
 
     spec = config.model.attention.spec
-    whole = spec.select_top * spec.select_len
-    lengths = sorted({spec.window // 2, spec.window, whole, 2 * whole, 4 * spec.window})
+    lengths = [max(1, spec.window // 2)]
+    while lengths[-1] < 2 * max(spec.window, spec.select_top * spec.select_len):
+        lengths.append(2 * lengths[-1])
     dense = _model(found.config, found.weights, Path())
     print(HEADER)
     for gap in gaps(dense.float(), model.float(), replace(config.data, source=source), lengths):

@@ -10,6 +10,7 @@ import torch
 
 from nsa.checkpoint.store import check_loadable
 from nsa.checkpoint.universal import needs_universal, to_universal
+from nsa.checkpoint.weights import find_weights, read_weights
 from tests.ranks import launch
 
 
@@ -64,6 +65,16 @@ def test_the_converted_checkpoint_is_used_again_until_it_is_damaged(root: Path) 
     one.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     to_universal(saved)
     assert one.read_bytes() == content
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_the_weights_of_a_converted_checkpoint_are_those_of_the_other(
+    root: Path, dtype: torch.dtype | None
+) -> None:
+    saved = root / "1_from_2" / "step00000004"
+    wanted, found = (read_weights(find_weights(p), dtype) for p in (saved, to_universal(saved)))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_without_the_flag_another_number_of_ranks_is_refused_with_its_name() -> None:

@@ -1,0 +1,31 @@
+"""A folder that is there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from nsa.disk import sync_folder
+
+
+@contextlib.contextmanager
+def new_folder(to: Path) -> Iterator[Path]:
+    """A draft to write files into; it becomes `to` at the end, and is gone where that fails."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ValueError(f"--to {to}: there is something already; name a new folder")
+    draft = to.with_name(f".{to.name}.{os.getpid()}")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        for file in draft.iterdir():
+            file.chmod(draft.stat().st_mode & 0o666)  # safetensors: the owner's alone
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        sync_folder(draft)
+        draft.replace(to)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    sync_folder(to.parent)

@@ -1,0 +1,51 @@
+"""Saves an engine of each ZeRO stage, and tells its weights as DeepSpeed itself gathers them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+
+from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from tests.checkpoint import once
+from tests.checkpoint.toy import build, step
+
+
+def exact(engine: Any, stage: int) -> dict[str, torch.Tensor]:
+    """The fp32 weights that the optimizer keeps, by name."""
+    named = dict(engine.module.named_parameters())
+    if stage:
+        return {name: safe_get_full_fp32_param(one).clone() for name, one in named.items()}
+    pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+    masters = {
+        id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)
+    }
+    return {name: masters[id(one)].detach().clone() for name, one in named.items()}
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    start_ranks(Ranks.from_environment())
+    deepspeed.logger.setLevel("ERROR")
+    for stage in (0, 1, 2, 3):
+        engine = build(seed=1, stage=stage, width=31)  # odd: shards have to be filled up
+        for index in range(3):
+            step(engine, index)
+        once.save(engine, root / str(stage), 3, {"step": 3})
+        parameters = dict(engine.module.named_parameters())
+        with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=stage == 3):
+            trained = {name: one.detach().clone() for name, one in parameters.items()}
+        told = {"trained": trained, "exact": exact(engine, stage)}
+        if dist.get_rank() == 0:
+            torch.save(told, root / f"{stage}.pt")
+        engine.destroy()
+
+
+if __name__ == "__main__":
+    main()
+    stop_ranks()
