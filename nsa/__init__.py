@@ -23,13 +23,13 @@ class _WhenLoaded:
     ) -> ModuleSpec | None:
         if name != _AUTO_CONFIG:
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def load_and_register(module: ModuleType) -> None:
                 load(module)
+                sys.meta_path.remove(self)
                 _register(module)
 
             spec.loader.exec_module = load_and_register  # type: ignore[method-assign]

@@ -189,21 +189,23 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         self, input_ids: Tensor, mask: Tensor | None, cache: NSACache, logits_to_keep: int | Tensor
     ) -> Tensor:
         """The logits of new tokens behind those that the cache has seen."""
-        new = input_ids.shape[1]
-        mask = None if mask is None else mask[:, -new:] != 0
-        cache.columns += new
-        if cache.kept is None:
-            there = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
-            prompts = [row[at] for row, at in zip(input_ids, there, strict=True)]
-            last, cache.kept = prefill(self.model, prompts)
-            if isinstance(logits_to_keep, int) and logits_to_keep == 1:
-                return last[:, None]
-            with torch.no_grad():
-                states = self._hidden_states(input_ids, mask, None)
-                return self.lm_head(_last(states[-1], logits_to_keep))
-        if mask is not None and not mask.all():
+        mask = None if mask is None else mask[:, -input_ids.shape[1] :] != 0
+        if cache.kept is not None and mask is not None and not mask.all():
             raise ValueError("attention_mask: behind a cache every sequence has to have new tokens")
-        return _last(extend(self.model, input_ids, cache.kept), logits_to_keep)
+        # What is kept has the weights' dtype, also where Trainer generates below autocast.
+        with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
+            if cache.kept is not None:
+                logits = extend(self.model, input_ids, cache.kept)
+            else:
+                there = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
+                prompts = [row[at] for row, at in zip(input_ids, there, strict=True)]
+                logits, cache.kept = prefill(self.model, prompts)
+                if isinstance(logits_to_keep, int) and logits_to_keep == 1:
+                    logits = logits[:, None]
+                else:
+                    logits = self.lm_head(self._hidden_states(input_ids, mask, None)[-1])
+        cache.columns += input_ids.shape[1]
+        return _last(logits, logits_to_keep)
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1

@@ -143,6 +143,13 @@ def test_a_conversation_goes_on_behind_the_cache_of_what_was_said() -> None:
     assert torch.equal(in_chunks, whole)
 
 
+def test_generate_works_below_autocast_as_trainer_calls_it() -> None:
+    model, ids = wrapped(dtype=torch.float32), tokens(24)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(found, greedily(model, ids, 8))
+
+
 def test_all_logits_of_a_prompt_come_with_its_cache() -> None:
     model, ids = wrapped(), tokens(24, batch=3)
     out = model(ids, attention_mask=MASK, use_cache=True)
