@@ -17,7 +17,8 @@ def toy(checkpointing: str = "none", kind: str = "dense", shared_by: int = 1) ->
     attention.spec = NSASpec(16, 8, 16, 4, 1, 1, 64)
     attention.kind, attention.backend = kind, "blockwise"
     model.activation_checkpointing = checkpointing
-    config.data.seq_len = 160 if shared_by == 1 else 1_280  # activations are then most
+    long = shared_by > 1 and kind == "dense"
+    config.data.seq_len = 800 if long else 160  # activations are then most
     config.train.micro_batch, config.train.accumulation = 1, 2
     config.train.sequence_parallel = shared_by
     return config
