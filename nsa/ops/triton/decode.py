@@ -24,7 +24,7 @@ from nsa.spec import NSASpec
 
 PART = 128  # compressed keys, or positions of the window, that one program attends to
 BLOCKS = 64  # selection blocks that one program ranks
-TILE = 32  # parts that are joined at a time
+ELEMENTS = 2048  # of the outputs that are joined at a time
 
 
 def decode_attention(
@@ -133,14 +133,15 @@ def decode_forward(
         chosen = {name: constants[name] for name in asked if name in constants}
         launch(kernel, grid, {name: given[name] for name in asked if name in given}, chosen, config)
 
-    each = (k.shape[2], batch)
-    start(decode_compressed_kernel, (compressed, *each), config)
+    groups = k.shape[2]
+    shares = groups * triton.cdiv(heads // groups, config.rows)
+    start(decode_compressed_kernel, (compressed, shares, batch), config)
     if choosing:
-        ranked = (triton.cdiv(blocks, BLOCKS), *each)
+        ranked = (triton.cdiv(blocks, BLOCKS), groups, batch)
         start(decode_importance_kernel, ranked, Config(BLOCKS, 0, 4, 1))
         start(decode_rank_kernel, ranked, Config(BLOCKS, 0, 4, 1))
-    start(decode_parts_kernel, (first, *each), config)
-    start(decode_mix_kernel, (heads, batch), Config(1, TILE, 1, 1))
+    start(decode_parts_kernel, (first, shares, batch), config)
+    start(decode_mix_kernel, (heads, batch), Config(1, constants["TILE"], 1, 1))
     return given["out"]
 
 
@@ -155,12 +156,13 @@ def _constants(
     window = spec.window if "win" in branches else 0
     gates = {name.upper(): -1 for name in ("cmp", "sel", "win")}
     return {
-        **{"GROUP": group, "ROWS": padded_size(group), "KEY": q.shape[2], "VALUE": v.shape[3]},
-        **{"KEY_P": sizes[0], "VALUE_P": sizes[1], "PRECISION": precision(q.dtype)},
+        **{"GROUP": group, "GROUP_P": padded_size(group), "ROWS": config.rows},
+        **{"KEY": q.shape[2], "VALUE": v.shape[3], "KEY_P": sizes[0], "VALUE_P": sizes[1]},
         **{"LEN": spec.block_len, "STRIDE": spec.block_stride, "SELECT": spec.select_len},
         **{"TOP": top, "INIT": spec.init_blocks, "LOCAL": spec.local_blocks, "WINDOW": window},
         **{"PART": PART, "FIRST_PART": top + triton.cdiv(window, PART), "KEYS": config.keys},
-        **{"BLOCKS": BLOCKS, "TILE": TILE, "GATES": len(branches)},
+        **{"BLOCKS": BLOCKS, "TILE": max(1, ELEMENTS // sizes[1]), "GATES": len(branches)},
+        "PRECISION": precision(q.dtype),
         **gates,
         **{name.upper(): place for place, name in enumerate(branches)},
     }, config

@@ -29,19 +29,18 @@ from nsa.ops.triton.select import common_positions, first_touching
 
 @triton.jit
 def _attend(
-    q, k, v, o, lse, scores, place, k_t, v_t, row_o, row_scores, begin, end, ring, scale,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    q, k, v, o, lse, scores, place, k_t, v_t, row_o, row_scores, begin, end, ring, scale, heads,
+    ROWS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr, KEYS: tl.constexpr, RING: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of a group's heads over the rows from `begin` to `end`, written at `place`.
+    """The softmax of some `heads` over the keys from `begin` to `end`, written at `place`.
 
     Position p lies in row p, or p % `ring` where RING. Scores are written where there is room for
     them; without values lse alone.
     """
     h = tl.arange(0, ROWS)
-    valid = h < GROUP
-    head = h.to(tl.int64)
+    valid = h < heads
     q_tile = load_rows(q, h, KEY, KEY, KEY_P, valid)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -54,7 +53,7 @@ def _attend(
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
         s = tl.where(inside[None, :], s, float("-inf"))
         if scores is not None:
-            at = (head * row_scores)[:, None] + n[None, :]
+            at = (h * row_scores)[:, None] + n[None, :]
             tl.store(scores + at, s, mask=valid[:, None] & inside[None, :])
         if v is not None:
             v_tile = load_rows(v, row, v_t, VALUE, VALUE_P, inside)
@@ -62,7 +61,7 @@ def _attend(
         else:
             m, total = _sum_step(s, m, total)
     out, logsum = finish_softmax(m, total, acc)
-    at = place + head * row_o
+    at = place + h * row_o
     if v is not None:
         store_rows(o, at, VALUE, out, VALUE, VALUE_P, valid)
     tl.store(lse + at, logsum, mask=valid)
@@ -77,6 +76,19 @@ def _sum_step(s, m, total):
 
 
 @triton.jit
+def _heads(batch, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """A program's key/value head, its first row among all query heads, and how many it has.
+
+    A group of more heads than a tile has rows is shared by several programs.
+    """
+    SHARES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    head = tl.program_id(1).to(tl.int64) // SHARES
+    first = tl.program_id(1) % SHARES * ROWS
+    groups = tl.num_programs(1) // SHARES
+    return head, (batch * groups + head) * GROUP + first, tl.minimum(ROWS, GROUP - first)
+
+
+@triton.jit
 def decode_compressed_kernel(
     q, k_cmp, v_cmp, lengths, o, lse, scores,
     k_cmp_b, k_cmp_t, k_cmp_h, v_cmp_b, v_cmp_t, v_cmp_h, parts, row_scores, scale,
@@ -86,11 +98,10 @@ def decode_compressed_kernel(
 ):  # fmt: skip
     """A part of the compressed keys; scores for the choice, o only where the branch is mixed in."""
     part = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
+    head, row, heads = _heads(batch, GROUP, ROWS)
     seen = visible(tl.load(lengths + batch).to(tl.int32) - 1, LEN, STRIDE)
     if part * PART < seen:
-        row = (batch * tl.num_programs(1) + head) * GROUP
         if scores is not None:
             scores += row * row_scores
         if v_cmp is not None:
@@ -99,7 +110,7 @@ def decode_compressed_kernel(
             q + row * KEY, k_cmp + batch * k_cmp_b + head * k_cmp_h, v_cmp, o, lse, scores,
             row * parts + FIRST_PART + part, k_cmp_t, v_cmp_t, parts, row_scores,
             part * PART, tl.minimum(seen, (part + 1) * PART), 1, scale,
-            GROUP, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, False, PRECISION,
+            heads, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, False, PRECISION,
         )  # fmt: skip
 
 
@@ -119,7 +130,7 @@ def _logsum(lse, first, stop, row, valid, ROWS: tl.constexpr, TILE: tl.constexpr
 @triton.jit
 def decode_importance_kernel(
     scores, lse, lengths, importance, parts, row_scores, blocks,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, LEN: tl.constexpr, STRIDE: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_P: tl.constexpr, LEN: tl.constexpr, STRIDE: tl.constexpr,
     SELECT: tl.constexpr, TOP: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
     PART: tl.constexpr, FIRST_PART: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -133,13 +144,13 @@ def decode_importance_kernel(
     candidates = tl.cdiv(length, SELECT)
     if (candidates > TOP) & (tl.program_id(0) * BLOCKS < candidates):
         COUNT: tl.constexpr = (LEN + SELECT - 1 + STRIDE - 1) // STRIDE
-        h = tl.arange(0, ROWS)
+        h = tl.arange(0, GROUP_P)
         valid = h < GROUP
         group = batch * tl.num_programs(1) + head
         row = group * GROUP + h
         seen = visible(length - 1, LEN, STRIDE)
         stop = FIRST_PART + tl.cdiv(seen, PART)
-        row_lse = _logsum(lse, FIRST_PART, stop, row * parts, valid, ROWS, TILE)
+        row_lse = _logsum(lse, FIRST_PART, stop, row * parts, valid, GROUP_P, TILE)
         j = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
         low = first_touching(j, LEN, STRIDE, SELECT)
         total = tl.zeros([BLOCKS], tl.float32)
@@ -192,11 +203,9 @@ def decode_parts_kernel(
 ):  # fmt: skip
     """A chosen block, or a part of the window; TOP or WINDOW is 0 where the branch is missing."""
     part = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
+    head, row, heads = _heads(batch, GROUP, ROWS)
     length = tl.load(lengths + batch).to(tl.int32)
-    group = batch * tl.num_programs(1) + head
-    row = group * GROUP
     q += row * KEY
     place = row * parts + part
     if TOP > 0:
@@ -204,13 +213,13 @@ def decode_parts_kernel(
         if part < tl.minimum(candidates, TOP):
             j = part
             if candidates > TOP:
-                j = tl.load(index + group * TOP + part)
+                j = tl.load(index + row // GROUP * TOP + part)
             _attend(
                 q, k_sel + batch * k_sel_b + head * k_sel_h,
                 v_sel + batch * v_sel_b + head * v_sel_h,
                 o, lse, None, place, k_sel_t, v_sel_t, parts, 0,
                 j * SELECT, tl.minimum(length, (j + 1) * SELECT), 1, scale,
-                GROUP, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, False, PRECISION,
+                heads, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, False, PRECISION,
             )  # fmt: skip
     if WINDOW > 0:
         begin = tl.maximum(length - WINDOW, 0) + (part - TOP) * PART
@@ -220,7 +229,7 @@ def decode_parts_kernel(
                 v_win + batch * v_win_b + head * v_win_h,
                 o, lse, None, place, k_win_t, v_win_t, parts, 0,
                 begin, tl.minimum(length, begin + PART), ring, scale,
-                GROUP, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, True, PRECISION,
+                heads, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, True, PRECISION,
             )  # fmt: skip
 
 

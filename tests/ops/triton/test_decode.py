@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import BRANCHES, SUBSETS
+from nsa.model.decode import prefill, step
 from nsa.ops import nsa_attention
 from nsa.ops.decode import decode_attention
 from nsa.ops.triton import decode
@@ -19,7 +22,7 @@ from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Inputs
 from tests.ops.cases import one_thread as one_thread
-from tests.ops.triton.parity import DEVICE, assert_exact_enough, inputs
+from tests.ops.triton.parity import DEVICE, FLOOR, assert_exact_enough, inputs
 from tests.ops.triton.test_addresses import far_apart
 from tests.ops.triton.test_addresses import memory as memory
 
@@ -33,9 +36,9 @@ PATTERNS = {
     "wide blocks": Case(NSASpec(20, 2, 2, 4, 0, 2, 5), (113, 19), kv_heads=1, group=6),
     "blocks wider than chosen ones": Case(NSASpec(9, 7, 5, 7, 2, 1, 9), (80, 36), kv_heads=1),
     "long chosen blocks": Case(NSASpec(2, 1, 40, 2, 0, 1, 17), (150, 41), kv_heads=1, group=2),
-    "only forced blocks": Case(NSASpec(4, 4, 4, 3, 1, 2, 5), (47, 13), group=16, key_dim=16),
+    "a group of more than 16": Case(NSASpec(4, 4, 4, 3, 0, 2, 5), (47,), group=20, key_dim=16),
     "the window is the token itself": Case(NSASpec(4, 4, 4, 2, 1, 1, 1), (33, 5)),
-    "nothing to choose": Case(NSASpec(4, 2, 4, 16, 1, 2, 8), (40, 64), kv_heads=3, group=2),
+    "nothing to choose": Case(NSASpec(4, 2, 4, 16, 1, 2, 8), (40, 64), kv_heads=1, group=2),
     "the paper's": Case(NSASpec(select_top=4), (620, 31), kv_heads=1, group=4, key_dim=16),
 }
 
@@ -43,7 +46,7 @@ PATTERNS = {
 @pytest.fixture(autouse=True)
 def small_parts() -> Iterator[None]:
     """Several parts to join, of more than one tile, on sequences that the interpreter can take."""
-    with mock.patch.multiple(decode, PART=24, BLOCKS=16, TILE=2):
+    with mock.patch.multiple(decode, PART=24, BLOCKS=16, ELEMENTS=32):
         yield
 
 
@@ -146,7 +149,7 @@ def test_a_ring_may_have_less_room_while_no_sequence_fills_it() -> None:
 def test_a_sequence_is_the_same_to_the_bit_in_any_batch_and_room() -> None:
     case = PATTERNS["small"]
     whole = sequences(case)
-    for i, length in enumerate(LENGTHS):
+    for i, length in list(enumerate(LENGTHS))[1::2]:
         alone = replace(case, lengths=(length,))
         x = buffers(alone, whole[i : i + 1], room=100)
         assert torch.equal(decoded(alone, x), small_batch()[i : i + 1])
@@ -165,7 +168,11 @@ def test_what_a_nan_chooses_stays_inside_the_buffers_and_its_sequence() -> None:
     case = PATTERNS["small"]
     x = buffers(case, sequences(case))
     x.q[1, 0, 0] = torch.nan
-    found = decoded(case, x)
+    with mock.patch.object(decode, "launch", wraps=decode.launch) as launched:
+        found = decoded(case, x)
+    arguments = [call.args[2] for call in launched.mock_calls]
+    (index,) = (given["index"] for given in arguments if "k_sel" in given)
+    assert sorted(index[1, 0].tolist()) == [0, 1, 12]
     assert found[1, 0].isnan().all()
     others = [0, 2, 3]
     assert torch.equal(found[others], small_batch()[others])
@@ -186,15 +193,20 @@ def test_large_logits_neither_overflow_nor_underflow() -> None:
     assert_is_the_last_position(case, buffers(case, whole), whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_loses_what_pytorch_loses_in_it(dtype: torch.dtype) -> None:
-    case = Case(SPEC, (61, 3), kv_heads=1, key_dim=16, value_dim=16)
+def loses_what_pytorch_loses(case: Case, dtype: torch.dtype) -> None:
     whole = sequences(case, dtype)
     x, lengths = buffers(case, whole), torch.tensor(case.lengths, device=DEVICE)
     plain = decode_attention(*x.tensors(), lengths, case.spec, backend="blockwise")
-    exact = defined(case, whole, torch.float64)
+    wide = x.to(torch.float64)
+    exact = decode_attention(*wide.tensors(), lengths, case.spec, backend="blockwise")
     lost, usual = (float((o.double() - exact).abs().max()) for o in (decoded(case, x), plain))
-    assert lost <= 2 * usual
+    assert lost <= 2 * usual + FLOOR
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_loses_what_pytorch_loses_in_it(dtype: torch.dtype) -> None:
+    case = Case(SPEC, (61, 3), kv_heads=1, key_dim=16, value_dim=16)
+    loses_what_pytorch_loses(case, dtype)
 
 
 def test_rows_may_lie_further_apart_than_32_bits_can_count(memory: Tensor) -> None:
@@ -224,3 +236,91 @@ def test_launches_follow_the_room_and_ask_the_lengths_nothing() -> None:
     assert names == ["compressed", "importance", "rank", "parts", "mix"]
     assert started[0].grid == (-(-x.k_cmp.shape[1] // 24), 2, len(LENGTHS))
     assert started[3].grid == (SPEC.select_top + 1, 2, len(LENGTHS))
+
+
+def test_the_op_is_what_it_declares_with_and_without_each_branch() -> None:
+    case = replace(PATTERNS["small"], lengths=(30, 2), group=1, kv_heads=1)
+    *tensors, gates = buffers(case, sequences(case)).tensors()
+    lengths, pattern = torch.tensor(case.lengths, device=DEVICE), list(astuple(SPEC))
+    declared = ("test_schema", "test_faketensor")
+    for names, given, wanted in (
+        ("cmp+sel+win", tensors, gates),
+        ("sel", [*tensors[:2], None, *tensors[3:5], None, None], gates[..., :1]),
+    ):
+        arguments = (*given, wanted, lengths, pattern, names, 0.5)
+        torch.library.opcheck(decode.triton_decode, arguments, test_utils=declared)
+
+
+def test_it_compiles_as_one_graph() -> None:
+    case = replace(PATTERNS["small"], lengths=(30, 2), group=1, kv_heads=1)
+    x, lengths = buffers(case, sequences(case)), torch.tensor(case.lengths, device=DEVICE)
+
+    def attend(*inputs: Tensor) -> Tensor:
+        return decode_attention(*inputs, lengths, SPEC, backend="triton")
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*x.tensors()), attend(*x.tensors()))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"shared_kv": True, "compressor": "mlp"},
+        {"branches": "sel+win", "shared_kv": True},
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_model_goes_on_with_it_as_with_pytorch(how: dict[str, Any]) -> None:
+    """Behind the model's own cache: shared buffers, growing ones, blocks that get complete."""
+    torch.manual_seed(0)
+    attention = AttentionConfig(spec=SPEC, backend="blockwise", **how)
+    config = ModelConfig(
+        vocab_size=40, layers=1, width=16, heads=6, kv_heads=2, head_dim=4, value_dim=6,
+        mlp_width=8, init_std=0.5, attention=attention,
+    )  # fmt: skip
+    model = LanguageModel(config).to(DEVICE)
+    tokens = torch.randint(40, (2, 30), device=DEVICE)
+    steps = []
+    for backend in ("blockwise", "triton"):
+        cache = prefill(model, tokens, lengths=[23, 3])[1]
+        model.blocks[0].attention.backend = backend
+        steps.append(torch.stack([step(model, tokens[:, i], cache) for i in range(3)]))
+        model.blocks[0].attention.backend = "blockwise"
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-4, atol=1e-4)
+
+
+REAL = {
+    "M7C": Case(NSASpec(), (1, 1500, 9000, 16_384), kv_heads=2, group=6, key_dim=64, value_dim=64),
+    "64/4/192/128": Case(NSASpec(), (700, 5000), kv_heads=4, group=16, key_dim=192, value_dim=128),
+    "head size 256": Case(NSASpec(), (40, 3001), kv_heads=1, group=2, key_dim=256, value_dim=256),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", REAL)
+def test_real_sizes_lose_what_pytorch_loses(name: str, dtype: torch.dtype) -> None:
+    with mock.patch.multiple(decode, PART=128, BLOCKS=64, ELEMENTS=2048):
+        loses_what_pytorch_loses(REAL[name], dtype)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_right_for_other_tokens_and_lengths() -> None:
+    """What the host knew when the graph was captured is not in it."""
+    case = REAL["M7C"]
+    x = buffers(case, sequences(case, torch.bfloat16))
+    lengths = torch.tensor(case.lengths, device=DEVICE)
+    expected = decoded(case, x)
+    given, counts = [y.clone() for y in x.tensors()], torch.ones_like(lengths)
+    given[0].zero_()
+    decode_attention(*given, counts, case.spec, backend="triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = decode_attention(*given, counts, case.spec, backend="triton")
+    given[0].copy_(x.q)
+    counts.copy_(lengths)
+    graph.replay()
+    assert torch.equal(o, expected)
