@@ -128,11 +128,11 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("inputs_embeds: this model takes input_ids and nothing instead")
         _check_cache(past_key_values)
-        mask = _two_dimensional(attention_mask)
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
         if past_key_values is None and use_cache:
             past_key_values = NSACache()
+        mask = _checked(attention_mask, input_ids, past_key_values)
         if past_key_values is None:
             states = self._hidden_states(input_ids, mask, position_ids, output_hidden_states)
             logits = self.lm_head(_last(states[-1], logits_to_keep))
@@ -251,9 +251,14 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         return False
 
 
-def _two_dimensional(mask: Tensor | None) -> Tensor | None:
-    if mask is not None and mask.dim() != 2:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; it must be [B, T]")
+def _checked(mask: Tensor | None, input_ids: Tensor, cache: NSACache | None) -> Tensor | None:
+    """The mask, if it has a column for every token that was seen, and for the new ones."""
+    columns = input_ids.shape[1] + (0 if cache is None else cache.columns)
+    if mask is not None and mask.shape != (len(input_ids), columns):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; it must be {(len(input_ids), columns)}"
+            f"{'' if cache is None else ', with what the cache has seen'}"
+        )
     return mask
 
 

@@ -22,7 +22,7 @@ from transformers.dynamic_module_utils import get_imports
 from nsa.cli import main
 from nsa.data.config import DataConfig
 from nsa.data.source import open_source
-from nsa.data.tokenizer import ByteTokenizer, Tokenizer, train_tokenizer
+from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from nsa.engine.opened import open_run
 from nsa.export.bundle import bundle
 from nsa.export.tokenizer import write_tokenizer
@@ -124,6 +124,9 @@ def test_the_tokenizer_gives_our_ids_for_any_text(kind: str, tmp_path: Path) -> 
         assert theirs.decode(ids) == text
     ended = [*tokenizer.encode(b"end").tolist(), tokenizer.eos_id]
     assert theirs.decode(ended, skip_special_tokens=True) == "end"
+    if kind == "learned":  # so that a run can go on from an export
+        again = build_tokenizer(DataConfig(tokenizer=f"hf:{tmp_path / 'written'}"))
+        assert again.fingerprint == tokenizer.fingerprint
     padded = theirs(["a", "abc"], padding=True, padding_side="left")
     assert padded["attention_mask"][0][0] == 0
 
