@@ -14,7 +14,18 @@ from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
 from tests.ranks import ROOT
 
-VERBS = ("bench", "check", "compare", "data", "doctor", "info", "plan", "report", "watch")
+VERBS = (
+    "bench",
+    "check",
+    "compare",
+    "data",
+    "doctor",
+    "generate",
+    "info",
+    "plan",
+    "report",
+    "watch",
+)
 DS_CONFIG = ROOT / "ds_configs/zero1_pcie.json"
 
 

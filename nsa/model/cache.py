@@ -205,7 +205,7 @@ class KVCache:
 
         @remember  # every layer asks the same
         def where(size: int, blocks: bool) -> tuple[Tensor, Tensor, Tensor]:
-            return _places(counts[blocks], size, self.device)
+            return places(counts[blocks], size, self.device)
 
         return where
 
@@ -252,7 +252,7 @@ def _entry(config: ModelConfig, name: str) -> tuple[int, int]:
     return config.kv_heads, config.head_dim if name[0] == "k" else value_dim
 
 
-def _places(
+def places(
     lengths: Sequence[int], size: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of packed entries, those that a ring of `size` keeps, and the row and place of each."""

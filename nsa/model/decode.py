@@ -188,7 +188,7 @@ def _attend_one(
     if isinstance(layer, DenseAttention):
         q, k, v = layer.project(x, layout)
         kept.append({"k of all": k[0], "v of all": v[0]}, lengths - 1)
-        o = _dense(q[0], kept, lengths, cache.longest)
+        o = _dense(q[0], kept, cache)
     else:
         q, gates, keys, values = layer.project(x, layout)
         new = _tokens(kept, keys, values, layout.rotary)
@@ -243,18 +243,17 @@ def _compress(layer: NSAttention, kept: LayerCache, lengths: Tensor, rotary: Rot
     kept.complete(content, block, due)
 
 
-def _dense(q: Tensor, kept: LayerCache, lengths: Tensor, longest: int) -> Tensor:
+def _dense(q: Tensor, kept: LayerCache, cache: KVCache) -> Tensor:
     """Plain attention of one token [B, Hq, Dk] over all tokens of its sequence: [B, Hq, Dv]."""
-    k, v = kept.buffers["k of all"][:, :longest], kept.buffers["v of all"][:, :longest]
-    seen = torch.arange(longest, device=lengths.device) < lengths[:, None]
-    o = F.scaled_dot_product_attention(
-        q[:, :, None],
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=seen[:, None, None],
-        enable_gqa=True,
-    )
-    return o[:, :, 0]
+    k, v = (kept.buffers[name][:, : cache.longest] for name in ("k of all", "v of all"))
+    seen = None  # the fastest kernels take no mask
+    if min(cache.host_lengths) < cache.longest:
+        seen = torch.arange(cache.longest, device=cache.device) < cache.lengths[:, None]
+        seen = seen[:, None, None]
+    # A group's heads are the rows of one query, so that no key is repeated for each of them.
+    q_BKGD = q.unflatten(1, (k.shape[2], -1))
+    o = F.scaled_dot_product_attention(q_BKGD, k.transpose(1, 2), v.transpose(1, 2), seen)
+    return o.flatten(1, 2)
 
 
 def _rows(

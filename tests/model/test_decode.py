@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
-from nsa.model.cache import KVCache, cache_bytes
+from nsa.model.cache import KVCache, cache_bytes, places
 from nsa.model.config import SUBSETS
 from nsa.model.decode import extend, generate, prefill, sample, step
 from nsa.spec import NSASpec
@@ -82,8 +82,9 @@ def test_prompts_are_a_list_or_rows_that_end_early() -> None:
     torch.testing.assert_close(whole[1], of_list[1])
 
 
-def test_several_tokens_more_are_one_step_each() -> None:
-    model, ids = model_of(tiny()), tokens(30, batch=2)
+@pytest.mark.parametrize("attention", ["dense", "mean"])
+def test_several_tokens_more_are_one_step_each(attention: str) -> None:
+    model, ids = model_of(tiny(attention)), tokens(30, batch=2)
     _, cache = prefill(model, ids[:, :11])
     torch.testing.assert_close(extend(model, ids[:, 11:], cache), model(ids)[:, 11:])
 
@@ -173,6 +174,14 @@ def test_a_cache_grows_by_doubling() -> None:
     assert sorted(set(room)) == [10, 20, 40, 80]
     torch.testing.assert_close(logits, model(ids)[:, -1])
     assert cache.nbytes == cache_bytes(model.config, 80, torch.float64)
+
+
+def test_a_ring_is_filled_with_the_newest_and_each_place_once() -> None:
+    """Of writes to one place a GPU may let any win."""
+    taken, row, place = places([9, 2, 20], 6, torch.device("cpu"))
+    assert taken.tolist() == [*range(3, 9), 9, 10, *range(25, 31)]
+    assert row.tolist() == [0] * 6 + [1] * 2 + [2] * 6
+    assert place.tolist() == [3, 4, 5, 0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1]
 
 
 @torch.no_grad()
