@@ -23,6 +23,7 @@ from nsa.bench.inputs import Inputs
 from nsa.bench.report import Report, shown, table
 from nsa.bench.shapes import PARTS, Shape
 from nsa.ops import NSASpec
+from nsa.ops.decode import decode_attention
 from nsa.ops.triton.configs import Config, choosing, keep_tuned, tuning_key
 
 SPEC = NSASpec()
@@ -87,7 +88,7 @@ def key_of(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> str:
 
 
 def _steps(shapes: list[Shape], backend: str, report: Report) -> dict[str, Step]:
-    """Every function of nsa.ops at every shape and length, forward and backward."""
+    """Every function of nsa.ops at every shape and length, forward and backward, and a token."""
     steps: dict[str, Step] = {}
     for shape in shapes:
         for seq_len in report.flags.lengths:
@@ -99,7 +100,18 @@ def _steps(shapes: list[Shape], backend: str, report: Report) -> dict[str, Step]
                 one = Contender(call.function, *call.tensors, learns=call.learns)
                 step = one.both if call.learns else one.forward
                 steps[f"{name} {shape.name} T={seq_len}"] = step
+            steps[f"decode_attention {shape.name} T={seq_len}"] = _token(inputs, backend)
     return steps
+
+
+def _token(inputs: Inputs, backend: str) -> Step:
+    """The last position of each sequence, as a token behind a cache of the others."""
+    lengths = torch.full((len(inputs.q),), inputs.q.shape[1], device=inputs.q.device)
+    x = inputs
+    pairs = x.k_cmp, x.v_cmp, x.k_sel, x.v_sel, x.k_win, x.v_win
+    return lambda: decode_attention(
+        x.q[:, -1], *pairs, x.gates[:, -1], lengths, SPEC, backend=backend
+    )
 
 
 def discover(steps: Mapping[str, Step]) -> dict[str, Asked]:
