@@ -42,10 +42,14 @@ class Result:
         loss = self.judged.loss.value
         return math.exp(loss) if loss < 700 else math.inf
 
-    def first_of(self, results: Sequence[Result]) -> Result | None:
-        """The first run's result on the same tokens, where that is another run with the same."""
+    def beside(self, results: Sequence[Result]) -> Result | None:
+        """What it is compared with: the first run at this length, or that run's first length.
+
+        None for the very first, and where a run's tokens are others.
+        """
         first = next(other for other in results if other.seq_len == self.seq_len)
-        return first if first is not self and first.text is self.text else None
+        other = results[0] if first is self else first
+        return other if other is not self and other.text is self.text else None
 
 
 def lines(results: Sequence[Result]) -> list[str]:
@@ -59,10 +63,10 @@ def lines(results: Sequence[Result]) -> list[str]:
 
 def _row(result: Result, results: Sequence[Result]) -> tuple[str, ...]:
     loss, over = result.judged.loss, "-"
-    first = result.first_of(results)
-    if first is not None:
-        more = result.judged.less(first.judged)
-        over = f"{first.run} {more.value:+.4f}{_error(more)}"
+    other = result.beside(results)
+    if other is not None:
+        more = result.judged.less(other.judged)
+        over = f"{_label(other)}: {more.value:+.4f}{_error(more)}"
     return (
         result.run,
         "-" if result.step is None else f"{result.step:,}",
@@ -110,7 +114,11 @@ def write(results: Sequence[Result], text: dict[str, Any], out: Path) -> list[Pa
 
 
 def _figures(result: Result, results: Sequence[Result]) -> dict[str, Any]:
-    first = result.first_of(results)
+    other = result.beside(results)
+    over = None
+    if other is not None:
+        more = _mean(result.judged.less(other.judged))
+        over = {"run": other.run, "seq_len": other.seq_len, **more}
     return {
         "run": result.run,
         "place": str(result.place),
@@ -124,7 +132,7 @@ def _figures(result: Result, results: Sequence[Result]) -> dict[str, Any]:
         "perplexity": number(result.perplexity),
         "bits_per_byte": number(result.bits_per_byte),
         "bytes_per_token": result.text.samples.bytes_per_token,
-        "over": first and {"run": first.run, **_mean(result.judged.less(first.judged))},
+        "over": over,
         "positions": [
             {"first": at.start, "last": at.stop - 1, "tokens": tokens, **_mean(mean)}
             for at, tokens, mean in result.judged.buckets()

@@ -10,20 +10,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
 
 from nsa.data.config import DataConfig
-from nsa.engine.config import RunConfig
-from nsa.engine.load import resolve_config, to_yaml
 from nsa.engine.opened import OpenedRun, open_run
 from nsa.evaluate.perplexity import judge
 from nsa.evaluate.text import open_text, pieces
 from nsa.export.to_hf import export
-from nsa.model import LanguageModel
 from nsa.model.loss import token_losses
 from tests.data.texts import text, write_lines
 from tests.docs.pages import blocks, commands
-from tests.engine.runs import TINY
+from tests.evaluate.models import write_model
 from tests.ranks import ROOT
 
 lm_eval = pytest.importorskip(
@@ -36,16 +32,9 @@ SEQ_LEN = 32
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose guesses are far apart, and its export."""
+    """A model and its export."""
     folder = tmp_path_factory.mktemp("models")
-    tiny = [setting.removeprefix("--set=") for setting in TINY]
-    more = ["model.vocab_size=300", "model.init_std=0.3", f"data.seq_len={SEQ_LEN}"]
-    config = resolve_config(RunConfig(), None, [*tiny, *more])
-    torch.manual_seed(0)
-    (folder / "run").mkdir()
-    (folder / "run/config.yaml").write_text(to_yaml(config))
-    save_file(LanguageModel(config.model).state_dict(), folder / "run/model.safetensors")
-    export(folder / "run", folder / "exported")
+    export(write_model(folder / "run", f"data.seq_len={SEQ_LEN}"), folder / "exported")
     return folder
 
 

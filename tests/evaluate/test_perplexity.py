@@ -16,14 +16,16 @@ from torch.nn import functional as F
 from nsa.cli import main
 from nsa.data.batches import IGNORED, Batches
 from nsa.data.config import DataConfig
+from nsa.data.source import open_source
 from nsa.data.store import TokenStore
-from nsa.data.tokenizer import ByteTokenizer
+from nsa.data.tokenizer import ByteTokenizer, train_tokenizer
 from nsa.evaluate.perplexity import Judged, Mean, bucket_edges, judge
 from nsa.evaluate.text import Text, open_text, pieces
 from nsa.model import loss
 from nsa.monitor.metrics_csv import read_metrics
-from tests.data.texts import texts, write_lines
+from tests.data.texts import split, texts, write_lines
 from tests.engine.runs import TINY, alone, succeed
+from tests.evaluate.models import write_model
 from tests.model.models import build, tiny
 from tests.monitor.pictures import BLUE, ORANGE, pixels
 
@@ -77,11 +79,12 @@ def test_runs_are_judged_beside_each_other_on_the_same_tokens_at_every_length(
         ("dense", 192),
     ]
     assert {each["tokens"] for each in found} == {768}
-    assert [each["over"] for each in found[:2]] == [None, None]
-    for each, first in zip(found[2:], found[:2], strict=True):
-        assert each["over"]["run"] == "nsa"
-        assert each["over"]["loss"] == pytest.approx(each["loss"] - first["loss"])
-        assert each["over"]["standard_error"] < each["standard_error"]
+    assert found[0]["over"] is None
+    for number, other in ((1, 0), (2, 0), (3, 1)):
+        over, beside = found[number]["over"], found[other]
+        assert (over["run"], over["seq_len"]) == (beside["run"], beside["seq_len"])
+        assert over["loss"] == pytest.approx(found[number]["loss"] - beside["loss"])
+        assert 0 < over["standard_error"] < found[number]["standard_error"]
     said = capsys.readouterr().out
     assert "dense: sees 192 tokens at once, and saw 96 in training" in said
     assert "768 tokens in 4 samples" in said
@@ -102,6 +105,37 @@ def test_of_text_that_the_run_never_saw_all_documents_are_judged_as_far_as_they_
     said = capsys.readouterr().out
     assert f"{other}, split all" in said
     assert "has no more of the 1,000,000 that were asked for" in said
+
+
+def test_a_prepared_folder_is_judged_by_what_it_holds_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, prepared = str(folder / "lines.jsonl"), str(folder / "prepared")
+    made = ["--tokenizer", "byte", "--held-out", "0.2", "--workers", "1"]
+    assert main(["data", "prepare", "--source", source, *made, "--out", prepared]) == 0
+    flags = [str(folder / "nsa"), "--source", prepared, "--tokens", "1000000"]
+    (found,) = evaluate(folder, *flags)
+    held_out = sum(len(text) + 1 for text in split(LINES)[1])
+    assert found["tokens"] == (held_out - 1) // 96 * 96
+    capsys.readouterr()
+    assert main(["eval", *flags, "--split", "all"]) == 2
+    assert "was divided when it was prepared" in capsys.readouterr().err
+
+
+def test_runs_with_other_tokenizers_read_the_text_in_their_own_tokens(folder: Path) -> None:
+    lines, other = str(folder / "lines.jsonl"), folder / "other-tokenizer"
+    source = open_source(DataConfig(source=lines), lines)
+    tokenizer = train_tokenizer(source, 300, folder / "tokenizer")
+    write_model(other, f"data.tokenizer={tokenizer.name}")
+    both = [str(folder / "nsa"), "--compare", str(other), "--source", lines]
+    first, second = evaluate(folder, *both, "--tokens", "960")
+    assert second["over"] is None
+    tokens = sum(len(tokenizer.encode(text)) + 1 for text in LINES)
+    text_bytes = sum(map(len, LINES))
+    assert first["bytes_per_token"] == pytest.approx(text_bytes / (text_bytes + len(LINES)), 0.05)
+    assert second["bytes_per_token"] == pytest.approx(text_bytes / tokens, 0.05)
+    bits = second["loss"] / math.log(2) / second["bytes_per_token"]
+    assert second["bits_per_byte"] == pytest.approx(bits)
 
 
 def test_results_lie_in_the_runs_folder_where_no_other_is_named(folder: Path) -> None:

@@ -1,0 +1,25 @@
+"""Models that nothing was trained for, in folders that open as runs do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from nsa.engine.config import RunConfig
+from nsa.engine.load import resolve_config, to_yaml
+from nsa.model import LanguageModel
+from tests.engine.runs import TINY
+
+
+def write_model(folder: Path, *settings: str) -> Path:
+    """A tiny model whose guesses are far apart; its folder is like one of `nsa import`."""
+    tiny = [setting.removeprefix("--set=") for setting in TINY]
+    more = ["model.vocab_size=320", "model.init_std=0.3"]
+    config = resolve_config(RunConfig(), None, [*tiny, *more, *settings])
+    torch.manual_seed(0)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    save_file(LanguageModel(config.model).state_dict(), folder / "model.safetensors")
+    return folder
