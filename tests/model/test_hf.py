@@ -29,9 +29,9 @@ MASK = torch.ones(3, 24, dtype=torch.long)
 MASK[0, :9] = MASK[1, :21] = 0  # to the left, so that the second has three tokens
 
 
-def wrapped(attention: str | AttentionConfig = "mean", dtype: torch.dtype = torch.float64) -> Any:
-    """A model in transformers' clothes, and with `build`'s weights."""
-    inner = build(tiny(KINDS[attention] if isinstance(attention, str) else attention), dtype)
+def wrapped(kind: str = "mean", dtype: torch.dtype = torch.float64, init_std: float = 0.3) -> Any:
+    """A model in transformers' clothes, whose weights are so large that all of the past counts."""
+    inner = build(tiny(KINDS[kind], init_std=init_std), dtype)
     model = NSAForCausalLM(NSAConfig.of(inner.config)).to(dtype)
     model.model.load_state_dict(inner.state_dict())
     return model.eval()
@@ -128,26 +128,30 @@ def test_beams_and_samples_are_the_same_with_a_cache(how: dict[str, Any]) -> Non
 
 
 def test_a_conversation_goes_on_behind_the_cache_of_what_was_said() -> None:
-    model, ids = wrapped(), tokens(24, batch=3)
+    model, ids, mask = wrapped(), tokens(24, batch=2), MASK[:2]
     greedy = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    said = model.generate(ids, attention_mask=MASK, return_dict_in_generate=True, **greedy)
+    said = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **greedy)
     assert isinstance(said.past_key_values, NSACache)
-    longer = torch.cat([said.sequences, tokens(5, batch=3, seed=1)], 1)
-    mask = F.pad(MASK, (0, 9), value=1)
+    longer = torch.cat([said.sequences, tokens(5, batch=2, seed=1)], 1)
+    mask = F.pad(mask, (0, 9), value=1)
     on = model.generate(longer, attention_mask=mask, past_key_values=said.past_key_values, **greedy)
     anew = model.generate(longer, attention_mask=mask, use_cache=False, **greedy)
     assert torch.equal(on, anew)
+
+
+def test_a_prompt_may_be_taken_in_by_chunks() -> None:
+    model, ids = wrapped(), tokens(24, batch=2)
+    greedy = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     chunks = {"past_key_values": NSACache(), "prefill_chunk_size": 10}
-    whole = model.generate(ids, attention_mask=MASK[2:].expand(3, -1), **greedy)
-    in_chunks = model.generate(ids, attention_mask=MASK[2:].expand(3, -1), **chunks, **greedy)
-    assert torch.equal(in_chunks, whole)
+    assert torch.equal(model.generate(ids, **chunks, **greedy), model.generate(ids, **greedy))
 
 
-def test_generate_works_below_autocast_as_trainer_calls_it() -> None:
+def test_generate_gives_the_same_below_autocast_where_trainer_calls_it() -> None:
     model, ids = wrapped(dtype=torch.float32), tokens(24)
+    greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     with torch.autocast("cpu", torch.bfloat16):
-        found = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    assert torch.equal(found, greedily(model, ids, 8))
+        found = model.generate(ids, **greedy)
+    assert torch.equal(found, model.generate(ids, **greedy))
 
 
 def test_all_logits_of_a_prompt_come_with_its_cache() -> None:
@@ -233,7 +237,7 @@ def test_trainer_fine_tunes_it(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
     from transformers import Trainer, TrainingArguments
 
-    model = wrapped(dtype=torch.float32)
+    model = wrapped(dtype=torch.float32, init_std=0.02)
     data = [{"input_ids": row, "labels": row} for row in tokens(16, batch=2).repeat(8, 1)]
     trainer = Trainer(
         model=model,
