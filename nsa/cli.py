@@ -16,6 +16,7 @@ from pathlib import Path
 from nsa.data.command import add_parser as add_data_parser
 from nsa.evaluate.command import add_parser as add_eval_parser
 from nsa.evaluate.generate import add_parser as add_generate_parser
+from nsa.evaluate.tasks.command import add_parser as add_tasks_parser
 from nsa.export.command import add_parser as add_export_parser
 from nsa.export.import_command import add_parser as add_import_parser
 from nsa.monitor.compare import add_parser as add_compare_parser
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     add_compare_parser(verbs)
     add_eval_parser(verbs)
     add_generate_parser(verbs)
+    add_tasks_parser(verbs)
     add_doctor_parser(verbs)
     add_watch_parser(verbs)
     add_plan_parser(verbs, _plan)

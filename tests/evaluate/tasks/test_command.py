@@ -1,0 +1,84 @@
+"""`nsa tasks` trains every contender, writes what it found, and draws it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa.cli import main
+from nsa.evaluate.tasks import examination, learning
+from nsa.evaluate.tasks.examination import DEPTHS, FACTS, WITHOUT_CHOICE, lines
+from nsa.evaluate.tasks.learning import CONTENDERS
+
+PNG = b"\x89PNG\r\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one tiny call has written."""
+    out = tmp_path_factory.mktemp("tasks") / "deep/er"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learning, "BATCH", 128)
+        patch.setattr(examination, "SEQUENCES", 4)
+        call = ["tasks", "--steps", "2", "--seeds", "4", "5", "--seq-len", "64", "--out", str(out)]
+        assert main(call) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "tasks.json").read_text())
+
+
+def test_every_model_is_asked_the_same_with_every_seed(result: dict[str, Any]) -> None:
+    asked = [(row["seed"], row["model"]) for row in result["rows"]]
+    models = {*CONTENDERS, WITHOUT_CHOICE}
+    assert sorted(asked) == sorted((seed, model) for seed in (4, 5) for model in models)
+    for row in result["rows"]:
+        assert [cell["facts"] for cell in row["by_facts"]] == list(FACTS)
+        grid = [(cell["seq_len"], cell["depth"]) for cell in row["needle"]]
+        assert grid == [(length, depth) for length in (32, 64) for depth in DEPTHS]
+        edges = [(cell["from"], cell["below"]) for cell in row["by_distance"]]
+        assert edges == [(1, 8), (8, 16), (16, 32), (32, 64)]
+        shares = [cell["right"] for cell in [*row["needle"], *row["by_distance"]]]
+        assert all(0 <= share <= 1 for share in shares)
+
+
+def test_pictures_are_drawn(folder: Path) -> None:
+    for name in ("recall.png", "needle.png"):
+        assert (folder / name).read_bytes().startswith(PNG)
+
+
+def test_the_table_counts_needles_beyond_the_reach_alone() -> None:
+    def cell(seq_len: int, depth: float, share: float) -> dict[str, float]:
+        return {"seq_len": seq_len, "depth": depth, "right": share}
+
+    near, far = cell(64, 1.0, 0.9), cell(64, 0.25, 0.3)
+    rows = [
+        {"model": "win", "seed": seed, "parameters": 1_234, "seconds": 10.0,
+         "by_facts": [{"facts": facts, "all": 0.8, "far": far_share} for facts in FACTS],
+         "needle": [near, far, cell(32, 0.0, 0.7)]}
+        for seed, far_share in ((1, 0.25), (2, 0.5))
+    ]  # fmt: skip
+    found = lines({"seq_len": 64, "reach": 30, "rows": rows})[2]
+    cells = [text.strip() for text in found.strip("|").split("|")]
+    assert cells == ["win", *["37.5% (25.0% to 50.0%)"] * 4, "30.0%", "1,234", "10"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--steps", "0"], "--steps 0: must be 1 or more"),
+        (["--seq-len", "48"], "--seq-len 48: take a multiple of 32, 64 or more"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_in_one_line(
+    flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tasks", *flags, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"nsa: {says}"]
+    assert not (tmp_path / "out").exists()
