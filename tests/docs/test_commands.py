@@ -16,7 +16,7 @@ from tests.docs.pages import PAGES, Block, blocks, commands, name, prose
 from tests.ranks import ROOT
 
 # A block that a reader would type but that is not checked must not hide behind its language.
-LANGUAGES = {"bash", "python", "text", "yaml", "json"}
+LANGUAGES = {"bash", "python", "text", "yaml", "json", "diff"}  # diff: test_variant.py
 SHELL = [block for page in PAGES for block in blocks(page) if block.language == "bash"]
 PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
 

@@ -1,0 +1,36 @@
+"""The tutorial's new compressor: its changes apply to this code, and their own tests pass."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.docs.pages import blocks
+from tests.ranks import ROOT
+
+PAGE = ROOT / "docs/tutorials/attention-variant.md"
+
+
+def test_the_changes_of_the_tutorial_apply_and_their_tests_pass(tmp_path: Path) -> None:
+    for name in ("nsa", "tests"):
+        unwanted = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=unwanted)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for block in blocks(PAGE):
+        if block.language == "diff":
+            apply = ["git", "apply", "-"]
+            done = subprocess.run(apply, cwd=tmp_path, input=block.text, text=True,
+                                  capture_output=True)  # fmt: skip
+            assert done.returncode == 0, f"line {block.line}: {done.stderr}"
+    chosen = ["tests/model/test_weighted.py", "tests/model/test_config.py"]
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert tests.returncode == 0, tests.stdout[-3_000:] + tests.stderr
