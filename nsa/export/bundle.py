@@ -69,9 +69,9 @@ def _flattened(module: str, text: str) -> tuple[str, list[str]]:
         indent, own = " " * node.col_offset, slice(node.lineno - 1, node.end_lineno)
         if isinstance(node, ast.ImportFrom) and _root(node.module) == PACKAGE:
             assert node.module is not None
-            modules = [f"{node.module}.{alias.name}" for alias in node.names]
-            if _is_package(node.module) and all(find_spec(name) for name in modules):
-                needed += modules
+            wholes = _modules(node)
+            if wholes:
+                needed += wholes
                 new = [line for alias in node.names for line in _of_module(node.module, alias)]
                 lines[own] = [f"{indent}{line}\n" for line in new]
             else:
@@ -82,6 +82,17 @@ def _flattened(module: str, text: str) -> tuple[str, list[str]]:
             new = ["try:", f"    {ast.unparse(node)}", "except ImportError:", "    raise"]
             lines[own] = [f"{indent}{line}\n" for line in new]
     return "".join(lines), needed
+
+
+def _modules(node: ast.ImportFrom) -> list[str]:
+    """The modules that are imported as wholes; a statement has those alone, or none."""
+    names = [f"{node.module}.{alias.name}" for alias in node.names]
+    assert node.module is not None
+    if not _is_package(node.module):
+        return []
+    found = [name for name in names if find_spec(name) is not None]
+    assert found in ([], names), f"{ast.unparse(node)}: import modules by a statement of their own"
+    return found
 
 
 def _of_module(package: str, alias: ast.alias) -> list[str]:
