@@ -14,7 +14,7 @@ from nsa.data.config import DataConfig
 from nsa.data.feed import open_held_out
 from nsa.model import LanguageModel
 
-TOKENS = 16_384  # judged for each length
+TOKENS = 8_192  # judged for each length
 AT_ONCE = 2**25  # logits of each model
 
 
