@@ -139,6 +139,9 @@ def run(flags: argparse.Namespace) -> None:
     except ValueError as error:
         print(f"ablations: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:  # by SIGTERM too
+        print("ended; the same command goes on with what is left", file=sys.stderr)
+        raise SystemExit(130) from None
     print("\n".join(lines(result)))
     if flags.out is not None:
         atomic_write_text(flags.out, json.dumps(result, indent=1) + "\n")
@@ -206,7 +209,7 @@ def train_all(trainings: Sequence[Training], jobs: int) -> list[str]:
 
 
 def tokens_per_s(configs: Mapping[str, RunConfig], rounds: int) -> dict[str, list[float]]:
-    """Quartiles of each model's training speed, by a processor's time where there is no GPU."""
+    """Quartiles of each model's training speed, by one processor's time where there is no GPU."""
     import torch
 
     from nsa.bench.health import Stepper
@@ -218,11 +221,14 @@ def tokens_per_s(configs: Mapping[str, RunConfig], rounds: int) -> dict[str, lis
         for name, config in configs.items()
     }
     taken: dict[str, list[float]] = {name: [] for name in configs}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a thread that waits for another takes processor time too
     for turn in range(rounds + 1):
         for name, stepper in steppers.items():
             seconds = stepper.step(heard=False)
             if turn:  # the first pays for memory
                 taken[name].append(seconds)
+    torch.set_num_threads(threads)
     tokens = {name: one.train.micro_batch * one.data.seq_len for name, one in configs.items()}
     return {
         name: statistics.quantiles([tokens[name] / second for second in seconds], n=4)

@@ -1,0 +1,157 @@
+"""The ablation command trains by the recipe, goes on where it was ended, and says what it found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa.bench import ablations
+from nsa.bench.__main__ import main
+from nsa.engine.load import resolve_config
+from nsa.monitor.metrics_csv import read_metrics
+from tests.engine.runs import TINY
+from tests.ranks import ROOT
+
+TINY_RECIPE = """
+import sys
+sys.path.insert(0, {recipes!r})
+import m7c
+from nsa.engine.load import resolve_config
+from nsa.engine.recipe import Recipe, main
+
+def demo():
+    return resolve_config(m7c.demo(), assignments={settings!r})
+
+if __name__ == "__main__":
+    main(Recipe("m7c", "", {{"production": demo, "demo": demo}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A tiny demo, measured with one variant and one seed; the folder, and the command."""
+    folder = tmp_path_factory.mktemp("ablations")
+    settings = [flag.removeprefix("--set=") for flag in TINY]
+    text = TINY_RECIPE.format(recipes=str(ROOT / "recipes"), settings=settings)
+    (folder / "tiny.py").write_text(text)
+    command = ["ablations", "--variants=win,win", "--seeds=7", "--steps=2", "--rounds=2"]
+    command += [f"--runs={folder / 'runs'}", f"--out={folder / 'figures.json'}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ablations, "RECIPE", folder / "tiny.py")
+        patch.setattr(ablations, "COMMON", (*ablations.COMMON, "train.eval_samples=8"))
+        main(command)
+    return folder, command
+
+
+@pytest.fixture
+def tiny(measured: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The same command, in the same world."""
+    folder, command = measured
+    monkeypatch.setattr(ablations, "RECIPE", folder / "tiny.py")
+    monkeypatch.setattr(ablations, "COMMON", (*ablations.COMMON, "train.eval_samples=8"))
+    return command
+
+
+def test_a_variant_is_trained_by_the_recipe_and_judged_by_its_last_evaluation(
+    measured: tuple[Path, list[str]],
+) -> None:
+    folder, _ = measured
+    row = read_metrics(folder / "runs/win-seed7/metrics.csv")[-1]
+    (found,) = json.loads((folder / "figures.json").read_text())["rows"]
+    assert found["variant"] == "win"
+    assert row["step"] == 2
+    assert found["val_loss"] == {"7": row["val_loss"]}
+    assert found["bits_per_byte"] == {"7": row["bits_per_byte"]}
+    config = (folder / "runs/win-seed7/config.yaml").read_text()
+    assert "branches: win" in config
+    assert "seed: 7" in config
+    assert f"| win | {row['val_loss']:.3f} (" in (folder / "figures.md").read_text()
+
+
+def test_a_finished_run_is_not_repeated(measured: tuple[Path, list[str]], tiny: list[str]) -> None:
+    folder, _ = measured
+    metrics = folder / "runs/win-seed7/metrics.csv"
+    before = metrics.stat().st_mtime_ns, len(list((folder / "runs").iterdir()))
+    main(tiny)
+    assert (metrics.stat().st_mtime_ns, len(list((folder / "runs").iterdir()))) == before
+
+
+def test_runs_of_another_length_are_not_taken_for_these(
+    measured: tuple[Path, list[str]], tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*tiny, "--steps=3"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"--runs {measured[0] / 'runs'}" in said
+    assert "--steps" in said
+
+
+def test_a_run_that_fails_is_told_of_and_the_others_are_kept(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    program = tmp_path / "recipe.py"
+    program.write_text("raise SystemExit('no disk')\n")
+    monkeypatch.setattr(ablations, "VARIANTS", {"win": ("attention.branches=win",), "nsa": ()})
+    started = ablations.Training.start
+
+    def start(self: ablations.Training, threads: int) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(ablations, "RECIPE", program)
+            return started(self, threads)
+
+    monkeypatch.setattr(ablations.Training, "start", start)
+    with pytest.raises(SystemExit) as ended:
+        main([*tiny, "--variants=win,nsa"])
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert "no disk\n\nnsa, seed 7 ended with exit code 1" in said
+    assert "| nsa | – |" in said
+    assert "| win | " in said
+
+
+def test_every_variant_is_a_demo_that_can_be_trained() -> None:
+    configs = {name: ablations._config(changes) for name, changes in ablations.VARIANTS.items()}
+    for config in configs.values():
+        config.validate()
+    models = [resolve_config(config).model for config in configs.values()]
+    assert all(models.count(model) == 1 for model in models), "two variants are the same"
+
+
+def test_the_spread_is_over_seeds_and_the_difference_is_taken_seed_by_seed() -> None:
+    def row(name: str, losses: dict[str, float]) -> dict[str, Any]:
+        return {"variant": name, "val_loss": losses, "bits_per_byte": losses, "parameters": 10,
+                "tokens_per_s": [90.0, 100.0, 110.0]}  # fmt: skip
+
+    rows = [row("nsa", {"1": 2.0, "2": 3.0}), row("win", {"1": 2.5, "2": 3.1, "3": 9.9})]
+    table = ablations.lines({"rows": rows})
+    assert table[2].split(" | ")[1:3] == ["2.500 (2.000 to 3.000)", ""]
+    assert table[3].split(" | ")[1:3] == ["5.167 (2.500 to 9.900)", "+0.300 (+0.100 to +0.500)"]
+    assert "100 (90 to 110)" in table[3]
+
+
+def test_the_page_is_of_the_figures_beside_it() -> None:
+    for file in (ROOT / "docs/benchmarks").glob("ablations*.json"):
+        assert file.with_suffix(".md").read_text() == ablations.page(json.loads(file.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--variants=nsa,half", "'half': choose from nsa, dense"),
+        ("--seeds=1,x", "'x': write a whole number"),
+        ("--steps=0", "'0': write a whole number, 1 or more"),
+        ("--rounds=1", "'1': write a whole number, 2 or more"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(
+    flag: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["ablations", flag])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
