@@ -195,9 +195,9 @@ class KVCache:
                 if more:
                     layer.buffers[name] = pad(buffer, (0, 0, 0, 0, 0, more))
 
-    def start(self, lengths: Sequence[int]) -> Places:
+    def start(self, lengths: Sequence[int], room: int = 0) -> Places:
         """Take in whole prompts; returns where each token and each block of them belongs."""
-        self.reserve(max(lengths))
+        self.reserve(max(lengths) + room)
         self.host_lengths = list(lengths)
         self.lengths = torch.tensor(self.host_lengths, device=self.device)
         spec = self.config.attention.spec

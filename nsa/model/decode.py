@@ -30,11 +30,14 @@ def prefill(
     model: LanguageModel,
     prompts: Sequence[Tensor] | Tensor,
     lengths: Sequence[int] | Tensor | None = None,
+    *,
+    room: int = 0,
 ) -> tuple[Tensor, KVCache]:
     """The logits [B, V] after each prompt, and the cache to go on from.
 
     Prompts are 1-dim and of any length from 1 up; or they are the rows of one tensor [B, T], of
     which the first `lengths` tokens count. They are packed as documents, and nothing is padded.
+    The cache has `room` for so many tokens more before it has to grow.
     """
     rows = _rows(model, prompts, lengths)
     counts = [len(row) for row in rows]
@@ -49,7 +52,7 @@ def prefill(
         device,
     )
     cache = KVCache(config, len(rows), dtype=model.embed.weight.dtype, device=device)
-    where = cache.start(counts)
+    where = cache.start(counts, room)
     attend = partial(_attend_and_keep, layout, where)
     x = _through(model, torch.cat(rows), cache, attend)
     return _logits(model, x[(ends - 1).to(device)]), cache
@@ -110,7 +113,9 @@ def _generate(
 ) -> Iterator[Tensor]:
     # By its text, so that two prompts of a batch do not draw alike.
     draws = [random.Random(f"{seed} {row.tolist()}") for seed, row in zip(seeds, rows, strict=True)]
-    logits, cache = prefill(model, rows)
+    # No more than growing would take, and none of it where few tokens are asked for.
+    room = min(max_new_tokens, max(len(row) for row in rows))
+    logits, cache = prefill(model, rows, room=room)
     ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
     for left in range(max_new_tokens, 0, -1):
         if temperature == 0:

@@ -176,6 +176,16 @@ def test_a_cache_grows_by_doubling() -> None:
     assert cache.nbytes == cache_bytes(model.config, 80, torch.float64)
 
 
+@torch.no_grad()
+def test_a_cache_with_room_does_not_grow_before_it_is_full() -> None:
+    model, ids = model_of(tiny()), tokens(60)
+    logits, cache = prefill(model, [ids[0, :30]], room=30)
+    for at in range(30, 60):
+        logits = step(model, ids[:, at], cache)
+    assert cache.nbytes == cache_bytes(model.config, 60, torch.float64)
+    torch.testing.assert_close(logits, model(ids)[:, -1])
+
+
 def test_a_ring_is_filled_with_the_newest_and_each_place_once() -> None:
     """Of writes to one place a GPU may let any win."""
     taken, row, place = places([9, 2, 20], 6, torch.device("cpu"))
