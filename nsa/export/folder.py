@@ -7,8 +7,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from nsa.checkpoint.weights import SAFETENSORS
 from nsa.disk import sync_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @contextlib.contextmanager
@@ -29,3 +34,14 @@ def new_folder(to: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     sync_folder(to.parent)
+
+
+def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
+    """`model.safetensors`; a full disk is an OSError, as with every other file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(weights, folder / SAFETENSORS, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{folder.parent}: the weights cannot be written: {error}") from None

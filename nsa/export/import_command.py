@@ -144,14 +144,12 @@ def _model(config: RunConfig, weights: dict[str, Tensor], place: Path) -> Langua
 def _write(
     folder: Path, config: RunConfig, weights: dict[str, Tensor], tokenizer: list[Path]
 ) -> None:
-    from safetensors.torch import save_file
-
-    from nsa.checkpoint.weights import SAFETENSORS
     from nsa.engine.load import to_yaml
+    from nsa.export.folder import write_weights
 
     for file in tokenizer:
         shutil.copyfile(file, folder / file.name)
-    save_file(weights, folder / SAFETENSORS, metadata={"format": "pt"})
+    write_weights(weights, folder)
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.checkpoint.weights import DTYPES, SAFETENSORS
-from nsa.disk import sync_folder
+from nsa.checkpoint.weights import DTYPES
+from nsa.export.folder import new_folder, write_weights
 
 if TYPE_CHECKING:
     from nsa.data.tokenizer import Tokenizer
@@ -41,38 +39,20 @@ def export(place: Path, to: Path, dtype: str | None = None) -> Path:
     """
     from nsa.engine.opened import open_run
 
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ValueError(f"--to {to}: there is something already; name a new folder")
-    run = open_run(place, device="cpu", dtype=None if dtype is None else DTYPES[dtype])
-    draft = to.with_name(f".{to.name}.{os.getpid()}")
-    try:
-        draft.mkdir(parents=True)
+    with new_folder(to) as draft:
+        run = open_run(place, device="cpu", dtype=None if dtype is None else DTYPES[dtype])
         _write(run, draft)
-        for file in draft.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        sync_folder(draft)
-        draft.replace(to)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    sync_folder(to.parent)
     return to
 
 
 def _write(run: OpenedRun, folder: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     from nsa.engine.load import to_yaml
     from nsa.export.bundle import bundle
     from nsa.export.card import card
     from nsa.export.tokenizer import write_tokenizer
 
-    weights = {f"model.{name}": weight for name, weight in run.model.state_dict().items()}
-    try:
-        save_file(weights, folder / SAFETENSORS, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{folder.parent}: the weights cannot be written: {error}") from None
+    weights = run.model.state_dict()
+    write_weights({f"model.{name}": weight for name, weight in weights.items()}, folder)
     texts = {
         "config.json": _json(_configuration(run)),
         "generation_config.json": _json(_generation(run)),
@@ -82,7 +62,6 @@ def _write(run: OpenedRun, folder: Path) -> None:
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    shutil.copymode(folder / "config.json", folder / SAFETENSORS)  # safetensors: the owner's alone
     if run.tokenizer is not None:
         write_tokenizer(run.tokenizer, folder, run.config.data.seq_len)
 
