@@ -2,7 +2,8 @@
 
 An operation is a file of kernels (`band.py`, `select.py`, `selected.py`, `selected_keys.py`) and
 its launchers and custom ops, beside it where one file cannot hold both; `gated.py` joins them, and
-`decode.py` has a token's. They are imported at the first call that they serve: importing Triton takes a while.
+`decode.py` has a token's. They are imported at the first call that they serve: importing Triton
+takes a while.
 """
 
 from __future__ import annotations
