@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -71,8 +73,16 @@ def test_several_prompts_go_at_once_and_are_printed_one_after_the_other(
     assert capsys.readouterr().out == expected
 
 
-def test_text_is_printed_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_is_printed_as_it_comes() -> None:
     """The first at once; the others are written meanwhile, and printed when it has ended."""
+    terminal = io.BytesIO()
+
+    def new() -> str:
+        """What has reached the terminal, and not only a buffer, since this was last asked."""
+        said = terminal.getvalue().decode()
+        terminal.seek(0)
+        terminal.truncate()
+        return said
 
     def steps() -> Iterator[Tensor]:
         for printed, tokens in (
@@ -83,11 +93,12 @@ def test_text_is_printed_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None
             ("\n\n==> 2 <==\nxy\n\n==> 3 <==\nöö", [-1, -1, 0xC3]),
             ("", [-1, -1, 0xB6]),
         ):
-            assert capsys.readouterr().out == printed
+            assert new() == printed
             yield torch.tensor(tokens)
 
-    show_as_it_comes(steps(), ["1", "2", "3"], ByteTokenizer())
-    assert capsys.readouterr().out == "ö\n"
+    with redirect_stdout(io.TextIOWrapper(terminal, encoding="utf-8")):
+        show_as_it_comes(steps(), ["1", "2", "3"], ByteTokenizer())
+        assert new() == "ö\n"
 
 
 def spelled(tokens: list[int], tokenizer: ByteTokenizer | HubTokenizer) -> list[str]:
