@@ -88,6 +88,8 @@ def _eval(args: argparse.Namespace) -> int:
     device = chosen_device(args.device)
     first = open_run(args.place, device=device)
     asked = _asked(args, first)
+    out = args.out or args.place / "eval"
+    out.mkdir(parents=True, exist_ok=True)
     texts: dict[str, Text] = {}  # by the tokenizer that cut them
     results: list[Result] = []
     for name, place in labelled([args.place, *args.compare]).items():
@@ -99,7 +101,7 @@ def _eval(args: argparse.Namespace) -> int:
             results.append(_judge(name, run, texts[tokenizer.fingerprint], asked, length))
     print(*lines(results), "", sep="\n")
     said = {"source": asked.data.source, "split": asked.split, "packing": asked.data.packing}
-    print(*write(results, said, args.out or args.place / "eval"), sep="\n")
+    print(*write(results, said, out), sep="\n")
     return 0
 
 
@@ -122,6 +124,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def chosen_device(name: str | None) -> torch.device | None:
+    """What --device names, refused where it is not there; None: the run is to choose."""
     import torch
 
     if name is None:
@@ -138,11 +141,16 @@ def _asked(args: argparse.Namespace, run: OpenedRun) -> _Asked:
     from nsa.engine.load import resolve_config
 
     data = resolve_config(run.config, None, args.set).data
-    own = args.source is None or args.source in data.parts()
     if args.source is not None:
         data = replace(data, source=args.source)
     # The run was trained on the rest of its own text; of another it has seen nothing.
-    divided = own or is_prepared(args.source)
+    own = data.parts().keys() <= run.config.data.parts().keys()
+    divided = own or any(map(is_prepared, data.parts()))
+    if own and data.held_out > run.config.data.held_out:
+        print(
+            f"data.held_out = {data.held_out}, and {run.config.data.held_out} in training: some of "
+            "the documents held out here have been trained on"
+        )
     lengths = sorted(set(args.seq_len or [data.seq_len]))
     for length in lengths:
         if args.stride is not None and length % args.stride:
@@ -159,6 +167,7 @@ def _asked(args: argparse.Namespace, run: OpenedRun) -> _Asked:
 
 
 def tokenizer_of(name: str, run: OpenedRun) -> Tokenizer:
+    """The tokenizer of the run that messages call `name`, where that belongs to its model."""
     vocabulary = run.config.model.vocab_size
     if run.tokenizer is None:
         raise ValueError(f"{name}: no text can be read without its tokenizer, which is not there")

@@ -105,6 +105,16 @@ def test_of_text_that_the_run_never_saw_all_documents_are_judged_as_far_as_they_
     said = capsys.readouterr().out
     assert f"{other}, split all" in said
     assert "has no more of the 1,000,000 that were asked for" in said
+    evaluate(folder, str(folder / "nsa"), "--set", f"data.source={{{other}: 1}}")
+    assert f"{other}, split all" in capsys.readouterr().out
+
+
+def test_documents_held_out_here_that_training_has_seen_are_told_of(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for share, told in (("0.05", False), ("0.04", False), ("0.06", True)):
+        evaluate(folder, str(folder / "dense"), "--set", f"data.held_out={share}", "--tokens", "96")
+        assert ("have been trained on" in capsys.readouterr().out) == told
 
 
 def test_a_prepared_folder_is_judged_by_what_it_holds_out(
