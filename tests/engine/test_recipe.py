@@ -12,6 +12,7 @@ import torch
 import yaml
 from deepspeed.accelerator import get_accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from nsa.monitor.metrics_csv import COLUMNS, read_metrics
 from tests.engine.runs import TINY, alone, deepspeed, launched, losses, succeed
@@ -77,6 +78,11 @@ def test_tensorboard_holds_the_scalars_and_deepspeeds_own(finished: tuple[Path, 
     (shown,) = events.Tensors("run/config.yaml/text_summary")
     settings = (folder / "config.yaml").read_text()
     assert shown.tensor_proto.string_val[0].decode() == f"```\n{settings}```"
+    row = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    settings = HParamsPluginData.FromString(row).session_start_info.hparams
+    assert settings["run.ranks"].number_value == 2
+    assert settings["deepspeed.stage"].number_value == 1
+    assert settings["model.attention.kind"].string_value == "nsa"
     first_gates = [events.Scalars(f"gates/{name}")[0].value for name in ("cmp", "sel", "win")]
     assert first_gates == [0.5, 0.5, 0.5], "gates start balanced"
 
