@@ -54,6 +54,12 @@ def gaps(
         batches = text.batches(0)
     finally:
         text.close()
+    highest = max(int(batch.input_ids.max()) for batch in batches)
+    if highest >= dense.config.vocab_size:
+        raise ValueError(
+            f"--gap: data.tokenizer = {data.tokenizer!r} gives tokens up to {highest}, and the "
+            f"model knows {dense.config.vocab_size}; set data.tokenizer to its own"
+        )
     for length in lengths:
         total = sum(_sums(dense, sparse, batch, length) for batch in batches)
         assert isinstance(total, Tensor)

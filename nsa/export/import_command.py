@@ -68,14 +68,14 @@ def _import(args: argparse.Namespace) -> int:
         weights = found.weights if before == after else _sparse(args, found, config)
         model = _model(config, weights, args.place)
         _write(draft, config, weights, found.tokenizer)
+        if args.gap:  # text that cannot be had leaves nothing behind
+            _print_gap(args.gap, found, model, config)
     print(
         f"{args.to}: {sum(p.numel() for p in model.parameters()):,} parameters, {after} attention"
     )
     if found.foreign and not found.tokenizer:
         print(f"{args.place} has no tokenizer.json: data.tokenizer = {config.data.tokenizer}")
     print(f"a recipe begins with it: --config {args.to / 'config.yaml'}")
-    if args.gap:
-        _print_gap(args.gap, found, model, config)
     return 0
 
 
@@ -119,13 +119,19 @@ def _sparse(args: argparse.Namespace, found: Found, config: RunConfig) -> dict[s
 def _shares(text: str | None, config: RunConfig) -> dict[str, float] | None:
     if text is None:
         return None
-    names = config.model.attention.branch_names
+    attention = config.model.attention
     try:
-        return dict(zip(names, map(float, text.split(",")), strict=True))
+        shares = dict(zip(attention.branch_names, map(float, text.split(",")), strict=True))
     except ValueError:
         raise ValueError(
-            f"--shares {text}: write a number for each branch, {','.join(names)}"
+            f"--shares {text}: write a number for each branch, {','.join(attention.branch_names)}"
         ) from None
+    if attention.shared_kv and len(set(shares.values())) > 1:
+        raise ValueError(
+            f"--shares {text}: with attention.shared_kv all branches have the same values, and "
+            "give the same; leave one of the two out"
+        )
+    return shares
 
 
 def _model(config: RunConfig, weights: dict[str, Tensor], place: Path) -> LanguageModel:

@@ -190,7 +190,9 @@ def test_an_untied_head_that_is_the_embedding_all_the_same_is_taken(tmp_path: Pa
     [
         (["--set=attention.compressor=mlp", "--set=attention.compressor_hidden=31"], "needs 32"),
         (["--shares=0,1"], "--shares 0,1: write a number for each branch, cmp,sel,win"),
+        (["--shares=0,1,0", "--set=attention.shared_kv=true"], "leave one of the two out"),
         (["--attention=dense", "--shares=0,1,0"], "keeps its dense attention"),
+        (["--gap=no/such/text"], "no/such/text"),
         (["--attention=dense", "--gap=embedded"], "keeps its dense attention"),
         (["--set=model.layers=3"], "blocks.2."),
         (["--set=model.layer=3"], "did you mean model.layers"),
@@ -263,12 +265,21 @@ def test_the_gap_is_measured_on_short_and_long_texts(
     monkeypatch.setattr(gap, "TOKENS", 128)
     text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000"]
     imported(place, tmp_path / "start", *text, *SMALL)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:4]]
     assert [row[0] for row in rows] == ["16", "32", "64"]
     assert [row[3:] for row in rows[:2]] == [["+0.0000", "0.0000", "100.0%"]] * 2
     dense, start, more, kl = map(float, rows[2][1:5])
     assert more == pytest.approx(start - dense, abs=2e-4)
     assert kl > 0.01
+
+
+def test_text_of_another_tokenizer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama(tmp_path / "llama", vocab_size=60)
+    capsys.readouterr()
+    text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", *SMALL]
+    assert "the model knows 60; set data.tokenizer" in refused(capsys, tmp_path / "llama", *text)
 
 
 def test_the_gap_is_that_of_the_distributions() -> None:
