@@ -41,6 +41,8 @@ def test_every_model_is_asked_the_same_with_every_seed(result: dict[str, Any]) -
         assert [cell["facts"] for cell in row["by_facts"]] == list(FACTS)
         grid = [(cell["seq_len"], cell["depth"]) for cell in row["needle"]]
         assert grid == [(length, depth) for length in (32, 64) for depth in DEPTHS]
+        for cell in row["needle"]:
+            assert cell["distance"] == pytest.approx((1 - cell["depth"]) * cell["seq_len"], abs=2)
         edges = [(cell["from"], cell["below"]) for cell in row["by_distance"]]
         assert edges == [(1, 8), (8, 16), (16, 32), (32, 64)]
         shares = [cell["right"] for cell in [*row["needle"], *row["by_distance"]]]
@@ -53,14 +55,14 @@ def test_pictures_are_drawn(folder: Path) -> None:
 
 
 def test_the_table_counts_needles_beyond_the_reach_alone() -> None:
-    def cell(seq_len: int, depth: float, share: float) -> dict[str, float]:
-        return {"seq_len": seq_len, "depth": depth, "right": share}
+    def cell(seq_len: int, distance: int, share: float) -> dict[str, float]:
+        return {"seq_len": seq_len, "distance": distance, "right": share}
 
-    near, far = cell(64, 1.0, 0.9), cell(64, 0.25, 0.3)
+    near, far = cell(64, 30, 0.9), cell(64, 31, 0.3)
     rows = [
         {"model": "win", "seed": seed, "parameters": 1_234, "seconds": 10.0,
          "by_facts": [{"facts": facts, "all": 0.8, "far": far_share} for facts in FACTS],
-         "needle": [near, far, cell(32, 0.0, 0.7)]}
+         "needle": [near, far, cell(32, 31, 0.7)]}
         for seed, far_share in ((1, 0.25), (2, 0.5))
     ]  # fmt: skip
     found = lines({"seq_len": 64, "reach": 30, "rows": rows})[2]
