@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
+from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
     """What each prompt is called, and its text; those of --prompt first."""
-    prompts = [(repr(text), text.encode("utf-8", "surrogateescape")) for text in args.prompt]
+    prompts = [(short(text), text.encode("utf-8", "surrogateescape")) for text in args.prompt]
     prompts += [(str(file), file.read_bytes()) for file in args.file]
     if not prompts:
         raise ValueError("there is nothing to go on with; give --prompt TEXT or --file F")

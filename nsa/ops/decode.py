@@ -138,10 +138,13 @@ def _chosen_keys(
     inside = torch.arange(spec.select_len, device=k.device)
     position = (chosen_BKn[..., None] * spec.select_len + inside).flatten(-2)
     seen = (position >= 0) & (position < lengths[:, None, None])
-    place = position.clamp(0, k.shape[1] - 1)
     row = torch.arange(len(k), device=k.device)[:, None, None]
     head = torch.arange(k.shape[2], device=k.device)[:, None]
-    return k[row, place, head], v[row, place, head], seen
+    place = row * k.shape[1] + position.clamp(0, k.shape[1] - 1)
+    # By rows of a matrix: indexing with three tensors takes four times as long on a processor.
+    flat = (place * k.shape[2] + head).flatten()
+    k, v = (x.flatten(0, 2).index_select(0, flat).view(*place.shape, -1) for x in (k, v))
+    return k, v, seen
 
 
 def _window_keys(
