@@ -262,7 +262,7 @@ def test_a_recipe_goes_on_as_nsa_where_the_dense_run_ended(dense_run: Path, tmp_
 def test_the_gap_is_measured_on_short_and_long_texts(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(gap, "TOKENS", 128)
+    monkeypatch.setattr(gap, "TOKENS", 64)
     text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000"]
     imported(place, tmp_path / "start", *text, *SMALL)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:4]]
