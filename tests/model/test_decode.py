@@ -273,6 +273,11 @@ def test_tokens_come_as_often_as_they_are_likely(temperature: float, top_p: floa
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-4)
 
 
+def test_the_ends_of_a_share_belong_to_one_token_each() -> None:
+    ends = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
+    assert sample(torch.zeros(3, 2), ends, 1.0, 1.0).tolist() == [0, 1, 1]
+
+
 def test_the_coldest_temperature_and_the_smallest_part_take_the_likeliest() -> None:
     model, ids = model_of(tiny()), tokens(9, batch=2)
     greedy = chosen(model, list(ids), max_new_tokens=8, temperature=0)
