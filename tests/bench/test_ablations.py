@@ -79,6 +79,16 @@ def test_a_finished_run_is_not_repeated(measured: tuple[Path, list[str]], tiny: 
     assert (metrics.stat().st_mtime_ns, len(list((folder / "runs").iterdir()))) == before
 
 
+def test_a_run_that_has_not_got_to_its_end_is_no_result(
+    measured: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    rows = (measured[0] / "runs/win-seed7/metrics.csv").read_text().splitlines(keepends=True)
+    for kept, finished in ((rows, True), (rows[:-1], False), ([], False)):
+        (tmp_path / "metrics.csv").write_text("".join(kept))
+        assert (ablations.Training("win", 7, 2, tmp_path).result() is not None) == finished
+    assert ablations.Training("win", 7, 2, tmp_path / "nowhere").result() is None
+
+
 def test_runs_of_another_length_are_not_taken_for_these(
     measured: tuple[Path, list[str]], tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
