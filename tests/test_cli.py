@@ -129,8 +129,3 @@ def test_bench_gets_everything_that_follows_it(capsys: pytest.CaptureFixture[str
         main(["bench", "cpu", "--rounds", "2", "--help"])
     assert ended.value.code == 0
     assert "--longest" in capsys.readouterr().out
-
-
-def test_a_shared_sequence_is_not_planned_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--recipe", str(ROOT / "recipes/m7c_32k.py")]) == 2
-    assert "train.sequence_parallel = 2" in capsys.readouterr().err
