@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nsa.checkpoint.weights import holds_safetensors
 from nsa.disk import atomic_write_text
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
@@ -265,6 +266,11 @@ def _check_precision(precision: str) -> None:
 def _run_dir(asked: Path | None, name: str, resume: bool) -> Path:
     """Where the run lives. A new run never writes into the folder of an old one."""
     if asked is not None:
+        if holds_safetensors(asked):
+            raise ValueError(
+                f"--run-dir {asked} holds weights to begin with and no run; begin one with "
+                f"--set train.start_from={asked} in another folder"
+            )
         if _holds_run(asked) and not resume:
             raise ValueError(
                 f"--run-dir {asked} already holds a run; add --resume to continue it, "

@@ -249,6 +249,18 @@ def test_a_run_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
     assert "already holds a run" in result.stderr
 
 
+@pytest.mark.parametrize("flags", [(), ("--resume",)])
+def test_a_folder_of_imported_weights_is_no_run_to_go_on_with(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in ("config.yaml", "model.safetensors"):
+        (tmp_path / name).touch()
+    result = alone("m7c.py", *TINY, "--run-dir=.", *flags, folder=tmp_path)
+    assert result.returncode == 2
+    assert "holds weights to begin with and no run" in result.stderr
+    assert "--set train.start_from=. in another folder" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
