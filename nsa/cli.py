@@ -8,7 +8,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +19,7 @@ from nsa.evaluate.generate import add_parser as add_generate_parser
 from nsa.evaluate.tasks.command import add_parser as add_tasks_parser
 from nsa.export.command import add_parser as add_export_parser
 from nsa.export.import_command import add_parser as add_import_parser
+from nsa.flags import refuse_unknown
 from nsa.monitor.compare import add_parser as add_compare_parser
 from nsa.monitor.report import add_parser as add_report_parser
 from nsa.monitor.watch.command import add_parser as add_watch_parser
@@ -29,13 +30,13 @@ from nsa.plan.doctor import add_parser as add_doctor_parser
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a user's mistake is one line on stderr and exit code 2."""
-    parser = _parser()
+    parser, verbs = _parser()
     own, command = split_command(sys.argv[1:] if argv is None else argv)
     args, rest = parser.parse_known_args(own)
     if args.verb == "bench":
         args.arguments = rest
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        refuse_unknown(verbs[args.verb], rest)
     if command:
         args.command = command
     try:
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser, and that of each verb."""
     about = "Everything beside training, which is: deepspeed --num_gpus 2 recipes/m7c.py"
     parser = argparse.ArgumentParser(prog="nsa", description=about)
     parser.add_argument("--version", action="version", version=f"nsa {version('nsa-m7c')}")
@@ -82,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     info = verbs.add_parser("info", help=about, description=about)
     info.add_argument("--seq-len", type=int, default=2_048, help="tokens at once (default 2048)")
     info.set_defaults(run=_info)
-    return parser
+    return parser, verbs.choices
 
 
 def _bench(args: argparse.Namespace) -> int:

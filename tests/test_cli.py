@@ -129,3 +129,26 @@ def test_bench_gets_everything_that_follows_it(capsys: pytest.CaptureFixture[str
         main(["bench", "cpu", "--rounds", "2", "--help"])
     assert ended.value.code == 0
     assert "--longest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["plan", "--devise", "a100"],
+            "nsa plan: error: .*--devise (did you mean --device?), a100",
+        ),
+        (["generate", "runs/a", "--temprature=1"], "--temprature=1 (did you mean --temperature?)"),
+        (["plan", "recipes/m7c.py"], "nsa plan: error: unrecognized arguments: recipes/m7c.py"),
+    ],
+)
+def test_a_word_that_a_verb_does_not_know_brings_its_own_usage(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: nsa {words[0]} ")
+    for part in said.split(".*"):
+        assert part in error

@@ -45,6 +45,8 @@ def run(flags: argparse.Namespace) -> int:
         look = search if flags.search else compare
         found = look(model, zeros, batch, machine, flags.gpus)
         print("\n".join(table(found[:SHOWN], steps) if found else [f"nothing fits into {memory}"]))
+        if len(found) > SHOWN:
+            print(f"the fastest {SHOWN} of {len(found)} that fit")
         return 0 if found else 1
     one = forecast(model, zero, batch, machine, flags.gpus)
     print("\n".join(describe(source.stem, model, batch, one, machine, steps)))

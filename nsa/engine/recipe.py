@@ -19,6 +19,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.load import resolve_config, to_yaml
 from nsa.engine.stopping import parse_time
+from nsa.flags import refuse_unknown
 from nsa.monitor.ladder import until
 from nsa.monitor.profile import parse_steps
 from nsa.shipped import shipped
@@ -59,7 +60,10 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
 
     Exit codes: 0 finished or preempted, 1 a crash, 2 a mistake said in one line, 3 No-Go.
     """
-    flags = _parser(recipe).parse_args(arguments)
+    parser = _parser(recipe)
+    flags, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        refuse_unknown(parser, unknown)
     try:
         plan = make_plan(recipe, flags)
     except ValueError as error:

@@ -21,7 +21,10 @@ def add_parser(verbs: Any) -> None:
     about = "go on with a text as a run would, and print what it writes as it comes"
     parser = verbs.add_parser("generate", help=about, description=about)
     parser.add_argument(
-        "place", type=Path, metavar="run", help="a run, a checkpoint, or what `nsa export` wrote"
+        "place",
+        type=Path,
+        metavar="run",
+        help="a run, a checkpoint, or what `nsa export` or `nsa import` wrote",
     )
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="what to go on with"

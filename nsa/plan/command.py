@@ -57,7 +57,8 @@ def add_parser(verbs: Any, run: Callable[[argparse.Namespace], int]) -> None:
     table.add_argument(
         "--search",
         action="store_true",
-        help="rank configs, micro-batches and checkpointing that fit, for as many sequences a step",
+        help="rank configs, micro-batches, checkpointing and ranks that share a sequence: all that "
+        "fit, for as many sequences a step",
     )
     table.add_argument(
         "--compare", action="store_true", help="all configs of the JSON's folder, with this batch"
@@ -131,15 +132,18 @@ def describe(
 def table(found: list[Found], steps: int) -> list[str]:
     """A line for each setting; memory and megabytes are those of one GPU."""
     width = max(len(one.config) for one in found) + 2
-    head = f"{'MB sent':>9}{'GB':>8}{'exposed':>9}{'tokens/s':>13}{'days':>8}"
-    lines = [f"{'config':<{width}}{'batch':<28}{head}"]
-    for one in found:
+    wide = max(28, *(len(_batch(one.batch)) + 2 for one in found))
+    days = [steps * one.forecast.seconds / 86_400 for one in found]
+    unit, parts = ("days", 1) if max(days) >= 0.1 else ("hours", 24)
+    head = f"{'MB sent':>9}{'GB':>8}{'exposed':>9}{'tokens/s':>13}{unit:>8}"
+    lines = [f"{'config':<{width}}{'batch':<{wide}}{head}"]
+    for one, long in zip(found, days, strict=True):
         step = one.forecast
         lines.append(
-            f"{one.config:<{width}}{_batch(one.batch):<28}"
+            f"{one.config:<{width}}{_batch(one.batch):<{wide}}"
             f"{step.traffic.bytes_per_step / 1e6:>9,.0f}{step.memory.peak / 1e9:>8.2f}"
             f"{100 * step.exposed_share:>8.1f}%{step.tokens_per_second:>13,.0f}"
-            f"{steps * step.seconds / 86_400:>8.2f}"
+            f"{parts * long:>8.2f}"
         )
     return lines
 

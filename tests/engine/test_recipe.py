@@ -236,6 +236,12 @@ def test_a_mistake_costs_one_line_and_exit_code_2(
     assert list(tmp_path.iterdir()) == [], "nothing expensive had started"
 
 
+def test_a_misspelt_flag_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
+    result = alone("m7c.py", "--setps=3", folder=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.endswith("--setps=3 (did you mean --steps?)\n")
+
+
 def test_a_run_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
     short = [*TINY, "--steps=1"]
     succeed(alone("m7c.py", *short, folder=tmp_path))
