@@ -21,7 +21,7 @@ def add_parser(verbs: Any) -> None:
         "them for needles in haystacks: minutes on a processor"
     )
     parser = verbs.add_parser("tasks", help=about, description=about)
-    parser.add_argument("--steps", type=int, default=800, help="of each model (%(default)s)")
+    parser.add_argument("--steps", type=int, default=1_000, help="of each model (%(default)s)")
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[1, 2, 3], help="each trains all of them (1 2 3)"
     )

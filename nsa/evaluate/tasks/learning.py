@@ -21,22 +21,26 @@ from nsa.model.attention import NSAttention
 from nsa.spec import NSASpec
 
 SPEC = NSASpec(
-    block_len=8,
-    block_stride=4,
-    select_len=8,
-    select_top=6,
+    block_len=4,
+    block_stride=2,
+    select_len=4,
+    select_top=8,
     init_blocks=1,
     local_blocks=1,
     window=16,
 )
 LAYERS = 2
 REACH = LAYERS * (SPEC.window - 1)  # positions back that a window alone can hear of
+# At these lengths the definition is faster than what is made for long ones.
+NSA = AttentionConfig(spec=SPEC, backend="reference")
 CONTENDERS = {
     "dense": AttentionConfig(kind="dense"),
-    # At these lengths the definition is faster than what is made for long ones.
-    "nsa": AttentionConfig(spec=SPEC, backend="reference"),
-    "cmp+win": AttentionConfig(spec=SPEC, branches="cmp+win"),
-    "win": AttentionConfig(spec=SPEC, branches="win"),
+    # What the selected branch learns to find is at once what blocks are chosen by.
+    "nsa": replace(NSA, shared_kv=True),
+    # Here the choice learns by the compressed branch alone, which takes far longer.
+    "nsa, own keys": NSA,
+    "cmp+win": replace(NSA, branches="cmp+win"),
+    "win": replace(NSA, branches="win"),
 }
 BATCH = 2_048  # tokens of a step
 LEARNING_RATE = 5e-3

@@ -44,7 +44,7 @@ def test_a_window_hears_from_its_reach_and_no_further() -> None:
     assert heard(made("win")) == list(range(REACH + 1))
 
 
-@pytest.mark.parametrize("name", ["dense", "nsa", "cmp+win"])
+@pytest.mark.parametrize("name", ["dense", "nsa", "nsa, own keys", "cmp+win"])
 def test_the_others_hear_from_everywhere(name: str) -> None:
     assert heard(made(name)) == list(range(LENGTH))
 
