@@ -8,7 +8,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -30,13 +30,13 @@ from nsa.plan.doctor import add_parser as add_doctor_parser
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a user's mistake is one line on stderr and exit code 2."""
-    parser, verbs = _parser()
+    parser = _parser()
     own, command = split_command(sys.argv[1:] if argv is None else argv)
     args, rest = parser.parse_known_args(own)
     if args.verb == "bench":
         args.arguments = rest
     elif rest:
-        refuse_unknown(verbs[args.verb], rest)
+        refuse_unknown(args.parser, rest)
     if command:
         args.command = command
     try:
@@ -49,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser, and that of each verb."""
+def _parser() -> argparse.ArgumentParser:
     about = "Everything beside training, which is: deepspeed --num_gpus 2 recipes/m7c.py"
     parser = argparse.ArgumentParser(prog="nsa", description=about)
     parser.add_argument("--version", action="version", version=f"nsa {version('nsa-m7c')}")
@@ -84,7 +83,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     info = verbs.add_parser("info", help=about, description=about)
     info.add_argument("--seq-len", type=int, default=2_048, help="tokens at once (default 2048)")
     info.set_defaults(run=_info)
-    return parser, verbs.choices
+    for verb in verbs.choices.values():
+        verb.set_defaults(parser=verb)
+    return parser
 
 
 def _bench(args: argparse.Namespace) -> int:
