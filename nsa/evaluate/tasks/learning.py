@@ -37,7 +37,7 @@ CONTENDERS = {
     "dense": AttentionConfig(kind="dense"),
     # What the selected branch learns to find is at once what blocks are chosen by.
     "nsa": replace(NSA, shared_kv=True),
-    # Here the choice learns by the compressed branch alone, which takes far longer.
+    # Here the choice learns by the compressed branch alone, which takes longer.
     "nsa, own keys": NSA,
     "cmp+win": replace(NSA, branches="cmp+win"),
     "win": replace(NSA, branches="win"),
