@@ -25,9 +25,7 @@ def add_parser(verbs: Any) -> None:
     """Add `eval` to the verbs of `nsa`."""
     about = "loss, perplexity and bits per byte of runs on a text, also by position in context"
     parser = verbs.add_parser("eval", help=about, description=about)
-    parser.add_argument(
-        "place", type=Path, metavar="run", help="a run, a checkpoint, or what `nsa export` wrote"
-    )
+    add_run(parser)
     parser.add_argument(
         "--compare", type=Path, nargs="+", default=[], metavar="RUN", help="others beside it"
     )
@@ -63,9 +61,19 @@ def add_parser(verbs: Any) -> None:
         metavar="data.KEY=VALUE",
         help="how the text is read, such as data.text_field=content",
     )
-    parser.add_argument("--device", help="such as cpu or cuda:1 (default: CUDA if there is one)")
     parser.add_argument("--out", type=Path, help="folder for the results (default: RUN/eval)")
     parser.set_defaults(run=_eval)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the run that a verb opens, and where it is to work."""
+    parser.add_argument(
+        "place",
+        type=Path,
+        metavar="run",
+        help="a run, a checkpoint, or what `nsa export` or `nsa import` wrote",
+    )
+    parser.add_argument("--device", help="such as cpu or cuda:1 (default: CUDA if there is one)")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
+from nsa.evaluate.command import add_run, chosen_device, tokenizer_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,12 +22,7 @@ def add_parser(verbs: Any) -> None:
     """Add `generate` to the verbs of `nsa`."""
     about = "go on with a text as a run would, and print what it writes as it comes"
     parser = verbs.add_parser("generate", help=about, description=about)
-    parser.add_argument(
-        "place",
-        type=Path,
-        metavar="run",
-        help="a run, a checkpoint, or what `nsa export` or `nsa import` wrote",
-    )
+    add_run(parser)
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="what to go on with"
     )
@@ -53,7 +50,6 @@ def add_parser(verbs: Any) -> None:
         help="draw from the fewest tokens that together have this probability (default 1: all)",
     )
     parser.add_argument("--seed", type=int, default=0, help="another one, another text (default 0)")
-    parser.add_argument("--device", help="such as cpu or cuda:1 (default: CUDA if there is one)")
     parser.set_defaults(run=_generate)
 
 
@@ -63,7 +59,6 @@ def _generate(args: argparse.Namespace) -> int:
         import torch
 
         from nsa.engine.opened import open_run
-        from nsa.evaluate.command import chosen_device, tokenizer_of
         from nsa.model.decode import check_sampling, generate
 
         check_sampling(args.max_new_tokens, args.temperature, args.top_p)

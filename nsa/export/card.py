@@ -55,7 +55,7 @@ PACKAGES = ("torch", "deepspeed", "triton", "transformers", "nsa-m7c")
 
 def card(run: OpenedRun, folder: str = "FOLDER") -> str:
     """Markdown, with the figures of the step that the weights are from; none is made up."""
-    run_dir = _run_dir(run)
+    run_dir = run.place.resolve()
     env, rows = read_json(run_dir / "env.json"), _rows(run_dir, run.step)
     figures = list(_figures(run, rows))
     missing = [name for name, value in figures if value is None]
@@ -81,12 +81,6 @@ def card(run: OpenedRun, folder: str = "FOLDER") -> str:
         *table(("", ""), _made_with(env)),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _run_dir(run: OpenedRun) -> Path:
-    """Where the run wrote: above its checkpoints, or beside weights that are in no checkpoint."""
-    weights = run.weights.resolve()
-    return weights if run.step is None else weights.parent.parent
 
 
 def _name(run_dir: Path, step: int | None) -> str:

@@ -69,22 +69,9 @@ def triton_decode(
 
 
 @triton_decode.register_fake
-def _(
-    q: Tensor,
-    k_cmp: Tensor | None,
-    v_cmp: Tensor | None,
-    k_sel: Tensor | None,
-    v_sel: Tensor | None,
-    k_win: Tensor | None,
-    v_win: Tensor | None,
-    gates: Tensor,
-    lengths: Tensor,
-    pattern: list[int],
-    branches: str,
-    scale: float,
-) -> Tensor:
-    values = {"cmp": v_cmp, "sel": v_sel, "win": v_win}[branches[:3]]
-    assert values is not None
+def _(q: Tensor, *rest: Any) -> Tensor:
+    *pairs, _gates, _lengths, _pattern, branches, _scale = rest
+    values = dict(zip(("cmp", "sel", "win"), pairs[1::2], strict=True))[branches[:3]]
     return q.new_empty(*q.shape[:2], values.shape[-1])
 
 
