@@ -39,6 +39,19 @@ def prefill(
     which the first `lengths` tokens count. They are packed as documents, and nothing is padded.
     The cache has `room` for so many tokens more before it has to grow.
     """
+    states, cache = prefill_states(model, prompts, lengths, room=room)
+    return _head(model, states[cache.lengths.cumsum(0) - 1]), cache
+
+
+@torch.no_grad()
+def prefill_states(
+    model: LanguageModel,
+    prompts: Sequence[Tensor] | Tensor,
+    lengths: Sequence[int] | Tensor | None = None,
+    *,
+    room: int = 0,
+) -> tuple[Tensor, KVCache]:
+    """As `prefill`, but what the head reads of every token: [tokens of all prompts, width]."""
     rows = _rows(model, prompts, lengths)
     counts = [len(row) for row in rows]
     ends = torch.tensor(counts).cumsum(0)
@@ -55,7 +68,7 @@ def prefill(
     where = cache.start(counts, room)
     attend = partial(_attend_and_keep, layout, where)
     x = _through(model, torch.cat(rows), cache, attend)
-    return _logits(model, x[(ends - 1).to(device)]), cache
+    return model.norm(x), cache
 
 
 @torch.no_grad()
@@ -66,7 +79,8 @@ def step(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
     position = cache.lengths.clone()
     cache.advance()
     layout = Layout(None, Rotary.at(position, config.head_dim, config.rope_theta), None, None)
-    return _logits(model, _through(model, tokens, cache, partial(_attend_one, layout, cache)))
+    x = _through(model, tokens, cache, partial(_attend_one, layout, cache))
+    return _head(model, model.norm(x))
 
 
 @torch.no_grad()
@@ -164,8 +178,8 @@ def _through(model: LanguageModel, tokens: Tensor, cache: KVCache, attend: Atten
     return x[0]
 
 
-def _logits(model: LanguageModel, x: Tensor) -> Tensor:
-    return F.linear(model.norm(x), model.embed.weight)
+def _head(model: LanguageModel, states: Tensor) -> Tensor:
+    return F.linear(states, model.embed.weight)
 
 
 def _attend_and_keep(

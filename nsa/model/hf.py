@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 
 from nsa.model.cache import KVCache
 from nsa.model.compressor import MLPCompressor
-from nsa.model.decode import extend, prefill
+from nsa.model.decode import extend, prefill_states
 from nsa.model.hf_config import NSAConfig
 from nsa.model.language_model import LanguageModel
 from nsa.model.loss import IGNORED
@@ -195,17 +195,19 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         # What is kept has the weights' dtype, also where Trainer generates below autocast.
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             if cache.kept is not None:
-                logits = extend(self.model, input_ids, cache.kept)
+                logits = _last(extend(self.model, input_ids, cache.kept), logits_to_keep)
             else:
                 there = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
                 prompts = [row[at] for row, at in zip(input_ids, there, strict=True)]
-                logits, cache.kept = prefill(self.model, prompts)
+                states, cache.kept = prefill_states(self.model, prompts)
                 if isinstance(logits_to_keep, int) and logits_to_keep == 1:
-                    logits = logits[:, None]
+                    # Of each sequence's own last token: padding may stand behind it.
+                    states = states[cache.kept.lengths.cumsum(0) - 1][:, None]
                 else:
-                    logits = self.lm_head(self._hidden_states(input_ids, mask, None)[-1])
+                    states = _last(_padded(states, there), logits_to_keep)
+                logits = self.lm_head(states)
         cache.columns += input_ids.shape[1]
-        return _last(logits, logits_to_keep)
+        return logits
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1

@@ -156,7 +156,11 @@ def test_generate_gives_the_same_below_autocast_where_trainer_calls_it() -> None
 
 def test_all_logits_of_a_prompt_come_with_its_cache() -> None:
     model, ids = wrapped(), tokens(24, batch=3)
+    read: list[torch.Size] = []
+    seen = model.model.embed.register_forward_pre_hook(lambda _, given: read.append(given[0].shape))
     out = model(ids, attention_mask=MASK, use_cache=True)
+    seen.remove()
+    assert read == [(int(MASK.sum()),)]  # once
     assert torch.equal(out.logits, model(ids, attention_mask=MASK).logits)
     assert out.past_key_values.get_seq_length() == 24
     assert model(ids).past_key_values is None  # nothing is kept for who did not ask

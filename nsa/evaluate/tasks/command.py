@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa.disk import atomic_write_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def add_parser(verbs: Any) -> None:
@@ -29,13 +27,16 @@ def add_parser(verbs: Any) -> None:
         "--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)"
     )
     parser.add_argument(
+        "--jobs", type=int, default=1, help="models at a time, one thread each (%(default)s)"
+    )
+    parser.add_argument(
         "--out", type=Path, default=Path("runs/tasks"), help="folder for the results (%(default)s)"
     )
     parser.set_defaults(run=_tasks)
 
 
 def _tasks(args: argparse.Namespace) -> int:
-    for name in ("steps", "seq_len"):
+    for name in ("steps", "seq_len", "jobs"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
     from nsa.evaluate.tasks import examination, pictures
@@ -44,7 +45,9 @@ def _tasks(args: argparse.Namespace) -> int:
     lengths(args.seq_len)  # refuses what cannot be, before anything is trained
     result = {
         "command": " ".join(["nsa", *sys.argv[1:]]),
-        **examination.examine(args.seq_len, args.steps, args.seeds, _teller(args.steps)),
+        **examination.examine(
+            args.seq_len, args.steps, args.seeds, args.jobs, partial(_tell, args.steps)
+        ),
     }
     args.out.mkdir(parents=True, exist_ok=True)
     atomic_write_text(args.out / "tasks.json", json.dumps(result, indent=1) + "\n")
@@ -56,12 +59,7 @@ def _tasks(args: argparse.Namespace) -> int:
     return 0
 
 
-def _teller(steps: int) -> Callable[[str, int, int, float], None]:
+def _tell(steps: int, name: str, seed: int, step: int, loss: float) -> None:
     """Say now and then how far a model has come."""
-    every = max(1, steps // 4)
-
-    def tell(name: str, seed: int, step: int, loss: float) -> None:
-        if step % every == 0 or step == steps:
-            print(f"{name}, seed {seed}: step {step}/{steps}, loss {loss:.3f}", flush=True)
-
-    return tell
+    if step % max(1, steps // 4) == 0 or step == steps:
+        print(f"{name}, seed {seed}: step {step}/{steps}, loss {loss:.3f}", flush=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -35,16 +37,22 @@ DRAW = 1_000_003  # seed of the test's sequences: none of them is learned from
 Tell = Callable[[str, int, int, float], None]  # contender, seed, step, loss
 
 
-def examine(longest: int, steps: int, seeds: Sequence[int], tell: Tell) -> dict[str, Any]:
-    """Train every contender with every seed, and ask all of them the same questions."""
-    rows: list[dict[str, Any]] = []
-    for seed in seeds:
-        for name in CONTENDERS:
-            learned = learn(name, longest, steps, seed, partial(tell, name, seed))
-            rows.append(_row(name, seed, learned, learned.model, longest))
-            if name == "nsa":
-                found = learned.without_choice()
-                rows.append(_row(WITHOUT_CHOICE, seed, learned, found, longest))
+def examine(
+    longest: int, steps: int, seeds: Sequence[int], jobs: int, tell: Tell
+) -> dict[str, Any]:
+    """Train every contender with every seed, and ask all of them the same questions.
+
+    So many `jobs` at a time, each in a process of its own where they are several; `tell` is then
+    called there.
+    """
+    one = partial(_examined, longest, steps, tell)
+    pairs = [(seed, name) for seed in seeds for name in CONTENDERS]
+    if jobs == 1:
+        found = [one(pair) for pair in pairs]
+    else:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            found = list(pool.map(one, pairs))
+    rows = [row for rows in found for row in rows]
     return {
         "torch": torch.__version__,
         "seq_len": longest,
@@ -55,6 +63,15 @@ def examine(longest: int, steps: int, seeds: Sequence[int], tell: Tell) -> dict[
         "spec": asdict(SPEC),
         "rows": rows,
     }
+
+
+def _examined(longest: int, steps: int, tell: Tell, pair: tuple[int, str]) -> list[dict[str, Any]]:
+    seed, name = pair
+    learned = learn(name, longest, steps, seed, partial(tell, name, seed))
+    rows = [_row(name, seed, learned, learned.model, longest)]
+    if name == "nsa":
+        rows.append(_row(WITHOUT_CHOICE, seed, learned, learned.without_choice(), longest))
+    return rows
 
 
 @one_thread()

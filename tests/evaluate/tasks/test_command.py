@@ -49,6 +49,21 @@ def test_every_model_is_asked_the_same_with_every_seed(result: dict[str, Any]) -
         assert all(0 <= share <= 1 for share in shares)
 
 
+def test_several_at_a_time_find_what_one_after_the_other_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(examination, "CONTENDERS", ("dense", "win"))
+    told: list[list[dict[str, Any]]] = []
+    for jobs in (1, 2):
+        rows = examination.examine(64, 1, [4], jobs, _unheard)["rows"]
+        told.append([{**row, "seconds": None} for row in rows])
+    assert told[0] == told[1]
+
+
+def _unheard(name: str, seed: int, step: int, loss: float) -> None:
+    """At the top of a module, so that another process can be given it."""
+
+
 def test_pictures_are_drawn(folder: Path) -> None:
     for name in ("recall.png", "needle.png"):
         assert (folder / name).read_bytes().startswith(PNG)
@@ -74,6 +89,7 @@ def test_the_table_counts_needles_beyond_the_reach_alone() -> None:
     ("flags", "says"),
     [
         (["--steps", "0"], "--steps 0: must be 1 or more"),
+        (["--jobs", "0"], "--jobs 0: must be 1 or more"),
         (["--seq-len", "48"], "--seq-len 48: take a multiple of 32, 64 or more"),
     ],
 )
