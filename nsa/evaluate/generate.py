@@ -107,8 +107,10 @@ class Spelling:
         self._ids.append(token)
         # Decoded with what stands before it: some tokenizers leave out a text's first space.
         new = self._spelled(self._ids)[len(self._spelled(self._ids[: self._known])) :]
-        whole = not new.endswith("\ufffd")
-        piece = new[self._shown : len(new) if whole else -1]
+        # Of a character that is not whole some tokenizers make one such mark, and some several.
+        sure = len(new.rstrip("\ufffd"))
+        whole = sure == len(new)
+        piece = new[self._shown : sure]
         if whole and new:
             self._ids, self._shown = self._ids[self._known :], 0
             self._known = len(self._ids)

@@ -216,8 +216,18 @@ class KVCache:
         self.host_lengths = [length + 1 for length in self.host_lengths]
 
     def select(self, rows: Tensor | Sequence[int]) -> KVCache:
-        """Another cache with these rows of the batch, in this order; a row may come twice."""
+        """Another cache with these rows of the batch, in this order; a row may come twice.
+
+        A mask, bool [B], keeps those where it is true.
+        """
         kept = torch.as_tensor(rows, device=self.device)
+        if kept.dtype == torch.bool and kept.shape == (self.batch,):
+            kept = kept.nonzero()[:, 0]
+        if kept.dim() != 1 or not len(kept) or kept.is_floating_point() or kept.dtype == torch.bool:
+            raise ValueError(
+                f"rows is {kept.dtype} {tuple(kept.shape)}; it must name one or more of "
+                f"{self.batch} sequences, or be a mask of them that keeps one"
+            )
         chosen = copy(self)
         chosen.lengths = self.lengths[kept]
         chosen.host_lengths = [self.host_lengths[row] for row in kept.tolist()]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
 from nsa.cli import main
@@ -119,7 +119,7 @@ def test_bytes_that_are_no_text_are_shown_as_such() -> None:
 
 
 def test_tokens_that_are_part_of_a_character_or_of_a_word_join_as_the_whole_text_does() -> None:
-    for tokenizer in (with_bytes(), with_words()):
+    for tokenizer in (with_bytes(), with_words(), with_bytes_for_the_unknown()):
         text = "the cat 😀 the ca t"
         tokens = tokenizer.encode(text.encode()).tolist()
         assert len(tokens) > 5
@@ -143,6 +143,19 @@ def with_words() -> HubTokenizer:
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     return trained(backend, trainers.BpeTrainer(special_tokens=["</s>", "<unk>"]))
+
+
+def with_bytes_for_the_unknown() -> HubTokenizer:
+    """As Llama 2's: a letter that has no token is spelled in bytes, each of them a mark alone."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {token: at for at, token in enumerate(["<unk>", "</s>", *bytes_, *"▁theca"])}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.add_special_tokens(["</s>", "<unk>"])
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return HubTokenizer("test", backend.to_str(), "</s>")
 
 
 def trained(backend: Backend, trainer: trainers.BpeTrainer) -> HubTokenizer:

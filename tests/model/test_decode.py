@@ -207,6 +207,11 @@ def test_rows_of_a_cache_go_on_alone_and_more_than_once() -> None:
         torch.testing.assert_close(logits[row], model(whole[None])[0, -1])
     assert cache.lengths.tolist() == [20, 7, 12]
     step(model, torch.tensor([1, 2, 3]), cache)  # it has kept buffers of its own
+    left = cache.select(torch.tensor([True, False, True]))  # such as tokens != stop
+    assert left.host_lengths == left.lengths.tolist() == [21, 13]
+    for nothing in ([], torch.zeros(3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=r"rows is .*; it must name one or more of 3 seq"):
+            cache.select(nothing)
 
 
 def test_a_step_never_waits_for_the_device() -> None:

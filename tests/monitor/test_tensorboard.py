@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -39,7 +40,10 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def read_texts(events: EventAccumulator) -> dict[str, list[tuple[int, str]]]:
+def read_texts(folder: Path) -> dict[str, list[tuple[int, str]]]:
+    """As the TEXT page has them: the other accumulator forgets no text."""
+    events = plugin_event_accumulator.EventAccumulator(str(folder))
+    events.Reload()
     return {
         tag.removesuffix("/text_summary"): [
             (one.step, one.tensor_proto.string_val[0].decode()) for one in events.Tensors(tag)
@@ -137,7 +141,7 @@ def test_the_event_files_hold_every_scalar_and_deepspeeds_own(tmp_path: Path) ->
     (values,) = events.Histograms("gate_values/layer00/sel")
     assert values.histogram_value.bucket == pytest.approx([0.05] * 20)
     assert (values.histogram_value.min, values.histogram_value.max) == (0, 1)
-    assert read_texts(events) == {
+    assert read_texts(tmp_path / "tb") == {
         "run/config.yaml": [(1, "```\nmodel:\n  layers: 2\n```")],
         "run/ds_config.json": [(1, "```\n{}\n```")],
     }
@@ -165,10 +169,11 @@ def test_the_event_files_hold_every_scalar_and_deepspeeds_own(tmp_path: Path) ->
 def test_a_run_that_takes_steps_again_shows_each_once_with_the_settings_it_had(
     tmp_path: Path,
 ) -> None:
-    """Ten steps; another process resumes from step 6 and goes back to step 8 once."""
-    for start, taken in ((0, range(1, 11)), (6, [7, 8, 9, 10, None, 9, 10, 11])):
+    """Three steps, and nothing saved; ten; then from step 6 on, and once more from step 8 on."""
+    begun = ((0, [1, 2, 3]), (0, range(1, 11)), (6, [7, 8, 9, 10, None, 9, 10, 11]))
+    for number, (start, taken) in enumerate(begun):
         writer = BackgroundWriter("TensorBoard")
-        summary_writer = SummaryWriter(str(tmp_path / "tensorboard"), filename_suffix=f".{start}")
+        summary_writer = SummaryWriter(str(tmp_path / "tensorboard"), filename_suffix=f".{number}")
         monitor = BackgroundMonitor(ScalarMonitor(summary_writer), writer, step=lambda: 1)
         rate = {"train": {"learning_rate": 0.5 + start}}
         observer = TensorBoardObserver(monitor, rate, {"config.yaml": f"began at {start}\n"})
@@ -188,7 +193,7 @@ def test_a_run_that_takes_steps_again_shows_each_once_with_the_settings_it_had(
     found = read_scalars(tmp_path / "tensorboard")["train/loss"]
     assert found == [(step, step if step <= 6 else 6 + step) for step in range(1, 12)]
     assert [one.step for one in events.Histograms("selection_distance_log2/layer00")] == [1, 7]
-    assert read_texts(events) == {
+    assert read_texts(tmp_path / "tensorboard") == {
         "run/config.yaml": [(1, "```\nbegan at 0\n```"), (7, "```\nbegan at 6\n```")]
     }
     assert row.settings["train.learning_rate"] == 0.5, "a run is listed once, as it began"
