@@ -21,6 +21,9 @@ from nsa.ops import (
 )
 from nsa.ops.documents import document_slices
 
+# Who attends instead, given the layer: decoding, whose past is longer than what it puts in.
+Attend = Callable[[Any, Tensor, Layout], Tensor]
+
 
 class NSAttention(nn.Module):
     """Three branches over a token's past, mixed by gates that each query head sets for itself.
@@ -56,8 +59,10 @@ class NSAttention(nn.Module):
                 attention.compressor_hidden or self.key_dim,
             )
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout, attend: Attend | None = None) -> Tensor:
         """[B, T, width] to [B, T, width]."""
+        if attend is not None:
+            return attend(self, x, layout)
         q, gates, keys, values = self.project(x, layout)
         o = self.attend(q, gates, self.attended_to(keys, values, layout), layout)
         return self.o(layout.to_tokens(o).flatten(-2))
@@ -152,8 +157,10 @@ class DenseAttention(nn.Module):
         self.v = nn.Linear(config.width, self.kv_heads * self.value_dim, bias=False)
         self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout, attend: Attend | None = None) -> Tensor:
         """[B, T, width] to [B, T, width]."""
+        if attend is not None:
+            return attend(self, x, layout)
         o = self.attend(*self.project(x, layout), layout)
         return self.o(layout.to_tokens(o).flatten(-2))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nsa.model.attention import DenseAttention, NSAttention
+from nsa.model.attention import Attend, DenseAttention, NSAttention
 from nsa.model.config import ModelConfig
 from nsa.model.layout import Layout
 
@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = SwiGLU(config.width, config.mlp_width)
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout, attend: Attend | None = None) -> Tensor:
         """[B, T, width] to [B, T, width]."""
-        x = x + self.attention(self.attention_norm(x), layout)
+        x = x + self.attention(self.attention_norm(x), layout, attend)
         return x + self.mlp(self.mlp_norm(x))

@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.model.attention import DenseAttention, NSAttention
-from nsa.model.block import Block
 from nsa.model.cache import KVCache, LayerCache, Places
 from nsa.model.language_model import LanguageModel
 from nsa.model.layout import Layout, Rotary
 from nsa.ops.decode import decode_attention
 
 Attention = NSAttention | DenseAttention
-Attend = Callable[[Attention, Tensor, LayerCache], Tensor]
+AttendWith = Callable[[LayerCache, Attention, Tensor, Layout], Tensor]
 
 
 @torch.no_grad()
@@ -66,27 +65,37 @@ def prefill_states(
     )
     cache = KVCache(config, len(rows), dtype=model.embed.weight.dtype, device=device)
     where = cache.start(counts, room)
-    attend = partial(_attend_and_keep, layout, where)
-    x = _through(model, torch.cat(rows), cache, attend)
-    return model.norm(x), cache
+    attend = partial(_attend_and_keep, where)
+    return _through(model, torch.cat(rows), cache, layout, attend), cache
 
 
 @torch.no_grad()
 def step(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
     """The logits [B, V] after one token more of each sequence, which the cache takes in."""
+    return _head(model, step_states(model, tokens, cache))
+
+
+@torch.no_grad()
+def step_states(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
+    """As `step`, but what the head reads: [B, width]."""
     _check_cache(model, cache, tokens)
     config = model.config
     position = cache.lengths.clone()
     cache.advance()
     layout = Layout(None, Rotary.at(position, config.head_dim, config.rope_theta), None, None)
-    x = _through(model, tokens, cache, partial(_attend_one, layout, cache))
-    return _head(model, model.norm(x))
+    return _through(model, tokens, cache, layout, partial(_attend_one, cache))
 
 
 @torch.no_grad()
 def extend(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
     """The logits [B, T, V] after each of several tokens [B, T] more, one step after the other."""
-    return torch.stack([step(model, column, cache) for column in tokens.unbind(1)], 1)
+    return _head(model, extend_states(model, tokens, cache))
+
+
+@torch.no_grad()
+def extend_states(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
+    """As `extend`, but what the head reads: [B, T, width]."""
+    return torch.stack([step_states(model, column, cache) for column in tokens.unbind(1)], 1)
 
 
 def generate(
@@ -168,14 +177,17 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> Non
         raise ValueError(f"top_p = {top_p}: must be above 0 and at most 1")
 
 
-def _through(model: LanguageModel, tokens: Tensor, cache: KVCache, attend: Attend) -> Tensor:
-    """A row of tokens, [T] to [T, width], each at the position that `attend`'s layout gives it."""
+def _through(
+    model: LanguageModel, tokens: Tensor, cache: KVCache, layout: Layout, attend: AttendWith
+) -> Tensor:
+    """A row of tokens, each at its position in `layout`, [T] to what the head reads [T, width].
+
+    Blocks and their attention are called as in training: what was hung on them counts here too.
+    """
     x = model.embed(tokens)[None]
     for block, kept in zip(model.blocks, cache.layers, strict=True):
-        assert isinstance(block, Block)
-        x = x + attend(block.attention, block.attention_norm(x), kept)
-        x = x + block.mlp(block.mlp_norm(x))
-    return x[0]
+        x = block(x, layout=layout, attend=partial(attend, kept))
+    return model.norm(x)[0]
 
 
 def _head(model: LanguageModel, states: Tensor) -> Tensor:
@@ -183,7 +195,7 @@ def _head(model: LanguageModel, states: Tensor) -> Tensor:
 
 
 def _attend_and_keep(
-    layout: Layout, where: Places, layer: Attention, x: Tensor, kept: LayerCache
+    where: Places, kept: LayerCache, layer: Attention, x: Tensor, layout: Layout
 ) -> Tensor:
     """The parallel forward pass of a layer, of which the cache keeps keys and values."""
     if isinstance(layer, DenseAttention):
@@ -200,7 +212,7 @@ def _attend_and_keep(
 
 
 def _attend_one(
-    layout: Layout, cache: KVCache, layer: Attention, x: Tensor, kept: LayerCache
+    cache: KVCache, kept: LayerCache, layer: Attention, x: Tensor, layout: Layout
 ) -> Tensor:
     """A layer's output for the newest token of each sequence, which the cache takes in first."""
     lengths = cache.lengths

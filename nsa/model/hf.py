@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 
 from nsa.model.cache import KVCache
 from nsa.model.compressor import MLPCompressor
-from nsa.model.decode import extend, prefill_states
+from nsa.model.decode import extend_states, prefill_states
 from nsa.model.hf_config import NSAConfig
 from nsa.model.language_model import LanguageModel
 from nsa.model.loss import IGNORED
@@ -195,7 +195,8 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         # What is kept has the weights' dtype, also where Trainer generates below autocast.
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             if cache.kept is not None:
-                logits = _last(extend(self.model, input_ids, cache.kept), logits_to_keep)
+                states = extend_states(self.model, input_ids, cache.kept)
+                states = _last(states, logits_to_keep)
             else:
                 there = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
                 prompts = [row[at] for row, at in zip(input_ids, there, strict=True)]
@@ -205,7 +206,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
                     states = states[cache.kept.lengths.cumsum(0) - 1][:, None]
                 else:
                     states = _last(_padded(states, there), logits_to_keep)
-                logits = self.lm_head(states)
+            logits = self.lm_head(states)
         cache.columns += input_ids.shape[1]
         return logits
 

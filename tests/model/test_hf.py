@@ -127,6 +127,21 @@ def test_beams_and_samples_are_the_same_with_a_cache(how: dict[str, Any]) -> Non
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("part", ["lm_head", "model.blocks.0", "model.blocks.1.attention"])
+def test_what_is_hung_on_a_part_counts_with_a_cache_too(part: str) -> None:
+    """As LoRA on the head and steering do."""
+    model, ids = wrapped("mlp"), tokens(24, batch=2)
+    greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    before = model.generate(ids, **greedy)
+    module = model.get_submodule(part)
+    more = torch.nn.Linear(24, 61 if part == "lm_head" else 24, bias=False).double()
+    torch.nn.init.normal_(more.weight)
+    module.register_forward_hook(lambda _, given, out: out + more(given[0]))
+    found = model.generate(ids, **greedy)
+    assert torch.equal(found, model.generate(ids, use_cache=False, **greedy))
+    assert not torch.equal(found[:, 25:], before[:, 25:])  # beyond the first token
+
+
 def test_a_conversation_goes_on_behind_the_cache_of_what_was_said() -> None:
     model, ids, mask = wrapped(), tokens(24, batch=2), MASK[:2]
     greedy = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
