@@ -68,6 +68,7 @@ class Saver:
     """Saves one engine into one folder. Every rank has one and calls it at the same steps.
 
     `agree` is given this rank's error, or None, and raises on all ranks where one had an error.
+    `tokenizer` is its name and fingerprint, for those who open a checkpoint without the text.
     `on_saved` (step, folder, seconds that training stood still) and `on_failed` are called on rank
     0 alone and from its thread, as soon as the outcome is known.
     """
@@ -80,6 +81,7 @@ class Saver:
         *,
         agree: Callable[[ValueError | None], None],
         attachments: Mapping[str, str] | None = None,
+        tokenizer: Mapping[str, str] | None = None,
         on_saved: Callable[[int, Path, float], None] | None = None,
         on_failed: Callable[[SaveFailed], None] | None = None,
     ) -> None:
@@ -88,6 +90,7 @@ class Saver:
         self._config = config
         self._agree = agree
         self._attachments = dict(attachments or {})
+        self._tokenizer = tokenizer
         self._on_saved = on_saved
         self._on_failed = on_failed or (lambda error: warnings.warn(str(error), stacklevel=2))
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -113,6 +116,8 @@ class Saver:
             files[rank_name(self._rank)] = json.dumps(rank_state) + "\n"
         if self._rank == 0:
             saved = {"state": state, "saved_under": setting(self._engine)}
+            if self._tokenizer is not None:
+                saved["tokenizer"] = dict(self._tokenizer)
             files[STATE] = json.dumps(saved, indent=2) + "\n"
             files.update(self._attachments)
         job = _Job(step, draft, files, list(files), finite)

@@ -29,6 +29,11 @@ def saved_under(checkpoint: Path) -> dict[str, Any]:
     return _read(checkpoint)["saved_under"]
 
 
+def saved_tokenizer(checkpoint: Path) -> dict[str, str] | None:
+    """`name` and `fingerprint` of the tokenizer; None where a folder has them not recorded."""
+    return _read(checkpoint).get("tokenizer") if (checkpoint / STATE).is_file() else None
+
+
 def saved_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
     """What one rank had to remember; None where that was nothing."""
     path = checkpoint / rank_name(rank)

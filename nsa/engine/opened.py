@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from nsa.checkpoint.store import saved_state
+from nsa.checkpoint.store import saved_state, saved_tokenizer
 from nsa.checkpoint.weights import find_weights, fit, holds_safetensors, read_weights
 from nsa.data.config import DataConfig
-from nsa.data.source import DataError
-from nsa.data.tokenizer import Tokenizer, build_tokenizer
+from nsa.data.origin import source_names
+from nsa.data.source import NAMED, DataError
+from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from nsa.engine.config import RunConfig
 from nsa.engine.load import resolve_config
 from nsa.model import LanguageModel
@@ -20,16 +21,22 @@ from nsa.model import LanguageModel
 CONFIG = "config.yaml"
 
 
-@dataclass
-class OpenedRun:
-    """What a run has learned, and how to talk to it."""
+@dataclass(kw_only=True)
+class FoundRun:
+    """A run before its weights are read, which takes long, and how to talk to it."""
 
-    config: RunConfig
-    model: LanguageModel  # in eval mode
+    config: RunConfig  # data.tokenizer is the one that the model has learned with
     tokenizer: Tokenizer | None  # None where it cannot be had here; a warning has said why
     place: Path  # the run's folder, or what was asked for where there is none
     weights: Path  # the folder that the weights are from
     step: int | None  # that they were saved at; None where they are no checkpoint's
+
+
+@dataclass(kw_only=True)
+class OpenedRun(FoundRun):
+    """What a run has learned, and how to talk to it."""
+
+    model: LanguageModel  # in eval mode
 
 
 def open_run(
@@ -43,20 +50,37 @@ def open_run(
     On CUDA where there is a device, with the weights as they were trained; in float32 they are
     those that the optimizer had kept.
     """
-    found = find_weights(Path(place))
+    return load_run(find_run(place), device=device, dtype=dtype)
+
+
+def find_run(place: Path | str) -> FoundRun:
+    """All of `open_run` but the weights: what can be refused is refused here."""
+    found = find_weights(Path(place)).resolve()  # its parents are looked at
     config = config_of(found)
-    with torch.device("meta"):
-        model = LanguageModel(config.model)
-    fit(model, read_weights(found, dtype), found, assign=True)
-    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
-    return OpenedRun(
+    tokenizer = _tokenizer(config.data, found)
+    if tokenizer is not None and config.data.tokenizer == "byte":
+        config.data.tokenizer = tokenizer.name  # of prepared text
+    return FoundRun(
         config=config,
-        model=model,
-        tokenizer=_tokenizer(config.data, found),
+        tokenizer=tokenizer,
         place=found.parent.parent if found.parent.name == "checkpoints" else found,
         weights=found,
         step=None if holds_safetensors(found) else saved_state(found)["step"],
     )
+
+
+def load_run(
+    run: FoundRun,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> OpenedRun:
+    """The run with its weights."""
+    with torch.device("meta"):
+        model = LanguageModel(run.config.model)
+    fit(model, read_weights(run.weights, dtype), run.weights, assign=True)
+    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    return OpenedRun(**vars(run), model=model)
 
 
 def config_of(found: Path) -> RunConfig:
@@ -66,7 +90,11 @@ def config_of(found: Path) -> RunConfig:
     """
     own, of_run = found / CONFIG, found.parent.parent / CONFIG
     if own.is_file():
-        return resolve_config(RunConfig(), own)
+        config = resolve_config(RunConfig(), own)
+        made = saved_tokenizer(found)
+        if made is not None:
+            config.data.tokenizer = made["name"]
+        return config
     if of_run.is_file() and not holds_safetensors(found):
         return resolve_config(RunConfig(), of_run)
     mend = f"; make a run of it with: nsa import {found} --to runs/imported"
@@ -85,19 +113,60 @@ def _tokenizer(data: DataConfig, found: Path) -> Tokenizer | None:
 
 
 def open_tokenizer(data: DataConfig, found: Path) -> Tokenizer:
-    """Files that lie beside the weights come first, then what prepared text was made with."""
-    from nsa.data.shards import is_prepared, read_index
+    """Files that lie beside the weights come first, then what is recorded with a checkpoint.
 
-    if data.tokenizer != "byte" and (found / "tokenizer.json").is_file():
-        return build_tokenizer(replace(data, tokenizer=f"hf:{found}"))
-    folders = [name for name in data.parts() if is_prepared(name)]
-    if not folders:
+    What neither knows is in prepared text alone: without that, nothing says that it was bytes.
+    """
+    beside = (found / "tokenizer.json").is_file()
+    if beside and data.tokenizer != "byte":
+        return _from_files(data, found)
+    made = saved_tokenizer(found) or _prepared_with(data)
+    if made is None and data.tokenizer == "byte":
+        gone = _out_of_sight(data)
+        if gone and beside:
+            return _from_files(data, found)
+        if gone:
+            raise DataError(
+                f"data.source = {gone!r} is not there, and which tokenizer made its tokens is "
+                "recorded nowhere else; bring it back, or start where its path leads to it"
+            )
+    if made is None:
         return build_tokenizer(data)
-    stamp = read_index(Path(folders[0]).expanduser()).stamp
-    tokenizer = build_tokenizer(replace(data, tokenizer=stamp.tokenizer))
-    if tokenizer.fingerprint != stamp.tokenizer_fingerprint:
+    tokenizer = build_tokenizer(replace(data, tokenizer=made["name"]))
+    if tokenizer.fingerprint != made["fingerprint"]:
         raise DataError(
-            f"data.source = {folders[0]!r} was prepared with a tokenizer {stamp.tokenizer!r} that "
-            "is no longer the same"
+            f"the tokens of data.source = {source_names(data)!r} were made with a tokenizer "
+            f"{made['name']!r} that is no longer the same; bring that back"
         )
     return tokenizer
+
+
+def made_with(data: DataConfig) -> dict[str, str]:
+    """Name and fingerprint of the tokenizer that makes the tokens of `data.source`, or has."""
+    made = _prepared_with(data)
+    if made is None:
+        tokenizer = build_tokenizer(data)
+        made = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
+    return made
+
+
+def _prepared_with(data: DataConfig) -> dict[str, str] | None:
+    from nsa.data.shards import is_prepared, read_index
+
+    for name in filter(is_prepared, data.parts()):
+        stamp = read_index(Path(name).expanduser()).stamp
+        return {"name": stamp.tokenizer, "fingerprint": stamp.tokenizer_fingerprint}
+    return None
+
+
+def _from_files(data: DataConfig, found: Path) -> Tokenizer:
+    tokenizer = build_tokenizer(replace(data, tokenizer=f"hf:{found}"))
+    own = ByteTokenizer()  # `nsa export` writes it with the same ids
+    bytes_alone = (tokenizer.vocab_size, tokenizer.eos_id) == (own.vocab_size, own.eos_id)
+    return own if bytes_alone else tokenizer
+
+
+def _out_of_sight(data: DataConfig) -> str:
+    """Files and folders of `data.source` that are not there."""
+    paths = [name for name in data.parts() if name not in NAMED and not name.startswith("hf:")]
+    return ", ".join(path for path in paths if not Path(path).expanduser().exists())

@@ -12,13 +12,17 @@ import torch
 from safetensors.torch import save_file
 
 from nsa.checkpoint.weights import read_weights
+from nsa.cli import main
 from nsa.data.config import DataConfig
 from nsa.data.feed import open_held_out
 from nsa.data.prepare import prepare
 from nsa.data.shards import read_index, write_index
 from nsa.data.source import DataError, open_source
-from nsa.data.tokenizer import train_tokenizer
+from nsa.data.tokenizer import ByteTokenizer, build_tokenizer, train_tokenizer
+from nsa.engine.config import RunConfig
+from nsa.engine.load import resolve_config, to_yaml
 from nsa.engine.opened import config_of, open_run, open_tokenizer
+from nsa.export.tokenizer import write_tokenizer
 from nsa.monitor.metrics_csv import read_metrics
 from tests.data.texts import texts, write_lines
 from tests.engine.runs import TINY, alone, succeed
@@ -26,10 +30,21 @@ from tests.engine.runs import TINY, alone, succeed
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps, saved at the third and the last."""
+    """A run of four steps on prepared text, saved at the third and the last."""
     folder = tmp_path_factory.mktemp("opened")
-    succeed(alone("m7c.py", *TINY, "--steps=4", "--run-dir=run", folder=folder))
+    prepared = write_prepared(folder, 400)
+    flags = ("--steps=4", "--run-dir=run", f"--set=data.source={prepared}")
+    succeed(alone("m7c.py", *TINY, *flags, folder=folder))
     return folder / "run"
+
+
+def write_prepared(folder: Path, documents: int) -> Path:
+    """Text in tokens of its own; `data.tokenizer` of a run on it stays what it was: byte."""
+    source = write_lines(folder / "lines.jsonl", texts(documents, 200))
+    config = DataConfig(source=source, held_out=0.2)
+    config.tokenizer = train_tokenizer(open_source(config, source), 300, folder / "bpe").name
+    prepare(config, folder / "prepared", workers=1, progress=False)
+    return folder / "prepared"
 
 
 def state_of(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -48,8 +63,6 @@ def test_it_judges_text_as_the_trainer_did(run: Path) -> None:
     assert loss == pytest.approx(read_metrics(run / "metrics.csv")[-1]["val_loss"], rel=1e-5)
     assert (opened.step, opened.place, opened.model.training) == (4, run, False)
     assert opened.weights == run / "checkpoints" / "step00000004"
-    assert opened.tokenizer is not None
-    assert opened.tokenizer.name == "byte"
     assert opened.model.embed.weight.dtype == torch.bfloat16
 
 
@@ -57,8 +70,10 @@ def test_neither_deepspeed_nor_ranks_are_needed_and_the_folder_stays_as_it_is(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = state_of(run)
+    monkeypatch.chdir(run / "checkpoints")
     monkeypatch.setitem(sys.modules, "deepspeed", None)  # an import of it raises
-    opened = open_run(str(run))
+    opened = open_run("step00000004")
+    assert opened.place == run
     with torch.no_grad():
         opened.model(torch.arange(20)[None])
     assert not torch.distributed.is_initialized()
@@ -97,7 +112,7 @@ def test_settings_are_found_beside_the_weights_or_in_the_runs_folder(
     converted = tmp_path / "checkpoints" / "step00000004.universal"
     converted.mkdir(parents=True)
     shutil.copyfile(run / "config.yaml", tmp_path / "config.yaml")
-    assert config_of(converted) == open_run(run).config
+    assert config_of(converted) == resolve_config(RunConfig(), run / "config.yaml")
     (converted / "model.safetensors").touch()  # somebody else's, who may have another model
     with pytest.raises(ValueError, match=r"has no config.yaml$"):
         config_of(converted)
@@ -108,32 +123,54 @@ def test_settings_are_found_beside_the_weights_or_in_the_runs_folder(
 
 def test_prepared_text_and_files_beside_the_weights_name_the_tokenizer(tmp_path: Path) -> None:
     """`data.tokenizer` counts for neither."""
-    source = write_lines(tmp_path / "lines.jsonl", texts(40))
-    plain = DataConfig(source=source, held_out=0.2)
-    trained = train_tokenizer(open_source(plain, source), 300, tmp_path / "bpe")
-    prepared = str(tmp_path / "prepared")
-    config = DataConfig(source=source, held_out=0.2, tokenizer=f"hf:{tmp_path / 'bpe'}")
-    prepare(config, Path(prepared), workers=1, progress=False)
+    prepared = write_prepared(tmp_path, 40)
+    config, bpe = DataConfig(source=str(prepared)), tmp_path / "bpe"
+    trained = build_tokenizer(DataConfig(tokenizer=f"hf:{bpe}"))
+    plain = DataConfig(source=str(tmp_path / "lines.jsonl"))
 
     assert open_tokenizer(plain, tmp_path).name == "byte"
-    of_text = open_tokenizer(DataConfig(source=prepared), tmp_path)
-    beside = open_tokenizer(DataConfig(tokenizer="hf:not/here"), tmp_path / "bpe")
+    of_text = open_tokenizer(config, tmp_path)
+    beside = open_tokenizer(DataConfig(tokenizer="hf:not/here"), bpe)
     assert of_text.fingerprint == beside.fingerprint == trained.fingerprint
 
-    index = read_index(Path(prepared))
+    index = read_index(prepared)
     other = replace(index.stamp, tokenizer_fingerprint="of what it was")
-    write_index(Path(prepared), replace(index, stamp=other))
-    with pytest.raises(DataError, match=r"prepared with a tokenizer .* no longer the same"):
-        open_tokenizer(DataConfig(source=prepared), tmp_path)
+    write_index(prepared, replace(index, stamp=other))
+    with pytest.raises(DataError, match=r"made with a tokenizer .* no longer the same"):
+        open_tokenizer(config, tmp_path)
+
+    prepared.rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"prepared' is not there, and which tokenizer made its"):
+        open_tokenizer(config, tmp_path)
+    assert open_tokenizer(config, bpe).fingerprint == trained.fingerprint
+    write_tokenizer(ByteTokenizer(), tmp_path / "bytes", 96)
+    assert open_tokenizer(config, tmp_path / "bytes").fingerprint == ByteTokenizer.fingerprint
+
+
+def test_a_run_and_its_export_keep_the_tokenizer_of_text_that_is_out_of_sight(
+    run: Path, tmp_path: Path
+) -> None:
+    prepared = run.parent / "prepared"
+    trained = open_tokenizer(DataConfig(source=str(prepared)), tmp_path)
+    prepared.rename(run.parent / "elsewhere")
+    try:
+        assert main(["export", str(run), "--to", str(tmp_path / "exported")]) == 0
+        for place in (run, tmp_path / "exported"):
+            opened = open_run(place)
+            assert opened.tokenizer is not None
+            assert opened.tokenizer.fingerprint == trained.fingerprint
+            assert opened.config.data.tokenizer == trained.name
+    finally:
+        (run.parent / "elsewhere").rename(prepared)
 
 
 def test_a_run_is_opened_without_its_tokenizer_where_that_is_gone(
     run: Path, tmp_path: Path
 ) -> None:
-    save_file(read_weights(open_run(run).weights), tmp_path / "model.safetensors")
-    settings = (run / "config.yaml").read_text()
-    gone = settings.replace("tokenizer: byte", "tokenizer: hf:./gone")
-    (tmp_path / "config.yaml").write_text(gone)
+    opened = open_run(run)
+    save_file(read_weights(opened.weights), tmp_path / "model.safetensors")
+    opened.config.data.source, opened.config.data.tokenizer = "embedded", "hf:./gone"
+    (tmp_path / "config.yaml").write_text(to_yaml(opened.config))
     with pytest.warns(UserWarning, match="no tokenizer: data.tokenizer = 'hf:./gone': there is no"):
         opened = open_run(tmp_path)
     assert (opened.tokenizer, opened.step, opened.place) == (None, None, tmp_path)
