@@ -89,7 +89,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    _no_split_modules = ["LanguageModel"]  # noqa: RUF012 - what layers share is on one device
     _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012
     _is_stateful = True  # generate() refuses an assistant, which would take tokens back
 

@@ -59,6 +59,20 @@ class NSAConfig(PreTrainedConfig):
             _offer_model(type(self))
 
     @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As transformers load it: kwargs go over what was saved, and `attention` part by part."""
+        given = kwargs.get("attention")
+        if given is not None:
+            saved = asdict(_attention(config_dict.get("attention") or {}))
+            given = _known(AttentionConfig, given, "attention")
+            spec = saved["spec"] | _known(NSASpec, given.get("spec") or {}, "attention.spec")
+            kwargs["attention"] = asdict(_attention({**saved, **given, "spec": spec}))
+        loaded = super().from_dict(config_dict, **kwargs)
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        config.model_config().validate()  # they were set after __init__
+        return loaded
+
+    @classmethod
     def of(cls, config: ModelConfig, **more: Any) -> NSAConfig:
         """Of a model that was trained; where it is used, "auto" finds the backend."""
         tree = asdict(replace(config, attention=replace(config.attention, backend="auto")))
@@ -78,11 +92,14 @@ class NSAConfig(PreTrainedConfig):
 
 
 def _attention(tree: dict[str, Any]) -> AttentionConfig:
+    tree = _known(AttentionConfig, tree, "attention")
     spec = NSASpec(**_known(NSASpec, tree.get("spec") or {}, "attention.spec"))
-    return AttentionConfig(**{**_known(AttentionConfig, tree, "attention"), "spec": spec})
+    return AttentionConfig(**{**tree, "spec": spec})
 
 
 def _known(kind: type, tree: dict[str, Any], path: str) -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} = {tree!r}: must be settings by their names, as a dict")
     names = [field.name for field in fields(kind)]
     for name in tree:
         if name not in names:

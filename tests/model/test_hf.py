@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +299,36 @@ def test_the_configuration_answers_to_hugging_faces_names() -> None:
     assert config.model_config().attention.kind == "dense"
     assert NSAConfig.of(config.model_config()).to_dict() == config.to_dict()
     assert NSAConfig.from_dict(json.loads(config.to_json_string())).to_dict() == config.to_dict()
+
+
+def test_settings_given_at_load_leave_the_others_as_they_were_saved(tmp_path: Path) -> None:
+    saved = NSAConfig.of(tiny(KINDS["mlp"]))
+    saved.save_pretrained(tmp_path)
+    given = {"attention": {"spec": {"window": 64}, "backend": "reference"}}
+    config = AutoConfig.from_pretrained(tmp_path, **given)
+    expected = copy.deepcopy(saved.attention)
+    expected["spec"]["window"], expected["backend"] = 64, "reference"
+    assert config.attention == expected
+    assert config.model_config().attention.spec == replace(SPEC, window=64)
+    for wrong, said in (
+        ({"attention": {"spec": {"window": -1}}}, "NSASpec.window = -1"),
+        ({"attention": {"compressor": "max"}}, "model.attention.compressor = 'max'"),
+        ({"attention": "dense"}, "attention = 'dense': must be settings"),
+        ({"heads": 7}, "model.heads = 7"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            AutoConfig.from_pretrained(tmp_path, **wrong)
+
+
+def test_the_model_is_whole_on_one_device() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="it spreads models over devices")
+    model = wrapped(dtype=torch.float32)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    most = {0: whole * 5 // 6, 1: whole * 2}  # room for most of it on the first
+    found = accelerate.infer_auto_device_map(
+        model, max_memory=most, no_split_module_classes=model._no_split_modules
+    )
+    assert set(found.values()) == {1}, found
 
 
 @pytest.mark.parametrize(
