@@ -30,8 +30,8 @@ tags:
 LOADING = """
 ## Loading
 
-The code is in this folder; read it before you trust it. Nothing but transformers and torch is
-needed:
+The code is in this folder; read it before you trust it. Nothing but transformers ≥ 5.0 and
+torch ≥ 2.8 is needed:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -91,6 +91,13 @@ def test_the_cards_figures_are_those_of_the_exported_step(run: Path, tmp_path: P
     assert "Not recorded by the run: held-out loss" in text  # the first is at step 4
 
 
+def test_the_card_names_the_versions_that_its_code_needs(exported: Path) -> None:
+    said = re.findall(r"(transformers|torch) ≥ ([\d.]+)", (exported / "README.md").read_text())
+    needed = re.findall(r'"(torch|transformers)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert said
+    assert dict(said) == dict(needed)
+
+
 def test_a_run_without_records_says_so_and_makes_nothing_up(exported: Path, tmp_path: Path) -> None:
     assert main(["export", str(exported), "--to", str(tmp_path / "again")]) == 0
     said, text = card(tmp_path / "again"), (tmp_path / "again" / "README.md").read_text()
