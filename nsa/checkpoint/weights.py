@@ -115,8 +115,7 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 
     names, weights = [SAFETENSORS], dict[str, Tensor]()
     if not (folder / SAFETENSORS).is_file():
-        index = json.loads((folder / SHARDED).read_text(encoding="utf-8"))
-        names = sorted(set(index["weight_map"].values()))
+        names = _shards(folder / SHARDED)
     for name in names:
         try:
             saved = load_file(folder / name)
@@ -124,6 +123,18 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
             raise ValueError(f"{folder / name} is damaged: {error}") from None
         weights |= {key.removeprefix("model."): weight for key, weight in saved.items()}
     return weights
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names."""
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(
+            f"{index} is damaged: it has no weight_map, which names the files of weights; copy or "
+            "save the model again"
+        ) from None
+    return sorted({str(name) for name in names})
 
 
 def _mapped(file: Path) -> Any:

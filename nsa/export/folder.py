@@ -21,6 +21,9 @@ def new_folder(to: Path) -> Iterator[Path]:
     """A draft to write files into; it becomes `to` at the end, and is gone where that fails."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ValueError(f"--to {to}: there is something already; name a new folder")
+    given, to = to, Path(os.path.realpath(to))  # "." has no name, and a link is no folder
+    if to.exists() and (to.is_mount() or to == Path.cwd()):
+        raise ValueError(f"--to {given}: this folder cannot be replaced; name a new one in it")
     draft = to.with_name(f".{to.name}.{os.getpid()}")
     try:
         draft.mkdir(parents=True)

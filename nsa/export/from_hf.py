@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Found:
     """A model as it lies in a folder."""
 
     config: RunConfig
-    weights: dict[str, Tensor]  # by our names
+    read: Callable[[], dict[str, Tensor]]  # its weights, by our names: seconds, or minutes
     tokenizer: list[Path]  # its files
     foreign: bool  # nothing beside it says how it was trained, and with which tokenizer
     becomes: str  # the kind of attention that it gets unless another is asked for
@@ -63,7 +64,7 @@ def read_model(place: Path) -> Found:
         found = find_weights(place)
         config = config_of(found)
         kind = config.model.attention.kind
-        return Found(config, read_weights(found), _tokenizer_files(found), False, kind)
+        return Found(config, lambda: read_weights(found), _tokenizer_files(found), False, kind)
     if not holds_safetensors(place):
         raise ValueError(
             f"{place}: there is a {CONFIG} and no model.safetensors; save the model with "
@@ -96,7 +97,7 @@ def _of_nsa(place: Path, tree: dict[str, Any]) -> Found:
     model.activation_checkpointing = config.model.activation_checkpointing
     config.model, config.data.seq_len = model, saved.max_position_embeddings
     kind = model.attention.kind
-    return Found(config, read_weights(place), _tokenizer_files(place), foreign, kind)
+    return Found(config, lambda: read_weights(place), _tokenizer_files(place), foreign, kind)
 
 
 def _of_llama(place: Path, tree: dict[str, Any]) -> Found:
@@ -130,13 +131,24 @@ def _of_llama(place: Path, tree: dict[str, Any]) -> Found:
         init_std=llama.initializer_range,
         attention=AttentionConfig(kind="dense"),
     )
-    weights = llama_weights(read_weights(place), place)
-    return Found(config, weights, _tokenizer_files(place), True, "nsa")
+    tied = llama.tie_word_embeddings
+
+    def read() -> dict[str, Tensor]:
+        return llama_weights(read_weights(place), place, tied)
+
+    return Found(config, read, _tokenizer_files(place), True, "nsa")
 
 
-def llama_weights(weights: dict[str, Tensor], place: Path) -> dict[str, Tensor]:
+def llama_weights(weights: dict[str, Tensor], place: Path, tied: bool) -> dict[str, Tensor]:
     """Llama's weights by our names. Its heads lie, and its rotary pairs turn, as ours do."""
     head = weights.pop(HEAD, None)
+    if tied and head is not None:  # safetensors' save_model keeps one name of what is shared
+        weights.setdefault(EMBEDDING, head)
+    if EMBEDDING not in weights:
+        raise ValueError(
+            f"{place}: its files hold no model.{EMBEDDING}; save the model with transformers' "
+            "save_pretrained"
+        )
     if head is not None and not head.equal(weights[EMBEDDING]):
         raise ValueError(
             f"{place}: tie_word_embeddings = false: its head is not its embedding, and this model "

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from nsa.model import LanguageModel
 
 
+LARGEST_SHARE = 100  # far beyond use; the values it scales stay finite in every dtype
+
+
 def add_parser(verbs: Any) -> None:
     """Add `import` to the verbs of `nsa`."""
     about = "make a run to begin from of an export, of a Llama, or of a dense run"
@@ -56,6 +59,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def _import(args: argparse.Namespace) -> int:
+    from nsa.export.dense import make_room, to_sparse
     from nsa.export.folder import new_folder
     from nsa.export.from_hf import read_model
 
@@ -65,17 +69,25 @@ def _import(args: argparse.Namespace) -> int:
         after = args.attention or found.becomes
         _check_kinds(args, before, after)
         config = _settings(args, found, after)
-        weights = found.weights if before == after else _sparse(args, found, config)
+        shares = _shares(args.shares, config)
+        if before != after:
+            make_room(config.model)
+        if args.gap:  # text that cannot be had leaves nothing behind
+            _check_text(args, found, config)
+        source = _model(found.config, found.read(), args.place)
+        weights = dict(source.state_dict())
+        if before != after:
+            weights = to_sparse(weights, config.model, shares)
         model = _model(config, weights, args.place)
         _write(draft, config, weights, found.tokenizer)
-        if args.gap:  # text that cannot be had leaves nothing behind
-            _print_gap(args.gap, found, model, config)
     print(
         f"{args.to}: {sum(p.numel() for p in model.parameters()):,} parameters, {after} attention"
     )
     if found.foreign and not found.tokenizer:
         print(f"{args.place} has no tokenizer.json: data.tokenizer = {config.data.tokenizer}")
-    print(f"a recipe begins with it: --config {args.to / 'config.yaml'}")
+    print(f"a recipe begins with it: --config {args.to / 'config.yaml'}", flush=True)
+    if args.gap:
+        _print_gap(args.gap, source, model, config)
     return 0
 
 
@@ -105,15 +117,14 @@ def _settings(args: argparse.Namespace, found: Found, kind: str) -> RunConfig:
         model=replace(base.model, attention=replace(base.model.attention, kind=kind)),
         train=replace(base.train, start_from=str(place)),
     )
-    return resolve_config(base, args.config, args.set)
-
-
-def _sparse(args: argparse.Namespace, found: Found, config: RunConfig) -> dict[str, Tensor]:
-    """The weights of a dense model for NSA."""
-    from nsa.export.dense import make_room, to_sparse
-
-    make_room(config.model)
-    return to_sparse(found.weights, config.model, _shares(args.shares, config))
+    config = resolve_config(base, args.config, args.set)
+    other = config.model.attention.kind
+    if other != kind:
+        raise ValueError(
+            f"model.attention.kind = {other!r}: --attention alone says which kind it gets, here "
+            f"{kind!r}; give --attention {other}, or leave the setting out"
+        )
+    return config
 
 
 def _shares(text: str | None, config: RunConfig) -> dict[str, float] | None:
@@ -126,6 +137,11 @@ def _shares(text: str | None, config: RunConfig) -> dict[str, float] | None:
         raise ValueError(
             f"--shares {text}: write a number for each branch, {','.join(attention.branch_names)}"
         ) from None
+    if not all(abs(share) <= LARGEST_SHARE for share in shares.values()):  # nor is NaN
+        raise ValueError(
+            f"--shares {text}: each is a part of the dense output, about 1 together; write numbers "
+            f"from -{LARGEST_SHARE} to {LARGEST_SHARE}"
+        )
     if attention.shared_kv and len(set(shares.values())) > 1:
         raise ValueError(
             f"--shares {text}: with attention.shared_kv all branches have the same values, and "
@@ -159,15 +175,33 @@ def _write(
     (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
 
-def _print_gap(source: str, found: Found, model: LanguageModel, config: RunConfig) -> None:
+def _check_text(args: argparse.Namespace, found: Found, config: RunConfig) -> None:
+    """Raise what would hinder the gap before weights are read; a sample of the text is enough."""
+    from nsa.data.feed import open_held_out
+
+    data = replace(config.data, source=args.gap, seq_len=_lengths(config)[-1], packing="concat")
+    if found.tokenizer and data.tokenizer == f"hf:{args.to.absolute()}":  # not there yet
+        data.tokenizer = f"hf:{found.tokenizer[0].parent}"
+    text = open_held_out(data, sequences=1, micro_batch=1, world_size=1)
+    try:
+        text.batches(0)
+    finally:
+        text.close()
+
+
+def _print_gap(source: str, dense: LanguageModel, model: LanguageModel, config: RunConfig) -> None:
     """Both in float32, for texts that a branch sees all of and for longer ones."""
     from nsa.export.gap import HEADER, gaps
 
+    data = replace(config.data, source=source)
+    print(HEADER)
+    for gap in gaps(dense.float(), model.float(), data, _lengths(config)):
+        print(gap, flush=True)
+
+
+def _lengths(config: RunConfig) -> list[int]:
     spec = config.model.attention.spec
     lengths = [max(1, spec.window // 2)]
     while lengths[-1] < 2 * max(spec.window, spec.select_top * spec.select_len):
         lengths.append(2 * lengths[-1])
-    dense = _model(found.config, found.weights, Path())
-    print(HEADER)
-    for gap in gaps(dense.float(), model.float(), replace(config.data, source=source), lengths):
-        print(gap, flush=True)
+    return lengths

@@ -105,6 +105,11 @@ def test_weights_that_do_not_fit_or_are_damaged_are_refused(tmp_path: Path) -> N
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ValueError, match=r"model.safetensors is damaged"):
         read_weights(tmp_path)
+    file.unlink()
+    for index in ("{}", "[]", '{"weight_map": []}', "{"):
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ValueError, match=r"index.json is damaged: it has no weight_map"):
+            read_weights(tmp_path)
 
 
 def test_a_folder_without_weights_is_told_what_was_looked_for(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -185,12 +186,41 @@ def test_an_untied_head_that_is_the_embedding_all_the_same_is_taken(tmp_path: Pa
     imported(tmp_path / "llama", tmp_path / "run")
 
 
+def test_a_tied_matrix_is_taken_by_either_of_its_names(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """safetensors' save_model keeps the head's alone."""
+    other = tmp_path / "llama"
+    shutil.copytree(place, other)
+    weights = load_file(place / "model.safetensors")
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, other / "model.safetensors")
+    found = imported(other, tmp_path / "run", "--attention=dense").model
+    assert torch.equal(found.embed.weight, weights.pop("lm_head.weight"))
+    save_file(weights, other / "model.safetensors")
+    assert "its files hold no model.embed_tokens.weight" in refused(capsys, other)
+
+
+def test_a_weight_that_is_not_in_the_files_is_named(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place, tmp_path / "llama")
+    weights = load_file(place / "model.safetensors")
+    del weights["model.layers.1.self_attn.v_proj.weight"]
+    save_file(weights, tmp_path / "llama/model.safetensors")
+    assert "blocks.1.attention.v.weight is None there" in refused(capsys, tmp_path / "llama")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--set=attention.compressor=mlp", "--set=attention.compressor_hidden=31"], "needs 32"),
         (["--shares=0,1"], "--shares 0,1: write a number for each branch, cmp,sel,win"),
+        (["--shares=nan,0,1"], "--shares nan,0,1: each is a part of the dense output"),
+        (["--shares=0,1e40,1"], "write numbers from -100 to 100"),
         (["--shares=0,1,0", "--set=attention.shared_kv=true"], "leave one of the two out"),
+        (["--set=attention.kind=dense"], "kind = 'dense': --attention alone says"),
+        (["--attention=dense", "--set=model.attention.kind=nsa"], "give --attention nsa"),
         (["--attention=dense", "--shares=0,1,0"], "keeps its dense attention"),
         (["--gap=no/such/text"], "no/such/text"),
         (["--attention=dense", "--gap=embedded"], "keeps its dense attention"),
@@ -220,15 +250,39 @@ def test_folders_of_others_are_refused_by_what_they_are(
     assert "there is something already" in capsys.readouterr().err
 
 
-def test_a_llamas_tokenizer_comes_along(tmp_path: Path) -> None:
-    """The new folder is complete: the other may go."""
+def test_a_new_folder_may_be_called_by_a_link(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Where one stands cannot be replaced: the shell would be left in the folder that was."""
+    (tmp_path / "empty").mkdir()
+    for link, target in (("to_empty", "empty"), ("to_nothing", "nothing")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+        imported(place, tmp_path / link, "--attention=dense")
+        assert (tmp_path / link).is_symlink()
+        assert not (tmp_path / target).is_symlink()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["import", str(place), "--to", "."]) == 2
+    assert "--to .: this folder cannot be replaced; name a new one in it" in capsys.readouterr().err
+    imported(place, Path("new"), "--attention=dense")
+
+
+def test_a_llamas_tokenizer_comes_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """The new folder is complete: the other may go. The gap's text is read by it."""
+    monkeypatch.setattr(gap, "TOKENS", 64)
+    text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", "--attention=nsa", *SMALL]
     place = tmp_path / "llama"
     llama(place, vocab_size=300)
     source = write_lines(tmp_path / "lines.jsonl", texts(40))
     wanted = train_tokenizer(open_source(DataConfig(), source), 300, tmp_path / "bpe")
     for file in (tmp_path / "bpe").iterdir():
         file.replace(place / file.name)
-    imported(place, tmp_path / "run", *SMALL)
+    imported(place, tmp_path / "dense", "--attention=dense")
+    for source, to in ((tmp_path / "dense", "sparse"), (place, "run")):
+        imported(source, tmp_path / to, *text)
+        assert len(re.findall(r"^ +\d+ .*%$", capsys.readouterr().out, re.M)) == 3
     shutil.rmtree(place)
     (tmp_path / "run").rename(tmp_path / "moved")
     found = open_run(tmp_path / "moved")
@@ -265,7 +319,7 @@ def test_the_gap_is_measured_on_short_and_long_texts(
     monkeypatch.setattr(gap, "TOKENS", 64)
     text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000"]
     imported(place, tmp_path / "start", *text, *SMALL)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:4]]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert [row[0] for row in rows] == ["16", "32", "64"]
     assert [row[3:] for row in rows[:2]] == [["+0.0000", "0.0000", "100.0%"]] * 2
     dense, start, more, kl = map(float, rows[2][1:5])
@@ -273,13 +327,23 @@ def test_the_gap_is_measured_on_short_and_long_texts(
     assert kl > 0.01
 
 
-def test_text_of_another_tokenizer_is_refused(
+def test_text_of_another_tokenizer_is_refused_and_the_import_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     llama(tmp_path / "llama", vocab_size=60)
-    capsys.readouterr()
     text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", *SMALL]
-    assert "the model knows 60; set data.tokenizer" in refused(capsys, tmp_path / "llama", *text)
+    assert main(["import", str(tmp_path / "llama"), "--to", str(tmp_path / "run"), *text]) == 2
+    assert "the model knows 60; set data.tokenizer" in capsys.readouterr().err
+    assert open_run(tmp_path / "run", device="cpu").config.model.vocab_size == 60
+
+
+def test_the_gaps_text_is_looked_for_before_the_weights(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place, tmp_path / "llama")
+    (tmp_path / "llama/model.safetensors").write_bytes(b"damaged")
+    assert "'no/such/text': no such" in refused(capsys, tmp_path / "llama", "--gap=no/such/text")
+    assert "is damaged" in refused(capsys, tmp_path / "llama")
 
 
 def test_the_gap_is_that_of_the_distributions() -> None:
