@@ -32,6 +32,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
         split_special_tokens=True,
         model_max_length=seq_len,
         clean_up_tokenization_spaces=False,
+        padding_side="left",  # generate() writes behind the last column
         model_input_names=["input_ids", "attention_mask"],
         bos_token=eos,  # where one text has ended, another one begins
         eos_token=eos,

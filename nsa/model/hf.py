@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
 from nsa.model.cache import KVCache
@@ -121,8 +122,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         """Logits [B, T, V] of input_ids [B, T], and the loss where labels [B, T] are given.
 
         labels are not shifted: labels[b, t] is the token that input_ids[b, t] is, or -100.
-        attention_mask [B, T] is 0 where there is no token; logits there mean nothing. Without one
-        and with a batch of 1, documents begin where position_ids are 0. A cache is kept where
+        attention_mask [B, T] is 0 where there is no token; logits there mean nothing, but
+        `logits_to_keep=1` are those of each sequence's own last token. A document begins where
+        position_ids are 0; a cache has one a sequence. A cache is kept where
         `use_cache` says so or one is given; what is computed with it has no gradient.
         """
         if input_ids is None or inputs_embeds is not None:
@@ -132,19 +134,20 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             output_hidden_states = bool(self.config.output_hidden_states)
         if past_key_values is None and use_cache:
             past_key_values = NSACache()
-        mask = _checked(attention_mask, input_ids, past_key_values)
+        there = _there(attention_mask, input_ids, past_key_values, logits_to_keep)
+        anew = _begun_anew(position_ids, input_ids, there, past_key_values)
         if past_key_values is None:
-            states = self._hidden_states(input_ids, mask, position_ids, output_hidden_states)
-            logits = self.lm_head(_last(states[-1], logits_to_keep))
+            states = self._hidden_states(input_ids, there, anew, output_hidden_states)
+            logits = self.lm_head(_kept(states[-1], there, logits_to_keep))
         else:
             if output_hidden_states:
                 raise ValueError("output_hidden_states: none with a cache; set use_cache=False")
-            logits = self._with_cache(input_ids, mask, past_key_values, logits_to_keep)
+            logits = self._with_cache(input_ids, there, past_key_values, logits_to_keep)
         loss = None
         if labels is not None:
             after = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-            if mask is not None:
-                after = after.masked_fill(mask[:, -labels.shape[1] :] == 0, IGNORED)
+            if there is not None:
+                after = after.masked_fill(~there, IGNORED)
             loss = self.loss_function(
                 logits, None, self.config.vocab_size, shift_labels=after, **kwargs
             )
@@ -158,21 +161,22 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def _hidden_states(
         self,
         input_ids: Tensor,
-        mask: Tensor | None,
-        position_ids: Tensor | None,
+        there: Tensor | None,
+        anew: Tensor | None,
         of_blocks: bool = False,
     ) -> tuple[Tensor, ...]:
         """What each block reads where `of_blocks` is set, and always what the head reads.
 
-        It is the trainer's forward pass, with the sequences of a padded batch packed as documents.
+        It is the trainer's forward pass. Padded sequences, and those that hold documents, are
+        packed: one row of documents.
         """
-        there = None if mask is None or mask.all() else mask != 0
-        if there is None:
-            ends = _documents(position_ids) if mask is None else None
-        else:
-            lengths = there.sum(1)
+        ends = None
+        if there is None and anew is not None:
+            there = torch.ones_like(input_ids, dtype=torch.bool)
+        if there is not None:
+            starts = _first(there) if anew is None else _first(there) | anew
             input_ids = input_ids[there][None]
-            ends = F.pad(lengths[lengths > 0].cumsum(0), (1, 0)).int()
+            ends = F.pad(starts[there].nonzero()[:, 0], (0, 1), value=input_ids.shape[1]).int()
         read: list[Tensor] = []
         hooks = [
             block.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
@@ -186,27 +190,21 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         return tuple(x if there is None else _padded(x[0], there) for x in (*read, states))
 
     def _with_cache(
-        self, input_ids: Tensor, mask: Tensor | None, cache: NSACache, logits_to_keep: int | Tensor
+        self, input_ids: Tensor, there: Tensor | None, cache: NSACache, logits_to_keep: int | Tensor
     ) -> Tensor:
         """The logits of new tokens behind those that the cache has seen."""
-        mask = None if mask is None else mask[:, -input_ids.shape[1] :] != 0
-        if cache.kept is not None and mask is not None and not mask.all():
-            raise ValueError("attention_mask: behind a cache every sequence has to have new tokens")
         # What is kept has the weights' dtype, also where Trainer generates below autocast.
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             if cache.kept is not None:
                 states = extend_states(self.model, input_ids, cache.kept)
-                states = _last(states, logits_to_keep)
+            elif there is None:
+                packed, cache.kept = prefill_states(self.model, input_ids)
+                states = packed.unflatten(0, input_ids.shape)
             else:
-                there = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
                 prompts = [row[at] for row, at in zip(input_ids, there, strict=True)]
-                states, cache.kept = prefill_states(self.model, prompts)
-                if isinstance(logits_to_keep, int) and logits_to_keep == 1:
-                    # Of each sequence's own last token: padding may stand behind it.
-                    states = states[cache.kept.lengths.cumsum(0) - 1][:, None]
-                else:
-                    states = _last(_padded(states, there), logits_to_keep)
-            logits = self.lm_head(states)
+                packed, cache.kept = prefill_states(self.model, prompts)
+                states = _padded(packed, there)
+            logits = self.lm_head(_kept(states, there, logits_to_keep))
         cache.columns += input_ids.shape[1]
         return logits
 
@@ -254,15 +252,67 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         return False
 
 
-def _checked(mask: Tensor | None, input_ids: Tensor, cache: NSACache | None) -> Tensor | None:
-    """The mask, if it has a column for every token that was seen, and for the new ones."""
+# Trainer shifts labels for its label smoothing where it finds the class here, and nowhere else.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[NSAConfig.model_type] = NSAForCausalLM.__name__
+
+
+def _there(
+    mask: Tensor | None, input_ids: Tensor, cache: NSACache | None, logits_to_keep: int | Tensor
+) -> Tensor | None:
+    """[B, T], where the new columns have a token; None where they all do.
+
+    The mask has a column for every token that was seen, and for the new ones.
+    """
     columns = input_ids.shape[1] + (0 if cache is None else cache.columns)
-    if mask is not None and mask.shape != (len(input_ids), columns):
+    if mask is None:
+        return None
+    if mask.shape != (len(input_ids), columns):
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}; it must be {(len(input_ids), columns)}"
             f"{'' if cache is None else ', with what the cache has seen'}"
         )
-    return mask
+    there = mask[:, -input_ids.shape[1] :] != 0
+    if there.all():
+        return None
+    if cache is not None and cache.kept is not None:
+        raise ValueError("attention_mask: behind a cache every sequence has to have new tokens")
+    empty = ~there.any(1)
+    goes_on = cache is not None or _is_one(logits_to_keep)  # from its last token; a loss does not
+    if empty.all() or (goes_on and empty.any()):
+        row = int(empty.nonzero()[0])
+        raise ValueError(f"attention_mask: row {row} has no token to go on from; give it a bos")
+    return there
+
+
+def _begun_anew(
+    position_ids: Tensor | None, input_ids: Tensor, there: Tensor | None, cache: NSACache | None
+) -> Tensor | None:
+    """[B, T], where a document begins inside of a row, as collators that pack leave it; or None."""
+    if position_ids is None:
+        return None
+    rows, columns = input_ids.shape
+    if position_ids.shape[-1] != columns or position_ids.numel() not in (columns, rows * columns):
+        raise ValueError(
+            f"position_ids has shape {tuple(position_ids.shape)}; it must be {(rows, columns)}"
+        )
+    tokens = torch.ones_like(input_ids, dtype=torch.bool) if there is None else there
+    anew = tokens & (position_ids.reshape(-1, columns) == 0)
+    if cache is None or cache.kept is None:
+        anew &= ~_first(tokens)
+    if not anew.any():
+        return None
+    if cache is not None:
+        row, column = anew.nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids[{row}, {column}] = 0 begins a document, and a cache has one a sequence; "
+            "set use_cache=False, or give each document a row of its own"
+        )
+    return anew
+
+
+def _first(there: Tensor) -> Tensor:
+    """[B, T], where each sequence has its first token."""
+    return there & (there.cumsum(1) == 1)
 
 
 def _check_cache(cache: Any) -> None:
@@ -279,16 +329,16 @@ def _padded(packed: Tensor, there: Tensor) -> Tensor:
     return empty.masked_scatter(there[..., None], packed)
 
 
-def _last(hidden: Tensor, keep: int | Tensor) -> Tensor:
-    """The last columns, all for 0, or those that a tensor names."""
+def _kept(hidden: Tensor, there: Tensor | None, keep: int | Tensor) -> Tensor:
+    """The last columns, all for 0, or those that a tensor names.
+
+    For 1 it is each sequence's own last token: padding may stand behind it.
+    """
+    if there is not None and _is_one(keep):
+        columns = torch.arange(there.shape[1], device=there.device)
+        return hidden.take_along_dim((columns * there).argmax(1)[:, None, None], 1)
     return hidden[:, slice(-keep, None) if isinstance(keep, int) else keep]
 
 
-def _documents(position_ids: Tensor | None) -> Tensor | None:
-    """cu_seqlens of a row in which positions begin anew, as collators that pack leave them."""
-    if position_ids is None or position_ids.numel() != position_ids.shape[-1]:
-        return None
-    starts = (position_ids.flatten()[1:] == 0).nonzero()[:, 0] + 1
-    if len(starts) == 0:
-        return None
-    return F.pad(F.pad(starts, (1, 0)), (0, 1), value=position_ids.numel()).int()
+def _is_one(keep: int | Tensor) -> bool:
+    return isinstance(keep, int) and keep == 1

@@ -134,8 +134,14 @@ def test_the_tokenizer_gives_our_ids_for_any_text(kind: str, tmp_path: Path) -> 
     if kind == "learned":  # so that a run can go on from an export
         again = build_tokenizer(DataConfig(tokenizer=f"hf:{tmp_path / 'written'}"))
         assert again.fingerprint == tokenizer.fingerprint
-    padded = theirs(["a", "abc"], padding=True, padding_side="left")
-    assert padded["attention_mask"][0][0] == 0
+    assert theirs(["a", "abc"], padding=True)["attention_mask"][0][0] == 0
+    # Who fine-tunes with markers of a chat asks for tokens that text can name.
+    marked = AutoTokenizer.from_pretrained(tmp_path / "written", split_special_tokens=False)
+    marked.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    marked.save_pretrained(tmp_path / "marked")
+    for chat in (marked, AutoTokenizer.from_pretrained(tmp_path / "marked")):
+        said = chat(f"<|im_start|>hi{chat.eos_token}")["input_ids"]
+        assert said == [tokenizer.vocab_size, *tokenizer.encode(b"hi").tolist(), tokenizer.eos_id]
 
 
 def test_a_folder_that_is_in_use_is_refused_by_name(
@@ -191,7 +197,7 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True, padding_side="left")
+prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True)
 found = {
     "logits": model(torch.arange(96)[None]).logits,
     "text": model.generate(**prompts, max_new_tokens=5, do_sample=False),
@@ -233,7 +239,7 @@ def test_it_works_where_the_package_is_not_installed(exported: Path, tmp_path: P
     assert torch.equal(found["beside"], found["logits"])
     assert found["package"] == "nsa.model.hf"
     tokenizer = AutoTokenizer.from_pretrained(exported)
-    prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True, padding_side="left")
+    prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True)
     assert torch.equal(found["text"], model.generate(**prompts, max_new_tokens=5, do_sample=False))
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert saved["auto_map"] == json.loads((exported / "config.json").read_text())["auto_map"]

@@ -90,6 +90,16 @@ def test_documents_that_position_ids_pack_stand_alone() -> None:
     logits = model(ids, position_ids=positions).logits[0]
     torch.testing.assert_close(logits[:10], model(ids[:, :10]).logits[0])
     torch.testing.assert_close(logits[10:], model(ids[:, 10:]).logits[0])
+    ids, mask = tokens(24, batch=3), MASK  # the first row has tokens from column 9 on
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)
+    plain = model(ids, attention_mask=mask)
+    ordinary = model(ids, attention_mask=mask, position_ids=positions)
+    assert torch.equal(ordinary.logits, plain.logits)
+    positions[0, 14:] -= 5
+    logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    assert torch.equal(logits[1:], plain.logits[1:])
+    torch.testing.assert_close(logits[0, 9:14], model(ids[:1, 9:14]).logits[0])
+    torch.testing.assert_close(logits[0, 14:], model(ids[:1, 14:]).logits[0])
 
 
 @pytest.mark.parametrize("kind", ["dense", "mlp", "no cmp"])
@@ -101,6 +111,20 @@ def test_generate_goes_on_as_the_parallel_forward_pass_would(kind: str) -> None:
     for row, mask in enumerate(MASK.bool()):
         expected = greedily(model, ids[row : row + 1, mask], 8)[0]
         assert torch.equal(found[row, -len(expected) :], expected)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_padding_on_the_right_changes_no_text(use_cache: bool) -> None:
+    model, ids, mask = wrapped(), tokens(24, batch=3), MASK.flip(1)
+    greedy = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
+    found = model.generate(ids, attention_mask=mask, **greedy)
+    for row, there in enumerate(mask.bool()):
+        expected = greedily(model, ids[row : row + 1, there], 4)[0]
+        assert torch.equal(found[row, 24:], expected[-4:])
+    mask[1] = 0
+    with pytest.raises(ValueError, match="attention_mask: row 1 has no token to go on from; give"):
+        model.generate(ids, attention_mask=mask, **greedy)
+    assert model(ids, attention_mask=mask, labels=ids).loss.isfinite()  # it has no part in a loss
 
 
 @pytest.mark.parametrize(
@@ -189,6 +213,12 @@ def test_all_logits_of_a_prompt_come_with_its_cache() -> None:
         ({"past_key_values": DynamicCache()}, "past_key_values is a DynamicCache"),
         ({"inputs_embeds": torch.zeros(1, 4, 24)}, "inputs_embeds"),
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, "attention_mask has shape"),
+        ({"attention_mask": torch.zeros(1, 4)}, "attention_mask: row 0 has no token"),
+        ({"position_ids": torch.arange(5)[None]}, "position_ids has shape"),
+        (
+            {"position_ids": torch.tensor([[0, 1, 0, 1]]), "use_cache": True},
+            r"position_ids\[0, 2\] = 0 begins a document",
+        ),
         ({"use_cache": True, "output_hidden_states": True}, "output_hidden_states"),
     ],
 )
@@ -197,13 +227,15 @@ def test_what_the_model_cannot_take_is_refused_by_name(given: dict[str, Any], sa
         wrapped()(tokens(4), **given)
 
 
-def test_a_sequence_without_a_new_token_is_refused_behind_a_cache() -> None:
+def test_behind_a_cache_every_sequence_goes_on_or_is_refused() -> None:
     model, ids = wrapped(), tokens(24, batch=3)
     cache = model(ids, use_cache=True).past_key_values
     mask = F.pad(torch.ones_like(ids), (0, 1), value=1)
     mask[1, -1] = 0
     with pytest.raises(ValueError, match="attention_mask: behind a cache"):
         model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"position_ids\[0, 0\] = 0 begins a document"):
+        model(ids[:, :1], position_ids=torch.zeros(3, 1), past_key_values=cache)
 
 
 def test_what_is_saved_comes_back_to_the_bit_with_the_embedding_once(tmp_path: Path) -> None:
@@ -282,6 +314,17 @@ def test_trainer_fine_tunes_it(tmp_path: Path) -> None:
     assert len(losses) == 8
     assert losses[0] == pytest.approx(4.1, abs=0.3)  # ln 61, whatever the accumulation
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_label_smoothing_compares_what_a_token_says_with_the_next(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    model, ids = wrapped(), tokens(24, batch=2)
+    given = {"use_cpu": True, "report_to": [], "label_smoothing_factor": 1e-9}
+    trainer = Trainer(model=model, args=TrainingArguments(str(tmp_path), **given))
+    smooth = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    torch.testing.assert_close(smooth, model(ids, labels=ids).loss, check_dtype=False)
 
 
 def test_a_new_model_begins_with_the_trainers_weights() -> None:
