@@ -27,6 +27,8 @@ from nsa.monitor.watch.command import split_command
 from nsa.plan.command import add_parser as add_plan_parser
 from nsa.plan.doctor import add_parser as add_doctor_parser
 
+INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C has ended
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a user's mistake is one line on stderr and exit code 2."""
@@ -40,10 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command:
         args.command = command
     try:
-        return args.run(args)
+        code = args.run(args)
+        print(end="", flush=True)  # here, where a reader that has gone is heard of
+        return code
     except BrokenPipeError:  # as of `nsa … | head`: who reads has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except (ValueError, OSError) as error:
         print(f"nsa: {error}", file=sys.stderr)
         return 2

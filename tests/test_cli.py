@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from nsa import cli
 from nsa.cli import main
 from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
@@ -81,6 +84,25 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
         assert said.err.startswith("nsa: ")
         assert said.err.count("\n") == 1
         assert word in said.err
+
+
+def test_ctrl_c_ends_any_verb_quietly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_info", lambda args: signal.raise_signal(signal.SIGINT))
+    assert main(["info"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_who_reads_nothing_hears_no_complaint() -> None:
+    """As of `nsa info | true`: what is printed waits in a buffer until the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "nsa", "info"]
+    shell = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=shell)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_info_counts_the_model_that_is_trained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.data.source import ALL
+from nsa.data.source import ALL, NAMED
 
 if TYPE_CHECKING:
     import torch
 
     from nsa.data.config import DataConfig
     from nsa.data.tokenizer import Tokenizer
-    from nsa.engine.opened import OpenedRun
+    from nsa.engine.opened import FoundRun, OpenedRun
     from nsa.evaluate.results import Result
     from nsa.evaluate.text import Text
 
@@ -88,29 +91,39 @@ class _Asked:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from nsa.engine.opened import open_run
-    from nsa.evaluate.results import lines, write
+    from nsa.engine.opened import find_run, load_run
+    from nsa.evaluate.results import lines, new_folder, write
     from nsa.monitor.compare import labelled
 
     _check(args)
     device = chosen_device(args.device)
-    first = open_run(args.place, device=device)
-    asked = _asked(args, first)
-    out = args.out or args.place / "eval"
-    out.mkdir(parents=True, exist_ok=True)
+    # What can be refused is refused before the first run is judged, which takes long.
+    places = labelled([args.place, *args.compare])
+    runs = {name: find_run(place) for name, place in places.items()}
+    tokenizers = {name: tokenizer_of(name, run) for name, run in runs.items()}
+    asked = _asked(args, runs)
     texts: dict[str, Text] = {}  # by the tokenizer that cut them
-    results: list[Result] = []
-    for name, place in labelled([args.place, *args.compare]).items():
-        run = first if place == args.place else open_run(place, device=device)
-        tokenizer = tokenizer_of(name, run)
+    for tokenizer in tokenizers.values():
         if tokenizer.fingerprint not in texts:
             texts[tokenizer.fingerprint] = _read(asked, tokenizer)
+    out = args.out or args.place / "eval"
+    new_folder(out)
+    results: list[Result] = []
+    for name, found in runs.items():
+        run = load_run(found, device=device)
         for length in asked.lengths:
-            results.append(_judge(name, run, texts[tokenizer.fingerprint], asked, length))
-    print(*lines(results), "", sep="\n")
+            text = texts[tokenizers[name].fingerprint]
+            results.append(_judge(name, run, text, asked, length))
     said = {"source": asked.data.source, "split": asked.split, "packing": asked.data.packing}
-    print(*write(results, said, out), sep="\n")
+    written = write(results, said, out)
+    print(*lines(results), "", *written, sep="\n")
     return 0
+
+
+def _say(line: str) -> None:
+    """Tell what is being done; who does not read it may still want the results."""
+    with contextlib.suppress(BrokenPipeError):
+        print(line, flush=True)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -129,6 +142,8 @@ def _check(args: argparse.Namespace) -> None:
     for assignment in args.set:
         if not assignment.startswith("data."):
             raise ValueError(f"--set {assignment}: only data.* can be set here, how text is read")
+        if assignment.partition("=")[0].strip() == "data.tokenizer":
+            raise ValueError(f"--set {assignment}: each run reads with its own; leave this out")
 
 
 def chosen_device(name: str | None) -> torch.device | None:
@@ -138,27 +153,36 @@ def chosen_device(name: str | None) -> torch.device | None:
     if name is None:
         return None
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    if device.type == "meta":
+        raise ValueError(f"--device {name}: nothing is computed there; name one such as cpu")
+    return device
 
 
-def _asked(args: argparse.Namespace, run: OpenedRun) -> _Asked:
-    """The flags, where they are silent the run's own settings."""
+def _asked(args: argparse.Namespace, runs: Mapping[str, FoundRun]) -> _Asked:
+    """The flags, where they are silent the first run's own settings."""
     from nsa.data.shards import is_prepared
     from nsa.engine.load import resolve_config
 
-    data = resolve_config(run.config, None, args.set).data
+    config = next(iter(runs.values())).config
+    data = resolve_config(config, None, args.set).data
     if args.source is not None:
         data = replace(data, source=args.source)
-    # The run was trained on the rest of its own text; of another it has seen nothing.
-    own = data.parts().keys() <= run.config.data.parts().keys()
-    divided = own or any(map(is_prepared, data.parts()))
-    if own and data.held_out > run.config.data.held_out:
-        print(
-            f"data.held_out = {data.held_out}, and {run.config.data.held_out} in training: some of "
-            "the documents held out here have been trained on"
-        )
+    # A run was trained on the rest of its own text; of another it has seen nothing.
+    prepared = any(map(is_prepared, data.parts()))
+    divided = prepared
+    for name, run in runs.items():
+        own = run.config.data
+        if _texts(data).isdisjoint(_texts(own)):
+            continue
+        if data.held_out > own.held_out and not prepared:
+            _say(
+                f"{name}: data.held_out = {data.held_out}, and {own.held_out} in training: some of "
+                "the documents held out here have been trained on"
+            )
+        divided = True
     lengths = sorted(set(args.seq_len or [data.seq_len]))
     for length in lengths:
         if args.stride is not None and length % args.stride:
@@ -170,11 +194,21 @@ def _asked(args: argparse.Namespace, run: OpenedRun) -> _Asked:
         split=args.split or ("held_out" if divided else "all"),
         lengths=lengths,
         stride=args.stride,
-        tokens=args.tokens or run.config.train.eval_samples * run.config.data.seq_len,
+        tokens=args.tokens or config.train.eval_samples * config.data.seq_len,
     )
 
 
-def tokenizer_of(name: str, run: OpenedRun) -> Tokenizer:
+def _texts(data: DataConfig) -> set[str]:
+    """The sources, those that are files the same however their path is spelled."""
+    return {
+        name
+        if name in NAMED or name.startswith("hf:")
+        else os.path.realpath(Path(name).expanduser())
+        for name in data.parts()
+    }
+
+
+def tokenizer_of(name: str, run: FoundRun) -> Tokenizer:
     """The tokenizer of the run that messages call `name`, where that belongs to its model."""
     vocabulary = run.config.model.vocab_size
     if run.tokenizer is None:
@@ -198,7 +232,7 @@ def _read(asked: _Asked, tokenizer: Tokenizer) -> Text:
     ends = ""
     if text.shortest is not None:
         ends = f"; {text.shortest} has no more of the {asked.tokens:,} that were asked for"
-    print(
+    _say(
         f"{source_names(data)}, split {asked.split}, packing {data.packing}, tokenizer "
         f"{tokenizer.name}: {text.tokens:,} tokens in {text.count:,} samples{ends}"
     )
@@ -216,7 +250,7 @@ def _judge(name: str, run: OpenedRun, text: Text, asked: _Asked, seq_len: int) -
     stride = asked.stride or seq_len
     rows = max(1, run.config.train.micro_batch * trained // seq_len)  # what training had at once
     if seq_len > trained:
-        print(f"{name}: sees {seq_len:,} tokens at once, and saw {trained:,} in training")
+        _say(f"{name}: sees {seq_len:,} tokens at once, and saw {trained:,} in training")
     batches = -(-text.tokens // stride // rows)
     found = tqdm(pieces(text, seq_len, stride, rows), name, batches, disable=None, leave=False)
     return Result(

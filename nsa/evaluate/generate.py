@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from nsa.data.tokenizer import Tokenizer
 
-INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C has ended
-
 
 def add_parser(verbs: Any) -> None:
     """Add `generate` to the verbs of `nsa`."""
@@ -76,8 +74,8 @@ def _generate(args: argparse.Namespace) -> int:
         )
         show_as_it_comes(steps, [name for name, _ in prompts], tokenizer)
     except KeyboardInterrupt:
-        print(flush=True)
-        return INTERRUPTED
+        print(flush=True)  # what comes next begins on a line of its own
+        raise
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -104,6 +106,17 @@ def _by_position(results: Sequence[Result]) -> list[tuple[str, ...]]:
     ]
 
 
+def new_folder(out: Path) -> None:
+    """Make the folder of --out where there is none; what cannot be one is refused."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"--out {out}: no folder can be made there ({reason}); name another"
+        ) from None
+
+
 def write(results: Sequence[Result], text: dict[str, Any], out: Path) -> list[Path]:
     """Write what was found into the folder `out`; `text` says what was read."""
     figures = {"text": text, "results": [_figures(result, results) for result in results]}
@@ -145,12 +158,14 @@ def _mean(mean: Mean) -> dict[str, float | None]:
 
 
 def _csv(results: Sequence[Result]) -> str:
-    rows = ["run,seq_len,first,last,tokens,loss,standard_error\n"]
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["run", "seq_len", "first", "last", "tokens", "loss", "standard_error"])
     for result in results:
         for at, tokens, mean in result.judged.buckets():
-            place = f"{result.run},{result.seq_len},{at.start},{at.stop - 1},{tokens}"
-            rows.append(f"{place},{mean.value},{'' if mean.error is None else mean.error}\n")
-    return "".join(rows)
+            place = [result.run, result.seq_len, at.start, at.stop - 1, tokens]
+            rows.writerow([*place, mean.value, mean.error])
+    return text.getvalue()
 
 
 def _panel(results: Sequence[Result]) -> Panel:

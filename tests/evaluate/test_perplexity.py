@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
+import os
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from nsa.data.config import DataConfig
 from nsa.data.source import open_source
 from nsa.data.store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer, train_tokenizer
+from nsa.evaluate import perplexity
 from nsa.evaluate.perplexity import Judged, Mean, bucket_edges, judge
 from nsa.evaluate.text import Text, open_text, pieces
 from nsa.model import loss
@@ -110,11 +114,17 @@ def test_of_text_that_the_run_never_saw_all_documents_are_judged_as_far_as_they_
 
 
 def test_documents_held_out_here_that_training_has_seen_are_told_of(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(folder)
     for share, told in (("0.05", False), ("0.04", False), ("0.06", True)):
-        evaluate(folder, str(folder / "dense"), "--set", f"data.held_out={share}", "--tokens", "96")
-        assert ("have been trained on" in capsys.readouterr().out) == told
+        both = (str(folder / "nsa"), "--compare", str(folder / "dense"))
+        own = ("--source", "./lines.jsonl", "--set", f"data.held_out={share}", "--tokens", "96")
+        evaluate(folder, *both, *own)
+        said = capsys.readouterr().out
+        assert "./lines.jsonl, split held_out" in said  # the second run's, and spelled otherwise
+        assert (f"dense: data.held_out = {share}, and 0.05 in training: some" in said) == told
+        assert "nsa: data.held_out" not in said
 
 
 def test_a_prepared_folder_is_judged_by_what_it_holds_out(
@@ -133,7 +143,7 @@ def test_a_prepared_folder_is_judged_by_what_it_holds_out(
 
 
 def test_runs_with_other_tokenizers_read_the_text_in_their_own_tokens(folder: Path) -> None:
-    lines, other = str(folder / "lines.jsonl"), folder / "other-tokenizer"
+    lines, other = str(folder / "lines.jsonl"), folder / "other, in words"
     source = open_source(DataConfig(source=lines), lines)
     tokenizer = train_tokenizer(source, 300, folder / "tokenizer")
     write_model(other, f"data.tokenizer={tokenizer.name}")
@@ -146,6 +156,8 @@ def test_runs_with_other_tokenizers_read_the_text_in_their_own_tokens(folder: Pa
     assert second["bytes_per_token"] == pytest.approx(text_bytes / tokens, 0.05)
     bits = second["loss"] / math.log(2) / second["bytes_per_token"]
     assert second["bits_per_byte"] == pytest.approx(bits)
+    rows = csv.DictReader((folder / "found/positions.csv").open())
+    assert {row["run"] for row in rows} == {"nsa", "other, in words"}
 
 
 def test_results_lie_in_the_runs_folder_where_no_other_is_named(folder: Path) -> None:
@@ -155,6 +167,19 @@ def test_results_lie_in_the_runs_folder_where_no_other_is_named(folder: Path) ->
         "positions.csv",
         "positions.png",
     }
+
+
+def test_results_are_written_where_nobody_reads_what_is_printed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    out = ["--out", str(tmp_path / "out"), "--tokens", "192", "--seq-len", "192"]
+    with os.fdopen(writer, "wb", buffering=0) as pipe:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(pipe, write_through=True))
+        assert main(["eval", str(folder / "nsa"), *out]) == 0
+        monkeypatch.undo()
+    assert (tmp_path / "out/eval.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -169,7 +194,11 @@ def test_results_lie_in_the_runs_folder_where_no_other_is_named(folder: Path) ->
         (["--stride", "0"], "--stride 0: must be 1 or more"),
         (["--tokens", "95"], "--tokens 95: fewer than the 96 of one sequence"),
         (["--set", "model.layers=1"], "--set model.layers=1: only data.*"),
+        (["--set", "data.tokenizer=hf:x"], "data.tokenizer=hf:x: each run reads with its own"),
         (["--device", "tpu9"], "--device tpu9: "),
+        (["--device", "meta"], "--device meta: nothing is computed there; name one such as cpu"),
+        (["--compare", "nowhere"], "'nowhere': there is no such folder"),
+        (["--out", "lines.jsonl"], "--out lines.jsonl: no folder can be made there (File exists)"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_judged_is_one_line_and_exit_code_2(
@@ -180,6 +209,7 @@ def test_what_cannot_be_judged_is_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(perplexity, "judge", None)  # takes long: all of these are refused before
     assert main(["eval", "nsa", *flags]) == 2
     error = capsys.readouterr().err
     assert said in error

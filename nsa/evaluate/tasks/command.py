@@ -39,17 +39,18 @@ def _tasks(args: argparse.Namespace) -> int:
     for name in ("steps", "seq_len", "jobs"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
+    from nsa.evaluate.results import new_folder
     from nsa.evaluate.tasks import examination, pictures
     from nsa.evaluate.tasks.learning import lengths
 
     lengths(args.seq_len)  # refuses what cannot be, before anything is trained
+    new_folder(args.out)
     result = {
         "command": " ".join(["nsa", *sys.argv[1:]]),
         **examination.examine(
             args.seq_len, args.steps, args.seeds, args.jobs, partial(_tell, args.steps)
         ),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     atomic_write_text(args.out / "tasks.json", json.dumps(result, indent=1) + "\n")
     pictures.draw_recall(result, args.out / "recall.png")
     pictures.draw_needle(result, args.out / "needle.png")

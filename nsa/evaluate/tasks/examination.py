@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -35,6 +36,8 @@ SEQUENCES = 32  # of each cell
 DRAW = 1_000_003  # seed of the test's sequences: none of them is learned from
 
 Tell = Callable[[str, int, int, float], None]  # contender, seed, step, loss
+Pair = tuple[int, str]  # seed, contender
+Rows = list[dict[str, Any]]
 
 
 def examine(
@@ -47,11 +50,7 @@ def examine(
     """
     one = partial(_examined, longest, steps, tell)
     pairs = [(seed, name) for seed in seeds for name in CONTENDERS]
-    if jobs == 1:
-        found = [one(pair) for pair in pairs]
-    else:
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            found = list(pool.map(one, pairs))
+    found = [one(pair) for pair in pairs] if jobs == 1 else _side_by_side(one, pairs, jobs)
     rows = [row for rows in found for row in rows]
     return {
         "torch": torch.__version__,
@@ -65,7 +64,26 @@ def examine(
     }
 
 
-def _examined(longest: int, steps: int, tell: Tell, pair: tuple[int, str]) -> list[dict[str, Any]]:
+def _side_by_side(one: Callable[[Pair], Rows], pairs: Sequence[Pair], jobs: int) -> list[Rows]:
+    """Each in a process of its own. Whoever ends this ends them too."""
+    others = set(multiprocessing.active_children())
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        try:
+            # Ctrl-C reaches all processes of a terminal; these inherit that they do not hear it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            waiting = [pool.submit(one, pair) for pair in pairs]
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            return [future.result() for future in waiting]
+        except BaseException:
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()  # nor is begun what waits for one
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _examined(longest: int, steps: int, tell: Tell, pair: Pair) -> Rows:
     seed, name = pair
     learned = learn(name, longest, steps, seed, partial(tell, name, seed))
     rows = [_row(name, seed, learned, learned.model, longest)]

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from nsa.cli import main
 from nsa.evaluate.tasks import examination, learning
 from nsa.evaluate.tasks.examination import DEPTHS, FACTS, WITHOUT_CHOICE, lines
 from nsa.evaluate.tasks.learning import CONTENDERS
+from tests.data.processes import gone
 
 PNG = b"\x89PNG\r\n"
 
@@ -64,6 +73,40 @@ def _unheard(name: str, seed: int, step: int, loss: float) -> None:
     """At the top of a module, so that another process can be given it."""
 
 
+def test_what_ends_it_ends_its_workers_at_once_and_quietly(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nsa", "tasks", "--jobs", "2", "--out", str(tmp_path)]
+    error = (tmp_path / "err").open("w+")
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": error, "start_new_session": True}
+    started = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    by_ctrl_c, by_kill = started
+    try:
+        workers = [_workers(process.pid) for process in started]
+        by_ctrl_c.send_signal(signal.SIGSTOP)  # so that the workers would hear it first
+        os.killpg(by_ctrl_c.pid, signal.SIGINT)  # as a terminal does
+        time.sleep(3)
+        by_ctrl_c.send_signal(signal.SIGCONT)
+        by_kill.terminate()
+        assert [process.wait(timeout=20) for process in started] == [130, 130]
+        assert all(gone(worker) for worker in chain(*workers))
+    finally:
+        for process in started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    with error:
+        error.seek(0)
+        assert error.read() == ""
+
+
+def _workers(pid: int) -> list[int]:
+    """The two of a process, as soon as it has them, and who looks after what they share."""
+    deadline = time.monotonic() + 120
+    found: list[psutil.Process] = []
+    while len(found) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        found = psutil.Process(pid).children()
+    return [process.pid for process in found]
+
+
 def test_pictures_are_drawn(folder: Path) -> None:
     for name in ("recall.png", "needle.png"):
         assert (folder / name).read_bytes().startswith(PNG)
@@ -100,3 +143,14 @@ def test_flags_that_cannot_work_are_refused_in_one_line(
     said = capsys.readouterr().err.splitlines()
     assert said == [f"nsa: {says}"]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_in_the_results_place_is_named_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(examination, "examine", None)
+    (tmp_path / "file").touch()
+    for out in ("file", "file/below"):
+        assert main(["tasks", "--out", str(tmp_path / out)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"nsa: --out {tmp_path / out}: no folder can be made there (")
