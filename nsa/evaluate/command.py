@@ -175,7 +175,7 @@ def _asked(args: argparse.Namespace, runs: Mapping[str, FoundRun]) -> _Asked:
     divided = prepared
     for name, run in runs.items():
         own = run.config.data
-        if _texts(data).isdisjoint(_texts(own)):
+        if not share_text(data, own):
             continue
         if data.held_out > own.held_out and not prepared:
             _say(
@@ -198,14 +198,23 @@ def _asked(args: argparse.Namespace, runs: Mapping[str, FoundRun]) -> _Asked:
     )
 
 
-def _texts(data: DataConfig) -> set[str]:
+def share_text(one: DataConfig, other: DataConfig) -> bool:
+    """Whether a source of one is a source of the other, or a file in its folder."""
+    return any(
+        text == known or text in known.parents or known in text.parents
+        for text in _texts(one)
+        for known in _texts(other)
+    )
+
+
+def _texts(data: DataConfig) -> list[Path]:
     """The sources, those that are files the same however their path is spelled."""
-    return {
-        name
+    return [
+        Path(name)
         if name in NAMED or name.startswith("hf:")
-        else os.path.realpath(Path(name).expanduser())
+        else Path(os.path.realpath(Path(name).expanduser()))
         for name in data.parts()
-    }
+    ]
 
 
 def tokenizer_of(name: str, run: FoundRun) -> Tokenizer:

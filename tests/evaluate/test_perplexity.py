@@ -23,6 +23,7 @@ from nsa.data.source import open_source
 from nsa.data.store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer, train_tokenizer
 from nsa.evaluate import perplexity
+from nsa.evaluate.command import share_text
 from nsa.evaluate.perplexity import Judged, Mean, bucket_edges, judge
 from nsa.evaluate.text import Text, open_text, pieces
 from nsa.model import loss
@@ -125,6 +126,25 @@ def test_documents_held_out_here_that_training_has_seen_are_told_of(
         assert "./lines.jsonl, split held_out" in said  # the second run's, and spelled otherwise
         assert (f"dense: data.held_out = {share}, and 0.05 in training: some" in said) == told
         assert "nsa: data.held_out" not in said
+
+
+def test_a_text_is_known_by_its_place_and_by_the_folder_that_it_lies_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for one, other, shared in (
+        ("a/b.txt", f"{tmp_path}/a/b.txt", True),
+        ("a/b.txt", "a", True),
+        ("a", "./a/c/../b.txt", True),
+        ("a/b.txt", "a/b.txt.gz", False),
+        ("a", "ab", False),
+        ("embedded", "embedded", True),
+        ("hf:a/b", "hf:a/c", False),
+        ("embedded", f"{tmp_path}/embedded", False),
+    ):
+        assert share_text(DataConfig(source=one), DataConfig(source=other)) == shared, (one, other)
+        mixture = {"synthetic": 0.5, other: 0.5}
+        assert share_text(DataConfig(source=mixture), DataConfig(source=one)) == shared
 
 
 def test_a_prepared_folder_is_judged_by_what_it_holds_out(
