@@ -20,12 +20,14 @@ limit, neighbour, waits = sys.argv[1:]
 stopping = Stopping(float(limit) or None).install()
 if int(neighbour):
     stopping.watch_neighbours({1: (os.uname().nodename, int(neighbour))})
-print("ready", flush=True)
+if waits != "data":
+    print("ready", flush=True)
 begun = time.monotonic()
 while stopping.reason is None and time.monotonic() < begun + 60:
     if waits == "data":
         try:
             with stopping.may_interrupt():
+                print("ready", flush=True)  # a signal before this would find nobody waiting
                 time.sleep(60)
         except Interrupted:
             print("interrupted", flush=True)
@@ -63,7 +65,7 @@ def test_waiting_for_data_ends_at_once() -> None:
 
 
 def test_the_time_limit_is_a_reason_also_for_who_waits_for_data() -> None:
-    with rank(limit=0.5, waits="data") as process:
+    with rank(limit=2, waits="data") as process:
         assert process.communicate(timeout=30)[0] == "interrupted\n--time-limit\n"
 
 
