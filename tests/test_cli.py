@@ -89,8 +89,13 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
 def test_ctrl_c_ends_any_verb_quietly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # A shell that starts something in the background has it ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(cli, "_info", lambda args: signal.raise_signal(signal.SIGINT))
-    assert main(["info"]) == 130
+    try:
+        assert main(["info"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == ""
 
 

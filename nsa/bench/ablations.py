@@ -247,7 +247,7 @@ def page(result: Mapping[str, Any]) -> str:
             "# Ablations, measured\n",
             f"Written by `{here['command']}` on {here['date'][:10]}: {here['processor']}, torch "
             f"{here['torch']}. What the columns mean, and what follows from them, is in "
-            "[ablations.md](../ablations.md).\n",
+            "`docs/ablations.md`.\n",
             f"{result['steps']:,} steps of the demo with seeds "
             f"{', '.join(map(str, result['seeds']))}: means, and in brackets the least and the "
             f"most. Speed: medians and quartiles of {result['rounds']} steps.\n",
@@ -309,5 +309,7 @@ def _config(settings: Sequence[str]) -> RunConfig:
 def _spread(values: Sequence[float], form: str) -> str:
     if not values:
         return "–"
-    least, most = min(values), max(values)
-    return f"{statistics.fmean(values):{form}} ({least:{form}} to {most:{form}})"
+    mean, least, most = statistics.fmean(values), min(values), max(values)
+    return (
+        f"{mean:{form}} ({least:{form}} to {most:{form}})" if len(values) > 1 else f"{mean:{form}}"
+    )

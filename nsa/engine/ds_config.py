@@ -65,8 +65,10 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
         raw = json.loads(text, object_pairs_hook=once, parse_constant=no_constant)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file{_nearest_file(path)}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ValueError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); name a JSON file") from error
     except json.JSONDecodeError as error:
         line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
         raise ValueError(

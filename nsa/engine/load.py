@@ -57,6 +57,10 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         tree = _parsed(file.read_text(), f"--config {file}")
     except FileNotFoundError:
         raise ValueError(f"--config {file}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        inside = file / "config.yaml"
+        mend = f"give {inside}" if inside.is_file() else "give a YAML file"
+        raise ValueError(f"--config {file}: cannot be read as text ({error}); {mend}") from None
     if tree is not None and not isinstance(tree, dict):
         raise ValueError(f"--config {file}: expected sections with keys, found {tree!r}")
     return tree or {}
@@ -91,13 +95,24 @@ def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> N
             names = {other: f"{path}.{other}" if path else other for other in tree}
             near = get_close_matches(str(key), list(tree), n=1)
             hint = f"choose one of {', '.join(names.values())}"
-            if near:
-                hint = f"did you mean {names[near[0]]}?"
+            elsewhere = _places(tree, key, f"{path}." if path else "")
+            if elsewhere or near:
+                hint = f"did you mean {' or '.join(elsewhere) or names[near[0]]}?"
             raise ValueError(f"{source}: there is no setting {name!r}; {hint}")
         if isinstance(tree[key], dict) and name not in MIXTURES:
             _merge(tree[key], value, source, name)
         else:
             tree[key] = value
+
+
+def _places(tree: dict[str, Any], key: Any, prefix: str) -> list[str]:
+    """Where in sections of `tree` a setting has this very name."""
+    found = []
+    for name, inner in tree.items():
+        if isinstance(inner, dict) and f"{prefix}{name}" not in MIXTURES:
+            found += [f"{prefix}{name}.{key}"] if key in inner else []
+            found += _places(inner, key, f"{prefix}{name}.")
+    return found
 
 
 def _build(cls: type, tree: dict[str, Any], path: str) -> Any:

@@ -270,6 +270,8 @@ def _check_precision(precision: str) -> None:
 def _run_dir(asked: Path | None, name: str, resume: bool) -> Path:
     """Where the run lives. A new run never writes into the folder of an old one."""
     if asked is not None:
+        if asked.exists() and not asked.is_dir():
+            raise ValueError(f"--run-dir {asked}: there is a file of that name; name a folder")
         if holds_safetensors(asked):
             raise ValueError(
                 f"--run-dir {asked} holds weights to begin with and no run; begin one with "

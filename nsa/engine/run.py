@@ -72,6 +72,8 @@ def _prepare(plan: Plan, ranks: Ranks) -> Begun:
     """Build and check everything, what is cheap and likely to fail first."""
     found, notes = checkpoint_to_load(plan, ranks)
     weights = weights_to_load(plan.config) if found is None else None
+    if weights is not None:
+        notes = [*notes, f"begins with the weights of {weights}"]
     state, own = TrainState(), dict[str, Any]()
     if found is not None:
         state, own = saved_in(found, ranks.rank, ranks.world_size)

@@ -82,7 +82,12 @@ def _generate(args: argparse.Namespace) -> int:
 def _prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
     """What each prompt is called, and its text; those of --prompt first."""
     prompts = [(short(text), text.encode("utf-8", "surrogateescape")) for text in args.prompt]
-    prompts += [(str(file), file.read_bytes()) for file in args.file]
+    for file in args.file:
+        try:
+            prompts.append((str(file), file.read_bytes()))
+        except OSError as error:
+            reason = error.strerror
+            raise ValueError(f"--file {file}: {reason}; name a file of text") from None
     if not prompts:
         raise ValueError("there is nothing to go on with; give --prompt TEXT or --file F")
     for name, text in prompts:

@@ -68,7 +68,7 @@ def test_a_variant_is_trained_by_the_recipe_and_judged_by_its_last_evaluation(
     config = (folder / "runs/win-seed7/config.yaml").read_text()
     assert "branches: win" in config
     assert "seed: 7" in config
-    assert f"| win | {row['val_loss']:.3f} (" in (folder / "figures.md").read_text()
+    assert f"| win | {row['val_loss']:.3f} | – |" in (folder / "figures.md").read_text()
 
 
 def test_a_finished_run_is_not_repeated(measured: tuple[Path, list[str]], tiny: list[str]) -> None:
@@ -142,6 +142,7 @@ def test_the_spread_is_over_seeds_and_the_difference_is_taken_seed_by_seed() -> 
     assert table[2].split(" | ")[1:3] == ["2.500 (2.000 to 3.000)", ""]
     assert table[3].split(" | ")[1:3] == ["5.167 (2.500 to 9.900)", "+0.300 (+0.100 to +0.500)"]
     assert "100 (90 to 110)" in table[3]
+    assert ablations.lines({"rows": [row("nsa", {"1": 2.0})]})[2].split(" | ")[1] == "2.000"
 
 
 def test_the_page_is_of_the_figures_beside_it() -> None:

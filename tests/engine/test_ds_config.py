@@ -90,6 +90,8 @@ def test_bytes_that_are_not_text_are_named_with_their_file(tmp_path: Path) -> No
     (tmp_path / "mine.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"mine\.json: cannot be read"):
         load_ds_config(tmp_path / "mine.json")
+    with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\); name a JSON file"):
+        load_ds_config(tmp_path)
 
 
 # --- one place for a number ------------------------------------------------------------------

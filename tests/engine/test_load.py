@@ -54,6 +54,8 @@ def test_a_mixture_is_a_value_whose_keys_are_the_users(tmp_path: Path) -> None:
     [
         ("train.lerning_rate=1", ["train.lerning_rate", "did you mean train.learning_rate?"]),
         ("trian.steps=1", ["trian", "train"]),
+        ("attention.window=64", ["did you mean model.attention.spec.window?"]),
+        ("learning_rate=1", ["did you mean train.learning_rate?"]),
         ("train.steps", ["path.to.key=value"]),
         ("train=3", ["train", "section"]),
         ("train.steps=many", ["train.steps", "'many'", "a whole number"]),
@@ -95,3 +97,8 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     broken.write_text("train: [1\n")
     with pytest.raises(ValueError, match="not YAML"):
         resolve_config(RunConfig(), broken)
+    with pytest.raises(ValueError, match=r"Is a directory.*; give a YAML file"):
+        resolve_config(RunConfig(), tmp_path)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ValueError, match=r"Is a directory.*; give .*/config.yaml"):
+        resolve_config(RunConfig(), tmp_path)

@@ -253,6 +253,10 @@ def test_a_run_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
     result = alone("m7c.py", *short, "--run-dir=runs/m7c-demo", folder=tmp_path)
     assert result.returncode == 2
     assert "already holds a run" in result.stderr
+    (tmp_path / "file").touch()
+    result = alone("m7c.py", *short, "--run-dir=file", folder=tmp_path)
+    assert result.returncode == 2
+    assert "--run-dir file: there is a file of that name; name a folder" in result.stderr
 
 
 @pytest.mark.parametrize("flags", [(), ("--resume",)])

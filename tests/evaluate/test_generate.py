@@ -174,6 +174,7 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_opened(
         ([*prompt, "--temperature", "-1"], "temperature = -1.0: must be 0 (the likeliest token)"),
         ([*prompt, "--top-p", "1.5"], "top_p = 1.5: must be above 0 and at most 1"),
         ([*prompt, "--device", "gpu"], "--device gpu: "),
+        (["--file", str(tmp_path)], f"--file {tmp_path}: Is a directory; name a file of text"),
         (prompt, "no-run"),
     ):
         assert main(["generate", str(tmp_path / "no-run"), *flags]) == 2
