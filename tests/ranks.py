@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
+import random
 import signal
 import socket
 import tempfile
@@ -28,10 +30,16 @@ class RanksFailed(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this machine that nobody listens on.
+
+    It lies below those that the system itself gives out, to anyone who connects to anything: a run
+    that is started again needs its port a second time.
+    """
+    for port in random.SystemRandom().sample(range(10_000, 32_768), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("none of 100 ports is free")
 
 
 def started_programs_environment() -> dict[str, str]:

@@ -89,7 +89,7 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
 def test_ctrl_c_ends_any_verb_quietly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A shell that starts something in the background has it ignore Ctrl-C.
+    # A watchdog that another test has called here leaves its own.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(cli, "_info", lambda args: signal.raise_signal(signal.SIGINT))
     try:
