@@ -67,20 +67,30 @@ def examine(
 def _side_by_side(one: Callable[[Pair], Rows], pairs: Sequence[Pair], jobs: int) -> list[Rows]:
     """Each in a process of its own. Whoever ends this ends them too."""
     others = set(multiprocessing.active_children())
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    asked: list[int] = []  # signals while workers are started, which nothing may interrupt
+    before = {
+        number: signal.signal(number, lambda number, _: asked.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) != signal.SIG_IGN  # nohup stays nohup
+    }
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         try:
             # Ctrl-C reaches all processes of a terminal; these inherit that they do not hear it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             waiting = [pool.submit(one, pair) for pair in pairs]
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            for number in before:
+                signal.signal(number, signal.default_int_handler)
+            if asked:
+                raise KeyboardInterrupt
             return [future.result() for future in waiting]
         except BaseException:
             for worker in set(multiprocessing.active_children()) - others:
-                worker.terminate()  # nor is begun what waits for one
+                worker.kill()  # nor is begun what waits for one
             raise
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _examined(longest: int, steps: int, tell: Tell, pair: Pair) -> Rows:
