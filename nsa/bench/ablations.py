@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.disk import atomic_write_text
-from nsa.monitor.markdown import table
+from nsa.monitor.markdown import spread, table
 from nsa.shipped import shipped
 
 if TYPE_CHECKING:
@@ -271,9 +271,9 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         cells.append(
             [
                 row["variant"],
-                _spread(list(losses.values()), ".3f"),
-                "" if losses is base else _spread(beyond, "+.3f"),
-                _spread(list(row["bits_per_byte"].values()), ".3f"),
+                spread(list(losses.values()), ".3f"),
+                "" if losses is base else spread(beyond, "+.3f"),
+                spread(list(row["bits_per_byte"].values()), ".3f"),
                 f"{middle:,.0f} ({low:,.0f} to {high:,.0f})",
                 f"{row['parameters']:,}",
             ]
@@ -304,12 +304,3 @@ def _config(settings: Sequence[str]) -> RunConfig:
     if not RECIPE.exists():
         raise ValueError(f"there is no {RECIPE}: run this in a clone of the repository")
     return resolve_config(runpy.run_path(str(RECIPE))["demo"](), assignments=list(settings))
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    if not values:
-        return "–"
-    mean, least, most = statistics.fmean(values), min(values), max(values)
-    return (
-        f"{mean:{form}} ({least:{form}} to {most:{form}})" if len(values) > 1 else f"{mean:{form}}"
-    )

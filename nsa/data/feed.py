@@ -38,6 +38,7 @@ class Feed:
         self.fingerprint = origin.fingerprint
         self.vocab_size = origin.vocab_size
         self.tokenizer = origin.tokenizer
+        self.tokenizer_fingerprint = origin.tokenizer_fingerprint
         self.samples_per_step = samples_per_step  # of all ranks together
         self._origin, self._timeout, self._rank = origin, config.timeout, rank
         self._state = state

@@ -25,6 +25,7 @@ class Origin(Iterator[tuple[Batch, "State | None"]], Protocol):
     fingerprint: str  # of the samples and their order
     vocab_size: int  # no token's number reaches it
     tokenizer: str
+    tokenizer_fingerprint: str
 
     def whereabouts(self) -> tuple[str, str]:
         """What is being read, and how far that came, for messages."""
@@ -46,6 +47,7 @@ class Computed:
         self.fingerprint = batches.fingerprint
         self.vocab_size = max(store.vocab_size for store in batches.stores)
         self.tokenizer = batches.stores[0].tokenizer_name
+        self.tokenizer_fingerprint = batches.stores[0].tokenizer
         self._batches, self._of_rank = batches, batches.of_rank(rank, dealt)
         self._read = 0
 
@@ -89,6 +91,7 @@ class Streamed:
         self.fingerprint = f"{key('stream', tokenizer.fingerprint, repr(text), repr(sizes)):016x}"
         self.vocab_size = tokenizer.vocab_size
         self.tokenizer = tokenizer.name
+        self.tokenizer_fingerprint = tokenizer.fingerprint
         self._config, self._eos_id = config, tokenizer.eos_id
         self._under = {
             **text,

@@ -96,6 +96,11 @@ def no_text(field: str, kind: str) -> str:
     return f"the field {field!r} holds {kind}, not text; set data.text_field to one that holds text"
 
 
+def is_path(name: str) -> bool:
+    """Whether a source is a file or a folder, of text or prepared."""
+    return name not in NAMED and not name.startswith("hf:")
+
+
 def open_source(config: DataConfig, name: str) -> Source:
     """The documents of `data.source`, or of one name in `data.mixture`, whatever their kind."""
     if name == "embedded":

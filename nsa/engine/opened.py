@@ -12,7 +12,7 @@ from nsa.checkpoint.store import saved_state, saved_tokenizer
 from nsa.checkpoint.weights import find_weights, fit, holds_safetensors, read_weights
 from nsa.data.config import DataConfig
 from nsa.data.origin import source_names
-from nsa.data.source import NAMED, DataError
+from nsa.data.source import DataError, is_path
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from nsa.engine.config import RunConfig
 from nsa.engine.load import resolve_config
@@ -141,15 +141,6 @@ def open_tokenizer(data: DataConfig, found: Path) -> Tokenizer:
     return tokenizer
 
 
-def made_with(data: DataConfig) -> dict[str, str]:
-    """Name and fingerprint of the tokenizer that makes the tokens of `data.source`, or has."""
-    made = _prepared_with(data)
-    if made is None:
-        tokenizer = build_tokenizer(data)
-        made = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
-    return made
-
-
 def _prepared_with(data: DataConfig) -> dict[str, str] | None:
     from nsa.data.shards import is_prepared, read_index
 
@@ -168,5 +159,5 @@ def _from_files(data: DataConfig, found: Path) -> Tokenizer:
 
 def _out_of_sight(data: DataConfig) -> str:
     """Files and folders of `data.source` that are not there."""
-    paths = [name for name in data.parts() if name not in NAMED and not name.startswith("hf:")]
+    paths = filter(is_path, data.parts())
     return ", ".join(path for path in paths if not Path(path).expanduser().exists())

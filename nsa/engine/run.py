@@ -21,7 +21,6 @@ from nsa.engine.instruments import Instruments
 from nsa.engine.lock import FolderLock
 from nsa.engine.loop import Run, train
 from nsa.engine.machine import check_machine, check_ranks, notes_of
-from nsa.engine.opened import made_with
 from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
 from nsa.engine.recipe import Plan, run_files, with_run_dir, write_run_folder
 from nsa.engine.resume import (
@@ -161,7 +160,7 @@ def _assemble(
         config.checkpoint,
         agree=agreement.raise_together,
         attachments=run_files(plan),
-        tokenizer=made_with(config.data),
+        tokenizer={"name": data.feed.tokenizer, "fingerprint": data.feed.tokenizer_fingerprint},
         on_saved=observers.on_checkpoint,
         on_failed=lambda error: observers.on_message(f"NOT SAVED, training goes on: {error}"),
     )

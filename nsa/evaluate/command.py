@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.data.source import ALL, NAMED
+from nsa.data.source import ALL, is_path
 
 if TYPE_CHECKING:
     import torch
@@ -210,9 +210,7 @@ def share_text(one: DataConfig, other: DataConfig) -> bool:
 def _texts(data: DataConfig) -> list[Path]:
     """The sources, those that are files the same however their path is spelled."""
     return [
-        Path(name)
-        if name in NAMED or name.startswith("hf:")
-        else Path(os.path.realpath(Path(name).expanduser()))
+        Path(os.path.realpath(Path(name).expanduser())) if is_path(name) else Path(name)
         for name in data.parts()
     ]
 

@@ -130,9 +130,8 @@ class TensorBoardObserver(Observer):
 
     def on_start(self, info: RunInfo) -> None:
         """Drop what is shown of steps that this run is about to take again, and say what it is."""
-        self.on_rewind(
-            info.start_step
-        )  # at 0 too: a run may have ended before its first checkpoint
+        # At 0 too: a run may have ended before its first checkpoint.
+        self.on_rewind(info.start_step)
         self._board.write(lambda board: _introduce(board, info, self._settings, self._texts))
 
     def on_rewind(self, step: int) -> None:

@@ -26,7 +26,7 @@ from nsa.evaluate.tasks.learning import (
     right,
 )
 from nsa.model import LanguageModel, parameter_count
-from nsa.monitor.markdown import table
+from nsa.monitor.markdown import spread, table
 
 WITHOUT_CHOICE = "nsa, no choice"  # tested with the blocks alone that are always selected
 FACTS = (2, 4, 8, 16)
@@ -180,13 +180,6 @@ def lines(result: Mapping[str, Any]) -> list[str]:
             for row in rows
         ]
         seconds = statistics.fmean(row["seconds"] for row in rows)
-        shares = [_spread(values) for values in [*far, needles]]
+        shares = [spread(values, ".1%") for values in [*far, needles]]
         cells.append([name, *shares, f"{rows[0]['parameters']:,}", f"{seconds:.0f}"])
     return table(heads, cells)
-
-
-def _spread(values: Sequence[float]) -> str:
-    """The mean over seeds, and from where to where if they differ."""
-    mean = f"{statistics.fmean(values):.1%}"
-    least, most = f"{min(values):.1%}", f"{max(values):.1%}"
-    return mean if least == most else f"{mean} ({least} to {most})"
