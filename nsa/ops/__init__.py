@@ -19,6 +19,7 @@ from nsa.ops.checks import (
     check_length,
     check_pair,
     check_same,
+    check_scale,
 )
 from nsa.ops.documents import compressed_cu_seqlens
 from nsa.spec import NSASpec
@@ -56,7 +57,7 @@ def compressed_attention(
     check_documents(cu_seqlens, q)
     check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
     serve = choose(backend, "compressed_attention", q, v_cmp).compressed_attention
-    return serve(q, k_cmp, v_cmp, spec, scale=_scale(q, scale), cu_seqlens=cu_seqlens)
+    return serve(q, k_cmp, v_cmp, spec, scale=check_scale(q, scale), cu_seqlens=cu_seqlens)
 
 
 def select_blocks(
@@ -93,7 +94,7 @@ def select_blocks(
         lse.detach(),
         spec,
         seq_len=length,
-        scale=_scale(q, scale),
+        scale=check_scale(q, scale),
         cu_seqlens=cu_seqlens,
     )
 
@@ -121,7 +122,7 @@ def selected_attention(
             "[B, T, Hkv, select_top]"
         )
     serve = choose(backend, "selected_attention", q, v).selected_attention
-    return serve(q, k, v, block_index, spec, scale=_scale(q, scale), cu_seqlens=cu_seqlens)
+    return serve(q, k, v, block_index, spec, scale=check_scale(q, scale), cu_seqlens=cu_seqlens)
 
 
 def window_attention(
@@ -142,7 +143,7 @@ def window_attention(
     if window < 1:
         raise ValueError(f"window = {window}: a query sees at least itself; make it 1 or more")
     serve = choose(backend, "window_attention", q, v).window_attention
-    return serve(q, k, v, window, scale=_scale(q, scale), cu_seqlens=cu_seqlens)
+    return serve(q, k, v, window, scale=check_scale(q, scale), cu_seqlens=cu_seqlens)
 
 
 def nsa_attention(
@@ -193,7 +194,7 @@ def nsa_attention_and_blocks(
         check_same(f"v{name}", v, v_cmp, "v_cmp")
         if name != "_cmp":
             check_length(f"k{name}", k, q.shape[1], "q")
-    scale = _scale(q, scale)
+    scale = check_scale(q, scale)
     if fused(backend, q, v_cmp):
         check_documents(cu_seqlens, q)
         check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
@@ -213,7 +214,3 @@ def nsa_attention_and_blocks(
     )
     g_cmp, g_sel, g_win = (gate[..., None] for gate in gates.unbind(-1))
     return g_cmp * o_cmp + g_sel * o_sel + g_win * o_win, block_index
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale

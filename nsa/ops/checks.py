@@ -29,6 +29,15 @@ def check_heads(q: Tensor, **keys_or_values: Tensor) -> None:
             )
 
 
+def check_scale(q: Tensor, scale: float | None) -> float:
+    """What scores are multiplied by: above 0, or Dk^-0.5 where None."""
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"scale is {scale}; give a finite number above 0, or None for Dk^-0.5")
+    return scale
+
+
 def check_pair(k: Tensor, v: Tensor, name: str) -> None:
     """A branch's keys and values belong together."""
     if k.shape[:3] != v.shape[:3]:

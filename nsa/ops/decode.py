@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from nsa.ops import triton
 from nsa.ops.backend import choose
 from nsa.ops.blockwise import fold, top_blocks
-from nsa.ops.checks import check_heads, check_pair
+from nsa.ops.checks import check_heads, check_pair, check_scale
 from nsa.spec import NSASpec
 
 
@@ -47,7 +47,7 @@ def decode_attention(
     What only a missing branch reads may be None; selecting takes k_cmp in any case. "blockwise" and
     "reference" both mean the PyTorch here.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = check_scale(q, scale)
     buffers = {"cmp": (k_cmp, v_cmp), "sel": (k_sel, v_sel), "win": (k_win, v_win)}
     pairs = _check(q, buffers, gates, lengths, branches)
     if choose(backend, "decode_attention", q[:, None], *(v for _, v in pairs.values())) is triton:

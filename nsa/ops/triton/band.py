@@ -17,7 +17,6 @@ from nsa.ops.triton.common import (
     keys_before,
     load_rows,
     locate,
-    probabilities,
     softmax_step,
     span,
     store_rows,
@@ -53,31 +52,29 @@ def _row_bounds(first_row, length, GROUP: tl.constexpr, LEN: tl.constexpr, STRID
 
 
 @triton.jit
-def _score(q, k_tile, n, t, scale, LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-           MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Base-2 scores [rows, keys], -inf where a query does not see a key."""
-    s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION) * scale
-    if MASKED:
-        seen = n[None, :] < visible(t, LEN, STRIDE)[:, None]
-        if WINDOW > 0:
-            seen = seen & (n[None, :] > (t - WINDOW)[:, None])
-        s = tl.where(seen, s, float("-inf"))
-    return s
-
-
-@triton.jit
-def _forward_step(
-    q, t, m, total, acc, k, v, k_t, v_t, first, high, scale,
+def _key_tile(
+    q, k, v, k_t, v_t, first, high, far_end, future,
     KEY: tl.constexpr, VALUE: tl.constexpr, KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PHASE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Keys and values from `first` on, and q's products with them: -inf where a query sees no key.
+
+    A query sees far_end < n < future. Only the first phase has keys beyond the far end; none of
+    them are in the future, where the window is longer than a tile is wide.
+    """
+    FAR: tl.constexpr = PHASE == 0
+    FUTURE: tl.constexpr = PHASE == 2 or (PHASE == 0 and WINDOW <= KEYS + ROWS // GROUP)
     i = tl.arange(0, KEYS)
-    inside = (first + i < high) if MASKED else None
-    k_tile = load_rows(k + tl.cast(first, tl.int64) * k_t, i, k_t, KEY, KEY_P, inside)
-    v_tile = load_rows(v + tl.cast(first, tl.int64) * v_t, i, v_t, VALUE, VALUE_P, inside)
-    s = _score(q, k_tile, first + i, t, scale, LEN, STRIDE, WINDOW, MASKED, PRECISION)
-    return softmax_step(s, v_tile, m, total, acc, PRECISION)
+    inside = (i < high - first) if FUTURE else None
+    k_tile = load_rows(k, i, k_t, KEY, KEY_P, inside)
+    v_tile = load_rows(v, i, v_t, VALUE, VALUE_P, inside)
+    s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+    if FAR:
+        s = tl.where(i[None, :] > (far_end - first)[:, None], s, float("-inf"))
+    if FUTURE:
+        s = tl.where(i[None, :] < (future - first)[:, None], s, float("-inf"))
+    return k_tile, v_tile, s
 
 
 @triton.jit
@@ -110,6 +107,7 @@ def band_forward_kernel(
         k += batch * k_b + tl.cast(first_key, tl.int64) * k_t + head * k_h
         v += batch * v_b + tl.cast(first_key, tl.int64) * v_t + head * v_h
         q_tile = load_rows(q, (t - t0) * q_t + h * q_h, 1, KEY, KEY_P, valid)
+        far_end, future = t - WINDOW, visible(t, LEN, STRIDE)
         m = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, VALUE_P], tl.float32)
@@ -117,40 +115,28 @@ def band_forward_kernel(
         for phase in tl.static_range(3):
             if phase > 0 or WINDOW > 0:
                 begin, end = span(phase, low, a, b, high)
+                # Pointers go along. An index that leads to addresses has 64 bits, and so would have
+                # every comparison with it.
+                k_at = k + tl.cast(begin, tl.int64) * k_t
+                v_at = v + tl.cast(begin, tl.int64) * v_t
                 for first in range(begin, end, KEYS):
-                    m, total, acc = _forward_step(
-                        q_tile, t, m, total, acc, k, v, k_t, v_t, first, high, scale,
-                        KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, WINDOW,
-                        KEYS, phase != 1, PRECISION,
+                    _, v_tile, s = _key_tile(
+                        q_tile, k_at, v_at, k_t, v_t, first, high, far_end, future,
+                        KEY, VALUE, KEY_P, VALUE_P, WINDOW, GROUP, ROWS, KEYS, phase, PRECISION,
                     )  # fmt: skip
-        out, logsum = finish_softmax(m, total, acc)
+                    m, total, acc = softmax_step(s, v_tile, m, total, acc, scale, PRECISION)
+                    k_at += KEYS * k_t
+                    v_at += KEYS * v_t
+        out, logsum = finish_softmax(m, total, acc, scale)
         store_rows(o, (t - t0) * o_t + h * o_h, 1, out, VALUE, VALUE_P, valid)
         tl.store(lse + (t - t0) * lse_t + h * lse_h, logsum, mask=valid)
 
 
 @triton.jit
-def _queries_step(
-    q, do, t, lse, delta, dq, k, v, k_t, v_t, first, high, scale,
-    KEY: tl.constexpr, VALUE: tl.constexpr, KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    i = tl.arange(0, KEYS)
-    inside = (first + i < high) if MASKED else None
-    k_tile = load_rows(k + tl.cast(first, tl.int64) * k_t, i, k_t, KEY, KEY_P, inside)
-    v_tile = load_rows(v + tl.cast(first, tl.int64) * v_t, i, v_t, VALUE, VALUE_P, inside)
-    s = _score(q, k_tile, first + i, t, scale, LEN, STRIDE, WINDOW, MASKED, PRECISION)
-    p = probabilities(s, lse[:, None])
-    dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
-    ds = p * (dp - delta[:, None])
-    return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
-
-
-@triton.jit
 def band_queries_kernel(
-    q, k, v, do, lse, delta, dq, cu,
+    q, k, v, do, lse2, delta, dq, cu,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, dq_b, dq_t, dq_h,
-    lse_b, lse_t, lse_h, seq_len, documents, scale, scale_out,
+    row_b, row_t, row_h, seq_len, documents, scale, scale_out,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
@@ -173,24 +159,32 @@ def band_queries_kernel(
         q += batch * q_b + top * q_t + head * GROUP * q_h
         do += batch * do_b + top * do_t + head * GROUP * do_h
         dq += batch * dq_b + top * dq_t + head * GROUP * dq_h
-        row_at = batch * lse_b + top * lse_t + head * GROUP * lse_h + (t - t0) * lse_t + h * lse_h
+        row_at = batch * row_b + top * row_t + head * GROUP * row_h + (t - t0) * row_t + h * row_h
         k += batch * k_b + tl.cast(first_key, tl.int64) * k_t + head * k_h
         v += batch * v_b + tl.cast(first_key, tl.int64) * v_t + head * v_h
         q_tile = load_rows(q, (t - t0) * q_t + h * q_h, 1, KEY, KEY_P, valid)
         do_tile = load_rows(do, (t - t0) * do_t + h * do_h, 1, VALUE, VALUE_P, valid)
-        row_lse = tl.load(lse + row_at, mask=valid, other=float("-inf"))
+        row_lse = tl.load(lse2 + row_at, mask=valid, other=float("inf"))
         row_delta = tl.load(delta + row_at, mask=valid, other=0.0)
+        far_end, future = t - WINDOW, visible(t, LEN, STRIDE)
         acc = tl.zeros([ROWS, KEY_P], tl.float32)
         low, a, b, high = _row_bounds(first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS)
         for phase in tl.static_range(3):
             if phase > 0 or WINDOW > 0:
                 begin, end = span(phase, low, a, b, high)
+                k_at = k + tl.cast(begin, tl.int64) * k_t
+                v_at = v + tl.cast(begin, tl.int64) * v_t
                 for first in range(begin, end, KEYS):
-                    acc = _queries_step(
-                        q_tile, do_tile, t, row_lse, row_delta, acc, k, v, k_t, v_t, first, high,
-                        scale, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, WINDOW,
-                        KEYS, phase != 1, PRECISION,
+                    k_tile, v_tile, s = _key_tile(
+                        q_tile, k_at, v_at, k_t, v_t, first, high, far_end, future,
+                        KEY, VALUE, KEY_P, VALUE_P, WINDOW, GROUP, ROWS, KEYS, phase, PRECISION,
                     )  # fmt: skip
+                    p = tl.exp2(s * scale - row_lse[:, None])
+                    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+                    ds = p * (dp - row_delta[:, None])
+                    acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+                    k_at += KEYS * k_t
+                    v_at += KEYS * v_t
         d = tl.arange(0, KEY_P)
         at = ((t - t0) * dq_t + h * dq_h)[:, None] + d[None, :]
         inside = valid[:, None] & (d < KEY)[None, :]
@@ -202,35 +196,43 @@ def band_queries_kernel(
 
 @triton.jit
 def _keys_step(
-    k_tile, v_tile, n, dk, dv, q, do, lse, delta, q_t, q_h, do_t, do_h, lse_t, lse_h,
-    first_row, end_row, scale,
+    k_tile, v_tile, dk, dv, q, do, lse2, delta, q_t, q_h, do_t, do_h, row_t, row_h,
+    first_key, first_row, end_row, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PHASE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    # Rows of the last phase see all keys but those that their window has left behind; those of the
+    # first may do so too, where the window is not longer than a tile is wide.
+    FUTURE: tl.constexpr = PHASE == 0
+    FAR: tl.constexpr = WINDOW > 0 and (
+        PHASE == 2 or (PHASE == 0 and WINDOW <= KEYS + ROWS // GROUP)
+    )
     i = tl.arange(0, ROWS)
-    valid = (first_row + i < end_row) if MASKED else None
-    t = (first_row + i) // GROUP
-    h = (first_row + i) % GROUP
+    valid = (first_row + i < end_row) if PHASE != 1 else None
     t0 = first_row // GROUP
+    if ROWS % GROUP == 0:  # then a tile begins with a query's first head
+        local, h = i // GROUP, i % GROUP
+    else:
+        local, h = (first_row + i) // GROUP - t0, (first_row + i) % GROUP
     top = tl.cast(t0, tl.int64)
-    q_tile = load_rows(q + top * q_t, (t - t0) * q_t + h * q_h, 1, KEY, KEY_P, valid)
-    do_tile = load_rows(do + top * do_t, (t - t0) * do_t + h * do_h, 1, VALUE, VALUE_P, valid)
-    row_at = top * lse_t + (t - t0) * lse_t + h * lse_h
-    if MASKED:
-        row_lse = tl.load(lse + row_at, mask=valid, other=float("-inf"))
+    q_tile = load_rows(q + top * q_t, local * q_t + h * q_h, 1, KEY, KEY_P, valid)
+    do_tile = load_rows(do + top * do_t, local * do_t + h * do_h, 1, VALUE, VALUE_P, valid)
+    row_at = top * row_t + local * row_t + h * row_h
+    if PHASE != 1:
+        row_lse = tl.load(lse2 + row_at, mask=valid, other=float("inf"))
         row_delta = tl.load(delta + row_at, mask=valid, other=0.0)
     else:
-        row_lse = tl.load(lse + row_at)
+        row_lse = tl.load(lse2 + row_at)
         row_delta = tl.load(delta + row_at)
-    s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
-    if MASKED:
-        seen = n[:, None] < visible(t, LEN, STRIDE)[None, :]
-        if WINDOW > 0:
-            seen = seen & (n[:, None] > (t - WINDOW)[None, :])
-        s = tl.where(seen, s, float("-inf"))
-    p = probabilities(s, row_lse[None, :])
+    s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+    n = tl.arange(0, KEYS)[:, None]
+    if FUTURE:
+        s = tl.where(n < (visible(t0 + local, LEN, STRIDE) - first_key)[None, :], s, float("-inf"))
+    if FAR:
+        s = tl.where(n > (t0 + local - WINDOW - first_key)[None, :], s, float("-inf"))
+    p = tl.exp2(s * scale - row_lse[None, :])
     dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
     dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
     ds = p * (dp - row_delta[None, :])
@@ -240,9 +242,9 @@ def _keys_step(
 
 @triton.jit
 def band_keys_kernel(
-    q, k, v, do, lse, delta, dk, dv, cu,
+    q, k, v, do, lse2, delta, dk, dv, cu,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
-    dk_s, dk_b, dk_t, dk_h, dv_s, dv_b, dv_t, dv_h, lse_b, lse_t, lse_h,
+    dk_s, dk_b, dk_t, dk_h, dv_s, dv_b, dv_t, dv_h, row_b, row_t, row_h,
     seq_len, documents, split_len, scale, scale_out,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr, HEADS: tl.constexpr,
@@ -268,18 +270,17 @@ def band_keys_kernel(
             end = tl.minimum(end, last_key + WINDOW)
             all_end = tl.minimum(end, first_key + WINDOW)
         i = tl.arange(0, KEYS)
-        n = first_key + i
-        inside = n < count
+        inside = first_key + i < count
         here = tl.cast(doc_key + first_key, tl.int64)
         k += batch * k_b + here * k_t + head * k_h
         v += batch * v_b + here * v_t + head * v_h
-        dk += split * dk_s + batch * dk_b + here * dk_t + head * dk_h
-        dv += split * dv_s + batch * dv_b + here * dv_t + head * dv_h
+        dk += split.to(tl.int64) * dk_s + batch * dk_b + here * dk_t + head * dk_h
+        dv += split.to(tl.int64) * dv_s + batch * dv_b + here * dv_t + head * dv_h
         top = tl.cast(start, tl.int64)
         q += batch * q_b + top * q_t + head * GROUP * q_h
         do += batch * do_b + top * do_t + head * GROUP * do_h
-        lse += batch * lse_b + top * lse_t + head * GROUP * lse_h
-        delta += batch * lse_b + top * lse_t + head * GROUP * lse_h
+        lse2 += batch * row_b + top * row_t + head * GROUP * row_h
+        delta += batch * row_b + top * row_t + head * GROUP * row_h
         k_tile = load_rows(k, i, k_t, KEY, KEY_P, inside)
         v_tile = load_rows(v, i, v_t, VALUE, VALUE_P, inside)
         dk_acc = tl.zeros([KEYS, KEY_P], tl.float32)
@@ -292,9 +293,9 @@ def band_keys_kernel(
             from_row, to_row = span(phase, r0, r1, r2, r3)
             for row in range(from_row, to_row, ROWS):
                 dk_acc, dv_acc = _keys_step(
-                    k_tile, v_tile, n, dk_acc, dv_acc, q, do, lse, delta, q_t, q_h, do_t, do_h,
-                    lse_t, lse_h, row, r3, scale, GROUP, KEY, VALUE, KEY_P, VALUE_P,
-                    LEN, STRIDE, WINDOW, ROWS, phase != 1, PRECISION,
+                    k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta, q_t, q_h, do_t, do_h,
+                    row_t, row_h, first_key, row, r3, scale, GROUP, KEY, VALUE, KEY_P, VALUE_P,
+                    LEN, STRIDE, WINDOW, ROWS, KEYS, phase, PRECISION,
                 )  # fmt: skip
         store_rows(dk, i, dk_t, dk_acc * scale_out, KEY, KEY_P, inside)
         store_rows(dv, i, dv_t, dv_acc, VALUE, VALUE_P, inside)

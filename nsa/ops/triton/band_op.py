@@ -12,8 +12,8 @@ from nsa.ops.triton.band import band_forward_kernel, band_keys_kernel, band_quer
 from nsa.ops.triton.common import (
     LOG2E,
     backward_arguments,
+    backward_rows,
     offsets_of,
-    row_dot,
     shape_constants,
     slots,
 )
@@ -68,8 +68,8 @@ def band_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; the same from run to run."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    delta = row_dot(do, o, dlse)
-    dk, dv = band_gradients(do, q, k, v, lse, delta, dq, False, band, cu_seqlens, scale)
+    delta, lse2 = backward_rows(do, o, lse, dlse)
+    dk, dv = band_gradients(do, q, k, v, lse2, delta, dq, False, band, cu_seqlens, scale)
     return dq, dk, dv
 
 
@@ -78,7 +78,7 @@ def band_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
+    lse2: Tensor,
     delta: Tensor,
     dq: Tensor,
     add: bool,
@@ -86,11 +86,11 @@ def band_gradients(
     cu_seqlens: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(dk, dv), and dq written, or added to what is there, from the rows' Σ do·o `delta`."""
-    q, k, v, do, lse = map(rows_contiguous, (q, k, v, do, lse))
+    """(dk, dv), and dq written, or added to what is there, from what `backward_rows` has made."""
+    q, k, v, do = map(rows_contiguous, (q, k, v, do))
     batch, seq_len = q.shape[:2]
     constants = _constants(q, k, v, cu_seqlens, band)
-    inputs = backward_arguments(do, q, k, v, lse, delta, cu_seqlens, scale)
+    inputs = backward_arguments(do, q, k, v, lse2, delta, cu_seqlens, scale)
     sizes = constants["KEY_P"], constants["VALUE_P"]
 
     config = choose_config("band_queries", sizes, q.dtype)

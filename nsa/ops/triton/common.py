@@ -93,13 +93,17 @@ def span(PHASE: tl.constexpr, low, a, b, high):
 
 
 @triton.jit
-def softmax_step(s, v, m, total, acc, PRECISION: tl.constexpr):
-    """Take scores (base 2, -inf where unseen) and their values into a running softmax."""
+def softmax_step(s, v, m, total, acc, scale, PRECISION: tl.constexpr):
+    """Take scores (-inf where unseen) and their values into a running softmax.
+
+    Scores come as the product left them: `scale`, which is above 0 and leads to base 2, and the
+    maximum are one multiply-add on the way to the exponential.
+    """
     m_new = tl.maximum(m, tl.max(s, 1))
     # A row that has seen nothing yet stays at -inf, and -inf - -inf must not become NaN.
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s - shift[:, None])
-    old = tl.exp2(m - shift)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new) * scale
+    p = tl.exp2(s * scale - shift[:, None])
+    old = tl.exp2(m * scale - shift)
     total = total * old + tl.sum(p, 1)
     acc = acc * old[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -107,25 +111,30 @@ def softmax_step(s, v, m, total, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def finish_softmax(m, total, acc):
+def finish_softmax(m, total, acc, scale):
     """(o, natural-log lse); a row that saw nothing gives 0 and -inf."""
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
-    lse = tl.where(blind, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
+    lse = tl.where(blind, float("-inf"), (m * scale + tl.log2(total)) * 0.6931471805599453)
     return acc / total[:, None], lse
 
 
 @triton.jit
 def probabilities(s, lse):
     """Softmax from base-2 scores and the natural-log lse (broadcastable); 0 where lse is -inf."""
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    return tl.exp2(s - lse * 1.4426950408889634)
+    return tl.exp2(s - binary_lse(lse))
 
 
 @triton.jit
-def _row_dot_kernel(
-    a, b, minus, out,
-    a_b, a_t, a_h, b_b, b_t, b_h,
+def binary_lse(lse):
+    """A natural-log lse in base 2; +inf, which leaves no probability, where nothing was seen."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+
+
+@triton.jit
+def _backward_rows_kernel(
+    do, o, lse, dlse, delta, lse2,
+    do_b, do_t, do_h, o_b, o_t, o_h,
     seq_len, heads,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -135,29 +144,41 @@ def _row_dot_kernel(
     t, h = row // heads, row % heads
     d = tl.arange(0, PADDED)
     inside = valid[:, None] & (d < SIZE)[None, :]
-    x = tl.load(a + batch * a_b + (t * a_t + h * a_h)[:, None] + d, mask=inside, other=0.0)
-    y = tl.load(b + batch * b_b + (t * b_t + h * b_h)[:, None] + d, mask=inside, other=0.0)
+    x = tl.load(do + batch * do_b + (t * do_t + h * do_h)[:, None] + d, mask=inside, other=0.0)
+    y = tl.load(o + batch * o_b + (t * o_t + h * o_h)[:, None] + d, mask=inside, other=0.0)
     total = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
     at = batch * seq_len * heads + row
-    tl.store(out + at, total - tl.load(minus + at, mask=valid, other=0.0), mask=valid)
+    if dlse is not None:
+        total -= tl.load(dlse + at, mask=valid, other=0.0)
+    tl.store(delta + at, total, mask=valid)
+    tl.store(lse2 + at, binary_lse(tl.load(lse + at, mask=valid, other=0.0)), mask=valid)
 
 
-def row_dot(a: Tensor, b: Tensor, minus: Tensor) -> Tensor:
-    """Σ over the last dimension of a·b, less `minus`: float32 [B, T, H] without float32 copies."""
-    a, b = rows_contiguous(a), rows_contiguous(b)
-    batch, seq_len, heads, size = a.shape
-    out = torch.empty(batch, seq_len, heads, dtype=torch.float32, device=a.device)
+def backward_rows(
+    do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What backward kernels need of each row, made once: Σ do·o less dlse, and lse in base 2.
+
+    Both float32 [B, T, H], without float32 copies of do and o.
+    """
+    do, o = rows_contiguous(do), rows_contiguous(o)
+    batch, seq_len, heads, size = do.shape
+    delta, lse2 = (
+        torch.empty(batch, seq_len, heads, dtype=torch.float32, device=do.device) for _ in range(2)
+    )
     padded = triton.next_power_of_2(size)
     rows = max(1, 4096 // padded)
     launch(
-        _row_dot_kernel,
+        _backward_rows_kernel,
         (triton.cdiv(seq_len * heads, rows), 1, batch),
-        {"a": a, "b": b, "minus": minus.contiguous(), "out": out, **strides(a=a, b=b)}
+        {"do": do, "o": o, "lse": lse.contiguous()}
+        | {"dlse": None if dlse is None else dlse.contiguous(), "delta": delta, "lse2": lse2}
+        | strides(do=do, o=o)
         | {"seq_len": seq_len, "heads": heads},
         {"SIZE": size, "PADDED": padded, "ROWS": rows},
         Config(rows, 0, 4, 1),
     )
-    return out
+    return delta, lse2
 
 
 def shape_constants(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> dict[str, Any]:
@@ -178,16 +199,16 @@ def backward_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
+    lse2: Tensor,
     delta: Tensor,
     cu_seqlens: Tensor | None,
     scale: float,
 ) -> dict[str, Any]:
-    """What every backward kernel reads; lse and delta share their strides."""
+    """What every backward kernel reads; lse2 and delta are contiguous, and share their strides."""
     cu, documents = offsets_of(cu_seqlens)
     return {
-        **{"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "cu": cu},
-        **strides(q=q, k=k, v=v, do=do, lse=lse),
+        **{"q": q, "k": k, "v": v, "do": do, "lse2": lse2, "delta": delta, "cu": cu},
+        **strides(q=q, k=k, v=v, do=do, row=lse2),
         **{"seq_len": q.shape[1], "documents": documents},
         **{"scale": scale * LOG2E, "scale_out": scale},
     }

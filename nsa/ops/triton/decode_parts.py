@@ -50,17 +50,17 @@ def _attend(
         inside = n < end
         row = (n % ring if RING else n).to(tl.int64)
         k_tile = load_rows(k, row, k_t, KEY, KEY_P, inside)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         s = tl.where(inside[None, :], s, float("-inf"))
         if scores is not None:
             at = (h * row_scores)[:, None] + n[None, :]
-            tl.store(scores + at, s, mask=valid[:, None] & inside[None, :])
+            tl.store(scores + at, s * scale, mask=valid[:, None] & inside[None, :])
         if v is not None:
             v_tile = load_rows(v, row, v_t, VALUE, VALUE_P, inside)
-            m, total, acc = softmax_step(s, v_tile, m, total, acc, PRECISION)
+            m, total, acc = softmax_step(s, v_tile, m, total, acc, scale, PRECISION)
         else:
-            m, total = _sum_step(s, m, total)
-    out, logsum = finish_softmax(m, total, acc)
+            m, total = _sum_step(s, m, total, scale)
+    out, logsum = finish_softmax(m, total, acc, scale)
     at = place + h * row_o
     if v is not None:
         store_rows(o, at, VALUE, out, VALUE, VALUE_P, valid)
@@ -68,11 +68,12 @@ def _attend(
 
 
 @triton.jit
-def _sum_step(s, m, total):
-    """`softmax_step` without values: a running maximum and sum of scores in base 2."""
+def _sum_step(s, m, total, scale):
+    """`softmax_step` without values: a running maximum and sum."""
     m_new = tl.maximum(m, tl.max(s, 1))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    return m_new, total * tl.exp2(m - shift) + tl.sum(tl.exp2(s - shift[:, None]), 1)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new) * scale
+    p = tl.exp2(s * scale - shift[:, None])
+    return m_new, total * tl.exp2(m * scale - shift) + tl.sum(p, 1)
 
 
 @triton.jit
@@ -123,8 +124,8 @@ def _logsum(lse, first, stop, row, valid, ROWS: tl.constexpr, TILE: tl.constexpr
         i = begin + tl.arange(0, TILE)
         inside = valid[:, None] & (i < stop)[None, :]
         s = tl.load(lse + row[:, None] + i[None, :], mask=inside, other=float("-inf"))
-        m, total = _sum_step(s * 1.4426950408889634, m, total)
-    return finish_softmax(m, total, tl.zeros([ROWS, 1], tl.float32))[1]
+        m, total = _sum_step(s, m, total, 1.4426950408889634)
+    return finish_softmax(m, total, tl.zeros([ROWS, 1], tl.float32), 1.4426950408889634)[1]
 
 
 @triton.jit
@@ -250,7 +251,7 @@ def _join(o, lse, row, count, gate, VALUE: tl.constexpr, VALUE_P: tl.constexpr, 
         total = total * old + tl.sum(p, 0)
         acc = acc * old[:, None] + tl.sum(p[:, None] * part, 0)[None, :]
         m = m_new
-    return finish_softmax(m, total, acc)[0] * tl.load(gate).to(tl.float32)
+    return finish_softmax(m, total, acc, 1.0)[0] * tl.load(gate).to(tl.float32)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.triton.band_op import band_forward, band_gradients
+from nsa.ops.triton.common import binary_lse
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import launch
 from nsa.ops.triton.select import select_forward
@@ -52,41 +53,35 @@ def mix_kernel(
 
 @triton.jit
 def _row_of_branch(
-    do, x, gates, lse, dgates, sums, gated_lse, row, at, valid, inside, rows, BRANCH: tl.constexpr
+    do, x, gates, lse, dgates, sums, lse2, row, at, valid, inside, rows, BRANCH: tl.constexpr
 ):  # fmt: skip
     total = tl.sum(tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * do, 1)
     gate = tl.load(gates + row * 3 + BRANCH, mask=valid, other=0.0).to(tl.float32)
     row_lse = tl.load(lse + row, mask=valid, other=float("-inf"))
-    # A closed gate gives lse +inf and so p = 0; a row that saw nothing keeps its -inf.
+    # A closed gate gives +inf and so p = 0, as a row that saw nothing has it.
     closed = gate == 0.0
-    shifted = tl.where(closed, float("inf"), row_lse - tl.log(tl.where(closed, 1.0, gate)))
-    shifted = tl.where(row_lse == float("-inf"), row_lse, shifted)
+    shifted = binary_lse(row_lse) - tl.log2(tl.where(closed, 1.0, gate))
+    shifted = tl.where(closed, float("inf"), shifted)
     tl.store(dgates + row * 3 + BRANCH, total.to(dgates.dtype.element_ty), mask=valid)
     tl.store(sums + BRANCH * rows + row, total, mask=valid)
-    tl.store(gated_lse + BRANCH * rows + row, shifted, mask=valid)
+    tl.store(lse2 + BRANCH * rows + row, shifted, mask=valid)
 
 
 @triton.jit
 def gate_rows_kernel(
-    do, a, b, c, gates, lse_a, lse_b, lse_c, dgates, sums, gated_lse, rows,
+    do, a, b, c, gates, lse_a, lse_b, lse_c, dgates, sums, lse2, rows,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Σ do · o of each branch: the gates' gradients and row sums; and lse - ln gate."""
+    """Σ do · o of each branch: the gates' gradients and row sums; and lse - ln gate in base 2."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, PADDED)
     valid = row < rows
     inside = valid[:, None] & (d < SIZE)[None, :]
     at = (row * SIZE)[:, None] + d[None, :]
     do_tile = tl.load(do + at, mask=inside, other=0.0).to(tl.float32)
-    _row_of_branch(
-        do_tile, a, gates, lse_a, dgates, sums, gated_lse, row, at, valid, inside, rows, 0
-    )
-    _row_of_branch(
-        do_tile, b, gates, lse_b, dgates, sums, gated_lse, row, at, valid, inside, rows, 1
-    )
-    _row_of_branch(
-        do_tile, c, gates, lse_c, dgates, sums, gated_lse, row, at, valid, inside, rows, 2
-    )
+    _row_of_branch(do_tile, a, gates, lse_a, dgates, sums, lse2, row, at, valid, inside, rows, 0)
+    _row_of_branch(do_tile, b, gates, lse_b, dgates, sums, lse2, row, at, valid, inside, rows, 1)
+    _row_of_branch(do_tile, c, gates, lse_c, dgates, sums, lse2, row, at, valid, inside, rows, 2)
 
 
 def mix(a: Tensor, b: Tensor, c: Tensor, gates: Tensor) -> Tensor:
@@ -99,16 +94,16 @@ def mix(a: Tensor, b: Tensor, c: Tensor, gates: Tensor) -> Tensor:
 def gate_rows(
     do: Tensor, outputs: list[Tensor], gates: Tensor, lses: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dgates, Σ do·o, lse - ln gate), the latter two [3, B, T, H] in float32."""
+    """(dgates, Σ do·o, lse - ln gate in base 2), the latter two [3, B, T, H] in float32."""
     dgates = torch.empty_like(gates)
     sums = do.new_empty(BRANCHES, *do.shape[:3], dtype=torch.float32)
-    gated_lse = torch.empty_like(sums)
+    lse2 = torch.empty_like(sums)
     named = dict(zip("abc", outputs, strict=True)) | {
         f"lse_{branch}": lse for branch, lse in zip("abc", lses, strict=True)
     }
-    written = {"dgates": dgates, "sums": sums, "gated_lse": gated_lse}
+    written = {"dgates": dgates, "sums": sums, "lse2": lse2}
     _launch(gate_rows_kernel, {"do": do, "gates": gates} | named | written, do)
-    return dgates, sums, gated_lse
+    return dgates, sums, lse2
 
 
 def _launch(kernel: Any, tensors: dict[str, Tensor], like: Tensor) -> None:
@@ -157,17 +152,17 @@ def gated_backward(
     """The gradients of q, of the three pairs of keys and values, and of the gates."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = keys_values
     do = do.contiguous()
-    dgates, sums, lse = gate_rows(do, outputs, gates.contiguous(), lses)
+    dgates, sums, lse2 = gate_rows(do, outputs, gates.contiguous(), lses)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     rest = cu_seqlens, scale
     dk_win, dv_win = band_gradients(
-        do, q, k_win, v_win, lse[2], sums[2], dq, False, _window(spec), *rest
+        do, q, k_win, v_win, lse2[2], sums[2], dq, False, _window(spec), *rest
     )
     dk_cmp, dv_cmp = band_gradients(
-        do, q, k_cmp, v_cmp, lse[0], sums[0], dq, True, _compressed(spec), *rest
+        do, q, k_cmp, v_cmp, lse2[0], sums[0], dq, True, _compressed(spec), *rest
     )
     dk_sel, dv_sel = selected_gradients(
-        do, q, k_sel, v_sel, lse[1], sums[1], dq, True, index, spec, *rest
+        do, q, k_sel, v_sel, lse2[1], sums[1], dq, True, index, spec, *rest
     )
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 

@@ -15,7 +15,6 @@ from nsa.ops.triton.common import (
     finish_softmax,
     load_rows,
     locate,
-    probabilities,
     softmax_step,
     store_rows,
 )
@@ -71,16 +70,29 @@ def union_kernel(
 
 
 @triton.jit
-def _load_block(
-    blocks, members, step, length, SELECT: tl.constexpr, KEYS: tl.constexpr
+def _chosen_tile(
+    q, k, v, blocks, members, step, k_t, v_t, t, local, length,
+    KEY: tl.constexpr, VALUE: tl.constexpr, KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
+    SELECT: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys of one step of a tile's list: positions, which of them count, and whose block it is."""
+    """Keys and values of one step of a tile's list, and q's products with them: -inf where unseen.
+
+    Whose a block is and what of it is in the past are one bound a row: a comparison for each score.
+    """
     PARTS: tl.constexpr = (SELECT + KEYS - 1) // KEYS
-    block = tl.load(blocks + step // PARTS)
+    first = tl.load(blocks + step // PARTS) * SELECT + step % PARTS * KEYS
     bits = tl.load(members + step // PARTS)
-    i = step % PARTS * KEYS + tl.arange(0, KEYS)
-    n = block * SELECT + i
-    return n, (i < SELECT) & (n < length), bits
+    i = tl.arange(0, KEYS)
+    inside = i < length - first
+    seen = tl.where(((bits >> local) & 1) == 1, t - first, -1)
+    if SELECT % KEYS != 0:  # the rest of the last part belongs to the next block
+        left = SELECT - step % PARTS * KEYS
+        inside = inside & (i < left)
+        seen = tl.minimum(seen, left - 1)
+    k_tile = load_rows(k + tl.cast(first, tl.int64) * k_t, i, k_t, KEY, KEY_P, inside)
+    v_tile = load_rows(v + tl.cast(first, tl.int64) * v_t, i, v_t, VALUE, VALUE_P, inside)
+    s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+    return k_tile, v_tile, tl.where(i[None, :] <= seen[:, None], s, float("-inf"))
 
 
 @triton.jit
@@ -116,26 +128,21 @@ def selected_forward_kernel(
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, VALUE_P], tl.float32)
         for step in range(0, count * ((SELECT + KEYS - 1) // KEYS)):
-            n, inside, bits = _load_block(
-                blocks + place, members + place, step, length, SELECT, KEYS
-            )
-            k_tile = load_rows(k, n.to(tl.int64), k_t, KEY, KEY_P, inside)
-            v_tile = load_rows(v, n.to(tl.int64), v_t, VALUE, VALUE_P, inside)
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-            mine = ((bits >> local) & 1) == 1
-            seen = mine[:, None] & inside[None, :] & (n[None, :] <= t[:, None])
-            s = tl.where(seen, s, float("-inf"))
-            m, total, acc = softmax_step(s, v_tile, m, total, acc, PRECISION)
-        out, logsum = finish_softmax(m, total, acc)
+            _, v_tile, s = _chosen_tile(
+                q_tile, k, v, blocks + place, members + place, step, k_t, v_t, t, local, length,
+                KEY, VALUE, KEY_P, VALUE_P, SELECT, KEYS, PRECISION,
+            )  # fmt: skip
+            m, total, acc = softmax_step(s, v_tile, m, total, acc, scale, PRECISION)
+        out, logsum = finish_softmax(m, total, acc, scale)
         store_rows(o, local * o_t + h * o_h, 1, out, VALUE, VALUE_P, valid)
         tl.store(lse + local * lse_t + h * lse_h, logsum, mask=valid)
 
 
 @triton.jit
 def selected_queries_kernel(
-    q, k, v, do, lse, delta, dq, cu, blocks, members, counts,
+    q, k, v, do, lse2, delta, dq, cu, blocks, members, counts,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, dq_b, dq_t, dq_h,
-    lse_b, lse_t, lse_h, list_b, list_t, list_h, counts_b, counts_t, counts_h,
+    row_b, row_t, row_h, list_b, list_t, list_h, counts_b, counts_t, counts_h,
     seq_len, documents, scale, scale_out,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr, PACKED: tl.constexpr,
@@ -158,24 +165,20 @@ def selected_queries_kernel(
         dq += batch * dq_b + here * dq_t + head * GROUP * dq_h
         k += batch * k_b + tl.cast(start, tl.int64) * k_t + head * k_h
         v += batch * v_b + tl.cast(start, tl.int64) * v_t + head * v_h
-        row_at = batch * lse_b + here * lse_t + head * GROUP * lse_h + local * lse_t + h * lse_h
+        row_at = batch * row_b + here * row_t + head * GROUP * row_h + local * row_t + h * row_h
         place = batch * list_b + slot.to(tl.int64) * list_t + head * list_h
         count = tl.load(counts + batch * counts_b + slot.to(tl.int64) * counts_t + head * counts_h)
         q_tile = load_rows(q, local * q_t + h * q_h, 1, KEY, KEY_P, valid)
         do_tile = load_rows(do, local * do_t + h * do_h, 1, VALUE, VALUE_P, valid)
-        row_lse = tl.load(lse + row_at, mask=valid, other=float("-inf"))
+        row_lse = tl.load(lse2 + row_at, mask=valid, other=float("inf"))
         row_delta = tl.load(delta + row_at, mask=valid, other=0.0)
         acc = tl.zeros([ROWS, KEY_P], tl.float32)
         for step in range(0, count * ((SELECT + KEYS - 1) // KEYS)):
-            n, inside, bits = _load_block(
-                blocks + place, members + place, step, length, SELECT, KEYS
-            )
-            k_tile = load_rows(k, n.to(tl.int64), k_t, KEY, KEY_P, inside)
-            v_tile = load_rows(v, n.to(tl.int64), v_t, VALUE, VALUE_P, inside)
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-            mine = ((bits >> local) & 1) == 1
-            seen = mine[:, None] & inside[None, :] & (n[None, :] <= t[:, None])
-            p = probabilities(tl.where(seen, s, float("-inf")), row_lse[:, None])
+            k_tile, v_tile, s = _chosen_tile(
+                q_tile, k, v, blocks + place, members + place, step, k_t, v_t, t, local, length,
+                KEY, VALUE, KEY_P, VALUE_P, SELECT, KEYS, PRECISION,
+            )  # fmt: skip
+            p = tl.exp2(s * scale - row_lse[:, None])
             dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
             ds = p * (dp - row_delta[:, None])
             acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.common import load_rows, locate, probabilities, store_rows
+from nsa.ops.triton.common import load_rows, locate, store_rows
 from nsa.ops.triton.selected import place_tile
 
 
@@ -26,9 +26,9 @@ def _part_slot(begin, chunk, CHUNK: tl.constexpr):
 
 @triton.jit
 def selected_keys_kernel(
-    q, k, v, do, lse, delta, dk, dv, dk_part, dv_part, cu, offsets, queries,
+    q, k, v, do, lse2, delta, dk, dv, dk_part, dv_part, cu, offsets, queries,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
-    dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, lse_b, lse_t, lse_h,
+    dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, row_b, row_t, row_h,
     dk_part_b, dk_part_t, dk_part_h, dv_part_b, dv_part_t, dv_part_h,
     offsets_b, offsets_t, queries_b, queries_t,
     seq_len, documents, total_blocks, scale, scale_out,
@@ -54,8 +54,8 @@ def selected_keys_kernel(
         top = tl.cast(start, tl.int64)
         q += batch * q_b + top * q_t + head * GROUP * q_h
         do += batch * do_b + top * do_t + head * GROUP * do_h
-        lse += batch * lse_b + top * lse_t + head * GROUP * lse_h
-        delta += batch * lse_b + top * lse_t + head * GROUP * lse_h
+        lse2 += batch * row_b + top * row_t + head * GROUP * row_h
+        delta += batch * row_b + top * row_t + head * GROUP * row_h
         key_at = n.to(tl.int64)
         k_tile = load_rows(
             k + batch * k_b + top * k_t + head * k_h, key_at, k_t, KEY, KEY_P, inside
@@ -74,12 +74,12 @@ def selected_keys_kernel(
             at = t.to(tl.int64)
             q_tile = load_rows(q, at * q_t + h * q_h, 1, KEY, KEY_P, valid)
             do_tile = load_rows(do, at * do_t + h * do_h, 1, VALUE, VALUE_P, valid)
-            row_at = at * lse_t + h * lse_h
-            row_lse = tl.load(lse + row_at, mask=valid, other=float("-inf"))
+            row_at = at * row_t + h * row_h
+            row_lse = tl.load(lse2 + row_at, mask=valid, other=float("inf"))
             row_delta = tl.load(delta + row_at, mask=valid, other=0.0)
-            s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
-            seen = inside[:, None] & (n[:, None] <= t[None, :])
-            p = probabilities(tl.where(seen, s, float("-inf")), row_lse[None, :])
+            s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+            s = tl.where(n[:, None] <= t[None, :], s, float("-inf"))
+            p = tl.exp2(s * scale - row_lse[None, :])
             dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
             ds = p * (dp - row_delta[None, :])

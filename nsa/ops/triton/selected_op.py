@@ -11,8 +11,8 @@ from torch import Tensor
 from nsa.ops.triton.common import (
     LOG2E,
     backward_arguments,
+    backward_rows,
     offsets_of,
-    row_dot,
     shape_constants,
     slots,
 )
@@ -78,9 +78,11 @@ def selected_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; the same from run to run."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    delta = row_dot(do, o, torch.zeros_like(lse))
+    delta, lse2 = backward_rows(do, o, lse)
     chosen = _each_once(block_index)
-    dk, dv = selected_gradients(do, q, k, v, lse, delta, dq, False, chosen, spec, cu_seqlens, scale)
+    dk, dv = selected_gradients(
+        do, q, k, v, lse2, delta, dq, False, chosen, spec, cu_seqlens, scale
+    )
     return dq, dk, dv
 
 
@@ -99,7 +101,7 @@ def selected_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
+    lse2: Tensor,
     delta: Tensor,
     dq: Tensor,
     add: bool,
@@ -108,11 +110,11 @@ def selected_gradients(
     cu_seqlens: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """(dk, dv), and dq written, or added to what is there, from the rows' Σ do·o `delta`."""
-    q, k, v, do, lse = map(rows_contiguous, (q, k, v, do, lse))
+    """(dk, dv), and dq written, or added to what is there, from what `backward_rows` has made."""
+    q, k, v, do = map(rows_contiguous, (q, k, v, do))
     batch, seq_len = q.shape[:2]
     constants = _constants(q, k, v, cu_seqlens, spec)
-    inputs = backward_arguments(do, q, k, v, lse, delta, cu_seqlens, scale)
+    inputs = backward_arguments(do, q, k, v, lse2, delta, cu_seqlens, scale)
     config, tile = _tile("queries", constants, seq_len, spec, q.dtype)
     launch(
         selected_queries_kernel,

@@ -146,14 +146,22 @@ class Plant:
 
 PLANTS = {
     "a compressed block is seen one position early": Plant(
-        band, "_score", "visible(t, LEN", "visible(t + 1, LEN", COMPRESSED
+        band, "band_forward_kernel", "visible(t, LEN", "visible(t + 1, LEN", COMPRESSED
     ),
     "a query sees the position after its own": Plant(
-        band, "_score", "n[None, :] < visible", "n[None, :] <= visible", WINDOW
+        band, "_key_tile", "i[None, :] < (future", "i[None, :] <= (future", WINDOW
     ),
-    "a window of w + 1": Plant(band, "_score", "(t - WINDOW)", "(t - WINDOW - 1)", WINDOW),
+    "a window of w + 1": Plant(
+        band, "_key_tile", "(far_end - first)", "(far_end - first - 1)", WINDOW
+    ),
     "a window of w + 1 for keys and values": Plant(
-        band, "_keys_step", "(t - WINDOW)", "(t - WINDOW - 1)", WINDOW
+        band, "_keys_step", "local - WINDOW", "local - WINDOW - 1", WINDOW
+    ),
+    "a window shorter than a tile sees the future at its far end": Plant(
+        band, "_key_tile", "WINDOW <= KEYS + ROWS // GROUP", "WINDOW <= 1", WINDOW
+    ),
+    "keys of a window shorter than a tile are seen from beyond it": Plant(
+        band, "_keys_step", "WINDOW <= KEYS + ROWS // GROUP", "WINDOW <= 1", WINDOW
     ),
     "the last tile of keys is dropped where it is partial": Plant(
         band, "_row_bounds", "high = visible(t_last, LEN, STRIDE)",
@@ -167,14 +175,13 @@ PLANTS = {
         common, "softmax_step", 'tl.where(m_new == float("-inf"), 0.0, m_new)', "m_new", COMPRESSED
     ),
     "a row that saw nothing has probabilities": Plant(
-        common, "probabilities", 'tl.where(lse == float("-inf"), float("inf"), lse)', "lse + 0.0",
-        COMPRESSED,
+        common, "binary_lse", 'lse == float("-inf")', "lse != lse", COMPRESSED
     ),
     "the running sum is not rescaled": Plant(
         common, "softmax_step", "total * old", "total", SELECTED
     ),
     "the gradient of lse has the wrong sign": Plant(
-        common, "_row_dot_kernel", "total - tl.load", "total + tl.load", COMPRESSED
+        common, "_backward_rows_kernel", "total -= tl.load", "total += tl.load", COMPRESSED
     ),
     "dk lacks the scale": Plant(
         band, "band_keys_kernel", "dk_acc * scale_out", "dk_acc", COMPRESSED
@@ -192,21 +199,21 @@ PLANTS = {
         band, "band_forward_kernel", "h = (first_row + i) % GROUP", "h = i * GROUP // ROWS", WINDOW
     ),
     "a block counts for every query of its tile": Plant(
-        selected, "selected_forward_kernel", "((bits >> local) & 1) == 1", "bits != 0", SELECTED
+        selected, "_chosen_tile", "((bits >> local) & 1) == 1", "bits != 0", SELECTED
     ),
-    "a block counts for every query of its tile, in dq": Plant(
-        selected, "selected_queries_kernel", "((bits >> local) & 1) == 1", "bits != 0", SELECTED
+    "a block's last part takes in the next block": Plant(
+        selected, "_chosen_tile", "tl.minimum(seen, left - 1)", "seen", SELECTED
     ),
     "positions after the query's own count in its block": Plant(
-        selected, "selected_forward_kernel", " & (n[None, :] <= t[:, None])", "", SELECTED
+        selected, "_chosen_tile", "t - first, -1)", "KEYS, -1)", SELECTED
     ),
     "a block named twice counts twice": Plant(
         selected_op, "_each_once", "(1, 0)), -1)", "(1, 0)), 0) if False else block_index",
         any_block_index_is_served,
     ),
     "all heads of a group read one head's lse": Plant(
-        selected_keys, "selected_keys_kernel", "row_at = at * lse_t + h * lse_h",
-        "row_at = at * lse_t", SELECTED,
+        selected_keys, "selected_keys_kernel", "row_at = at * row_t + h * row_h",
+        "row_at = at * row_t", SELECTED,
     ),
     "dk of chosen blocks lacks the scale": Plant(
         selected_keys, "selected_keys_kernel", "dk_acc *= scale_out", "dk_acc *= 1.0", SELECTED
@@ -267,7 +274,7 @@ PLANTS = {
         gated, "mix_kernel", "inside, 2)", "inside, 1)", MIXED
     ),
     "a gate enters its branch's gradients upside down": Plant(
-        gated, "_row_of_branch", "row_lse - tl.log", "row_lse + tl.log", MIXED
+        gated, "_row_of_branch", "- tl.log2", "+ tl.log2", MIXED
     ),
     "a shut gate lets gradients through": Plant(
         gated, "_row_of_branch", 'closed, float("inf")', "closed, 0.0", gates_may_be_shut
