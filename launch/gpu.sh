@@ -5,16 +5,17 @@
 # Each stage has its own time limit, and one that fails or hangs leaves the next ones running. All of
 # them together stay under ten minutes. Figures are written case by case, as JSON, to --out
 # (docs/benchmarks/gpu). --stage runs one alone, --limit gives it more time, --rehearse runs tiny
-# sizes on the CPU, and --dry-run only prints the commands.
+# sizes on the CPU, and --dry-run only prints the commands. The stage sanitizer runs only by name: it
+# watches every access to the device's memory, which takes minutes.
 # It installs nothing: $PYTHON is used, else .venv where there is one, else python3.
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-# Tile sizes come before what is measured with them.
+# What is measured is compiled before, by all processors at once; tile sizes come before the rest.
 stages=(tests aot tune kernels module train train-compiled decode)
 declare -A limits=(
-    [tests]=130 [aot]=50 [tune]=60 [kernels]=50 [module]=130 [train]=50 [train-compiled]=60
-    [decode]=40
+    [tests]=140 [aot]=60 [tune]=60 [kernels]=40 [module]=110 [train]=40 [train-compiled]=90
+    [decode]=40 [sanitizer]=540
 )
 
 say() { printf 'gpu: %s\n' "$*"; }
@@ -38,7 +39,7 @@ done
 [ -n "$out" ] || die "--out lacks its value"
 [[ $limit =~ ^[0-9]*$ ]] || die "--limit $limit: give whole seconds"
 for stage in "${chosen[@]}"; do
-    [ -n "${limits[$stage]-}" ] || die "--stage $stage: choose from ${stages[*]}"
+    [ -n "${limits[$stage]-}" ] || die "--stage $stage: choose from ${stages[*]} sanitizer"
 done
 [ ${#chosen[@]} -gt 0 ] || chosen=("${stages[@]}")
 case $out in /*) ;; *) out=$PWD/$out ;; esac
@@ -47,6 +48,19 @@ cd "$root" || exit
 python=python3
 [ ! -x .venv/bin/python ] || python=.venv/bin/python
 python=${PYTHON:-$python}
+
+command -v "$python" > /dev/null || die "$python is no program; name a Python in PYTHON"
+[ -n "$dry" ] || lacking=$("$python" -c '
+import sys
+from importlib.util import find_spec
+sys.exit(" ".join(n for n in ("torch", "triton", "numpy", "pytest") if not find_spec(n)) or None)
+' 2>&1) || die "$python lacks $lacking: install that, or name another Python in PYTHON"
+plot=()
+if [ -n "$dry" ] || "$python" -c 'import matplotlib' 2>/dev/null; then
+    plot=(--plot "$out/module.png")
+else
+    say "$python lacks matplotlib, so module makes no picture; its figures are kept all the same"
+fi
 
 arch=sm_90
 if [ -n "$rehearse" ]; then
@@ -64,10 +78,20 @@ bench() {
 command_of() {
     local size=()
     case $1 in
-    tests) command=("$python" -m pytest -m gpu -q -p no:cacheprovider tests/ops tests/model tests/bench) ;;
+    tests | sanitizer)
+        local watched=tests/ops/triton/test_gpu.py::test_compute_sanitizer_finds_nothing
+        command=("$python" -m pytest -m gpu -q -p no:cacheprovider)
+        # These files alone: others import what training needs, which may not be installed here.
+        if [ "$1" = tests ]; then
+            command+=(tests/ops/triton tests/bench/test_gpu_benches.py "--deselect=$watched")
+        else
+            command+=("$watched")
+        fi
+        ;;
     aot)
-        command=("$python" -m nsa.bench aot --arch "$arch" --out "$out/aot.json")
-        [ -z "$rehearse" ] || command+=(--operation window_attention --jobs 1)
+        size=(--benchmarks)
+        [ -z "$rehearse" ] || size=(--operation window_attention --jobs 1)
+        command=("$python" -m nsa.bench aot --arch "$arch" --out "$out/aot.json" "${size[@]}")
         ;;
     tune)
         [ -z "$rehearse" ] || size=(--shapes 4x2x16 --lengths 128 --tokens 128)
@@ -82,7 +106,7 @@ command_of() {
         # What the goals ask for first: time may end before the list does.
         size=(--shapes 64x4x128,m7c,16x4x64,paper --lengths 8k,64k,4k,6k,2k,32k,16k,1k,128k)
         [ -z "$rehearse" ] || size=(--shapes 4x2x16 --lengths 128,256 --tokens 256)
-        bench module "$2" module --plot "$out/module.png" "${size[@]}"
+        bench module "$2" module "${plot[@]}" "${size[@]}"
         ;;
     train | train-compiled)
         [ -z "$rehearse" ] || size=(--lengths 128 --tokens 128 --layers 1 --vocab 64)

@@ -35,9 +35,17 @@ def _parser() -> argparse.ArgumentParser:
     saving.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
     aot = what.add_parser("aot", help="compile the kernels without a GPU and check their limits")
     aot.add_argument("--arch", default="sm_80,sm_90,sm_100", help="chips, with commas between")
-    aot.add_argument("--full", action="store_true", help="every dtype, size and candidate config")
+    which = aot.add_mutually_exclusive_group()
+    which.add_argument("--full", action="store_true", help="every dtype, size and candidate config")
+    which.add_argument(
+        "--benchmarks",
+        action="store_true",
+        help="what the GPU benchmarks launch, every candidate: they find it in Triton's cache",
+    )
     aot.add_argument("--operation", nargs="+", default=[], help="these alone")
-    aot.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    # Each imports PyTorch, and a container may count processors that it has no share of.
+    jobs = min(os.cpu_count() or 1, 16)
+    aot.add_argument("--jobs", type=int, default=jobs, help="processes (%(default)s)")
     aot.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
     floors = what.add_parser("roofline", help="the least work of each kernel, and its time")
     floors.add_argument("--shapes", default="m7c,64x4x128", help="names, with commas between")
@@ -73,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ.pop("TRITON_INTERPRET", None)  # what it makes of a kernel cannot be compiled
         from nsa.bench import aot as gate
 
-        result = gate.run(flags.arch.split(","), flags.full, flags.operation, flags.jobs)
+        chips = flags.arch.split(",")
+        result = gate.run(chips, flags.full, flags.operation, flags.jobs, flags.benchmarks)
     elif flags.what == "data":
         from nsa.bench import data
 

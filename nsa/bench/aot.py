@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 
 from nsa.bench.compiled import CHIPS, Chip, Facts, Variant, compile_variant
+from nsa.bench.shapes import SHAPES
 from nsa.ops.triton.band_op import band_backward, band_forward
 from nsa.ops.triton.configs import Choice, choosing
 from nsa.ops.triton.decode import decode_forward
@@ -157,19 +158,31 @@ ODD = [
     ((12, 2, 64, 64, FEW), PAGED),
     ((64, 4, 128, 128, MANY), PAGED),
 ]
+# What the GPU benchmarks launch, at any of their lengths: from 8k on nothing is compiled anew.
+BENCHMARKS = [
+    ((shape.heads, shape.kv_heads, shape.key, shape.value, length), spec)
+    for shape in SHAPES.values()
+    for length in (1024, 2048, 4096, 8192)
+    for spec in (PAPER, PAGED)
+]
 
 
-def cases(full: bool, operations: Sequence[str]) -> list[Case]:
-    """The calls to compile for: the two shapes that matter most or, with `full`, all of them."""
+def cases(full: bool, operations: Sequence[str], benchmarks: bool = False) -> list[Case]:
+    """The calls to compile for: the two shapes that matter most or, with `full`, all of them.
+
+    With `benchmarks` those of the benchmarks instead.
+    """
     wanted = [(shape, "bf16", PAPER) for shape in SUBSET]
     if full:
         wanted = [(shape, dtype, PAPER) for shape in FULL for dtype in DTYPES]
         wanted += [(shape, "bf16", spec) for shape, spec in ODD]
+    elif benchmarks:
+        wanted = [(shape, "bf16", spec) for shape, spec in BENCHMARKS]
     return [
         Case(operation, *shape, dtype, packed, spec)
         for operation in operations
         for shape, dtype, spec in wanted
-        for packed in (False, True)
+        for packed in ((False,) if benchmarks else (False, True))
     ]
 
 
@@ -188,7 +201,11 @@ def _candidate(turn: int) -> Choice:
 
 
 def run(
-    chips: Sequence[str], full: bool = False, operations: Sequence[str] = (), jobs: int = 1
+    chips: Sequence[str],
+    full: bool = False,
+    operations: Sequence[str] = (),
+    jobs: int = 1,
+    benchmarks: bool = False,
 ) -> dict[str, Any]:
     """Record, compile and check; prints a table. What is wrong is in the result's `failures`."""
     for what, asked, known in (("arch", chips, CHIPS), ("operation", operations, OPERATIONS)):
@@ -196,8 +213,8 @@ def run(
             raise ValueError(f"--{what} {', '.join(unknown)}: choose from {', '.join(known)}")
     launches = [
         (case, launch)
-        for case in cases(full, operations or list(OPERATIONS))
-        for launch in record(case, MOST_CANDIDATES if full else 1)
+        for case in cases(full, operations or list(OPERATIONS), benchmarks)
+        for launch in record(case, MOST_CANDIDATES if full or benchmarks else 1)
     ]
     return check(launches, chips, jobs)
 

@@ -6,14 +6,14 @@ import importlib
 import re
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import triton
-from triton.backends.compiler import BaseBackend, GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import create_function_from_signature
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 
 from nsa.ops.triton.launch import Launch
 
@@ -53,47 +53,80 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation. Equal variants give the same binary; any process can compile one."""
+    """One compilation. Equal variants give the same binary; any process can compile one.
+
+    A launch of the same on such a chip finds it in Triton's cache on disk.
+    """
 
     module: str
     kernel: str
     signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Any], ...]
-    divisible: tuple[tuple[int, str], ...]
+    constants: tuple[tuple[Any, Any], ...]  # place and value
+    attributes: tuple[tuple[Any, tuple[tuple[str, int], ...]], ...]  # place; name and number
     warps: int
     stages: int
     chip: str
 
     @classmethod
     def of(cls, launch: Launch, chip: str) -> Variant:
-        """What Triton would compile for this launch on this chip, by Triton's own rules."""
-        kernel, backend = launch.kernel, _backend(chip)
-        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        values, kinds, _ = bind(**launch.arguments, **launch.constants)
-        kinds = dict(zip(values, kinds, strict=True))
+        """What Triton is about to compile for this launch on this chip: a launch is asked.
+
+        Its rules differ from version to version, so they are not written down here.
+        """
+        kernel, config, asked = launch.kernel, launch.config, []
+
+        def instead_of_compiling(*, compile: dict[str, Any], **_: Any) -> bool:
+            asked.append(compile)
+            return True
+
+        with triton.knobs.runtime.scope():
+            triton.knobs.runtime.jit_cache_hook = instead_of_compiling
+            driver.set_active(_NoDevice(chip))
+            try:
+                options = {"num_warps": config.warps, "num_stages": config.stages}
+                kernel.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **options)
+            finally:
+                with suppress(RuntimeError):  # without a GPU there is no driver to go back to
+                    driver.reset_active()
+        (found,) = asked
         return cls(
             module=kernel.fn.__module__,
             kernel=kernel.fn.__qualname__,
-            signature=tuple((name, kind) for name, (kind, _) in kinds.items()),
-            constants=tuple(
-                (name, values[name]) for name, (kind, _) in kinds.items() if kind == "constexpr"
+            signature=tuple(found["signature"].items()),
+            constants=tuple(found["constants"].items()),
+            attributes=tuple(
+                (place, tuple((name, number) for name, number in known))
+                for place, known in found["configs"][0].items()
             ),
-            divisible=tuple(
-                (place, "" if kind == "constexpr" else detail)
-                for place, (kind, detail) in enumerate(kinds.values())
-                if kind == "constexpr" or detail is not None
-            ),
-            warps=launch.config.warps,
-            stages=launch.config.stages,
+            warps=config.warps,
+            stages=config.stages,
             chip=chip,
         )
 
     def source(self) -> ASTSource:
         """What `triton.compile` takes."""
         fn = getattr(importlib.import_module(self.module), self.kernel)
-        parse = _backend(self.chip).parse_attr
-        attributes = {(place,): parse(detail) for place, detail in self.divisible}
+        attributes = {place: [list(one) for one in known] for place, known in self.attributes}
         return ASTSource(fn, dict(self.signature), dict(self.constants), attributes)
+
+
+class _NoDevice:
+    """As much of a GPU's driver as Triton asks of it before it compiles."""
+
+    def __init__(self, chip: str) -> None:
+        self.chip = chip
+
+    def get_current_device(self) -> str:
+        """Kernels keep what they know of a device under this."""
+        return self.chip
+
+    def get_current_stream(self, device: str) -> int:
+        """Nothing is ever put there."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """What is compiled for."""
+        return _target(self.chip)
 
 
 @dataclass(frozen=True)
@@ -182,8 +215,3 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def _target(chip: str) -> GPUTarget:
     return GPUTarget("cuda", CHIPS[chip].capability, 32)
-
-
-@lru_cache
-def _backend(chip: str) -> BaseBackend:
-    return make_backend(_target(chip))

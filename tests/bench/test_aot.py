@@ -98,6 +98,10 @@ def test_what_is_compiled_for_meta_tensors_is_what_a_real_launch_compiles(
     assert "tt.divisibility" in found["signatures"]["gate"][2]
 
 
+def test_a_launch_finds_in_tritons_cache_what_the_gate_has_compiled(found: dict[str, Any]) -> None:
+    assert found["found in the cache"] == [True, False]
+
+
 def test_the_models_own_shape_compiles_within_the_limits_of_an_a100(found: dict[str, Any]) -> None:
     assert found["real"]["failures"] == []
     assert {row["operation"] for row in found["real"]["rows"]} >= {"window_attention"}

@@ -49,6 +49,7 @@ def main() -> None:
         "no key": check(blind, chips=tuple(CHIPS)),
         "unknown instructions": with_unknown_instructions(plain),
         "signatures": {"gate": from_the_gate(), "launch": from_a_launch()},
+        "found in the cache": found_in_the_cache(),
         "real": real(),
         "kernels": kernels(),
         "refusals": [refusal(chips=["sm_85"]), refusal(operations=["attend"])],
@@ -114,27 +115,43 @@ def refusal(**wrong: list[str]) -> str:
     return ""
 
 
-def from_the_gate() -> list[str]:
+def variant_of_all() -> Variant:
     """What the gate compiles for a launch with tensors on the `meta` device."""
     with recording() as launches:
         arguments = toys.every_kind_of_argument("meta")
         launch(toys.take_all, (1,), arguments, {"WIDTH": 32}, Config(1, 1, 4, 2))
-    source = Variant.of(launches[0], "sm_80").source()
+    return Variant.of(launches[0], "sm_80")
+
+
+def from_the_gate() -> list[str]:
+    """What Triton is given for that."""
+    source = variant_of_all().source()
     return [repr(x) for x in (source.signature, source.constants, source.attrs)]
+
+
+class Device:
+    """As much of a GPU's driver as Triton asks of it before it compiles."""
+
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+    get_current_target = staticmethod(lambda: triton.backends.compiler.GPUTarget("cuda", 80, 32))
+
+
+def found_in_the_cache() -> list[bool]:
+    """Of what the gate compiled and of something else: whether a launch of it need not compile."""
+    compiled.compile_variant(variant_of_all())
+    said: list[bool] = []
+    triton.knobs.compilation.listener = lambda **facts: said.append(facts["cache_hit"])
+    triton.runtime.driver.set_active(Device())
+    for width in (32, 16):
+        arguments = toys.every_kind_of_argument("cpu")
+        toys.take_all.warmup(**arguments, WIDTH=width, num_warps=4, num_stages=2, grid=(1,))
+    triton.knobs.compilation.listener = None
+    return said
 
 
 def from_a_launch() -> list[str]:
     """What Triton is about to compile when the kernel is started with real tensors."""
-
-    class Device:
-        """As much of a GPU's driver as Triton asks of it before it compiles."""
-
-        get_current_device = staticmethod(lambda: 0)
-        get_current_stream = staticmethod(lambda device: 0)
-        get_current_target = staticmethod(
-            lambda: triton.backends.compiler.GPUTarget("cuda", 80, 32)
-        )
-
     asked: list[dict[str, Any]] = []
 
     def instead_of_compiling(*, compile: dict[str, Any], **_: Any) -> bool:
@@ -144,6 +161,7 @@ def from_a_launch() -> list[str]:
     triton.runtime.driver.set_active(Device())
     triton.knobs.runtime.jit_cache_hook = instead_of_compiling
     toys.take_all[(1,)](**toys.every_kind_of_argument("cpu"), WIDTH=32, num_warps=4, num_stages=2)
+    triton.knobs.runtime.jit_cache_hook = None
     return [repr(x) for x in (asked[0]["signature"], asked[0]["constants"], *asked[0]["configs"])]
 
 

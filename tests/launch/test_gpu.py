@@ -12,6 +12,8 @@ from pathlib import Path
 from nsa.bench.__main__ import _parser
 from tests.ranks import ROOT
 
+WATCHED = "tests/ops/triton/test_gpu.py::test_compute_sanitizer_finds_nothing"
+
 
 def gpu_sh(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -29,12 +31,54 @@ def test_every_benchmark_of_the_gpu_script_is_one_that_exists(tmp_path: Path) ->
         assert done.returncode == 0, done.stderr
         commands = [line.split() for line in done.stdout.splitlines()]
         assert len(commands) == 8
+        assert f"--deselect={WATCHED}" in commands[0]
         limits = 0.0
         for words in commands:
             if words[:3] == ["python", "-m", "nsa.bench"]:
                 limits += getattr(_parser().parse_args(words[3:]), "limit", 0)
         assert 0 < limits < 600
     assert not (tmp_path / "x").exists()
+
+
+NEEDED_FOR_TRAINING = """
+import sys
+for name in ("deepspeed", "datasets", "transformers", "tensorboard", "flash_attn", "matplotlib",
+             "yaml", "psutil", "zstandard", "aiohttp", "tqdm", "safetensors", "tokenizers"):
+    sys.modules[name] = None
+import pytest
+sys.exit(pytest.main(["--collect-only", *sys.argv[1:]]))
+"""
+
+
+def test_its_tests_are_all_that_need_a_gpu_and_ask_for_nothing_that_training_needs() -> None:
+    said = gpu_sh("--dry-run", "--stage", "tests", "--stage", "sanitizer").stdout
+    tests, sanitizer = (line.split()[3:] for line in said.splitlines())
+    marked = {
+        path
+        for room in ("ops", "model", "bench")
+        for path in (ROOT / "tests" / room).rglob("test_*.py")
+        if "mark.gpu" in path.read_text()
+    }
+    given = [ROOT / word for word in tests if word.startswith("tests/")]
+    assert all(any(path.is_relative_to(root) for root in given) for path in marked)
+    done = subprocess.run([sys.executable, "-c", NEEDED_FOR_TRAINING, *tests],
+                          capture_output=True, text=True, cwd=ROOT)  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "test_gpu.py::test_the_loss_of_precision" in done.stdout
+    assert "sanitizer" not in done.stdout
+    assert sanitizer[-1] == WATCHED
+
+
+def test_a_package_that_it_lacks_is_named_before_anything_runs(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    for path, said in ((python, "lacks torch triton numpy pytest: install that"),
+                       (tmp_path / "none", "is no program; name a Python in PYTHON")):  # fmt: skip
+        done = gpu_sh("--rehearse", "--out", str(tmp_path / "out"), PYTHON=str(path))
+        assert done.returncode == 2
+        assert f"{path} {said}" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_stage_of_the_gpu_script_leaves_its_figures(tmp_path: Path) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from os import environ
 from pathlib import Path
 
 import pytest
 import torch
 
+from nsa.bench import aot
 from nsa.ops import fallback_counts, nsa_attention, reset_fallback_counts
 from nsa.spec import NSASpec
 from tests.ops.cases import Case
@@ -48,7 +49,35 @@ interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU runs the r
 IN_EVERY_DTYPE = ("M7C", "M7C, packed", "64/4/128", "64/4/192/128", "head size 256")
 
 
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> None:
+    """Every kernel of the chosen cases, by all processors: some 300 take one several minutes."""
+    chip = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    calls = {
+        call
+        for item in request.session.items
+        if "compiled" in item.fixturenames
+        for call in calls_of(REAL[item.callspec.params["name"]], item.callspec.params["dtype"])
+    }
+    if chip in aot.CHIPS:
+        launches = [(call, launch) for call in calls for launch in aot.record(call, 1)]
+        aot.check(launches, [chip], jobs=min(os.cpu_count() or 1, 16))
+
+
+def calls_of(case: Case, dtype: torch.dtype) -> list[aot.Case]:
+    """What a case calls, as what is compiled ahead of time is named."""
+    heads, sizes = (case.heads, case.kv_heads), (case.key_dim, case.value_dim)
+    name = next(name for name, known in aot.DTYPES.items() if known == dtype)
+    packed = case.offsets is not None
+    return [
+        aot.Case(operation, *heads, *sizes, case.seq_len, name, packed, case.spec)
+        for operation in aot.OPERATIONS
+        if operation != "decode_attention"
+    ]
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, torch.bfloat16) for name in REAL]
@@ -73,6 +102,7 @@ def test_the_loss_of_precision_at_small_sizes_is_that_of_pytorchs_attention(
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
 @dtypes
 @pytest.mark.parametrize("name", ["M7C", "M7C, packed", "few blocks", "64/4/128"])
 def test_twenty_runs_at_real_sizes_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
@@ -138,7 +168,7 @@ def test_compute_sanitizer_finds_nothing(tool: str) -> None:
         [sanitizer, "--tool", tool, "--error-exitcode", "9", *calls],
         cwd=ROOT,
         # Every tensor is an allocation of its own, so that the first byte beyond one is noticed.
-        env={**environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True,
         text=True,
         timeout=1200,
