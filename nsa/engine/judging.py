@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 def judge(run: Run, gate: Gate) -> None:
     """Go on where the verdict is Go; raise Unfit on all ranks where it is No-Go."""
+    run.instruments.heartbeat.write_soon()
     with run.throughput.paused():
         refusal = _judge(run, gate) if run.rank == 0 else None
         refusal = run.agreement.from_rank_0(refusal)

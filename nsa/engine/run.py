@@ -108,7 +108,7 @@ def _build(
     device = start_ranks(ranks)
     run_dir, places = agree_on(plan.run_dir, found)
     plan = with_run_dir(plan, run_dir)
-    instruments = begin_instruments(plan, ranks)
+    instruments = begin_instruments(plan, ranks, state)
     checks = check_ranks(plan, device, machine)
     if found is not None:
         found = convert(found, plan, ranks)

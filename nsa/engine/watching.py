@@ -12,6 +12,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.instruments import Instruments
 from nsa.engine.ranks import Ranks
 from nsa.engine.recipe import Plan, run_files
+from nsa.engine.state import TrainState
 from nsa.monitor.fallbacks import Fallbacks
 from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.memory import MemorySnapshots
@@ -27,13 +28,21 @@ from nsa.monitor.writer import BackgroundWriter
 from nsa.ops import fallback_counts
 
 
-def begin_instruments(plan: Plan, ranks: Ranks) -> Instruments:
+def begin_instruments(plan: Plan, ranks: Ranks, state: TrainState) -> Instruments:
     """What each rank has of its own; its heart beats from here on."""
     monitor = plan.config.monitor
     backend = f"deepspeed-zero{plan.ds_config['zero_optimization']['stage']}"
     dump_stacks_on_signal(plan.run_dir, ranks.rank)
     return Instruments(
-        Heartbeat(plan.run_dir, rank=ranks.rank, backend=backend, seconds=monitor.heartbeat),
+        Heartbeat(
+            plan.run_dir,
+            rank=ranks.rank,
+            backend=backend,
+            seconds=monitor.heartbeat,
+            step=state.step,
+            tokens=state.tokens,
+            skipped=state.skipped,
+        ),
         MemorySnapshots(plan.run_dir, ranks.rank, monitor.memory_every),
         StepProfiler(plan.run_dir, ranks.rank, plan.profile_steps),
     )

@@ -39,11 +39,21 @@ class Heartbeat:
     """Writes down where a rank is. Nothing here makes the training thread wait.
 
     `seconds` are between two progress lines; with 0 nothing is written at all. A disk that is full
-    costs lines, not the run, and lines come back once there is room.
+    costs lines, not the run, and lines come back once there is room. A run that goes on has done
+    `step` steps before.
     """
 
     def __init__(
-        self, folder: Path, *, rank: int, backend: str, seconds: float, limit: int = 16 * 2**20
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        backend: str,
+        seconds: float,
+        step: int = 0,
+        tokens: int = 0,
+        skipped: int = 0,
+        limit: int = 16 * 2**20,
     ) -> None:
         self._log = _Log(folder / f"heartbeat_rank{rank}.jsonl", limit)
         self._rank = rank
@@ -55,14 +65,15 @@ class Heartbeat:
         }
         self._seconds = seconds
         self._place = ("setup", time.monotonic(), 0)  # phase, since when, micro-step; set as one
-        self._step = self._tokens = self._skipped = 0
+        self._step, self._tokens, self._skipped = step, tokens, skipped
         self._loss: float | None = None
         self._device: int | None = None
         self._memory_gb = 0.0
         self._seen: tuple[str, float, int] | None = None  # the place at the last progress line
         self._collectives = Collectives()
         self._events: deque[dict[str, Any]] = deque(maxlen=_BACKLOG)
-        self._closing = threading.Event()
+        self._closing = False
+        self._wake = threading.Event()  # something is to be written at once
         self._thread: threading.Thread | None = None
         if seconds > 0:
             self._tell("start")
@@ -90,11 +101,16 @@ class Heartbeat:
         """The loss that was logged last; null where it is no number, which JSON has no word for."""
         self._loss = loss if math.isfinite(loss) else None
 
+    def write_soon(self) -> None:
+        """Don't let the lines so far wait for others: somebody is about to read them."""
+        self._wake.set()
+
     def close(self, status: str) -> None:
         """Write the last line; a disk that hangs is left behind after a few seconds."""
-        if self._thread is not None and not self._closing.is_set():
+        if self._thread is not None and not self._closing:
             self._tell("end", status=status)
-            self._closing.set()
+            self._closing = True
+            self._wake.set()
             self._thread.join(_CLOSE_SECONDS)
             if self._log.lost:
                 warn(f"{self._log.path.name}: {self._log.lost} lines lost in this run")
@@ -129,7 +145,8 @@ class Heartbeat:
         pause = min(self._seconds, _BATCH_SECONDS)
         failed = False
         while True:
-            closing = self._closing.is_set()
+            self._wake.clear()
+            closing = self._closing
             try:
                 if time.monotonic() >= due:
                     due = time.monotonic() + self._seconds
@@ -141,7 +158,7 @@ class Heartbeat:
                 failed = True
             if closing:
                 return
-            self._closing.wait(pause)
+            self._wake.wait(pause)
 
     def _progress(self) -> dict[str, Any]:
         """A line with what can be read from here, where nobody waits for it."""

@@ -68,6 +68,25 @@ def test_each_step_leaves_its_start_and_end_and_the_end_says_how_the_run_ended(
     assert {beat["backend"] for beat in beats} == {"deepspeed-zero1"}
 
 
+def test_a_run_that_goes_on_says_from_its_first_line_where_it_stands(tmp_path: Path) -> None:
+    """Who judges the step that it stands at would else wait for a step that nobody takes."""
+    beating(tmp_path, seconds=100, step=7, tokens=28_672, skipped=1).close("finished")
+    beats = read_heartbeats(tmp_path)[0]
+    assert [beat["event"] for beat in beats] == ["start", "end"]
+    assert {(beat["step"], beat["tokens"], beat["skipped"]) for beat in beats} == {(7, 28_672, 1)}
+
+
+def test_lines_are_written_at_once_for_who_is_about_to_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "_BATCH_SECONDS", 10 * PATIENCE)
+    beat = beating(tmp_path, seconds=100 * PATIENCE)
+    beat.step_end(1, 0, 0)
+    beat.write_soon()
+    wait_for(lambda: steps_told(tmp_path) == [1])
+    beat.close("finished")
+
+
 def test_progress_goes_on_and_names_the_phase_while_the_training_thread_hangs_in_c(
     tmp_path: Path,
 ) -> None:

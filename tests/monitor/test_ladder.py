@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -337,8 +338,9 @@ def test_a_run_without_metrics_is_judged_by_its_heartbeats(tmp_path: Path) -> No
 
 def test_what_a_real_heartbeat_writes_is_understood_and_waited_for(tmp_path: Path) -> None:
     write_metrics(tmp_path, 4, log_every=1)
-    for start in (0, 2):  # a resumed process first says that it has done nothing
-        heartbeat = Heartbeat(tmp_path, rank=0, backend="deepspeed-zero1", seconds=0.01)
+    common: dict[str, Any] = {"rank": 0, "backend": "deepspeed-zero1", "seconds": 0.01}
+    for start in (0, 2):
+        heartbeat = Heartbeat(tmp_path, step=start, **common)
         for step in range(start + 1, start + 3):
             heartbeat.step_start(step)
             heartbeat.enter("forward")
@@ -357,6 +359,15 @@ def test_what_a_real_heartbeat_writes_is_understood_and_waited_for(tmp_path: Pat
         "finished",
         "deepspeed-zero1",
     )
+
+
+def test_a_run_that_goes_on_at_a_gate_is_judged_without_waiting_for_a_step(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 4, log_every=1)
+    heartbeat = Heartbeat(tmp_path, rank=0, backend="", seconds=100, step=4)
+    began = time.monotonic()
+    judge(tmp_path, Gate("smoke", 4), CONFIG, patience=60)
+    heartbeat.close("finished")
+    assert time.monotonic() - began < 30
 
 
 def test_a_process_that_only_said_where_it_will_go_on_has_done_nothing(tmp_path: Path) -> None:
