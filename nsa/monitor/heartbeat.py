@@ -72,7 +72,7 @@ class Heartbeat:
         self._seen: tuple[str, float, int] | None = None  # the place at the last progress line
         self._collectives = Collectives()
         self._events: deque[dict[str, Any]] = deque(maxlen=_BACKLOG)
-        self._closing = False
+        self._status: str | None = None  # how the run has ended
         self._wake = threading.Event()  # something is to be written at once
         self._thread: threading.Thread | None = None
         if seconds > 0:
@@ -107,9 +107,8 @@ class Heartbeat:
 
     def close(self, status: str) -> None:
         """Write the last line; a disk that hangs is left behind after a few seconds."""
-        if self._thread is not None and not self._closing:
-            self._tell("end", status=status)
-            self._closing = True
+        if self._thread is not None and self._status is None:
+            self._status = status
             self._wake.set()
             self._thread.join(_CLOSE_SECONDS)
             if self._log.lost:
@@ -146,9 +145,11 @@ class Heartbeat:
         failed = False
         while True:
             self._wake.clear()
-            closing = self._closing
+            status = self._status
             try:
-                if time.monotonic() >= due:
+                if status is not None:  # told here: nothing may follow it
+                    self._tell("end", status=status)
+                elif time.monotonic() >= due:
                     due = time.monotonic() + self._seconds
                     self._events.append(self._progress())
                 self._log.write(self._events)
@@ -156,7 +157,7 @@ class Heartbeat:
                 if not failed:
                     warn(f"heartbeat of rank {self._rank}: a line failed: {error!r}")
                 failed = True
-            if closing:
+            if status is not None:
                 return
             self._wake.wait(pause)
 

@@ -76,6 +76,15 @@ def test_a_run_that_goes_on_says_from_its_first_line_where_it_stands(tmp_path: P
     assert {(beat["step"], beat["tokens"], beat["skipped"]) for beat in beats} == {(7, 28_672, 1)}
 
 
+def test_nothing_follows_the_end_though_a_line_was_due(tmp_path: Path) -> None:
+    """Who reads a line behind it takes the rank for one that lives, or died without a word."""
+    for rank in range(20):
+        beat = beating(tmp_path, rank=rank, seconds=1e-4)
+        time.sleep(0.002)
+        beat.close("finished")
+    assert {beats[-1]["event"] for beats in read_heartbeats(tmp_path).values()} == {"end"}
+
+
 def test_lines_are_written_at_once_for_who_is_about_to_read_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
