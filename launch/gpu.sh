@@ -50,16 +50,20 @@ python=python3
 python=${PYTHON:-$python}
 
 command -v "$python" > /dev/null || die "$python is no program; name a Python in PYTHON"
-[ -n "$dry" ] || lacking=$("$python" -c '
-import sys
+has() {
+    [ -n "$dry" ] || "$python" -c 'import sys
 from importlib.util import find_spec
-sys.exit(" ".join(n for n in ("torch", "triton", "numpy", "pytest") if not find_spec(n)) or None)
-' 2>&1) || die "$python lacks $lacking: install that, or name another Python in PYTHON"
-plot=()
-if [ -n "$dry" ] || "$python" -c 'import matplotlib' 2>/dev/null; then
-    plot=(--plot "$out/module.png")
-else
-    say "$python lacks matplotlib, so module makes no picture; its figures are kept all the same"
+sys.exit(find_spec(sys.argv[1]) is None)' "$1" > /dev/null
+}
+for package in torch triton; do
+    has "$package" || die "$python lacks $package: install it, or name another Python in PYTHON"
+done
+for package in pytest numpy; do
+    has "$package" || say "$python lacks $package: the stage tests will fail, the others need it not"
+done
+plot=(--plot "$out/module.png")
+if ! has matplotlib; then
+    say "$python lacks matplotlib: the stage module will draw no picture" && plot=()
 fi
 
 arch=sm_90
