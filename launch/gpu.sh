@@ -61,6 +61,11 @@ done
 for package in pytest numpy; do
     has "$package" || say "$python lacks $package: the stage tests will fail, the others need it not"
 done
+[ -n "$dry$rehearse" ] || "$python" -c 'import os, shutil, sys, sysconfig
+compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+headers = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
+sys.exit(not (compiler and headers))' > /dev/null ||
+    say "no C compiler or no Python.h here: Triton may fail to build what starts its kernels"
 plot=(--plot "$out/module.png")
 if ! has matplotlib; then
     say "$python lacks matplotlib: the stage module will draw no picture" && plot=()
