@@ -207,6 +207,8 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    if ops := sys.modules.get("deepspeed.ops"):
+        _ = ops.__compatible_ops__  # found once: each process would ask compilers for it
     assert "huggingface_hub" not in sys.modules, "it reads its environment when it is imported"
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: what is forked would lack all but one"

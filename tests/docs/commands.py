@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +27,7 @@ from nsa import cli
 from nsa.bench.__main__ import main as bench_main
 from nsa.engine.recipe import Recipe, _parser, make_plan
 from nsa.monitor.watch.command import split_command
-from tests.ranks import ROOT
+from tests.ranks import ROOT, start_ranks
 
 # Programs that no test runs, and why.
 NOT_RUN = {
@@ -142,15 +142,24 @@ def gpu(arguments: list[str]) -> None:
 
 
 def tests(arguments: list[str]) -> None:
-    """pytest's arguments: collecting this folder is enough where they name no other."""
-    if not arguments:
+    """pytest's arguments: what they name is there, and pytest knows the flags."""
+    named = [word for word in arguments if word.startswith("tests")]
+    if missing := [word for word in named if not (ROOT / word).exists()]:
+        raise ValueError(f"there is no {missing[0]}")
+    _pytest_takes(*(word for word in arguments if word not in named))
+
+
+@cache
+def _pytest_takes(*flags: str) -> None:
+    """Let it collect one small file with them."""
+    if not flags:
         return
-    chosen = [word for word in arguments if word.startswith("tests")] or ["tests/docs"]
-    others = [word for word in arguments if word not in chosen]
-    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *others, *chosen]
-    done = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode not in (0, 5):  # 5: fine, but nothing here is chosen by them
-        raise ValueError(done.stdout + done.stderr)
+    collect = ["--collect-only", "-q", *flags, "tests/test_spec.py"]
+    run = start_ranks(Path(sys.executable).with_name("pytest"), *collect, folder=ROOT, ranks=0)
+    codes = run.codes(120)
+    run.end()
+    if codes not in ([0], [5]):  # 5: fine, but nothing there is chosen by them
+        raise ValueError(run.text("out") + run.text("err"))
 
 
 def no_arguments(arguments: list[str]) -> None:

@@ -87,6 +87,7 @@ def test_every_block_says_what_it_is(page: Path) -> None:
         "bash launch/m7c.sh --set train.stepz=3",
         "bash launch/m7c.sh --deepspeed_config ds_configs/nowhere.json",
         "bash launch/test.sh --fulll",
+        "bash launch/test.sh tests/nowhere",
         "nsa info --seq-length 8",
         "nsa check ds_configs/nowhere.json",
         "nsa bench cpu --turns 2",

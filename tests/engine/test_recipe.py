@@ -128,8 +128,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(config: str, tmp_pa
     )
     assert set(losses(tmp_path / "parts")) == {1, 2, 3}
     # Neither values nor the JSON are named again: a run goes on as it began.
-    start = launched if config == "zero1_pcie" else deepspeed
-    succeed(start("m7c.py", "--run-dir=parts", "--resume", folder=tmp_path))
+    succeed(deepspeed("m7c.py", "--run-dir=parts", "--resume", folder=tmp_path))
     whole = read_metrics(tmp_path / "whole/metrics.csv")
     parts = read_metrics(tmp_path / "parts/metrics.csv")
     for column in ("step", "tokens", "loss", "val_loss", "lr", "grad_norm"):
@@ -292,7 +291,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
 
 
 def test_resuming_on_another_number_of_ranks_says_how_many_it_takes(started: Path) -> None:
-    result = launched("m7c.py", f"--run-dir={started}", "--resume", folder=started)
+    result = deepspeed("m7c.py", f"--run-dir={started}", "--resume", folder=started)
     assert result.returncode == 2
     assert "saved with ranks 1" in result.stderr
     assert "start 1 ranks" in result.stderr
