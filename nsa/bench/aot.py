@@ -263,6 +263,7 @@ def _wrong(facts: Facts, chip: Chip, case: Case) -> list[str]:
         ("columns of tensor memory a block", facts.tensor_memory, chip.tensor_memory),
         ("bytes spilled a thread", facts.spilled, most_spilled),
         ("matrix products without tensor cores", facts.plain_products, 0),
+        ("products whose operand is overwritten while they run", facts.overwritten, 0),
     ):
         if figure > limit:
             found.append(f"{figure:,} {what}, limit {limit:,}")

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
+from nsa.bench.hazards import overwritten
 from nsa.ops.triton.launch import Launch
 
 TENSOR_CORE = re.compile(
@@ -24,6 +25,8 @@ TENSOR_CORE = re.compile(
 MATRIX_UNIT = re.compile(
     r"^\s*(?:@\S+\s+)?[\w.]*mma\.(?!wait_group|commit_group|fence)", re.MULTILINE
 )
+# Hopper's product with its left operand in registers, where others name shared memory.
+FROM_REGISTERS = re.compile(r"\bwgmma\.mma_async\S* \{[^}]*\}, *\{")
 MULTIPLY_ADD = re.compile(r"^\s*(?:@\S+\s+)?fma\.[\w.]*?(x2)?\s", re.MULTILINE)
 PRODUCT = re.compile(r"\btt\.dot(?:_scaled)?\b")
 PRODUCT_SIZES = re.compile(r"\btt\.dot\b.*: tensor<(\d+)x(\d+)x\w+> \* tensor<\d+x(\d+)x")
@@ -140,6 +143,7 @@ class Facts:
     products: int
     plain_products: int
     tensor_core: int
+    overwritten: int
     multiplies: bool
     blocks_per_sm: int
 
@@ -148,7 +152,8 @@ def compile_variant(variant: Variant) -> Facts:
     """Compile down to the chip's binary and read it."""
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
     compiled = triton.compile(variant.source(), target=_target(variant.chip), options=options)
-    registers, spilled = _resources(compiled.asm["cubin"])
+    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
+    registers, spilled = _resources(cubin)
     shared = compiled.metadata.shared
     tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0
     return Facts(
@@ -158,8 +163,9 @@ def compile_variant(variant: Variant) -> Facts:
         spilled=spilled,
         products=len(PRODUCT.findall(compiled.asm["ttir"])),
         plain_products=len(PLAIN_PRODUCT.findall(compiled.asm["ttgir"])),
-        tensor_core=len(TENSOR_CORE.findall(compiled.asm["ptx"])),
-        multiplies=_multiplies(compiled.asm["ttir"], compiled.asm["ptx"], variant.warps),
+        tensor_core=len(TENSOR_CORE.findall(ptx)),
+        overwritten=len(overwritten(disassembled(cubin))) if FROM_REGISTERS.search(ptx) else 0,
+        multiplies=_multiplies(compiled.asm["ttir"], ptx, variant.warps),
         blocks_per_sm=_blocks_per_sm(
             CHIPS[variant.chip], shared, tensor_memory, registers, variant.warps
         ),
@@ -196,21 +202,28 @@ def _blocks_per_sm(chip: Chip, shared: int, tensor_memory: int, registers: int, 
     )
 
 
+def disassembled(cubin: bytes) -> str:
+    """The chip's own instructions; takes half a second, however short the code is."""
+    return _said_of(cubin, triton.knobs.nvidia.nvdisasm.path, "-c")
+
+
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers, and bytes of stack and local memory: Triton's kernels use it for spills alone."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        tool = triton.knobs.nvidia.cuobjdump.path
-        usage = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], check=True, capture_output=True, text=True
-        ).stdout
+    usage = _said_of(cubin, triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
     functions = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert functions, usage
     return (
         max(int(registers) for registers, _, _ in functions),
         max(int(stack) + int(local) for _, stack, local in functions),
     )
+
+
+def _said_of(cubin: bytes, *tool: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [*tool, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _target(chip: str) -> GPUTarget:

@@ -86,6 +86,17 @@ def test_a_failure_names_kernel_case_config_chip_figure_and_limit(
         assert part in failure
 
 
+def test_an_operand_that_the_assembler_overwrites_while_it_is_read_is_a_failure(
+    found: dict[str, Any],
+) -> None:
+    if found["assembler"] >= [13, 3]:
+        pytest.skip("this ptxas overwrites none")
+    ampere, hopper = found["overwritten"]["rows"]
+    assert ampere["wrong"] == []
+    assert len(hopper["wrong"]) == 1
+    assert "products whose operand is overwritten while they run, limit 0" in hopper["wrong"][0]
+
+
 def test_one_kernel_that_does_not_compile_leaves_the_others_checked(found: dict[str, Any]) -> None:
     rows = found["not a power of two"]["rows"]
     assert [bool(row["wrong"]) for row in rows] == [True, False]

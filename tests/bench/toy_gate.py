@@ -47,6 +47,8 @@ def main() -> None:
         "without tensor cores": check(ieee),
         "not a power of two": check(odd, plain),
         "no key": check(blind, chips=tuple(CHIPS)),
+        "overwritten": check(toys.overwritten, chips=("sm_80", "sm_90")),
+        "assembler": [int(x) for x in triton.knobs.nvidia.ptxas.version.split(".")],
         "unknown instructions": with_unknown_instructions(plain),
         "signatures": {"gate": from_the_gate(), "launch": from_a_launch()},
         "found in the cache": found_in_the_cache(),

@@ -33,6 +33,21 @@ def attend(
 
 
 @triton.jit
+def multiply_bytes(
+    x, y, o, inner, row,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, SIZE)
+    total = tl.zeros((ROWS, SIZE), tl.float32)
+    for start in range(0, inner, KEYS):
+        at = start + tl.arange(0, KEYS)
+        x_tile = tl.load(x + rows[:, None] * inner + at).to(tl.bfloat16)
+        y_tile = tl.load(y + at[:, None] * row + columns)
+        total = tl.dot(x_tile, y_tile, total)
+    tl.store(o + rows[:, None] * row + columns, total)
+
+
+@triton.jit
 def take_all(
     x, y, integers, single, one, sixteens, odd, large, scale, nothing, flag, WIDTH: tl.constexpr
 ):
@@ -52,6 +67,15 @@ def attention(
     arguments = {"q": q, "k": k, "o": o, "keys": keys, "row": size, "scale": 0.125}
     constants = {"SIZE": size, "ROWS": config.rows, "KEYS": config.keys, "PRECISION": precision}
     launch(attend, (1,), arguments, constants, config)
+
+
+def overwritten() -> None:
+    """A product of bytes turned into numbers, whose registers ptxas before 13.3 overwrites."""
+    x = torch.empty(64, 1024, dtype=torch.int8, device="meta")
+    y = torch.empty(1024, 64, dtype=torch.bfloat16, device="meta")
+    arguments = {"x": x, "y": y, "o": torch.empty(64, 64, device="meta"), "inner": 1024, "row": 64}
+    constants = {"SIZE": 64, "ROWS": 64, "KEYS": 64}
+    launch(multiply_bytes, (1,), arguments, constants, Config(64, 64, 4, 3))
 
 
 def too_deep() -> None:
