@@ -69,6 +69,8 @@ class Server:
             "output": str(output),
             "env": env,
         }
+        for suffix in (".out", ".err"):  # so that they can be read at once
+            output.with_suffix(suffix).touch()
         self._socket.sendall(json.dumps(job).encode() + b"\n")
         while not self._started:
             self._hear()

@@ -18,7 +18,7 @@ from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.spec import NSASpec
 
-STEPS, SEQ_LEN, VOCABULARY = 3, 48, 64
+STEPS, SEQ_LEN, VOCABULARY = 2, 48, 64  # the second step is the momentum's first
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 ZERO = {
     "0": ({"stage": 0}, None),
@@ -64,7 +64,7 @@ def tokens(step: int, micro_step: int, rank: int) -> torch.Tensor:
 def single_process(
     checkpointing: str, accumulation: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The same three steps in plain PyTorch: weights and sums in fp32, the model in `dtype`."""
+    """The same steps in plain PyTorch: weights and sums in fp32, the model in `dtype`."""
     master = model(checkpointing)
     optimizer = torch.optim.SGD(master.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     share = 1 / (accumulation * dist.get_world_size())

@@ -119,7 +119,7 @@ def test_the_loss_learns_what_the_logits_teach(attention: str) -> None:
 def test_the_whole_model_compiles_as_one_graph_with_the_same_results(
     attention: str, checkpointing: str, documents: tuple[int, ...]
 ) -> None:
-    config = tiny(attention, activation_checkpointing=checkpointing)
+    config = tiny(attention, layers=1, activation_checkpointing=checkpointing)
     model, ids = build(config, torch.float32), tokens(40)
     cu_seqlens = packed(*documents) if len(documents) > 1 else None
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,8 @@ from nsa.evaluate.tasks import examination, learning
 from nsa.evaluate.tasks.examination import DEPTHS, FACTS, WITHOUT_CHOICE, lines
 from nsa.evaluate.tasks.learning import CONTENDERS
 from tests.data.processes import gone
+from tests.engine.runs import BIN
+from tests.ranks import start_ranks
 
 PNG = b"\x89PNG\r\n"
 
@@ -74,27 +73,21 @@ def _unheard(name: str, seed: int, step: int, loss: float) -> None:
 
 
 def test_what_ends_it_ends_its_workers_at_once_and_quietly(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "nsa", "tasks", "--jobs", "2", "--out", str(tmp_path)]
-    error = (tmp_path / "err").open("w+")
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": error, "start_new_session": True}
-    started = [subprocess.Popen(command, **pipes) for _ in range(2)]
-    by_ctrl_c, by_kill = started
+    command = ("tasks", "--jobs", "2", "--out", str(tmp_path))
+    by_ctrl_c, by_kill = started = [start_ranks(BIN / "nsa", *command, ranks=0) for _ in range(2)]
     try:
-        workers = [_workers(process.pid) for process in started]
-        by_ctrl_c.send_signal(signal.SIGSTOP)  # so that the workers would hear it first
-        os.killpg(by_ctrl_c.pid, signal.SIGINT)  # as a terminal does
-        time.sleep(3)
-        by_ctrl_c.send_signal(signal.SIGCONT)
-        by_kill.terminate()
-        assert [process.wait(timeout=20) for process in started] == [130, 130]
+        workers = [_workers(process.pids[0]) for process in started]
+        by_ctrl_c.started[0].kill(signal.SIGSTOP)  # so that the workers would hear it first
+        os.killpg(by_ctrl_c.pids[0], signal.SIGINT)  # as a terminal does
+        time.sleep(1)
+        by_ctrl_c.started[0].kill(signal.SIGCONT)
+        by_kill.started[0].kill(signal.SIGTERM)
+        assert [process.codes(20) for process in started] == [[130], [130]]
         assert all(gone(worker) for worker in chain(*workers))
     finally:
         for process in started:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    with error:
-        error.seek(0)
-        assert error.read() == ""
+            process.end(signal.SIGKILL)
+    assert [process.text("err") for process in started] == ["", ""]
 
 
 def _workers(pid: int) -> list[int]:
