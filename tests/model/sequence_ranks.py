@@ -16,7 +16,7 @@ from nsa.spec import NSASpec
 from tests.model.models import build, packed, tiny, tokens
 
 # Some document has its tokens on both ranks, and so have blocks and windows inside of it.
-DOCUMENTS = {4_096: packed(700, 3, 2_500, 0, 893), 512: packed(70, 3, 250, 0, 189)}
+DOCUMENTS = {2_048: packed(350, 3, 1_250, 0, 445), 512: packed(70, 3, 250, 0, 189)}
 SPEC = NSASpec(32, 16, 64, 6, 1, 2, 96)
 ATTENTIONS = {
     "mean": AttentionConfig(spec=SPEC),

@@ -9,8 +9,8 @@ from nsa.model.config import ACTIVATION_CHECKPOINTING
 from tests.ranks import launch
 
 CASES = [
-    ("mean", "reentrant", "documents", 4_096),
-    ("mean", "none", "one document", 4_096),
+    ("mean", "reentrant", "documents", 2_048),
+    ("mean", "none", "one document", 2_048),
     *(("mlp", mode, "documents", 512) for mode in ACTIVATION_CHECKPOINTING),
     ("mean, shared", "none", "rows", 512),
     ("dense", "non_reentrant", "documents", 512),
