@@ -200,7 +200,12 @@ def _graph(call: Step) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+    return partial(_replay, graph, call)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, call: Step) -> None:
+    """`call` is there to be kept: a graph reads its inputs' memory, and does not hold it."""
+    graph.replay()
 
 
 def _show(batch: int, rows: Sequence[Mapping[str, Any]]) -> None:

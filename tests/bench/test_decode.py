@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import weakref
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from nsa.bench.__main__ import main
-from nsa.bench.decode import _dense, _tokens, filled
+from nsa.bench.decode import _dense, _graph, _tokens, filled
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.cache import cache_bytes
 from tests.ops.cases import one_thread as one_thread
@@ -103,3 +106,22 @@ def test_dense_attention_alone_is_each_heads_softmax_over_all_that_is_behind() -
     p = (torch.einsum("bhd,bnhd->bhn", q, k) / 2).softmax(-1)
     assert isinstance(o, Tensor)
     torch.testing.assert_close(o.flatten(1, 2), torch.einsum("bhn,bnhd->bhd", p, v))
+
+
+def test_a_graph_keeps_what_it_reads_as_long_as_it_may_be_replayed() -> None:
+    lengths = torch.tensor([3])
+    read = weakref.ref(lengths)
+    with (
+        mock.patch.multiple(
+            torch.cuda,
+            **dict.fromkeys(("Stream", "stream", "current_stream", "graph"), mock.DEFAULT),
+        ),
+        mock.patch.object(torch.cuda, "CUDAGraph") as graph,
+    ):
+        replay = _graph(partial(torch.neg, lengths))
+    del lengths
+    replay()
+    graph().replay.assert_called_once_with()
+    assert read() is not None
+    del replay
+    assert read() is None
