@@ -73,10 +73,7 @@ def flex(inputs: Inputs, spec: NSASpec | None) -> Contender:
     mask = block_mask(seq_len, spec, device)
     attend: Callable[..., Tensor] = flex_attention
     if device.type == "cuda":
-        # Each mask, length and mode is a version of its own. Past the limit it would run uncompiled
-        # and write out T x T scores; with fullgraph that is an error instead.
-        torch._dynamo.config.recompile_limit = 64
-        attend = torch.compile(flex_attention, fullgraph=True)
+        attend = compiled()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -84,6 +81,16 @@ def flex(inputs: Inputs, spec: NSASpec | None) -> Contender:
 
     note = "" if spec is None else "selection shared by 128 queries and all heads, no compression"
     return Contender(run, inputs.q, inputs.k_sel, inputs.v_sel, note=note)
+
+
+def compiled() -> Callable[..., Tensor]:
+    """FlexAttention with each length, mask and mode as a version of its own.
+
+    For any length there would be one whose kernel masks every tile. Past the limit it would run
+    uncompiled and write out T x T scores; with fullgraph that is an error instead.
+    """
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
 
 
 def block_mask(seq_len: int, spec: NSASpec | None, device: torch.device) -> BlockMask:

@@ -25,7 +25,7 @@ from nsa.bench.calls import Chosen, calls
 from nsa.bench.contenders import Builders, Contender, figure, measure, ratios
 from nsa.bench.dense import flex, sdpa
 from nsa.bench.inputs import Inputs, mean_pool, neighbour_overlap, selection
-from nsa.bench.report import Report, plot_lines, ratio, shown, table
+from nsa.bench.report import Report, check_plot, plot_lines, ratio, shown, table
 from nsa.bench.shapes import FUNCTIONS, PARTS, Shape
 from nsa.ops import (
     NSASpec,
@@ -55,6 +55,7 @@ BASES = {
 
 def run(flags: argparse.Namespace) -> dict[str, Any]:
     """Measure every case that fits into the time; prints a table a case."""
+    check_plot(flags.plot)
     report = Report(flags)
     report.data["peers"] = peers.versions()
     backend = flags.backend or ("triton" if report.device.type == "cuda" else "blockwise")

@@ -114,14 +114,21 @@ def table(rows: Iterable[Sequence[str]]) -> None:
         print("  ".join([first.strip().ljust(widths[0]), *rest]), flush=True)
 
 
+def check_plot(out: Path | None) -> None:
+    """Refuse at the start what would otherwise end a run behind its first measurements."""
+    try:
+        if out is not None:
+            import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"--plot {out} needs matplotlib: pip install 'nsa-m7c[dev]'") from error
+
+
 def plot_lines(
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], out: Path, unit: str
 ) -> None:
     """A panel a title, a line a label, over lengths."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'nsa-m7c[dev]'") from error
+    from matplotlib.figure import Figure
+
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
     figure = Figure(figsize=(5.0 * max(1, len(panels)), 4.0), dpi=150, layout="constrained")
     axes = figure.subplots(1, max(1, len(panels)), squeeze=False)[0]

@@ -21,7 +21,7 @@ from nsa.bench import module, peers, train
 from nsa.bench.__main__ import main
 from nsa.bench.calls import Chosen, pairs
 from nsa.bench.contenders import Contender, difference, figure, measure
-from nsa.bench.dense import block_mask, flex
+from nsa.bench.dense import block_mask, compiled, flex
 from nsa.bench.gpu import elapsed_ms, peak_bytes, take_turns
 from nsa.bench.inputs import Inputs, mean_pool, neighbour_overlap, selection
 from nsa.bench.report import Report
@@ -290,6 +290,38 @@ def test_the_block_sparse_mask_is_causal_and_as_sparse_as_the_pattern(length: in
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k_sel, inputs.v_sel))
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
     torch.testing.assert_close(o, expected.transpose(1, 2))
+
+
+def test_flex_attention_is_compiled_for_each_length_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A kernel for any length masks every tile, and would be slower than it could be."""
+    made: list[list[bool]] = []
+
+    def backend(graph: torch.fx.GraphModule, given: list[Any]) -> Callable[..., Any]:
+        made.append([isinstance(x, torch.SymInt) for x in given])
+        return graph.forward
+
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **kw: compile(*a, **kw, backend=backend))
+    attend = compiled()
+    for length in (128, 256, 384):
+        q = torch.randn(1, 1, length, 16)
+        attend(q, q, q, block_mask=block_mask(length, None, CPU))
+    assert len(made) == 3
+    assert not any(map(any, made))
+
+
+def test_a_plot_without_what_draws_it_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    out = tmp_path / "figures.json"
+    with pytest.raises(ValueError, match=r"--plot \S*lines.png needs matplotlib: pip install"):
+        main(["module", *QUICK, "--device", "cpu", "--shapes", "4x2x16", "--lengths", "128",
+              "--tokens", "128", "--out", str(out), "--plot", str(tmp_path / "lines.png"),
+        ])  # fmt: skip
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("device", DEVICES)
