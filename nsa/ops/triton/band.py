@@ -14,6 +14,7 @@ import triton.language as tl
 
 from nsa.ops.triton.common import (
     finish_softmax,
+    kernel,
     keys_before,
     load_rows,
     locate,
@@ -77,7 +78,7 @@ def _key_tile(
     return k_tile, v_tile, s
 
 
-@triton.jit
+@kernel
 def band_forward_kernel(
     q, k, v, o, lse, cu,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, lse_b, lse_t, lse_h,
@@ -132,7 +133,7 @@ def band_forward_kernel(
         tl.store(lse + (t - t0) * lse_t + h * lse_h, logsum, mask=valid)
 
 
-@triton.jit
+@kernel
 def band_queries_kernel(
     q, k, v, do, lse2, delta, dq, cu,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, dq_b, dq_t, dq_h,
@@ -240,7 +241,7 @@ def _keys_step(
     return dk, dv
 
 
-@triton.jit
+@kernel
 def band_keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, cu,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,

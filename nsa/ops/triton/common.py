@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,21 @@ from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import launch, rows_contiguous, strides
 
 LOG2E = 1.4426950408889634  # kernels use powers of two, which the hardware has
+
+# Triton compiles a kernel anew where a number is 1 or a multiple of 16. These change from batch to
+# batch and gain nothing by it, and a run would stand still in the middle for it.
+COUNTS = (
+    "seq_len",
+    "documents",
+    "total_blocks",
+    "split_len",
+    "lse_b",
+    "row_b",
+    "chosen_b",
+    "out_b",
+)
+STRIDES = (f"{name}_{axis}" for name in ("list", "counts", "offsets", "queries") for axis in "bth")
+kernel = partial(triton.jit, do_not_specialize=(*COUNTS, *STRIDES))
 
 
 @triton.jit
@@ -131,7 +147,7 @@ def binary_lse(lse):
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
 
-@triton.jit
+@kernel
 def _backward_rows_kernel(
     do, o, lse, dlse, delta, lse2,
     do_b, do_t, do_h, o_b, o_t, o_h,

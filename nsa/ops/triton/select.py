@@ -15,13 +15,14 @@ from torch import Tensor
 
 from nsa.ops.triton.common import (
     LOG2E,
+    binary_lse,
+    kernel,
     keys_before,
     load_rows,
     locate,
     offsets_of,
     padded_size,
     precision,
-    probabilities,
     slots,
     span,
     visible,
@@ -69,18 +70,20 @@ def _importance(
         i = low + c
         known = ((i >= 0) & (i < most)) if MASKED else None
         k_tile = load_rows(k, i.to(tl.int64), k_t, KEY, KEY_P, known)
-        p = tl.zeros([QUERIES, BLOCKS], tl.float32)
+        if SELECT % STRIDE == 0:  # then number c of every block overlaps it alike
+            first = first_touching(0, LEN, STRIDE, SELECT) + c
+            weight = tl.maximum(common_positions(first, 0, LEN, STRIDE, SELECT), 0).to(tl.float32)
+        else:
+            shared = common_positions(i, j, LEN, STRIDE, SELECT)
+            weight = tl.maximum(shared, 0).to(tl.float32)[None, :]
         for h in range(GROUP):
             q_tile = load_rows(q + h * q_h, row, q_t, KEY, KEY_P, valid)
             row_lse = tl.load(lse + row * lse_t + h * lse_h, mask=valid, other=float("-inf"))
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-            p += probabilities(s, row_lse[:, None])
-        shared = common_positions(i, j, LEN, STRIDE, SELECT)
-        weight = tl.maximum(shared, 0).to(tl.float32)
-        if MASKED:
-            seen = (i >= 0)[None, :] & (i[None, :] < seen_by[:, None])
-            p = tl.where(seen, p, 0.0)
-        total += p * weight[None, :]
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+            if MASKED:
+                seen = (i >= 0)[None, :] & (i[None, :] < seen_by[:, None])
+                s = tl.where(seen, s, float("-inf"))
+            total += tl.exp2(s * scale - binary_lse(row_lse)[:, None]) * weight
     return total
 
 
@@ -105,7 +108,7 @@ def _keep_best(score, j, best, index):
     return best, index
 
 
-@triton.jit
+@kernel
 def select_kernel(
     q, k, lse, out, cu,
     q_b, q_t, q_h, k_b, k_t, k_h, lse_b, lse_t, lse_h, out_b, out_t, out_h,

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from nsa.ops.triton.common import (
     finish_softmax,
+    kernel,
     load_rows,
     locate,
     softmax_step,
@@ -29,7 +30,7 @@ def place_tile(cu, documents, slot, seq_len, TILE: tl.constexpr, PACKED: tl.cons
     return slot, 0, seq_len
 
 
-@triton.jit
+@kernel
 def union_kernel(
     chosen, blocks, members, counts, cu,
     chosen_b, chosen_t, chosen_h, list_b, list_t, list_h, counts_b, counts_t, counts_h,
@@ -95,7 +96,7 @@ def _chosen_tile(
     return k_tile, v_tile, tl.where(i[None, :] <= seen[:, None], s, float("-inf"))
 
 
-@triton.jit
+@kernel
 def selected_forward_kernel(
     q, k, v, o, lse, cu, blocks, members, counts,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, lse_b, lse_t, lse_h,
@@ -138,7 +139,7 @@ def selected_forward_kernel(
         tl.store(lse + local * lse_t + h * lse_h, logsum, mask=valid)
 
 
-@triton.jit
+@kernel
 def selected_queries_kernel(
     q, k, v, do, lse2, delta, dq, cu, blocks, members, counts,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, dq_b, dq_t, dq_h,

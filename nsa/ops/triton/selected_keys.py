@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.common import load_rows, locate, store_rows
+from nsa.ops.triton.common import kernel, load_rows, locate, store_rows
 from nsa.ops.triton.selected import place_tile
 
 
@@ -24,7 +24,7 @@ def _part_slot(begin, chunk, CHUNK: tl.constexpr):
     return begin * 2 // CHUNK + chunk
 
 
-@triton.jit
+@kernel
 def selected_keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, dk_part, dv_part, cu, offsets, queries,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
@@ -66,24 +66,36 @@ def selected_keys_kernel(
         dk_acc = tl.zeros([KEYS, KEY_P], tl.float32)
         dv_acc = tl.zeros([KEYS, VALUE_P], tl.float32)
         row = tl.arange(0, ROWS)
-        for first in range(0, (high - low) * GROUP, ROWS):
-            valid = first + row < (high - low) * GROUP
-            h = (first + row) % GROUP
-            # Positions in the batch's row of tokens; the document's own start at `start`.
-            t = tl.load(queries + low + (first + row) // GROUP, mask=valid, other=0) - start
-            at = t.to(tl.int64)
-            q_tile = load_rows(q, at * q_t + h * q_h, 1, KEY, KEY_P, valid)
-            do_tile = load_rows(do, at * do_t + h * do_h, 1, VALUE, VALUE_P, valid)
-            row_at = at * row_t + h * row_h
-            row_lse = tl.load(lse2 + row_at, mask=valid, other=float("inf"))
-            row_delta = tl.load(delta + row_at, mask=valid, other=0.0)
-            s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-            s = tl.where(n[:, None] <= t[None, :], s, float("-inf"))
-            p = tl.exp2(s * scale - row_lse[None, :])
-            dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
-            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-            ds = p * (dp - row_delta[None, :])
-            dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
+        rows = (high - low) * GROUP
+        queries += low
+        # Lists ascend, so the block's own queries, which do not see all of it, come first.
+        own = tl.cdiv(tl.maximum(SELECT - chunk * CHUNK, 0) * GROUP, ROWS) * ROWS
+        own = tl.minimum(own, rows)
+        # Who comes next is read a step ahead: copies whose addresses are not known yet cannot be
+        # under way while the products of the step before are computed.
+        ahead = tl.load(queries + row // GROUP, mask=row < rows, other=0)
+        for phase in tl.static_range(2):
+            for first in range(own * phase, tl.where(phase == 0, own, rows), ROWS):
+                valid = first + row < rows
+                h = (first + row) % GROUP
+                # Positions in the batch's row of tokens; the document's own start at `start`.
+                t = ahead - start
+                after = first + ROWS + row
+                ahead = tl.load(queries + after // GROUP, mask=after < rows, other=0)
+                at = t.to(tl.int64)
+                q_tile = load_rows(q, at * q_t + h * q_h, 1, KEY, KEY_P, valid)
+                do_tile = load_rows(do, at * do_t + h * do_h, 1, VALUE, VALUE_P, valid)
+                row_at = at * row_t + h * row_h
+                row_lse = tl.load(lse2 + row_at, mask=valid, other=float("inf"))
+                row_delta = tl.load(delta + row_at, mask=valid, other=0.0)
+                s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+                if phase == 0:
+                    s = tl.where(n[:, None] <= t[None, :], s, float("-inf"))
+                p = tl.exp2(s * scale - row_lse[None, :])
+                dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
+                dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+                ds = p * (dp - row_delta[None, :])
+                dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
         dk_acc *= scale_out
         if whole:
             dk += batch * dk_b + top * dk_t + head * dk_h
@@ -98,7 +110,7 @@ def selected_keys_kernel(
             store_rows(dv_part, i, dv_part_t, dv_acc, VALUE, VALUE_P, inside)
 
 
-@triton.jit
+@kernel
 def add_parts_kernel(
     dk, dv, dk_part, dv_part, cu, offsets,
     dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,

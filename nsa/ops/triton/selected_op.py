@@ -79,21 +79,31 @@ def selected_backward(
     """The gradients of q, k and v; the same from run to run."""
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta, lse2 = backward_rows(do, o, lse)
-    chosen = _each_once(block_index)
+    chosen = _each_once(block_index, cu_seqlens, spec)
     dk, dv = selected_gradients(
         do, q, k, v, lse2, delta, dq, False, chosen, spec, cu_seqlens, scale
     )
     return dq, dk, dv
 
 
-def _each_once(block_index: Tensor) -> Tensor:
-    """Without the blocks that a query names again; `select_blocks` names none again.
+def _each_once(block_index: Tensor, cu_seqlens: Tensor | None, spec: NSASpec) -> Tensor:
+    """Without blocks that a query names again or that begin after it; `select_blocks` names none.
 
-    They would count again for keys and values, and lists could outgrow the room for their parts.
+    They would count again for keys and values, lists could outgrow the room for their parts, and
+    a block's own queries would not be the first of its list.
     """
     ordered = block_index.sort(dim=-1).values
-    again = ordered[..., 1:] == ordered[..., :-1]
-    return ordered.masked_fill(torch.nn.functional.pad(again, (1, 0)), -1)
+    again = torch.nn.functional.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
+    position = torch.arange(block_index.shape[1], device=block_index.device)
+    if cu_seqlens is not None:
+        position = position - cu_seqlens[_documents(position, cu_seqlens)]
+    later = ordered * spec.select_len > position[:, None, None]
+    return ordered.masked_fill(again | later, -1)
+
+
+def _documents(position: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Which document each position is in."""
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
 
 
 def selected_gradients(
@@ -179,8 +189,7 @@ def queries_by_block(
     total = slots(seq_len, spec.select_len, cu_seqlens)
     block = block_index
     if cu_seqlens is not None:
-        position = torch.arange(seq_len, device=block.device, dtype=cu_seqlens.dtype)
-        document = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
+        document = _documents(torch.arange(seq_len, device=block.device), cu_seqlens)
         first = cu_seqlens[:-1] // spec.select_len + torch.arange(
             len(cu_seqlens) - 1, device=block.device
         )

@@ -59,7 +59,8 @@ def parity(branch: str, case: Case = CASE, **how: int) -> Check:
 
 
 def the_choice_is_as_good() -> None:
-    for case in (PACKED, replace(CASE, lengths=(90,), spec=NSASpec(7, 3, 4, 4, 2, 1, 5))):
+    specs = NSASpec(7, 3, 4, 4, 2, 1, 5), NSASpec(4, 2, 4, 4, 0, 1, 5)
+    for case in (PACKED, *(replace(CASE, lengths=(90,), spec=spec) for spec in specs)):
         x = inputs(case)
         index = selection(x, case, "triton")
         assert same_selection(exact_score(x, case), index, chosen(case))
@@ -92,6 +93,7 @@ def the_last_positions_choose_as_in_the_whole() -> None:
 def any_block_index_is_served() -> None:
     index = torch.full((1, 24, 1, 2), -1, dtype=torch.int32)
     index[:, ::2], index[:, 5], index[:, 9] = 1, 3, 30
+    index[:, :8, :, 1] = index[:, 15:, :, 1] = 3  # by more queries before it than it has positions
     x = inputs(CASE)
     with settings(chunk=2):
         assert_exact_enough(
@@ -208,12 +210,22 @@ PLANTS = {
         selected, "_chosen_tile", "t - first, -1)", "KEYS, -1)", SELECTED
     ),
     "a block named twice counts twice": Plant(
-        selected_op, "_each_once", "(1, 0)), -1)", "(1, 0)), 0) if False else block_index",
+        selected_op, "_each_once", "again | later", "later",
         any_block_index_is_served,
     ),
     "all heads of a group read one head's lse": Plant(
         selected_keys, "selected_keys_kernel", "row_at = at * row_t + h * row_h",
         "row_at = at * row_t", SELECTED,
+    ),
+    "a block's own queries see all of it, in dk and dv": Plant(
+        selected_keys, "selected_keys_kernel", "if phase == 0:", "if phase == 7:", SELECTED
+    ),
+    "later chunks of a list take their first queries for the block's own": Plant(
+        selected_keys, "selected_keys_kernel", "SELECT - chunk * CHUNK", "SELECT - chunk * SELECT",
+        PARTS,
+    ),
+    "a block that begins after a query counts for it": Plant(
+        selected_op, "_each_once", "again | later", "again", any_block_index_is_served
     ),
     "dk of chosen blocks lacks the scale": Plant(
         selected_keys, "selected_keys_kernel", "dk_acc *= scale_out", "dk_acc *= 1.0", SELECTED
@@ -236,6 +248,10 @@ PLANTS = {
     ),
     "overlaps all weigh the same": Plant(
         select, "_importance", "tl.maximum(shared, 0)", "tl.minimum(tl.maximum(shared, 0), 1)",
+        the_choice_is_as_good,
+    ),
+    "overlaps that are alike for every block all weigh the same": Plant(
+        select, "_importance", "STRIDE, SELECT) + c", "STRIDE, SELECT) + 1",
         the_choice_is_as_good,
     ),
     "the first overlapping block is left out": Plant(
