@@ -146,3 +146,8 @@ def test_the_command_compiles_even_where_the_interpreter_is_asked_for(tmp_path: 
     assert written["triton"]
     assert {row["kernel"] for row in written["rows"]} == {"select_kernel"}
     assert all(row["kernel"] in process.stdout for row in written["rows"])
+
+
+def test_another_number_of_documents_compiles_nothing_anew(found: dict[str, Any]) -> None:
+    """A run would stand still in the middle for it, each rank at another step."""
+    assert found["compiled anew"] == []

@@ -54,6 +54,7 @@ def main() -> None:
         "found in the cache": found_in_the_cache(),
         "real": real(),
         "kernels": kernels(),
+        "compiled anew": compiled_anew(),
         "refusals": [refusal(chips=["sm_85"]), refusal(operations=["attend"])],
         "exit code": exit_code_of_a_failure(),
     }
@@ -107,6 +108,19 @@ def kernels() -> dict[str, list[str]]:
 def is_kernel(x: object) -> bool:
     """Whether a launcher starts it; what kernels call is named otherwise."""
     return isinstance(x, triton.JITFunction) and x.fn.__name__.endswith("_kernel")
+
+
+def compiled_anew() -> list[str]:
+    """The kernels that another number of packed documents has compiled again."""
+    case = aot.Case("nsa_attention", *aot.SUBSET[0], "bf16", True)
+    known: set[Variant] = set()
+    anew = []
+    for documents in (aot.DOCUMENTS, 1, 16, 37):
+        with mock.patch.object(aot, "DOCUMENTS", documents):
+            variants = {Variant.of(x, "sm_90") for x in aot.record(case, 1)}
+        anew += [variant.kernel for variant in variants - known] if known else []
+        known |= variants
+    return anew
 
 
 def refusal(**wrong: list[str]) -> str:
