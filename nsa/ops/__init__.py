@@ -1,9 +1,9 @@
 """The functions of Native Sparse Attention on tensors; see docs/nsa.md for the definitions.
 
 Sizes: q [B, T, Hq, Dk]; keys [B, T or N, Hkv, Dk]; values [..., Dv]; gates [B, T, Hq, 3] in the
-order compressed, selected, window. `scale` defaults to Dk^-0.5. `lse` is float32 (float64 for
-float64 inputs). With `cu_seqlens` int32 [documents + 1] the batch is 1 and each document stands
-alone.
+order compressed, selected, window, each 0 or more. `scale` defaults to Dk^-0.5. `lse` is float32
+(float64 for float64 inputs). With `cu_seqlens` int32 [documents + 1] the batch is 1 and each
+document stands alone.
 """
 
 from __future__ import annotations
@@ -161,7 +161,10 @@ def nsa_attention(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """All three branches, mixed by their gates: Σ gate_c · o_c."""
+    """All three branches, mixed by their gates: Σ gate_c · o_c.
+
+    Gates are 0 or more. Below 0 the kernels' gradients are NaN: to check would be to wait for them.
+    """
     pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
     return nsa_attention_and_blocks(
         q, *pairs, gates, spec, scale=scale, cu_seqlens=cu_seqlens, backend=backend
