@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 
 from nsa.bench import aot
 from nsa.ops import fallback_counts, nsa_attention, reset_fallback_counts
+from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
 from tests.ops.cases import Case
 from tests.ops.cases import one_thread as one_thread
@@ -52,15 +54,19 @@ IN_EVERY_DTYPE = ("M7C", "M7C, packed", "64/4/128", "64/4/192/128", "head size 2
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> None:
     """Every kernel of the chosen cases, by all processors: some 300 take one several minutes."""
-    chip = "sm_{}{}".format(*torch.cuda.get_device_capability())
     calls = {
         call
         for item in request.session.items
         if "compiled" in item.fixturenames
         for call in calls_of(REAL[item.callspec.params["name"]], item.callspec.params["dtype"])
     }
+    compile_all((call, launch) for call in calls for launch in aot.record(call, 1))
+
+
+def compile_all(launches: Iterable[tuple[aot.Case, Launch]]) -> None:
+    """Into Triton's cache, for the GPU that is here."""
+    chip = "sm_{}{}".format(*torch.cuda.get_device_capability())
     if chip in aot.CHIPS:
-        launches = [(call, launch) for call in calls for launch in aot.record(call, 1)]
         aot.check(launches, [chip], jobs=min(os.cpu_count() or 1, 16))
 
 
@@ -157,23 +163,46 @@ def test_a_step_never_waits_for_the_gpu(name: str) -> None:
         torch.cuda.set_sync_debug_mode(before)
 
 
+@pytest.fixture(scope="module")
+def watched() -> None:
+    """Every kernel of what is watched, by all processors: under a tool one would take minutes."""
+    with recording() as launches:
+        gpu_checks.watched_calls(*gpu_checks.WATCHED)
+    compile_all((calls_of(M7C, torch.float16)[0], launch) for launch in launches)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_compute_sanitizer_finds_nothing(tool: str) -> None:
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize(
+    ("tool", "flags"),
+    [
+        ("memcheck", ["--error-exitcode", "9"]),
+        ("racecheck", ["--racecheck-report", "hazard", "--print-limit", "100000"]),
+    ],
+    ids=["memcheck", "racecheck"],
+)
+def test_compute_sanitizer_finds_nothing(tool: str, flags: list[str]) -> None:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():
         pytest.skip("compute-sanitizer is not installed; it comes with the CUDA toolkit")
     calls = [sys.executable, "-m", "tests.ops.triton.gpu_checks"]
     process = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", "9", *calls],
+        [sanitizer, "--tool", tool, *flags, *calls],
         cwd=ROOT,
         # Every tensor is an allocation of its own, so that the first byte beyond one is noticed.
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=240,  # both within the stage's time in launch/gpu.sh
     )
     assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-2000:]
+    assert gpu_checks.races(process.stdout)[:20] == []
+
+
+def test_two_writes_of_a_partial_sum_are_no_race() -> None:
+    said = "========= Error: Potential {} hazard detected at __shared__ 0x404 in block (0,0,0) :\n"
+    assert gpu_checks.races(said.format("WAW")) == []
+    assert len(gpu_checks.races("".join(map(said.format, ("WAW", "RAW", "WAR"))))) == 2
 
 
 @interpreted
