@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what the GPU benchmarks launch, every candidate: they find it in Triton's cache",
     )
     aot.add_argument("--operation", nargs="+", default=[], help="these alone")
+    aot.add_argument("--dtype", nargs="+", default=["bf16", "fp16", "fp32"], help="these alone")
     # Each imports PyTorch, and a container may count processors that it has no share of.
     jobs = min(os.cpu_count() or 1, 16)
     aot.add_argument("--jobs", type=int, default=jobs, help="processes (%(default)s)")
@@ -81,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ.pop("TRITON_INTERPRET", None)  # what it makes of a kernel cannot be compiled
         from nsa.bench import aot as gate
 
-        chips = flags.arch.split(",")
-        result = gate.run(chips, flags.full, flags.operation, flags.jobs, flags.benchmarks)
+        which = flags.full, flags.operation, flags.jobs, flags.benchmarks, flags.dtype
+        result = gate.run(flags.arch.split(","), *which)
     elif flags.what == "data":
         from nsa.bench import data
 

@@ -206,14 +206,17 @@ def run(
     operations: Sequence[str] = (),
     jobs: int = 1,
     benchmarks: bool = False,
+    dtypes: Sequence[str] = tuple(DTYPES),
 ) -> dict[str, Any]:
     """Record, compile and check; prints a table. What is wrong is in the result's `failures`."""
-    for what, asked, known in (("arch", chips, CHIPS), ("operation", operations, OPERATIONS)):
+    asked_for = ("arch", chips, CHIPS), ("operation", operations, OPERATIONS)
+    for what, asked, known in (*asked_for, ("dtype", dtypes, DTYPES)):
         if unknown := [name for name in asked if name not in known]:
             raise ValueError(f"--{what} {', '.join(unknown)}: choose from {', '.join(known)}")
     launches = [
         (case, launch)
         for case in cases(full, operations or list(OPERATIONS), benchmarks)
+        if case.dtype in dtypes
         for launch in record(case, MOST_CANDIDATES if full or benchmarks else 1)
     ]
     return check(launches, chips, jobs)
