@@ -54,6 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     floors.add_argument("--tokens", type=int, default=65_536, help="of a batch")
     floors.add_argument("--token", action="store_true", help="of one token behind a cache instead")
     floors.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
+    estimate = what.add_parser("estimate", help="what the compiled kernels could take at best")
+    estimate.add_argument("--arch", default="sm_80,sm_90", help="chips, with commas between")
+    estimate.add_argument("--shapes", default="m7c,64x4x128", help="names, with commas between")
+    estimate.add_argument("--lengths", type=lengths, default="2k,64k", help="such as 2k,64k")
+    estimate.add_argument("--tokens", type=int, default=65_536, help="of a batch")
+    estimate.add_argument("--out", type=Path, help="write the raw figures there, as JSON")
     add_ablations_verb(what)
     add_comm_verb(what)
     add_gpu_verbs(what)
@@ -84,6 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         which = flags.full, flags.operation, flags.jobs, flags.benchmarks, flags.dtype
         result = gate.run(flags.arch.split(","), *which)
+    elif flags.what == "estimate":
+        os.environ.pop("TRITON_INTERPRET", None)
+        from nsa.bench import estimate
+
+        shapes = flags.shapes.split(",")
+        result = estimate.run(shapes, flags.lengths, flags.tokens, flags.arch.split(","))
     elif flags.what == "data":
         from nsa.bench import data
 

@@ -202,6 +202,13 @@ def _blocks_per_sm(chip: Chip, shared: int, tensor_memory: int, registers: int, 
     )
 
 
+def binary(variant: Variant) -> bytes:
+    """The chip's code."""
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    target = _target(variant.chip)
+    return triton.compile(variant.source(), target=target, options=options).asm["cubin"]
+
+
 def disassembled(cubin: bytes) -> str:
     """The chip's own instructions; takes half a second, however short the code is."""
     return _said_of(cubin, triton.knobs.nvidia.nvdisasm.path, "-c")

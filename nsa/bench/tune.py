@@ -95,7 +95,11 @@ def _steps(shapes: list[Shape], backend: str, report: Report) -> dict[str, Step]
             batch = max(1, report.flags.tokens // seq_len)
             inputs = Inputs.of(shape, batch, seq_len, SPEC, report.device, report.dtype)
             by_name = calls(inputs, Chosen.of(inputs, SPEC, backend), SPEC, backend)
-            for name in PARTS:
+            # Between these two ends is where trained queries choose: alone, and with neighbours.
+            alike = inputs.local(SPEC)
+            local = calls(alike, Chosen.of(alike, SPEC, backend), SPEC, backend)
+            by_name["local selected_attention"] = local["selected_attention"]
+            for name in (*PARTS, "local selected_attention"):
                 call = by_name[name]
                 one = Contender(call.function, *call.tensors, learns=call.learns)
                 step = one.both if call.learns else one.forward
