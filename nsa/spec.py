@@ -51,6 +51,13 @@ class NSASpec:
         """The selection blocks of a document of `seq_len` positions, the last one maybe partial."""
         return -(-seq_len // self.select_len)
 
+    @property
+    def touching(self) -> int:
+        """How many compressed blocks overlap one selection block, at the most."""
+        if self.select_len % self.block_stride == 0:
+            return self.select_len // self.block_stride - (-self.block_len // self.block_stride) - 1
+        return -(-(self.block_len + self.select_len - 1) // self.block_stride)
+
     def visible_compressed(self, position: int) -> int:
         """How many compressed blocks end at or before `position`."""
         return self.compressed_len(position + 1)

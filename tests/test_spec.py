@@ -79,3 +79,18 @@ def test_counts_of_blocks_are_those_of_a_list_of_them(
     for t in range(0, length, 7):
         ended = [start for start in whole if start + block_len - 1 <= t]
         assert spec.visible_compressed(t) == len(ended)
+
+
+def test_so_many_compressed_blocks_overlap_a_selection_block() -> None:
+    """Counted one by one over all small patterns; none for nothing where the stride divides it."""
+    for length, size in ((length, size) for length in range(1, 14) for size in range(1, 14)):
+        for stride in range(1, length + 1):
+            most = max(
+                sum(
+                    i * stride < (j + 1) * size and j * size < i * stride + length
+                    for i in range(60)
+                )
+                for j in range(13, 19)
+            )
+            found = NSASpec(length, stride, size).touching
+            assert found == most if size % stride == 0 else found >= most, (length, stride, size)

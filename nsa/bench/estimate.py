@@ -113,13 +113,15 @@ def _estimate(launch: Launch, floor: Work, rows_of: int, seq_len: int, chip: str
     """Of one launch for one sequence, times `rows_of` sequences' key/value heads."""
     gpu, multiprocessors = GPUS[chip]
     rate, speeds = UNITS[chip]["products"], SPEEDS[gpu]
-    clock = speeds.flops / (2 * rate * multiprocessors)
+    clock = speeds.exps / (UNITS[chip]["exp"] * multiprocessors)
+    # Large products run at a lower clock than everything else, for want of power.
+    slower = clock * 2 * rate * multiprocessors / speeds.flops
     variant = Variant.of(launch, chip)
-    code = loops(binary(variant), chip, variant.warps)
+    code = [loop.with_products(slower) for loop in loops(binary(variant), chip, variant.warps)]
     steps = STEPS[launch.kernel.fn.__name__](launch, seq_len)
     if len(code) != len(steps.turns):  # the compiler has merged some: the dearest stands for all
         code = [max(code, key=lambda loop: loop.least / loop.cycles["products"])] * len(steps.turns)
-    turn = steps.multiply_adds / rate
+    turn = steps.multiply_adds / rate * slower
     clocks = sum(
         turns * turn * _dearer(loop, turn) for turns, loop in zip(steps.turns, code, strict=True)
     )
@@ -194,16 +196,24 @@ def band_keys(launch: Launch, seq_len: int) -> Steps:
 
 
 def select(launch: Launch, seq_len: int) -> Steps:
-    """A tile of queries over tiles of blocks, each for every overlap and head."""
+    """A tile of queries over tiles of blocks, each for every overlap and head.
+
+    The first tiles are checked against the sequence's beginning, the last against the future.
+    """
     c = launch.constants
     queries, blocks = c["QUERIES"], c["BLOCKS"]
-    overlaps = -(-(c["LEN"] + c["SELECT"] - 1) // c["STRIDE"])
-    tiles = 0
+    known = triton.cdiv(triton.cdiv(c["LEN"] - c["STRIDE"], c["SELECT"]), blocks) * blocks
+    turns = [0, 0, 0]
     for first in range(0, seq_len, queries):
-        last = (min(first + queries, seq_len) - 1) // c["SELECT"]
-        if last >= c["TOP"]:
-            tiles += last // blocks + 1
-    return Steps([tiles * overlaps * c["GROUP"]], queries * blocks * c["KEY"])
+        stop = (min(first + queries, seq_len) - 1) // c["SELECT"] + 1
+        if stop > c["TOP"]:
+            seen = max(_visible(first, c["LEN"], c["STRIDE"]) - 1, 0) * c["STRIDE"] // c["SELECT"]
+            every = max(seen // blocks * blocks, known)
+            turns[0] += -(-min(known, stop) // blocks)
+            turns[1] += (every - known) // blocks
+            turns[2] += max(-(-(stop - every) // blocks), 0)
+    each = c["COUNT"] * c["GROUP"]
+    return Steps([turn * each for turn in turns], queries * blocks * c["KEY"])
 
 
 def selected(launch: Launch, seq_len: int) -> Steps:

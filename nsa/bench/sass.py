@@ -41,6 +41,10 @@ class Loop:
     instructions: int  # of a warp
     cycles: dict[str, float]  # of a multiprocessor, by unit
 
+    def with_products(self, slower: float) -> Loop:
+        """The same where products take so many times as long."""
+        return Loop(self.instructions, self.cycles | {"products": self.cycles["products"] * slower})
+
     @property
     def bound(self) -> str:
         """The unit that is busy longest."""
@@ -100,6 +104,7 @@ def _loop(body: list[tuple[str, str]], chip: str, warps: int) -> Loop:
             used["shared"] += _bytes(name)
         elif kind in ("LDGSTS", "LDG"):
             used["L2"] += _bytes(name)
+            used["shared"] += _bytes(name) if kind == "LDGSTS" else 0
         elif kind not in ELSEWHERE and not kind.startswith("U"):
             used["integer"] += WARP
     rates = UNITS[chip]

@@ -288,9 +288,8 @@ def fold(
     """For each selection block, the compressed blocks that touch it and overlap/d: both [c, M]."""
     length, stride, size = spec.block_len, spec.block_stride, spec.select_len
     first = torch.arange(spec.select_blocks_len(seq_len), device=device) * size
-    touching = -(-(length + size - 1) // stride)
     low = torch.div(first - length, stride, rounding_mode="floor") + 1
-    block = low + torch.arange(touching, device=device)[:, None]
+    block = low + torch.arange(spec.touching, device=device)[:, None]
     start = block * stride
     shared = torch.minimum(start + length, first + size) - torch.maximum(start, first)
     valid = (block >= 0) & (block < spec.compressed_len(seq_len))

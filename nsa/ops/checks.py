@@ -33,8 +33,8 @@ def check_scale(q: Tensor, scale: float | None) -> float:
     """What scores are multiplied by: above 0, or Dk^-0.5 where None."""
     if scale is None:
         return q.shape[-1] ** -0.5
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"scale is {scale}; give a finite number above 0, or None for Dk^-0.5")
+    if not 1e-30 < scale < 1e30:  # beyond, float32 has 0 or infinity for it
+        raise ValueError(f"scale is {scale}; give one from 1e-30 to 1e30, or None for Dk^-0.5")
     return scale
 
 

@@ -71,7 +71,7 @@ def test_a_loop_is_read_unit_by_unit() -> None:
                 "float": 4 * 32 / 64,
                 "integer": 0.0,
                 "exp": 4 * 32 / 16,
-                "shared": 4 * 512 / 128,
+                "shared": 4 * 2 * 512 / 128,
                 "L2": 4 * 512 / (5120 / 108),
             },
         )

@@ -245,7 +245,7 @@ SPOILT: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
     ),
     ("window_attention", {"k": lambda c: three_heads(c.x.k_win)}, r"^k has 3 heads"),
     ("window_attention", {"v": lambda c: c.x.v_win[0]}, r"^v has shape"),
-    ("window_attention", {"scale": lambda c: 0.0}, r"^scale is 0.0; give a finite number above 0"),
+    ("window_attention", {"scale": lambda c: 0.0}, r"^scale is 0.0; give one from 1e-30 to 1e30"),
     ("nsa_attention", {"scale": lambda c: -0.5}, r"^scale is -0.5"),
     ("window_attention", {"window": lambda c: 0}, r"^window = 0: .* make it 1 or more"),
     ("nsa_attention", {"gates": lambda c: c.x.gates[..., :2]}, r"^gates has shape \(1, 20, 4, 2\)"),

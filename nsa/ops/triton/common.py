@@ -19,6 +19,7 @@ LOG2E = 1.4426950408889634  # kernels use powers of two, which the hardware has
 # batch and gain nothing by it, and a run would stand still in the middle for it.
 COUNTS = (
     "seq_len",
+    "q_len",
     "documents",
     "total_blocks",
     "split_len",
@@ -117,9 +118,11 @@ def softmax_step(s, v, m, total, acc, scale, PRECISION: tl.constexpr):
     """
     m_new = tl.maximum(m, tl.max(s, 1))
     # A row that has seen nothing yet stays at -inf, and -inf - -inf must not become NaN.
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new) * scale
-    p = tl.exp2(s * scale - shift[:, None])
-    old = tl.exp2(m * scale - shift)
+    top = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s * scale - (top * scale)[:, None])
+    # Exactly 1 where the maximum stands. As one multiply-add this would be off by the rounding of
+    # top * scale, by the same at every tile.
+    old = tl.exp2((m - top) * scale)
     total = total * old + tl.sum(p, 1)
     acc = acc * old[:, None]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)

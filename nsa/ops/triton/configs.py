@@ -52,6 +52,7 @@ def choose(
 
 
 # By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the likeliest first.
+# 192 is for keys of up to 256 with values of up to 128, as in the paper.
 # All of them compile within the limits of sm_80, sm_90 and sm_100 (python -m nsa.bench aot --full).
 # The rows of `select` are queries alone, and its keys are selection blocks. A step over one block
 # takes in no more keys than the block has.
@@ -59,26 +60,34 @@ _NARROW: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # bf16, fp16
     "forward": {
         64: [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 4, 3)],
         128: [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)],
+        192: [(128, 32, 8, 2), (64, 32, 8, 2)],
         256: [(64, 32, 8, 2)],
     },
     "queries": {
         64: [(128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 2)],
         128: [(128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3)],
+        192: [(64, 16, 4, 2), (64, 32, 8, 2)],
         256: [(64, 32, 8, 2)],
     },
     "keys": {
         64: [(64, 128, 8, 3), (64, 64, 4, 3), (32, 64, 4, 3)],
         128: [(32, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 2)],
+        192: [(32, 64, 8, 2), (32, 32, 8, 2)],
         256: [(32, 32, 8, 2)],
     },
     "selected_keys": {
         64: [(64, 64, 4, 3), (32, 64, 4, 3)],
         128: [(32, 64, 4, 3), (64, 64, 8, 3), (32, 64, 4, 2)],
+        192: [(32, 64, 8, 2), (32, 32, 8, 2)],
         256: [(32, 32, 8, 2)],
     },
     "gathered": {
         64: [(32, 64, 2, 3), (64, 64, 4, 3), (16, 64, 2, 3), (128, 64, 8, 3)],
         128: [(32, 64, 4, 3), (64, 64, 4, 3), (16, 64, 2, 3), (128, 64, 8, 2)],
+        256: [(16, 32, 4, 2)],
+    },
+    "gathered_decode": {
+        128: [(16, 64, 2, 3), (16, 64, 4, 3)],
         256: [(16, 32, 4, 2)],
     },
     "select": {
@@ -105,7 +114,8 @@ def candidates(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> li
     table = _WIDE if dtype.itemsize > 2 else _NARROW
     branch, _, kernel = operation.partition("_")
     by_size = next(table[name] for name in (operation, branch, kernel) if name in table)
-    size = min(limit for limit in by_size if limit >= max(sizes))
+    size = 192 if max(sizes) > 128 >= sizes[1] > 0 else max(sizes)
+    size = min(limit for limit in by_size if limit >= size)
     return [Config(*numbers) for numbers in by_size[size]]
 
 

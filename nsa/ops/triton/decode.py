@@ -146,6 +146,7 @@ def _constants(
         **{"GROUP": group, "GROUP_P": padded_size(group), "ROWS": config.rows},
         **{"KEY": q.shape[2], "VALUE": v.shape[3], "KEY_P": sizes[0], "VALUE_P": sizes[1]},
         **{"LEN": spec.block_len, "STRIDE": spec.block_stride, "SELECT": spec.select_len},
+        "COUNT": spec.touching,
         **{"TOP": top, "INIT": spec.init_blocks, "LOCAL": spec.local_blocks, "WINDOW": window},
         **{"PART": PART, "FIRST_PART": top + triton.cdiv(window, PART), "KEYS": config.keys},
         **{"BLOCKS": BLOCKS, "TILE": max(1, ELEMENTS // sizes[1]), "GATES": len(branches)},

@@ -71,9 +71,9 @@ def _attend(
 def _sum_step(s, m, total, scale):
     """`softmax_step` without values: a running maximum and sum."""
     m_new = tl.maximum(m, tl.max(s, 1))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new) * scale
-    p = tl.exp2(s * scale - shift[:, None])
-    return m_new, total * tl.exp2(m * scale - shift) + tl.sum(p, 1)
+    top = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s * scale - (top * scale)[:, None])
+    return m_new, total * tl.exp2((m - top) * scale) + tl.sum(p, 1)
 
 
 @triton.jit
@@ -132,7 +132,8 @@ def _logsum(lse, first, stop, row, valid, ROWS: tl.constexpr, TILE: tl.constexpr
 def decode_importance_kernel(
     scores, lse, lengths, importance, parts, row_scores, blocks,
     GROUP: tl.constexpr, GROUP_P: tl.constexpr, LEN: tl.constexpr, STRIDE: tl.constexpr,
-    SELECT: tl.constexpr, TOP: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
+    SELECT: tl.constexpr, COUNT: tl.constexpr, TOP: tl.constexpr, INIT: tl.constexpr,
+    LOCAL: tl.constexpr,
     PART: tl.constexpr, FIRST_PART: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """What blocks are ranked by, as in select.py; the forced ones have +inf.
@@ -144,7 +145,6 @@ def decode_importance_kernel(
     length = tl.load(lengths + batch).to(tl.int32)
     candidates = tl.cdiv(length, SELECT)
     if (candidates > TOP) & (tl.program_id(0) * BLOCKS < candidates):
-        COUNT: tl.constexpr = (LEN + SELECT - 1 + STRIDE - 1) // STRIDE
         h = tl.arange(0, GROUP_P)
         valid = h < GROUP
         group = batch * tl.num_programs(1) + head

@@ -34,7 +34,7 @@ def _share(x, gates, row, at, valid, inside, BRANCH: tl.constexpr):
     return gate[:, None] * tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows",))
 def mix_kernel(
     a, b, c, gates, out, rows,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
@@ -67,7 +67,7 @@ def _row_of_branch(
     tl.store(lse2 + BRANCH * rows + row, shifted, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows",))
 def gate_rows_kernel(
     do, a, b, c, gates, lse_a, lse_b, lse_c, dgates, sums, lse2, rows,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,

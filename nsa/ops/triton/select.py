@@ -52,7 +52,7 @@ def common_positions(i, j, LEN: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.c
 def _importance(
     q, k, lse, t, j, valid, q_t, q_h, k_t, lse_t, lse_h, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, KEY_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, COUNT: tl.constexpr,
     QUERIES: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ over heads and overlapping visible blocks i of p[i] · overlap(i, j): [QUERIES, BLOCKS].
@@ -60,7 +60,6 @@ def _importance(
     Not divided by the stride: a common factor ranks nothing. In the order of i, so that blocks
     which the same ones overlap in the same measure come out equal to the last bit.
     """
-    COUNT: tl.constexpr = (LEN + SELECT - 1 + STRIDE - 1) // STRIDE  # blocks that touch one
     low = first_touching(j, LEN, STRIDE, SELECT)
     seen_by = visible(t, LEN, STRIDE)
     most = tl.max(seen_by, 0)
@@ -112,9 +111,9 @@ def _keep_best(score, j, best, index):
 def select_kernel(
     q, k, lse, out, cu,
     q_b, q_t, q_h, k_b, k_t, k_h, lse_b, lse_t, lse_h, out_b, out_t, out_h,
-    queries, seq_len, documents, scale,
+    q_len, seq_len, documents, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, KEY_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, COUNT: tl.constexpr,
     TOP: tl.constexpr, TOP_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
     PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -122,9 +121,9 @@ def select_kernel(
     batch = tl.program_id(2).to(tl.int64)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     start = 0
-    length = queries
+    length = q_len
     first_key = 0
-    before = seq_len - queries  # q may hold the last positions alone
+    before = seq_len - q_len  # q may hold the last positions alone
     if PACKED:
         document, start, end, tile = locate(cu, documents, tile, 1, QUERIES)
         length = end - start
@@ -158,7 +157,7 @@ def select_kernel(
                     j = first + tl.arange(0, BLOCKS)
                     score = _importance(
                         q, k, lse, t, j, valid, q_t, q_h, k_t, lse_t, lse_h, scale,
-                        GROUP, KEY, KEY_P, LEN, STRIDE, SELECT,
+                        GROUP, KEY, KEY_P, LEN, STRIDE, SELECT, COUNT,
                         QUERIES, BLOCKS, phase != 1, PRECISION,
                     )  # fmt: skip
                     always = (j < INIT)[None, :] | (j[None, :] > (own - LOCAL)[:, None])
@@ -196,7 +195,7 @@ def select_forward(
         (slots(queries, config.rows, cu_seqlens), groups, batch),
         {"q": q, "k": k_cmp, "lse": lse, "out": out, "cu": cu}
         | strides(q=q, k=k_cmp, lse=lse, out=out)
-        | {"queries": queries, "seq_len": seq_len, "documents": documents, "scale": scale * LOG2E},
+        | {"q_len": queries, "seq_len": seq_len, "documents": documents, "scale": scale * LOG2E},
         {
             "GROUP": heads // groups,
             "KEY": size,
@@ -204,6 +203,7 @@ def select_forward(
             "LEN": spec.block_len,
             "STRIDE": spec.block_stride,
             "SELECT": spec.select_len,
+            "COUNT": spec.touching,
             "TOP": spec.select_top,
             "TOP_P": triton.next_power_of_2(spec.select_top),
             "INIT": spec.init_blocks,

@@ -249,7 +249,7 @@ def _key_gradients(
 def _tile(
     kernel: str, constants: dict[str, Any], seq_len: int, spec: NSASpec, dtype: torch.dtype
 ) -> tuple[Config, dict[str, int]]:
-    """Tile sizes: large ones that share most of their blocks, or as few queries as fill 16 rows."""
+    """Tile sizes: large ones that share most of their blocks, or small ones."""
     dense = spec.select_blocks_len(seq_len) <= DENSE_BLOCKS * spec.select_top
     name = f"selected_{kernel}" if dense else f"gathered_{kernel}"
     config = choose_config(name, (constants["KEY_P"], constants["VALUE_P"]), dtype)

@@ -283,7 +283,7 @@ PLANTS = {
         "tl.min(tl.where(best == least[:, None], index, NONE), 1)", ties_go_to_the_lower_index,
     ),
     "decoding begins at the document's first position": Plant(
-        select, "select_kernel", "before = seq_len - queries", "before = 0",
+        select, "select_kernel", "before = seq_len - q_len", "before = 0",
         the_last_positions_choose_as_in_the_whole,
     ),
     "a branch is mixed in by another's gate": Plant(
