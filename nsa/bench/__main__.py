@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what the GPU benchmarks launch, every candidate: they find it in Triton's cache",
     )
     aot.add_argument("--operation", nargs="+", default=[], help="these alone")
-    aot.add_argument("--dtype", nargs="+", default=["bf16", "fp16", "fp32"], help="these alone")
+    aot.add_argument("--dtype", nargs="+", default=[], help="these alone")
     # Each imports PyTorch, and a container may count processors that it has no share of.
     jobs = min(os.cpu_count() or 1, 16)
     aot.add_argument("--jobs", type=int, default=jobs, help="processes (%(default)s)")

@@ -206,7 +206,7 @@ def run(
     operations: Sequence[str] = (),
     jobs: int = 1,
     benchmarks: bool = False,
-    dtypes: Sequence[str] = tuple(DTYPES),
+    dtypes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Record, compile and check; prints a table. What is wrong is in the result's `failures`."""
     asked_for = ("arch", chips, CHIPS), ("operation", operations, OPERATIONS)
@@ -216,7 +216,7 @@ def run(
     launches = [
         (case, launch)
         for case in cases(full, operations or list(OPERATIONS), benchmarks)
-        if case.dtype in dtypes
+        if not dtypes or case.dtype in dtypes
         for launch in record(case, MOST_CANDIDATES if full or benchmarks else 1)
     ]
     return check(launches, chips, jobs)

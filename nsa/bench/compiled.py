@@ -150,8 +150,7 @@ class Facts:
 
 def compile_variant(variant: Variant) -> Facts:
     """Compile down to the chip's binary and read it."""
-    options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    compiled = triton.compile(variant.source(), target=_target(variant.chip), options=options)
+    compiled = _compiled(variant)
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     registers, spilled = _resources(cubin)
     shared = compiled.metadata.shared
@@ -204,9 +203,12 @@ def _blocks_per_sm(chip: Chip, shared: int, tensor_memory: int, registers: int, 
 
 def binary(variant: Variant) -> bytes:
     """The chip's code."""
+    return _compiled(variant).asm["cubin"]
+
+
+def _compiled(variant: Variant) -> Any:
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    target = _target(variant.chip)
-    return triton.compile(variant.source(), target=target, options=options).asm["cubin"]
+    return triton.compile(variant.source(), target=_target(variant.chip), options=options)
 
 
 def disassembled(cubin: bytes) -> str:

@@ -27,7 +27,9 @@ _MOST = 8  # groups that are told apart: a wait leaves 7 running at most
 
 
 @dataclass(frozen=True)
-class _Instruction:
+class Instruction:
+    """One of the chip's instructions, as nvdisasm prints it."""
+
     predicated: bool
     name: str
     operands: str
@@ -43,6 +45,12 @@ class _Instruction:
         count = 4 if _FOUR.search(self.name) else 2 if _TWO.search(self.name) else 1
         return range(int(found[1]), int(found[1]) + count)
 
+    @property
+    def target(self) -> str | None:
+        """The label that it names, where it may jump."""
+        found = _TARGET.search(self.operands)
+        return found and found[1]
+
     def ends(self) -> bool:
         """Whether the instruction behind it is never next."""
         jumps = self.name == "BRA" and self.operands.startswith("`")
@@ -54,7 +62,7 @@ def overwritten(code: str) -> list[tuple[str, str]]:
 
     `code` is what nvdisasm makes of a binary for sm_90.
     """
-    instructions, labels = _parsed(code)
+    instructions, labels = parsed(code)
     found = []
     for place, product in enumerate(instructions):
         operand = _PRODUCT.match(product.operands) if product.name.startswith("HGMMA") else None
@@ -65,20 +73,21 @@ def overwritten(code: str) -> list[tuple[str, str]]:
     return found
 
 
-def _parsed(code: str) -> tuple[list[_Instruction], dict[str, int]]:
-    instructions: list[_Instruction] = []
+def parsed(code: str) -> tuple[list[Instruction], dict[str, int]]:
+    """What nvdisasm prints: instructions, and where labels stand among them."""
+    instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in code.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(instructions)
         elif instruction := _INSTRUCTION.match(line):
-            instructions.append(_Instruction(bool(instruction[1]), *instruction.group(2, 3)))
+            instructions.append(Instruction(bool(instruction[1]), *instruction.group(2, 3)))
     return instructions, labels
 
 
 def _overwriting(
-    instructions: list[_Instruction], labels: dict[str, int], product: int, registers: range
-) -> _Instruction | None:
+    instructions: list[Instruction], labels: dict[str, int], product: int, registers: range
+) -> Instruction | None:
     """Follow every way from a product to the waits that it is done by.
 
     Products are waited for in groups: so many of the latest may still run behind a wait. The last
@@ -98,8 +107,8 @@ def _overwriting(
         wait = _WAIT.match(at.operands) if at.name.startswith("WARPGROUP.DEPBAR") else None
         if wait and groups > int(wait[1], 16):
             continue
-        if target := _TARGET.search(at.operands):
-            ways.append((labels[target[1]], groups))
+        if at.target:
+            ways.append((labels[at.target], groups))
         if not at.ends():
             ways.append((place + 1, groups))
     return None

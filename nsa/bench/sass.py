@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nsa.bench.compiled import disassembled
+from nsa.bench.hazards import Instruction, parsed
 
 # What a multiprocessor takes in a clock: instructions and multiply-adds by lane (CUDA programming
 # guide, "arithmetic instructions"), bytes of shared memory and, for a fair share, of the L2 cache.
@@ -24,8 +25,6 @@ FLOAT = ("FADD", "FMUL", "FFMA", "IMAD")  # IMAD runs beside them
 ELSEWHERE = ("MOV", "UMOV", "NOP", "BRA", "BAR", "CS2R", "S2R", "R2UR", "WARPGROUP", "SHFL")
 WARP = 32
 
-_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]*)\s*(.*?);")
-_LABEL = re.compile(r"^(\.L_x_\d+):")
 _PRODUCT = {
     r"HMMA\.16816": 16 * 8 * 16,  # of a warp
     r"HMMA\.1688": 16 * 8 * 8,
@@ -71,28 +70,20 @@ def loops_of(code: str, chip: str, warps: int) -> list[Loop]:
     return found
 
 
-def _bodies(text: str) -> Iterator[list[tuple[str, str]]]:
+def _bodies(code: str) -> Iterator[list[Instruction]]:
     """Instructions from a label to a branch back to it, where none lies between."""
-    labels: dict[str, int] = {}
-    code: list[tuple[str, str]] = []
+    instructions, labels = parsed(code)
     taken = 0  # what lies before is part of a loop that was given already
-    for line in text.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(code)
-        elif instruction := _INSTRUCTION.match(line):
-            code.append((instruction[1], instruction[2]))
-            target = re.search(r"\.L_x_\d+", instruction[2])
-            if instruction[1].startswith("BRA") and target and target[0] in labels:
-                begin = labels[target[0]]
-                if begin >= taken:
-                    yield code[begin:]
-                    taken = len(code)
+    for place, at in enumerate(instructions):
+        if at.name.startswith("BRA") and at.target and taken <= labels[at.target] <= place:
+            yield instructions[labels[at.target] : place + 1]
+            taken = place + 1
 
 
-def _loop(body: list[tuple[str, str]], chip: str, warps: int) -> Loop:
+def _loop(body: list[Instruction], chip: str, warps: int) -> Loop:
     used = dict.fromkeys(UNITS[chip], 0.0)
-    for name, _ in body:
-        kind = name.split(".")[0]
+    for at in body:
+        name, kind = at.name, at.name.split(".")[0]
         used["issue"] += WARP
         if made := _multiply_adds(name):
             used["products"] += made

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from nsa.ops.triton.common import (
     LOG2E,
-    binary_lse,
     kernel,
     keys_before,
     load_rows,
@@ -23,6 +22,7 @@ from nsa.ops.triton.common import (
     offsets_of,
     padded_size,
     precision,
+    probabilities,
     slots,
     span,
     visible,
@@ -82,7 +82,7 @@ def _importance(
             if MASKED:
                 seen = (i >= 0)[None, :] & (i[None, :] < seen_by[:, None])
                 s = tl.where(seen, s, float("-inf"))
-            total += tl.exp2(s * scale - binary_lse(row_lse)[:, None]) * weight
+            total += probabilities(s * scale, row_lse[:, None]) * weight
     return total
 
 
