@@ -10,7 +10,7 @@ bash "$here/setup.sh"
 root=$(dirname "$here")
 export PATH="$root/.venv/bin:$PATH"
 
-settings=$(python -m nsa.plan.pcie) || exit
+settings=$(python -m nsa.doctor.pcie) || exit
 while IFS= read -r setting; do
     [ -z "$setting" ] || export "${setting?}"
 done <<<"$settings"

@@ -14,18 +14,18 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nsa.data.command import add_parser as add_data_parser
+from nsa.doctor.command import add_parser as add_doctor_parser
 from nsa.evaluate.command import add_parser as add_eval_parser
 from nsa.evaluate.generate import add_parser as add_generate_parser
 from nsa.evaluate.tasks.command import add_parser as add_tasks_parser
 from nsa.export.command import add_parser as add_export_parser
 from nsa.export.import_command import add_parser as add_import_parser
-from nsa.flags import refuse_unknown
-from nsa.monitor.compare import add_parser as add_compare_parser
-from nsa.monitor.report import add_parser as add_report_parser
-from nsa.monitor.watch.command import add_parser as add_watch_parser
-from nsa.monitor.watch.command import split_command
-from nsa.plan.command import add_parser as add_plan_parser
-from nsa.plan.doctor import add_parser as add_doctor_parser
+from nsa.flags import reject_unknown_flags
+from nsa.planner.command import add_parser as add_plan_parser
+from nsa.report.compare import add_parser as add_compare_parser
+from nsa.report.report import add_parser as add_report_parser
+from nsa.watchdog.command import add_parser as add_watch_parser
+from nsa.watchdog.command import split_command
 
 INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C has ended
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.verb == "bench":
         args.arguments = rest
     elif rest:
-        refuse_unknown(args.parser, rest)
+        reject_unknown_flags(args.parser, rest)
     if command:
         args.command = command
     try:
@@ -119,7 +119,7 @@ def _check(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     # DeepSpeed logs to stdout as soon as it is imported.
     with contextlib.redirect_stdout(io.StringIO()):
-        from nsa.engine.planning import run
+        from nsa.engine.plan_command import run
 
     return run(args)
 

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 
-def refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
+def reject_unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
     """End with exit code 2; `words` are what `parser` left over."""
     known = [flag for action in parser._actions for flag in action.option_strings]
     said = []

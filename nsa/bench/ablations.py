@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.disk import atomic_write_text
-from nsa.monitor.markdown import spread, table
-from nsa.shipped import shipped
+from nsa.atomic_io import atomic_write_text
+from nsa.report.markdown import spread, table
+from nsa.resources import resource_path
 
 if TYPE_CHECKING:
     from nsa.engine.config import RunConfig
 
-RECIPE = shipped("recipes/m7c.py")
+RECIPE = resource_path("recipes/m7c.py")
 VARIANTS: dict[str, tuple[str, ...]] = {  # what is changed of the demo
     "nsa": (),
     "dense": ("attention.kind=dense",),
@@ -98,7 +98,7 @@ class Training:
 
     def check(self, asked: RunConfig) -> None:
         """Raise where the folder holds a run with other settings than `asked`."""
-        from nsa.engine.load import resolve_config
+        from nsa.engine.resolve import resolve_config
 
         file = self.folder / "config.yaml"
         if file.exists() and resolve_config(asked, file) != asked:
@@ -299,7 +299,7 @@ def _row(
 
 def _config(settings: Sequence[str]) -> RunConfig:
     """The demo of the recipe with these values."""
-    from nsa.engine.load import resolve_config
+    from nsa.engine.resolve import resolve_config
 
     if not RECIPE.exists():
         raise ValueError(f"there is no {RECIPE}: run this in a clone of the repository")

@@ -75,7 +75,7 @@ def _engine() -> Any:
     """M7C after one step, alone: its optimizer holds everything that a run's does."""
     import deepspeed
 
-    from nsa.engine.ranks import leave_out_shared_memory_op
+    from nsa.engine.process_group import leave_out_shared_memory_op
 
     leave_out_shared_memory_op()
     os.environ.setdefault("LOCAL_RANK", "0")

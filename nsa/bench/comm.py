@@ -23,9 +23,9 @@ from typing import Any, TextIO
 
 from nsa.bench import comm_report
 from nsa.bench.netns import INTERFACE, Link, LinkError, link
-from nsa.shipped import shipped
+from nsa.resources import resource_path
 
-CONFIGS = shipped("ds_configs")
+CONFIGS = resource_path("ds_configs")
 MODEL: dict[str, Any] = {  # sending its gradients takes about as long as computing, at 1 Gbit/s
     "vocab_size": 320,
     "layers": 4,

@@ -25,7 +25,7 @@ from deepspeed.comm import comm as ds_comm
 from nsa.engine.build import build_model, initialise
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import resolve_ds_config
-from nsa.engine.ranks import leave_out_shared_memory_op
+from nsa.engine.process_group import leave_out_shared_memory_op
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
 
@@ -139,7 +139,7 @@ def join(place: dict[str, Any]) -> torch.device:
     leave_out_shared_memory_op()
     rank, backend = place["rank"], place["backend"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-    # DeepSpeed calls the older names of two collectives; nothing a user can mend.
+    # DeepSpeed calls the older names of two collectives; nothing a user can fix.
     warnings.filterwarnings("ignore", r".*(all_gather_into|reduce_scatter)_tensor", FutureWarning)
     os.environ.update(MASTER_ADDR=place["address"], MASTER_PORT=str(place["port"]))
     if place["interface"]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from nsa.monitor.markdown import table
+from nsa.report.markdown import table
 
 SLOW = 1.0  # Gbit/s of the picture, where communication shows most
 

@@ -19,7 +19,7 @@ from nsa.bench.measure import environment, side_by_side
 from nsa.bench.train import Trainer
 from nsa.data.builtin import embedded
 from nsa.data.config import DataConfig
-from nsa.data.feed import Feed, open_feed
+from nsa.data.loader import BatchLoader, open_loader
 from nsa.data.prepare import prepare
 from nsa.data.tokenizer import build_tokenizer, train_tokenizer
 from nsa.model import AttentionConfig, ModelConfig
@@ -100,7 +100,7 @@ def _feeding(source: Path, seconds: float) -> dict[str, float]:
     for micro_batch in (1, 8):
         feed = _feed(str(source), micro_batch)
 
-        def take(feed: Feed = feed) -> int:
+        def take(feed: BatchLoader = feed) -> int:
             return feed.take().tokens
 
         found[str(micro_batch)] = _rate(take, seconds)
@@ -108,9 +108,11 @@ def _feeding(source: Path, seconds: float) -> dict[str, float]:
     return found
 
 
-def _feed(source: str, micro_batch: int, seq_len: int = SEQ_LEN) -> Feed:
+def _feed(source: str, micro_batch: int, seq_len: int = SEQ_LEN) -> BatchLoader:
     config = DataConfig(source=source, seq_len=seq_len)
-    return open_feed(config, rank=0, world_size=1, micro_batch=micro_batch, accumulation=1, seed=0)
+    return open_loader(
+        config, rank=0, world_size=1, micro_batch=micro_batch, accumulation=1, seed=0
+    )
 
 
 def _step(source: str, device: torch.device, rounds: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ import torch
 
 from nsa.bench.gpu import DTYPES, DeviceLost, hardware, pick_device, recover
 from nsa.bench.measure import environment
-from nsa.monitor.plots import COLOURS
+from nsa.report.plots import COLOURS
 
 
 class Report:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from nsa.checkpoint.config import CheckpointConfig
 from nsa.checkpoint.errors import SaveFailed
-from nsa.checkpoint.manifest import newest_whole, read_manifest
+from nsa.checkpoint.manifest import newest_complete, read_manifest
 from nsa.checkpoint.saver import Saver
-from nsa.checkpoint.store import load, saved_rank_state, saved_state, saved_under
+from nsa.checkpoint.store import load, saved_rank_state, saved_state, saved_topology
 from nsa.checkpoint.universal import needs_universal, to_universal
 
 __all__ = [
@@ -15,10 +15,10 @@ __all__ = [
     "Saver",
     "load",
     "needs_universal",
-    "newest_whole",
+    "newest_complete",
     "read_manifest",
     "saved_rank_state",
     "saved_state",
-    "saved_under",
+    "saved_topology",
     "to_universal",
 ]

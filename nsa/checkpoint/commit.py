@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nsa.atomic_io import atomic_write_text, fsync_dir
 from nsa.checkpoint.errors import explain
 from nsa.checkpoint.manifest import (
     MANIFEST,
@@ -31,7 +32,6 @@ from nsa.checkpoint.manifest import (
     read_manifest,
     seal,
 )
-from nsa.disk import atomic_write_text, sync_folder
 
 LATEST = "latest"
 POLL = 0.02  # seconds between two looks at whether the other ranks are done
@@ -69,7 +69,7 @@ def remove_drafts(folder: Path) -> None:
 
 
 def write_part(draft: Path, rank: int, names: Iterable[str], about: dict[str, Any]) -> None:
-    """Bring one rank's files to disk and say what they hold; raises a ValueError with the mend."""
+    """Bring one rank's files to disk and say what they hold; raises a ValueError with the fix."""
     path = draft
     try:
         files = {}
@@ -111,7 +111,7 @@ def wait_for_parts(draft: Path, ranks: int, abort: threading.Event) -> list[dict
 
 
 def commit(folder: Path, step: int, parts: list[dict[str, Any]], about: dict[str, Any]) -> Path:
-    """Turn a finished draft into the checkpoint of `step`; raises a ValueError with the mend."""
+    """Turn a finished draft into the checkpoint of `step`; raises a ValueError with the fix."""
     draft, path = draft_of(folder, step), folder / name_of(step)
     at = draft / MANIFEST
     content = {
@@ -126,15 +126,15 @@ def commit(folder: Path, step: int, parts: list[dict[str, Any]], about: dict[str
         for rank in range(len(parts)):
             _part(draft, rank).unlink()
         atomic_write_text(at, manifest_text(content))
-        sync_folder(draft)
+        fsync_dir(draft)
         at = path
         if path.exists():  # one that was passed over as broken, or left behind by a rollback
             remove(path)
         draft.rename(path)
-        sync_folder(folder)
+        fsync_dir(folder)
         at = folder / LATEST
         atomic_write_text(at, path.name)
-        sync_folder(folder)
+        fsync_dir(folder)
     except OSError as error:
         raise ValueError(explain(error, at)) from error
     return path

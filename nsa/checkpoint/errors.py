@@ -14,7 +14,7 @@ NO_ACCESS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class SaveFailed(ValueError):
-    """A checkpoint that was not saved: the file, the cause, the mend, and which one is still good.
+    """A checkpoint that was not saved: the file, the cause, the fix, and which one is still good.
 
     All ranks raise it together, and training can go on.
     """
@@ -25,7 +25,7 @@ class SaveFailed(ValueError):
 
 
 def explain(error: BaseException, path: Path) -> str:
-    """One line: the file that could not be written, the cause and the mend."""
+    """One line: the file that could not be written, the cause and the fix."""
     while not isinstance(error, OSError) and error.__context__ is not None:
         error = error.__context__  # torch's writer fails once more when it is closed
     number = getattr(error, "errno", None)
@@ -34,10 +34,10 @@ def explain(error: BaseException, path: Path) -> str:
     unnamed = number is None and free is not None and free < ALMOST_NOTHING
     if number in NO_ROOM or unnamed:
         left = "" if free is None else f" ({free / 1e6:,.1f} MB are free)"
-        mend = "; free some room, or keep fewer checkpoints with checkpoint.keep"
-        return f"{path}: {cause}{left}{mend}"
+        fix = "; free some room, or keep fewer checkpoints with checkpoint.keep"
+        return f"{path}: {cause}{left}{fix}"
     if number in NO_ACCESS:
-        return f"{path}: {cause}; mend the folder's permissions or mount, or choose another"
+        return f"{path}: {cause}; fix the folder's permissions or mount, or choose another"
     return f"{path}: {cause}"
 
 

@@ -98,7 +98,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step")), reverse=True)
 
 
-def newest_whole(folder: Path, *, finite: bool = False) -> tuple[Path | None, list[str]]:
+def newest_complete(folder: Path, *, finite: bool = False) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint, read through and compared, and a note on each passed over.
 
     `latest` is a hint for people and DeepSpeed's scripts, and is not asked. With `finite`, one that

@@ -24,7 +24,7 @@ def saved_state(checkpoint: Path) -> dict[str, Any]:
     return _read(checkpoint)["state"]
 
 
-def saved_under(checkpoint: Path) -> dict[str, Any]:
+def saved_topology(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint was saved under: `layout`, `precision` and `ranks`."""
     return _read(checkpoint)["saved_under"]
 
@@ -61,7 +61,7 @@ def load(engine: Any, checkpoint: Path) -> dict[str, Any]:
 
 def check_loadable(checkpoint: Path, saved: dict[str, Any], asked: dict[str, Any]) -> None:
     """Refuse what DeepSpeed cannot load, before it fails half-way on some rank."""
-    for what, mend in (
+    for what, fix in (
         ("layout", "choose a DeepSpeed config of ZeRO stage {saved}"),
         ("precision", "set train.precision={saved}"),
         ("ranks", "start {saved} ranks, or add --universal to convert it"),
@@ -73,7 +73,7 @@ def check_loadable(checkpoint: Path, saved: dict[str, Any], asked: dict[str, Any
             raise ValueError(
                 f"{checkpoint} was saved with {name} {saved[what]}, and this run has {name} "
                 f"{asked[what]}: DeepSpeed cannot load one as the other; "
-                f"{mend.format(saved=saved[what])}"
+                f"{fix.format(saved=saved[what])}"
             )
 
 

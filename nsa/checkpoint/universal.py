@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from nsa.atomic_io import atomic_write_text, fsync_dir
 from nsa.checkpoint.commit import PARTIAL
 from nsa.checkpoint.errors import explain
 from nsa.checkpoint.manifest import (
@@ -24,15 +25,14 @@ from nsa.checkpoint.manifest import (
     rng_name,
     seal,
 )
-from nsa.checkpoint.store import ANY, saved_under
-from nsa.disk import atomic_write_text, sync_folder
+from nsa.checkpoint.store import ANY, saved_topology
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
 
 def needs_universal(checkpoint: Path, ranks: int) -> bool:
     """Whether `ranks` ranks can only load this after a conversion; ZeRO stage 0 never needs it."""
-    under = saved_under(checkpoint)
+    under = saved_topology(checkpoint)
     return under["layout"] != "0" and under["ranks"] not in (ranks, ANY)
 
 
@@ -41,7 +41,7 @@ def to_universal(checkpoint: Path) -> Path:
 
     Raises a ValueError with the converter's last words where it fails; then nothing is left.
     """
-    under = saved_under(checkpoint)
+    under = saved_topology(checkpoint)
     if under["layout"] == "3":
         raise ValueError(
             f"{checkpoint} was saved with ZeRO stage 3, which is not converted here; start "
@@ -64,11 +64,11 @@ def to_universal(checkpoint: Path) -> Path:
         content = {**source, "made_from": source["files"], "files": sealed}
         atomic_write_text(converted / MANIFEST, manifest_text(content))
         for folder in [converted, *(path for path in converted.rglob("*") if path.is_dir())]:
-            sync_folder(folder)
+            fsync_dir(folder)
         if target.exists():
             shutil.rmtree(target)
         converted.rename(target)
-        sync_folder(target.parent)
+        fsync_dir(target.parent)
     except OSError as error:
         raise ValueError(explain(error, Path(error.filename or draft))) from error
     finally:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.checkpoint.manifest import complaint, newest_whole
-from nsa.checkpoint.store import ANY, saved_under
+from nsa.checkpoint.manifest import complaint, newest_complete
+from nsa.checkpoint.store import ANY, saved_topology
 
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's, but for stage 3
 SAFETENSORS = "model.safetensors"
@@ -36,10 +36,10 @@ def find_weights(place: Path) -> Path:
     found, wrong = place, complaint(place)
     if not place.is_dir():
         wrong = "there is no such folder"
-    elif holds_safetensors(place):
+    elif has_safetensors(place):
         wrong = None
     elif (place / "checkpoints").is_dir():
-        newest, notes = newest_whole(place / "checkpoints")
+        newest, notes = newest_complete(place / "checkpoints")
         for note in notes if newest else ():
             warnings.warn(f"passed over: {note}", stacklevel=2)
         found, wrong = newest or place, None if newest else "; ".join(notes) or "nothing is saved"
@@ -53,7 +53,7 @@ def find_weights(place: Path) -> Path:
     return found
 
 
-def holds_safetensors(folder: Path) -> bool:
+def has_safetensors(folder: Path) -> bool:
     """Whether weights lie in `folder` as Hugging Face's libraries leave them."""
     return any((folder / name).is_file() for name in (SAFETENSORS, SHARDED))
 
@@ -63,12 +63,12 @@ def read_weights(found: Path, dtype: torch.dtype | None = None) -> dict[str, Ten
 
     In float32 they are those that the optimizer keeps, which the trained ones are rounded from.
     """
-    if holds_safetensors(found):
+    if has_safetensors(found):
         return {
             name: weight.to(dtype or weight.dtype)
             for name, weight in read_safetensors(found).items()
         }
-    under = saved_under(found)
+    under = saved_topology(found)
     if under["layout"] == "3":
         return _of_stage_3(found, dtype or DTYPES[under["precision"]])
     saved = _mapped(found / WEIGHTS)

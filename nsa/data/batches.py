@@ -1,4 +1,4 @@
-"""Batches as a pure function of (samples dealt, micro-step, rank): resuming needs no state."""
+"""Batches as a pure function of (samples consumed, micro-step, rank): resuming needs no state."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from nsa.data.config import PACKINGS
 from nsa.data.order import Mixer, key, shuffled
-from nsa.data.store import TokenStore
+from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray
 
-IGNORED = -100  # a label that the loss leaves out
+IGNORE_INDEX = -100  # a label that the loss leaves out
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:
     seq_len = inputs.shape[1]
     inputs, labels = inputs.reshape(1, -1), labels.reshape(1, -1)
     ends = inputs[0] == eos_id
-    labels[0, ends] = IGNORED
+    labels[0, ends] = IGNORE_INDEX
     starts = np.zeros(inputs.size + 1, dtype=bool)
     starts[::seq_len] = True  # the last of them is the end of the row
     starts[1:] |= ends
@@ -73,10 +73,10 @@ class Batches:
     """Cuts token streams into samples and deals them out to steps, micro-steps and ranks.
 
     Sample i of a store is its tokens[i·T : i·T + T + 1]: T inputs, and the token after each of
-    them. Samples are dealt step by step, micro-step by micro-step, rank by rank, row by row; each
-    epoch of a store is its own permutation. So a global batch holds the same samples however it is
-    divided, the order goes on where ranks or accumulation change, and an epoch that ends inside a
-    batch still uses each sample exactly once.
+    them. Samples are consumed step by step, micro-step by micro-step, rank by rank, row by row;
+    each epoch of a store is its own permutation. So a global batch holds the same samples however
+    it is divided, and the order continues where ranks or accumulation change. An epoch that ends in
+    a batch still uses each sample exactly once.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class Batches:
         """Of the samples and their order, which do not depend on how a step is divided."""
         return f"{key(*self._identity):016x}"
 
-    def batch(self, dealt: int, micro_step: int, rank: int) -> Batch:
-        """What `rank` reads in one micro-step of the step before which `dealt` samples were dealt.
+    def batch(self, consumed: int, micro_step: int, rank: int) -> Batch:
+        """What `rank` reads in one micro-step, after `consumed` samples.
 
         That is step · samples_per_step in a run whose shape never changed.
         """
-        assert dealt >= 0
+        assert consumed >= 0
         assert 0 <= micro_step < self.accumulation
         assert 0 <= rank < self.world_size
-        first = dealt + (micro_step * self.world_size + rank) * self.micro_batch
+        first = consumed + (micro_step * self.world_size + rank) * self.micro_batch
         return self.rows(range(first, first + self.micro_batch))
 
     def rows(self, positions: Sequence[int]) -> Batch:
@@ -143,12 +143,12 @@ class Batches:
         rows = np.stack([self._sample(position) for position in positions])
         return to_batch(rows, self.stores[0].eos_id, self.packing)
 
-    def of_rank(self, rank: int, dealt: int = 0) -> Iterator[Batch]:
-        """Every batch of one rank, from the step before which `dealt` samples were dealt."""
+    def of_rank(self, rank: int, consumed: int = 0) -> Iterator[Batch]:
+        """Every batch of one rank, from the step before which `consumed` samples were consumed."""
         while True:
             for micro_step in range(self.accumulation):
-                yield self.batch(dealt, micro_step, rank)
-            dealt += self.samples_per_step
+                yield self.batch(consumed, micro_step, rank)
+            consumed += self.samples_per_step
 
     def lasts(self, samples: int) -> tuple[int, str] | None:
         """How many of the first `samples` come before one comes again, and of which store it is.

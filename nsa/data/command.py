@@ -115,7 +115,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from nsa.data.plan import coverage
+    from nsa.data.coverage import coverage
     from nsa.data.shards import open_shards, read_index, verify_shards
 
     for name in ("seq_len", "samples_per_step", "steps"):

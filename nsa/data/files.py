@@ -230,11 +230,11 @@ def _text_of_line(line: bytes, place: str, field: str) -> bytes | None:
     try:
         record = json.loads(line.decode("utf-8-sig", "replace"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not a line of JSON ({error}); mend or remove it") from None
+        raise DataError(f"{place}: not a line of JSON ({error}); fix or remove it") from None
     if not isinstance(record, dict):
         raise DataError(
             f"{place}: a {type(record).__name__}, not an object with the field {field!r} "
-            "(data.text_field); mend or remove it"
+            "(data.text_field); fix or remove it"
         )
     if field not in record:
         raise DataError(f"{place}: {no_field(field, list(record))}")

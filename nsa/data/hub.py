@@ -23,8 +23,8 @@ from nsa.data.source import (
     Document,
     Reader,
     Source,
+    SourceUnreachable,
     State,
-    Unreachable,
     no_field,
     no_text,
 )
@@ -44,20 +44,20 @@ WITHOUT_HUB = (
 )
 
 
-def reach_hub(what: str, path: str = "/", mend: str = WITHOUT_HUB) -> None:
+def reach_hub(what: str, path: str = "/", fix: str = WITHOUT_HUB) -> None:
     """Refuse at once where the hub gives no answer: its libraries would try for minutes.
 
     `what` is what is wanted from the hub, and `path` what is asked for; any answer but that of a
     server in trouble will do.
     """
-    _ask(what, _hub() + path, mend)
+    _ask(what, _hub() + path, fix)
 
 
 def _hub() -> str:
     return os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
 
 
-def _ask(what: str, url: str, mend: str = WITHOUT_HUB) -> None:
+def _ask(what: str, url: str, fix: str = WITHOUT_HUB) -> None:
     from huggingface_hub.utils import get_session  # with the proxies and certificates it is told
 
     def ask() -> int:
@@ -66,9 +66,11 @@ def _ask(what: str, url: str, mend: str = WITHOUT_HUB) -> None:
     try:
         status = within(1.5 * PATIENCE, ask)  # a look-up of its name has no limit of its own
     except Exception as error:  # which ones a client raises differs from version to version
-        raise Unreachable(f"{what}: {url} cannot be reached ({_line(error)}); {mend}") from None
+        raise SourceUnreachable(
+            f"{what}: {url} cannot be reached ({_line(error)}); {fix}"
+        ) from None
     if status in IN_TROUBLE:
-        raise Unreachable(f"{what}: {url} is in trouble (HTTP status {status}); {mend}")
+        raise SourceUnreachable(f"{what}: {url} is in trouble (HTTP status {status}); {fix}")
 
 
 def within(seconds: float, work: Callable[[], Any]) -> Any:
@@ -358,12 +360,12 @@ class _HubReader:
     def _raise(self) -> None:
         if self._error is None:
             return
-        mend = f"trying again did not help: start the run again to go on, or {WITHOUT_HUB}"
+        fix = f"trying again did not help: start the run again to go on, or {WITHOUT_HUB}"
         if isinstance(self._error, ValueError):  # as are Arrow's complaints
-            mend = "the file that holds this row is broken: mend it, or name others in data.files"
+            fix = "the file that holds this row is broken: fix it, or name others in data.files"
         raise DataError(
             f"{self._place}: reading broke off after row {self._rows} ({_line(self._error)}); "
-            + mend
+            + fix
         ) from self._error
 
     def _text(self, record: dict[str, Any]) -> bytes:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nsa.data.source import DataError
-from nsa.data.store import TokenStore
+from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray
 
 MAGIC = b"NSASHARD"

@@ -24,10 +24,10 @@ State = dict[str, Any]  # plain numbers, text, lists and dictionaries: it is wri
 
 
 class DataError(ValueError):
-    """Text that cannot be had, or that is not what it should be; the message names the mend."""
+    """Text that cannot be had, or that is not what it should be; the message names the fix."""
 
 
-class Unreachable(DataError):
+class SourceUnreachable(DataError):
     """The network, or the hub behind it, gives no answer."""
 
 
@@ -79,9 +79,9 @@ def in_split(text: bytes, share: float, split: str) -> bool:
 def no_documents(config: DataConfig, name: str, split: str) -> DataError:
     """Says that a source has none for a split."""
     way = {"train": "lower", "val": "raise"}.get(split)
-    mend = f"{way} data.held_out = {config.held_out}, or take" if way else "take"
+    fix = f"{way} data.held_out = {config.held_out}, or take" if way else "take"
     return DataError(
-        f"data.source = {name!r} has no document for split {split!r}; {mend} a larger source"
+        f"data.source = {name!r} has no document for split {split!r}; {fix} a larger source"
     )
 
 

@@ -26,7 +26,7 @@ from nsa.data.source import (
     no_documents,
     open_source,
 )
-from nsa.data.store import TokenStore
+from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, with_eos
 
 Saw = Callable[[str, str], None]  # told which source is read, and the place of its newest document
@@ -199,12 +199,12 @@ class _SourceStream:
                 yield at, with_eos(self._tokenizer, tokens)
 
     def _empty(self) -> DataError:
-        share, mend = "", ""
+        share, fix = "", ""
         if self._parts > 1:
             share = f"share {self._part + 1} of {self._parts} (one for each worker of each rank) "
-            mend = "lower data.workers or the number of ranks, or "
+            fix = "lower data.workers or the number of ranks, or "
         return DataError(
-            f"data.source = {self._name!r}: {share}holds no document to train on; {mend}write "
+            f"data.source = {self._name!r}: {share}holds no document to train on; {fix}write "
             "shards with `nsa data prepare`, or take a larger source"
         )
 

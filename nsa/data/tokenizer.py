@@ -222,25 +222,25 @@ def _from_hub(name: str, wanted: str) -> Any:
     from nsa.data.hub import reach_hub, within
 
     began = time.monotonic()
-    mend = (
+    fix = (
         "run `nsa data prepare` where there is a network and set data.source to the folder that "
         "it wrote; or name a folder that holds the tokenizer (data.tokenizer=hf:<folder>); or copy "
         "HF_HOME from where it was loaded; or take what needs no network: --set "
         "data.source=embedded --set data.tokenizer=byte"
     )
-    reach_hub(f"data.tokenizer = {name!r}", f"/{wanted}/resolve/main/tokenizer_config.json", mend)
+    reach_hub(f"data.tokenizer = {name!r}", f"/{wanted}/resolve/main/tokenizer_config.json", fix)
     left = HUB_SECONDS - (time.monotonic() - began)
     try:
         return within(left, lambda: _from_files(wanted, offline=False))
     except TimeoutError:
-        raise _refused(name, f"not had from the hub in {HUB_SECONDS:g} seconds", mend) from None
+        raise _refused(name, f"not had from the hub in {HUB_SECONDS:g} seconds", fix) from None
     except Exception as error:  # which ones the hub's client raises differs between versions
-        raise _refused(name, error, mend) from None
+        raise _refused(name, error, fix) from None
 
 
-def _refused(name: str, reason: object, mend: str) -> DataError:
+def _refused(name: str, reason: object, fix: str) -> DataError:
     line = str(reason).strip().split("\n")[0].rstrip(".")
-    return DataError(f"data.tokenizer = {name!r} cannot be loaded ({line}); {mend}")
+    return DataError(f"data.tokenizer = {name!r} cannot be loaded ({line}); {fix}")
 
 
 def train_tokenizer(source: Source, vocab_size: int, out: Path) -> Tokenizer:

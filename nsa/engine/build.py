@@ -14,8 +14,8 @@ import torch.distributed as dist
 from nsa.checkpoint.weights import load_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import tolerance
-from nsa.engine.guard import refuse_bad_gradients
-from nsa.engine.preflight import check_gradients, inspect_gradients
+from nsa.engine.gradient_check import check_gradients, inspect_gradients
+from nsa.engine.loss_guard import refuse_bad_gradients
 from nsa.model import LanguageModel
 from nsa.model.sequence_parallel import SequenceParallel
 

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from nsa.data.batches import Batch
-from nsa.data.feed import Feed, HeldOut, open_feed, open_held_out
+from nsa.data.loader import BatchLoader, ValidationData, open_loader, open_validation
 from nsa.engine.config import RunConfig
-from nsa.engine.ranks import Ranks
-from nsa.engine.state import TrainState
+from nsa.engine.process_group import Ranks
+from nsa.engine.train_state import TrainState
 
 
 @dataclass
 class Data:
     """What a run learns from and is judged by."""
 
-    feed: Feed
-    held_out: HeldOut
+    feed: BatchLoader
+    held_out: ValidationData
     notes: list[str]  # what the user should know of it
-    open: Callable[[int, dict[str, Any] | None], Feed]  # at so many samples dealt
+    open: Callable[[int, dict[str, Any] | None], BatchLoader]  # at so many samples consumed
     readers: Ranks  # where this rank stands among those with other samples than its own
     part: tuple[int, int] = (0, 1)  # which of how many parts of each sequence is this rank's
 
@@ -32,10 +32,10 @@ class Data:
         """What this rank evaluates, as many batches as the other ranks."""
         return [batch.part(*self.part) for batch in self.held_out.batches(self.readers.rank)]
 
-    def go_back(self, dealt: int, rank_state: dict[str, Any] | None) -> None:
-        """Read on from where `dealt` samples were dealt to all ranks."""
+    def go_back(self, consumed: int, rank_state: dict[str, Any] | None) -> None:
+        """Read on from where `consumed` samples were consumed to all ranks."""
         self.feed.close()
-        self.feed = self.open(dealt, rank_state)
+        self.feed = self.open(consumed, rank_state)
 
     def close(self) -> None:
         """End the threads and processes that read ahead."""
@@ -65,15 +65,15 @@ def open_data(
         )
         state.samples, rank_state = 0, None
 
-    def open_at(dealt: int, rank_state: dict[str, Any] | None) -> Feed:
-        return open_feed(
+    def open_at(consumed: int, rank_state: dict[str, Any] | None) -> BatchLoader:
+        return open_loader(
             config.data,
             rank=readers.rank,
             world_size=readers.world_size,
             micro_batch=config.train.micro_batch,
             accumulation=config.train.accumulation,
             seed=config.train.seed,
-            dealt=dealt,
+            consumed=consumed,
             state=rank_state,
         )
 
@@ -93,7 +93,7 @@ def open_data(
             )
         feed.wait()  # what the first documents say against it is said now
         state.data = feed.fingerprint
-        held_out = open_held_out(
+        held_out = open_validation(
             config.data,
             sequences=config.train.eval_samples,
             micro_batch=config.train.micro_batch,

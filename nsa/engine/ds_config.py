@@ -90,7 +90,7 @@ def resolve_ds_config(
 ) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize`: `raw`, checked and completed from `config`.
 
-    Raises a ValueError that names the key, its value and the mend for whatever DeepSpeed would
+    Raises a ValueError that names the key, its value and the fix for whatever DeepSpeed would
     ignore, would refuse later, or would do otherwise than the recipe says.
     """
     _check_optimizer(raw, source)
@@ -101,7 +101,7 @@ def resolve_ds_config(
     for path, value in walk(raw):
         refusal = next((r for r in REFUSALS if r.applies(path, setting)), None)
         if refusal and path not in owned:
-            raise ValueError(f"{_at(path, value, source)}: {refusal.why}; {refusal.mend}")
+            raise ValueError(f"{_at(path, value, source)}: {refusal.why}; {refusal.fix}")
     if "activation_checkpointing" in raw:
         _check_activation_checkpointing(raw, config, source)
     if setting.buckets:

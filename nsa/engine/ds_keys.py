@@ -73,7 +73,7 @@ class Refusal:
 
     keys: tuple[str, ...]  # dotted; * stands for any letters
     why: str
-    mend: str = "remove it"
+    fix: str = "remove it"
     when: Callable[[Setting], bool] = lambda setting: True
 
     def applies(self, path: str, setting: Setting) -> bool:
@@ -374,5 +374,5 @@ def complaint_about_name(path: str) -> str | None:
     paths = [known for known, _ in walk(known_keys())]
     near = [known for known in paths if known.split(".")[-1] == name]
     near = near if len(near) == 1 else get_close_matches(name.lower(), siblings, 1, 0.6)
-    mend = f'did you mean "{near[0]}"? If not, remove it' if near else "remove it"
-    return f"DeepSpeed {deepspeed.__version__} has no such key; {mend}"
+    fix = f'did you mean "{near[0]}"? If not, remove it' if near else "remove it"
+    return f"DeepSpeed {deepspeed.__version__} has no such key; {fix}"

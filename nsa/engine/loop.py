@@ -25,19 +25,19 @@ import torch
 import torch.distributed as dist
 
 from nsa.checkpoint import SaveFailed, Saver
-from nsa.data.batches import IGNORED, Batch
-from nsa.engine.agreement import Agreement, AllRanksError
+from nsa.data.batches import IGNORE_INDEX, Batch
 from nsa.engine.config import RunConfig
+from nsa.engine.consensus import AllRanksError, Consensus
 from nsa.engine.data import Data
-from nsa.engine.guard import Guard, Unfit
-from nsa.engine.instruments import Instruments
-from nsa.engine.judging import judge
+from nsa.engine.gates import judge
+from nsa.engine.loss_guard import Guard, RunAborted
 from nsa.engine.recovery import recover
 from nsa.engine.schedule import learning_rate
-from nsa.engine.state import TrainState
-from nsa.engine.stopping import Interrupted, Stopping
+from nsa.engine.shutdown import Interrupted, ShutdownMonitor
+from nsa.engine.telemetry import RankTelemetry
+from nsa.engine.train_state import TrainState
+from nsa.gates.ladder import Gate
 from nsa.monitor.health import HealthRecorder
-from nsa.monitor.ladder import Gate
 from nsa.monitor.observer import Observer, StepRecord
 from nsa.monitor.throughput import Throughput, memory_gb
 from nsa.monitor.writer import BackgroundWriter
@@ -50,8 +50,8 @@ class Run:
     config: RunConfig
     engine: Any  # DeepSpeed's
     data: Data
-    agreement: Agreement
-    stopping: Stopping
+    agreement: Consensus
+    stopping: ShutdownMonitor
     state: TrainState
     stop: int  # steps after which to stop; the schedule ends at config.train.steps
     gates: list[Gate]  # where the run is judged
@@ -61,7 +61,7 @@ class Run:
     device: torch.device
     saver: Saver
     guard: Guard
-    instruments: Instruments
+    instruments: RankTelemetry
     observers: Observer
     writers: list[BackgroundWriter]  # of the observers
     health: HealthRecorder
@@ -80,7 +80,7 @@ def train(run: Run) -> str:
     run.place, run.saved = run.data.feed.state(), run.state.step
     try:
         stopped = _train(run)
-    except (AllRanksError, Unfit):
+    except (AllRanksError, RunAborted):
         _save(run)
         raise
     _save(run)
@@ -200,7 +200,7 @@ def evaluate(run: Run) -> float | None:
         for batch in batches:
             batch = batch.to(run.device)
             loss = run.engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
-            count = (batch.labels != IGNORED).sum()
+            count = (batch.labels != IGNORE_INDEX).sum()
             total += torch.stack((loss.double() * count, count.double()))
     dist.all_reduce(total)
     return (total[0] / total[1]).item()

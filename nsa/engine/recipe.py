@@ -13,19 +13,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nsa.checkpoint.weights import holds_safetensors
-from nsa.disk import atomic_write_text
+from nsa.atomic_io import atomic_write_text
+from nsa.checkpoint.weights import has_safetensors
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
-from nsa.engine.load import resolve_config, to_yaml
-from nsa.engine.stopping import parse_time
-from nsa.flags import refuse_unknown
-from nsa.monitor.ladder import until
+from nsa.engine.resolve import resolve_config, to_yaml
+from nsa.engine.shutdown import parse_time
+from nsa.flags import reject_unknown_flags
+from nsa.gates.ladder import until
 from nsa.monitor.profile import parse_steps
-from nsa.shipped import shipped
+from nsa.resources import resource_path
 
 SECONDS_FOR_RANK_0 = 10
-DEFAULT_DS_CONFIG = shipped("ds_configs/zero1_pcie.json")
+DEFAULT_DS_CONFIG = resource_path("ds_configs/zero1_pcie.json")
 
 
 @dataclass(frozen=True)
@@ -63,22 +63,22 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
     parser = _parser(recipe)
     flags, unknown = parser.parse_known_args(arguments)
     if unknown:
-        refuse_unknown(parser, unknown)
+        reject_unknown_flags(parser, unknown)
     try:
         plan = make_plan(recipe, flags)
     except ValueError as error:
         _refuse(recipe, error, 2)
-    from nsa.engine.guard import Unfit
-    from nsa.engine.ranks import crash
+    from nsa.engine.loss_guard import RunAborted
+    from nsa.engine.process_group import crash
 
     if flags.dry_run:
-        from nsa.engine.dry import dry_run as begin
+        from nsa.engine.dry_run import dry_run as begin
     else:
         from nsa.engine.run import start as begin
 
     try:
         begin(plan)
-    except Unfit as error:
+    except RunAborted as error:
         _refuse(recipe, error, 3)
     except ValueError as error:
         _refuse(recipe, error, 2)
@@ -93,7 +93,7 @@ def _refuse(recipe: Recipe, error: Exception, code: int) -> NoReturn:
     after a while is alone with its error and says it itself. All end with `code`, and leave behind
     whatever threads the process group has.
     """
-    from nsa.engine.ranks import end_process
+    from nsa.engine.process_group import end_process
 
     if int(os.environ.get("RANK", 0)) != 0:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # the launcher's
@@ -272,7 +272,7 @@ def _run_dir(asked: Path | None, name: str, resume: bool) -> Path:
     if asked is not None:
         if asked.exists() and not asked.is_dir():
             raise ValueError(f"--run-dir {asked}: there is a file of that name; name a folder")
-        if holds_safetensors(asked):
+        if has_safetensors(asked):
             raise ValueError(
                 f"--run-dir {asked} holds weights to begin with and no run; begin one with "
                 f"--set train.start_from={asked} in another folder"

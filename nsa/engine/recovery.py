@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nsa import checkpoint
-from nsa.engine.guard import Finding, Unfit
+from nsa.engine.loss_guard import Finding, RunAborted
 from nsa.engine.resume import saved_in
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ def recover(run: Run) -> None:
     what = f"step {run.state.step}: {what or 'a gradient is not finite'}"
     run.bad_steps += 1
     if policy == "abort":
-        raise Unfit(f"{what}; {setting} is abort, so the run ends before the weights see it")
+        raise RunAborted(f"{what}; {setting} is abort, so the run ends before the weights see it")
     if run.bad_steps > train.bad_steps:
-        raise Unfit(
+        raise RunAborted(
             f"{what}; that is the {run.bad_steps}th since the start, and train.bad_steps = "
             f"{train.bad_steps}: look at the data and the learning rate"
         )
@@ -74,7 +74,7 @@ def _roll_back(run: Run, what: str) -> bool:
         run.guard.restore(own["guard"])
     run.saved = run.state.step
     if run.rank == 0:
-        run.observers.on_rewind(run.state.step)
+        run.observers.on_rollback(run.state.step)
     _say(run, f"{what}; back to step {run.state.step}, from where its samples are passed over")
     return True
 
@@ -82,7 +82,7 @@ def _roll_back(run: Run, what: str) -> bool:
 def _checkpoint(run: Run) -> Path | None:
     """The newest one that is whole and finite; the other ranks wait for the answer."""
     try:
-        found, notes = checkpoint.newest_whole(run.run_dir / "checkpoints", finite=True)
+        found, notes = checkpoint.newest_complete(run.run_dir / "checkpoints", finite=True)
         for note in notes:
             _say(run, note)
         if found is not None and checkpoint.needs_universal(found, run.ranks):

@@ -12,9 +12,9 @@ from nsa import checkpoint
 from nsa.checkpoint.store import LAYOUT_OF_STAGE, check_loadable
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
-from nsa.engine.ranks import Ranks
+from nsa.engine.process_group import Ranks
 from nsa.engine.recipe import Plan
-from nsa.engine.state import TrainState
+from nsa.engine.train_state import TrainState
 
 Place = tuple[str, int]  # host and pid of a rank
 
@@ -23,10 +23,10 @@ def checkpoint_to_load(plan: Plan, ranks: Ranks) -> tuple[Path | None, list[str]
     """The newest whole checkpoint, and what there is to say; what cannot be loaded is refused."""
     if not plan.resume:
         return None, []
-    found, notes = checkpoint.newest_whole(plan.run_dir / "checkpoints")
+    found, notes = checkpoint.newest_complete(plan.run_dir / "checkpoints")
     if found is None:
         return None, [*notes, "--resume: this run had saved no checkpoint; it starts at step 0"]
-    saved = dict(checkpoint.saved_under(found))
+    saved = dict(checkpoint.saved_topology(found))
     asked = {
         "layout": LAYOUT_OF_STAGE[plan.ds_config["zero_optimization"]["stage"]],
         "precision": plan.config.train.precision,
@@ -49,7 +49,7 @@ def checkpoint_to_load(plan: Plan, ranks: Ranks) -> tuple[Path | None, list[str]
 def saved_in(found: Path, rank: int, world_size: int) -> tuple[TrainState, dict[str, Any]]:
     """The training state of a checkpoint, and this rank's own: none of one among fewer or more."""
     own = {}
-    if checkpoint.saved_under(found)["ranks"] == world_size:
+    if checkpoint.saved_topology(found)["ranks"] == world_size:
         own = checkpoint.saved_rank_state(found, rank) or {}
     return TrainState.from_dict(checkpoint.saved_state(found)), own
 

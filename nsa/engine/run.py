@@ -11,17 +11,19 @@ import torch
 import torch.distributed as dist
 
 from nsa import checkpoint
-from nsa.engine.agreement import Agreement
+from nsa.doctor.check import Check
+from nsa.doctor.command import dry_batch_check
 from nsa.engine.build import build_engine
 from nsa.engine.config import RunConfig
+from nsa.engine.consensus import Consensus
 from nsa.engine.data import Data, open_data
-from nsa.engine.guard import Guard, Unfit
-from nsa.engine.hosts import connect_hosts
-from nsa.engine.instruments import Instruments
-from nsa.engine.lock import FolderLock
+from nsa.engine.folder_lock import FolderLock
 from nsa.engine.loop import Run, train
-from nsa.engine.machine import check_machine, check_ranks, notes_of
-from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from nsa.engine.loss_guard import Guard, RunAborted
+from nsa.engine.node_preflight import check_node, check_ranks, notes_of
+from nsa.engine.observers import build_observers, report, start_telemetry
+from nsa.engine.peer_hosts import connect_hosts
+from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.engine.recipe import Plan, run_files, with_run_dir, write_run_folder
 from nsa.engine.resume import (
     Place,
@@ -31,17 +33,15 @@ from nsa.engine.resume import (
     saved_in,
     weights_to_load,
 )
-from nsa.engine.state import TrainState
-from nsa.engine.stopping import Stopping
-from nsa.engine.watching import begin_instruments, observers_of, report
+from nsa.engine.shutdown import ShutdownMonitor
+from nsa.engine.telemetry import RankTelemetry
+from nsa.engine.train_state import TrainState
+from nsa.gates import ladder
 from nsa.model import flops_per_token, parameter_count
-from nsa.monitor import ladder
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import Observer, RunInfo
 from nsa.monitor.throughput import Throughput, peak_flops
 from nsa.monitor.writer import BackgroundWriter
-from nsa.plan.check import Check
-from nsa.plan.doctor import dry_batch_check
 
 
 @dataclass
@@ -59,7 +59,7 @@ def start(plan: Plan) -> None:
     lock = FolderLock(plan.run_dir) if ranks.rank == 0 else None
     try:
         begun = _prepare(plan, ranks)
-    except (ValueError, Unfit):
+    except (ValueError, RunAborted):
         if lock is not None:
             lock.abandon()  # what was refused leaves no folder behind
         raise
@@ -82,7 +82,7 @@ def _prepare(plan: Plan, ranks: Ranks) -> Begun:
             f"{plan.run_dir} is already at step {state.step} and was asked to stop at "
             f"{plan.stop}; raise --until or --steps"
         )
-    machine = check_machine(plan, state.step) if ranks.local_rank == 0 else []
+    machine = check_node(plan, state.step) if ranks.local_rank == 0 else []
     data = open_data(plan.config, ranks, state, own.get("feed"), plan.new_data)
     try:
         begun = _build(plan, ranks, found, weights, state, data, machine, notes)
@@ -108,7 +108,7 @@ def _build(
     device = start_ranks(ranks)
     run_dir, places = agree_on(plan.run_dir, found)
     plan = with_run_dir(plan, run_dir)
-    instruments = begin_instruments(plan, ranks, state)
+    instruments = start_telemetry(plan, ranks, state)
     checks = check_ranks(plan, device, machine)
     if found is not None:
         found = convert(found, plan, ranks)
@@ -122,7 +122,7 @@ def _build(
         )  # only now: what was refused leaves the folder as it was
         ladder.record(plan.run_dir, ladder.preflight(checks))
     dist.barrier()
-    writers, observers = observers_of(plan, engine)
+    writers, observers = build_observers(plan, engine)
     instruments.listen(engine, plan.run_dir, ranks.rank)
     info = RunInfo(
         run_dir=plan.run_dir,
@@ -147,13 +147,13 @@ def _assemble(
     engine: Any,
     data: Data,
     state: TrainState,
-    instruments: Instruments,
+    instruments: RankTelemetry,
     observers: Observer,
     writers: list[BackgroundWriter],
 ) -> Run:
     """Everything that the loop needs, in one place."""
     config = plan.config
-    agreement = Agreement(config.data.timeout * config.train.accumulation)
+    agreement = Consensus(config.data.timeout * config.train.accumulation)
     saver = checkpoint.Saver(
         engine,
         plan.run_dir / "checkpoints",
@@ -170,7 +170,7 @@ def _assemble(
         engine=engine,
         data=data,
         agreement=agreement,
-        stopping=Stopping(plan.time_limit),
+        stopping=ShutdownMonitor(plan.time_limit),
         state=state,
         stop=plan.stop,
         gates=ladder.ladder(config.monitor.ladder, config.train.steps),
@@ -205,7 +205,7 @@ def _train(begun: Begun) -> None:
     try:
         run.observers.on_start(begun.info)
         status = train(run)
-    except Unfit:
+    except RunAborted:
         status = "no-go"  # the reason is said once, at the end
         raise
     except Exception as error:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from nsa.data.config import DataConfig
     from nsa.data.tokenizer import Tokenizer
-    from nsa.engine.opened import FoundRun, OpenedRun
+    from nsa.engine.load_run import LoadedRun, StoredRun
     from nsa.evaluate.results import Result
     from nsa.evaluate.text import Text
 
@@ -91,9 +91,9 @@ class _Asked:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from nsa.engine.opened import find_run, load_run
+    from nsa.engine.load_run import find_run, load_stored_run
     from nsa.evaluate.results import lines, new_folder, write
-    from nsa.monitor.compare import labelled
+    from nsa.report.compare import labelled
 
     _check(args)
     device = chosen_device(args.device)
@@ -110,7 +110,7 @@ def _eval(args: argparse.Namespace) -> int:
     new_folder(out)
     results: list[Result] = []
     for name, found in runs.items():
-        run = load_run(found, device=device)
+        run = load_stored_run(found, device=device)
         for length in asked.lengths:
             text = texts[tokenizers[name].fingerprint]
             results.append(_judge(name, run, text, asked, length))
@@ -161,10 +161,10 @@ def chosen_device(name: str | None) -> torch.device | None:
     return device
 
 
-def _asked(args: argparse.Namespace, runs: Mapping[str, FoundRun]) -> _Asked:
+def _asked(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -> _Asked:
     """The flags, where they are silent the first run's own settings."""
     from nsa.data.shards import is_prepared
-    from nsa.engine.load import resolve_config
+    from nsa.engine.resolve import resolve_config
 
     config = next(iter(runs.values())).config
     data = resolve_config(config, None, args.set).data
@@ -215,7 +215,7 @@ def _texts(data: DataConfig) -> list[Path]:
     ]
 
 
-def tokenizer_of(name: str, run: FoundRun) -> Tokenizer:
+def tokenizer_of(name: str, run: StoredRun) -> Tokenizer:
     """The tokenizer of the run that messages call `name`, where that belongs to its model."""
     vocabulary = run.config.model.vocab_size
     if run.tokenizer is None:
@@ -230,7 +230,7 @@ def tokenizer_of(name: str, run: FoundRun) -> Tokenizer:
 
 def _read(asked: _Asked, tokenizer: Tokenizer) -> Text:
     """The text in a run's own tokens, and a line about it."""
-    from nsa.data.origin import source_names
+    from nsa.data.batch_source import source_names
     from nsa.evaluate.text import open_text
 
     data = replace(asked.data, tokenizer=tokenizer.name)
@@ -246,7 +246,7 @@ def _read(asked: _Asked, tokenizer: Tokenizer) -> Text:
     return text
 
 
-def _judge(name: str, run: OpenedRun, text: Text, asked: _Asked, seq_len: int) -> Result:
+def _judge(name: str, run: LoadedRun, text: Text, asked: _Asked, seq_len: int) -> Result:
     from tqdm import tqdm
 
     from nsa.evaluate.perplexity import judge

@@ -56,11 +56,11 @@ def _generate(args: argparse.Namespace) -> int:
     try:
         import torch
 
-        from nsa.engine.opened import open_run
+        from nsa.engine.load_run import load_run
         from nsa.model.decode import check_sampling, generate
 
         check_sampling(args.max_new_tokens, args.temperature, args.top_p)
-        run = open_run(args.place, device=chosen_device(args.device))
+        run = load_run(args.place, device=chosen_device(args.device))
         tokenizer = tokenizer_of(str(args.place), run)
         ids = [torch.from_numpy(tokenizer.encode(text).astype("int64")) for _, text in prompts]
         steps = generate(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nsa.evaluate.text import Piece
 from nsa.model import LanguageModel
-from nsa.model.loss import IGNORED, token_losses
+from nsa.model.loss import IGNORE_INDEX, token_losses
 
 FIRST_BUCKET = 64  # tokens; each next bucket ends at twice the position
 
@@ -88,7 +88,7 @@ def judge(model: LanguageModel, found: Iterable[Piece], samples: int, seq_len: i
         batch = piece.batch.to(weight.device)
         hidden = model.hidden(batch.input_ids, batch.cu_seqlens).flatten(0, 1)
         labels = batch.labels.flatten()
-        kept = labels != IGNORED
+        kept = labels != IGNORE_INDEX
         each = token_losses(hidden[kept], weight, labels[kept]).double().cpu()
         place = piece.sample * losses.shape[1] + torch.bucketize(piece.position, inner, right=True)
         place = place[kept.cpu()]

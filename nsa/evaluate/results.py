@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nsa.disk import atomic_write_text
+from nsa.atomic_io import atomic_write_text
 from nsa.evaluate.perplexity import Judged, Mean
 from nsa.evaluate.text import Text
-from nsa.monitor.compare import table
-from nsa.monitor.plots import Panel, draw
-from nsa.monitor.recorded import number
+from nsa.monitor.artifacts import number
+from nsa.report.compare import table
+from nsa.report.plots import Panel, draw
 
 FIGURES, POSITIONS, PICTURE = "eval.json", "positions.csv", "positions.png"
 _HEADER = ("run", "step", "seq-len", "tokens", "loss", "±", "perplexity", "bits/byte", "loss over")

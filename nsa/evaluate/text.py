@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nsa.data.batches import IGNORED, Batch, Batches, to_batch
+from nsa.data.batch_source import cut, open_batches
+from nsa.data.batches import IGNORE_INDEX, Batch, Batches, to_batch
 from nsa.data.config import DataConfig
-from nsa.data.feed import ONE_BY_ONE
-from nsa.data.origin import cut, open_batches
+from nsa.data.loader import ONE_BY_ONE
 from nsa.data.source import ALL, DataError
 from nsa.data.stream import collect
 from nsa.data.tokenizer import TokenArray, Tokenizer
@@ -111,8 +111,8 @@ def _piece(text: Text, windows: Sequence[_Window]) -> Piece:
     batch = to_batch(rows, text.samples.stores[0].eos_id, text.samples.packing)
     labels = batch.labels.view(len(windows), -1)
     for row, window in zip(labels, windows, strict=True):
-        row[: window.judged.start] = IGNORED
-        row[window.judged.stop :] = IGNORED
+        row[: window.judged.start] = IGNORE_INDEX
+        row[window.judged.stop :] = IGNORE_INDEX
     length = labels.shape[1]
     token = torch.arange(labels.numel())
     starts = torch.arange(0, len(token), length)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.model.count import parameter_count
-from nsa.monitor.markdown import plain, table
-from nsa.monitor.recorded import Row, read_json, read_table
+from nsa.monitor.artifacts import Row, read_json, read_table
+from nsa.report.markdown import plain, table
 
 if TYPE_CHECKING:
     from nsa.engine.config import RunConfig
-    from nsa.engine.opened import OpenedRun
+    from nsa.engine.load_run import LoadedRun
 
 HEAD = """\
 ---
@@ -53,7 +53,7 @@ NO_TOKENIZER = (
 PACKAGES = ("torch", "deepspeed", "triton", "transformers", "nsa-m7c")
 
 
-def card(run: OpenedRun, folder: str = "FOLDER") -> str:
+def card(run: LoadedRun, folder: str = "FOLDER") -> str:
     """Markdown, with the figures of the step that the weights are from; none is made up."""
     run_dir = run.place
     env, rows = read_json(run_dir / "env.json"), _rows(run_dir, run.step)
@@ -107,7 +107,7 @@ def _rows(run_dir: Path, step: int | None) -> list[Row]:
     return [row for row in rows if step is not None and row["step"] <= step]
 
 
-def _figures(run: OpenedRun, rows: list[Row]) -> Iterator[tuple[str, str | None]]:
+def _figures(run: LoadedRun, rows: list[Row]) -> Iterator[tuple[str, str | None]]:
     """Each with None where the run has not written it down."""
     total = run.config.train.steps
     yield "steps", None if run.step is None else f"{run.step:,} of {total:,}"

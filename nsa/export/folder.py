@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nsa.atomic_io import fsync_dir
 from nsa.checkpoint.weights import SAFETENSORS
-from nsa.disk import sync_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,11 +32,11 @@ def new_folder(to: Path) -> Iterator[Path]:
             file.chmod(draft.stat().st_mode & 0o666)  # safetensors: the owner's alone
             with file.open("rb") as written:
                 os.fsync(written.fileno())
-        sync_folder(draft)
+        fsync_dir(draft)
         draft.replace(to)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    sync_folder(to.parent)
+    fsync_dir(to.parent)
 
 
 def write_weights(weights: dict[str, Tensor], folder: Path) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nsa.checkpoint.weights import find_weights, holds_safetensors, read_weights
+from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights
 from nsa.engine.config import RunConfig
-from nsa.engine.opened import config_of
+from nsa.engine.load_run import config_of
 from nsa.model.config import AttentionConfig, ModelConfig
 
 CONFIG = "config.json"
@@ -58,14 +58,14 @@ class Found:
 
 
 def read_model(place: Path) -> Found:
-    """A folder of transformers' of our model_type or Llama's, or what `open_run` opens."""
+    """A folder of transformers' of our model_type or Llama's, or what `load_run` opens."""
     path = place / CONFIG
     if not path.is_file():
         found = find_weights(place)
         config = config_of(found)
         kind = config.model.attention.kind
         return Found(config, lambda: read_weights(found), _tokenizer_files(found), False, kind)
-    if not holds_safetensors(place):
+    if not has_safetensors(place):
         raise ValueError(
             f"{place}: there is a {CONFIG} and no model.safetensors; save the model with "
             "transformers' save_pretrained, which writes that"

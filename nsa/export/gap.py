@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nsa.data.batches import IGNORED, Batch
+from nsa.data.batches import IGNORE_INDEX, Batch
 from nsa.data.config import DataConfig
-from nsa.data.feed import open_held_out
+from nsa.data.loader import open_validation
 from nsa.model import LanguageModel
 
 TOKENS = 8_192  # judged for each length
@@ -44,7 +44,7 @@ def gaps(
 ) -> Iterator[Gap]:
     """The gap on held-out text of `data.source`, cut to each length; each divides the last."""
     longest = lengths[-1]
-    text = open_held_out(
+    text = open_validation(
         replace(data, seq_len=longest, packing="concat"),
         sequences=max(1, TOKENS // longest),
         micro_batch=1,
@@ -88,7 +88,7 @@ def _log_p(hidden: Tensor, model: LanguageModel) -> Tensor:
 
 def compared(dense: Tensor, sparse: Tensor, labels: Tensor) -> Tensor:
     """Sums of both losses, KL and agreement over the labels that count, and their number."""
-    kept = labels != IGNORED
+    kept = labels != IGNORE_INDEX
     dense, sparse, labels = dense[kept], sparse[kept], labels[kept]
     kl = (dense.exp() * (dense - sparse)).sum(-1)
     same = dense.argmax(-1) == sparse.argmax(-1)

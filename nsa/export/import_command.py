@@ -104,7 +104,7 @@ def _check_kinds(args: argparse.Namespace, before: str, after: str) -> None:
 
 def _settings(args: argparse.Namespace, found: Found, kind: str) -> RunConfig:
     """The settings, overruled as a recipe's are, of a run that begins with these weights."""
-    from nsa.engine.load import resolve_config
+    from nsa.engine.resolve import resolve_config
 
     place, base = args.to.absolute(), found.config
     if found.tokenizer and base.data.tokenizer != "byte":
@@ -166,7 +166,7 @@ def _model(config: RunConfig, weights: dict[str, Tensor], place: Path) -> Langua
 def _write(
     folder: Path, config: RunConfig, weights: dict[str, Tensor], tokenizer: list[Path]
 ) -> None:
-    from nsa.engine.load import to_yaml
+    from nsa.engine.resolve import to_yaml
     from nsa.export.folder import write_weights
 
     for file in tokenizer:
@@ -177,12 +177,12 @@ def _write(
 
 def _check_text(args: argparse.Namespace, found: Found, config: RunConfig) -> None:
     """Raise what would hinder the gap before weights are read; a sample of the text is enough."""
-    from nsa.data.feed import open_held_out
+    from nsa.data.loader import open_validation
 
     data = replace(config.data, source=args.gap, seq_len=_lengths(config)[-1], packing="concat")
     if found.tokenizer and data.tokenizer == f"hf:{args.to.absolute()}":  # not there yet
         data.tokenizer = f"hf:{found.tokenizer[0].parent}"
-    text = open_held_out(data, sequences=1, micro_batch=1, world_size=1)
+    text = open_validation(data, sequences=1, micro_batch=1, world_size=1)
     try:
         text.batches(0)
     finally:

@@ -12,7 +12,7 @@ from nsa.export.folder import new_folder, write_weights
 
 if TYPE_CHECKING:
     from nsa.data.tokenizer import Tokenizer
-    from nsa.engine.opened import OpenedRun
+    from nsa.engine.load_run import LoadedRun
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ def export(place: Path, to: Path, dtype: str | None = None) -> Path:
 
     `dtype` "bf16" or "fp32": fp32 are the optimizer's own; None is as the weights were trained.
     """
-    from nsa.engine.opened import open_run
+    from nsa.engine.load_run import load_run
 
     with new_folder(to) as draft:
-        run = open_run(place, device="cpu", dtype=None if dtype is None else DTYPES[dtype])
+        run = load_run(place, device="cpu", dtype=None if dtype is None else DTYPES[dtype])
         _write(run, draft)
     return to
 
 
-def _write(run: OpenedRun, folder: Path) -> None:
-    from nsa.engine.load import to_yaml
+def _write(run: LoadedRun, folder: Path) -> None:
+    from nsa.engine.resolve import to_yaml
     from nsa.export.bundle import bundle
     from nsa.export.card import card
     from nsa.export.tokenizer import write_tokenizer
@@ -66,7 +66,7 @@ def _write(run: OpenedRun, folder: Path) -> None:
         write_tokenizer(run.tokenizer, folder, run.config.data.seq_len)
 
 
-def _configuration(run: OpenedRun) -> dict[str, Any]:
+def _configuration(run: LoadedRun) -> dict[str, Any]:
     from nsa.export.bundle import AUTO_MAP
     from nsa.model.hf_config import NSAConfig
 
@@ -80,7 +80,7 @@ def _configuration(run: OpenedRun) -> dict[str, Any]:
     return config.to_diff_dict() | {"auto_map": AUTO_MAP}
 
 
-def _generation(run: OpenedRun) -> dict[str, Any]:
+def _generation(run: LoadedRun) -> dict[str, Any]:
     from transformers import GenerationConfig
 
     return GenerationConfig(**vars(Ids.of(run.tokenizer))).to_diff_dict()

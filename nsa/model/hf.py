@@ -19,7 +19,7 @@ from nsa.model.compressor import MLPCompressor
 from nsa.model.decode import extend_states, prefill_states
 from nsa.model.hf_config import NSAConfig
 from nsa.model.language_model import LanguageModel
-from nsa.model.loss import IGNORED
+from nsa.model.loss import IGNORE_INDEX
 
 
 class NSACache(Cache):
@@ -145,9 +145,9 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             logits = self._with_cache(input_ids, there, past_key_values, logits_to_keep)
         loss = None
         if labels is not None:
-            after = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            after = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
             if there is not None:
-                after = after.masked_fill(~there, IGNORED)
+                after = after.masked_fill(~there, IGNORE_INDEX)
             loss = self.loss_function(
                 logits, None, self.config.vocab_size, shift_labels=after, **kwargs
             )

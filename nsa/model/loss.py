@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from nsa.model.sequence_parallel import SequenceParallel
 
-IGNORED = -100  # a label that the loss leaves out
+IGNORE_INDEX = -100  # a label that the loss leaves out
 
 # Logits of one product: 2,668 tokens of M7C's vocabulary, 256 MiB in bf16. Smaller products would
 # spend their time on the sum of d_weight.
@@ -41,14 +41,14 @@ def linear_cross_entropy(
     """
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     total, _, _ = loss_and_gradients(hidden, weight, labels, learns)
-    count = (labels != IGNORED).sum()
+    count = (labels != IGNORE_INDEX).sum()
     return total / count.clamp(min=1) if sequence is None else sequence.mean(total, count)
 
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """−log softmax(hidden @ weightᵀ)[label] of each label, [N] in at least float32; 0 for −100."""
-    kept = labels != IGNORED
+    kept = labels != IGNORE_INDEX
     target = labels.where(kept, 0)[:, None]
     rows = max(1, PRODUCT // len(weight))
     log_p = [
@@ -66,7 +66,7 @@ def loss_and_gradients(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     products = -(-len(hidden) * len(weight) // PRODUCT)
     tokens = -(-len(hidden) // products)
-    kept = (labels != IGNORED)[:, None]
+    kept = (labels != IGNORE_INDEX)[:, None]
     target = labels[:, None].where(kept, 0)
     log_p = torch.empty_like(target, dtype=dtype)
     d_hidden = hidden.new_empty(hidden.shape if learns else 0)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from nsa.disk import atomic_write_text
+from nsa.atomic_io import atomic_write_text
 from nsa.monitor.observer import warn
 
 _ACCUMULATED = ("grad_acc_dtype", "gradient_accumulation_dtype")  # DeepSpeed's own names

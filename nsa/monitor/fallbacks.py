@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from nsa.disk import atomic_write_text
+from nsa.atomic_io import atomic_write_text
 from nsa.monitor.observer import Observer, RunInfo, StepRecord
 from nsa.monitor.writer import BackgroundWriter
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nsa.disk import atomic_write_text
+from nsa.atomic_io import atomic_write_text
 
 # The second is gloo's and every other backend's. Asking a recorder before a process group is made
 # would settle its size for good.

@@ -37,7 +37,7 @@ class MetricsCsv(Observer):
         self._table = Table(info.run_dir / FILE_NAME, COLUMNS)
         self._table.restart(info.start_step)
 
-    def on_rewind(self, step: int) -> None:
+    def on_rollback(self, step: int) -> None:
         self._writer.submit(lambda: self._table.restart(step))
 
     def on_step(self, record: StepRecord) -> None:

@@ -99,7 +99,7 @@ class Observer:
         """The state after `step` is on disk; training stood still for `seconds`. Not told by the
         training thread."""
 
-    def on_rewind(self, step: int) -> None:
+    def on_rollback(self, step: int) -> None:
         """The run went back to `step`, from where it takes its steps again."""
 
     def on_gate(self, name: str, go: bool) -> None:
@@ -131,8 +131,8 @@ class Observers(Observer):
     def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
         self._tell(lambda observer: observer.on_checkpoint(step, path, seconds))
 
-    def on_rewind(self, step: int) -> None:
-        self._tell(lambda observer: observer.on_rewind(step))
+    def on_rollback(self, step: int) -> None:
+        self._tell(lambda observer: observer.on_rollback(step))
 
     def on_gate(self, name: str, go: bool) -> None:
         self._tell(lambda observer: observer.on_gate(name, go))

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from nsa.disk import atomic_write_text
+from nsa.atomic_io import atomic_write_text
 
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
 _VARIABLES = (

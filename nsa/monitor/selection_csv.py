@@ -38,7 +38,7 @@ class SelectionCsv(Observer):
         if (info.run_dir / FILE_NAME).exists():
             self._open()
 
-    def on_rewind(self, step: int) -> None:
+    def on_rollback(self, step: int) -> None:
         table = self._table
         if table is not None:
             self._writer.submit(lambda: table.restart(step))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
-from nsa.disk import atomic_write_text
+from nsa.atomic_io import atomic_write_text
 
 
 class Table:

@@ -131,10 +131,10 @@ class TensorBoardObserver(Observer):
     def on_start(self, info: RunInfo) -> None:
         """Drop what is shown of steps that this run is about to take again, and say what it is."""
         # At 0 too: a run may have ended before its first checkpoint.
-        self.on_rewind(info.start_step)
+        self.on_rollback(info.start_step)
         self._board.write(lambda board: _introduce(board, info, self._settings, self._texts))
 
-    def on_rewind(self, step: int) -> None:
+    def on_rollback(self, step: int) -> None:
         self._board.write(lambda board: _restart(board, step + 1))
 
     def on_end(self, status: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from nsa.bench import ablations
 from nsa.bench.__main__ import main
-from nsa.engine.load import resolve_config
+from nsa.engine.resolve import resolve_config
 from nsa.monitor.metrics_csv import read_metrics
 from tests.engine.runs import TINY
 from tests.ranks import ROOT
@@ -19,7 +19,7 @@ TINY_RECIPE = """
 import sys
 sys.path.insert(0, {recipes!r})
 import m7c
-from nsa.engine.load import resolve_config
+from nsa.engine.resolve import resolve_config
 from nsa.engine.recipe import Recipe, main
 
 def demo():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.checkpoint import CheckpointConfig, Saver
-from nsa.engine.agreement import Agreement
+from nsa.engine.consensus import Consensus
 
 
 def save(
@@ -17,7 +17,7 @@ def save(
     rank_state: dict[str, Any] | None = None,
 ) -> None:
     """Save once and wait for it; every rank must call it with the same step."""
-    agree = Agreement(slowest=60).raise_together
+    agree = Consensus(slowest=60).raise_together
     saver = Saver(engine, folder, CheckpointConfig(), agree=agree)
     saver.save(step, state, rank_state)
     saver.finish()

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 import nsa.checkpoint.saver
-from nsa.checkpoint import CheckpointConfig, SaveFailed, Saver, load, newest_whole, read_manifest
-from nsa.engine.agreement import Agreement
-from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from nsa.checkpoint import CheckpointConfig, SaveFailed, Saver, load, newest_complete, read_manifest
+from nsa.engine.consensus import Consensus
+from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from tests.checkpoint.toy import build, step, weights
 
 ATTACHMENTS = {"config.yaml": "train: {}\n", "ds_config.json": "{}\n"}
@@ -34,7 +34,7 @@ class Trial:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.rank = dist.get_rank()
-        self.agreement = Agreement(60)
+        self.agreement = Consensus(60)
         self.engine = build(seed=1)
         self.saved: list[tuple[int, str, float]] = []
         self.failed: list[str] = []
@@ -59,7 +59,7 @@ class Trial:
         except SaveFailed as raised:
             error = str(raised)
         dist.barrier()
-        best, notes = newest_whole(folder)
+        best, notes = newest_complete(folder)
         left = sorted(path.name for path in folder.iterdir())
         dist.barrier()
         return {"error": error, "left": left, "newest": best and best.name, "notes": notes}
@@ -137,14 +137,14 @@ def one_rank_fails(trial: Trial, background: bool) -> dict[str, Any]:
 
 
 def bad_folder(
-    trial: Trial, folder: Path, spoil: Callable[[Path], None], mend: Callable[[Path], None]
+    trial: Trial, folder: Path, spoil: Callable[[Path], None], fix: Callable[[Path], None]
 ) -> dict[str, Any]:
-    """A file system that goes bad between two checkpoints, and is mended after the second."""
+    """A file system that goes bad between two checkpoints, and is fixed after the second."""
     found: dict[str, Any] = {}
     for background in (False, True):
         saver = trial.saver(folder, background=background)
         rows = {}
-        for number, when, act in ((1, "before", None), (2, "during", spoil), (3, "after", mend)):
+        for number, when, act in ((1, "before", None), (2, "during", spoil), (3, "after", fix)):
             if act and trial.rank == 0:
                 act(folder)
             dist.barrier()
@@ -194,7 +194,7 @@ def not_finite(trial: Trial) -> dict[str, Any]:
     saver.finish()
     dist.barrier()
     left = sorted(path.name for path in folder.glob("step*"))
-    best = [newest_whole(folder)[0], newest_whole(folder, finite=True)[0]]
+    best = [newest_complete(folder)[0], newest_complete(folder, finite=True)[0]]
     finite = [read_manifest(folder / name)["finite"] for name in left]
     return {"left": left, "finite": finite, "newest": [path and path.name for path in best]}
 

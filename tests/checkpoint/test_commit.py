@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nsa.checkpoint import newest_whole
+from nsa.checkpoint import newest_complete
 from nsa.checkpoint.commit import (
     commit,
     draft_of,
@@ -93,7 +93,7 @@ def test_killed_anywhere_there_is_a_whole_checkpoint_and_the_next_run_cleans_up(
         change += 1
         folder = Path(shutil.copytree(before, tmp_path / str(change)))
         code = killed_before(change, folder, lambda folder=folder: save(folder, 6, keep=1))
-        path, notes = newest_whole(folder)
+        path, notes = newest_complete(folder)
         assert path is not None, f"killed before change {change}: {notes}"
         named = [other for other in checkpoints(folder) if complaint(other)]
         assert there or named == [], "half a checkpoint bears the name of a whole one"
@@ -101,7 +101,7 @@ def test_killed_anywhere_there_is_a_whole_checkpoint_and_the_next_run_cleans_up(
         remove_drafts(folder)  # what the next run does first
         assert {item.name for item in folder.iterdir()} <= {"latest", *map_names(3, 6)}
         if change % 6 == 0:  # each sixth, for the time that it takes
-            assert save(folder, 9) == newest_whole(folder)[0]
+            assert save(folder, 9) == newest_complete(folder)[0]
             assert (folder / "latest").read_text() == "step00000009"
     assert code == 0, "without a kill the save succeeds"
     turn = found.index("step00000006")
@@ -147,8 +147,8 @@ def test_one_rank_that_is_not_finite_makes_the_checkpoint_not_finite(tmp_path: P
             (draft / name).write_text("x")
         write_part(draft, rank, names, {"finite": finite})
     path = commit(tmp_path, 3, wait_for_parts(draft, 2, threading.Event()), {})
-    assert newest_whole(tmp_path)[0] == path
-    assert newest_whole(tmp_path, finite=True) == (
+    assert newest_complete(tmp_path)[0] == path
+    assert newest_complete(tmp_path, finite=True) == (
         None,
         ["step00000003: it holds numbers that are not finite"],
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nsa.checkpoint import newest_whole
+from nsa.checkpoint import newest_complete
 from nsa.checkpoint.manifest import manifest_text, read_manifest
 from tests.checkpoint.conftest import Rows
 
@@ -52,11 +52,11 @@ def test_a_damaged_file_costs_its_checkpoint_and_is_named(
 ) -> None:
     broken = folder / "step00000006"
     damage(broken / name)
-    path, (note,) = newest_whole(folder)
+    path, (note,) = newest_complete(folder)
     assert path == folder / "step00000003"
     assert note.startswith(f"step00000006: {name} ")
     damage(folder / "step00000003" / name)
-    path, notes = newest_whole(folder)
+    path, notes = newest_complete(folder)
     assert path is None
     assert [note.split(":")[0] for note in notes] == ["step00000006", "step00000003"]
 
@@ -69,7 +69,7 @@ def test_a_size_that_differs_is_told_in_bytes(folder: Path) -> None:
     shard = folder / "step00000006/mp_rank_00_model_states.pt"
     size = shard.stat().st_size
     truncate(shard)
-    _, (note,) = newest_whole(folder)
+    _, (note,) = newest_complete(folder)
     assert note == (
         f"step00000006: mp_rank_00_model_states.pt has {size // 2:,} bytes, "
         f"manifest.json says {size:,}"
@@ -106,7 +106,7 @@ def test_a_manifest_that_cannot_be_true_is_refused_though_its_own_hash_is_right(
     content.pop("sha256")
     forge(content)
     path.write_text(manifest_text(content))
-    found, (note,) = newest_whole(folder)
+    found, (note,) = newest_complete(folder)
     assert found == folder / "step00000003"
     assert complaint in note
 
@@ -121,7 +121,7 @@ def test_a_manifest_edited_by_hand_is_told_by_its_own_hash(folder: Path) -> None
 @pytest.mark.parametrize("text", ["[]", "{}", "", "null", '{"files": 3}', "\x00\x00"])
 def test_a_manifest_of_another_kind_is_refused_in_words(folder: Path, text: str) -> None:
     (folder / "step00000006/manifest.json").write_text(text)
-    found, (note,) = newest_whole(folder)
+    found, (note,) = newest_complete(folder)
     assert found == folder / "step00000003"
     assert note.startswith("step00000006: manifest.json cannot be read: ")
 
@@ -131,22 +131,22 @@ def test_latest_decides_nothing(folder: Path, latest: str | None) -> None:
     (folder / "latest").unlink()
     if latest is not None:
         (folder / "latest").write_text(latest)
-    assert newest_whole(folder) == (folder / "step00000006", [])
+    assert newest_complete(folder) == (folder / "step00000006", [])
 
 
 def test_what_is_not_named_as_a_checkpoint_is_left_alone(folder: Path) -> None:
     for name in (".step00000009.partial", "step00000009.universal", "mine"):
         shutil.copytree(folder / "step00000006", folder / name)
     (folder / "step00000010").write_text("a file")
-    assert newest_whole(folder) == (folder / "step00000006", [])
+    assert newest_complete(folder) == (folder / "step00000006", [])
 
 
 def test_a_copy_under_another_step_is_no_checkpoint(folder: Path) -> None:
     shutil.copytree(folder / "step00000006", folder / "step00000009")
-    found, (note,) = newest_whole(folder)
+    found, (note,) = newest_complete(folder)
     assert found == folder / "step00000006"
     assert note == "step00000009: manifest.json is that of step 6"
 
 
 def test_without_a_folder_there_is_no_checkpoint_and_nothing_to_say(tmp_path: Path) -> None:
-    assert newest_whole(tmp_path / "checkpoints") == (None, [])
+    assert newest_complete(tmp_path / "checkpoints") == (None, [])

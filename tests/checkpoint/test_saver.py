@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from nsa.checkpoint import newest_whole, read_manifest, saved_rank_state, saved_state, saved_under
+from nsa.checkpoint import (
+    newest_complete,
+    read_manifest,
+    saved_rank_state,
+    saved_state,
+    saved_topology,
+)
 from tests.checkpoint.conftest import Rows
 
 Saved = tuple[Path, list[Rows]]
@@ -16,7 +22,7 @@ Saved = tuple[Path, list[Rows]]
 
 def test_a_checkpoint_holds_everything_and_says_so(saved: Saved) -> None:
     root, _ = saved
-    path, notes = newest_whole(root / "foreground")
+    path, notes = newest_complete(root / "foreground")
     assert path == root / "foreground/step00000006"
     assert notes == []
     assert (root / "foreground/latest").read_text() == path.name
@@ -33,7 +39,7 @@ def test_a_checkpoint_holds_everything_and_says_so(saved: Saved) -> None:
     }
     assert {item.name for item in path.iterdir()} == {*about["files"], "manifest.json"}
     assert saved_state(path) == {"step": 6}
-    assert saved_under(path)["ranks"] == 2
+    assert saved_topology(path)["ranks"] == 2
     assert [saved_rank_state(path, rank) for rank in (0, 1)] == [{"place": 0}, {"place": 1}]
 
 
@@ -93,7 +99,7 @@ def test_a_failure_that_comes_out_later_is_told_and_the_next_step_is_saved(saved
     ("trouble", "words"),
     [
         ("disk full", ("No space left on device", "free some room", "checkpoint.keep")),
-        ("read-only", ("Read-only file system", "mend the folder's permissions")),
+        ("read-only", ("Read-only file system", "fix the folder's permissions")),
     ],
 )
 def test_a_bad_disk_costs_one_checkpoint_and_no_more(
@@ -129,4 +135,8 @@ def test_a_nan_on_one_rank_is_seen_and_the_last_finite_checkpoint_outlives_keep(
 def test_states_are_written_as_people_can_read_them(saved: Saved) -> None:
     root, _ = saved
     text = (root / "foreground/step00000003/state.json").read_text()
-    assert json.loads(text)["saved_under"] == {"layout": "1 or 2", "precision": "bf16", "ranks": 2}
+    assert json.loads(text)["saved_under"] == {
+        "layout": "1 or 2",
+        "precision": "bf16",
+        "ranks": 2,
+    }

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nsa import checkpoint
 from nsa.checkpoint.universal import needs_universal, to_universal
-from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from tests.checkpoint import once
 from tests.checkpoint.toy import GROUPS, build, step, weights
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
-from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from tests.checkpoint import once
 from tests.checkpoint.toy import build, step
 

@@ -1,4 +1,4 @@
-"""Batches: a pure function of samples dealt, micro-step and rank; each sample once an epoch."""
+"""Batches: a pure function of samples consumed, micro-step and rank; each sample once an epoch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from nsa.data.batches import Batch, Batches
 from nsa.data.config import DataConfig
-from nsa.data.store import TokenStore, open_store
+from nsa.data.token_store import TokenStore, open_store
 
 EOS = 257
 SHAPE = {"seq_len": 4, "micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
@@ -35,7 +35,7 @@ def at_step(batches: Batches, step: int, micro_step: int, rank: int) -> Batch:
 
 
 def samples_of(batches: Batches, step: int) -> list[int]:
-    """The samples of a whole step, in the order in which they are dealt out."""
+    """The samples of a whole step, in the order in which they are consumed out."""
     return [
         int(first) // batches.seq_len
         for micro_step in range(batches.accumulation)
@@ -110,13 +110,13 @@ def test_each_epoch_uses_every_sample_exactly_once_wherever_it_ends(
     shape = {"micro_batch": micro_batch, "accumulation": accumulation, "world_size": world_size}
     batches = counting(samples, **shape, seed=seed)
     assert batches.samples == [samples]
-    dealt: list[int] = []
+    consumed: list[int] = []
     step = 0
-    while len(dealt) < 3 * samples:
-        dealt += samples_of(batches, step)
+    while len(consumed) < 3 * samples:
+        consumed += samples_of(batches, step)
         step += 1
     for epoch in range(3):
-        assert sorted(dealt[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+        assert sorted(consumed[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
 def test_two_ranks_and_two_micro_steps_never_see_the_same_sample_within_an_epoch() -> None:
@@ -154,28 +154,28 @@ def test_the_order_goes_on_where_ranks_micro_batches_and_accumulation_change(
 ) -> None:
     """Runs of different shapes, one after the other, see what one run would have seen."""
     number = st.integers(1, 4)
-    dealt: list[int] = []
-    while len(dealt) < 60:
+    consumed: list[int] = []
+    while len(consumed) < 60:
         names = ("micro_batch", "accumulation", "world_size")
         shape = {name: data.draw(number, label=name) for name in names}
         batches = counting(23, **shape)
         for _ in range(data.draw(number, label="steps")):
-            done = len(dealt)
-            dealt += [
+            done = len(consumed)
+            consumed += [
                 int(first) // batches.seq_len
                 for micro_step in range(batches.accumulation)
                 for rank in range(batches.world_size)
                 for first in batches.batch(done, micro_step, rank).input_ids[:, 0]
             ]
-    whole = counting(23, micro_batch=len(dealt))
-    assert dealt == samples_of(whole, 0)
+    whole = counting(23, micro_batch=len(consumed))
+    assert consumed == samples_of(whole, 0)
 
 
 def test_a_rank_that_goes_on_from_any_place_reads_what_it_would_have_read() -> None:
     batches = counting(13, micro_batch=2, accumulation=3, world_size=2)
     from_start = batches.of_rank(1)
     expected = [next(from_start).input_ids for _ in range(15)]
-    resumed = batches.of_rank(1, dealt=2 * batches.samples_per_step)
+    resumed = batches.of_rank(1, consumed=2 * batches.samples_per_step)
     for ids in expected[6:]:
         assert torch.equal(next(resumed).input_ids, ids)
 

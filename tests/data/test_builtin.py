@@ -11,7 +11,7 @@ import pytest
 from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
 from nsa.data.source import DataError, Source, held_out, open_source
-from nsa.data.store import open_store
+from nsa.data.token_store import open_store
 
 
 def texts(source: Source) -> list[bytes]:

@@ -184,7 +184,7 @@ def test_a_broken_record_is_named_by_the_row_in_front_of_it(tmp_path: Path) -> N
     reader = opened("json", tmp_path / "*").read()
     for _ in range(100):
         next(reader)
-    with pytest.raises(DataError, match=r"broke off after row 100 .*is broken: mend it, or name"):
+    with pytest.raises(DataError, match=r"broke off after row 100 .*is broken: fix it, or name"):
         next(reader)
 
 
@@ -337,8 +337,8 @@ def test_a_home_that_a_dataset_was_loaded_into_whole_serves_it_without_a_hub(
     (from_whole,), (from_streamed,) = (child.results() for child in children)
     assert from_whole["texts"] == written
     assert from_streamed["texts"] == []
-    for mend in MENDS:
-        assert mend in from_streamed["error"]
+    for fix in MENDS:
+        assert fix in from_streamed["error"]
 
 
 @pytest.mark.parametrize("name", ["hf:someone/corpus", "fineweb_edu", "tokenizer"])
@@ -350,8 +350,8 @@ def test_a_hub_whose_port_is_closed_is_reported_at_once_with_the_mends(
     (found,) = Child(tmp_path, job, HF_ENDPOINT=hub).results()
     assert found["seconds"] < LIMIT
     assert f"{name}: {hub}" in found["error"]
-    for mend in ("cannot be reached", "Connection refused", *MENDS):
-        assert mend in found["error"]
+    for fix in ("cannot be reached", "Connection refused", *MENDS):
+        assert fix in found["error"]
 
 
 @pytest.mark.parametrize(
@@ -379,5 +379,5 @@ def test_a_server_that_fails_is_reported_within_half_a_minute(
     assert found["error"] is not None, found["texts"][-1:]
     assert found["seconds"] < LIMIT
     assert (f"hf:{REPO}" if name in HUBS else f"hf:{MIRRORS[name][0]}") in found["error"]
-    for mend in MENDS:
-        assert mend in found["error"]
+    for fix in MENDS:
+        assert fix in found["error"]

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from nsa.data.config import DataConfig
-from nsa.data.feed import open_feed
+from nsa.data.loader import open_loader
 
 
 def main(source: str, folder: Path, steps: int, save_every: int) -> None:
@@ -20,14 +20,14 @@ def main(source: str, folder: Path, steps: int, save_every: int) -> None:
     )
     saved, log = folder / "saved.json", folder / "rows.txt"
     at = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "bytes": 0, "feed": None}
-    feed = open_feed(
+    feed = open_loader(
         config,
         rank=1,
         world_size=2,
         micro_batch=2,
         accumulation=1,
         seed=3,
-        dealt=at["step"] * 4,
+        consumed=at["step"] * 4,
         state=at["feed"],
     )
     with log.open("a") as rows:

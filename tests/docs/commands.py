@@ -26,7 +26,7 @@ from deepspeed.launcher import runner
 from nsa import cli
 from nsa.bench.__main__ import main as bench_main
 from nsa.engine.recipe import Recipe, _parser, make_plan
-from nsa.monitor.watch.command import split_command
+from nsa.watchdog.command import split_command
 from tests.ranks import ROOT, start_ranks
 
 # Programs that no test runs, and why.

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from nsa.engine.config import RunConfig
-from nsa.engine.load import resolve_config
+from nsa.engine.resolve import resolve_config
 from tests.docs.pages import PAGES, name, prose
 from tests.ranks import ROOT
 

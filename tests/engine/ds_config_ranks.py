@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
-from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 
 DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
 STEPS, WIDTH = 4, 16

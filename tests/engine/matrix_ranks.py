@@ -14,7 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.spec import NSASpec
 

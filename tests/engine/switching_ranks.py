@@ -14,7 +14,7 @@ import torch.distributed as dist
 from nsa import checkpoint
 from nsa.engine.build import initialise
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
-from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel
 from tests.checkpoint.once import save
 from tests.engine.small import small

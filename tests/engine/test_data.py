@@ -168,8 +168,8 @@ def test_without_the_hub_production_data_is_refused_in_seconds_with_three_mends(
     assert time.monotonic() - start < 30
     assert result.returncode == 2
     line = result.stderr.strip().splitlines()[-1]
-    for mend in ("nsa data prepare", "--set data.source=embedded", "HF_HOME"):
-        assert mend in line
+    for fix in ("nsa data prepare", "--set data.source=embedded", "HF_HOME"):
+        assert fix in line
     assert not (tmp_path / "runs").exists()
 
 

@@ -34,7 +34,7 @@ def run_config(**train: Any) -> RunConfig:
     return config
 
 
-def shipped(name: str = "zero1_bf16acc", **keys: Any) -> dict[str, Any]:
+def resource_path(name: str = "zero1_bf16acc", **keys: Any) -> dict[str, Any]:
     """A shipped config, with dotted keys (`__` for the dot) written into it."""
     raw = load_ds_config(FOLDER / f"{name}.json")
     for path, value in keys.items():
@@ -129,18 +129,18 @@ def at(tree: dict[str, Any], path: str) -> Any:
 @pytest.mark.parametrize("key", OWNED)
 def test_the_recipe_fills_auto_and_what_the_json_leaves_out(key: str) -> None:
     value, _, _ = OWNED[key]
-    assert at(resolve(shipped(**{key: "auto"}), **RECIPE), key) == value
+    assert at(resolve(resource_path(**{key: "auto"}), **RECIPE), key) == value
     *parents, name = key.split("__")
-    raw = shipped()
+    raw = resource_path()
     del (at(raw, "__".join(parents)) if parents else raw)[name]
     assert at(resolve(raw, **RECIPE), key) == value
-    assert at(resolve(shipped(**{key: value}), **RECIPE), key) == value
+    assert at(resolve(resource_path(**{key: value}), **RECIPE), key) == value
 
 
 @pytest.mark.parametrize("key", OWNED)
 def test_a_json_that_contradicts_the_recipe_is_refused_naming_both(key: str) -> None:
     _, other, says = OWNED[key]
-    message = refused(shipped(**{key: other}), **RECIPE)
+    message = refused(resource_path(**{key: other}), **RECIPE)
     assert f"{key.replace('__', '.')} = {json.dumps(other)} in mine.json" in message
     assert says in message
     assert 'write "auto" in the JSON or set' in message
@@ -155,13 +155,13 @@ def test_a_json_may_hold_nothing_but_the_stage() -> None:
 
 
 def test_auto_is_refused_where_the_recipe_owns_nothing() -> None:
-    message = refused(shipped(zero_optimization__reduce_bucket_size="auto"))
+    message = refused(resource_path(zero_optimization__reduce_bucket_size="auto"))
     assert 'zero_optimization.reduce_bucket_size = "auto" in mine.json' in message
     assert "train_batch_size" in message  # one of the keys that may say so
 
 
 def test_the_input_is_left_as_it_was() -> None:
-    raw = shipped()
+    raw = resource_path()
     before = deepcopy(raw)
     resolve(raw)
     assert raw == before
@@ -169,7 +169,7 @@ def test_the_input_is_left_as_it_was() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_resolved_config_can_be_resolved_again(name: str) -> None:
-    once = resolve(shipped(name))
+    once = resolve(resource_path(name))
     assert resolve(once) == once
 
 
@@ -264,7 +264,7 @@ REFUSED = [  # shipped config, key, value, precision, what the message must say
 def test_a_key_that_would_mislead_is_refused_with_the_mend(
     name: str, key: str, value: Any, precision: str, words: str
 ) -> None:
-    message = refused(shipped(name, **{key: value}), precision=precision)
+    message = refused(resource_path(name, **{key: value}), precision=precision)
     assert words in message
     assert "mine.json" in message
     if key != "checkpoint__tag_validation" and key != "communication_data_type":
@@ -272,7 +272,7 @@ def test_a_key_that_would_mislead_is_refused_with_the_mend(
 
 
 def test_knobs_beside_a_fixed_loss_scale_are_refused() -> None:
-    raw = shipped("zero2_pcie", fp16__loss_scale=128.0, fp16__hysteresis=2)
+    raw = resource_path("zero2_pcie", fp16__loss_scale=128.0, fp16__hysteresis=2)
     assert "fp16.hysteresis = 2 in mine.json" in refused(raw, precision="fp16")
 
 
@@ -284,7 +284,7 @@ def test_every_reason_to_refuse_a_key_is_tried_above() -> None:
 
 
 def test_a_missing_stage_is_asked_for() -> None:
-    raw = shipped()
+    raw = resource_path()
     del raw["zero_optimization"]
     assert 'zero_optimization is missing; write a block: "zero_optimization"' in refused(raw)
 
@@ -301,25 +301,25 @@ def test_the_loss_scaling_knobs_reach_deepspeed() -> None:
         "consecutive_hysteresis": True,
         "min_loss_scale": 4,
     }
-    raw = shipped("zero1_pcie", **{f"fp16__{name}": value for name, value in knobs.items()})
+    raw = resource_path("zero1_pcie", **{f"fp16__{name}": value for name, value in knobs.items()})
     assert resolve(raw, precision="fp16")["fp16"] == {"enabled": True, **knobs}
 
 
 def test_activation_checkpointing_is_read_where_deepspeed_does_the_recomputing() -> None:
     config = run_config()
     config.model.activation_checkpointing = "deepspeed"
-    raw = shipped(activation_checkpointing={"cpu_checkpointing": True})
+    raw = resource_path(activation_checkpointing={"cpu_checkpointing": True})
     resolved = resolve_ds_config(raw, config, world_size=2)
     assert resolved["activation_checkpointing"] == {"cpu_checkpointing": True}
 
 
 def test_tensorboard_writes_into_the_runs_folder(tmp_path: Path) -> None:
     config = run_config()
-    resolved = resolve_ds_config(shipped(), config, world_size=2, run_dir=tmp_path)
+    resolved = resolve_ds_config(resource_path(), config, world_size=2, run_dir=tmp_path)
     folder = str(tmp_path / "tensorboard")
     assert resolved["tensorboard"] == {"enabled": True, "output_path": folder, "job_name": ""}
     config.monitor.tensorboard = False
-    resolved = resolve_ds_config(shipped(), config, world_size=2, run_dir=tmp_path)
+    resolved = resolve_ds_config(resource_path(), config, world_size=2, run_dir=tmp_path)
     assert "tensorboard" not in resolved
 
 
@@ -386,7 +386,7 @@ def test_every_shipped_config_is_tested() -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_deepspeed_takes_a_shipped_config_as_it_was_meant(name: str, precision: str) -> None:
-    resolved = resolve(shipped(name), world_size=1, precision=precision, clip=0.5)
+    resolved = resolve(resource_path(name), world_size=1, precision=precision, clip=0.5)
     assert "auto" not in [value for _, value in walk(resolved)]
     seen = DeepSpeedConfig(deepcopy(resolved))
     assert seen.gradient_clipping == 0.5

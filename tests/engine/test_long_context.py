@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa.engine.config import RunConfig
-from nsa.engine.load import resolve_config
+from nsa.engine.resolve import resolve_config
 from nsa.monitor.metrics_csv import read_metrics
 from tests.engine.runs import TINY, alone, deepspeed, succeed
 from tests.ranks import ROOT

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from nsa.cli import main
 from nsa.data.tokenizer import ByteTokenizer, HubTokenizer
-from nsa.engine.load import to_yaml
-from nsa.engine.opened import open_run
+from nsa.engine.load_run import load_run
+from nsa.engine.resolve import to_yaml
 from nsa.evaluate.generate import Spelling, show_as_it_comes
 from nsa.model import LanguageModel
 from nsa.model.decode import generate
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(run: Path, *prompts: str, **sampling: float) -> list[str]:
     """The texts that go on with the prompts."""
-    opened = open_run(run)
+    opened = load_run(run)
     ids = [torch.tensor(list(prompt.encode())) for prompt in prompts]
     steps = generate(opened.model, ids, stop=STOP, **sampling)
     rows = torch.stack(list(steps), 1).tolist()

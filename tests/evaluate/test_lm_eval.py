@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from nsa.data.config import DataConfig
-from nsa.engine.opened import OpenedRun, open_run
+from nsa.engine.load_run import LoadedRun, load_run
 from nsa.evaluate.perplexity import judge
 from nsa.evaluate.text import open_text, pieces
 from nsa.export.to_hf import export
@@ -39,14 +39,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenedRun:
+def opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedRun:
     """The model that was exported; the working folder is the reader's, the caches are no one's."""
     from datasets import config
 
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "exported").symlink_to(folder / "exported")
-    return open_run(folder / "run", device="cpu")
+    return load_run(folder / "run", device="cpu")
 
 
 def evaluate(task: str) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def evaluate(task: str) -> dict[str, Any]:
 
 
 def test_choices_are_as_likely_as_our_model_says_and_the_likeliest_is_taken(
-    opened: OpenedRun, tmp_path: Path
+    opened: LoadedRun, tmp_path: Path
 ) -> None:
     (lines,) = (block.text for block in blocks(PAGE) if block.language == "json")
     (tmp_path / "brackets.jsonl").write_text(lines)
@@ -90,7 +90,7 @@ def test_choices_are_as_likely_as_our_model_says_and_the_likeliest_is_taken(
 
 
 @torch.no_grad()
-def log_likelihood(run: OpenedRun, start: str, end: str) -> float:
+def log_likelihood(run: LoadedRun, start: str, end: str) -> float:
     assert run.tokenizer is not None
     ids = torch.from_numpy(run.tokenizer.encode((start + end).encode()).astype("int64"))
     labels = ids[1:].clone()
@@ -100,7 +100,7 @@ def log_likelihood(run: OpenedRun, start: str, end: str) -> float:
 
 
 def test_bits_per_byte_are_those_of_nsa_eval_on_the_same_windows(
-    opened: OpenedRun, tmp_path: Path
+    opened: LoadedRun, tmp_path: Path
 ) -> None:
     """A document is judged behind an end of text, and ours lie behind another document's."""
     first, second = text(1, SEQ_LEN)[:SEQ_LEN], text(2, 3 * SEQ_LEN)[: 3 * SEQ_LEN]

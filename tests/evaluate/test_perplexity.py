@@ -17,10 +17,10 @@ import torch
 from torch.nn import functional as F
 
 from nsa.cli import main
-from nsa.data.batches import IGNORED, Batches
+from nsa.data.batches import IGNORE_INDEX, Batches
 from nsa.data.config import DataConfig
 from nsa.data.source import open_source
-from nsa.data.store import TokenStore
+from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer, train_tokenizer
 from nsa.evaluate import perplexity
 from nsa.evaluate.command import share_text
@@ -32,7 +32,7 @@ from tests.data.texts import split, texts, write_lines
 from tests.engine.runs import TINY, alone, succeed
 from tests.evaluate.models import write_model
 from tests.model.models import build, tiny
-from tests.monitor.pictures import BLUE, ORANGE, pixels
+from tests.report.pictures import BLUE, ORANGE, pixels
 
 ARGUMENTS = ("--profile=demo", "--steps=2", *TINY)
 LINES = texts(300, 200)
@@ -255,7 +255,7 @@ def test_lengths_and_strides_change_what_stands_before_a_token_and_not_which_are
         behind = []
         for piece in pieces(found, seq_len, stride, rows=7):
             labels = piece.batch.labels.flatten()
-            kept = labels != IGNORED
+            kept = labels != IGNORE_INDEX
             seen.update(zip(piece.sample[kept].tolist(), labels[kept].tolist(), strict=True))
             behind += piece.position[kept].tolist()
             if packing == "documents":
@@ -335,7 +335,7 @@ def test_logits_of_some_tokens_at_a_time_give_the_same_losses(
 ) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(50, 8, dtype=torch.float64), torch.randn(61, 8).double()
-    labels = torch.randint(61, (50,)).where(torch.rand(50) > 0.2, IGNORED)
+    labels = torch.randint(61, (50,)).where(torch.rand(50) > 0.2, IGNORE_INDEX)
     expected = F.cross_entropy(hidden @ weight.T, labels, reduction="none")
     largest: list[int] = []
     linear = F.linear

@@ -23,7 +23,7 @@ from nsa.cli import main
 from nsa.data.config import DataConfig
 from nsa.data.source import open_source
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
-from nsa.engine.opened import open_run
+from nsa.engine.load_run import load_run
 from nsa.export.bundle import bundle
 from nsa.export.tokenizer import write_tokenizer
 from nsa.monitor.metrics_csv import read_metrics
@@ -62,7 +62,7 @@ def card(folder: Path) -> dict[str, str]:
 
 def test_the_logits_are_the_trainers_to_the_bit(run: Path, exported: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(exported)
-    opened = open_run(run, device="cpu")
+    opened = load_run(run, device="cpu")
     assert model.dtype == opened.model.embed.weight.dtype == torch.bfloat16
     assert torch.equal(model(TOKENS).logits, opened.model(TOKENS))
     assert model.config.max_position_embeddings == opened.config.data.seq_len
@@ -71,7 +71,7 @@ def test_the_logits_are_the_trainers_to_the_bit(run: Path, exported: Path) -> No
 def test_fp32_weights_are_those_that_the_optimizer_kept(run: Path, tmp_path: Path) -> None:
     assert main(["export", str(run), "--to", str(tmp_path / "wide"), "--dtype", "fp32"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
-    opened = open_run(run, device="cpu", dtype=torch.float32)
+    opened = load_run(run, device="cpu", dtype=torch.float32)
     assert torch.equal(model(TOKENS).logits, opened.model(TOKENS))
     weight = model.model.embed.weight
     assert not torch.equal(weight, weight.bfloat16().float())

@@ -20,7 +20,7 @@ from nsa.cli import main
 from nsa.data.config import DataConfig
 from nsa.data.source import open_source
 from nsa.data.tokenizer import train_tokenizer
-from nsa.engine.opened import open_run
+from nsa.engine.load_run import load_run
 from nsa.export import gap
 from nsa.export.to_hf import export
 from nsa.monitor.metrics_csv import read_metrics
@@ -66,7 +66,7 @@ def tokens(length: int) -> torch.Tensor:
 
 def imported(place: Path, to: Path, *arguments: str) -> Any:
     assert main(["import", str(place), "--to", str(to), *arguments]) == 0
-    return open_run(to, device="cpu")
+    return load_run(to, device="cpu")
 
 
 def refused(capsys: pytest.CaptureFixture[str], place: Path, *arguments: str) -> str:
@@ -285,7 +285,7 @@ def test_a_llamas_tokenizer_comes_along(
         assert len(re.findall(r"^ +\d+ .*%$", capsys.readouterr().out, re.M)) == 3
     shutil.rmtree(place)
     (tmp_path / "run").rename(tmp_path / "moved")
-    found = open_run(tmp_path / "moved")
+    found = load_run(tmp_path / "moved")
     assert found.tokenizer is not None
     assert found.tokenizer.fingerprint == wanted.fingerprint
     assert found.config.data.tokenizer == f"hf:{tmp_path / 'run'}"
@@ -335,7 +335,7 @@ def test_text_of_another_tokenizer_is_refused_and_the_import_stays(
     text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", *SMALL]
     assert main(["import", str(tmp_path / "llama"), "--to", str(tmp_path / "run"), *text]) == 2
     assert "the model knows 60; set data.tokenizer" in capsys.readouterr().err
-    assert open_run(tmp_path / "run", device="cpu").config.model.vocab_size == 60
+    assert load_run(tmp_path / "run", device="cpu").config.model.vocab_size == 60
 
 
 def test_the_gaps_text_is_looked_for_before_the_weights(
@@ -366,7 +366,7 @@ def test_an_export_comes_back_equal_to_the_bit(
     export(again, second)
     for file in ("model.safetensors", "config.json", "tokenizer.json", "generation_config.json"):
         assert (first / file).read_bytes() == (second / file).read_bytes(), file
-    before, after = (open_run(path).config for path in (start, again))
+    before, after = (load_run(path).config for path in (start, again))
     train = replace(before.train, start_from=str(again))
     assert after == replace(before, train=train)
     assert json.loads((first / "config.json").read_text())["attention"]["kind"] == attention

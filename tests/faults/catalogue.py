@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-ONE_LINE = "Refused in one line that names the mend, with exit code 2."
+ONE_LINE = "Refused in one line that names the fix, with exit code 2."
 GOES_ON = "Ends with exit code 1; the resumed run repeats the uninterrupted one."
 UNHARMED = "The run does not notice."
 

@@ -78,14 +78,14 @@ def plant(fault: Fault) -> None:
     import torch
 
     from nsa.checkpoint import Saver
-    from nsa.data.feed import Feed
+    from nsa.data.loader import BatchLoader
     from nsa.model import LanguageModel
 
     def take(self: Any) -> None:
         fault.steps += 1
         fault.met("data")
 
-    before(Feed, "take", take)
+    before(BatchLoader, "take", take)
     before(deepspeed.DeepSpeedEngine, "backward", lambda *_, **__: fault.met("backward"))
     before(deepspeed.DeepSpeedEngine, "step", lambda *_, **__: fault.met("step"))
     before(torch.distributed, "all_reduce", lambda *_, **__: fault.met("collective"))

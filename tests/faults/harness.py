@@ -140,7 +140,7 @@ def resume(folder: Path, *arguments: str) -> Resumed:
 
 def weights(run_dir: Path) -> str:
     """A hash of what the run has learnt, to the last bit."""
-    path, notes = checkpoint.newest_whole(run_dir / "checkpoints")
+    path, notes = checkpoint.newest_complete(run_dir / "checkpoints")
     assert path is not None, notes
     assert path.name == f"step{STEPS:08d}"
     digest = hashlib.sha256()

@@ -60,7 +60,7 @@ def test_damage_to_any_file_of_a_checkpoint_is_found_and_the_one_before_is_taken
     for name in names:
         shutil.copytree(saved.dir / "checkpoints", folder)
         damage(folder / "step00000008" / name)
-        found, notes = checkpoint.newest_whole(folder)
+        found, notes = checkpoint.newest_complete(folder)
         assert found == folder / "step00000004", name
         assert any("step00000008" in note for note in notes)
         shutil.rmtree(folder)
@@ -118,7 +118,7 @@ def spoil(how: str, folder: Path, checkpoints: Path) -> None:
         mount("-o", "remount,bind,ro", str(checkpoints))
 
 
-def mend(how: str, folder: Path, checkpoints: Path) -> None:
+def fix(how: str, folder: Path, checkpoints: Path) -> None:
     """Put it right again."""
     if how == "disk-full":
         mount("-o", f"remount,size={ROOMY}", str(folder))
@@ -140,8 +140,8 @@ def test_a_disk_that_takes_no_more_costs_checkpoints_and_not_the_run(
         assert all(code not in (0, -9, None) for code in run.codes), "its end was not saved"
         assert "not saved" in run.said.lower()
         assert MESSAGE[how] in run.said
-        mend(how, folder, run.dir / "checkpoints")
-        found, _ = checkpoint.newest_whole(run.dir / "checkpoints")
+        fix(how, folder, run.dir / "checkpoints")
+        found, _ = checkpoint.newest_complete(run.dir / "checkpoints")
         assert found is not None
         done = int(found.name[4:])
         assert done in (EVERY, 2 * EVERY)

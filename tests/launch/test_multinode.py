@@ -24,9 +24,9 @@ SETTINGS = [*TINY, "--set=train.eval_every=0", "--set=checkpoint.every=0", "--st
 MACHINE = "unshare --uts --pid --fork --mount-proc --kill-child bash -c"
 RECIPE = f"""\
 import runpy, sys
-from nsa.engine import hosts, ranks, stopping
-hosts.UNREACHABLE_SECONDS = {SHORT}
-stopping.MOURNING_SECONDS = ranks.SECONDS_FOR_THE_CULPRIT = 1
+from nsa.engine import peer_hosts, process_group, shutdown
+peer_hosts.UNREACHABLE_SECONDS = {SHORT}
+shutdown.PEER_LOSS_GRACE_SECONDS = process_group.SECONDS_FOR_THE_CULPRIT = 1
 sys.path.insert(0, "{ROOT}/recipes")
 runpy.run_path("{ROOT}/recipes/m7c.py", run_name="__main__")
 """

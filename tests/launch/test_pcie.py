@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from nsa.plan.check import OK, WARN, Check
-from nsa.plan.gpus import parse_topology
-from nsa.plan.pcie import settings
+from nsa.doctor.check import OK, WARN, Check
+from nsa.doctor.gpus import parse_topology
+from nsa.doctor.pcie import settings
+from tests.doctor.recorded import LSPCI_ACS, LSPCI_CLEAR, TOPO_NVLINK, TOPO_PHB, TOPO_SYS
 from tests.launch.clone import start
-from tests.plan.recorded import LSPCI_ACS, LSPCI_CLEAR, TOPO_NVLINK, TOPO_PHB, TOPO_SYS
 
 CLEAR = Check("acs, iommu", OK, "nothing redirects traffic between boards")
 REDIRECTED = Check("acs, iommu", WARN, "ACS redirects peer traffic at 16:00.0")

@@ -29,5 +29,5 @@ def test_a_lint_failure_fails_ci_and_the_tests_still_run_last(real_packages: Pat
     assert "1 passed" in call.stdout.splitlines()[-1]
 
     (real_packages / "recipes/m7c.py").write_text("")
-    mended = subprocess.run([real_packages / ".ci/run"], cwd="/", capture_output=True, text=True)
-    assert mended.returncode == 0, mended.stdout
+    fixed = subprocess.run([real_packages / ".ci/run"], cwd="/", capture_output=True, text=True)
+    assert fixed.returncode == 0, fixed.stdout

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
-from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import AttentionConfig, LanguageModel
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.spec import NSASpec

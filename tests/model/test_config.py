@@ -1,4 +1,4 @@
-"""A model that cannot work is refused before it is built: setting, value and mend."""
+"""A model that cannot work is refused before it is built: setting, value and fix."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa.data.batches import Batch, Batches
-from nsa.data.store import TokenStore
+from nsa.data.token_store import TokenStore
 from nsa.model import LanguageModel
 from tests.model.models import tiny
 

@@ -9,7 +9,7 @@ import torch
 
 from nsa.engine.build import initialise
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
-from nsa.engine.ranks import Ranks, start_ranks, stop_ranks
+from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel
 from nsa.monitor.dtypes import DtypeReport
 from tests.engine.small import small

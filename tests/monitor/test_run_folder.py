@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.disk import atomic_write_text
+from nsa.atomic_io import atomic_write_text
 from nsa.monitor.run_folder import driver_version, git_commit, write_env
 from tests.monitor.records import files_no_longer_than
 

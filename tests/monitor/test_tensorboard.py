@@ -180,7 +180,7 @@ def test_a_run_that_takes_steps_again_shows_each_once_with_the_settings_it_had(
         observer.on_start(make_info(tmp_path, start_step=start))
         for step in taken:
             if step is None:
-                observer.on_rewind(8)
+                observer.on_rollback(8)
             else:
                 observer.on_step(make_record(step, loss=start + step, health=make_health(1)))
         observer.on_end("preempted: SIGTERM" if start == 0 else "finished")

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nsa.disk import atomic_write_text
+from nsa.atomic_io import atomic_write_text
 
 
 def add_parser(verbs: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 KEYS = VALUES = FILLERS = 16
 _FACTS = KEYS + VALUES + FILLERS  # the first token that is a fact
 VOCABULARY = _FACTS + KEYS * VALUES
-IGNORED = -100  # the label of what is no question
+IGNORE_INDEX = -100  # the label of what is no question
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _written(
     values = torch.randint(VALUES, keys.shape, generator=draw)
     ids = KEYS + VALUES + torch.randint(FILLERS, (batch, seq_len), generator=draw)
     ids.scatter_(1, at, _FACTS + keys * VALUES + values).scatter_(1, asked, keys.gather(1, which))
-    labels = torch.full_like(ids, IGNORED).scatter_(1, asked, KEYS + values.gather(1, which))
+    labels = torch.full_like(ids, IGNORE_INDEX).scatter_(1, asked, KEYS + values.gather(1, which))
     distance = torch.zeros_like(ids).scatter_(1, asked, asked - at.gather(1, which))
     return Episodes(ids, labels, distance)
 

@@ -26,7 +26,7 @@ from nsa.evaluate.tasks.learning import (
     right,
 )
 from nsa.model import LanguageModel, parameter_count
-from nsa.monitor.markdown import spread, table
+from nsa.report.markdown import spread, table
 
 WITHOUT_CHOICE = "nsa, no choice"  # tested with the blocks alone that are always selected
 FACTS = (2, 4, 8, 16)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from nsa.evaluate.tasks.episodes import IGNORED, VOCABULARY, Episodes, recall
+from nsa.evaluate.tasks.episodes import IGNORE_INDEX, VOCABULARY, Episodes, recall
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.attention import NSAttention
 from nsa.spec import NSASpec
@@ -142,7 +142,7 @@ def lesson(draw: torch.Generator, of_lengths: list[int]) -> Episodes:
 @torch.no_grad()
 def right(model: LanguageModel, episodes: Episodes) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each question: is the likeliest token its answer, and how far back is its fact."""
-    asked = episodes.labels != IGNORED
+    asked = episodes.labels != IGNORE_INDEX
     answers = model(episodes.input_ids).argmax(-1)
     return (answers == episodes.labels)[asked], episodes.distance[asked]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.evaluate.tasks.examination import by_model
-from nsa.monitor.plots import Panel, draw
+from nsa.report.plots import Panel, draw
 
 
 def draw_recall(result: Mapping[str, Any], out: Path) -> None:

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.evaluate.tasks.episodes import FILLERS, IGNORED, KEYS, VALUES, VOCABULARY, needle, recall
+from nsa.evaluate.tasks.episodes import (
+    FILLERS,
+    IGNORE_INDEX,
+    KEYS,
+    VALUES,
+    VOCABULARY,
+    needle,
+    recall,
+)
 
 FIRST_FACT = KEYS + VALUES + FILLERS
 
@@ -32,20 +40,20 @@ def test_every_label_is_the_value_that_the_fact_of_the_asked_key_gives(seq_len: 
         rows = zip(episodes.input_ids, episodes.labels, episodes.distance, strict=True)
         for ids, labels, distance in rows:
             facts = facts_of(ids)
-            asked = (labels != IGNORED).nonzero()[:, 0].tolist()
+            asked = (labels != IGNORE_INDEX).nonzero()[:, 0].tolist()
             assert asked
             for position in asked:
                 value, place = facts[int(ids[position])]
                 assert labels[position] == value
                 assert distance[position] == position - place > 0
-            elsewhere = labels == IGNORED
+            elsewhere = labels == IGNORE_INDEX
             assert not distance[elsewhere].any()
 
 
 def test_recall_asks_at_every_position_of_the_second_half_about_facts_of_the_first() -> None:
     episodes = recall(draw(), 8, 64, 6)
-    assert (episodes.labels[:, :32] == IGNORED).all()
-    assert (episodes.labels[:, 32:] != IGNORED).all()
+    assert (episodes.labels[:, :32] == IGNORE_INDEX).all()
+    assert (episodes.labels[:, 32:] != IGNORE_INDEX).all()
     assert ((episodes.input_ids >= FIRST_FACT).sum(1) == 6).all()
     assert (episodes.input_ids[:, 32:] < KEYS).all()
 
@@ -55,14 +63,14 @@ def test_no_answer_is_written_down() -> None:
         ids = episodes.input_ids
         assert not ((ids >= KEYS) & (ids < KEYS + VALUES)).any()
         assert ids.max() < VOCABULARY
-        before = episodes.labels == IGNORED
+        before = episodes.labels == IGNORE_INDEX
         assert (ids[before] >= KEYS).all(), "a key is shown where nothing is asked"
 
 
 def test_neither_the_key_nor_the_place_tells_the_answer() -> None:
     """Knowing either, the best guess is right as often as among all values."""
     episodes = recall(draw(), 4_000, 32, 4)
-    asked = episodes.labels != IGNORED
+    asked = episodes.labels != IGNORE_INDEX
     values = episodes.labels[asked] - KEYS
     for known in (episodes.input_ids[asked], episodes.distance[asked]):
         table = torch.zeros(int(known.max()) + 1, VALUES)
@@ -74,7 +82,7 @@ def test_neither_the_key_nor_the_place_tells_the_answer() -> None:
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
 def test_the_needle_lies_at_its_depth_among_other_facts(depth: float) -> None:
     episodes = needle(draw(), 200, 41, 12, depth)
-    assert (episodes.labels[:, :-1] == IGNORED).all()
+    assert (episodes.labels[:, :-1] == IGNORE_INDEX).all()
     for ids, distance in zip(episodes.input_ids, episodes.distance, strict=True):
         facts = facts_of(ids)
         assert len(facts) == 12, "another fact was written over"

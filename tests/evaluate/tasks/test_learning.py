@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.evaluate.tasks import learning
-from nsa.evaluate.tasks.episodes import IGNORED, recall
+from nsa.evaluate.tasks.episodes import IGNORE_INDEX, recall
 from nsa.evaluate.tasks.learning import (
     CONTENDERS,
     LAYERS,
@@ -97,7 +97,7 @@ class Oracle(nn.Module):
 
 def test_questions_are_judged_and_nothing_else() -> None:
     episodes = recall(torch.Generator().manual_seed(0), 4, 32, 4)
-    answers = episodes.labels.where(episodes.labels != IGNORED, 0)
+    answers = episodes.labels.where(episodes.labels != IGNORE_INDEX, 0)
     found, distance = right(Oracle(answers), episodes)
     assert found.all()
     assert len(found) == 4 * 16

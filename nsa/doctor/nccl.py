@@ -1,0 +1,117 @@
+"""Variables that steer NCCL: none has to be set, and one that is misspelt does nothing."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from nsa.doctor.check import FAIL, OK, WARN, Check
+
+PREFIX = "NCCL_"
+
+# Those that NVIDIA documents, without the prefix.
+_KNOWN = frozenset(
+    """
+ALGO ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CGA_CLUSTER_SIZE CHECKS_DISABLE CHECK_MODE CHECK_POINTERS
+COLLNET_ENABLE COLLNET_NODE_THRESHOLD COMM_BLOCKING CONF_FILE CROSS_NIC CTA_POLICY CUMEM_ENABLE
+CUMEM_HOST_ENABLE DEBUG DEBUG_FILE DEBUG_SUBSYS DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS
+DMABUF_ENABLE ENV_PLUGIN GRAPH_MIXING_SUPPORT GRAPH_REGISTER GRAPH_STREAM_ORDERING
+IB_ADAPTIVE_ROUTING IB_ADDR_FAMILY IB_ADDR_RANGE IB_AR_THRESHOLD IB_CUDA_SUPPORT IB_DISABLE
+IB_ECE_ENABLE IB_FIFO_TC IB_GDR_LEVEL IB_GID_INDEX IB_HCA IB_MERGE_NICS IB_OOO_RQ
+IB_PCI_RELAXED_ORDERING IB_QPS_PER_CONNECTION IB_RETRY_CNT IB_RETURN_ASYNC_EVENTS
+IB_ROCE_VERSION_NUM IB_SL IB_SPLIT_DATA_ON_QPS IB_TC IB_TIMEOUT IGNORE_COLLNET_MISMATCH
+IGNORE_CPU_AFFINITY IGNORE_NET_MISMATCH IPC_USE_ABSTRACT_SOCKET LAUNCH_MODE
+LAUNCH_ORDER_IMPLICIT LAUNCH_RACE_FATAL LEGACY_CUDA_REGISTER LL_THRESHOLD LOCAL_REGISTER
+MAX_CTAS MAX_NCHANNELS MEM_SYNC_DOMAIN MIN_CTAS MIN_NCHANNELS MNNVL_CLIQUE_ID MNNVL_ENABLE
+MNNVL_UUID MULTI_RANK_GPU_ENABLE NET NETDEVS_POLICY NET_GDR_C2C NET_GDR_LEVEL NET_GDR_READ
+NET_MERGE_POLICY NET_PLUGIN NET_SHARED_BUFFERS NET_SHARED_COMMS NSOCKS_PERTHREAD NTHREADS
+NVB_DISABLE NVLS_ENABLE OOB_NET_ENABLE OOB_NET_IFNAME P2P_DIRECT_DISABLE P2P_DISABLE P2P_LEVEL
+P2P_LL_THRESHOLD P2P_NET_CHUNKSIZE P2P_PXN_LEVEL PROFILER_PLUGIN PROTO PXN_C2C PXN_DISABLE
+RAS_ADDR RAS_ENABLE RAS_TIMEOUT_FACTOR RUNTIME_CONNECT SET_STACK_SIZE SET_THREAD_NAME
+SHM_DISABLE SINGLE_RING_THRESHOLD SOCKET_FAMILY SOCKET_IFNAME SOCKET_MAGIC SOCKET_NTHREADS
+SOCKET_POLL_TIMEOUT_MSEC SOCKET_RETRY_CNT SOCKET_RETRY_SLEEP_MSEC SYM_GIN_KERNELS_ENABLE
+TOPO_DUMP_FILE TOPO_FILE TREE_THRESHOLD TUNER_PLUGIN UID_STAGGER_RATE UID_STAGGER_THRESHOLD
+WIN_ENABLE
+""".split()  # noqa: SIM905
+)
+
+_VALUES = {
+    "NCCL_DEBUG": ("VERSION", "WARN", "INFO", "TRACE"),
+    "NCCL_P2P_LEVEL": ("LOC", "NVL", "PIX", "PXB", "PHB", "SYS", *"012345"),
+}
+_SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
+
+# What each costs where it is set; a name alone counts for any value but 0.
+_HARMFUL = {
+    "NCCL_P2P_DISABLE": (
+        "no GPU reads another's memory: safe, and slower",
+        "unset it where peer access works",
+    ),
+    "NCCL_SHM_DISABLE": ("GPUs of one machine talk through sockets", "unset it"),
+    "NCCL_ALGO": ("NCCL no longer chooses by size", "unset it"),
+    "NCCL_PROTO": ("NCCL no longer chooses by size", "unset it"),
+    "NCCL_CHECK_POINTERS": ("each call is checked", "unset it"),
+    "CUDA_LAUNCH_BLOCKING": ("each kernel is waited for", "unset it"),
+}
+# Older names that torch no longer reads, or is about to stop reading.
+_RENAMED = {
+    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
+    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+}
+
+
+def peers_switched_off(variables: Mapping[str, str]) -> bool:
+    """Whether GPUs are told not to read each other's memory, though they may be able to."""
+    level = variables.get("NCCL_P2P_LEVEL", "").upper()
+    return variables.get("NCCL_P2P_DISABLE") == "1" or level in ("LOC", "0")
+
+
+def nccl_checks(variables: Mapping[str, str], interfaces: Sequence[str]) -> list[Check]:
+    """A finding for each variable that is wrong or costs something.
+
+    `interfaces`: names of this machine's network interfaces.
+    """
+    checks = []
+    ours = sorted(name for name in variables if name.startswith(PREFIX))
+    for name in sorted({*ours, *_HARMFUL} & set(variables)):
+        found = _judge(name, variables[name], interfaces)
+        checks += [found] if found else []
+    if not checks:
+        shown = ", ".join(f"{name}={variables[name]}" for name in ours)
+        checks.append(Check("nccl settings", OK, shown or "none is set, and none is needed"))
+    return checks
+
+
+def _judge(name: str, value: str, interfaces: Sequence[str]) -> Check | None:
+    shown = f"{name}={value}"
+    if name in _RENAMED:
+        return Check("nccl settings", WARN, f"{shown} has an old name", f"use {_RENAMED[name]}")
+    if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in _KNOWN:
+        near = difflib.get_close_matches(name, [PREFIX + known for known in _KNOWN], n=1)
+        fix = f"did you mean {near[0]}?" if near else "unset it"
+        return Check("nccl settings", WARN, f"{shown}: NCCL documents no such variable", fix)
+    if name in _VALUES and value.upper() not in _VALUES[name]:
+        fix = f"use one of {', '.join(_VALUES[name])}"
+        return Check("nccl settings", WARN, f"{shown} is no value of it", fix)
+    if name in _SWITCHES and value not in ("0", "1"):
+        return Check("nccl settings", WARN, f"{shown} is neither 0 nor 1", "set it to one of them")
+    if name == "NCCL_SOCKET_IFNAME" and not _some_interface(value, interfaces):
+        fix = f"this machine has {', '.join(interfaces)}; without the variable NCCL looks itself"
+        return Check("nccl settings", FAIL, f"{shown} names no network interface", fix)
+    if name in _HARMFUL and value not in ("", "0"):
+        what, fix = _HARMFUL[name]
+        return Check("nccl settings", WARN, f"{shown}: {what}", fix)
+    return None
+
+
+def _some_interface(pattern: str, interfaces: Sequence[str]) -> bool:
+    """Prefixes, or with = whole names; ^ turns the sense around."""
+    excluding = pattern.startswith("^")
+    pattern = pattern.removeprefix("^")
+    exact = pattern.startswith("=")
+    names = [name for name in pattern.removeprefix("=").split(",") if name]
+
+    def matches(interface: str) -> bool:
+        return any(interface == name if exact else interface.startswith(name) for name in names)
+
+    return any(matches(interface) != excluding for interface in interfaces)

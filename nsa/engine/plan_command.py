@@ -1,0 +1,171 @@
+"""`nsa plan` answered: a recipe's values and DeepSpeed's JSON as the planner's plain numbers."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa.engine import recipe as recipes
+from nsa.engine.config import RunConfig
+from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+from nsa.engine.resolve import resolve_config
+from nsa.model import loss
+from nsa.model.count import flops_per_token, parameter_count
+from nsa.planner.command import describe, hardware, table
+from nsa.planner.model import Batch, Model
+from nsa.planner.search import compare, search
+from nsa.planner.step import fits, forecast
+from nsa.planner.traffic import Zero
+from nsa.resources import resource_path
+
+DEFAULT_RECIPE = resource_path("recipes/m7c.py")
+SHOWN = 12  # settings that a table shows
+REDUCED = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Print the plan; exit code 1 where it does not fit."""
+    machine = hardware(flags)
+    recipe = flags.recipe or DEFAULT_RECIPE
+    config = resolve_config(_values(recipe, flags.profile), flags.config, flags.set)
+    shared_by = config.train.sequence_parallel
+    if flags.gpus % shared_by:
+        raise ValueError(
+            f"--gpus {flags.gpus}: not a multiple of train.sequence_parallel = {shared_by}"
+        )
+    source, steps = flags.deepspeed_config or recipes.DEFAULT_DS_CONFIG, config.train.steps
+    model, batch, zero = model_of(config), batch_of(config), zero_of(source, config, flags.gpus)
+    memory = f"{machine.memory / 1e9:g} GB"
+    if flags.search or flags.compare:
+        zeros = {path.stem: zero_of(path, config, flags.gpus) for path in _siblings(source)}
+        look = search if flags.search else compare
+        found = look(model, zeros, batch, machine, flags.gpus)
+        print("\n".join(table(found[:SHOWN], steps) if found else [f"nothing fits into {memory}"]))
+        if len(found) > SHOWN:
+            print(f"the fastest {SHOWN} of {len(found)} that fit")
+        return 0 if found else 1
+    one = forecast(model, zero, batch, machine, flags.gpus)
+    print("\n".join(describe(source.stem, model, batch, one, machine, steps)))
+    if not fits(one.memory, machine):
+        print(f"  does not fit into {memory}: CUDA, NCCL and gaps take 2 GB and a tenth on top")
+        return 1
+    return 0
+
+
+def model_of(config: RunConfig) -> Model:
+    """The planner's sizes of a run's model."""
+    model, length = config.model, config.data.seq_len
+    attention = model.attention
+    forward = (flops_per_token(model, length) - 6 * model.vocab_size * model.width) / 3
+    products = (flops_per_token(model, 1) - 6 * model.vocab_size * model.width) / 3
+    hidden = None
+    if attention.kind == "nsa" and attention.compressor == "mlp":
+        hidden = attention.compressor_hidden or model.head_dim
+    return Model(
+        parameters=parameter_count(model),
+        vocab_size=model.vocab_size,
+        layers=model.layers,
+        width=model.width,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        value_dim=model.value_dim or model.head_dim,
+        mlp_width=model.mlp_width,
+        spec=attention.spec if attention.kind == "nsa" else None,
+        branches=attention.branch_names,
+        shared_kv=attention.shared_kv,
+        compressor_hidden=hidden,
+        weight_bytes=4 if config.train.precision == "fp32" else 2,
+        flops=flops_per_token(model, length),
+        layers_flops=forward,
+        attention_flops=forward - products,
+        product=loss.PRODUCT,
+        in_float32=loss.IN_FLOAT32,
+        in_cache=loss.IN_CACHE,
+    )
+
+
+def batch_of(config: RunConfig) -> Batch:
+    """What a rank computes between two updates."""
+    return Batch(
+        seq_len=config.data.seq_len,
+        micro_batch=config.train.micro_batch,
+        accumulation=config.train.accumulation,
+        checkpointing=config.model.activation_checkpointing,
+        shared_by=config.train.sequence_parallel,
+    )
+
+
+def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
+    """A DeepSpeed JSON, checked as for a run, in the planner's terms."""
+    resolved = resolve_ds_config(
+        load_ds_config(source), config, world_size=ranks, source=str(source)
+    )
+    zero, precision = resolved["zero_optimization"], config.train.precision
+    stage = zero["stage"]
+    types = resolved.get("data_types", {})
+    sums = REDUCED[str(types.get("grad_accum_dtype") or precision)]
+    found: dict[str, Any] = {}
+    if stage == 3:
+        whole = parameter_count(config.model)
+        small = _persistent(config, zero.get("stage3_param_persistence_threshold", 1e5))
+        enough = zero.get("stage3_max_live_parameters", 1e9) >= whole
+        enough &= zero.get("stage3_max_reuse_distance", 1e9) >= 3 * whole
+        found = {
+            "prefetch": int(zero.get("stage3_prefetch_bucket_size", 5e7)),
+            "persistent": sum(small),
+            "persistent_tensors": len(small),
+            "gathers": 1 if enough else 2,
+        }
+    return Zero(
+        stage=stage,
+        reduce_bytes=REDUCED[str(resolved.get("communication_data_type") or precision)],
+        accumulate_bytes=sums,
+        bucket=int(zero.get("reduce_bucket_size", 0)) if stage else 0,
+        overlap=bool(zero.get("overlap_comm", stage == 3)),
+        **found,
+    )
+
+
+def _persistent(config: RunConfig, threshold: float) -> list[int]:
+    """Sizes of the tensors that stage 3 shards not."""
+    import torch
+
+    from nsa.model import LanguageModel
+
+    with torch.device("meta"):
+        sizes = [parameter.numel() for parameter in LanguageModel(config.model).parameters()]
+    return [size for size in sizes if size < threshold]
+
+
+def _siblings(source: Path) -> list[Path]:
+    """The configs that a search compares: all in the folder of the one that was named."""
+    return sorted(source.parent.glob("*.json"))
+
+
+def _values(recipe: Path, profile: str) -> RunConfig:
+    """A profile's values. The file runs as its user would start it, but for the start itself."""
+    if not recipe.is_file():
+        raise ValueError(f"--recipe {recipe}: there is no such file")
+    caught: list[recipes.Recipe] = []
+
+    def catch(recipe: recipes.Recipe, arguments: Sequence[str] | None = None) -> None:
+        caught.append(recipe)
+
+    start, recipes.main = recipes.main, catch
+    sys.path.insert(0, str(recipe.resolve().parent))
+    try:
+        runpy.run_path(str(recipe), run_name="__main__")
+    finally:
+        recipes.main = start
+        del sys.path[0]
+    if not caught:
+        raise ValueError(f"--recipe {recipe}: it hands no Recipe to main; recipes/m7c.py does")
+    profiles = caught[0].profiles
+    if profile not in profiles:
+        raise ValueError(f"--profile {profile}: {recipe} has {', '.join(sorted(profiles))}")
+    return profiles[profile]()

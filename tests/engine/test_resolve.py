@@ -1,0 +1,104 @@
+"""Configuration: recipe < file < --set, with every mistake named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nsa.engine.config import RunConfig
+from nsa.engine.resolve import resolve_config, to_yaml
+
+
+def test_the_command_line_overrules_the_file_which_overrules_the_recipe(tmp_path: Path) -> None:
+    recipe = RunConfig()
+    recipe.train.steps, recipe.train.seed, recipe.train.clip = 10, 11, 0.5
+    file = tmp_path / "more.yaml"
+    file.write_text("train:\n  seed: 21\n  steps: 20\n")
+    config = resolve_config(recipe, file, ["train.steps=30"])
+    assert (config.train.steps, config.train.seed, config.train.clip) == (30, 21, 0.5)
+    assert recipe.train.steps == 10, "the recipe's own values stay as they are"
+
+
+def test_a_written_configuration_reads_back_equal(tmp_path: Path) -> None:
+    config = resolve_config(
+        RunConfig(), None, ["train.learning_rate=3e-4", "model.attention.spec.window=256"]
+    )
+    assert config.train.learning_rate == 3e-4
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert resolve_config(RunConfig(), file) == config
+
+
+def test_attention_is_a_short_name_for_the_models_attention(tmp_path: Path) -> None:
+    file = tmp_path / "dense.yaml"
+    file.write_text("attention:\n  kind: dense\n")
+    assert resolve_config(RunConfig(), file).model.attention.kind == "dense"
+    config = resolve_config(RunConfig(), None, ["attention.spec.window=128", "model.layers=2"])
+    assert config.model.attention.spec.window == 128
+    assert config.model.layers == 2
+
+
+def test_a_mixture_is_a_value_whose_keys_are_the_users(tmp_path: Path) -> None:
+    config = resolve_config(RunConfig(), None, ["data.source={/data/a.b: 3, hf:c: 1}"])
+    assert config.data.parts() == {"/data/a.b": 0.75, "hf:c": 0.25}
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert resolve_config(RunConfig(), file) == config
+    over = resolve_config(config, None, ["data.source={embedded: 1}"])
+    assert over.data.parts() == {"embedded": 1.0}, "a mixture is overruled whole"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("train.lerning_rate=1", ["train.lerning_rate", "did you mean train.learning_rate?"]),
+        ("trian.steps=1", ["trian", "train"]),
+        ("attention.window=64", ["did you mean model.attention.spec.window?"]),
+        ("learning_rate=1", ["did you mean train.learning_rate?"]),
+        ("train.steps", ["path.to.key=value"]),
+        ("train=3", ["train", "section"]),
+        ("train.steps=many", ["train.steps", "'many'", "a whole number"]),
+        ("train.steps=2.5", ["train.steps", "2.5", "a whole number"]),
+        ("train.steps=true", ["train.steps", "True"]),
+        ("train.learning_rate=fast", ["train.learning_rate", "'fast'", "a number"]),
+        ("train.learning_rate=-1", ["train.learning_rate", "-1"]),
+        ("train.precision=fp8", ["train.precision", "fp8", "bf16"]),
+        ("train.seed=-1", ["train.seed", "-1"]),
+        ("train.beta2=1.5", ["train.beta2", "1.5", "below 1"]),
+        ("train.adam_eps=0", ["train.adam_eps", "0"]),
+        ("monitor.csv=1", ["monitor.csv", "1", "true or false"]),
+        ("data.source={a: 1", ["--set data.source={a: 1", "not YAML"]),
+        ("data.source={a: many}", ["data.source: a", "'many'", "a number"]),
+        ("data.source={a:0.7, b:0.3}", ["data.source", "a blank behind each colon"]),
+        ("data.source={a: 0}", ["data.source", "'a' weighs 0"]),
+        ("data.source=", ["data.source", "text or names with weights"]),
+        ("data.tokenizer=gpt2", ["data.tokenizer", "'gpt2'", "hf:gpt2"]),
+        ("data.held_out=1", ["data.held_out", "1", "between 0 and 1"]),
+        ("model.kv_heads=5", ["model.heads", "12", "5"]),
+        ("model.value_dim=x", ["model.value_dim", "null"]),
+        ("attention.spec.select_top=2", ["select_top", "2", "raise"]),
+        ("attention.kind=sparse", ["attention.kind", "sparse", "dense"]),
+        ("attention.backend=cuda", ["attention.backend", "cuda", "blockwise"]),
+        ("model.activation_checkpointing=some", ["activation_checkpointing", "selective"]),
+    ],
+)
+def test_a_mistake_is_named_with_its_value_and_the_mend(assignment: str, words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        resolve_config(RunConfig(), None, [assignment])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        resolve_config(RunConfig(), tmp_path / "none.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("train: [1\n")
+    with pytest.raises(ValueError, match="not YAML"):
+        resolve_config(RunConfig(), broken)
+    with pytest.raises(ValueError, match=r"Is a directory.*; give a YAML file"):
+        resolve_config(RunConfig(), tmp_path)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ValueError, match=r"Is a directory.*; give .*/config.yaml"):
+        resolve_config(RunConfig(), tmp_path)

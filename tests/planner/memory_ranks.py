@@ -1,0 +1,104 @@
+"""Runs on two ranks: what DeepSpeed's engine allocates in one step, config by config.
+
+Each argument is a config's name, a way of checkpointing, the ranks that share a sequence and the
+kind of attention, and gives one line of JSON: the bytes in use between steps, the most within the
+step, its collectives, and the bytes sent by those that share sequences.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nsa.engine.build import build_model, initialise
+from nsa.engine.config import RunConfig
+from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
+from tests.planner.allocations import Allocations, live_bytes
+from tests.planner.toys import BUCKET, toy
+
+DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
+
+
+class Exchanges:
+    """Bytes that leave this rank in exchanges, which go on as they were.
+
+    What gloo lets go of last, in a thread of its own, would count as never freed: each exchange is
+    given other names of its tensors, and waits until gloo has forgotten them.
+    """
+
+    def __init__(self) -> None:
+        self.sent = 0.0
+        self._real = dist.all_to_all_single
+        dist.all_to_all_single = self._count
+
+    def _count(self, received: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+        self.sent += x.nbytes * (1 - 1 / dist.get_world_size(group))
+        before = _names(received), _names(x)
+        self._real(received.view_as(received), x.view_as(x), group=group)
+        while (_names(received), _names(x)) != before:
+            time.sleep(0)
+
+
+def _names(x: Tensor) -> int:
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+def step(config: RunConfig, engine: torch.nn.Module) -> None:
+    shape = config.train.micro_batch, config.data.seq_len // config.train.sequence_parallel
+    for _ in range(config.train.accumulation):
+        ids = torch.randint(config.model.vocab_size, shape)
+        engine.backward(engine(ids, labels=ids))
+        engine.step()
+
+
+def measured(
+    exchanges: Exchanges, name: str, checkpointing: str, shared_by: str, kind: str
+) -> dict[str, float]:
+    config = toy(checkpointing, kind, int(shared_by))
+    raw = load_ds_config(DS_CONFIGS / f"{name}.json")
+    resolved = resolve_ds_config(raw, config, world_size=2)
+    zero = resolved["zero_optimization"]
+    for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size"):
+        if key in zero:
+            zero[key] = BUCKET
+    gc.collect()
+    before = live_bytes()
+    seen = Allocations()
+    with seen.watching():
+        engine = initialise(build_model(config, torch.device("cpu")), config, resolved)
+        step(config, engine)
+        gc.collect()
+        between = live_bytes() - before
+        exchanges.sent = 0
+        with seen.span("step"):
+            step(config, engine)
+        engine.destroy()
+        del engine
+        gc.collect()
+    return {
+        "between": between,
+        "most": between + seen.most["step"],
+        "collectives": seen.collectives["step"],
+        "exchanged": exchanges.sent,
+    }
+
+
+def main() -> None:
+    ranks = Ranks.from_environment()
+    start_ranks(ranks)
+    exchanges = Exchanges()
+    for case in sys.argv[1:]:
+        print(json.dumps({"case": case, **measured(exchanges, *case.split(":"))}))
+
+
+if __name__ == "__main__":
+    main()
+    stop_ranks()

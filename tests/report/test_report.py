@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nsa.gates.ladder import Gate, judge, record
+from nsa.monitor.config import LadderConfig
+from nsa.monitor.run_folder import write_env
+from nsa.report.report import write_report
+from tests.monitor.written import beats, write_beats, write_metrics, write_run, write_selection
+from tests.report.pictures import BLUE, ORANGE, pixels, size
+
+
+def table(text: str, heading: str) -> dict[str, list[str]]:
+    """The rows of the table under a heading, by their first cell."""
+    section = text.partition(f"\n## {heading}")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+
+
+def pictures(run_dir: Path) -> set[str]:
+    return {path.name for path in (run_dir / "report").glob("*.png")}
+
+
+def test_a_report_begins_with_the_verdicts_and_their_evidence(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "mine", waits={200: ("forward", 200.0)})
+    for gate in (Gate("sanity", 1), Gate("smoke", 300)):
+        record(run_dir, judge(run_dir, gate, LadderConfig(), patience=0))
+    path = write_report(run_dir)
+    text = path.read_text()
+    assert path == run_dir / "report.md"
+    assert text.startswith("# mine: No-Go at smoke\n\n## sanity: Go at step 1\n")
+    smoke = table(text, "smoke: No-Go at step 300")
+    assert smoke["longest pause, seconds"][:3] == ["**NO**", "200.5", "at most 120"]
+    assert "before step 201" in smoke["longest pause, seconds"][3]
+    assert smoke["tokens/s, median"][:3] == ["yes", "142,857", "at least 50"]
+    assert smoke["lowest mean gate of a branch"][0] == "not measured"
+    assert "- lowest mean gate of a branch (smoke): selection.csv cannot be read" in text
+    assert "Not judged: preflight, extended, production." in text
+
+
+def test_a_report_tells_how_the_run_went_beside_the_earlier_system(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    lines = beats(300, start=150, pid=900, mono=1_000.0)
+    write_beats(tmp_path, beats(160), [*lines, {**lines[-1], "event": "end", "status": "done"}])
+    write_env(tmp_path, recipe="m7c", profile="demo", notes=["a | note"])
+    halt = {"time": "now", "reason": "no step for 600 s", "rank": 1, "phase": "forward"}
+    (tmp_path / "halt.json").write_text(json.dumps(halt))
+    (tmp_path / "fallbacks.csv").write_text(
+        'operation,backend,reason,calls\nselected_attention,triton,"no GPU, here",12\n'
+    )
+    (tmp_path / "config.yaml").write_text("train: {precision: bf16}\nmodel: {layers: 4}\n")
+    text = write_report(tmp_path).read_text()
+    run = table(text, "The run")
+    assert run["recipe, profile"] == ["m7c, demo"]
+    assert run["steps"] == ["300"]
+    assert run["times it went on"] == ["1"]
+    assert run["end"] == ["done"]
+    assert run["halted by the watchdog"][0].startswith("time: now; reason: no step for 600 s")
+    assert run["kernels passed over"] == ["selected_attention on triton: no GPU, here (12 calls)"]
+    assert run["steps not applied"] == ["0"]
+    assert "torch 2" in run["versions"][0]
+    assert "\na / note\n" in text
+    settings = table(text, "Settings")
+    assert (settings["train.precision"], settings["model.layers"]) == (["bf16"], ["4"])
+    earlier = table(text, "Beside the earlier system")
+    assert earlier["tokens/s, median"] == ["142,857", "39 (its target: 50)"]
+    assert earlier["peak memory of a rank, GB"] == ["10.00", "15.6 (its limit: 40)"]
+    assert earlier["loss at step 1"] == ["6.00", "5.67"]
+
+
+def test_pictures_show_what_was_recorded_and_nothing_else(tmp_path: Path) -> None:
+    bare, whole = tmp_path / "bare", tmp_path / "whole"
+    write_metrics(bare, 20, start=5)
+    write_run(whole)
+    write_selection(whole, gates={"cmp": 0.3, "sel": 0.6, "win": 0.5})
+    write_report(bare)
+    write_report(whole)
+    always = {"loss.png", "learning_rate.png", "gradient_norm.png", "tokens_per_s.png"}
+    assert pictures(bare) == {*always, "memory.png"}
+    assert pictures(whole) == {*always, "memory.png", "gates.png", "selection.png"}
+    assert pixels(whole / "report/loss.png", BLUE) > 300
+    assert pixels(whole / "report/loss.png", ORANGE) > 300, "the held-out loss"
+    assert pixels(bare / "report/loss.png", ORANGE) == 0
+    assert size(whole / "report/gates.png")[0] > size(whole / "report/loss.png")[0]
+    text = (whole / "report.md").read_text()
+    for name in pictures(whole):
+        assert f"](report/{name})" in text
+    text = (bare / "report.md").read_text()
+    assert "gates.png" not in text
+    assert table(text, "Beside the earlier system")["loss at step 1"][0] == "", "not step 10's"
+
+
+def test_a_run_that_died_before_its_first_step_has_a_report_too(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("train: [\n")
+    text = write_report(tmp_path).read_text()
+    assert ": not judged yet\n" in text
+    assert table(text, "The run")["steps"] == ["0"]
+    assert pictures(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\x00\xff" * 500, b"[1, 2]\n", b'{"packages": 3, "cuda": []}']
+)
+def test_spoilt_files_cost_their_part_of_the_report_alone(tmp_path: Path, garbage: bytes) -> None:
+    write_metrics(tmp_path)
+    record(tmp_path, judge(tmp_path, Gate("sanity", 1), LadderConfig(), patience=0))
+    for name in ("env.json", "halt.json", "config.yaml", "ds_config.json", "fallbacks.csv"):
+        (tmp_path / name).write_bytes(garbage)
+    for name in ("selection.csv", "heartbeat_rank0.jsonl"):
+        (tmp_path / name).write_bytes(garbage)
+    text = write_report(tmp_path).read_text()
+    assert text.startswith(f"# {tmp_path.name}: Go at sanity")
+    assert table(text, "The run")["steps"] == ["300"]
+    assert "loss.png" in pictures(tmp_path)
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere: there is no such folder"):
+        write_report(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"holds no config\.yaml, metrics\.csv or gates\.json"):
+        write_report(tmp_path)
