@@ -21,11 +21,11 @@ from torch import Tensor
 
 from nsa.checkpoint.manifest import complaint, newest_complete
 from nsa.checkpoint.store import ANY, saved_topology
+from nsa.dtypes import DTYPES
 
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's, but for stage 3
 SAFETENSORS = "model.safetensors"
 SHARDED = f"{SAFETENSORS}.index.json"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def find_weights(place: Path) -> Path:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nsa.constants import IGNORE_INDEX
 from nsa.data.config import PACKINGS
 from nsa.data.order import Mixer, key, shuffled
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray
-
-IGNORE_INDEX = -100  # a label that the loss leaves out
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cached_property, partial
 from queue import Empty
 
+from nsa.constants import IGNORE_INDEX
 from nsa.data.batch_source import (
     PREPARE,
     BatchSource,
@@ -19,7 +20,7 @@ from nsa.data.batch_source import (
     open_batches,
     source_names,
 )
-from nsa.data.batches import IGNORE_INDEX, Batch, Batches
+from nsa.data.batches import Batch, Batches
 from nsa.data.config import DataConfig
 from nsa.data.prefetch import Prefetcher
 from nsa.data.source import DataError, State

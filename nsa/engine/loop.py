@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from nsa.checkpoint import SaveFailed, Saver
-from nsa.data.batches import IGNORE_INDEX, Batch
+from nsa.constants import IGNORE_INDEX
+from nsa.data.batches import Batch
 from nsa.engine.config import RunConfig
 from nsa.engine.consensus import AllRanksError, Consensus
 from nsa.engine.data import Data

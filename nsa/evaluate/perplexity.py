@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nsa.constants import IGNORE_INDEX
 from nsa.evaluate.text import Piece
 from nsa.model import LanguageModel
-from nsa.model.loss import IGNORE_INDEX, token_losses
+from nsa.model.loss import token_losses
 
 FIRST_BUCKET = 64  # tokens; each next bucket ends at twice the position
 

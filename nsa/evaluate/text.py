@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nsa.constants import IGNORE_INDEX
 from nsa.data.batch_source import cut, open_batches
-from nsa.data.batches import IGNORE_INDEX, Batch, Batches, to_batch
+from nsa.data.batches import Batch, Batches, to_batch
 from nsa.data.config import DataConfig
 from nsa.data.loader import ONE_BY_ONE
 from nsa.data.source import ALL, DataError

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nsa.data.batches import IGNORE_INDEX, Batch
+from nsa.constants import IGNORE_INDEX
+from nsa.data.batches import Batch
 from nsa.data.config import DataConfig
 from nsa.data.loader import open_validation
 from nsa.model import LanguageModel

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.checkpoint.weights import DTYPES
+from nsa.dtypes import DTYPES
 from nsa.export.folder import new_folder, write_weights
 
 if TYPE_CHECKING:

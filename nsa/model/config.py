@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from nsa.constants import BRANCHES
 from nsa.ops.backend import BACKENDS
 from nsa.spec import NSASpec
 
 ATTENTION_KINDS = ("nsa", "dense")
 COMPRESSORS = ("mean", "mlp")
-BRANCHES = ("cmp", "sel", "win")  # the order of keys, values and gates everywhere
 SUBSETS = tuple("+".join(some) for count in (3, 2, 1) for some in combinations(BRANCHES, count))
 ACTIVATION_CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "selective")
 

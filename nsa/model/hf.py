@@ -14,12 +14,12 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
+from nsa.constants import IGNORE_INDEX
 from nsa.model.cache import KVCache
 from nsa.model.compressor import MLPCompressor
 from nsa.model.decode import extend_states, prefill_states
 from nsa.model.hf_config import NSAConfig
 from nsa.model.language_model import LanguageModel
-from nsa.model.loss import IGNORE_INDEX
 
 
 class NSACache(Cache):

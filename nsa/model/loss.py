@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
+from nsa.constants import IGNORE_INDEX
 from nsa.model.sequence_parallel import SequenceParallel
-
-IGNORE_INDEX = -100  # a label that the loss leaves out
 
 # Logits of one product: 2,668 tokens of M7C's vocabulary, 256 MiB in bf16. Smaller products would
 # spend their time on the sum of d_weight.

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nsa.constants import BRANCHES
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
@@ -25,7 +27,6 @@ class RunInfo:
     notes: Sequence[str] = ()  # lines that the user should see before the first step
 
 
-BRANCHES = ("cmp", "sel", "win")
 GATE_BINS = 20  # of equal width from 0 to 1; the outermost two hold the saturated gates
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # blocks; where each bin of distance begins
 

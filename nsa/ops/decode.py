@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nsa.constants import BRANCHES
 from nsa.ops import triton
 from nsa.ops.backend import choose
 from nsa.ops.blockwise import fold, top_blocks
@@ -32,7 +33,7 @@ def decode_attention(
     lengths: Tensor,
     spec: NSASpec,
     *,
-    branches: Sequence[str] = ("cmp", "sel", "win"),
+    branches: Sequence[str] = BRANCHES,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:

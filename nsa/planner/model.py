@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nsa.constants import BRANCHES
 from nsa.spec import NSASpec
 
 
@@ -24,7 +25,7 @@ class Model:
     value_dim: int
     mlp_width: int
     spec: NSASpec | None
-    branches: tuple[str, ...] = ("cmp", "sel", "win")
+    branches: tuple[str, ...] = BRANCHES
     shared_kv: bool = False
     compressor_hidden: int | None = None  # of an mlp φ; None: the mean
     weight_bytes: int = 2  # bf16 and fp16; 4: fp32

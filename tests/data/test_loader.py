@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from nsa.data.batches import IGNORE_INDEX
+from nsa.constants import IGNORE_INDEX
 from nsa.data.config import DataConfig
 from nsa.data.files import open_files
 from nsa.data.loader import BatchLoader, ValidationData, open_batches, open_loader, open_validation

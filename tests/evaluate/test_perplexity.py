@@ -17,7 +17,8 @@ import torch
 from torch.nn import functional as F
 
 from nsa.cli import main
-from nsa.data.batches import IGNORE_INDEX, Batches
+from nsa.constants import IGNORE_INDEX
+from nsa.data.batches import Batches
 from nsa.data.config import DataConfig
 from nsa.data.source import open_source
 from nsa.data.token_store import TokenStore

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nsa.constants import IGNORE_INDEX
+
 KEYS = VALUES = FILLERS = 16
 _FACTS = KEYS + VALUES + FILLERS  # the first token that is a fact
 VOCABULARY = _FACTS + KEYS * VALUES
-IGNORE_INDEX = -100  # the label of what is no question
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from nsa.evaluate.tasks.episodes import IGNORE_INDEX, VOCABULARY, Episodes, recall
+from nsa.constants import IGNORE_INDEX
+from nsa.evaluate.tasks.episodes import VOCABULARY, Episodes, recall
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.attention import NSAttention
 from nsa.spec import NSASpec

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nsa.constants import IGNORE_INDEX
 from nsa.evaluate.tasks import learning
-from nsa.evaluate.tasks.episodes import IGNORE_INDEX, recall
+from nsa.evaluate.tasks.episodes import recall
 from nsa.evaluate.tasks.learning import (
     CONTENDERS,
     LAYERS,

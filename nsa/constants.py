@@ -1,0 +1,6 @@
+"""Names and numbers that several packages share, each declared once. Imports nothing heavy."""
+
+from __future__ import annotations
+
+BRANCHES = ("cmp", "sel", "win")  # compressed, selected, sliding window: the order of gates
+IGNORE_INDEX = -100  # a label that the loss skips
