@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains M7C on two ranks: on two GPUs where there are two, on the CPU where there is none.
+# Train M7C on two ranks: on two GPUs, or on the CPU if there is no GPU.
 #   bash launch/m7c.sh [--restart N] [arguments of recipes/m7c.py ...]
-# It runs under a watchdog (docs/watchdog.md): a rank's exit code comes back, a signal reaches the
-# ranks, so that they save, and nothing outlives it. --restart lets a run that crashed go on.
+# Runs under the watchdog (docs/guides/debug-a-hang.md): returns the ranks' exit code, forwards signals
+# to the ranks so that they save, leaves no process behind. --restart N resumes a run that crashed.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
@@ -18,7 +18,7 @@ if [ "${1-}" = --restart ]; then
     shift $(($# > 1 ? 2 : 1))
 fi
 
-# A port of its own keeps two runs on one machine from answering each other.
+# A free port, so that two runs on one machine do not collide.
 read -r gpus port < <(
     python -I -c '
 import socket, torch
@@ -33,7 +33,7 @@ case $gpus in
 1)
     ranks=1
     say "WARNING: only ONE GPU here, so only ONE rank, with --num_gpus 1: each step sees half the"
-    say "WARNING: sequences that two ranks would give it; doubling train.accumulation evens that out"
+    say "WARNING: sequences of two ranks; double train.accumulation to keep the batch"
     ;;
 2) say "two GPUs, a rank on each" ;;
 *) say "two of $gpus GPUs; for more: deepspeed --num_gpus $gpus recipes/m7c.py" ;;
@@ -41,7 +41,7 @@ esac
 
 devices=(--num_gpus "$ranks")
 if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
-    # Beside --num_gpus the launcher drops this variable and takes GPUs 0 and 1: name them instead.
+    # With --num_gpus the launcher ignores this variable and takes GPUs 0 and 1: name them instead.
     devices=(--include "localhost:$(cut -d, -f"1-$ranks" <<<"$CUDA_VISIBLE_DEVICES")")
 fi
 command=(deepspeed "${devices[@]}" --master_port "$port" "$root/recipes/m7c.py" "$@")

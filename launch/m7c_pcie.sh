@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# launch/m7c.sh for machines whose GPUs are joined by PCIe: looks at what lies between them, sets
-# what this machine needs and nothing else, and says why. Arguments are those of launch/m7c.sh.
+# launch/m7c.sh for GPUs connected by PCIe: inspect the links, set only the NCCL variables that this machine
+# needs, and print why. Arguments are those of launch/m7c.sh.
 #   bash launch/m7c_pcie.sh [--restart N] [arguments of recipes/m7c.py ...]
-#   bash launch/m7c_pcie.sh --check            starts no run: looks and says (.venv has to be there, or is made)
+#   bash launch/m7c_pcie.sh --check            inspect and print only
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Trains M7C on several machines: a rank for each slot of a hostfile, lines of "NAME slots=2".
+# Train M7C on several nodes: one rank per slot of a hostfile with lines "NAME slots=2".
 #   bash launch/multinode.sh HOSTFILE [flags] [arguments of recipes/m7c.py ...]
-#       on the first machine of the hostfile; it starts the others by ssh, with --srun by Slurm
+#       on the first node of the hostfile; starts the others by ssh (with --srun by Slurm)
 #   bash launch/multinode.sh HOSTFILE --no_ssh --node_rank K --master_addr ADDRESS [flags] [...]
-#       on every machine; K counts from 0 in the hostfile's order, ADDRESS is the first one's
-# Flags: --master_port PORT (29500), and --restart N, which lets a run that crashed go on.
-# The repository, the hostfile and --run-dir have the same path everywhere, the last on a disk that
-# all share. Each machine has a watchdog of its own (docs/launching.md); a signal to the first one
-# has all ranks save and end.
+#       on every node; K counts from 0 in the hostfile's order, ADDRESS is the first node's
+# Flags: --master_port PORT (29500), and --restart N, which resumes a run that crashed.
+# The repository, the hostfile and --run-dir need the same path everywhere, the run folder on a shared disk.
+# Each node has its own watchdog (docs/guides/multi-node.md); a signal to the first node makes all ranks
+# save and exit.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
@@ -48,16 +48,16 @@ export PATH="$root/.venv/bin:$PATH"
 
 if [ "$start" = no_ssh ]; then
     [[ $rank =~ ^[0-9]+$ ]] && [ "$rank" -lt ${#hosts[@]} ] ||
-        die "--node_rank ${rank:-is missing}: give 0 to $((${#hosts[@]} - 1)), this machine's line in $hostfile"
+        die "--node_rank ${rank:-is missing}: give 0 to $((${#hosts[@]} - 1)), this node's line in $hostfile"
     [ -n "$address" ] || die "--no_ssh: give --master_addr too, the address of ${hosts[0]}"
     command=(deepspeed --hostfile "$hostfile" --no_ssh --node_rank "$rank" --master_addr "$address"
         --master_port "$port" "$root/recipes/m7c.py" "$@")
-    say "machine $rank of ${#hosts[@]}: ${command[*]}"
+    say "node $rank of ${#hosts[@]}: ${command[*]}"
     exec nsa watch "${watch[@]}" -- "${command[@]}"
 fi
 
 [ -z "$rank" ] || die "--node_rank $rank: only with --no_ssh; else the hostfile's order decides"
-# The address by which the second machine is reached: a name of one's own is often the loopback's.
+# The address of the interface that reaches the second node: the own name often resolves to loopback.
 [ -n "$address" ] || address=$(
     python -I -c '
 import socket, sys
@@ -67,7 +67,7 @@ with socket.socket(family, socket.SOCK_DGRAM) as probe:
     print(probe.getsockname()[0])' "${hosts[1]-${hosts[0]}}" 2>/dev/null
 ) || die "${hosts[1]-${hosts[0]}}: this name in $hostfile cannot be resolved; or give --master_addr"
 
-# $1: a machine, $2: what it shall run
+# Run command $2 on node $1.
 on() {
     if [ "$start" = srun ]; then
         srun --nodes=1 --ntasks=1 --nodelist="$1" --input=none bash -c "$2"
@@ -79,11 +79,11 @@ on() {
 child=()
 interrupted=''
 # shellcheck disable=SC2317,SC2329 # called by the trap
-pass_on() {
+forward_signal() {
     interrupted=yes
     kill -TERM "${child[0]}" 2>/dev/null || true
 }
-# Wait for a child to end; a signal, which only interrupts waiting, is passed on by then.
+# Wait for a child to end; a signal only interrupts the wait and has been forwarded by then.
 await() {
     local code
     while :; do
@@ -93,25 +93,25 @@ await() {
     done
 }
 
-same=(--master_addr "$address" --master_port "$port" "${watch[@]}" "$@")
+common=(--master_addr "$address" --master_port "$port" "${watch[@]}" "$@")
 
-trap pass_on TERM INT HUP
-bash "$here/multinode.sh" "$hostfile" --no_ssh --node_rank 0 "${same[@]}" &
+trap forward_signal TERM INT HUP
+bash "$here/multinode.sh" "$hostfile" --no_ssh --node_rank 0 "${common[@]}" &
 child=("$!")
 for ((k = 1; k < ${#hosts[@]}; k++)); do
-    there=$(printf '%q ' cd "$PWD") there+='&& '
-    there+=$(printf '%q ' bash "$here/multinode.sh" "$hostfile" --no_ssh --node_rank "$k" "${same[@]}")
-    say "${hosts[k]}: $there"
+    remote=$(printf '%q ' cd "$PWD") remote+='&& '
+    remote+=$(printf '%q ' bash "$here/multinode.sh" "$hostfile" --no_ssh --node_rank "$k" "${common[@]}")
+    say "${hosts[k]}: $remote"
     {
         code=0
-        on "${hosts[k]}" "$there" || code=$?
+        on "${hosts[k]}" "$remote" || code=$?
         [ "$code" -ne 0 ] || exit 0
-        # Ranks that were training miss it by themselves; who still waits for it to come does not.
+        # Ranks in training notice the loss themselves; ranks still waiting to join do not.
         for ((i = 0; i < 90; i++)); do
             kill -0 "${child[0]}" 2>/dev/null || exit "$code"
             sleep 1
         done
-        say "${hosts[k]} ended with exit code $code; ending this machine's part"
+        say "${hosts[k]} ended with exit code $code; ending this node's ranks"
         kill -TERM "${child[0]}" 2>/dev/null || true
         exit "$code"
     } &

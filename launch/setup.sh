@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository's root and installs the pinned packages into it.
-# Safe to call at any time and from any folder: a finished .venv costs nothing, a broken one is remade.
+# Create .venv in the repository's root and install the pinned packages into it.
+# Safe to call at any time, from any folder: a finished .venv costs nothing, a broken one is rebuilt.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$root/.venv
 installed=$venv/.nsa-installed # what was installed; written last
-unfinished=$venv/.nsa-unfinished # there while pip writes: whoever finds it starts afresh
+unfinished=$venv/.nsa-unfinished # exists while pip writes; an interrupted install is rebuilt
 packages=("$root/pyproject.toml" "$root/launch/constraints.txt")
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -15,20 +15,20 @@ die() {
     exit 1
 }
 
-# What .venv should hold; a moved folder counts, because scripts in .venv name it.
+# Identity of a finished .venv: packages and path, since scripts inside .venv name the path.
 wanted() { printf '%s %s\n' "$root" "$(cat "${packages[@]}" | cksum)"; }
 
 is_ready() {
     [ "$(cat "$installed" 2>/dev/null)" = "$(wanted)" ] && "$venv/bin/python" -c '' 2>/dev/null
 }
 
-# True where pip can go on in the .venv that is there.
+# True if pip can continue in the existing .venv.
 is_sound() {
     [ ! -e "$unfinished" ] && grep -qsF "$venv/bin/python" "$venv/bin/pip" &&
         "$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
 }
 
-# torch.compile and Triton call it at run time: better missed now than an hour in.
+# torch.compile and Triton call it at run time: fail now rather than an hour in.
 find_compiler() {
     local name
     for name in ${CXX:-c++ g++ clang++}; do
@@ -44,7 +44,7 @@ find_python() {
     for name in "${names[@]}"; do
         if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             path=$(command -v "$name")
-            # In an active .venv this is its own Python, which is about to be removed with it.
+            # In an active .venv this is the Python that is about to be removed.
             [ "${path#"$venv/"}" = "$path" ] ||
                 path=$("$name" -c 'import sys; print(sys._base_executable)')
             printf '%s\n' "$path"
@@ -55,11 +55,11 @@ find_python() {
 }
 
 # Two calls at once would write into one .venv: the second waits for the first.
-take_turns() {
+take_lock() {
     command -v flock >/dev/null || return 0
     exec 9>"$root/.venv.lock"
     flock -n 9 && return
-    say "another set-up is at work in $root; waiting for it"
+    say "another setup is running in $root; waiting for it"
     flock 9
 }
 
@@ -72,28 +72,27 @@ make_venv() {
     "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' \
         2>/dev/null ||
         die "$python has no Python.h, which compiled ops need; install it (Debian, Ubuntu: apt install python3-dev)"
-    [ ! -e "$venv" ] || say ".venv is unfinished, broken or from another folder: making it anew"
+    [ ! -e "$venv" ] || say ".venv is unfinished, broken or from another folder: rebuilding it"
     rm -rf "$venv"
-    say "making .venv with $("$python" --version) ($python)"
-    "$python" -m venv "$venv" || die "could not make .venv; the reason stands above"
+    say "creating .venv with $("$python" --version) ($python)"
+    "$python" -m venv "$venv" || die "could not create .venv; the reason is above"
 }
 
 pip_install() {
     "$venv/bin/python" -I -m pip install -qq --disable-pip-version-check \
         -c "$root/launch/constraints.txt" "$@" && return
-    rm -f "$unfinished" # pip failed in good order; what it installed so far is whole
-    die "pip could not install the packages; the reason stands above; call this again to go on"
+    rm -f "$unfinished" # pip failed cleanly; what it installed so far is complete
+    die "pip could not install the packages; the reason is above; fix it and run this again"
 }
 
 install() {
     is_sound || make_venv
     rm -f "$installed"
     touch "$unfinished"
-    # Torch goes first and alone: asked for beside packages that merely want "torch", pip may weigh
-    # other builds of it; once it is there (the CPU build, say) everything else takes it as it is.
+    # Torch first and alone: together with packages that require "torch", pip may pick another build.
     say "installing torch (a CUDA build is a download of about 3 GB)"
     pip_install torch
-    say "installing DeepSpeed, the other packages, and this project as an editable one"
+    say "installing DeepSpeed, the other packages, and this project (editable)"
     pip_install -e "$root[dev]"
     rm -f "$unfinished"
     wanted >"$installed"
@@ -103,7 +102,7 @@ install() {
 find_compiler || die "needs a C++ compiler and found none as ${CXX:-c++, g++ or clang++};" \
     "install one (Debian, Ubuntu: apt install g++)"
 if ! is_ready; then
-    take_turns
+    take_lock
     is_ready || install
 fi
 say ".venv is ready"

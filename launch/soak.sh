@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A small run under the watchdog that suffers random faults for a while, and is then held to a run
-# that suffered none: every loss the same to the last bit. Takes half as long again; not in CI.
-#   bash launch/soak.sh [MINUTES] [SEED]     20 minutes, and another seed each time
+# Inject random faults into a small run under the watchdog, then compare every loss, bit for bit, with an
+# undisturbed run (half as long again). Not in CI.
+#   bash launch/soak.sh [MINUTES] [SEED]     default: 20 minutes, a new seed each time
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)

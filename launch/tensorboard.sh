@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Shows the curves of runs in a browser.
+# Serve TensorBoard for runs.
 #   bash launch/tensorboard.sh [RUNS] [flags of tensorboard ...]     RUNS: a run, or a folder of runs
-# On a machine without a screen: ssh -L 6006:localhost:6006 MACHINE, then http://localhost:6006.
+# From a remote machine: ssh -L 6006:localhost:6006 MACHINE, then http://localhost:6006.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
@@ -14,11 +14,11 @@ case ${1-} in
     ;;
 esac
 [ -d "$runs" ] || {
-    printf 'tensorboard: %s: there is no such folder of runs\n' "$runs" >&2
+    printf 'tensorboard: %s: no such folder\n' "$runs" >&2
     exit 2
 }
 bash "$here/setup.sh" >&2
 root=$(dirname "$here")
 export PATH="$root/.venv/bin:$PATH"
-printf 'tensorboard: %s; on this machine alone unless --bind_all is given\n' "$(realpath "$runs")"
+printf 'tensorboard: %s; on this machine only; --bind_all serves the network\n' "$(realpath "$runs")"
 exec tensorboard --logdir "$runs" "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Formatting, lint and types of the whole project, then its tests: all of them, whichever fails.
+# Check format, lint and types, then run the tests; continue after a failure, report it at the end.
 # Arguments go to pytest.
 set -euo pipefail
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Watches a run from outside: ends it where it hangs, and starts it again on request.
-#   bash launch/watch.sh [--status] RUN                      a run that is going
-#   bash launch/watch.sh [--restart N] -- deepspeed ...      one that it starts
-# launch/m7c.sh does so by itself. What it does, and its exit codes: docs/watchdog.md.
+# Supervise a run from outside: end it if it hangs, restart it on request.
+#   bash launch/watch.sh [--status] RUN                      a running one
+#   bash launch/watch.sh [--restart N] -- deepspeed ...      start it, then supervise
+# launch/m7c.sh does this automatically. Details and exit codes: docs/guides/debug-a-hang.md.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)

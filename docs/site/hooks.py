@@ -1,4 +1,4 @@
-"""Gives the site the repository's own tree, so that links between pages work as on GitHub."""
+"""Builds the site from the repository's own tree, so that links work as on GitHub."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTSIDE = ("README.md", "ds_configs/README.md", "nsa/monitor/config.py")  # what pages link to
+OUTSIDE = ("README.md", "ds_configs/README.md")  # pages outside docs/
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """The pages of docs/ under docs/, and those that lie outside it; the first is the index."""
+    """Pages of docs/ below docs/, plus those outside; the first is the index."""
     ours = [file for file in files if file.src_dir == config.docs_dir]
     for file in ours:
         files.remove(file)

@@ -1,4 +1,4 @@
-"""The tutorial's new compressor: its changes apply to this code, and their own tests pass."""
+"""The guide's attention variant: its diffs apply to this code and its tests pass."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from tests.docs.pages import blocks
 from tests.ranks import ROOT
 
-PAGE = ROOT / "docs/tutorials/attention-variant.md"
+PAGE = ROOT / "docs/guides/attention-variant.md"
 
 
-def test_the_changes_of_the_tutorial_apply_and_their_tests_pass(tmp_path: Path) -> None:
+def test_the_diffs_of_the_guide_apply_and_their_tests_pass(tmp_path: Path) -> None:
     for name in ("nsa", "tests"):
         unwanted = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=unwanted)

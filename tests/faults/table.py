@@ -1,4 +1,4 @@
-"""Writes the table of docs/reliability.md from what the tests have seen.
+"""Writes the table of docs/design/evidence.md from what the tests have seen.
 
 python -m pytest tests/faults --full && python -m tests.faults.table
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.faults.catalogue import FAULTS
 from tests.faults.outcomes import Outcome, read
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "evidence.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 HEAD = (
     "| fault | what is promised | tried | seconds to the end | steps taken again | exit codes "

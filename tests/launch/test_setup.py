@@ -87,7 +87,7 @@ def test_an_install_that_was_killed_is_repaired_and_a_failed_one_says_why(tmp_pa
     wheel = next(clone.glob("wheels/nsa*"))
     hidden = wheel.rename(clone / "hidden")
     failed = run(clone, "setup.sh")
-    assert "making it anew" in failed.stdout
+    assert "rebuilding it" in failed.stdout
     assert failed.returncode == 1
     assert failed.stderr.splitlines()[-1].startswith("setup: pip could not install")
 
