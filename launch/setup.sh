@@ -93,7 +93,7 @@ install() {
     say "installing torch (a CUDA build is a download of about 3 GB)"
     pip_install torch
     say "installing DeepSpeed, the other packages, and this project (editable)"
-    pip_install -e "$root[dev]"
+    pip_install -e "${root}[dev]"
     rm -f "$unfinished"
     wanted >"$installed"
     say "done in $SECONDS s"

@@ -1,4 +1,4 @@
-"""`launch/tensorboard.sh`: the runs' curves, on this machine alone unless it is told otherwise."""
+"""`launch/tensorboard.sh`: serves on this machine only by default."""
 
 from __future__ import annotations
 
@@ -42,4 +42,4 @@ def test_it_serves_the_runs_of_a_folder(real_packages: Path, tmp_path: Path) -> 
 def test_a_folder_that_is_not_there_is_said_before_anything_starts(installed_clone: Path) -> None:
     call = run(installed_clone, "tensorboard.sh", "nowhere", "--port", "1")
     assert call.returncode == 2
-    assert call.stderr == "tensorboard: nowhere: there is no such folder of runs\n"
+    assert call.stderr == "tensorboard: nowhere: no such folder\n"
