@@ -51,7 +51,13 @@ def rows(cls: type) -> Iterator[str]:
     for field in fields(cls):
         value = default(field)
         if not is_dataclass(type(value)):
-            shown = "null" if value is None else str(value).lower() if value in (True, False) and isinstance(value, bool) else value
+            shown = (
+                "null"
+                if value is None
+                else str(value).lower()
+                if value in (True, False) and isinstance(value, bool)
+                else value
+            )
             yield f"| `{field.name}` | `{shown}` | {comments[field.name]} |\n"
 
 

@@ -1,8 +1,7 @@
-"""How a command from a page is checked in a moment: by the program's own parser and checks.
+"""Checks of the commands on the pages, by each program's own parser and validation.
 
-A command that prints the same everywhere is run, and returns what it prints. Training is planned:
-flags, values, DeepSpeed's JSON and the run's folder are decided and checked, and no rank starts.
-What is in neither table fails, so that whoever writes a new kind of command decides here.
+A command with deterministic output runs and returns it. Training is validated (flags, settings,
+DeepSpeed JSON, run folder) without starting a rank. A command in neither table fails: add a rule.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from nsa.engine.recipe import Recipe, _parser, make_plan
 from nsa.watchdog.command import split_command
 from tests.ranks import ROOT, start_ranks
 
-# Programs that no test runs, and why.
+# Programs that are not run, and why.
 NOT_RUN = {
     "git": "needs the network and a folder of its own",
     "cd": "goes to where these tests are",
@@ -41,7 +40,7 @@ NOT_RUN = {
 
 
 def check(words: list[str]) -> str | None:
-    """Raise where a command would not work; returns what it prints if that is always the same."""
+    """Raise if a command would not work; return its output if that is deterministic."""
     line = " ".join(words)
     if words[0] in NOT_RUN:
         return None
@@ -49,14 +48,14 @@ def check(words: list[str]) -> str | None:
         raise ValueError(f"{line!r}: there is no such script")
     for start, rule in RULES.items():
         if line == start or line.startswith(f"{start} "):
-            with contextlib.suppress(_Understood), _parsers_raise():
+            with contextlib.suppress(_Parsed), _parsers_raise():
                 return rule(words[len(start.split()) :])
             return None
     raise ValueError(f"{line!r}: no rule in {__name__} says how to check such a command")
 
 
 def launcher(arguments: list[str]) -> None:
-    """DeepSpeed's launcher: its own flags, then a recipe on that many ranks."""
+    """DeepSpeed's launcher: its own flags, then a recipe."""
     flags = runner.parse_args(arguments)
     recipe(flags.user_script, flags.user_args, ranks=max(2, flags.num_gpus))
 
@@ -73,18 +72,18 @@ def recipe(script: str, arguments: list[str], ranks: int = 1) -> None:
 
 
 def nsa(arguments: list[str]) -> str | None:
-    """`nsa <verb>`: what only reads files of the repository is run, the rest is parsed."""
+    """`nsa <verb>`: verbs that only read the repository run, the others are parsed."""
     if cli._parser().parse_args(arguments).verb not in ("info", "check", "plan"):
         return None
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         code = cli.main(arguments)
     if code:
         raise ValueError(f"nsa {' '.join(arguments)} ends with exit code {code}")
-    return said.getvalue()
+    return output.getvalue()
 
 
 def watch(arguments: list[str]) -> None:
-    """The watchdog's own flags, then the command that it would start."""
+    """The watchdog's own flags, then the command it would start."""
     own, command = split_command(["watch", *arguments])
     cli._parser().parse_args(own)
     if command:
@@ -92,20 +91,20 @@ def watch(arguments: list[str]) -> None:
 
 
 def m7c(arguments: list[str]) -> None:
-    """The script's own flag comes first; the rest is the recipe's."""
+    """The script's own flag, then the recipe's."""
     own = 2 if arguments[:1] == ["--restart"] else 0
     watch([*arguments[:own], "runs"])
     recipe("recipes/m7c.py", arguments[own:], ranks=2)
 
 
 def pcie(arguments: list[str]) -> None:
-    """What launch/m7c.sh takes, or --check alone."""
+    """The arguments of launch/m7c.sh, or --check alone."""
     if arguments != ["--check"]:
         m7c(arguments)
 
 
 def multinode(arguments: list[str]) -> None:
-    """A hostfile and flags with values, which the script's tests hold; the rest is the recipe's."""
+    """A hostfile and the script's flags, then the recipe's."""
     own = argparse.ArgumentParser()
     own.add_argument("hostfile")
     own.add_argument("--no_ssh", action="store_true")
@@ -116,12 +115,12 @@ def multinode(arguments: list[str]) -> None:
 
 
 def bench(arguments: list[str]) -> None:
-    """A benchmark stops as soon as it has understood its arguments."""
+    """Parse a benchmark's arguments and stop."""
     parse_args = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
         parse_args(self, *args, **kwargs)
-        raise _Understood
+        raise _Parsed
 
     patch = mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop)
     with patch:
@@ -129,7 +128,7 @@ def bench(arguments: list[str]) -> None:
 
 
 def gpu(arguments: list[str]) -> None:
-    """The script says which benchmarks it would run, and each of them must understand its flags."""
+    """Dry-run the script; each benchmark that it would start must accept its flags."""
     script = ["bash", str(ROOT / "launch/gpu.sh"), "--dry-run", *arguments]
     done = subprocess.run(script, capture_output=True, text=True)
     if done.returncode:
@@ -137,12 +136,12 @@ def gpu(arguments: list[str]) -> None:
     for line in done.stdout.splitlines():
         _, found, flags = line.partition(" -m nsa.bench ")
         if found:
-            with contextlib.suppress(_Understood):
+            with contextlib.suppress(_Parsed):
                 bench(flags.split())
 
 
 def tests(arguments: list[str]) -> None:
-    """pytest's arguments: what they name is there, and pytest knows the flags."""
+    """pytest's arguments: paths exist and flags are known."""
     named = [word for word in arguments if word.startswith("tests")]
     if missing := [word for word in named if not (ROOT / word).exists()]:
         raise ValueError(f"there is no {missing[0]}")
@@ -151,48 +150,48 @@ def tests(arguments: list[str]) -> None:
 
 @cache
 def _pytest_takes(*flags: str) -> None:
-    """Let it collect one small file with them."""
+    """Collect one small file with these flags."""
     if not flags:
         return
     collect = ["--collect-only", "-q", *flags, "tests/test_spec.py"]
     run = start_ranks(Path(sys.executable).with_name("pytest"), *collect, folder=ROOT, ranks=0)
     codes = run.codes(120)
     run.end()
-    if codes not in ([0], [5]):  # 5: fine, but nothing there is chosen by them
+    if codes not in ([0], [5]):  # 5: valid flags that select no test
         raise ValueError(run.text("out") + run.text("err"))
 
 
 def no_arguments(arguments: list[str]) -> None:
-    """A script that takes none."""
+    """A script without arguments."""
     if arguments:
         raise ValueError(f"takes no arguments, and got {arguments}")
 
 
 def soak(arguments: list[str]) -> None:
-    """Minutes and a seed, both numbers."""
+    """Minutes and a seed."""
     if len(arguments) > 2 or not all(word.isdecimal() for word in arguments):
         raise ValueError(f"launch/soak.sh takes [MINUTES] [SEED], and got {arguments}")
 
 
 def tensorboard(arguments: list[str]) -> None:
-    """It is installed beside this Python."""
+    """It is installed in this environment."""
     if not shutil.which("tensorboard", path=str(Path(sys.executable).parent)):
         raise ValueError("tensorboard is not installed")
 
 
 def site(arguments: list[str]) -> None:
-    """tests/docs/test_site.py builds it from this file."""
+    """tests/docs/test_site.py builds the site from this file."""
     if arguments[-2:] != ["-f", "docs/site/mkdocs.yml"]:
         raise ValueError("mkdocs takes -f docs/site/mkdocs.yml")
 
 
 def screenshots(arguments: list[str]) -> None:
-    """A folder of runs; the script itself needs a browser."""
+    """A folder of runs; the script needs a browser."""
     if len(arguments) != 1:
         raise ValueError(f"docs/make_screenshots.py takes RUNS, and got {arguments}")
 
 
-# The first that a command begins with counts.
+# The first matching prefix applies.
 RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/m7c.sh": m7c,
     "bash launch/m7c_pcie.sh": pcie,
@@ -206,6 +205,7 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "python -m tests.faults.table": no_arguments,
     "python -m build": no_arguments,
     "python docs/make_screenshots.py": screenshots,
+    "python docs/make_settings.py": no_arguments,
     "mkdocs": site,
     "deepspeed": launcher,
     "python recipes/m7c.py": partial(recipe, "recipes/m7c.py"),
@@ -221,23 +221,23 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
 }
 
 
-class _Understood(Exception):
-    """A program has parsed its arguments, which is all that was wanted of it."""
+class _Parsed(Exception):
+    """A program has parsed its arguments."""
 
 
 @contextlib.contextmanager
 def _parsers_raise() -> Iterator[None]:
-    """argparse leaves by SystemExit: 0 after --help, anything else is a mistake."""
-    said = io.StringIO()
+    """Turn argparse's SystemExit into _Parsed (--help) or a ValueError."""
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(output):
             yield
     except SystemExit as ended:
-        raise (ValueError(said.getvalue()) if ended.code else _Understood) from None
+        raise (ValueError(output.getvalue()) if ended.code else _Parsed) from None
 
 
 def _recipe_of(script: Path) -> Recipe:
-    """What a recipe's file would hand to `main`."""
+    """The Recipe that a recipe file passes to `main`."""
     path = [str(script.parent), *sys.path]
     with mock.patch("nsa.engine.recipe.main") as main, mock.patch.object(sys, "path", path):
         runpy.run_path(str(script), run_name="__main__")

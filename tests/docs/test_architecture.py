@@ -9,7 +9,9 @@ from pathlib import Path
 from tests.docs.pages import name
 from tests.ranks import ROOT
 
-ROW = re.compile(r"^\| `nsa/(\w+)(?:/|\.py)` \| .* \| (.*) \|$", re.M)  # package | content | may import
+ROW = re.compile(
+    r"^\| `nsa/(\w+)(?:/|\.py)` \| .* \| (.*) \|$", re.M
+)  # package | content | may import
 
 
 def package(module: str) -> str | None:
