@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 
+import yaml
+
 from nsa.engine.config import RunConfig
 
 PAGE = Path(__file__).with_name("reference") / "settings.md"
@@ -20,10 +22,10 @@ HEAD = """# Settings
 deepspeed --num_gpus 2 recipes/m7c.py --set train.learning_rate=3e-4 --set attention.compressor=mlp
 ```
 
-The tree of `config.yaml` in a run's folder, which `--config` reads and `--set section.name=value` changes
-([how a value travels](../design/architecture.md#the-path-of-a-value)). `attention` is short for
-`model.attention`. Defaults are the library's; a recipe's profile changes some. This page is generated
-from the dataclasses by `docs/make_settings.py`.
+The tree of `config.yaml` in a run's folder, which `--config` reads and `--set section.name=value`
+changes ([how a value travels](../design/architecture.md#the-path-of-a-value)). `attention` is short
+for `model.attention`. Defaults are the library's; a recipe's profile changes some. Generated from
+the dataclasses by `docs/make_settings.py`.
 """
 
 
@@ -51,13 +53,7 @@ def rows(cls: type) -> Iterator[str]:
     for field in fields(cls):
         value = default(field)
         if not is_dataclass(type(value)):
-            shown = (
-                "null"
-                if value is None
-                else str(value).lower()
-                if value in (True, False) and isinstance(value, bool)
-                else value
-            )
+            shown = yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
             yield f"| `{field.name}` | `{shown}` | {comments[field.name]} |\n"
 
 

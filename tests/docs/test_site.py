@@ -1,4 +1,4 @@
-"""The pages build into a site without warnings, every setting is explained, and the pages stay few."""
+"""The pages build without warnings, explain every setting, and stay few."""
 
 from __future__ import annotations
 
