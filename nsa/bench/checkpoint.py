@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from nsa.bench.measure import environment
 from nsa.checkpoint import CheckpointConfig, Saver
-from nsa.checkpoint.manifest import name_of
+from nsa.checkpoint.manifest import checkpoint_name
 from nsa.model import LanguageModel, ModelConfig
 
 DEEPSPEED = {
@@ -38,7 +38,7 @@ def run(rounds: int, folder: str | None) -> dict[str, Any]:
             for name, taken in times.items():
                 path = Path(made) / name
                 taken.append(_save(engine, path, step, name == "background"))
-                newest = path / name_of(step)
+                newest = path / checkpoint_name(step)
                 size = sum(file.stat().st_size for file in newest.iterdir())
     result["gigabytes"] = size / 1e9
     for name, taken in times.items():

@@ -25,10 +25,10 @@ from nsa.atomic_io import atomic_write_text, fsync_dir
 from nsa.checkpoint.errors import explain
 from nsa.checkpoint.manifest import (
     MANIFEST,
-    checkpoints,
-    complaint,
+    checkpoint_name,
+    find_problem,
+    list_checkpoints,
     manifest_text,
-    name_of,
     read_manifest,
     seal,
 )
@@ -44,7 +44,7 @@ class Aborted(ValueError):
 
 def draft_of(folder: Path, step: int) -> Path:
     """Where a checkpoint is put together."""
-    return folder / f".{name_of(step)}{PARTIAL}"
+    return folder / f".{checkpoint_name(step)}{PARTIAL}"
 
 
 def new_draft(folder: Path, step: int) -> Path:
@@ -112,7 +112,7 @@ def wait_for_parts(draft: Path, ranks: int, abort: threading.Event) -> list[dict
 
 def commit(folder: Path, step: int, parts: list[dict[str, Any]], about: dict[str, Any]) -> Path:
     """Turn a finished draft into the checkpoint of `step`; raises a ValueError with the fix."""
-    draft, path = draft_of(folder, step), folder / name_of(step)
+    draft, path = draft_of(folder, step), folder / checkpoint_name(step)
     at = draft / MANIFEST
     content = {
         **about,
@@ -146,7 +146,7 @@ def prune(folder: Path, keep: int, keep_hours: float, now: float) -> list[str]:
     The newest stays, and the newest without NaN or inf. Broken ones count for nothing and are left
     to whoever wants to look at them. Returns what could not be removed, and why.
     """
-    whole = [path for path in checkpoints(folder) if not complaint(path, hashes=False)]
+    whole = [path for path in list_checkpoints(folder) if not find_problem(path, hashes=False)]
     about = {path: read_manifest(path) for path in whole}
     spared = {*whole[:1], *[path for path in whole if about[path]["finite"]][:1]}
     failed = []

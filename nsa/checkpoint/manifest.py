@@ -20,7 +20,7 @@ NAME = re.compile(r"step(\d{8,})")  # anything else in the folder of checkpoints
 CHUNK = 4 * 2**20
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """The folder that a step's checkpoint lies in."""
     return f"step{step:08d}"
 
@@ -57,7 +57,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     match = NAME.match(checkpoint.name)
     if match and int(match[1]) != named[0]:
         raise ValueError(f"{MANIFEST} is that of step {named[0]}")
-    needed = {STATE, *(rng_name(rank) for rank in range(named[1]))}
+    needed = {STATE, *(rng_file(rank) for rank in range(named[1]))}
     absent = sorted(needed - set(files))
     outside = sorted(name for name in files if not _stays_inside(name))
     if absent or outside:
@@ -66,7 +66,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return content
 
 
-def complaint(checkpoint: Path, *, hashes: bool = True) -> str | None:
+def find_problem(checkpoint: Path, *, hashes: bool = True) -> str | None:
     """What is wrong with a checkpoint; None where it is whole. Without `hashes`: sizes only."""
     try:
         files = read_manifest(checkpoint)["files"]
@@ -89,7 +89,7 @@ def complaint(checkpoint: Path, *, hashes: bool = True) -> str | None:
     return None
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The folders that are named as checkpoints, whole or not, the newest first."""
     try:
         found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
@@ -105,8 +105,8 @@ def newest_complete(folder: Path, *, finite: bool = False) -> tuple[Path | None,
     holds NaN or inf is passed over as well.
     """
     notes: list[str] = []
-    for path in checkpoints(folder):
-        wrong = complaint(path)
+    for path in list_checkpoints(folder):
+        wrong = find_problem(path)
         if wrong is None and finite and not read_manifest(path)["finite"]:
             wrong = "it holds numbers that are not finite"
         if wrong is None:
@@ -117,15 +117,17 @@ def newest_complete(folder: Path, *, finite: bool = False) -> tuple[Path | None,
 
 def newest_by_size(folder: Path) -> Path | None:
     """The newest that looks whole at a glance: what a message may name without reading it all."""
-    return next((path for path in checkpoints(folder) if not complaint(path, hashes=False)), None)
+    return next(
+        (path for path in list_checkpoints(folder) if not find_problem(path, hashes=False)), None
+    )
 
 
-def rng_name(rank: int) -> str:
+def rng_file(rank: int) -> str:
     """The file of one rank's random number generators."""
     return f"rng_rank{rank}.pt"
 
 
-def rank_name(rank: int) -> str:
+def rank_file(rank: int) -> str:
     """The file of what one rank alone remembers."""
     return f"rank{rank}.json"
 

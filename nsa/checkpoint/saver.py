@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nsa.checkpoint.collect import all_finite, collect, host_copy, write
 from nsa.checkpoint.commit import (
     Aborted,
     commit,
@@ -38,10 +37,11 @@ from nsa.checkpoint.commit import (
     write_part,
 )
 from nsa.checkpoint.config import CheckpointConfig
+from nsa.checkpoint.engine_state import all_finite, collect, host_copy, write
 from nsa.checkpoint.errors import SaveFailed, explain
-from nsa.checkpoint.manifest import STATE, name_of, newest_by_size, rank_name, rng_name
+from nsa.checkpoint.manifest import STATE, checkpoint_name, newest_by_size, rank_file, rng_file
 from nsa.checkpoint.rng import rng_state
-from nsa.checkpoint.store import setting
+from nsa.checkpoint.state_file import setting
 
 RECOVERY = "zero_to_fp32.py"  # DeepSpeed's script for weights without an engine
 
@@ -111,9 +111,9 @@ class Saver:
         self._together(step, lambda: self._rank == 0 and new_draft(self._folder, step))
         files = collect(self._engine, draft)
         finite = all_finite(files)
-        files[rng_name(self._rank)] = rng_state()
+        files[rng_file(self._rank)] = rng_state()
         if rank_state is not None:
-            files[rank_name(self._rank)] = json.dumps(rank_state) + "\n"
+            files[rank_file(self._rank)] = json.dumps(rank_state) + "\n"
         if self._rank == 0:
             saved = {"state": state, "saved_under": setting(self._engine)}
             if self._tokenizer is not None:
@@ -165,7 +165,7 @@ class Saver:
     def _failure(self, step: int, error: ValueError) -> SaveFailed:
         good = newest_by_size(self._folder)
         rest = f"{good.name} is still good" if good else "there is no earlier one"
-        return SaveFailed(step, f"{name_of(step)} was not saved: {error}; {rest}")
+        return SaveFailed(step, f"{checkpoint_name(step)} was not saved: {error}; {rest}")
 
     def _take(self, job: _Job) -> None:
         """Have the state safe from the next step: in files, or in host memory."""

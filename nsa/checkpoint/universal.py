@@ -18,21 +18,21 @@ from nsa.checkpoint.errors import explain
 from nsa.checkpoint.manifest import (
     MANIFEST,
     STATE,
-    complaint,
+    find_problem,
     manifest_text,
-    rank_name,
+    rank_file,
     read_manifest,
-    rng_name,
+    rng_file,
     seal,
 )
-from nsa.checkpoint.store import ANY, saved_topology
+from nsa.checkpoint.state_file import ANY, read_topology
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
 
 def needs_universal(checkpoint: Path, ranks: int) -> bool:
     """Whether `ranks` ranks can only load this after a conversion; ZeRO stage 0 never needs it."""
-    under = saved_topology(checkpoint)
+    under = read_topology(checkpoint)
     return under["layout"] != "0" and under["ranks"] not in (ranks, ANY)
 
 
@@ -41,7 +41,7 @@ def to_universal(checkpoint: Path) -> Path:
 
     Raises a ValueError with the converter's last words where it fails; then nothing is left.
     """
-    under = saved_topology(checkpoint)
+    under = read_topology(checkpoint)
     if under["layout"] == "3":
         raise ValueError(
             f"{checkpoint} was saved with ZeRO stage 3, which is not converted here; start "
@@ -49,7 +49,7 @@ def to_universal(checkpoint: Path) -> Path:
         )
     target = checkpoint.with_name(f"{checkpoint.name}.universal")
     source = read_manifest(checkpoint)
-    if complaint(target) is None and read_manifest(target)["made_from"] == source["files"]:
+    if find_problem(target) is None and read_manifest(target)["made_from"] == source["files"]:
         return target
     draft = checkpoint.with_name(f".{target.name}{PARTIAL}")
     try:
@@ -93,6 +93,6 @@ def _add_ours(checkpoint: Path, converted: Path, ranks: int) -> None:
     written["saved_under"]["ranks"] = ANY
     (converted / STATE).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     for rank in range(ranks):
-        for name in (rng_name(rank), rank_name(rank)):
+        for name in (rng_file(rank), rank_file(rank)):
             if (checkpoint / name).exists():
                 shutil.copyfile(checkpoint / name, converted / name)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.checkpoint.manifest import complaint, newest_complete
-from nsa.checkpoint.store import ANY, saved_topology
+from nsa.checkpoint.manifest import find_problem, newest_complete
+from nsa.checkpoint.state_file import ANY, read_topology
 from nsa.dtypes import DTYPES
 
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's, but for stage 3
@@ -33,7 +33,7 @@ def find_weights(place: Path) -> Path:
 
     What is passed over as broken is warned of.
     """
-    found, wrong = place, complaint(place)
+    found, wrong = place, find_problem(place)
     if not place.is_dir():
         wrong = "there is no such folder"
     elif has_safetensors(place):
@@ -68,7 +68,7 @@ def read_weights(found: Path, dtype: torch.dtype | None = None) -> dict[str, Ten
             name: weight.to(dtype or weight.dtype)
             for name, weight in read_safetensors(found).items()
         }
-    under = saved_topology(found)
+    under = read_topology(found)
     if under["layout"] == "3":
         return _of_stage_3(found, dtype or DTYPES[under["precision"]])
     saved = _mapped(found / WEIGHTS)
@@ -87,10 +87,10 @@ def read_weights(found: Path, dtype: torch.dtype | None = None) -> dict[str, Ten
 
 def load_weights(model: torch.nn.Module, found: Path) -> None:
     """Put them into `model`, which must have the same parameters."""
-    fit(model, read_weights(found), found)
+    set_weights(model, read_weights(found), found)
 
 
-def fit(
+def set_weights(
     model: torch.nn.Module, weights: dict[str, Tensor], found: Path, *, assign: bool = False
 ) -> None:
     """Put weights of `found` into `model`; with `assign` they take its parameters' places."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from nsa.checkpoint.store import saved_state, saved_tokenizer
-from nsa.checkpoint.weights import find_weights, fit, has_safetensors, read_weights
+from nsa.checkpoint.state_file import read_tokenizer, read_train_state
+from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights, set_weights
 from nsa.data.batch_source import source_names
 from nsa.data.config import DataConfig
 from nsa.data.source import DataError, is_path
@@ -65,7 +65,7 @@ def find_run(place: Path | str) -> StoredRun:
         tokenizer=tokenizer,
         place=found.parent.parent if found.parent.name == "checkpoints" else found,
         weights=found,
-        step=None if has_safetensors(found) else saved_state(found)["step"],
+        step=None if has_safetensors(found) else read_train_state(found)["step"],
     )
 
 
@@ -78,7 +78,7 @@ def load_stored_run(
     """The run with its weights."""
     with torch.device("meta"):
         model = LanguageModel(run.config.model)
-    fit(model, read_weights(run.weights, dtype), run.weights, assign=True)
+    set_weights(model, read_weights(run.weights, dtype), run.weights, assign=True)
     model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
     return LoadedRun(**vars(run), model=model)
 
@@ -91,7 +91,7 @@ def config_of(found: Path) -> RunConfig:
     own, of_run = found / CONFIG, found.parent.parent / CONFIG
     if own.is_file():
         config = resolve_config(RunConfig(), own)
-        made = saved_tokenizer(found)
+        made = read_tokenizer(found)
         if made is not None:
             config.data.tokenizer = made["name"]
         return config
@@ -118,7 +118,7 @@ def open_tokenizer(data: DataConfig, found: Path) -> Tokenizer:
     beside = (found / "tokenizer.json").is_file()
     if beside and data.tokenizer != "byte":
         return _from_files(data, found)
-    made = saved_tokenizer(found) or _prepared_with(data)
+    made = read_tokenizer(found) or _prepared_with(data)
     if made is None and data.tokenizer == "byte":
         gone = _out_of_sight(data)
         if gone and beside:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nsa import checkpoint
-from nsa.checkpoint.store import LAYOUT_OF_STAGE, check_loadable
+from nsa.checkpoint.state_file import LAYOUT_OF_STAGE, check_loadable
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.process_group import Ranks
@@ -26,7 +26,7 @@ def checkpoint_to_load(plan: Plan, ranks: Ranks) -> tuple[Path | None, list[str]
     found, notes = checkpoint.newest_complete(plan.run_dir / "checkpoints")
     if found is None:
         return None, [*notes, "--resume: this run had saved no checkpoint; it starts at step 0"]
-    saved = dict(checkpoint.saved_topology(found))
+    saved = dict(checkpoint.read_topology(found))
     asked = {
         "layout": LAYOUT_OF_STAGE[plan.ds_config["zero_optimization"]["stage"]],
         "precision": plan.config.train.precision,
@@ -49,9 +49,9 @@ def checkpoint_to_load(plan: Plan, ranks: Ranks) -> tuple[Path | None, list[str]
 def saved_in(found: Path, rank: int, world_size: int) -> tuple[TrainState, dict[str, Any]]:
     """The training state of a checkpoint, and this rank's own: none of one among fewer or more."""
     own = {}
-    if checkpoint.saved_topology(found)["ranks"] == world_size:
-        own = checkpoint.saved_rank_state(found, rank) or {}
-    return TrainState.from_dict(checkpoint.saved_state(found)), own
+    if checkpoint.read_topology(found)["ranks"] == world_size:
+        own = checkpoint.read_rank_state(found, rank) or {}
+    return TrainState.from_dict(checkpoint.read_train_state(found)), own
 
 
 def weights_to_load(config: RunConfig) -> Path | None:

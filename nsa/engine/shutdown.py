@@ -22,7 +22,7 @@ from types import FrameType
 import psutil
 
 from nsa.engine.peer_hosts import why_gone
-from nsa.watchdog.process_tree import is_alive
+from nsa.processes import is_alive
 
 LAUNCHER = "deepspeed.launcher.launch"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

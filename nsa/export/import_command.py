@@ -154,12 +154,12 @@ def _model(config: RunConfig, weights: dict[str, Tensor], place: Path) -> Langua
     """The model that the weights make; they must fit."""
     import torch
 
-    from nsa.checkpoint.weights import fit
+    from nsa.checkpoint.weights import set_weights
     from nsa.model import LanguageModel
 
     with torch.device("meta"):
         model = LanguageModel(config.model)
-    fit(model, weights, place, assign=True)
+    set_weights(model, weights, place, assign=True)
     return model.eval()
 
 

@@ -17,7 +17,7 @@ import yaml
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.config import WatchConfig
 from nsa.monitor.observer import BRANCHES
-from nsa.watchdog.process_tree import is_alive
+from nsa.processes import is_alive
 
 # The setting of `monitor.watch` that limits each phase.
 LIMIT_OF = {

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from nsa.processes import is_alive
+
 HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
 _SUBREAPER = 36  # of Linux' prctl: orphaned descendants become our children
 _LAUNCHERS = ("deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run")
@@ -92,13 +94,6 @@ class ProcessTree:
             killed.update(left)
             wait_for(left, _PAUSE)
         return len(killed)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs; one that is only waiting to be reaped does not."""
-    with contextlib.suppress(psutil.Error):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def _is_zombie(process: psutil.Process) -> bool:

@@ -18,6 +18,7 @@ import psutil
 
 from nsa.monitor.config import WatchConfig
 from nsa.monitor.heartbeat import last_beat
+from nsa.processes import is_alive
 from nsa.watchdog.halt import record, say
 from nsa.watchdog.hang_detector import Judge, Rank, Verdict
 from nsa.watchdog.process_tree import (
@@ -25,7 +26,6 @@ from nsa.watchdog.process_tree import (
     ProcessTree,
     handles,
     holder,
-    is_alive,
     open_heartbeats,
     send,
     wait_for,

@@ -25,7 +25,7 @@ from nsa.checkpoint.commit import (
     write_failure,
     write_part,
 )
-from nsa.checkpoint.manifest import checkpoints, complaint, manifest_text, read_manifest
+from nsa.checkpoint.manifest import find_problem, list_checkpoints, manifest_text, read_manifest
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 
@@ -95,7 +95,7 @@ def test_killed_anywhere_there_is_a_whole_checkpoint_and_the_next_run_cleans_up(
         code = killed_before(change, folder, lambda folder=folder: save(folder, 6, keep=1))
         path, notes = newest_complete(folder)
         assert path is not None, f"killed before change {change}: {notes}"
-        named = [other for other in checkpoints(folder) if complaint(other)]
+        named = [other for other in list_checkpoints(folder) if find_problem(other)]
         assert there or named == [], "half a checkpoint bears the name of a whole one"
         found.append(path.name)
         remove_drafts(folder)  # what the next run does first

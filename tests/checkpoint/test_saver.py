@@ -11,9 +11,9 @@ import pytest
 from nsa.checkpoint import (
     newest_complete,
     read_manifest,
-    saved_rank_state,
-    saved_state,
-    saved_topology,
+    read_rank_state,
+    read_topology,
+    read_train_state,
 )
 from tests.checkpoint.conftest import Rows
 
@@ -38,9 +38,9 @@ def test_a_checkpoint_holds_everything_and_says_so(saved: Saved) -> None:
         "ds_config.json",
     }
     assert {item.name for item in path.iterdir()} == {*about["files"], "manifest.json"}
-    assert saved_state(path) == {"step": 6}
-    assert saved_topology(path)["ranks"] == 2
-    assert [saved_rank_state(path, rank) for rank in (0, 1)] == [{"place": 0}, {"place": 1}]
+    assert read_train_state(path) == {"step": 6}
+    assert read_topology(path)["ranks"] == 2
+    assert [read_rank_state(path, rank) for rank in (0, 1)] == [{"place": 0}, {"place": 1}]
 
 
 def test_writing_in_the_background_changes_no_bit(saved: Saved) -> None:

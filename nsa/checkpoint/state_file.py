@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nsa.checkpoint.manifest import STATE, rank_name, rng_name
+from nsa.checkpoint.manifest import STATE, rank_file, rng_file
 from nsa.checkpoint.rng import restore_rng
 
 # DeepSpeed keeps optimizer state whole in stage 0, sharded by gradients' owner in stages 1 and 2,
@@ -19,24 +19,24 @@ LAYOUT_OF_STAGE = {0: "0", 1: "1 or 2", 2: "1 or 2", 3: "3"}
 ANY = "any"  # number of ranks that a universal checkpoint loads on
 
 
-def saved_state(checkpoint: Path) -> dict[str, Any]:
+def read_train_state(checkpoint: Path) -> dict[str, Any]:
     """The training state that a checkpoint holds."""
     return _read(checkpoint)["state"]
 
 
-def saved_topology(checkpoint: Path) -> dict[str, Any]:
+def read_topology(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint was saved under: `layout`, `precision` and `ranks`."""
     return _read(checkpoint)["saved_under"]
 
 
-def saved_tokenizer(checkpoint: Path) -> dict[str, str] | None:
+def read_tokenizer(checkpoint: Path) -> dict[str, str] | None:
     """`name` and `fingerprint` of the tokenizer; None where a folder has them not recorded."""
     return _read(checkpoint).get("tokenizer") if (checkpoint / STATE).is_file() else None
 
 
-def saved_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
+def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
     """What one rank had to remember; None where that was nothing."""
-    path = checkpoint / rank_name(rank)
+    path = checkpoint / rank_file(rank)
     return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -53,7 +53,7 @@ def load(engine: Any, checkpoint: Path) -> dict[str, Any]:
         path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
         raise ValueError(f"{checkpoint} could not be loaded; see DeepSpeed's warning above")
-    generators = checkpoint / rng_name(dist.get_rank())
+    generators = checkpoint / rng_file(dist.get_rank())
     if generators.exists():  # a rank that the saved run did not have keeps its own
         restore_rng(generators)
     return written["state"]
