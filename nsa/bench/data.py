@@ -101,7 +101,7 @@ def _feeding(source: Path, seconds: float) -> dict[str, float]:
         feed = _feed(str(source), micro_batch)
 
         def take(feed: BatchLoader = feed) -> int:
-            return feed.take().tokens
+            return feed.next_batch().tokens
 
         found[str(micro_batch)] = _rate(take, seconds)
         feed.close()
@@ -124,7 +124,7 @@ def _step(source: str, device: torch.device, rounds: int) -> dict[str, float]:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     trainer = Trainer(config, device, dtype, compiled=False)
     feed = _feed(source, micro_batch, seq_len)
-    constant = feed.take().to(device)
+    constant = feed.next_batch().to(device)
     waited: list[float] = []
 
     def finish(batch: Any) -> None:
@@ -134,7 +134,7 @@ def _step(source: str, device: torch.device, rounds: int) -> dict[str, float]:
 
     def fed() -> None:
         start = time.perf_counter()
-        batch = feed.take()
+        batch = feed.next_batch()
         waited.append(time.perf_counter() - start)
         finish((batch.pin_memory() if on_gpu else batch).to(device, non_blocking=True))
 

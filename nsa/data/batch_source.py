@@ -9,10 +9,11 @@ from typing import Any, Protocol
 from nsa.data.batches import Batch, Batches, to_batch
 from nsa.data.config import DataConfig
 from nsa.data.coverage import coverage
+from nsa.data.factory import open_source, open_store
 from nsa.data.order import key
-from nsa.data.source import DataError, State, open_source
+from nsa.data.source import DataError, State
 from nsa.data.stream import NOTHING_YET, stream_rows
-from nsa.data.token_store import TokenStore, open_store
+from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import build_tokenizer
 from nsa.data.worker import Worker
 
@@ -31,7 +32,7 @@ class BatchSource(Iterator[tuple[Batch, "State | None"]], Protocol):
         """What is being read, and how far that came, for messages."""
         ...
 
-    def plan(self, samples: int) -> list[str]:
+    def describe(self, samples: int) -> list[str]:
         """What a run that deals so many samples takes."""
         ...
 
@@ -48,7 +49,7 @@ class IndexedBatches:
         self.vocab_size = max(store.vocab_size for store in batches.stores)
         self.tokenizer = batches.stores[0].tokenizer_name
         self.tokenizer_fingerprint = batches.stores[0].tokenizer
-        self._batches, self._of_rank = batches, batches.of_rank(rank, consumed)
+        self._batches, self._of_rank = batches, batches.for_rank(rank, consumed)
         self._read = 0
 
     def __iter__(self) -> IndexedBatches:
@@ -63,7 +64,7 @@ class IndexedBatches:
         names = ", ".join(store.name for store in self._batches.stores)
         return names, f"batches that were read before: {self._read:,}"
 
-    def plan(self, samples: int) -> list[str]:
+    def describe(self, samples: int) -> list[str]:
         batches = self._batches
         return coverage(batches.stores, batches.shares, batches.seq_len, samples)
 
@@ -136,7 +137,7 @@ class StreamingBatches:
         place = f"the last document read was {worker.place or NOTHING_YET}"
         return worker.source or source_names(self._config), place
 
-    def plan(self, samples: int) -> list[str]:
+    def describe(self, samples: int) -> list[str]:
         return [
             f"{name}: streamed, tokenizer {self.tokenizer}, documents shuffled "
             f"{self._config.shuffle_documents:,} at a time; "
@@ -171,7 +172,7 @@ def open_batches(
             f"write shards of {streamed} with `nsa data prepare` and name their folders instead"
         )
     _check_one_tokenizer(stores)
-    return cut(
+    return build_batches(
         stores,
         config,
         micro_batch=micro_batch,
@@ -181,7 +182,7 @@ def open_batches(
     )
 
 
-def cut(
+def build_batches(
     stores: Sequence[TokenStore],
     config: DataConfig,
     *,

@@ -32,7 +32,7 @@ class Batch:
         """The same batch on `device`."""
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
-    def part(self, number: int, parts: int) -> Batch:
+    def sequence_part(self, number: int, parts: int) -> Batch:
         """One of so many equal parts of the sequences; `cu_seqlens` stays that of the whole."""
         length = self.input_ids.shape[1] // parts
         mine = slice(number * length, (number + 1) * length)
@@ -142,20 +142,20 @@ class Batches:
         rows = np.stack([self._sample(position) for position in positions])
         return to_batch(rows, self.stores[0].eos_id, self.packing)
 
-    def of_rank(self, rank: int, consumed: int = 0) -> Iterator[Batch]:
+    def for_rank(self, rank: int, consumed: int = 0) -> Iterator[Batch]:
         """Every batch of one rank, from the step before which `consumed` samples were consumed."""
         while True:
             for micro_step in range(self.accumulation):
                 yield self.batch(consumed, micro_step, rank)
             consumed += self.samples_per_step
 
-    def lasts(self, samples: int) -> tuple[int, str] | None:
+    def first_repeat(self, samples: int) -> tuple[int, str] | None:
         """How many of the first `samples` come before one comes again, and of which store it is.
 
         None where there are so many.
         """
         for position in range(samples):
-            at, number = self._mixer.place(position)
+            at, number = self._mixer.locate(position)
             if number >= self.samples[at]:
                 return position, self.stores[at].name
         return None
@@ -168,13 +168,13 @@ class Batches:
             for share, store in zip(self.shares, self.stores, strict=True)
         )
 
-    def place(self, position: int) -> tuple[TokenStore, int]:
+    def locate(self, position: int) -> tuple[TokenStore, int]:
         """The store that a sample is cut from, and which of its tokens is the first."""
-        at, number = self._mixer.place(position)
+        at, number = self._mixer.locate(position)
         epoch, index = divmod(number, self.samples[at])
         index = shuffled(index, self.samples[at], key(self.seed, epoch, at))
         return self.stores[at], index * self.seq_len
 
     def _sample(self, position: int) -> TokenArray:
-        store, start = self.place(position)
+        store, start = self.locate(position)
         return store.read(start, start + self.seq_len + 1)

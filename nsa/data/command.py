@@ -161,7 +161,7 @@ def _contents(folder: Path, index: Index) -> list[str]:
 
 @_settings_as_flags()
 def _train_tokenizer(args: argparse.Namespace) -> int:
-    from nsa.data.source import open_source
+    from nsa.data.factory import open_source
     from nsa.data.tokenizer import train_tokenizer
 
     config = _config(args)

@@ -68,7 +68,7 @@ class Mixer:
                     f"least {1 / PARTS:g}, or leave it out"
                 )
 
-    def place(self, position: int) -> tuple[int, int]:
+    def locate(self, position: int) -> tuple[int, int]:
         """Which source a position belongs to, and how many that source has had before it."""
         left = PARTS
         for source, count in enumerate(self._counts):

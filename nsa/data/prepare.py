@@ -30,6 +30,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nsa.data.config import DataConfig
+from nsa.data.factory import open_source
 from nsa.data.shards import (
     AGAIN,
     DRAFT,
@@ -47,7 +48,7 @@ from nsa.data.shards import (
     write_json,
     write_shard,
 )
-from nsa.data.source import SPLITS, DataError, Document, Reader, State, held_out, open_source
+from nsa.data.source import SPLITS, DataError, Document, Reader, State, held_out
 from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, id_type, with_eos
 
 DOCUMENTS_AT_ONCE = 1_000  # that are tokenised together, ...

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from nsa.data.config import DataConfig
@@ -99,22 +98,3 @@ def no_text(field: str, kind: str) -> str:
 def is_path(name: str) -> bool:
     """Whether a source is a file or a folder, of text or prepared."""
     return name not in NAMED and not name.startswith("hf:")
-
-
-def open_source(config: DataConfig, name: str) -> Source:
-    """The documents of `data.source`, or of one name in `data.mixture`, whatever their kind."""
-    if name == "embedded":
-        from nsa.data.builtin import embedded
-
-        return embedded()
-    if name == "synthetic":
-        from nsa.data.builtin import synthetic
-
-        return synthetic(config.synthetic_bytes)
-    if name == "fineweb_edu" or name.startswith("hf:"):
-        from nsa.data.hub import open_hub
-
-        return open_hub(config, name)
-    from nsa.data.files import open_files
-
-    return open_files(Path(name).expanduser(), config.text_field)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from nsa.data.config import DataConfig
+from nsa.data.factory import open_source
 from nsa.data.order import Mixer, key, shuffled
 from nsa.data.source import (
     DataError,
@@ -24,7 +25,6 @@ from nsa.data.source import (
     held_out,
     in_split,
     no_documents,
-    open_source,
 )
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, with_eos
@@ -97,7 +97,7 @@ class PackedStream(Iterator[TokenArray]):
         return np.stack([self._row() for _ in range(self._rows)])
 
     def _row(self) -> TokenArray:
-        source, _ = self._mixer.place(self._given)
+        source, _ = self._mixer.locate(self._given)
         self._given += 1
         return self._in_order[source].row(self._seq_len)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
 
-from nsa.data.config import DataConfig
-from nsa.data.source import ALL, IN_MEMORY, SPLITS, in_split, no_documents, open_source
-from nsa.data.tokenizer import TokenArray, build_tokenizer, with_eos
+from nsa.data.tokenizer import TokenArray
 
 
 class TokenStore:
@@ -58,38 +55,3 @@ class TokenStore:
 
     def _piece(self, number: int) -> TokenArray:
         return self._pieces[number]
-
-
-def open_store(config: DataConfig, name: str, split: str) -> TokenStore | None:
-    """The tokens of one source and split where they can be had whole; None: they are streamed."""
-    if split not in (*SPLITS, ALL):
-        raise ValueError(f"split = {split!r}: choose one of {', '.join((*SPLITS, ALL))}")
-    if name in IN_MEMORY:
-        return _tokenise(config, name, split)
-    from nsa.data.shards import is_prepared, open_shards
-
-    return open_shards(name, split) if is_prepared(name) else None
-
-
-def _tokenise(config: DataConfig, name: str, split: str) -> TokenStore:
-    tokenizer = build_tokenizer(config)
-    pieces: list[TokenArray] = []
-    text_bytes = 0
-    for document in open_source(config, name).read():
-        if in_split(document.text, config.held_out, split):
-            text_bytes += len(document.text)
-            pieces.append(with_eos(tokenizer, tokenizer.encode(document.text)))
-    if not pieces:
-        raise no_documents(config, name, split)
-    tokens = np.concatenate(pieces)
-    digest = hashlib.sha256(tokens.astype(np.uint32).tobytes())
-    return TokenStore(
-        [tokens],
-        tokenizer.eos_id,
-        text_bytes / len(tokens),
-        name=name,
-        fingerprint=digest.hexdigest(),
-        vocab_size=tokenizer.vocab_size,
-        tokenizer=tokenizer.fingerprint,
-        tokenizer_name=tokenizer.name,
-    )

@@ -78,7 +78,7 @@ def train(run: Run) -> str:
 
     Returns how it ended: "finished", or "preempted" with the reason.
     """
-    run.place, run.saved = run.data.feed.state(), run.state.step
+    run.place, run.saved = run.data.loader.state(), run.state.step
     try:
         stopped = _train(run)
     except (AllRanksError, RunAborted):
@@ -103,12 +103,12 @@ def _train(run: Run) -> str | None:
         if stopped is not None:
             return stopped
         if state.step == first and run.rank == 0:
-            seconds = run.data.feed.first_batch_seconds
+            seconds = run.data.loader.first_batch_seconds
             run.observers.on_message(f"first batch ready {seconds:.1f} s after the data was opened")
         if logs:
             run.health.arm()
         loss = train_step(run, batches)
-        run.place = run.data.feed.state()
+        run.place = run.data.loader.state()
         run.instruments.step_end(state)
         if not run.engine.was_step_applied():
             recover(run)
@@ -137,14 +137,14 @@ def next_batches(run: Run) -> tuple[str | None, list[Batch]]:
     def take() -> list[Batch]:
         while run.state.samples in run.state.passed_over:
             _take_step(run)
-            run.state.samples += run.data.feed.samples_per_step
+            run.state.samples += run.data.loader.samples_per_step
         return _take_step(run)
 
     return _on_all_ranks(run, take)
 
 
 def _take_step(run: Run) -> list[Batch]:
-    return [run.data.take() for _ in range(run.config.train.accumulation)]
+    return [run.data.next_batch() for _ in range(run.config.train.accumulation)]
 
 
 def _on_all_ranks(run: Run, get: Callable[[], list[Batch]]) -> tuple[str | None, list[Batch]]:
@@ -180,7 +180,7 @@ def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
         engine.step()  # after each micro-batch: DeepSpeed counts them and steps at the last
         total += loss.detach().float()
     state.step += 1
-    state.samples += run.data.feed.samples_per_step
+    state.samples += run.data.loader.samples_per_step
     state.tokens += _tokens_per_step(run)
     state.skipped += not engine.was_step_applied()
     return total / config.accumulation
@@ -194,7 +194,7 @@ def evaluate(run: Run) -> float | None:
     """
     run.instruments.enter("eval")
     total = torch.zeros(2, device=run.device, dtype=torch.float64)
-    stopped, batches = _on_all_ranks(run, run.data.held_out_batches)
+    stopped, batches = _on_all_ranks(run, run.data.validation_batches)
     if stopped is not None:
         return None
     with _evaluating(run.engine):
@@ -219,9 +219,9 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
             validation = evaluate(run)
         run.instruments.enter("idle")
     if validation is not None:
-        bits = validation / math.log(2) / run.data.held_out.bytes_per_token
-        if run.rank == 0 and run.data.held_out.note and not run.told:
-            run.observers.on_message(run.data.held_out.note)
+        bits = validation / math.log(2) / run.data.validation.bytes_per_token
+        if run.rank == 0 and run.data.validation.note and not run.told:
+            run.observers.on_message(run.data.validation.note)
             run.told = True
     norm = run.engine.get_global_grad_norm()
     record = StepRecord(
@@ -274,7 +274,7 @@ def _save(run: Run, must: bool = True) -> None:
 
 
 def _tokens_per_step(run: Run) -> int:
-    return run.data.feed.samples_per_step * run.config.data.seq_len
+    return run.data.loader.samples_per_step * run.config.data.seq_len
 
 
 def _due(step: int, every: int, stop: int) -> bool:

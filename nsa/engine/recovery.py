@@ -55,7 +55,7 @@ def describe(findings: list[Finding]) -> str | None:
 
 def _roll_back(run: Run, what: str) -> bool:
     """Restore the newest checkpoint and pass over the bad step's samples when they come again."""
-    bad_samples = run.state.samples - run.data.feed.samples_per_step
+    bad_samples = run.state.samples - run.data.loader.samples_per_step
     try:
         run.saver.finish()
     except checkpoint.SaveFailed as error:
@@ -69,7 +69,7 @@ def _roll_back(run: Run, what: str) -> bool:
     run.state, own = saved_in(found, run.rank, run.ranks)
     run.state.passed_over = sorted(passed_over | {*run.state.passed_over})
     run.place = own.get("feed")
-    run.data.go_back(run.state.samples, run.place)
+    run.data.rewind(run.state.samples, run.place)
     if "guard" in own:
         run.guard.restore(own["guard"])
     run.saved = run.state.step

@@ -160,7 +160,7 @@ def _assemble(
         config.checkpoint,
         agree=agreement.raise_together,
         attachments=run_files(plan),
-        tokenizer={"name": data.feed.tokenizer, "fingerprint": data.feed.tokenizer_fingerprint},
+        tokenizer={"name": data.loader.tokenizer, "fingerprint": data.loader.tokenizer_fingerprint},
         on_saved=observers.on_checkpoint,
         on_failed=lambda error: observers.on_message(f"NOT SAVED, training goes on: {error}"),
     )

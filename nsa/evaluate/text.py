@@ -18,13 +18,13 @@ import numpy as np
 import torch
 
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batch_source import cut, open_batches
+from nsa.data.batch_source import build_batches, open_batches
 from nsa.data.batches import Batch, Batches, to_batch
 from nsa.data.config import DataConfig
-from nsa.data.loader import ONE_BY_ONE
 from nsa.data.source import ALL, DataError
 from nsa.data.stream import collect
 from nsa.data.tokenizer import TokenArray, Tokenizer
+from nsa.data.validation import VALIDATION_SHAPE
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def open_text(config: DataConfig, split: str, tokens: int, tokenizer: Tokenizer)
                 "held_out or train"
             )
     count = max(1, tokens // config.seq_len)
-    samples = open_batches(config, split, **ONE_BY_ONE)
+    samples = open_batches(config, split, **VALIDATION_SHAPE)
     if samples is None:
         stores = list(collect(config, count * config.seq_len + 1, split=split))
-        samples = cut(stores, config, **ONE_BY_ONE)
+        samples = build_batches(stores, config, **VALIDATION_SHAPE)
     for store in samples.stores:
         if store.tokenizer != tokenizer.fingerprint:
             raise DataError(
@@ -82,8 +82,8 @@ def open_text(config: DataConfig, split: str, tokens: int, tokenizer: Tokenizer)
                 f"{store.tokenizer_name!r} and the run's are {tokenizer.name!r}'s; name text that "
                 "is not prepared, or prepare it with the run's"
             )
-    lasts = samples.lasts(count)
-    return Text(samples, count, None) if lasts is None else Text(samples, *lasts)
+    repeat = samples.first_repeat(count)
+    return Text(samples, count, None) if repeat is None else Text(samples, *repeat)
 
 
 def pieces(text: Text, seq_len: int, stride: int, rows: int) -> Iterator[Piece]:
@@ -100,7 +100,7 @@ def pieces(text: Text, seq_len: int, stride: int, rows: int) -> Iterator[Piece]:
 
 def _windows(text: Text, seq_len: int, stride: int) -> Iterator[_Window]:
     for sample in range(text.count):
-        store, start = text.samples.place(sample)
+        store, start = text.samples.locate(sample)
         for first in range(start, start + text.samples.seq_len, stride):
             begin = max(0, first + stride - seq_len)
             judged = slice(first - begin, first - begin + stride)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch
 from nsa.data.config import DataConfig
-from nsa.data.loader import open_validation
+from nsa.data.validation import open_validation
 from nsa.model import LanguageModel
 
 TOKENS = 8_192  # judged for each length

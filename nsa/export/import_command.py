@@ -177,7 +177,7 @@ def _write(
 
 def _check_text(args: argparse.Namespace, found: Found, config: RunConfig) -> None:
     """Raise what would hinder the gap before weights are read; a sample of the text is enough."""
-    from nsa.data.loader import open_validation
+    from nsa.data.validation import open_validation
 
     data = replace(config.data, source=args.gap, seq_len=_lengths(config)[-1], packing="concat")
     if found.tokenizer and data.tokenizer == f"hf:{args.to.absolute()}":  # not there yet

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from nsa.data.batches import Batch, Batches
 from nsa.data.config import DataConfig
-from nsa.data.token_store import TokenStore, open_store
+from nsa.data.factory import open_store
+from nsa.data.token_store import TokenStore
 
 EOS = 257
 SHAPE = {"seq_len": 4, "micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
@@ -173,9 +174,9 @@ def test_the_order_goes_on_where_ranks_micro_batches_and_accumulation_change(
 
 def test_a_rank_that_goes_on_from_any_place_reads_what_it_would_have_read() -> None:
     batches = counting(13, micro_batch=2, accumulation=3, world_size=2)
-    from_start = batches.of_rank(1)
+    from_start = batches.for_rank(1)
     expected = [next(from_start).input_ids for _ in range(15)]
-    resumed = batches.of_rank(1, consumed=2 * batches.samples_per_step)
+    resumed = batches.for_rank(1, consumed=2 * batches.samples_per_step)
     for ids in expected[6:]:
         assert torch.equal(next(resumed).input_ids, ids)
 

@@ -10,8 +10,8 @@ import pytest
 
 from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
-from nsa.data.source import DataError, Source, held_out, open_source
-from nsa.data.token_store import open_store
+from nsa.data.factory import open_source, open_store
+from nsa.data.source import DataError, Source, held_out
 
 
 def texts(source: Source) -> list[bytes]:

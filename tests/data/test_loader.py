@@ -20,13 +20,15 @@ import pytest
 import torch
 
 from nsa.constants import IGNORE_INDEX
+from nsa.data.batch_source import open_batches
 from nsa.data.config import DataConfig
 from nsa.data.files import open_files
-from nsa.data.loader import BatchLoader, ValidationData, open_batches, open_loader, open_validation
+from nsa.data.loader import BatchLoader, open_loader
 from nsa.data.prepare import prepare
 from nsa.data.source import DataError
 from nsa.data.stream import PackedStream
 from nsa.data.tokenizer import train_tokenizer
+from nsa.data.validation import ValidationData, open_validation
 from tests.data.processes import gone, workers_of
 from tests.data.texts import EOS, HELD_OUT, documents_in, split, texts, write_lines, write_parquet
 
@@ -46,7 +48,7 @@ def feed(config: DataConfig, *, rank: int = 0, world_size: int = 1, **settings: 
 
 
 def take(fed: BatchLoader, count: int) -> list[list[list[int]]]:
-    return [fed.take().input_ids.tolist() for _ in range(count)]
+    return [fed.next_batch().input_ids.tolist() for _ in range(count)]
 
 
 def write(pipe: Any, documents: list[bytes]) -> None:
@@ -86,7 +88,7 @@ def test_tokens_that_are_all_there_come_in_their_computed_order_and_need_no_plac
         for consumed in (24, 36):
             for micro_step in range(3):
                 expected = batches.batch(consumed, micro_step, 1)
-                batch = fed.take()
+                batch = fed.next_batch()
                 assert torch.equal(batch.input_ids, expected.input_ids)
                 assert torch.equal(batch.labels, expected.labels)
         assert fed.state() is None
@@ -104,7 +106,7 @@ def test_streamed_batches_are_the_workers_rows_in_turn(source: str, packing: str
     with closing(feed(config, rank=1, world_size=2)) as fed:
         for number in range(30):
             rows = next(streams[number % 2]).astype(np.int64)
-            batch = fed.take()
+            batch = fed.next_batch()
             assert batch.input_ids.flatten().tolist() == rows[:, :-1].flatten().tolist()
             labels = rows[:, 1:].copy()
             if packing == "documents":
@@ -170,13 +172,13 @@ def test_a_run_that_is_killed_goes_on_with_no_row_lost_or_doubled(
 
 def test_a_worker_that_is_killed_ends_the_feed_and_is_named(source: str) -> None:
     with closing(feed(configure(source, workers=2), rank=0)) as fed:
-        fed.take()
+        fed.next_batch()
         os.kill(workers_of(os.getpid())[1], signal.SIGKILL)
         message = r"a\.jsonl', rank 0: .*SIGKILL"
         with pytest.raises(DataError, match=message):
             take(fed, 10_000)
         with pytest.raises(DataError, match=message):  # and again: no later batch takes its place
-            fed.take()
+            fed.next_batch()
 
 
 def test_a_source_that_hangs_is_named_with_its_rank_and_its_last_document(
@@ -196,7 +198,7 @@ def test_a_source_that_hangs_is_named_with_its_rank_and_its_last_document(
             assert part in message
         # It was the source's fault alone: what comes late still comes in its order.
         write(writer, train[20:])
-        assert fed.take().input_ids.shape == (2, 16)
+        assert fed.next_batch().input_ids.shape == (2, 16)
 
 
 def test_of_a_mixture_the_source_that_hangs_is_named(pipe: tuple[str, Any], source: str) -> None:
@@ -224,13 +226,13 @@ def test_a_broken_document_comes_through_as_its_source_named_it(tmp_path: Path) 
 def test_a_process_ends_though_nobody_closed_its_feed(source: str) -> None:
     program = (
         "import sys\nfrom nsa.data.config import DataConfig\n"
-        "from nsa.data.loader import open_loader, open_validation\n"
+        "from nsa.data.loader import open_loader\nfrom nsa.data.validation import open_validation\n"
         "shape = {'micro_batch': 1, 'world_size': 1}\n"
         "config = DataConfig(source=sys.argv[1], seq_len=16, held_out=0.2)\n"
         "feed = open_loader(config, rank=0, accumulation=1, seed=1, **shape)\n"
         "held_out = open_validation(config, sequences=3, **shape)\n"
         "computed = open_loader(DataConfig(seq_len=16), rank=0, accumulation=1, seed=1, **shape)\n"
-        "for each in (feed, computed): each.take()\n"
+        "for each in (feed, computed): each.next_batch()\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", program, source]
@@ -262,7 +264,7 @@ def test_a_place_in_another_stream_is_refused_by_name(
     source: str, change: dict[str, int], message: str
 ) -> None:
     with closing(feed(configure(source, workers=2))) as fed:
-        fed.take()
+        fed.next_batch()
         state = fed.state()
     data = {name: change[name] for name in change.keys() & {"workers", "shuffle_documents"}}
     others = {name: change[name] for name in change.keys() - data.keys()}
@@ -291,7 +293,7 @@ def test_shards_of_different_tokenizers_are_not_mixed(tmp_path: Path, source: st
     with pytest.raises(DataError, match=r"bytes.*bpe_shards.*different tokenizers"):
         feed(configure(folders))
     with closing(feed(configure(next(iter(folders))))) as fed:
-        assert fed.take().input_ids.shape == (2, 16)
+        assert fed.next_batch().input_ids.shape == (2, 16)
 
 
 def judged(held_out: ValidationData, ranks: int, micro_batch: int) -> list[tuple[int, ...]]:
@@ -389,4 +391,4 @@ def test_validation_names_a_source_that_hangs(pipe: tuple[str, Any]) -> None:
 @pytest.mark.gpu
 def test_batches_can_be_pinned() -> None:
     with closing(feed(configure("synthetic", synthetic_bytes=20_000))) as fed:
-        assert fed.take().pin_memory().input_ids.is_pinned()
+        assert fed.next_batch().pin_memory().input_ids.is_pinned()

@@ -61,7 +61,7 @@ def test_a_mixture_spreads_its_sources_evenly_and_counts_each_without_a_gap(
     mixer = Mixer(shares, [str(source) for source in range(len(shares))])
     taken: dict[int, list[int]] = {source: [] for source in range(len(shares))}
     for position in range(start, start + 300):
-        source, index = mixer.place(position)
+        source, index = mixer.locate(position)
         taken[source].append(index)
     for source, indices in taken.items():
         assert indices == list(range(indices[0], indices[0] + len(indices))) if indices else True
@@ -72,7 +72,7 @@ def test_a_mixture_spreads_its_sources_evenly_and_counts_each_without_a_gap(
 
 def test_a_mixture_begins_each_source_at_its_first_sample() -> None:
     mixer = Mixer([0.5, 0.3, 0.2], ["a", "b", "c"])
-    places = [mixer.place(position) for position in range(10)]
+    places = [mixer.locate(position) for position in range(10)]
     assert [sorted(index for source, index in places if source == at) for at in range(3)] == [
         [0, 1, 2, 3, 4],
         [0, 1, 2],

@@ -33,7 +33,7 @@ def main(source: str, folder: Path, steps: int, save_every: int) -> None:
     with log.open("a") as rows:
         rows.truncate(at["bytes"])  # what was trained on since the checkpoint is lost with it
         for step in range(at["step"] + 1, steps + 1):
-            rows.write(f"{feed.take().input_ids.tolist()}\n")
+            rows.write(f"{feed.next_batch().input_ids.tolist()}\n")
             rows.flush()
             if step % save_every == 0:
                 place = {"step": step, "bytes": log.stat().st_size, "feed": feed.state()}

@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
 from nsa.data.config import DataConfig
-from nsa.data.loader import open_validation
+from nsa.data.factory import open_source
 from nsa.data.prepare import prepare
 from nsa.data.shards import read_index, write_index
-from nsa.data.source import DataError, open_source
+from nsa.data.source import DataError
 from nsa.data.tokenizer import ByteTokenizer, build_tokenizer, train_tokenizer
+from nsa.data.validation import open_validation
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import config_of, load_run, open_tokenizer
 from nsa.engine.resolve import resolve_config, to_yaml

@@ -111,7 +111,7 @@ def test_bits_per_byte_are_those_of_nsa_eval_on_the_same_windows(
     assert opened.tokenizer is not None
     ours = open_text(DataConfig(source=source, seq_len=SEQ_LEN), "all", 10**6, opened.tokenizer)
     judged = judge(opened.model, pieces(ours, SEQ_LEN, SEQ_LEN, 2), ours.count, SEQ_LEN)
-    starts = torch.tensor([ours.samples.place(sample)[1] for sample in range(ours.count)])
+    starts = torch.tensor([ours.samples.locate(sample)[1] for sample in range(ours.count)])
     assert sorted(starts.tolist()) == [0, 32, 64, 96]
     total = judged.losses.sum(1)[starts >= SEQ_LEN].sum().item()
     bits = total / math.log(2) / len(second)

@@ -20,7 +20,7 @@ from nsa.cli import main
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batches
 from nsa.data.config import DataConfig
-from nsa.data.source import open_source
+from nsa.data.factory import open_source
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer, train_tokenizer
 from nsa.evaluate import perplexity
@@ -283,7 +283,7 @@ def test_each_loss_is_that_of_the_token_behind_its_context_alone(
     found = judge(model, pieces(few, 12, 4, rows=5), 2, 12)
     expected = np.zeros(2)
     for sample in range(2):
-        store, start = few.samples.place(sample)
+        store, start = few.samples.locate(sample)
         for at in range(start, start + 24):
             begin = max(0, at - at % 4 + 4 - 12)
             context = torch.from_numpy(store.read(begin, at + 2).astype(np.int64))

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from nsa.cli import main
 from nsa.data.config import DataConfig
-from nsa.data.source import open_source
+from nsa.data.factory import open_source
 from nsa.data.tokenizer import train_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.export import gap

@@ -81,11 +81,11 @@ def plant(fault: Fault) -> None:
     from nsa.data.loader import BatchLoader
     from nsa.model import LanguageModel
 
-    def take(self: Any) -> None:
+    def next_batch(self: Any) -> None:
         fault.steps += 1
         fault.met("data")
 
-    before(BatchLoader, "take", take)
+    before(BatchLoader, "next_batch", next_batch)
     before(deepspeed.DeepSpeedEngine, "backward", lambda *_, **__: fault.met("backward"))
     before(deepspeed.DeepSpeedEngine, "step", lambda *_, **__: fault.met("step"))
     before(torch.distributed, "all_reduce", lambda *_, **__: fault.met("collective"))
