@@ -83,9 +83,9 @@ def model_of(config: RunConfig) -> Model:
         flops=flops_per_token(model, length),
         layers_flops=forward,
         attention_flops=forward - products,
-        product=loss.PRODUCT,
-        in_float32=loss.IN_FLOAT32,
-        in_cache=loss.IN_CACHE,
+        product=loss.CHUNK_LOGITS,
+        in_float32=loss.SOFTMAX_LOGITS,
+        in_cache=loss.SOFTMAX_LOGITS_CPU,
     )
 
 

@@ -31,11 +31,11 @@ class NSAttention(nn.Module):
     With fewer branches there are parameters for those alone. Where the compressed one is missing,
     blocks are selected by the mean of the selected branch's own keys.
 
-    `listener`, where somebody sets one, is told gates [B, T, Hq, 3], chosen blocks [B, T, Hkv, n]
+    `observer`, where somebody sets one, is told gates [B, T, Hq, 3], chosen blocks [B, T, Hkv, n]
     and cu_seqlens of every forward pass, recomputed ones included. It must leave them alone.
     """
 
-    listener: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
+    observer: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ class NSAttention(nn.Module):
             cu_seqlens=layout.cu_seqlens,
             backend=self.backend,
         )
-        if self.listener is not None:
-            self.listener(gates, block_index, layout.cu_seqlens)
+        if self.observer is not None:
+            self.observer(gates, block_index, layout.cu_seqlens)
         return o
 
     def _some_branches(

@@ -24,10 +24,10 @@ from nsa.model.sequence_parallel import SequenceParallel
 
 # Logits of one product: 2,668 tokens of M7C's vocabulary, 256 MiB in bf16. Smaller products would
 # spend their time on the sum of d_weight.
-PRODUCT = 2**27
+CHUNK_LOGITS = 2**27
 # Of these, how many are in float32 at a time: 32 MiB, enough to keep a GPU busy for a launch.
-IN_FLOAT32 = 2**23
-IN_CACHE = 2**20  # on a CPU
+SOFTMAX_LOGITS = 2**23
+SOFTMAX_LOGITS_CPU = 2**20  # on a CPU
 
 
 def linear_cross_entropy(
@@ -49,7 +49,7 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """−log softmax(hidden @ weightᵀ)[label] of each label, [N] in at least float32; 0 for −100."""
     kept = labels != IGNORE_INDEX
     target = labels.where(kept, 0)[:, None]
-    rows = max(1, PRODUCT // len(weight))
+    rows = max(1, CHUNK_LOGITS // len(weight))
     log_p = [
         _log_softmax(F.linear(some, weight), index, learns=False)[:, 0]
         for some, index in zip(hidden.split(rows), target.split(rows), strict=True)
@@ -63,7 +63,7 @@ def loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the losses and its gradients for hidden and weight; both empty unless `learns`."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    products = -(-len(hidden) * len(weight) // PRODUCT)
+    products = -(-len(hidden) * len(weight) // CHUNK_LOGITS)
     tokens = -(-len(hidden) // products)
     kept = (labels != IGNORE_INDEX)[:, None]
     target = labels[:, None].where(kept, 0)
@@ -107,7 +107,7 @@ def _log_softmax(logits: Tensor, target: Tensor, learns: bool) -> Tensor:
     Where the model learns, logits become the gradient of its negative: p, less one at the target.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    rows = max(1, (IN_CACHE if logits.is_cpu else IN_FLOAT32) // logits.shape[1])
+    rows = max(1, (SOFTMAX_LOGITS_CPU if logits.is_cpu else SOFTMAX_LOGITS) // logits.shape[1])
     chosen = []
     for some, index in zip(logits.split(rows), target.split(rows), strict=True):
         log_p = F.log_softmax(some, -1, dtype=dtype)

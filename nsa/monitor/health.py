@@ -48,7 +48,7 @@ class _Heard:
 
 
 class HealthRecorder:
-    """Listens to layers that tell a `listener` their gates, chosen blocks and cu_seqlens.
+    """Listens to layers that tell a `observer` their gates, chosen blocks and cu_seqlens.
 
     Off, a layer pays one look at an attribute. Armed, each layer's first forward pass is copied,
     some 4,096 queries of it at most, so recomputation and further micro-batches change nothing;
@@ -64,7 +64,7 @@ class HealthRecorder:
         """Listen from the next forward pass on, having forgotten what was heard before."""
         self._heard.clear()
         for name, layer in self._layers.items():
-            layer.listener = partial(self._hear, name)
+            layer.observer = partial(self._hear, name)
 
     def read(self) -> Health | None:
         """What was heard since `arm`, in one transfer; stops listening.
@@ -81,7 +81,7 @@ class HealthRecorder:
 
     def _leave(self) -> None:
         for layer in self._layers.values():
-            layer.listener = None
+            layer.observer = None
 
     def _hear(self, name: str, gates: Tensor, blocks: Tensor, cu_seqlens: Tensor | None) -> None:
         if torch.compiler.is_compiling() or name in self._heard:

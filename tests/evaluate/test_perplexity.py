@@ -346,7 +346,7 @@ def test_logits_of_some_tokens_at_a_time_give_the_same_losses(
         return linear(*arguments)
 
     monkeypatch.setattr(F, "linear", watched)
-    monkeypatch.setattr(loss, "PRODUCT", 61 * 7)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 61 * 7)
     assert torch.allclose(loss.token_losses(hidden, weight, labels), expected, atol=1e-12)
     assert max(largest) == 7
 

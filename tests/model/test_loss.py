@@ -54,7 +54,7 @@ def with_gradients(
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Into how many products the tokens are divided; 700 by five, and others leave a rest."""
     if request.param > 1:
-        monkeypatch.setattr(loss, "PRODUCT", TOKENS * VOCABULARY // request.param)
+        monkeypatch.setattr(loss, "CHUNK_LOGITS", TOKENS * VOCABULARY // request.param)
     return request.param
 
 
@@ -67,9 +67,9 @@ def test_it_is_the_plain_loss(products: int, tokens: int) -> None:
         torch.testing.assert_close(a, e, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("product", [loss.PRODUCT, 40])
+@pytest.mark.parametrize("product", [loss.CHUNK_LOGITS, 40])
 def test_its_gradient_is_that_of_its_value(monkeypatch: pytest.MonkeyPatch, product: int) -> None:
-    monkeypatch.setattr(loss, "PRODUCT", product)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", product)
     hidden, weight, labels = inputs(torch.float64, 9, 4, 11)
     assert torch.autograd.gradcheck(
         lambda hidden, weight: linear_cross_entropy(hidden, weight, labels), (hidden, weight)
@@ -209,10 +209,10 @@ def kilobytes(name):
 torch.set_num_threads(1)
 for function, dtype, product in (
     (loss.linear_cross_entropy, torch.float32, 2**22),
-    (loss.linear_cross_entropy, torch.bfloat16, loss.PRODUCT),
-    (plain, torch.bfloat16, loss.PRODUCT),
+    (loss.linear_cross_entropy, torch.bfloat16, loss.CHUNK_LOGITS),
+    (plain, torch.bfloat16, loss.CHUNK_LOGITS),
 ):
-    loss.PRODUCT = product
+    loss.CHUNK_LOGITS = product
     function(*inputs(dtype, 8, 8, 8)).backward()
     arguments = inputs(dtype, 2_048, 16, 8_192)
     before = kilobytes("VmRSS")

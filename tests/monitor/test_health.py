@@ -142,7 +142,7 @@ def assert_same(actual: Health | None, expected: list[LayerHealth]) -> None:
 
 def listen(layers: int, spec: NSASpec = SPEC) -> tuple[HealthRecorder, list[Any]]:
     """A recorder that is armed, and the layers that it listens to."""
-    found = [SimpleNamespace(listener=None) for _ in range(layers)]
+    found = [SimpleNamespace(observer=None) for _ in range(layers)]
     recorder = HealthRecorder({f"layer {i}": layer for i, layer in enumerate(found)}, spec)
     recorder.arm()
     return recorder, found
@@ -161,7 +161,7 @@ def test_every_figure_is_the_one_counted_by_hand(
     told = []
     for seed, layer in enumerate(layers):
         said = make_gates(batch, length, seed), choose(batch, length, spec, cu_seqlens, seed)
-        layer.listener(*said, cu_seqlens)
+        layer.observer(*said, cu_seqlens)
         told.append(by_hand(*said, spec, cu_seqlens))
     heard = recorder.read()
     assert_same(heard, told)
@@ -178,7 +178,7 @@ def test_of_a_long_sequence_queries_at_a_fixed_distance_are_taken(
     documents = packed(9, 50, 61) if batch == 1 else None
     recorder, (layer,) = listen(1)
     said = make_gates(batch, 120), choose(batch, 120, SPEC, documents)
-    layer.listener(*said, documents)
+    layer.observer(*said, documents)
     assert_same(recorder.read(), [by_hand(*said, SPEC, documents, stride)])
 
 
@@ -195,7 +195,7 @@ def choose_always(own_to_picks: Any, length: int = 400) -> Tensor:
 
 def test_collapsed_selection_shows_as_no_entropy_and_whole_overlap() -> None:
     recorder, (layer,) = listen(1)
-    layer.listener(make_gates(1, 400), choose_always(lambda own: (1, 2)), None)
+    layer.observer(make_gates(1, 400), choose_always(lambda own: (1, 2)), None)
     (found,) = recorder.read().layers
     assert found.entropy == pytest.approx(0, abs=1e-6)
     assert found.overlap == 1
@@ -204,7 +204,7 @@ def test_collapsed_selection_shows_as_no_entropy_and_whole_overlap() -> None:
 
 def test_selection_that_follows_the_query_shows_in_the_distances_and_not_in_the_entropy() -> None:
     recorder, (layer,) = listen(1)
-    layer.listener(make_gates(1, 400), choose_always(lambda own: (own - 3, own - 2)), None)
+    layer.observer(make_gates(1, 400), choose_always(lambda own: (own - 3, own - 2)), None)
     (found,) = recorder.read().layers
     assert found.entropy > 0.95
     assert found.distance == 2.5
@@ -215,7 +215,7 @@ def test_shut_and_open_gates_count_as_saturated() -> None:
     recorder, (layer,) = listen(1)
     gates = make_gates(1, 90)
     gates[..., 0], gates[..., 1], gates[..., 2] = 0.0, 1.0, 0.5
-    layer.listener(gates, choose(1, 90, SPEC), None)
+    layer.observer(gates, choose(1, 90, SPEC), None)
     (found,) = recorder.read().layers
     assert found.gate_mean == {"cmp": 0, "sel": 1, "win": 0.5}
     assert found.gate_saturated == {"cmp": 1, "sel": 1, "win": 0}
@@ -225,7 +225,7 @@ def test_shut_and_open_gates_count_as_saturated() -> None:
 @pytest.mark.parametrize("length", [1, 3, 20])
 def test_where_no_query_can_choose_nothing_is_said_of_choices(length: int) -> None:
     recorder, (layer,) = listen(1)
-    layer.listener(make_gates(1, length), choose(1, length, SPEC), None)
+    layer.observer(make_gates(1, length), choose(1, length, SPEC), None)
     (found,) = recorder.read().layers
     assert (found.choosing, found.entropy, found.overlap, found.distance) == (0, None, None, None)
     assert found.distances == []
@@ -235,7 +235,7 @@ def test_where_no_query_can_choose_nothing_is_said_of_choices(length: int) -> No
 def test_bfloat16_gates_are_averaged_in_float32() -> None:
     recorder, (layer,) = listen(1)
     gates = make_gates(8, 500).bfloat16()
-    layer.listener(gates, choose(1, 500, SPEC).expand(8, -1, -1, -1), None)
+    layer.observer(gates, choose(1, 500, SPEC).expand(8, -1, -1, -1), None)
     expected = gates.double().mean((0, 1, 2)).tolist()
     assert list(recorder.read().gates.values()) == pytest.approx(expected, abs=1e-5)
 
@@ -243,10 +243,10 @@ def test_bfloat16_gates_are_averaged_in_float32() -> None:
 def test_only_the_first_pass_since_arming_counts() -> None:
     recorder, (layer,) = listen(1)
     said = make_gates(1, 90), choose(1, 90, SPEC)
-    layer.listener(*said, None)
-    layer.listener(make_gates(1, 90, seed=5), choose(1, 90, SPEC, seed=5), None)
+    layer.observer(*said, None)
+    layer.observer(make_gates(1, 90, seed=5), choose(1, 90, SPEC, seed=5), None)
     assert_same(recorder.read(), [by_hand(*said, SPEC, None)])
-    assert layer.listener is None
+    assert layer.observer is None
     assert recorder.read() is None, "a reading is of what came since the last"
 
 
@@ -260,7 +260,7 @@ def test_listening_keeps_no_activation_alive() -> None:
     recorder, (layer,) = listen(1)
     gates, blocks = make_gates(1, 90), choose(1, 90, SPEC)
     storages = [StorageWeakRef(x.untyped_storage()) for x in (gates, blocks)]
-    layer.listener(gates, blocks, None)
+    layer.observer(gates, blocks, None)
     del gates, blocks
     assert all(storage.expired() for storage in storages)
     assert recorder.read() is not None
@@ -273,7 +273,7 @@ def test_measuring_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -
     transfers = []
     monkeypatch.setattr(Tensor, "tolist", lambda rows: transfers.append(rows.shape) or [])
     for layer in layers:
-        layer.listener(gates, blocks, packed(40, 50).to("meta"))
+        layer.observer(gates, blocks, packed(40, 50).to("meta"))
     assert recorder.read() == Health([])
     assert len(transfers) == 1
 
@@ -282,11 +282,11 @@ def test_what_cannot_be_measured_costs_the_figures_and_not_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recorder, layers = listen(2)
-    layers[0].listener(make_gates(1, 90), torch.zeros(0, dtype=torch.int32), None)
-    assert [layer.listener for layer in layers] == [None, None]
+    layers[0].observer(make_gates(1, 90), torch.zeros(0, dtype=torch.int32), None)
+    assert [layer.observer for layer in layers] == [None, None]
     assert recorder.read() is None
     recorder.arm()
-    assert [layer.listener for layer in layers] == [None, None]
+    assert [layer.observer for layer in layers] == [None, None]
     assert recorder.read() is None
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("nsa: the health of layers is off for the rest of the run: ")
