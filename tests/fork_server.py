@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = (
-    "nsa.engine.run",
+    "nsa.engine.trainer",
     "nsa.data.builtin",
     "torch.utils.cpp_extension",
     "torch.utils.tensorboard",

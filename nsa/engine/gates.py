@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from nsa.engine.loss_guard import RunAborted
+from nsa.engine.consensus import RunAborted
+from nsa.engine.run import Run
 from nsa.gates.ladder import Gate, record
 from nsa.gates.ladder import judge as verdict_of
-
-if TYPE_CHECKING:
-    from nsa.engine.loop import Run
 
 
 def judge(run: Run, gate: Gate) -> None:
     """Go on where the verdict is Go; raise RunAborted on all ranks where it is No-Go."""
-    run.instruments.heartbeat.write_soon()
+    run.telemetry.heartbeat.write_soon()
     with run.throughput.paused():
-        refusal = _judge(run, gate) if run.rank == 0 else None
-        refusal = run.agreement.from_rank_0(refusal)
+        refusal = _judge(run, gate) if run.ranks.rank == 0 else None
+        refusal = run.consensus.broadcast(refusal)
     if refusal is not None:
         raise RunAborted(refusal)
 

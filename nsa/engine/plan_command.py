@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.engine import recipe as recipes
+from nsa.engine.command_line import DEFAULT_DS_CONFIG
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.resolve import resolve_config
@@ -37,7 +38,7 @@ def run(flags: argparse.Namespace) -> int:
         raise ValueError(
             f"--gpus {flags.gpus}: not a multiple of train.sequence_parallel = {shared_by}"
         )
-    source, steps = flags.deepspeed_config or recipes.DEFAULT_DS_CONFIG, config.train.steps
+    source, steps = flags.deepspeed_config or DEFAULT_DS_CONFIG, config.train.steps
     model, batch, zero = model_of(config), batch_of(config), zero_of(source, config, flags.gpus)
     memory = f"{machine.memory / 1e9:g} GB"
     if flags.search or flags.compare:

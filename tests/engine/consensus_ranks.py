@@ -5,14 +5,14 @@ import torch.distributed as dist
 from nsa.engine.consensus import Consensus
 
 dist.init_process_group("gloo")
-agreement = Consensus(slowest=60)
-agreement.raise_together(None)
+consensus = Consensus(slowest=60)
+consensus.raise_together(None)
 print("went on")
 try:
     error = ValueError("rank 1 got no batch") if dist.get_rank() == 1 else None
-    agreement.raise_together(error)
+    consensus.raise_together(error)
 except ValueError as raised:
     print("raised:", raised)
-agreement.raise_together(None)
+consensus.raise_together(None)
 print("still together")
 dist.destroy_process_group()

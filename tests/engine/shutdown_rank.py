@@ -8,22 +8,24 @@ import sys
 import time
 
 from nsa.engine import shutdown
+from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.shutdown import Interrupted, ShutdownMonitor
 
 shutdown.PEER_LOSS_GRACE_SECONDS = 0.5
 
 
-def main(limit: str, neighbour: str, waits: str) -> None:
-    told = ShutdownMonitor(float(limit) or None).install()
-    if int(neighbour):
-        told.watch_neighbours({1: (os.uname().nodename, int(neighbour))})
+def main(limit: str, peer: str, waits: str) -> None:
+    monitor = ShutdownMonitor(float(limit) or None)
+    monitor.start()
+    if int(peer):
+        monitor.watch([RankProcess("", 0), RankProcess(os.uname().nodename, int(peer))], {})
     if waits != "data":
         print("ready", flush=True)
     begun = time.monotonic()
-    while told.reason is None and time.monotonic() < begun + 60:
+    while monitor.reason is None and time.monotonic() < begun + 60:
         if waits == "data":
             try:
-                with told.may_interrupt():
+                with monitor.interruptible():
                     print("ready", flush=True)  # a signal before this would find nobody waiting
                     time.sleep(60)
             except Interrupted:
@@ -32,7 +34,7 @@ def main(limit: str, neighbour: str, waits: str) -> None:
             ctypes.CDLL(None).pause()
         else:
             time.sleep(0.05)
-    print(told.reason, flush=True)
+    print(monitor.reason, flush=True)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,10 @@ def test_the_recipe_goes_on_from_its_short_run_with_four_times_the_tokens(tmp_pa
     [
         (["--set=train.start_from=nowhere"], ["train.start_from = 'nowhere'", "no such folder"]),
         (["--set=train.start_from={run}", "--set=model.layers=3"], ["blocks.2.", "set model.*"]),
-        (["--set=train.sequence_parallel=2"], ["does not divide the 1 rank", "--num_gpus 2"]),
+        (
+            ["--set=train.sequence_parallel=2"],
+            ["does not divide the world size, 1", "--num_gpus 2"],
+        ),
     ],
 )
 def test_what_cannot_begin_is_refused_with_the_mend(
@@ -117,4 +120,4 @@ def test_a_run_is_resumed_with_as_many_ranks_to_a_sequence(one_rank: Path) -> No
     arguments = [f"--run-dir={one_rank}", "--resume", "--set=train.sequence_parallel=2"]
     result = alone("m7c.py", *arguments, folder=one_rank.parent)
     assert result.returncode == 2
-    assert "was begun with 1" in result.stderr
+    assert "was created with 1" in result.stderr

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from nsa.engine import peer_hosts
-from nsa.engine.peer_hosts import interface_towards, why_gone
+from nsa.engine.peer_hosts import interface_towards, find_lost_host
 
 
 @pytest.fixture
@@ -26,10 +26,10 @@ def test_a_machine_is_gone_once_its_connection_closes_and_not_while_it_is_silent
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     one, other = ends
-    assert why_gone({}) is None
-    assert why_gone({"far": one}) is None
+    assert find_lost_host({}) is None
+    assert find_lost_host({"far": one}) is None
     other.close()
-    assert why_gone({"far": one}) == "machine far has ended its part of the run"
+    assert find_lost_host({"far": one}) == "host far closed its connection"
 
 
 def test_the_kernel_asks_often_enough_to_know_within_the_limit(
@@ -38,7 +38,7 @@ def test_the_kernel_asks_often_enough_to_know_within_the_limit(
     one, _ = ends
     for limit in (60, 3):
         monkeypatch.setattr(peer_hosts, "UNREACHABLE_SECONDS", limit)
-        peer_hosts._keep_alive(one)
+        peer_hosts._enable_keep_alive(one)
         idle, every, times = (
             one.getsockopt(socket.IPPROTO_TCP, option)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)

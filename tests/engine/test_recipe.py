@@ -255,7 +255,7 @@ def test_a_run_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = alone("m7c.py", *short, "--run-dir=file", folder=tmp_path)
     assert result.returncode == 2
-    assert "--run-dir file: there is a file of that name; name a folder" in result.stderr
+    assert "--run-dir file: is a file; name a folder" in result.stderr
 
 
 @pytest.mark.parametrize("flags", [(), ("--resume",)])
@@ -266,14 +266,14 @@ def test_a_folder_of_imported_weights_is_no_run_to_go_on_with(
         (tmp_path / name).touch()
     result = alone("m7c.py", *TINY, "--run-dir=.", *flags, folder=tmp_path)
     assert result.returncode == 2
-    assert "holds weights to begin with and no run" in result.stderr
+    assert "holds model weights, not a run" in result.stderr
     assert "--set train.start_from=. in another folder" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--set=model.layers=3"], ["model.layers = 3", "begun with 2"]),
+        (["--set=model.layers=3"], ["model.layers = 3", "created with 2"]),
         ([f"--deepspeed_config={ROOT / 'ds_configs/zero3.json'}"], ["ZeRO stage 1 or 2"]),
         (["--until=1"], ["already at step 1", "--until"]),
     ],

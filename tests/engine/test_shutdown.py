@@ -71,7 +71,7 @@ def test_a_rank_whose_neighbour_was_killed_ends_though_it_hangs() -> None:
         os.kill(neighbour.pid, signal.SIGKILL)
         assert said(process, code=1) == ""
     neighbour.wait()
-    assert f"rank 1 (process {neighbour.pid}) is gone" in process.text("err")
+    assert f"lost rank 1 (process {neighbour.pid})" in process.text("err")
 
 
 def test_a_launcher_that_is_killed_is_a_reason_to_stop() -> None:
@@ -84,7 +84,7 @@ def test_a_launcher_that_is_killed_is_a_reason_to_stop() -> None:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "ready\n"
         launcher.kill()
-        assert launcher.stdout.readline() == "the launcher is gone\n"
+        assert launcher.stdout.readline() == "launcher exited\n"
 
 
 @pytest.mark.parametrize(

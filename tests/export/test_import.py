@@ -305,7 +305,7 @@ def test_a_recipe_goes_on_as_nsa_where_the_dense_run_ended(dense_run: Path, tmp_
     settings = [f"--config={start / 'config.yaml'}", "--steps=1"]
     settings += ["--set=train.learning_rate=1e-9", "--set=train.min_learning_rate=0"]
     said = succeed(alone("m7c.py", *settings, "--run-dir=run", folder=tmp_path))
-    assert f"begins with the weights of {start}" in said
+    assert f"initial weights: {start}" in said
     before, after = (read_metrics(run / "metrics.csv")[-1] for run in (dense_run, tmp_path / "run"))
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=2e-4)  # rounded to bf16
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["model"]["attention"] == (

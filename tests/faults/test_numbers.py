@@ -73,7 +73,7 @@ def test_a_rollback_goes_back_to_the_last_save_and_passes_the_samples_over(
 ) -> None:
     run = suffer(tmp_path, "rollback", do, where, rank)
     assert run.codes == [0, 0], run.said[-3_000:]
-    assert f"back to step {EVERY}" in run.said
+    assert f"rolled back to step {EVERY}" in run.said
     found = losses(run.dir)
     assert sorted(found) == [1, 5, 10, 12]
     same = {step for step in found if found[step] == golden.losses[step]}

@@ -26,7 +26,7 @@ RECIPE = f"""\
 import runpy, sys
 from nsa.engine import peer_hosts, process_group, shutdown
 peer_hosts.UNREACHABLE_SECONDS = {SHORT}
-shutdown.PEER_LOSS_GRACE_SECONDS = process_group.SECONDS_FOR_THE_CULPRIT = 1
+shutdown.PEER_LOSS_GRACE_SECONDS = process_group.ROOT_CAUSE_GRACE_SECONDS = 1
 sys.path.insert(0, "{ROOT}/recipes")
 runpy.run_path("{ROOT}/recipes/m7c.py", run_name="__main__")
 """
@@ -99,8 +99,8 @@ def test_two_machines_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
         process.wait()
     text = (folder / "said").read_text()
     assert code == 1, text[-3_000:]
-    assert f"machine node0 has not answered for {SHORT} s" in text
-    assert f"machine node1 has not answered for {SHORT} s" in text
+    assert f"host node0 has not answered for {SHORT} s" in text
+    assert f"host node1 has not answered for {SHORT} s" in text
 
     succeed(deepspeed("m7c.py", *SETTINGS, "--until=5", "--run-dir=one", folder=folder))
     both = losses(folder / "run")
