@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from nsa.engine import peer_hosts
-from nsa.engine.peer_hosts import interface_towards, find_lost_host
+from nsa.engine.peer_hosts import find_lost_host, interface_towards
 
 
 @pytest.fixture
