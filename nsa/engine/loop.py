@@ -63,7 +63,7 @@ def _train_steps(run: Run) -> str | None:
             return stop_reason
         if run.state.step == first_step:
             seconds = run.data.loader.first_batch_seconds
-            run.observers.on_message(f"first batch ready after {seconds:.1f} s")
+            run.observers.on_message(f"first batch ready {seconds:.1f} s after opening the dataset")
         if logs:
             run.health.arm()
         loss = train_step(run, batches)

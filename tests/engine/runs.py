@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from nsa.monitor.metrics_csv import read_metrics
-from tests.ranks import ROOT, free_port, start_ranks, started_programs_environment
+from tests.ranks import ROOT, free_port, start_ranks, user_environment
 
 BIN = Path(sys.executable).parent
 LIMIT = 300.0  # seconds that a run may take
@@ -43,7 +43,7 @@ def launched(recipe: str, *arguments: str, folder: Path, port: int | None = None
     return subprocess.run(
         [*command, str(ROOT / "recipes" / recipe), *arguments],
         cwd=folder,
-        env=started_programs_environment() | {"OMP_NUM_THREADS": "1"},
+        env=user_environment() | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=LIMIT,

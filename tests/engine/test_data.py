@@ -31,7 +31,7 @@ def test_a_streamed_run_that_is_resumed_repeats_the_uninterrupted_one_exactly(
     source = [*TINY, f"--set=data.source={books}", "--set=data.shuffle_documents=40"]
     source += ["--set=data.workers=2", "--steps=6"]
     output = succeed(deepspeed("m7c.py", *source, "--run-dir=whole", folder=tmp_path))
-    assert re.search(r"first batch ready \d+\.\d s after the data was opened", output)
+    assert re.search(r"first batch ready \d+\.\d s after opening the dataset", output)
     succeed(deepspeed("m7c.py", *source, "--until=3", "--run-dir=parts", folder=tmp_path))
     saved = tmp_path / "parts/checkpoints/step00000003"
     assert sorted(path.name for path in saved.glob("rank*.json")) == ["rank0.json", "rank1.json"]

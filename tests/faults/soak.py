@@ -18,7 +18,7 @@ from pathlib import Path
 from nsa.monitor.heartbeat import last_beat
 from tests.engine.runs import BIN, TINY, losses
 from tests.faults.processes import LAUNCHER, find
-from tests.ranks import ROOT, free_port, started_programs_environment
+from tests.ranks import ROOT, free_port, user_environment
 
 SETTINGS = [
     *TINY,
@@ -175,7 +175,7 @@ def launcher() -> list[str]:
 
 def environment() -> dict[str, str]:
     """A shell's."""
-    return started_programs_environment() | {"OMP_NUM_THREADS": "1"}
+    return user_environment() | {"OMP_NUM_THREADS": "1"}
 
 
 def main() -> None:

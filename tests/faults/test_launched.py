@@ -17,7 +17,7 @@ from tests.faults.conftest import Golden
 from tests.faults.harness import EVERY, FAULTY, SETTINGS, resume, weights
 from tests.faults.outcomes import Outcomes
 from tests.faults.processes import LAUNCHER, descendants, find
-from tests.ranks import free_port, started_programs_environment
+from tests.ranks import free_port, user_environment
 
 SLOW = {"do": "slow", "where": "forward", "step": 6, "ranks": [0, 1], "mark": "/nowhere"}
 
@@ -32,7 +32,7 @@ def watched(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
         subprocess.Popen(
             [str(BIN / "nsa"), "watch", *flags, "--", *launcher, str(FAULTY), *SETTINGS],
             cwd=folder,
-            env=started_programs_environment() | environment,
+            env=user_environment() | environment,
             stdout=said,
             stderr=said,
         ) as watchdog,
