@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
 
+from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.resolve import resolve_config
@@ -181,8 +181,7 @@ def _check_world_size(sequence_parallel: int, world_size: int) -> None:
 
 def _check_precision(precision: str) -> None:
     accelerator = get_accelerator()
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    supported = [name for name, dtype in dtypes.items() if dtype in accelerator.supported_dtypes()]
+    supported = [name for name, dtype in DTYPES.items() if dtype in accelerator.supported_dtypes()]
     if precision not in supported:
         raise ValueError(
             f"train.precision = {precision!r}: DeepSpeed does not support it on "
