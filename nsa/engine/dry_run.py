@@ -55,6 +55,6 @@ def _check_data(config: RunConfig, ranks: Ranks) -> list[str]:
     try:
         data = open_data(config, ranks, TrainState())
     except SourceUnreachable as error:
-        return [f"DATA NOT REACHED, not checked: {error}"]
+        return [f"DATA NOT REACHED, and not checked: {error}"]
     data.close()
     return data.notes
