@@ -91,7 +91,7 @@ class _Asked:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from nsa.engine.load_run import find_run, load_stored_run
+    from nsa.engine.load_run import find_run, load_run
     from nsa.evaluate.results import lines, new_folder, write
     from nsa.report.compare import labelled
 
@@ -110,7 +110,7 @@ def _eval(args: argparse.Namespace) -> int:
     new_folder(out)
     results: list[Result] = []
     for name, found in runs.items():
-        run = load_stored_run(found, device=device)
+        run = load_run(found, device=device)
         for length in asked.lengths:
             text = texts[tokenizers[name].fingerprint]
             results.append(_judge(name, run, text, asked, length))
@@ -262,7 +262,7 @@ def _judge(name: str, run: LoadedRun, text: Text, asked: _Asked, seq_len: int) -
     found = tqdm(pieces(text, seq_len, stride, rows), name, batches, disable=None, leave=False)
     return Result(
         run=name,
-        place=run.place,
+        place=run.folder,
         step=run.step,
         trained_len=trained,
         seq_len=seq_len,

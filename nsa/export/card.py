@@ -55,7 +55,7 @@ PACKAGES = ("torch", "deepspeed", "triton", "transformers", "nsa-m7c")
 
 def card(run: LoadedRun, folder: str = "FOLDER") -> str:
     """Markdown, with the figures of the step that the weights are from; none is made up."""
-    run_dir = run.place
+    run_dir = run.folder
     env, rows = read_json(run_dir / "env.json"), _rows(run_dir, run.step)
     figures = list(_figures(run, rows))
     missing = [name for name, value in figures if value is None]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights
 from nsa.engine.config import RunConfig
-from nsa.engine.load_run import config_of
+from nsa.engine.load_run import read_config
 from nsa.model.config import AttentionConfig, ModelConfig
 
 CONFIG = "config.json"
@@ -62,7 +62,7 @@ def read_model(place: Path) -> Found:
     path = place / CONFIG
     if not path.is_file():
         found = find_weights(place)
-        config = config_of(found)
+        config = read_config(found)
         kind = config.model.attention.kind
         return Found(config, lambda: read_weights(found), _tokenizer_files(found), False, kind)
     if not has_safetensors(place):
@@ -90,7 +90,7 @@ def _of_nsa(place: Path, tree: dict[str, Any]) -> Found:
     from nsa.model.hf_config import NSAConfig
 
     foreign = not (place / "config.yaml").is_file()
-    config = RunConfig() if foreign else config_of(place)
+    config = RunConfig() if foreign else read_config(place)
     saved = NSAConfig(**tree)
     model = saved.model_config()
     model.attention.backend = config.model.attention.backend
