@@ -89,13 +89,13 @@ def slow_disk(on: bool) -> Iterator[None]:
         yield
         return
     turn = threading.Event()
-    usual = nsa.checkpoint.saver.write
-    nsa.checkpoint.saver.write = lambda path, content: turn.wait() and usual(path, content)
+    usual = nsa.checkpoint.saver.write_file
+    nsa.checkpoint.saver.write_file = lambda path, content: turn.wait() and usual(path, content)
     try:
         yield
     finally:
         turn.set()
-        nsa.checkpoint.saver.write = usual
+        nsa.checkpoint.saver.write_file = usual
 
 
 def resume(trial: Trial) -> dict[str, Any]:

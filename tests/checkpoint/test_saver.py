@@ -98,7 +98,7 @@ def test_a_failure_that_comes_out_later_is_told_and_the_next_step_is_saved(saved
 @pytest.mark.parametrize(
     ("trouble", "words"),
     [
-        ("disk full", ("No space left on device", "free some room", "checkpoint.keep")),
+        ("disk full", ("No space left on device", "free some space", "checkpoint.keep")),
         ("read-only", ("Read-only file system", "fix the folder's permissions")),
     ],
 )
