@@ -87,8 +87,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     steps = [] if flags.steps is None else [f"train.steps={flags.steps}"]
     config = resolve_config(base, flags.config, [*flags.set, *steps])
     if resumed:
-        _check_same_model(base, config, run_dir)
-        _check_same_sequence_parallel(base, config, run_dir)
+        _check_resumable(base, config, run_dir)
     if config.train.warmup_steps >= config.train.steps:
         notes.append(
             f"train.warmup_steps = {config.train.warmup_steps}: not below train.steps = "
@@ -147,27 +146,20 @@ def _data_settings(config: RunConfig) -> dict[str, Any]:
     return settings
 
 
-def _check_same_model(saved: RunConfig, config: RunConfig, run_dir: Path) -> None:
-    before, after = asdict(saved.model), asdict(config.model)
-    for model in (before, after):  # what may change between checkpoints
-        del model["activation_checkpointing"], model["attention"]["backend"]
-    for name, value in after.items():
-        if value != before[name]:
+def _check_resumable(saved: RunConfig, config: RunConfig, run_dir: Path) -> None:
+    """Refuse changes that the checkpoints, or the position in the data, do not allow."""
+    settings = []
+    for one in (saved, config):
+        model = asdict(one.model)
+        del model["activation_checkpointing"], model["attention"]["backend"]  # may change
+        settings.append({f"model.{name}": value for name, value in model.items()})
+        settings[-1]["train.sequence_parallel"] = one.train.sequence_parallel
+    for name, value in settings[1].items():
+        if value != settings[0][name]:
             raise ValueError(
-                f"model.{name} = {value!r}: {run_dir} was created with {before[name]!r} and its "
-                "checkpoints fit no other model; drop the change, or start a fresh run without "
-                "--resume"
+                f"{name} = {value!r}: {run_dir} was created with {settings[0][name]!r}; drop the "
+                "change, or start a fresh run in another folder"
             )
-
-
-def _check_same_sequence_parallel(saved: RunConfig, config: RunConfig, run_dir: Path) -> None:
-    before, after = saved.train.sequence_parallel, config.train.sequence_parallel
-    if before != after:
-        raise ValueError(
-            f"train.sequence_parallel = {after}: {run_dir} was created with {before}, and each "
-            "rank's position in the data depends on it; drop the change, or start a fresh run "
-            f"with train.start_from={run_dir}"
-        )
 
 
 def _check_world_size(sequence_parallel: int, world_size: int) -> None:

@@ -40,7 +40,7 @@ def dry_run(request: RunRequest) -> None:
         print(f"# DeepSpeed\n{json.dumps(request.saved_ds_config, indent=2)}\n")
         flops = flops_per_token(config.model, config.data.seq_len)
         dense_flops = flops_per_token(config.model, config.data.seq_len, dense_equivalent=True)
-        tokens_per_step = shape[0] * shape[1] * config.train.accumulation * ranks.world_size
+        tokens_per_step = tokens.numel() * config.train.accumulation * ranks.world_size
         print(f"parameters          {parameter_count(config.model):,}")
         print(f"FLOPs per token     {flops:,.0f} (dense twin: {dense_flops:,.0f})")
         print(f"tokens per step     {tokens_per_step:,}")

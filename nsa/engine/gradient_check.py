@@ -14,11 +14,13 @@ from torch import nn
 
 from nsa.engine.ds_config import Tolerance
 
+TWICE = "gets its gradient more than once in one backward pass"
 FIX_TWICE = (
     "use model.activation_checkpointing=non_reentrant (or none, selective), move what is shared "
     "out of the segments, or choose a DeepSpeed config that tolerates it: "
     "ds_configs/zero1_pcie.json"
 )
+MISSING = "gets no gradient on some rank"
 FIX_MISSING = (
     "make every parameter take part in the loss for any input, or choose a DeepSpeed config that "
     "tolerates it: ds_configs/zero0_debug.json"
@@ -66,18 +68,8 @@ def check_gradients(report: GradientReport, tolerance: Tolerance) -> list[str]:
     """Raise a ValueError for what the DeepSpeed config cannot handle; return notes on the rest."""
     notes = []
     for names, tolerated, problem, fix in (
-        (
-            report.twice,
-            tolerance.double_fire,
-            "gets its gradient more than once in one backward pass",
-            FIX_TWICE,
-        ),
-        (
-            report.missing,
-            tolerance.missing_on_some_ranks,
-            "gets no gradient on some rank",
-            FIX_MISSING,
-        ),
+        (report.twice, tolerance.double_fire, TWICE, FIX_TWICE),
+        (report.missing, tolerance.missing_on_some_ranks, MISSING, FIX_MISSING),
     ):
         if names:
             others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""

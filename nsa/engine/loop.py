@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -91,16 +92,13 @@ def next_batches(run: Run) -> tuple[str | None, list[Batch]]:
     run.telemetry.enter("data")
 
     def fetch() -> list[Batch]:
-        while run.state.samples in run.state.passed_over:  # a bad step, before a rollback
-            _fetch_step(run)
-            run.state.samples += run.data.loader.samples_per_step
-        return _fetch_step(run)
+        while True:
+            batches = [run.data.next_batch() for _ in range(run.config.train.accumulation)]
+            if run.state.samples not in run.state.passed_over:
+                return batches
+            run.state.samples += run.data.loader.samples_per_step  # bad, before a rollback
 
     return _fetch_on_all_ranks(run, fetch)
-
-
-def _fetch_step(run: Run) -> list[Batch]:
-    return [run.data.next_batch() for _ in range(run.config.train.accumulation)]
 
 
 def _fetch_on_all_ranks(
@@ -171,9 +169,14 @@ def evaluate(run: Run) -> float | None:
 def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
     health = run.health.read()
     speed = run.throughput.read()
-    mean_loss = _mean_over_ranks(loss)
+    dist.all_reduce(loss)
+    mean_loss = (loss / dist.get_world_size()).item()
     run.telemetry.heartbeat.logged(mean_loss)
-    _log_spikes(run)
+    if spikes := run.guard.pop().spikes:  # of train.on_spike=warn; `recover` reports the others
+        run.observers.on_message(
+            f"step {run.state.step}: {spikes} losses on rank 0 since the last logged step were far "
+            f"above the recent ones (train.spike_score = {run.config.train.spike_score})"
+        )
     val_loss = bits_per_byte = None
     if evaluates:
         with run.throughput.paused():
@@ -205,16 +208,6 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
     )
 
 
-def _log_spikes(run: Run) -> None:
-    """Warn of spikes under train.on_spike=warn; `recover` reports those that skip a step."""
-    spikes = run.guard.pop().spikes
-    if spikes:
-        run.observers.on_message(
-            f"step {run.state.step}: {spikes} losses on rank 0 since the last logged step were far "
-            f"above the recent ones (train.spike_score = {run.config.train.spike_score})"
-        )
-
-
 def _save(run: Run, required: bool = True) -> None:
     """Save unless this step is saved already; a failure is only logged unless `required`."""
     if run.saved_step != run.state.step:
@@ -222,7 +215,7 @@ def _save(run: Run, required: bool = True) -> None:
         try:
             with run.throughput.paused():
                 rank_state = {"feed": run.loader_state, "guard": run.guard.state()}
-                run.saver.save(run.state.step, run.state.to_dict(), rank_state)
+                run.saver.save(run.state.step, asdict(run.state), rank_state)
             run.saved_step = run.state.step
         except SaveFailed as error:
             if required:
@@ -240,9 +233,3 @@ def _tokens_per_step(run: Run) -> int:
 def _is_due(step: int, every: int, stop_step: int) -> bool:
     """True every `every` steps and at the last one; 0: only at the last one."""
     return step == stop_step or bool(every and step % every == 0)
-
-
-def _mean_over_ranks(value: torch.Tensor) -> float:
-    value = value.clone()
-    dist.all_reduce(value)
-    return (value / dist.get_world_size()).item()

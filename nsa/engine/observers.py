@@ -37,7 +37,7 @@ def build_observers(request: RunRequest, engine: Any) -> tuple[list[BackgroundWr
             engine.monitor, writer("tensorboard"), step=lambda: engine.global_steps
         )
         config = asdict(request.config)
-        hparams: dict[str, Any] = {name: config[name] for name in ("model", "data", "train")}
+        hparams = {name: config[name] for name in ("model", "data", "train")}
         hparams["deepspeed.stage"] = request.zero_stage
         observers.append(TensorBoardObserver(engine.monitor, hparams, request.config_files()))
     if monitor.csv:

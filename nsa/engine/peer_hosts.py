@@ -68,7 +68,8 @@ def connect_hosts(
         return {}
     listener, address = None, (0, "")
     if rank == 0:
-        listener = _listen()
+        family = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][0]
+        listener = socket.create_server(("", 0), family=family, backlog=1_024)
         address = (listener.getsockname()[1], secrets.token_hex(8))
     port, token = consensus.broadcast(address)
     connections: dict[str, socket.socket] = {}
@@ -95,11 +96,6 @@ def find_lost_host(connections: Mapping[str, socket.socket]) -> str | None:
                 return f"host {host} has not answered for {UNREACHABLE_SECONDS} s"
             return f"host {host} is lost ({error.strerror})"
     return None
-
-
-def _listen() -> socket.socket:
-    family = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][0]
-    return socket.create_server(("", 0), family=family, backlog=1_024)
 
 
 def _accept(
@@ -145,9 +141,5 @@ def _enable_keep_alive(connection: socket.socket) -> None:
 
 
 def _warn(host: str, reason: str) -> None:
-    print(
-        f"nsa: no connection to host {host} ({reason}): if it is lost, this run ends only at a "
-        "collective's time-out",
-        file=sys.stderr,
-        flush=True,
-    )
+    problem = f"no connection to host {host} ({reason})"
+    print(f"nsa: {problem}: its loss ends this run only at a time-out", file=sys.stderr, flush=True)

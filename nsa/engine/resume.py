@@ -31,7 +31,7 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[Path | None, 
         "ranks": saved["ranks"] if request.universal else world_size,
     }
     check_loadable(path, saved, wanted)
-    if notes:
+    if notes:  # newer checkpoints are damaged
         notes = [*(f"skipped: {note}" for note in notes), f"resuming from {path.name}"]
     if saved["ranks"] != world_size:
         train = request.config.train
@@ -48,7 +48,7 @@ def read_state(path: Path, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:
     rank_state = None
     if checkpoint.read_topology(path)["ranks"] == ranks.world_size:
         rank_state = checkpoint.read_rank_state(path, ranks.rank)
-    return TrainState.from_dict(checkpoint.read_train_state(path)), rank_state or {}
+    return TrainState(**checkpoint.read_train_state(path)), rank_state or {}
 
 
 def find_initial_weights(config: RunConfig) -> Path | None:

@@ -9,45 +9,39 @@ from nsa.atomic_io import atomic_write_text
 from nsa.checkpoint.weights import has_safetensors
 from nsa.engine.run_request import RunRequest
 
-RUNS = Path("runs")
-
 
 def choose_run_dir(requested: Path | None, name: str, resume: bool) -> Path:
     """Return the folder of a run; a fresh run never writes into one that holds a run."""
     if requested is not None:
-        _check_run_dir(requested, resume)
+        problem = _problem_with(requested, resume)
+        if problem is not None:
+            raise ValueError(f"--run-dir {requested}: {problem}")
         return requested
-    newest = None
-    for number in itertools.count(1):
-        folder = RUNS / (name if number == 1 else f"{name}-{number}")
-        if not _holds_run(folder):
-            break
-        newest = folder
+    folders = (Path("runs") / (f"{name}-{n}" if n > 1 else name) for n in itertools.count(1))
+    used = list(itertools.takewhile(_holds_run, folders))
     if not resume:
-        return folder
-    if newest is None:
+        return Path("runs") / (f"{name}-{len(used) + 1}" if used else name)
+    if not used:
         raise ValueError(
-            f"--resume: {folder} holds no run; drop --resume to start one, or name the run's "
+            f"--resume: runs/{name} holds no run; drop --resume to start one, or name the run's "
             "folder with --run-dir"
         )
-    return newest
+    return used[-1]
 
 
-def _check_run_dir(folder: Path, resume: bool) -> None:
+def _problem_with(folder: Path, resume: bool) -> str | None:
     if folder.exists() and not folder.is_dir():
-        problem = "is a file; name a folder"
-    elif has_safetensors(folder):
-        problem = (
+        return "is a file; name a folder"
+    if has_safetensors(folder):
+        return (
             "holds model weights, not a run; start a run from them with "
             f"--set train.start_from={folder} in another folder"
         )
-    elif _holds_run(folder) and not resume:
-        problem = "already holds a run; add --resume to continue it, or choose another folder"
-    elif resume and not _holds_run(folder):
-        problem = "holds no run; drop --resume to start one"
-    else:
-        return
-    raise ValueError(f"--run-dir {folder}: {problem}")
+    if _holds_run(folder) and not resume:
+        return "already holds a run; add --resume to continue it, or choose another folder"
+    if resume and not _holds_run(folder):
+        return "holds no run; drop --resume to start one"
+    return None
 
 
 def _holds_run(folder: Path) -> bool:

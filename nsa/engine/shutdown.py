@@ -62,7 +62,7 @@ class ShutdownMonitor:
         self._deadline = None if time_limit is None else time.monotonic() + time_limit
         self._stopped = threading.Event()
         self._processes: dict[int, psutil.Process] = {}  # other ranks on this host
-        self._hosts: Mapping[str, socket.socket] = {}
+        self._connections: Mapping[str, socket.socket] = {}  # to other hosts
         self._launcher = _find_launcher()
 
     def start(self) -> None:
@@ -75,7 +75,7 @@ class ShutdownMonitor:
         self, processes: Sequence[RankProcess], connections: Mapping[str, socket.socket]
     ) -> None:
         """Watch the ranks on this host, of all `processes`, and the hosts of `connect_hosts`."""
-        self._hosts = connections
+        self._connections = connections
         for rank, process in enumerate(processes):
             if process.host == os.uname().nodename and process.pid != os.getpid():
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -113,20 +113,23 @@ class ShutdownMonitor:
                     self._request_stop("--time-limit")
                 elif self._launcher and not is_alive(self._launcher):
                     self._request_stop("launcher exited")
-            lost_peer = self._find_lost_peer()
-            if lost_peer is not None and not self._stopped.wait(PEER_LOSS_GRACE_SECONDS):
-                _exit_now(f"{lost_peer}; this rank cannot continue alone")
-
-    def _find_lost_peer(self) -> str | None:
-        for rank, process in self._processes.items():
-            if not is_alive(process):
-                return f"lost rank {rank} (process {process.pid})"
-        return find_lost_host(self._hosts)
+            peer_loss = self._find_lost_peer()
+            if peer_loss is not None and not self._stopped.wait(PEER_LOSS_GRACE_SECONDS):
+                with contextlib.suppress(OSError, ValueError):
+                    message = f"nsa: {peer_loss}; this rank cannot continue alone"
+                    print(message, file=sys.stderr, flush=True)
+                os._exit(1)  # the main thread may hang in a collective
 
     def _request_stop(self, reason: str) -> None:
         """Send a signal, which interrupts a main thread that waits for data."""
         self.reason, self._reason_time = reason, time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
+
+    def _find_lost_peer(self) -> str | None:
+        for rank, process in self._processes.items():
+            if not is_alive(process):
+                return f"lost rank {rank} (process {process.pid})"
+        return find_lost_host(self._connections)
 
 
 def _find_launcher() -> psutil.Process | None:
@@ -136,10 +139,3 @@ def _find_launcher() -> psutil.Process | None:
         if parent is not None and LAUNCHER in " ".join(parent.cmdline()):
             return parent
     return None
-
-
-def _exit_now(reason: str) -> None:
-    """End this process even if its main thread hangs in a collective."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"nsa: {reason}", file=sys.stderr, flush=True)
-    os._exit(1)

@@ -7,8 +7,7 @@ saved apart, as rank state.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -21,10 +20,3 @@ class TrainState:
     data: str = ""  # fingerprint of the dataset and its order
     skipped: int = 0  # steps not applied because gradients were not finite
     passed_over: list[int] = field(default_factory=list)  # `samples` at the start of bad steps
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrainState:
-        return cls(**values)

@@ -20,23 +20,15 @@ import torch.distributed as dist
 from nsa import checkpoint
 from nsa.doctor.check import Check
 from nsa.doctor.command import dry_batch_check
-from nsa.engine import loop
+from nsa.engine import loop, node_preflight, resume
 from nsa.engine.build import build_engine
 from nsa.engine.consensus import Consensus, RunAborted
 from nsa.engine.data import Data, open_data
 from nsa.engine.folder_lock import FolderLock
 from nsa.engine.loss_guard import LossGuard
-from nsa.engine.node_preflight import check_node, check_ranks, preflight_notes
 from nsa.engine.observers import build_observers, write_final_report
 from nsa.engine.peer_hosts import RankProcess, connect_hosts
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
-from nsa.engine.resume import (
-    agree_on_run,
-    convert_to_universal,
-    find_checkpoint,
-    find_initial_weights,
-    read_state,
-)
 from nsa.engine.run import Run
 from nsa.engine.run_dir import record_run
 from nsa.engine.run_request import RunRequest
@@ -99,17 +91,19 @@ class Trainer:
     def prepare(self) -> None:
         """Find the checkpoint, check the node and open the dataset."""
         request, ranks = self.request, self.ranks
-        self.resume_from, notes = find_checkpoint(request, ranks.world_size)
+        self.resume_from, notes = resume.find_checkpoint(request, ranks.world_size)
         self.notes += notes
         self.state, self.rank_state, self.weights = TrainState(), {}, None
         if self.resume_from is not None:
-            self.state, self.rank_state = read_state(self.resume_from, ranks)
+            self.state, self.rank_state = resume.read_state(self.resume_from, ranks)
         else:
-            self.weights = find_initial_weights(request.config)
+            self.weights = resume.find_initial_weights(request.config)
         if self.weights is not None:
             self.notes.append(f"initial weights: {self.weights}")
         self._check_steps_left()
-        self.node_checks = check_node(request, self.state.step) if ranks.local_rank == 0 else []
+        self.node_checks = (
+            node_preflight.check_node(request, self.state.step) if ranks.local_rank == 0 else []
+        )
         self.data = open_data(
             request.config, ranks, self.state, self.rank_state.get("feed"), request.data_changed
         )
@@ -128,14 +122,16 @@ class Trainer:
         self.device = start_ranks(self.ranks)
         config = self.request.config
         self.consensus = Consensus(config.data.timeout * config.train.accumulation)
-        run_dir, self.processes = agree_on_run(
+        run_dir, self.processes = resume.agree_on_run(
             self.consensus, self.request.run_dir, self.resume_from
         )
         request = self.request = replace(self.request, run_dir=run_dir)
         self.telemetry = RankTelemetry(request, self.ranks, self.state)
-        checks = check_ranks(request, self.device, self.node_checks)
+        checks = node_preflight.check_ranks(request, self.device, self.node_checks)
         if self.resume_from is not None and request.universal:
-            self.resume_from = convert_to_universal(self.consensus, self.resume_from, self.ranks)
+            self.resume_from = resume.convert_to_universal(
+                self.consensus, self.resume_from, self.ranks
+            )
         self.engine, gradient_notes = build_engine(
             config, request.ds_config, self.device, self.weights
         )
@@ -147,7 +143,11 @@ class Trainer:
             record_run(request, [process.host for process in self.processes])
             ladder.record(run_dir, ladder.preflight(checks))
         dist.barrier()
-        self.notes += [*preflight_notes(checks, request), *gradient_notes, *self.data.notes]
+        self.notes += [
+            *node_preflight.preflight_notes(checks, request),
+            *gradient_notes,
+            *self.data.notes,
+        ]
         self.run_info = self._describe_run()
         self.run = self._assemble_run()
 
