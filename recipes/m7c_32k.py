@@ -53,7 +53,7 @@ def demo_short() -> RunConfig:
 
 
 def demo() -> RunConfig:
-    """Four times the tokens, two ranks per sequence; random weights unless train.start_from is set."""
+    """Four times the tokens, two ranks per sequence; random weights without train.start_from."""
     config = demo_short()
     config.model.rope_theta = 50_000.0
     config.data.seq_len = 1_024
