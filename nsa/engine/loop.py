@@ -96,7 +96,9 @@ def next_batches(run: Run) -> tuple[str | None, list[Batch]]:
             batches = [run.data.next_batch() for _ in range(run.config.train.accumulation)]
             if run.state.samples not in run.state.passed_over:
                 return batches
-            run.state.samples += run.data.loader.samples_per_step  # bad, before a rollback
+            run.state.samples += (
+                run.data.loader.samples_per_step
+            )  # skip the bad step that caused a rollback
 
     return _fetch_on_all_ranks(run, fetch)
 

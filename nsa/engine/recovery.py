@@ -82,7 +82,7 @@ def _roll_back(run: Run, cause: str) -> bool:
 
 
 def _newest_finite(run: Run) -> Path | None:
-    """Return the newest valid checkpoint without NaN or inf, converted if need be; no raise."""
+    """Return the newest valid checkpoint without NaN or inf, converted if needed; never raise."""
     try:
         path, notes = checkpoint.newest_complete(run.run_dir / "checkpoints", finite=True)
         for note in notes:

@@ -68,7 +68,7 @@ def agree_on_run(
 ) -> tuple[Path, list[RankProcess]]:
     """Return rank 0's run folder and every rank's process; refuse different checkpoints.
 
-    Other ranks may have chosen another folder, after rank 0 had created its.
+    Without --run-dir, a rank that sees rank 0's new folder chooses the next free one.
     """
     process = RankProcess(os.uname().nodename, os.getpid())
     everyone = consensus.gather((run_dir, path, process))

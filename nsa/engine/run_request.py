@@ -23,7 +23,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What to run, where, from which step and up to which."""
+    """Values, folder, start and stop of one run."""
 
     recipe: str
     profile: str

@@ -64,7 +64,7 @@ def test_a_run_whose_rank_is_killed_is_restarted_and_repeats_the_uninterrupted_o
         assert watchdog.wait(240) == 0, (tmp_path / "output").read_text()[-3_000:]
     seconds = round(time.time() - killed, 1)
     restarts = json.loads((tmp_path / "run/halt.json").read_text())["restarts"]
-    assert len(restarts) == 1, f"{restarts}\n{(tmp_path / 'said').read_text()[-6_000:]}"
+    assert len(restarts) == 1, f"{restarts}\n{(tmp_path / 'output').read_text()[-6_000:]}"
     (restart,) = restarts
     assert losses(tmp_path / "run") == golden.losses
     assert weights(tmp_path / "run") == golden.weights
