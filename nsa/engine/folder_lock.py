@@ -19,8 +19,7 @@ class FolderLock:
     def __init__(self, run_dir: Path) -> None:
         """Create and lock the folder; raise ValueError if another run holds it."""
         self._run_dir = run_dir
-        missing = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-        self._topmost_created = missing[-1] if missing else None
+        self._created = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file = (run_dir / NAME).open("a+")
         try:
@@ -39,13 +38,11 @@ class FolderLock:
 
     def abandon(self) -> None:
         """Release the folder and remove the folders that this lock created."""
-        if self._topmost_created is not None:
+        if self._created:
             shutil.rmtree(self._run_dir, ignore_errors=True)
-            parent = self._run_dir.parent
-            while parent != self._topmost_created.parent:
-                with contextlib.suppress(OSError):  # another run uses it
-                    parent.rmdir()
-                parent = parent.parent
+        with contextlib.suppress(OSError):  # another run uses a parent
+            for parent in self._created[1:]:
+                parent.rmdir()
         self._file.close()
 
 
