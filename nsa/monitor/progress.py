@@ -56,7 +56,7 @@ class Progress(Observer):
             self._unprinted = record
 
     def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
-        self._print(f"step {step}: saved {path}, training stood still for {seconds:.1f} s")
+        self._print(f"step {step}: saved {path}, training paused for {seconds:.1f} s")
 
     def on_message(self, text: str) -> None:
         self._print(text)

@@ -45,7 +45,7 @@ def test_a_demo_that_logs_every_step_prints_few_lines_and_those_that_matter(
     assert all("142,857 tokens/s" in line for line in steps)
     assert lines[0].startswith("m7c (demo): 3.0M parameters, steps 1 to 300 on 1 rank, in ")
     assert lines[1] == "no accelerator: the demo"
-    saved = f"step 300: saved {tmp_path / 'checkpoints'}, training stood still for 0.2 s"
+    saved = f"step 300: saved {tmp_path / 'checkpoints'}, training paused for 0.2 s"
     assert lines[-2] == saved
     assert lines[-1] == "done"
 
