@@ -13,6 +13,7 @@ from nsa.monitor.fallbacks import Fallbacks
 from nsa.monitor.metrics_csv import MetricsCsv
 from nsa.monitor.observer import Observer, Observers, warn
 from nsa.monitor.progress import Progress
+from nsa.monitor.run_history import RunHistory
 from nsa.monitor.selection_csv import SelectionCsv
 from nsa.monitor.tensorboard import BackgroundMonitor, TensorBoardObserver
 from nsa.monitor.writer import BackgroundWriter
@@ -20,13 +21,15 @@ from nsa.ops import fallback_counts
 from nsa.report.observer import Reporter
 
 
-def build_observers(request: RunRequest, engine: Any) -> tuple[list[BackgroundWriter], Observer]:
+def build_observers(
+    request: RunRequest, engine: Any, run_history: RunHistory
+) -> tuple[list[BackgroundWriter], Observer]:
     """Return the observers, and the background writer of each; rank 0 alone has any."""
     if dist.get_rank() != 0:
         return [], Observers([])
     monitor = request.config.monitor
     writers: list[BackgroundWriter] = []
-    observers: list[Observer] = []
+    observers: list[Observer] = [run_history]
 
     def writer(name: str) -> BackgroundWriter:
         writers.append(BackgroundWriter(name))

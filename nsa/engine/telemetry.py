@@ -9,10 +9,13 @@ from typing import Any
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
+from nsa.gates.ladder import ladder
 from nsa.monitor.dtypes import DtypeReport
 from nsa.monitor.heartbeat import Heartbeat
+from nsa.monitor.history import HistoryRecorder
 from nsa.monitor.memory import MemorySnapshots
 from nsa.monitor.profile import StepProfiler
+from nsa.monitor.run_history import RunHistory
 from nsa.monitor.stacks import dump_stacks_on_signal
 
 
@@ -22,6 +25,10 @@ class RankTelemetry:
     def __init__(self, request: RunRequest, ranks: Ranks, state: TrainState) -> None:
         run_dir, rank, monitor = request.run_dir, ranks.rank, request.config.monitor
         dump_stacks_on_signal(run_dir, rank)
+        gates = ladder(monitor.ladder, request.config.train.steps)
+        windows = [(gate.since, gate.step) for gate in gates]
+        self.history = HistoryRecorder(run_dir, rank, windows)
+        self.run_history = RunHistory(csv=monitor.csv, health=monitor.health)  # used by rank 0
         self.heartbeat = Heartbeat(
             run_dir,
             rank=rank,
@@ -30,8 +37,9 @@ class RankTelemetry:
             step=state.step,
             tokens=state.tokens,
             skipped=state.skipped,
+            history=self.history,
         )
-        self.memory = MemorySnapshots(run_dir, rank, monitor.memory_every)
+        self.memory = MemorySnapshots(run_dir, rank, monitor.memory_every, self.history)
         self.profiler = StepProfiler(run_dir, rank, request.profile_steps)
         self._write_dtypes: Callable[[], None] | None = None
 

@@ -35,7 +35,7 @@ from nsa.engine.run_request import RunRequest
 from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.telemetry import RankTelemetry
 from nsa.engine.train_state import TrainState
-from nsa.gates import ladder
+from nsa.gates import ladder, result
 from nsa.model import flops_per_token, parameter_count
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import Observer, RunInfo
@@ -141,7 +141,7 @@ class Trainer:
         # Nothing is refused from here on, so the run's folder may change.
         if self.ranks.rank == 0:
             record_run(request, [process.host for process in self.processes])
-            ladder.record(run_dir, ladder.preflight(checks))
+            result.record(run_dir, ladder.preflight(checks))
         dist.barrier()
         self.notes += [
             *node_preflight.preflight_notes(checks, request),
@@ -170,7 +170,7 @@ class Trainer:
         """Collect what the training loop works on."""
         request, config, device = self.request, self.request.config, self.device
         rank, run_dir = self.ranks.rank, request.run_dir
-        writers, observers = build_observers(request, self.engine)
+        writers, observers = build_observers(request, self.engine, self.telemetry.run_history)
         if rank == 0:
             self.telemetry.report_dtypes(self.engine, run_dir / "dtypes.txt")
         guard = LossGuard(config.train, device)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nsa.monitor.history import HistoryRecorder
 from nsa.monitor.writer import BackgroundWriter
 
 _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
@@ -20,10 +21,13 @@ class MemorySnapshots:
     books are kept on the host. `every` 0 leaves only what running out of memory writes.
     """
 
-    def __init__(self, folder: Path, rank: int, every: int) -> None:
+    def __init__(
+        self, folder: Path, rank: int, every: int, history: HistoryRecorder | None = None
+    ) -> None:
         self._path = folder / "memory" / f"rank{rank}.jsonl"
         self._rank = rank
         self._every = every
+        self._history = history
         self._step = 0
         self._first: int | None = None
         self._writer = BackgroundWriter("memory") if every else None
@@ -64,6 +68,8 @@ class MemorySnapshots:
     def _take(self, step: int, when: str) -> None:
         if self._writer is not None and (step == self._first or step % self._every == 0):
             line = self._line(step, when)
+            if self._history is not None:
+                self._history.add_snapshot(line)
             self._writer.submit(lambda: _append(self._path, line))
 
     def _line(self, step: int, when: str) -> dict[str, Any]:

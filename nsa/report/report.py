@@ -12,7 +12,7 @@ from nsa.atomic_io import atomic_write_text
 from nsa.report.markdown import plain, table
 
 if TYPE_CHECKING:
-    from nsa.gates.ladder import Verdict
+    from nsa.gates.result import GateResult
     from nsa.report.summary import Summary
 
 FILE_NAME = "report.md"
@@ -74,15 +74,15 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def _decision(verdicts: Sequence[Verdict]) -> str:
+def _decision(verdicts: Sequence[GateResult]) -> str:
     if not verdicts:
         return "not judged yet"
     bad = [verdict.gate for verdict in verdicts if not verdict.go]
     return f"No-Go at {', '.join(bad)}" if bad else f"Go at {verdicts[-1].gate}"
 
 
-def _verdicts(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    from nsa.gates.ladder import NAMES
+def _verdicts(verdicts: Sequence[GateResult]) -> Iterator[str]:
+    from nsa.gates.result import NAMES
 
     for verdict in verdicts:
         decision = "Go" if verdict.go else "No-Go"
@@ -106,7 +106,7 @@ def _verdicts(verdicts: Sequence[Verdict]) -> Iterator[str]:
         yield from ("", f"Not judged: {', '.join(missing)}.")
 
 
-def _not_measured(verdicts: Sequence[Verdict]) -> Iterator[str]:
+def _not_measured(verdicts: Sequence[GateResult]) -> Iterator[str]:
     """What no verdict rests on, once for each reason."""
     found: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:

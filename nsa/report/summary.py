@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-from nsa.gates.ladder import Verdict, read_gates
-from nsa.monitor.artifacts import RankHistory, Table, ranks, read_rank, read_table
+from nsa.gates.result import GateResult, read_gates
+from nsa.monitor.artifacts import Table, ranks, read_table
+from nsa.monitor.history import RankHistory, read_rank
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Summary:
     run_dir: Path
     metrics: Table
     histories: list[RankHistory]
-    verdicts: list[Verdict]
+    verdicts: list[GateResult]
 
     @property
     def name(self) -> str:

@@ -85,17 +85,6 @@ def test_nothing_follows_the_end_though_a_line_was_due(tmp_path: Path) -> None:
     assert {beats[-1]["event"] for beats in read_heartbeats(tmp_path).values()} == {"end"}
 
 
-def test_lines_are_written_at_once_for_who_is_about_to_read_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeat, "_BATCH_SECONDS", 10 * PATIENCE)
-    beat = beating(tmp_path, seconds=100 * PATIENCE)
-    beat.step_end(1, 0, 0)
-    beat.write_soon()
-    wait_for(lambda: steps_told(tmp_path) == [1])
-    beat.close("finished")
-
-
 def test_progress_goes_on_and_names_the_phase_while_the_training_thread_hangs_in_c(
     tmp_path: Path,
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nsa.monitor.config import LadderConfig
 from nsa.monitor.metrics_csv import MetricsCsv
 from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, LayerHealth, StepRecord
 from nsa.monitor.selection_csv import SelectionCsv
@@ -14,6 +15,7 @@ from nsa.monitor.writer import BackgroundWriter
 from tests.monitor.records import make_info, make_record
 
 Beat = dict[str, Any]
+CONFIG = LadderConfig(min_gate=0.0)  # the runs below have no gates
 
 
 def write_metrics(

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from nsa.gates.ladder import Gate, judge, record
+from nsa.gates.result import record
 from nsa.monitor.config import LadderConfig
 from nsa.report.compare import compare_runs
+from tests.gates.evidence import gate_at, judge_files
 from tests.monitor.written import write_metrics, write_run
 from tests.report.pictures import BLUE, ORANGE, pixels
 
@@ -14,7 +15,7 @@ from tests.report.pictures import BLUE, ORANGE, pixels
 def test_runs_are_drawn_into_one_picture_and_listed_with_where_they_ended(tmp_path: Path) -> None:
     nsa, dense = write_run(tmp_path / "nsa"), tmp_path / "dense"
     write_metrics(dense, 200, change=lambda step: {"loss": 4.0 + 1 / step, "tokens_per_s": 1e5})
-    record(nsa, judge(nsa, Gate("production", 300), LadderConfig(), patience=0))
+    record(nsa, judge_files(nsa, gate_at("production", 300), LadderConfig()))
     lines = compare_runs([nsa, dense], tmp_path / "out" / "both.png")
     assert pixels(tmp_path / "out" / "both.png", BLUE) > 500
     assert pixels(tmp_path / "out" / "both.png", ORANGE) > 500

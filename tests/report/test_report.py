@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from nsa.gates.ladder import Gate, judge, record
+from nsa.gates.result import record
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.run_folder import write_env
 from nsa.report.report import write_report
+from tests.gates.evidence import gate_at, judge_files
 from tests.monitor.written import beats, write_beats, write_metrics, write_run, write_selection
 from tests.report.pictures import BLUE, ORANGE, pixels, size
 
@@ -26,8 +27,8 @@ def pictures(run_dir: Path) -> set[str]:
 
 def test_a_report_begins_with_the_verdicts_and_their_evidence(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "mine", waits={200: ("forward", 200.0)})
-    for gate in (Gate("sanity", 1), Gate("smoke", 300)):
-        record(run_dir, judge(run_dir, gate, LadderConfig(), patience=0))
+    for gate in (gate_at("sanity", 1), gate_at("smoke", 300)):
+        record(run_dir, judge_files(run_dir, gate, LadderConfig()))
     path = write_report(run_dir)
     text = path.read_text()
     assert path == run_dir / "report.md"
@@ -35,9 +36,9 @@ def test_a_report_begins_with_the_verdicts_and_their_evidence(tmp_path: Path) ->
     smoke = table(text, "smoke: No-Go at step 300")
     assert smoke["longest pause, seconds"][:3] == ["**NO**", "200.5", "at most 120"]
     assert "before step 201" in smoke["longest pause, seconds"][3]
-    assert smoke["tokens/s, median"][:3] == ["yes", "142,857", "at least 50"]
-    assert smoke["lowest mean gate of a branch"][0] == "not measured"
-    assert "- lowest mean gate of a branch (smoke): selection.csv cannot be read" in text
+    assert smoke["median tokens/s"][:3] == ["yes", "142,857", "at least 50"]
+    assert smoke["min mean gate"][0] == "not measured"
+    assert "- min mean gate (smoke): selection.csv cannot be read" in text
     assert "Not judged: preflight, extended, production." in text
 
 
@@ -106,7 +107,7 @@ def test_a_run_that_died_before_its_first_step_has_a_report_too(tmp_path: Path) 
 )
 def test_spoilt_files_cost_their_part_of_the_report_alone(tmp_path: Path, garbage: bytes) -> None:
     write_metrics(tmp_path)
-    record(tmp_path, judge(tmp_path, Gate("sanity", 1), LadderConfig(), patience=0))
+    record(tmp_path, judge_files(tmp_path, gate_at("sanity", 1), LadderConfig()))
     for name in ("env.json", "halt.json", "config.yaml", "ds_config.json", "fallbacks.csv"):
         (tmp_path / name).write_bytes(garbage)
     for name in ("selection.csv", "heartbeat_rank0.jsonl"):
