@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from nsa.bench.measure import environment, side_by_side
 from nsa.model import ModelConfig
+from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.block import Block
-from nsa.model.layout import Layout
 from nsa.ops import NSASpec, nsa_attention
 
 # One layer of the system that this one replaces, with its MLP, forward and backward, measured on
@@ -114,19 +114,12 @@ def _sdpa_step(seq_len: int, dtype: torch.dtype) -> Callable[[], object]:
 def _layer_step(dtype: torch.dtype, seq_len: int = 2_048) -> Callable[[], object]:
     config = ModelConfig()
     block = Block(config).to(dtype)
-    layout = Layout.of(
-        seq_len,
-        None,
-        config.attention.spec,
-        config.head_dim,
-        config.rope_theta,
-        torch.device("cpu"),
-    )
+    metadata = AttentionMetadata.build(config, seq_len, None, torch.device("cpu"))
     x = torch.randn(1, seq_len, config.width).to(dtype).requires_grad_()
     into = torch.randn(1, seq_len, config.width).to(dtype)
 
     def step() -> None:
-        block(x, layout).backward(into)
+        block(x, metadata).backward(into)
 
     return step
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from nsa.engine.gradient_check import inspect_gradients
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel
-from nsa.model.layout import Layout
+from nsa.model.attention_metadata import AttentionMetadata
 from tests.engine.small import small
 
 
@@ -26,12 +26,10 @@ class HeadInside(LanguageModel):
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        layout = Layout.of(
-            input_ids.shape[1], None, self.config.attention.spec, 8, 1e4, input_ids.device
-        )
+        metadata = AttentionMetadata.build(self.config, input_ids.shape[1], None, input_ids.device)
         x = self.embed(input_ids)
         for block in self.blocks:
-            x = checkpoint(partial(block, layout=layout), x, use_reentrant=True)
+            x = checkpoint(partial(block, metadata=metadata), x, use_reentrant=True)
         logits = checkpoint(
             lambda x: F.linear(self.norm(x), self.embed.weight), x, use_reentrant=True
         )

@@ -24,8 +24,8 @@ from nsa.data.config import DataConfig
 from nsa.data.factory import open_source
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
-from nsa.export.bundle import bundle
-from nsa.export.tokenizer import write_tokenizer
+from nsa.export.hf_tokenizer import write_tokenizer
+from nsa.export.remote_code import remote_code
 from nsa.monitor.metrics_csv import read_metrics
 from tests.engine.runs import TINY, alone, succeed
 from tests.ranks import ROOT
@@ -148,7 +148,7 @@ def test_a_folder_that_is_in_use_is_refused_by_name(
     run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(run), "--to", str(exported)]) == 2
-    assert f"--to {exported}: there is something already" in capsys.readouterr().err
+    assert f"--to {exported}: already exists" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nowhere"), "--to", str(tmp_path / "new")]) == 2
     assert "nowhere': there is no such folder" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
@@ -169,8 +169,8 @@ def test_a_full_disk_leaves_nothing_behind(
 
 
 def test_the_bundled_code_needs_torch_and_transformers_alone(tmp_path: Path) -> None:
-    files = bundle()
-    assert files == bundle()
+    files = remote_code()
+    assert files == remote_code()
     allowed = {"torch", "transformers", *sys.stdlib_module_names}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -243,7 +243,7 @@ def test_it_works_where_the_package_is_not_installed(exported: Path, tmp_path: P
     assert torch.equal(found["text"], model.generate(**prompts, max_new_tokens=5, do_sample=False))
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert saved["auto_map"] == json.loads((exported / "config.json").read_text())["auto_map"]
-    assert {path.name for path in (tmp_path / "saved").glob("*.py")} == bundle().keys()
+    assert {path.name for path in (tmp_path / "saved").glob("*.py")} == remote_code().keys()
 
 
 def test_what_the_package_saves_again_promises_no_code(exported: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from nsa.data.config import DataConfig
 from nsa.data.factory import open_source
 from nsa.data.tokenizer import train_tokenizer
 from nsa.engine.load_run import load_run
-from nsa.export import gap
+from nsa.export import logit_gap
 from nsa.export.to_hf import export
 from nsa.monitor.metrics_csv import read_metrics
 from tests.data.texts import texts, write_lines
@@ -161,11 +161,11 @@ def test_an_mlp_begins_as_the_mean(place: Path, tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"tie_word_embeddings": False}, "tie_word_embeddings = false: its head is not"),
-        ({"attention_bias": True}, "attention_bias = True: this model knows False alone"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': this model knows 'silu' alone"),
+        ({"attention_bias": True}, "attention_bias = True: this model supports only False"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': this model supports only 'silu'"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type = 'linear': this model turns by a base alone",
+            "rope_type = 'linear': this model supports only a base",
         ),
     ],
 )
@@ -216,10 +216,10 @@ def test_a_weight_that_is_not_in_the_files_is_named(
     [
         (["--set=attention.compressor=mlp", "--set=attention.compressor_hidden=31"], "needs 32"),
         (["--shares=0,1"], "--shares 0,1: write a number for each branch, cmp,sel,win"),
-        (["--shares=nan,0,1"], "--shares nan,0,1: each is a part of the dense output"),
+        (["--shares=nan,0,1"], "--shares nan,0,1: each is a fraction of the dense output"),
         (["--shares=0,1e40,1"], "write numbers from -100 to 100"),
         (["--shares=0,1,0", "--set=attention.shared_kv=true"], "leave one of the two out"),
-        (["--set=attention.kind=dense"], "kind = 'dense': --attention alone says"),
+        (["--set=attention.kind=dense"], "kind = 'dense': only --attention sets"),
         (["--attention=dense", "--set=model.attention.kind=nsa"], "give --attention nsa"),
         (["--attention=dense", "--shares=0,1,0"], "keeps its dense attention"),
         (["--gap=no/such/text"], "no/such/text"),
@@ -247,7 +247,7 @@ def test_folders_of_others_are_refused_by_what_they_are(
     (place / "config.json").write_text("[]")
     assert "not the JSON of a configuration" in refused(capsys, place)
     assert main(["import", str(place), "--to", str(place)]) == 2
-    assert "there is something already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_a_new_folder_may_be_called_by_a_link(
@@ -271,7 +271,7 @@ def test_a_llamas_tokenizer_comes_along(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     """The new folder is complete: the other may go. The gap's text is read by it."""
-    monkeypatch.setattr(gap, "TOKENS", 64)
+    monkeypatch.setattr(logit_gap, "TOKENS", 64)
     text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", "--attention=nsa", *SMALL]
     place = tmp_path / "llama"
     llama(place, vocab_size=300)
@@ -317,7 +317,7 @@ def test_a_recipe_goes_on_as_nsa_where_the_dense_run_ended(dense_run: Path, tmp_
 def test_the_gap_is_measured_on_short_and_long_texts(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(gap, "TOKENS", 64)
+    monkeypatch.setattr(logit_gap, "TOKENS", 64)
     text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000"]
     imported(place, tmp_path / "start", *text, *SMALL)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
@@ -334,7 +334,7 @@ def test_text_of_another_tokenizer_is_refused_and_the_import_stays(
     llama(tmp_path / "llama", vocab_size=60)
     text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", *SMALL]
     assert main(["import", str(tmp_path / "llama"), "--to", str(tmp_path / "run"), *text]) == 2
-    assert "the model knows 60; set data.tokenizer" in capsys.readouterr().err
+    assert "vocabulary is 60; set data.tokenizer" in capsys.readouterr().err
     assert load_run(tmp_path / "run", device="cpu").config.model.vocab_size == 60
 
 
@@ -350,7 +350,9 @@ def test_the_gaps_text_is_looked_for_before_the_weights(
 def test_the_gap_is_that_of_the_distributions() -> None:
     """Against probabilities written out: KL(½ ½, ¼ ¾) and the losses of the second token."""
     half, quarter = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
-    found = gap.compared(half.repeat(2, 1), quarter.repeat(2, 1), torch.tensor([1, -100])).tolist()
+    found = logit_gap.compare(
+        half.repeat(2, 1), quarter.repeat(2, 1), torch.tensor([1, -100])
+    ).tolist()
     kl = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
     assert found == pytest.approx([math.log(2), math.log(4 / 3), kl, 0, 1])
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa.constants import BRANCHES
 from nsa.model import AttentionConfig, LanguageModel, flops_per_token
 from nsa.model.attention import NSAttention
-from nsa.model.config import BRANCHES, SUBSETS
+from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.config import SUBSETS
 from tests.model.models import SPEC, build, packed, tiny, tokens
 from tests.model.test_count import counted
 
@@ -59,19 +61,10 @@ def test_fewer_branches_are_all_three_with_the_others_gated_away(
     for cu_seqlens in (None, packed(16, 1, 20)):
         model_of = {"layer": layer, "whole": whole}
         x = torch.randn(1, LENGTH, 24, dtype=torch.float64)
-        layout = layout_of(some, cu_seqlens)
-        out = {name: attention(x, layout) for name, attention in model_of.items()}
+        metadata = AttentionMetadata.build(some.config, LENGTH, cu_seqlens, x.device)
+        out = {name: attention(x, metadata) for name, attention in model_of.items()}
         torch.testing.assert_close(out["layer"], out["whole"], rtol=0, atol=1e-12)
     assert len(open_gates) == 2
-
-
-def layout_of(model: LanguageModel, cu_seqlens: Tensor | None):
-    from nsa.model.layout import Layout
-
-    config = model.config
-    return Layout.of(
-        LENGTH, cu_seqlens, SPEC, config.head_dim, config.rope_theta, torch.device("cpu")
-    )
 
 
 @pytest.mark.parametrize("branches", FEWER)

@@ -22,7 +22,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"heads": 12, "kv_heads": 5},
         r"^model\.heads = 12 is not a multiple of model\.kv_heads = 5; every KV head must serve",
     ),
-    ({"head_dim": 7}, r"^model\.head_dim = 7: RoPE turns pairs; make it even$"),
+    ({"head_dim": 7}, r"^model\.head_dim = 7: RoPE rotates pairs; make it even$"),
     ({"value_dim": 0}, r"^model\.value_dim = 0: must be a whole number, 1 or more, or null$"),
     ({"value_dim": 4.5}, r"^model\.value_dim = 4\.5: "),
     ({"value_dim": "64"}, r"^model\.value_dim = '64': "),

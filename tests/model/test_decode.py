@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
-from nsa.model.cache import KVCache, cache_bytes, places
+from nsa.model.cache import KVCache, cache_bytes, ring_slots
 from nsa.model.config import SUBSETS
 from nsa.model.decode import extend, generate, prefill, sample, step
 from nsa.spec import NSASpec
@@ -123,9 +123,9 @@ def test_in_bf16_the_likeliest_tokens_are_those_of_the_parallel_pass() -> None:
 def poison(cache: KVCache) -> None:
     """Put NaN wherever nothing has been written yet."""
     for layer in cache.layers:
-        for name, buffer in layer.buffers.items():
+        for key, buffer in layer.buffers.items():
             for row, length in enumerate(cache.host_lengths):
-                blocks = name in cache.plan.blocks
+                blocks = key.entries == "blocks"
                 used = cache.config.attention.spec.compressed_len(length) if blocks else length
                 buffer[row, used:] = float("nan")
 
@@ -179,7 +179,7 @@ def test_a_cache_grows_by_doubling() -> None:
 @torch.no_grad()
 def test_a_cache_with_room_does_not_grow_before_it_is_full() -> None:
     model, ids = model_of(tiny()), tokens(60)
-    logits, cache = prefill(model, [ids[0, :30]], room=30)
+    logits, cache = prefill(model, [ids[0, :30]], reserve=30)
     for at in range(30, 60):
         logits = step(model, ids[:, at], cache)
     assert cache.nbytes == cache_bytes(model.config, 60, torch.float64)
@@ -188,7 +188,7 @@ def test_a_cache_with_room_does_not_grow_before_it_is_full() -> None:
 
 def test_a_ring_is_filled_with_the_newest_and_each_place_once() -> None:
     """Of writes to one place a GPU may let any win."""
-    taken, row, place = places([9, 2, 20], 6, torch.device("cpu"))
+    taken, row, place = ring_slots([9, 2, 20], 6, torch.device("cpu"))
     assert taken.tolist() == [*range(3, 9), 9, 10, *range(25, 31)]
     assert row.tolist() == [0] * 6 + [1] * 2 + [2] * 6
     assert place.tolist() == [3, 4, 5, 0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1]
@@ -310,16 +310,22 @@ def test_what_cannot_go_on_is_refused_by_name() -> None:
     _, cache = prefill(model, ids)
     other = model_of(tiny("mlp"))
     for call, message in (
-        (lambda: prefill(model, []), r"^prompts has none; give one or more$"),
+        (lambda: prefill(model, []), r"^prompts is empty; give one or more$"),
         (lambda: prefill(model, [ids[0], empty]), r"^prompts\[1\] is torch.int64 \(0,\); it must"),
         (lambda: prefill(model, ids, [9, 0]), r"^prompts\[1\] is torch.int64 \(0,\); it must"),
         (lambda: prefill(model, ids, [9, 10]), r"^lengths\[1\] = 10: the prompt has 9 tokens$"),
         (lambda: prefill(model, ids, [9]), r"^lengths has 1 entries for 2 prompts$"),
-        (lambda: prefill(model, ids + 60), r"^prompts has the id \d+; this model's are 0 to 60$"),
+        (
+            lambda: prefill(model, ids + 60),
+            r"^prompts has the id \d+; this model's ids are 0 to 60$",
+        ),
         (lambda: prefill(model, ids - 99), r"^prompts has the id -\d+; this model's"),
         (lambda: prefill(model, ids.float()), r"^prompts\[0\] is torch.float32"),
         (lambda: step(model, ids[:, 0] + 61, cache), r"^tokens has the id \d+"),
-        (lambda: step(model, ids[0], cache), r"^tokens is torch.int64 \(9,\); the cache has 2"),
+        (
+            lambda: step(model, ids[0], cache),
+            r"^tokens is torch.int64 \(9,\); give one id for each",
+        ),
         (lambda: step(other, ids[:, 0], cache), r"^the cache is of another model"),
         (lambda: step(model.float(), ids[:, 0], cache), r"^the cache is of another model \(torch"),
         (lambda: chosen(model, [ids[0]], max_new_tokens=0), r"^max_new_tokens = 0: must be 1"),

@@ -122,7 +122,7 @@ def test_padding_on_the_right_changes_no_text(use_cache: bool) -> None:
         expected = greedily(model, ids[row : row + 1, there], 4)[0]
         assert torch.equal(found[row, 24:], expected[-4:])
     mask[1] = 0
-    with pytest.raises(ValueError, match="attention_mask: row 1 has no token to go on from; give"):
+    with pytest.raises(ValueError, match="attention_mask: row 1 has no token to continue; give"):
         model.generate(ids, attention_mask=mask, **greedy)
     assert model(ids, attention_mask=mask, labels=ids).loss.isfinite()  # it has no part in a loss
 
@@ -232,7 +232,7 @@ def test_behind_a_cache_every_sequence_goes_on_or_is_refused() -> None:
     cache = model(ids, use_cache=True).past_key_values
     mask = F.pad(torch.ones_like(ids), (0, 1), value=1)
     mask[1, -1] = 0
-    with pytest.raises(ValueError, match="attention_mask: behind a cache"):
+    with pytest.raises(ValueError, match="attention_mask: with a filled cache"):
         model(ids[:, :1], attention_mask=mask, past_key_values=cache)
     with pytest.raises(ValueError, match=r"position_ids\[0, 0\] = 0 begins a document"):
         model(ids[:, :1], position_ids=torch.zeros(3, 1), past_key_values=cache)
@@ -356,7 +356,7 @@ def test_settings_given_at_load_leave_the_others_as_they_were_saved(tmp_path: Pa
     for wrong, said in (
         ({"attention": {"spec": {"window": -1}}}, "NSASpec.window = -1"),
         ({"attention": {"compressor": "max"}}, "model.attention.compressor = 'max'"),
-        ({"attention": "dense"}, "attention = 'dense': must be settings"),
+        ({"attention": "dense"}, "attention = 'dense': must be a dict of settings"),
         ({"heads": 7}, "model.heads = 7"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -378,8 +378,8 @@ def test_the_model_is_whole_on_one_device() -> None:
     ("given", "said"),
     [
         ({"tie_word_embeddings": False}, "tie_word_embeddings"),
-        ({"attention": {"kinds": "nsa"}}, "attention.kinds: there is no such setting"),
-        ({"attention": {"spec": {"block": 1}}}, "attention.spec.block: there is no such"),
+        ({"attention": {"kinds": "nsa"}}, "attention.kinds: no such setting"),
+        ({"attention": {"spec": {"block": 1}}}, "attention.spec.block: no such"),
         ({"heads": 7}, "model.heads = 7"),
     ],
 )

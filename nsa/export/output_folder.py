@@ -1,4 +1,4 @@
-"""A folder that is there whole or not at all."""
+"""Atomic output folder: it appears complete or not at all. Also writes model.safetensors."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from nsa.atomic_io import fsync_dir
 from nsa.checkpoint.weights import SAFETENSORS
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 @contextlib.contextmanager
-def new_folder(to: Path) -> Iterator[Path]:
-    """A draft to write files into; it becomes `to` at the end, and is gone where that fails."""
+def output_folder(to: Path) -> Iterator[Path]:
+    """Yield a temporary folder; rename it to `to` at the end, or delete it after an error."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ValueError(f"--to {to}: there is something already; name a new folder")
-    given, to = to, Path(os.path.realpath(to))  # "." has no name, and a link is no folder
+        raise ValueError(f"--to {to}: already exists; name a new folder")
+    given, to = to, Path(os.path.realpath(to))  # resolves "." and links
     if to.exists() and (to.is_mount() or to == Path.cwd()):
         raise ValueError(f"--to {given}: this folder cannot be replaced; name a new one in it")
     draft = to.with_name(f".{to.name}.{os.getpid()}")
@@ -29,7 +29,7 @@ def new_folder(to: Path) -> Iterator[Path]:
         draft.mkdir(parents=True)
         yield draft
         for file in draft.iterdir():
-            file.chmod(draft.stat().st_mode & 0o666)  # safetensors: the owner's alone
+            file.chmod(draft.stat().st_mode & 0o666)  # safetensors restricts its file to the owner
             with file.open("rb") as written:
                 os.fsync(written.fileno())
         fsync_dir(draft)
@@ -40,10 +40,7 @@ def new_folder(to: Path) -> Iterator[Path]:
 
 
 def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
-    """`model.safetensors`; a full disk is an OSError, as with every other file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+    """Write model.safetensors; a full disk raises OSError, as for every other file."""
     try:
         save_file(weights, folder / SAFETENSORS, metadata={"format": "pt"})
     except SafetensorError as error:

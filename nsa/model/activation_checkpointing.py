@@ -1,4 +1,4 @@
-"""The five ways of activation checkpointing; a segment is one block."""
+"""The five activation-checkpointing modes. Each block of the model is one checkpoint segment."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+Segment = Callable[[Tensor], Tensor]
 
-# Small and dear: attention outputs, lse and block indices. All else is large and cheap. By name,
-# because an operation of a backend that this machine never imports is not registered.
-KEPT = {
+# "selective" saves these: attention outputs, lse and block indices are cheap to store and expensive
+# to recompute. By name, because a backend that was never imported registers no ops.
+SAVED_OPS = {
     "nsa::blockwise_attention",
     "nsa::blockwise_select_blocks",
     "nsa::triton_band",
     "nsa::triton_select",
     "nsa::triton_selected",
     "nsa::triton_gated",
-    "nsa::exchange",  # nothing is sent twice between ranks that share a sequence
+    "nsa::exchange",  # sequence parallelism: communicate once
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
@@ -32,13 +32,13 @@ KEPT = {
 }
 
 
-def segment_runner(mode: str) -> Run:
-    """How a segment is run in training: a function of (segment, its input).
+def checkpoint_function(mode: str) -> Callable[[Segment, Tensor], Tensor]:
+    """Return the function that runs a segment on its input under this mode.
 
-    The forward pass draws no random numbers, so no generator state is kept for recomputation.
+    The forward pass draws no random numbers, so no generator state is saved for recomputation.
     """
     if mode == "none":
-        return _call
+        return lambda segment, x: segment(x)
     if mode == "reentrant":
         return partial(checkpoint, use_reentrant=True, preserve_rng_state=False)
     if mode == "non_reentrant":
@@ -48,18 +48,14 @@ def segment_runner(mode: str) -> Run:
             checkpoint,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=partial(create_selective_checkpoint_contexts, _keep),
+            context_fn=partial(create_selective_checkpoint_contexts, _policy),
         )
     assert mode == "deepspeed"
-    import deepspeed  # only this mode needs it; importing it takes seconds
+    import deepspeed  # takes seconds to import
 
     return deepspeed.checkpointing.checkpoint
 
 
-def _call(segment: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return segment(x)
-
-
-def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = op.name() in KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op.name() in SAVED_OPS
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,19 +1,16 @@
-"""The README.md of an exported model: what its run has written down, and what it has not."""
+"""Model card: the README.md of an exported model, from its run's records."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nsa.engine.config import RunConfig
+from nsa.engine.load_run import LoadedRun
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import Row, read_json, read_table
 from nsa.report.markdown import plain, table
-
-if TYPE_CHECKING:
-    from nsa.engine.config import RunConfig
-    from nsa.engine.load_run import LoadedRun
 
 HEAD = """\
 ---
@@ -30,8 +27,8 @@ tags:
 LOADING = """
 ## Loading
 
-The code is in this folder; read it before you trust it. Nothing but transformers ≥ 5.0 and
-torch ≥ 2.8 is needed:
+The model's code is in this folder; read it before you trust it. It needs only transformers ≥ 5.0
+and torch ≥ 2.8:
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,52 +36,46 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)
 {tokenizer}```
 
-Where the package `nsa` is installed, `import nsa` takes the place of `trust_remote_code=True`, and
-the code in this folder is not run.
+With the package `nsa` installed, `import nsa` replaces `trust_remote_code=True`, and the code in
+this folder is not run.
 """
 TOKENIZER = """\
-tokenizer = AutoTokenizer.from_pretrained("{folder}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
 prompt = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 """
-NO_TOKENIZER = (
-    "# The run's tokenizer could not be had when this was written: AutoTokenizer fails.\n"
-)
+NO_TOKENIZER = "# The run's tokenizer was not available to the export: AutoTokenizer fails.\n"
 PACKAGES = ("torch", "deepspeed", "triton", "transformers", "nsa-m7c")
 
 
-def card(run: LoadedRun, folder: str = "FOLDER") -> str:
-    """Markdown, with the figures of the step that the weights are from; none is made up."""
-    run_dir = run.folder
-    env, rows = read_json(run_dir / "env.json"), _rows(run_dir, run.step)
-    figures = list(_figures(run, rows))
-    missing = [name for name, value in figures if value is None]
+def model_card(run: LoadedRun) -> str:
+    """Return Markdown with the figures that were logged up to the exported step."""
+    metrics = read_table(run.folder / "metrics.csv").rows
+    rows = [row for row in metrics if run.step is not None and row["step"] <= run.step]
+    figures = dict(_figures(run, rows))
+    missing = [name for name, value in figures.items() if value is None]
+    step = "" if run.step is None else f", step {run.step:,}"
     lines = [
-        HEAD.format(name=_name(run_dir, run.step), about=_about(run.config)),
+        HEAD.format(name=plain(run.folder.name) + step, about=_about(run.config)),
         "## Figures",
         "",
-        *table(("", ""), [(name, value) for name, value in figures if value is not None]),
+        *table(("", ""), [(name, value) for name, value in figures.items() if value is not None]),
     ]
     if missing:
         lines += ["", f"Not recorded by the run: {', '.join(missing)}."]
-    tokenizer = (TOKENIZER if run.tokenizer else NO_TOKENIZER).replace("{folder}", folder)
     lines += [
-        LOADING.format(folder=folder, tokenizer=tokenizer),
+        LOADING.format(folder="FOLDER", tokenizer=TOKENIZER if run.tokenizer else NO_TOKENIZER),
         "## Settings",
         "",
         *table(("setting", "value"), _settings(run.config)),
         "",
-        "All of them are in `config.yaml`, which a recipe takes as `--config`.",
+        "All settings are in `config.yaml`, which a recipe takes as `--config`.",
         "",
         "## Made with",
         "",
-        *table(("", ""), _made_with(env)),
+        *table(("", ""), _provenance(read_json(run.folder / "env.json"))),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _name(run_dir: Path, step: int | None) -> str:
-    return plain(run_dir.name) + ("" if step is None else f", step {step:,}")
 
 
 def _about(config: RunConfig) -> str:
@@ -96,19 +87,13 @@ def _about(config: RunConfig) -> str:
         kind = f"Native Sparse Attention (arXiv 2502.11089; branches: {branches})"
     return (
         f"A Llama-like decoder of {parameter_count(model) / 1e6:,.1f}M parameters with {kind}, "
-        f"trained on sequences of {config.data.seq_len:,} tokens. It completes text and has "
-        "learned no instructions."
+        f"trained on sequences of {config.data.seq_len:,} tokens. It completes text; it is not "
+        "instruction-tuned."
     )
 
 
-def _rows(run_dir: Path, step: int | None) -> list[Row]:
-    """What was logged up to the step of the weights."""
-    rows = read_table(run_dir / "metrics.csv").rows
-    return [row for row in rows if step is not None and row["step"] <= step]
-
-
 def _figures(run: LoadedRun, rows: list[Row]) -> Iterator[tuple[str, str | None]]:
-    """Each with None where the run has not written it down."""
+    """Name and value of each figure; None if the run did not record it."""
     total = run.config.train.steps
     yield "steps", None if run.step is None else f"{run.step:,} of {total:,}"
     for name, column, form in (
@@ -117,13 +102,12 @@ def _figures(run: LoadedRun, rows: list[Row]) -> Iterator[tuple[str, str | None]
         ("held-out loss (nats a token)", "val_loss", ".4f"),
         ("held-out bits per byte", "bits_per_byte", ".4f"),
     ):
-        found = [row for row in rows if column in row]
-        if not found:
+        last = next((row for row in reversed(rows) if column in row), None)
+        if last is None:
             yield name, None
-            continue
-        last = found[-1]
-        at = "" if last["step"] == run.step else f" (at step {last['step']:,.0f})"
-        yield name, f"{last[column]:{form}}{at}"
+        else:
+            at = "" if last["step"] == run.step else f" (at step {last['step']:,.0f})"
+            yield name, f"{last[column]:{form}}{at}"
 
 
 def _settings(config: RunConfig) -> Iterator[tuple[str, object]]:
@@ -147,10 +131,10 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, object]]:
     yield "train.seed", train.seed
 
 
-def _made_with(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Of the machine only what results depend on: names of hosts stay at home."""
+def _provenance(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What results depend on; no host names."""
     packages = env.get("packages")
-    known = packages if isinstance(packages, dict) else {}
+    versions = packages if isinstance(packages, dict) else {}
     facts = {
         "recipe": env.get("recipe"),
         "profile": env.get("profile"),
@@ -158,7 +142,7 @@ def _made_with(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "begun": env.get("date"),
         "commit": env.get("git_commit"),
         "Python": env.get("python"),
-        **{name: known.get(name) for name in PACKAGES},
+        **{name: versions.get(name) for name in PACKAGES},
     }
     for name, value in facts.items():
         yield name, "not recorded" if value is None else plain(value)

@@ -1,4 +1,4 @@
-"""`nsa export`: a run in the form that Hugging Face's tools read."""
+"""`nsa export`: write a run as a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 
 def add_parser(verbs: Any) -> None:
-    """Add `export` to the verbs of `nsa`."""
-    about = "write a run as a folder that transformers load, also where nsa is not installed"
+    about = "write a run as a folder that transformers loads, with or without nsa installed"
     parser = verbs.add_parser("export", help=about, description=about)
     parser.add_argument(
-        "place",
+        "run_path",
         type=Path,
         metavar="run",
         help="a run, one of its checkpoints, or a folder that `nsa import` wrote",
@@ -21,7 +20,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--dtype",
         choices=("bf16", "fp32"),
-        help="of the weights; fp32 are those that the optimizer kept (default: as trained)",
+        help="of the weights; fp32: the optimizer's master weights (default: as trained)",
     )
     parser.set_defaults(run=_export)
 
@@ -32,9 +31,9 @@ def _export(args: argparse.Namespace) -> int:
     from nsa.export.to_hf import export
 
     logging.disable_progress_bar()
-    folder = export(args.place, args.to, args.dtype)
+    folder = export(args.run_path, args.to, args.dtype)
     size = (folder / "model.safetensors").stat().st_size
-    print(f"{folder}: {size / 1e6:,.1f} MB of weights; README.md says how to load them")
+    print(f"{folder}: {size / 1e6:,.1f} MB of weights; README.md explains how to load them")
     if not (folder / "tokenizer.json").exists():
-        print("without a tokenizer: it could not be had here")
+        print("no tokenizer: the run's tokenizer is not available here")
     return 0

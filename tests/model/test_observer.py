@@ -1,4 +1,4 @@
-"""Who listens to the layers hears each once, and can never change what they compute."""
+"""Observers of attention layers record each layer once and never change what it computes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def gradients(model: LanguageModel) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def health_by_layer_calls(model: LanguageModel) -> Health | None:
-    """Of a pass without any checkpointing."""
+def health_without_checkpointing() -> Health | None:
+    model = build(tiny("mean"), torch.float32)
     recorder = recorder_of(model)
     recorder.arm()
     with torch.no_grad():
@@ -41,10 +41,10 @@ def health_by_layer_calls(model: LanguageModel) -> Health | None:
 
 
 @modes
-def test_a_step_with_recomputation_and_a_second_micro_batch_has_the_health_of_its_first_pass(
+def test_recomputation_and_a_second_micro_batch_do_not_change_the_recorded_health(
     mode: str,
 ) -> None:
-    expected = health_by_layer_calls(build(tiny("mean"), torch.float32))
+    expected = health_without_checkpointing()
     model = build(tiny("mean", activation_checkpointing=mode), torch.float32)
     recorder = recorder_of(model)
     recorder.arm()
@@ -52,13 +52,13 @@ def test_a_step_with_recomputation_and_a_second_micro_batch_has_the_health_of_it
         forward(model, ids).backward()
     assert recorder.read() == expected
     assert expected is not None
-    assert len({str(layer) for layer in expected.layers}) == 2, "each layer has figures of its own"
+    assert len({str(layer) for layer in expected.layers}) == 2, "each layer has its own figures"
     assert expected.layers[0].choosing > 0.5
 
 
 @modes
 @pytest.mark.parametrize("when", ["throughout", "in the forward only", "in the backward only"])
-def test_listening_never_changes_loss_or_gradients(mode: str, when: str) -> None:
+def test_observing_never_changes_loss_or_gradients(mode: str, when: str) -> None:
     alone = build(tiny("mlp", activation_checkpointing=mode), torch.float32)
     loss = forward(alone)
     loss.backward()
@@ -66,15 +66,15 @@ def test_listening_never_changes_loss_or_gradients(mode: str, when: str) -> None
     recorder = recorder_of(model)
     if when != "in the backward only":
         recorder.arm()
-    heard = forward(model)
+    observed = forward(model)
     if when == "in the forward only":
         assert recorder.read() is not None
     elif when == "in the backward only":
         recorder.arm()
-    heard.backward()
-    assert torch.equal(heard, loss)
-    for mine, other in zip(gradients(model), gradients(alone), strict=True):
-        assert torch.equal(mine, other)
+    observed.backward()
+    assert torch.equal(observed, loss)
+    for a, b in zip(gradients(model), gradients(alone), strict=True):
+        assert torch.equal(a, b)
 
 
 class CountOperations(TorchDispatchMode):
@@ -105,7 +105,7 @@ def test_between_logged_steps_nothing_is_computed_or_kept() -> None:
 
 
 @torch.no_grad()
-def test_a_watched_model_compiles_as_one_graph_and_is_not_heard() -> None:
+def test_an_observed_model_compiles_as_one_graph_and_is_not_recorded() -> None:
     model = build(tiny("mean", layers=1), torch.float32)
     recorder = recorder_of(model)
     expected = forward(model)
