@@ -34,13 +34,9 @@ MISTAKES = {
     ),
     "a stage that does not exist": (GOOD.replace('"stage": 1', '"stage": 9'), "stage"),
 }
-DEFAULT = ("no JSON", "a misspelt key", "another number than the recipe's")
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in MISTAKES],
-)
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_the_json_is_refused_in_one_line(
     mistake: str, tmp_path: Path, outcomes: Outcomes
 ) -> None:
