@@ -176,9 +176,7 @@ class Trainer:
         guard = LossGuard(config.train, device)
         if "guard" in self.rank_state:
             guard.restore(self.rank_state["guard"])
-        records_health = (
-            rank == 0 and config.monitor.health and config.model.attention.kind == "nsa"
-        )
+        observed = self.engine.module.sparse_layers() if config.monitor.health and rank == 0 else {}
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         return Run(
             config=config,
@@ -197,10 +195,7 @@ class Trainer:
             telemetry=self.telemetry,
             observers=observers,
             writers=writers,
-            health=HealthRecorder(
-                self.engine.module.sparse_layers() if records_health else {},
-                config.model.attention.spec,
-            ),
+            health=HealthRecorder(observed, config.model.attention.spec),
             throughput=Throughput(
                 flops_per_token=self.run_info.flops_per_token,
                 peak=peak_flops(gpu, config.train.precision),
