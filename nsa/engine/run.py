@@ -21,7 +21,6 @@ from nsa.gates.ladder import Gate
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import Observer
 from nsa.monitor.throughput import Throughput
-from nsa.monitor.writer import BackgroundWriter
 
 
 @dataclass
@@ -43,7 +42,6 @@ class Run:
     guard: LossGuard
     telemetry: RankTelemetry
     observers: Observer
-    writers: list[BackgroundWriter]  # of the observers
     health: HealthRecorder
     throughput: Throughput
     loader_state: dict[str, Any] | None = None  # of this rank, after the last step

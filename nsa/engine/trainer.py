@@ -40,6 +40,7 @@ from nsa.model import flops_per_token, parameter_count
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import Observer, RunInfo
 from nsa.monitor.throughput import Throughput, peak_flops
+from nsa.monitor.writer import BackgroundWriter
 
 
 class Trainer:
@@ -63,6 +64,7 @@ class Trainer:
     processes: list[RankProcess]  # of all ranks
     telemetry: RankTelemetry
     engine: Any  # DeepSpeed's
+    writers: list[BackgroundWriter]  # of the observers
     run_info: RunInfo
     run: Run
 
@@ -170,7 +172,7 @@ class Trainer:
         """Collect what the training loop works on."""
         request, config, device = self.request, self.request.config, self.device
         rank, run_dir = self.ranks.rank, request.run_dir
-        writers, observers = build_observers(request, self.engine, self.telemetry.run_history)
+        self.writers, observers = build_observers(request, self.engine, self.telemetry.run_history)
         if rank == 0:
             self.telemetry.report_dtypes(self.engine, run_dir / "dtypes.txt")
         guard = LossGuard(config.train, device)
@@ -194,7 +196,6 @@ class Trainer:
             guard=guard,
             telemetry=self.telemetry,
             observers=observers,
-            writers=writers,
             health=HealthRecorder(observed, config.model.attention.spec),
             throughput=Throughput(
                 flops_per_token=self.run_info.flops_per_token,
@@ -238,7 +239,7 @@ class Trainer:
         finally:
             run.shutdown.stop_watching()
             run.observers.on_end(status)
-            for writer in run.writers:
+            for writer in self.writers:
                 writer.close()
             run.telemetry.close(status)
             run.data.close()
