@@ -10,7 +10,7 @@ import os
 import sys
 from datetime import datetime, timezone
 
-from nsa.bench.options import add_jobs, add_out
+from nsa.bench.options import add_out
 from nsa.bench.results import save
 
 
@@ -25,7 +25,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--operation", nargs="+", default=[], help="only these")
     parser.add_argument("--dtype", nargs="+", default=[], help="only these")
-    add_jobs(parser)
+    # Each imports PyTorch, and a container may report more CPU cores than it may use.
+    jobs = min(os.cpu_count() or 1, 16)
+    parser.add_argument("--jobs", type=int, default=jobs, help="processes (%(default)s)")
     add_out(parser)
 
 

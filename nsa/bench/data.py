@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from nsa.bench.environment import environment, pick_device
+from nsa.bench.health import DEMO
 from nsa.bench.measure import median_seconds
 from nsa.bench.options import add_out
 from nsa.bench.results import save
@@ -25,21 +26,11 @@ from nsa.data.config import DataConfig
 from nsa.data.loader import BatchLoader, open_loader
 from nsa.data.prepare import prepare
 from nsa.data.tokenizer import build_tokenizer, train_tokenizer
-from nsa.model import AttentionConfig, ModelConfig
-from nsa.spec import NSASpec
+from nsa.model import ModelConfig
 
 SEQ_LEN = 2_048
 GOALS = {"prepared tokens/s": 5e6, "byte tokenising MB/s": 50.0, "fraction of a step": 0.01}
 BARRIERS = 500
-SMALL = ModelConfig(
-    vocab_size=320,
-    layers=4,
-    width=256,
-    heads=6,
-    kv_heads=1,
-    mlp_width=704,
-    attention=AttentionConfig(spec=NSASpec(16, 8, 32, 6, window=128)),
-)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +129,7 @@ def _loader(source: str, micro_batch: int, seq_len: int = SEQ_LEN) -> BatchLoade
 def _step(source: str, device: torch.device, rounds: int) -> dict[str, float]:
     """Seconds of a step on loaded batches and on a constant batch, alternating."""
     on_gpu = device.type == "cuda"
-    config, seq_len, micro_batch, dtype = SMALL, 512, 2, torch.float32
+    config, seq_len, micro_batch, dtype = DEMO, 512, 2, torch.float32
     if on_gpu:
         config, seq_len, micro_batch, dtype = ModelConfig(), SEQ_LEN, 8, torch.bfloat16
     stepper = Stepper(config, device, dtype, compiled=False)

@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.bench.implementations import Result
 from nsa.bench.measure import Step, recover, time_alternating
-from nsa.bench.options import Shape, add_backend, add_lengths, add_measurement, add_model, lengths
+from nsa.bench.options import Shape, add_gpu_flags, lengths
 from nsa.bench.results import Report, cell, print_table, ratio
 from nsa.bench.roofline import BF16, token
 from nsa.constants import BRANCHES
@@ -39,13 +39,9 @@ RATIOS = ("step_ms", "attention_ms", "read_bytes_per_token", "cache_bytes_per_to
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_measurement(parser)
-    add_lengths(parser, "1k,2k,4k,8k,16k,32k,64k")
+    skip = "skip cases with more tokens in their caches (%(default)s)"
+    add_gpu_flags(parser, "1k,2k,4k,8k,16k,32k,64k", tokens=524_288, tokens_help=skip)
     parser.add_argument("--batches", type=lengths, default="1,8", help="batch sizes (1,8)")
-    most = "skip cases with more tokens in their caches"
-    parser.add_argument("--tokens", type=int, default=524_288, help=most)
-    add_model(parser)
-    add_backend(parser)
 
 
 def run(flags: argparse.Namespace) -> None:

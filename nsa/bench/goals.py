@@ -29,17 +29,14 @@ def of_module(rows: Sequence[Row]) -> list[Row]:
         for name in ("fla", "fla-with-window")
         if name in row["implementations"]
     ]
-    over_dense = [(_case(row), _over_best_dense(row)) for row in big if row["length"] == 64 * K]
-    memory = [
-        (_case(row), ratio(1.0, row["ratios"].get("sdpa-flash", {}).get("peak_bytes")))
-        for row in at_64k
-        if row["kind"] == "module"
-    ]
-    selecting = [
-        (_case(row), row["forward_fraction"]["select_blocks"])
-        for row in at_64k
-        if row["kind"] == "parts"
-    ]
+    over_dense = [(_case(row), _over_best_dense(row)) for row in big if row in at_64k]
+    memory, selecting = [], []
+    for row in at_64k:
+        if row["kind"] == "module":
+            over_nsa = row["ratios"].get("sdpa-flash", {}).get("peak_bytes")
+            memory.append((_case(row), ratio(1.0, over_nsa)))
+        elif row["kind"] == "parts":
+            selecting.append((_case(row), row["forward_fraction"]["select_blocks"]))
     return [
         *_check("fla's time over NSA's, same pattern, 8k to 64k, fwd+bwd", ">=", 2, over_fla),
         *_check("length from which NSA is no slower than dense", "<=", 6 * K, _break_even(big)),
@@ -51,21 +48,19 @@ def of_module(rows: Sequence[Row]) -> list[Row]:
 
 def of_train(rows: Sequence[Row]) -> list[Row]:
     """The goals that `python -m nsa.bench train` measures, with all 12 layers."""
-    rows = [row for row in rows if row["layers"] == 12]
-    over_dense = {
-        row["length"]: (_train_case(row), row["nsa_over_dense"]["tokens_per_s"]) for row in rows
-    }
-    at_2k = [
-        (_train_case(row), row["implementations"]["nsa"]["tokens_per_s"])
-        for row in rows
-        if row["length"] == 2 * K
-    ]
-    short = [value for length, value in over_dense.items() if length == 2 * K]
-    long = [value for length, value in over_dense.items() if length >= 8 * K]
+    short, long, speed = [], [], []
+    for row in (row for row in rows if row["layers"] == 12):
+        case = f"T={row['length']} batch {row['batch']}"
+        over_dense = case, row["nsa_over_dense"]["tokens_per_s"]
+        if row["length"] == 2 * K:
+            short.append(over_dense)
+            speed.append((case, row["implementations"]["nsa"]["tokens_per_s"]))
+        elif row["length"] >= 8 * K:
+            long.append(over_dense)
     return [
         *_check("NSA's tokens/s over dense at 2k", ">=", 0.8, short),
         *_check("NSA's tokens/s over dense from 8k on", ">=", 1, long),
-        *_check("tokens/s of M7C at 2k on one H200", ">=", 250_000, at_2k),
+        *_check("tokens/s of M7C at 2k on one H200", ">=", 250_000, speed),
     ]
 
 
@@ -90,10 +85,6 @@ def _break_even(rows: Sequence[Row]) -> list[Value]:
 
 def _case(row: Row) -> str:
     return f"{row['shape']} T={row['length']}"
-
-
-def _train_case(row: Row) -> str:
-    return f"T={row['length']} batch {row['batch']}"
 
 
 def _check(what: str, sense: str, bound: float, values: Iterable[Value]) -> list[Row]:

@@ -16,15 +16,7 @@ from nsa.bench.implementations import Result, figure, measure, ratios
 from nsa.bench.inputs import Inputs
 from nsa.bench.measure import recover, time_alternating
 from nsa.bench.operations import FUNCTIONS, Selection, calls, flops, moved_bytes
-from nsa.bench.options import (
-    Shape,
-    add_lengths,
-    add_measurement,
-    add_shapes,
-    add_tokens,
-    choice,
-    names,
-)
+from nsa.bench.options import Shape, add_gpu_flags, choice, names
 from nsa.bench.results import Report, cell, print_errors, print_table, ratio
 from nsa.ops import NSASpec
 
@@ -33,10 +25,7 @@ PASSES = ("forward", "forward_backward")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_measurement(parser)
-    add_shapes(parser, "m7c,64x4x128")
-    add_lengths(parser, "2k,8k,64k")
-    add_tokens(parser)
+    add_gpu_flags(parser, "2k,8k,64k", shapes_default="m7c,64x4x128", backend=False)
     parser.add_argument("--backends", type=names, help="for example triton,blockwise,reference")
     every = ",".join(FUNCTIONS)
     parser.add_argument("--functions", type=choice(*FUNCTIONS), default=every, help="only these")
@@ -85,7 +74,7 @@ def _case(shape: Shape, seq_len: int, backends: list[str], report: Report) -> No
         results = measure(builders, report)
         call = by_backend[backends[0]][function]
         counts = {
-            "flops": flops(function, inputs, selection.index, SPEC),
+            "flops": flops(function, inputs, SPEC),
             "bytes": moved_bytes(function, call, inputs, SPEC),
         }
         for name, result in results.items():

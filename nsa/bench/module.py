@@ -25,58 +25,30 @@ from nsa.bench import baselines, goals
 from nsa.bench.implementations import Implementation, Result, figure, measure, ratios
 from nsa.bench.inputs import Inputs, mean_pool, neighbour_overlap, random_selection
 from nsa.bench.operations import FUNCTIONS, PARTS, Selection, calls
-from nsa.bench.options import (
-    Shape,
-    add_backend,
-    add_lengths,
-    add_measurement,
-    add_shapes,
-    add_tokens,
-    choice,
-    names,
-)
+from nsa.bench.options import Shape, add_gpu_flags, choice, names
 from nsa.bench.results import Report, cell, print_errors, print_table, ratio
-from nsa.ops import (
-    NSASpec,
-    compressed_attention,
-    nsa_attention,
-    select_blocks,
-    selected_attention,
-)
+from nsa.ops import NSASpec, compressed_attention, nsa_attention, select_blocks, selected_attention
 from nsa.report.plots import COLOURS
 
 SPEC = NSASpec()
 KINDS = ("module", "same-pattern", "selected", "parts")
 SELECTIONS = ("random", "local")
 # Bases for ratios, where that is not nsa.
-BASES = {
-    "fla-with-window": "nsa-with-window",
-    "fla-random": "nsa-random",
-    "fla-local": "nsa-local",
-}
+BASES = {f"fla-{what}": f"nsa-{what}" for what in ("with-window", "random", "local")}
 # Outputs that are equal but for rounding and near-ties.
 REFERENCES = {"sdpa-cudnn": "sdpa-flash", "flex-causal": "sdpa-flash", "fla": "nsa", **BASES}
 Built = dict[str, Callable[[], Implementation]]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_measurement(parser)
-    add_shapes(parser, "m7c,16x4x64,64x4x128,paper")
-    add_lengths(parser, "1k,2k,4k,6k,8k,16k,32k,64k,128k")
-    add_tokens(parser)
-    add_backend(parser)
-    parser.add_argument(
-        "--selection",
-        type=choice(*SELECTIONS),
-        default=",".join(SELECTIONS),
-        help="whether neighbouring queries select different blocks or mostly the same",
-    )
-    parser.add_argument(
-        "--kinds",
-        type=choice(*KINDS),
-        default=",".join(KINDS),
-        help="against dense attention, with fla's pattern, the selected branch, each function",
-    )
+    lengths = "1k,2k,4k,6k,8k,16k,32k,64k,128k"
+    add_gpu_flags(parser, lengths, shapes_default="m7c,16x4x64,64x4x128,paper")
+    for flag, values, about in (
+        ("--selection", SELECTIONS, "neighbouring queries select different or mostly equal blocks"),
+        ("--kinds", KINDS, "against dense attention, fla's pattern, selected branch, functions"),
+    ):
+        default = ",".join(values)
+        parser.add_argument(flag, type=choice(*values), default=default, help=about)
     parser.add_argument("--only", type=names, help="implementations to measure beside nsa")
     parser.add_argument("--plot", type=Path, help="plot the times to this PNG file")
 

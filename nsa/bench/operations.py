@@ -79,30 +79,28 @@ def calls(inputs: Inputs, selection: Selection, spec: NSASpec, backend: str) -> 
     }
 
 
-def flops(name: str, inputs: Inputs, index: Tensor, spec: NSASpec) -> dict[str, int]:
+def flops(name: str, inputs: Inputs, spec: NSASpec) -> dict[str, int]:
     """FLOPs of the visible pairs. Backward: five products (scores again, dp, dq, dk, dv)."""
     key, value = inputs.q.shape[-1], inputs.v_sel.shape[-1]
     if name == "nsa_attention":
-        counts = [flops(part, inputs, index, spec) for part in PARTS]
+        counts = [flops(part, inputs, spec) for part in PARTS]
         return {what: sum(count[what] for count in counts) for what in counts[0]}
+    visible = 2 * pairs(name, inputs, spec)
     if name == "select_blocks":
-        scores = 2 * pairs("compressed_attention", inputs, index, spec) * key
-        return {"forward": scores, "forward_backward": scores}
-    visible = 2 * pairs(name, inputs, index, spec)
+        return {"forward": visible * key, "forward_backward": visible * key}
     return {
         "forward": visible * (key + value),
         "forward_backward": visible * (4 * key + 3 * value),
     }
 
 
-def pairs(name: str, inputs: Inputs, index: Tensor, spec: NSASpec) -> int:
-    """Visible (query, key) pairs of a branch, over the batch and all query heads."""
+def pairs(name: str, inputs: Inputs, spec: NSASpec) -> int:
+    """Visible (query, key) pairs of a function, over the batch and all query heads."""
     batch, seq_len, heads = inputs.q.shape[:3]
-    if name == "selected_attention":
-        t = torch.arange(seq_len, device=index.device)[:, None, None]
-        inside = (t + 1 - index.long() * spec.select_len).clamp(max=spec.select_len)
-        return int(inside.masked_fill_(index < 0, 0).sum()) * heads // index.shape[2]
-    visible = spec.visible_window if name == "window_attention" else spec.visible_compressed
+    visible = {
+        "selected_attention": spec.visible_selected,
+        "window_attention": spec.visible_window,
+    }.get(name, spec.visible_compressed)
     return sum(map(visible, range(seq_len))) * batch * heads
 
 

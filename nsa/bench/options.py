@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,53 +101,31 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="write the results to this file, as JSON")
 
 
-def add_jobs(parser: argparse.ArgumentParser) -> None:
-    # Each imports PyTorch, and a container may report more CPU cores than it may use.
-    jobs = min(os.cpu_count() or 1, 16)
-    parser.add_argument("--jobs", type=int, default=jobs, help="processes (%(default)s)")
-
-
-def add_measurement(parser: argparse.ArgumentParser) -> None:
-    """Device, dtype and time limits of a GPU benchmark."""
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16, on a CPU fp32")
-    parser.add_argument(
-        "--seconds", type=float, default=0.5, help="per figure, about; at least three rounds"
-    )
-    parser.add_argument("--rounds", type=int, default=30, help="most rounds per figure")
-    parser.add_argument("--limit", type=float, help="start no new case after this many seconds")
+def add_gpu_flags(
+    parser: argparse.ArgumentParser,
+    lengths_default: str,
+    *,
+    shapes_default: str = "",
+    tokens: int = 65_536,
+    tokens_help: str = "tokens per batch, about (%(default)s)",
+    backend: bool = True,
+) -> None:
+    """The flags of a GPU benchmark; either head shapes or a model's size."""
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--dtype", choices=tuple(DTYPES), help="default: bf16, on a CPU fp32")
+    add("--seconds", type=float, default=0.5, help="per figure, about; at least three rounds")
+    add("--rounds", type=int, default=30, help="most rounds per figure")
+    add("--limit", type=float, help="start no new case after this many seconds")
     add_out(parser)
-
-
-def add_shapes(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument(
-        "--shapes",
-        type=shapes,
-        default=default,
-        help=f"m7c, 16x4x64, 64x4x128, paper, or heads x KV heads x sizes (default {default})",
-    )
-
-
-def add_lengths(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument(
-        "--lengths", type=lengths, default=default, help=f"sequence lengths (default {default})"
-    )
-
-
-def add_tokens(parser: argparse.ArgumentParser, default: int = 65_536) -> None:
-    parser.add_argument(
-        "--tokens", type=int, default=default, help="tokens per batch, about (%(default)s)"
-    )
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", type=int, default=12, help="transformer blocks")
-    parser.add_argument("--vocab", type=int, default=50_304, help="rows of the embedding")
-
-
-def add_backend(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backend",
-        choices=("auto", "triton", "blockwise", "reference"),
-        help="NSA's backend; default: triton on a GPU, blockwise on a CPU",
-    )
+    if shapes_default:
+        about = "m7c, 16x4x64, 64x4x128, paper, or heads x KV heads x sizes (%(default)s)"
+        add("--shapes", type=shapes, default=shapes_default, help=about)
+    else:
+        add("--layers", type=int, default=12, help="transformer blocks")
+        add("--vocab", type=int, default=50_304, help="rows of the embedding")
+    add("--lengths", type=lengths, default=lengths_default, help="sequence lengths (%(default)s)")
+    add("--tokens", type=int, default=tokens, help=tokens_help)
+    if backend:
+        about = "NSA's backend; default: triton on a GPU, blockwise on a CPU"
+        add("--backend", choices=("auto", "triton", "blockwise", "reference"), help=about)

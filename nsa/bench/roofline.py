@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nsa.bench.options import SHAPES, Shape, add_lengths, add_out, add_tokens, choice
-from nsa.bench.results import save
+from nsa.bench.options import SHAPES, Shape, add_out, choice, lengths
+from nsa.bench.results import print_table, save
 from nsa.spec import NSASpec
 
 BF16, FP32 = 2, 4  # bytes; int32 takes as many as float32
@@ -131,8 +131,9 @@ def token(shape: Shape, seq_len: int, spec: NSASpec) -> Token:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     default = "m7c,64x4x128"
     parser.add_argument("--shapes", type=choice(*SHAPES), default=default, help="names of shapes")
-    add_lengths(parser, "2k,64k")
-    add_tokens(parser)
+    lengths_help = "sequence lengths (%(default)s)"
+    parser.add_argument("--lengths", type=lengths, default="2k,64k", help=lengths_help)
+    parser.add_argument("--tokens", type=int, default=65_536, help="of a batch (%(default)s)")
     parser.add_argument("--token", action="store_true", help="of one decoded token instead")
     add_out(parser)
 
@@ -155,38 +156,37 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def _print_kernels(shape: Shape, batch: int, seq_len: int) -> list[dict[str, Any]]:
-    chips = "".join(f"{name + ' ms':>10}  {'spent on':14}" for name in CHIPS)
-    print(f"{'kernel':20}{'GFLOP':>9}{'Gexp':>8}{'MB':>8}{chips}")
+    lines = [["kernel", "GFLOP", "Gexp", "MB"]]
+    lines[0] += [head for name in CHIPS for head in (f"{name} ms", "spent on")]
     rows = []
     for item in work(shape, batch, seq_len, NSASpec()):
-        floors = {name: item.floor(chip) for name, chip in CHIPS.items()}
-        print(
-            f"{item.kernel:20}{item.flops / 1e9:9.1f}{item.exps / 1e9:8.2f}{item.bytes / 1e6:8.1f}"
-            + "".join(f"{s * 1e3:10.3f}  {what:14}" for s, what in floors.values())
-        )
-        rows.append(
-            {"shape": shape.name, "batch": batch, "seq_len": seq_len, **asdict(item)}
-            | {f"{name} seconds": seconds for name, (seconds, _) in floors.items()}
-            | {f"{name} bound": what for name, (_, what) in floors.items()}
-        )
+        row = {"shape": shape.name, "batch": batch, "seq_len": seq_len, **asdict(item)}
+        cells = [item.kernel, f"{item.flops / 1e9:.1f}", f"{item.exps / 1e9:.2f}"]
+        cells.append(f"{item.bytes / 1e6:.1f}")
+        for name, chip in CHIPS.items():
+            seconds, bound = item.floor(chip)
+            row |= {f"{name} seconds": seconds, f"{name} bound": bound}
+            cells += [f"{seconds * 1e3:.3f}", bound]
+        rows.append(row)
+        lines.append(cells)
+    print_table(lines)
     return rows
 
 
 def _print_tokens(shape: Shape, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    widths = (8, 9, 8, 8, 9, 10, 10, 9, 11, *(9 for _ in CHIPS))
-    heads = ["tokens", "cmp KB", "sel KB", "win KB", "all KB", "dense KB", "dense/all", "split KB"]
-    heads += ["programs", *(f"{name} us" for name in CHIPS)]
-    print("".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
+    heads = ["tokens", "cmp KB", "sel KB", "win KB", "all KB", "dense KB", "split KB", "dense/all"]
+    lines = [[*heads, "programs", *(f"{name} us" for name in CHIPS)]]
     rows = []
     for seq_len in lengths:
         x = token(shape, seq_len, NSASpec())
         floors = {name: x.read / chip.bytes for name, chip in CHIPS.items()}
-        kb = [f"{n / 1e3:.0f}" for n in (x.compressed, x.selected, x.window, x.read, x.dense)]
-        cells = [f"{seq_len:,}", *kb, f"{x.dense / x.read:.1f}", f"{x.splitting / 1e3:.0f}"]
-        cells += ["+".join(map(str, x.programs)), *(f"{s * 1e6:.2f}" for s in floors.values())]
-        print("".join(f"{text:>{width}}" for text, width in zip(cells, widths, strict=True)))
+        kb = (x.compressed, x.selected, x.window, x.read, x.dense, x.splitting)
+        cells = [f"{seq_len:,}", *(f"{n / 1e3:.0f}" for n in kb), f"{x.dense / x.read:.1f}"]
+        programs = "+".join(map(str, x.programs))
+        lines.append([*cells, programs, *(f"{s * 1e6:.2f}" for s in floors.values())])
+        seconds = {f"{name} seconds": floor for name, floor in floors.items()}
         rows.append(
-            {"shape": shape.name, "seq_len": seq_len, **asdict(x), "read": x.read}
-            | {f"{name} seconds": seconds for name, seconds in floors.items()}
+            {"shape": shape.name, "seq_len": seq_len, **asdict(x), "read": x.read, **seconds}
         )
+    print_table(lines)
     return rows

@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa.bench import goals
 from nsa.bench.implementations import Result
 from nsa.bench.measure import Step, peak_bytes, recover, time_alternating
-from nsa.bench.options import add_backend, add_lengths, add_measurement, add_model, add_tokens
+from nsa.bench.options import add_gpu_flags
 from nsa.bench.results import Report, cell, print_errors, print_table, ratio
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig, flops_per_token
 from nsa.monitor.throughput import peak_flops
@@ -67,11 +67,7 @@ class Stepper:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_measurement(parser)
-    add_lengths(parser, "2k,8k,32k")
-    add_tokens(parser)
-    add_model(parser)
-    add_backend(parser)
+    add_gpu_flags(parser, "2k,8k,32k")
     setting = "the model's activation_checkpointing"
     parser.add_argument("--activation-checkpointing", default="none", help=setting)
     parser.add_argument("--compile", action="store_true", help="torch.compile both models")

@@ -18,14 +18,7 @@ import torch
 from nsa.bench.inputs import Inputs
 from nsa.bench.measure import Step, time_alternating
 from nsa.bench.operations import PARTS, Selection, calls
-from nsa.bench.options import (
-    Shape,
-    add_backend,
-    add_lengths,
-    add_measurement,
-    add_shapes,
-    add_tokens,
-)
+from nsa.bench.options import Shape, add_gpu_flags
 from nsa.bench.results import Report, cell, print_errors, print_table
 from nsa.ops import NSASpec
 from nsa.ops.decode import decode_attention
@@ -43,26 +36,9 @@ class Operation:
     steps: dict[str, Step]
 
 
-@dataclass
-class Tuned:
-    """An operation's measurements, and its fastest candidate."""
-
-    operation: str
-    steps: list[str]
-    candidates: list[dict[str, Any]]
-    best: Option | None
-
-    def row(self, key: str) -> dict[str, Any]:
-        best = None if self.best is None else _fields(self.best)
-        return {"key": key, "calls": self.steps, "candidates": self.candidates, "best": best}
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_measurement(parser)
-    add_shapes(parser, "m7c,16x4x64,64x4x128,paper")
-    add_lengths(parser, "4k,16k")
-    add_tokens(parser, 32_768)
-    add_backend(parser)
+    shapes = "m7c,16x4x64,64x4x128,paper"
+    add_gpu_flags(parser, "4k,16k", shapes_default=shapes, tokens=32_768)
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -83,14 +59,14 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def _case(sizes: tuple[int, int], shapes: list[Shape], report: Report) -> None:
-    best = {}
-    for tuned in tune(discover(_steps(shapes, report)), report):
-        key = key_of(tuned.operation, sizes, report.dtype)
-        if tuned.best is not None:
-            best[key] = tuned.best
-        report.add(tuned.row(key))
+    operations = discover(_steps(shapes, report))
+    rows, best = tune(operations, report)
+    keys = {row["operation"]: key_of(row["operation"], sizes, report.dtype) for row in rows}
+    for row in rows:
+        report.add({"key": keys[row["operation"]], **row})
     if best:
-        report.data["kept_in"] = str(keep_tuned(best))
+        options = {keys[name]: option for name, option in best.items()}
+        report.data["kept_in"] = str(keep_tuned(options))
 
 
 def _padded(size: int) -> int:
@@ -146,10 +122,15 @@ def discover(steps: Mapping[str, Step]) -> dict[str, Operation]:
     return operations
 
 
-def tune(operations: Mapping[str, Operation], report: Report) -> list[Tuned]:
-    """Time the candidates of each operation that has several; the others keep their best so far."""
-    results = []
-    best = {name: operation.options[0] for name, operation in operations.items()}
+def tune(
+    operations: Mapping[str, Operation], report: Report
+) -> tuple[list[dict[str, Any]], dict[str, Option]]:
+    """Time the candidates of each operation that has several; return rows and the fastest.
+
+    While one operation is timed, the others run with their fastest candidate so far.
+    """
+    rows = []
+    best: dict[str, Option] = {}
     for name, operation in operations.items():
         options = {str(option): option for option in operation.options}
         if len(options) == 1:
@@ -172,9 +153,9 @@ def tune(operations: Mapping[str, Operation], report: Report) -> list[Tuned]:
             }
             for label, option in options.items()
         ]
-        chosen = None if fastest is None else options[fastest]
-        results.append(Tuned(name, list(operation.steps), candidates, chosen))
-    return results
+        row = {"operation": name, "calls": list(operation.steps), "candidates": candidates}
+        rows.append(row | {"best": _fields(best[name]) if name in best else None})
+    return rows, best
 
 
 def _run_with(configs: Mapping[str, Option], operation: Operation) -> None:

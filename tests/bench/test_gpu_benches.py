@@ -100,7 +100,7 @@ def test_counted_pairs_are_the_visible_ones_of_each_branch() -> None:
             for b, t, h in np.ndindex(2, length, 2)
         ),
     }  # fmt: skip
-    assert {name: pairs(name, inputs, selection.index, SMALL) for name in by_hand} == by_hand
+    assert {name: pairs(name, inputs, SMALL) for name in by_hand} == by_hand
 
 
 @pytest.mark.parametrize("device", DEVICES)

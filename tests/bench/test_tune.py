@@ -58,9 +58,9 @@ def test_the_fastest_candidate_is_stored_and_used_by_the_next_launch() -> None:
         "toy_forward": ["one", "three"],
         "toy_queries": ["two"],
     }
-    tuned = {x.operation: x for x in tune(operations, report())}
-    assert tuned["toy_forward"].best == last
-    assert [one["config"]["rows"] for one in tuned["toy_forward"].candidates] == [
+    rows, best = tune(operations, report())
+    assert best["toy_forward"] == last
+    assert [one["config"]["rows"] for one in rows[0]["candidates"]] == [
         option.rows for option in candidates("toy_forward", (64, 64), HALF)
     ]
     assert choose_config("toy_forward", (64, 64), HALF) == first
@@ -79,12 +79,12 @@ def test_the_library_with_the_fastest_kernel_is_stored_by_name(
         by = configs.choose("toy_branch", ["ours", "another's"], (64, 64), HALF)
         time.sleep(0.02 if by == "ours" else 0)
 
-    (tuned,) = tune(discover({"one": run}), report())
-    assert tuned.best == "another's"
+    (row,), best = tune(discover({"one": run}), report())
+    assert best == {"toy_branch": "another's"}
     key = key_of("toy_branch", (64, 64), HALF)
-    print_rows([tuned.row(key)])
+    print_rows([{"key": key, **row}])
     assert re.search(r"another's .* kept", capsys.readouterr().out)
-    keep_tuned({key: tuned.best})
+    keep_tuned({key: best["toy_branch"]})
     assert configs.choose("toy_branch", ["ours", "another's"], (64, 64), HALF) == "another's"
     assert configs.choose("toy_branch", ["ours"], (64, 64), HALF) == "ours"
 
@@ -99,11 +99,10 @@ def test_a_candidate_that_cannot_be_launched_is_listed_and_not_stored() -> None:
     tuning: list[bool] = []
     operations = discover({"one": run})
     tuning.append(True)
-    (tuned,) = tune(operations, report())
-    assert tuned.best is not None
-    assert tuned.best != first
-    assert "shared memory" in tuned.candidates[0]["error"]
-    assert tuned.candidates[0]["ms"] is None
+    (row,), best = tune(operations, report())
+    assert best["toy_keys"] != first
+    assert "shared memory" in row["candidates"][0]["error"]
+    assert row["candidates"][0]["ms"] is None
 
 
 def test_the_real_launchers_look_up_the_keys_that_tuning_writes() -> None:
