@@ -67,7 +67,7 @@ def link_holder() -> subprocess.Popen[str]:
     [
         (Case("zero1_pcie", 2, "bf16"), 3.0),
         pytest.param(Case("zero1_pcie", 2, "fp32"), 5.0, marks=pytest.mark.full),
-        (Case("zero2_pcie", 2, "bf16"), 5.0),
+        pytest.param(Case("zero2_pcie", 2, "bf16"), 5.0, marks=pytest.mark.full),
     ],
     ids=str,
 )
