@@ -37,19 +37,12 @@ MODEL: dict[str, Any] = {  # at 1 Gbit/s, sending its gradients takes about as l
     "head_dim": 64,
     "mlp_width": 1024,
     "activation_checkpointing": "reentrant",
-    "spec": {
-        "block_len": 16,
-        "block_stride": 8,
-        "select_len": 32,
-        "select_top": 6,
-        "window": 64,
-    },
+    "spec": {"block_len": 16, "block_stride": 8, "select_len": 32, "select_top": 6, "window": 64},
 }
 TOKENS = 64  # per micro-batch
 GPU_MODEL: dict[str, Any] = {"activation_checkpointing": "reentrant", "spec": {}}  # M7C
 GPU_TOKENS = 2_048
 GPU_TRANSPORTS = {"P2P": {}, "NCCL_P2P_DISABLE=1": {"NCCL_P2P_DISABLE": "1"}}
-REDUCE_DTYPES = ("bf16", "fp32")
 ELEMENTS, COLLECTIVES = 2**23, 9  # of a collective timed alone, and its repetitions
 WARMUP_STEPS = 2
 MICRO_BATCHES, MIN_STEPS = 10, 3  # timed at each rate
@@ -84,13 +77,10 @@ class Case:
         return raw
 
 
-def cases(names: Sequence[str], accumulations: Sequence[int]) -> list[Case]:
-    """Every config, accumulation and reduction dtype."""
-    return [Case(n, a, r) for r in REDUCE_DTYPES for n in names for a in accumulations]
-
-
-def variants(names: Sequence[str], accumulations: Sequence[int]) -> list[Case]:
-    """The configs of VARIANTS, unchanged and with each change."""
+def cases(names: Sequence[str], accumulations: Sequence[int], variants: bool) -> list[Case]:
+    """Every config, accumulation and reduction dtype; or VARIANTS with each of their changes."""
+    if not variants:
+        return [Case(n, a, r) for r in ("bf16", "fp32") for n in names for a in accumulations]
     return [
         Case(name, accumulation, "bf16", changes)
         for name in VARIANTS
@@ -241,7 +231,6 @@ def run(flags: argparse.Namespace) -> None:
         print(comm_report.measured_columns(json.loads(flags.show.read_text())), end="")
         return
     names = flags.config or sorted(path.stem for path in CONFIGS.glob("*.json"))
-    selected = (variants if flags.variants else cases)(names, flags.accumulation)
     gpus = torch.cuda.device_count()
     try:
         with between_gpus() if gpus >= RANKS else throttled(flags.rates) as bench:
@@ -251,7 +240,7 @@ def run(flags: argparse.Namespace) -> None:
                 "collectives": bench.collectives(),
             }
             rows: list[dict[str, Any]] = []
-            for case in selected:
+            for case in cases(names, flags.accumulation, flags.variants):
                 for row in bench.measure(case):
                     header["parameters"] = row.pop("parameters")
                     rows.append(row)

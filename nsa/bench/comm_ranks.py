@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.comm import comm as ds_comm
 
+from nsa.bench.comm_pair import RANKS
 from nsa.engine.build import build_model, initialise
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import resolve_ds_config
@@ -29,7 +30,6 @@ from nsa.engine.process_group import leave_out_shared_memory_op
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
 
-RANKS = 2
 SETTLE_SECONDS = 0.15  # until packets queued at the throttle have left
 NICENESS = -10  # priority over other work on the machine
 SENT = {  # bytes sent by each of two ranks in a ring, relative to the size that DeepSpeed logs

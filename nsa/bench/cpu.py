@@ -15,7 +15,7 @@ from nsa.bench.implementations import Implementation
 from nsa.bench.inputs import Inputs
 from nsa.bench.measure import Step, median_seconds
 from nsa.bench.options import SHAPES, add_out
-from nsa.bench.results import save
+from nsa.bench.results import print_table, save
 from nsa.dtypes import DTYPES
 from nsa.model import ModelConfig
 from nsa.model.attention_metadata import AttentionMetadata
@@ -116,22 +116,20 @@ def _layer_step(dtype: torch.dtype) -> Step:
 
 
 def _print(result: dict[str, Any]) -> None:
-    gflops = result["matrix_products_gflops"]
-    print(f"{result['environment']['processor']}, {result['environment']['threads']} threads")
-    print(f"matrix products      fp32 {gflops['fp32']:.0f}, bf16 {gflops['bf16']:.0f} GFLOP/s")
+    env, gflops = result["environment"], result["matrix_products_gflops"]
+    print(f"{env['processor']}, {env['threads']} threads; matrix products:", end=" ")
+    print(", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in gflops.items()))
+    lines = [["", "ms", "compared with"]]
     for name, row in result["attention"].items():
-        print(
-            f"T={SEQ_LEN} {name}          NSA {row['nsa'] * 1e3:.0f} ms, SDPA causal "
-            f"{row['sdpa'] * 1e3:.0f} ms: {row['nsa_over_sdpa']:.2f} times as long"
-        )
+        over = f"{row['nsa_over_sdpa']:.2f} times SDPA's {row['sdpa'] * 1e3:.0f} ms"
+        lines.append([f"NSA T={SEQ_LEN} {name}", f"{row['nsa'] * 1e3:.0f}", over])
     for row in result["length"]:
-        print(
-            f"T={row['seq_len']:<6} fp32        {row['us_per_token']:.0f} us per token, "
-            f"{row['growth']:.2f} times as long as at {SEQ_LEN}"
-        )
+        ms, growth = row["us_per_token"] * row["seq_len"] / 1e3, row["growth"]
+        over = f"{growth:.2f} times the time per token at {SEQ_LEN}"
+        lines.append([f"NSA T={row['seq_len']} fp32", f"{ms:.0f}", over])
     for name, row in result["layer"].items():
-        print(
-            f"M7C layer {name}       {row['seconds'] * 1e3:.0f} ms forward and backward: "
-            f"{row['times_faster']:.1f} times as fast as the earlier system's "
-            f"{EARLIER_LAYER_SECONDS} s (fp32, on cores of {EARLIER_GFLOPS:.0f} GFLOP/s)"
-        )
+        over = f"{row['times_faster']:.1f} times as fast as the earlier system"
+        lines.append([f"M7C layer {name}", f"{row['seconds'] * 1e3:.0f}", over])
+    print_table(lines)
+    cores = f"cores of {EARLIER_GFLOPS:.0f} GFLOP/s"
+    print(f"Earlier system: {EARLIER_LAYER_SECONDS} s in fp32, on {cores}")

@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
@@ -63,10 +64,9 @@ def _hardware(device: torch.device) -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _nvidia_smi() -> dict[str, str] | None:

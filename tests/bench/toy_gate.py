@@ -95,8 +95,8 @@ def one_launch_of_each_kernel() -> dict[str, Any]:
     """On an A100, with M7C's shape where that launches it."""
     launches: dict[str, tuple[Case, Any]] = {}
     for case in kernel_launches.cases(False, OPERATIONS):
-        for launch in record(case, 1):
-            launches.setdefault(launch.kernel.fn.__name__, (case, launch))
+        for recorded in record(case, 1):
+            launches.setdefault(recorded.kernel.fn.__name__, (case, recorded))
     return gate([*launches.values()], ("sm_80",))
 
 
