@@ -284,15 +284,13 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     heads = ["variant", "validation loss", "minus nsa's", "bits a byte", "tokens/s", "parameters"]
     cells = []
     for row in result["rows"]:
-        loss = row["val_loss"]
-        low, middle, high = row["tokens_per_s"]
+        loss, (low, middle, high) = row["val_loss"], row["tokens_per_s"]
+        difference = [loss[seed] - base[seed] for seed in loss if seed in base]
         cells.append(
             [
                 row["variant"],
                 spread(list(loss.values()), ".3f"),
-                ""
-                if loss is base
-                else spread([loss[s] - base[s] for s in loss if s in base], "+.3f"),
+                "" if loss is base else spread(difference, "+.3f"),
                 spread(list(row["bits_per_byte"].values()), ".3f"),
                 f"{middle:,.0f} ({low:,.0f} to {high:,.0f})",
                 f"{row['parameters']:,}",
