@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa.monitor.artifacts import read_json
 from nsa.monitor.config import WatchConfig
-from nsa.watchdog.halt import log, read_halt, update_halt
+from nsa.watchdog.halt import log, update_halt
 
 if TYPE_CHECKING:
     from nsa.watchdog.supervisor import SignalState
@@ -110,10 +111,15 @@ def launch(command: Sequence[str], *, restarts: int = 0, backoff: float = 10.0) 
             f"{restarts} in {delay:g} s, with {' '.join(resume) or 'nothing to resume from'}"
         )
         if folder is not None and exists:
-            reason = attempt.report.reason if attempt.report else f"ended with exit code {code}"
-            restart = {"time": time.time(), "reason": reason, "exit_code": code}
-            restart |= {"step": attempt.last_step, "back_off": delay}
-            update_halt(folder, {"restarts": [*read_halt(folder).get("restarts", []), restart]})
+            entry = {
+                "time": time.time(),
+                "reason": attempt.report.reason if attempt.report else f"exit code {code}",
+                "exit_code": code,
+                "step": attempt.last_step,
+                "back_off": delay,
+            }
+            earlier = read_json(folder / "halt.json").get("restarts", [])
+            update_halt(folder, {"restarts": [*earlier, entry]})
         if not _sleep(delay, signals):
             return 128 + (signals.signal or 0)
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
-
-FILE_NAME = "halt.json"
+from nsa.monitor.artifacts import read_json
 
 
 def log(text: str) -> None:
@@ -19,19 +18,10 @@ def log(text: str) -> None:
         print(f"watch: {text}", file=sys.stderr, flush=True)
 
 
-def read_halt(folder: Path) -> dict[str, Any]:
-    """Return the content of halt.json; empty where it is missing or damaged."""
-    try:
-        content = json.loads((folder / FILE_NAME).read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def update_halt(folder: Path, changes: dict[str, Any]) -> None:
     """Set keys of halt.json and keep the others; a full disk costs a warning only."""
-    content = {**read_halt(folder), **changes}
+    path = folder / "halt.json"
     try:
-        atomic_write_text(folder / FILE_NAME, json.dumps(content, indent=2) + "\n")
+        atomic_write_text(path, json.dumps({**read_json(path), **changes}, indent=2) + "\n")
     except OSError as error:
-        log(f"{folder / FILE_NAME} could not be written: {error}")
+        log(f"{path} could not be written: {error}")

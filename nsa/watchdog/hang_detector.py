@@ -56,11 +56,6 @@ class WatchedRank:
         """Whether it has written its last heartbeat."""
         return self.beat["event"] == "end"
 
-    @property
-    def location(self) -> str:
-        """Where it was, for messages."""
-        return f"rank {self.number}, {self.beat['phase']} after step {self.beat['step']}"
-
     def age(self, now: float) -> float:
         """Seconds since the newest heartbeat; since its receipt where the clock is not shared."""
         same_clock = not self.remote and self.beat["mono"] <= now

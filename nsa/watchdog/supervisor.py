@@ -252,8 +252,9 @@ class Supervisor:
         failed = next((rank for rank in exited if self._exit_code_of(rank) != 0), None)
         if failed is None:
             return
-        how = f"ended as {failed.beat.get('status')!r}" if failed.ended else "died without a word"
-        self._log_once(f"{failed.location}: {how}")
+        beat = failed.beat
+        how = f"ended as {beat.get('status')!r}" if failed.ended else "died without a word"
+        self._log_once(f"rank {failed.number}, {beat['phase']} after step {beat['step']}: {how}")
         self._failed_at = self._failed_at or time.monotonic()
         if time.monotonic() - self._failed_at > PEER_SECONDS and self._tree.running():
             self._kill()

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from nsa.cli import main
-from nsa.watchdog.halt import read_halt
 from tests.launch.test_ranks import alive
 from tests.monitor.heartbeats import a_line, write_limits
 from tests.ranks import ROOT
@@ -42,6 +41,10 @@ class WatchedRun:
         if not self.stderr:
             self.stderr = self.process.communicate(timeout=60)[1]
         return self.process.returncode
+
+    def halt(self) -> dict[str, Any]:
+        """The content of halt.json."""
+        return json.loads((self.folder / "halt.json").read_text())
 
     def calls(self) -> list[str]:
         """The arguments of each start of the toy."""
@@ -161,7 +164,7 @@ Watch = Callable[..., WatchedRun]
 def test_a_hang_is_ended_with_all_its_processes_and_explained_in_halt_json(runs: Runs) -> None:
     run = runs["hang"]
     assert run.exit_code() == 4
-    halt = read_halt(run.folder)
+    halt = run.halt()
     assert halt["reason"].startswith("rank 1 has been in forward after step 3 for 10")
     assert "limit monitor.watch.compute = 20" in halt["reason"]
     assert (halt["rank"], halt["phase"], halt["step"]) == (1, "forward", 3)
@@ -177,7 +180,7 @@ def test_a_hang_is_ended_with_all_its_processes_and_explained_in_halt_json(runs:
 
 def test_a_stopped_process_is_ended_for_its_silence(runs: Runs) -> None:
     assert runs["silent"].exit_code() == 4
-    reason = read_halt(runs["silent"].folder)["reason"]
+    reason = runs["silent"].halt()["reason"]
     assert reason.startswith("no heartbeat from rank 1 in forward after step 3, though its process")
     assert reason in runs["silent"].stderr
 
@@ -208,7 +211,7 @@ def test_a_crash_is_restarted_with_resume(runs: Runs) -> None:
     run = runs["crash once"]
     assert run.exit_code() == 0
     assert run.calls() == ["1:crash-once", f"1:crash-once --resume --run-dir {run.folder}"]
-    (restart,) = read_halt(run.folder)["restarts"]
+    (restart,) = run.halt()["restarts"]
     assert (restart["exit_code"], restart["step"]) == (1, 3)
     assert "exit code 1 after step 3; restart 1 of 3 in 0.1 s" in run.stderr
 
@@ -218,7 +221,7 @@ def test_two_crashes_after_the_same_step_are_a_crash_loop(runs: Runs) -> None:
     assert run.exit_code() == 1
     assert len(run.calls()) == 2
     assert "crash loop, it ended after step 3 twice in a row" in run.stderr
-    assert "crash loop" in read_halt(run.folder)["gave_up"]
+    assert "crash loop" in run.halt()["gave_up"]
 
 
 def test_restarts_are_limited_though_the_run_gets_further(runs: Runs) -> None:
@@ -241,7 +244,7 @@ def test_a_finished_rank_that_does_not_exit_is_ended_and_the_run_has_succeeded(r
 def test_a_throughput_collapse_halts_the_run_if_configured(runs: Runs) -> None:
     run = runs["collapse"]
     assert run.exit_code() == 4
-    halt = read_halt(run.folder)
+    halt = run.halt()
     assert halt["reason"].startswith("throughput has collapsed")
     assert halt["done"] == ["SIGTERM to ranks 0, 1"]
     assert run.statuses() == ["preempted: SIGTERM"] * 2
@@ -294,7 +297,7 @@ def test_a_run_survives_its_watchdog_and_another_one_takes_over(watch: Watch) ->
     fourth = call(run.folder)
     fourth.communicate(timeout=60)
     assert fourth.returncode == 4
-    assert read_halt(run.folder)["rank"] == 1
+    assert run.halt()["rank"] == 1
 
 
 def test_a_process_that_only_has_the_pid_of_a_rank_is_left_alone(tmp_path: Path) -> None:

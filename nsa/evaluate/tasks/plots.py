@@ -1,4 +1,4 @@
-"""Pictures of what small models recall: curves over distance, and grids of needles."""
+"""Plots of `nsa tasks`: recall over distance and facts, and grids of needles."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nsa.evaluate.tasks.examination import by_model
+from nsa.evaluate.tasks.evaluate import by_model
 from nsa.report.plots import Panel, draw
 
 
 def draw_recall(result: Mapping[str, Any], out: Path) -> None:
-    """Right answers over the distance to the fact, and over the number of facts; means of seeds."""
-    models = by_model(result)
+    """Plot accuracy over the distance to the fact and over the number of facts; means of seeds."""
     by_distance, by_facts = {}, {}
-    for name, rows in models.items():
+    for name, rows in by_model(result).items():
         distance = _means(
             (cell["from"], cell["right"]) for row in rows for cell in row["by_distance"]
         )
@@ -33,7 +32,7 @@ def draw_recall(result: Mapping[str, Any], out: Path) -> None:
 
 
 def draw_needle(result: Mapping[str, Any], out: Path) -> None:
-    """For each model a grid: depth of the needle by length of the context; means of seeds."""
+    """Plot a grid for each model: depth of the needle by length of the context; means of seeds."""
     from matplotlib.figure import Figure  # late: it takes a second
 
     models = by_model(result)
@@ -59,8 +58,8 @@ def draw_needle(result: Mapping[str, Any], out: Path) -> None:
 
 
 def _means(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
-    """The mean of what comes under the same key, in the keys' order."""
-    found: dict[Any, list[float]] = {}
+    """Return the mean of the values of each key, sorted by key."""
+    values: dict[Any, list[float]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return {key: statistics.fmean(found[key]) for key in sorted(found)}
+        values.setdefault(key, []).append(value)
+    return {key: statistics.fmean(values[key]) for key in sorted(values)}
