@@ -51,11 +51,7 @@ class EvalBatch:
     position: torch.Tensor  # tokens of context before it
 
 
-@dataclass(frozen=True)
-class _Window:
-    sample: int
-    tokens: TokenArray  # [T + 1]
-    evaluated: slice  # of its T labels
+Window = tuple[int, TokenArray, slice]  # sample, tokens [T + 1], labels to evaluate
 
 
 def open_eval_data(config: DataConfig, split: str, tokens: int, tokenizer: Tokenizer) -> EvalData:
@@ -96,27 +92,27 @@ def eval_batches(data: EvalData, seq_len: int, stride: int, rows: int) -> Iterat
         yield _to_eval_batch(data, group)
 
 
-def _windows(data: EvalData, seq_len: int, stride: int) -> Iterator[_Window]:
+def _windows(data: EvalData, seq_len: int, stride: int) -> Iterator[Window]:
     for sample in range(data.count):
         store, start = data.samples.locate(sample)
         for first in range(start, start + data.samples.seq_len, stride):
             begin = max(0, first + stride - seq_len)
             evaluated = slice(first - begin, first - begin + stride)
-            yield _Window(sample, store.read(begin, begin + seq_len + 1), evaluated)
+            yield sample, store.read(begin, begin + seq_len + 1), evaluated
 
 
-def _to_eval_batch(data: EvalData, windows: list[_Window]) -> EvalBatch:
-    rows = np.stack([window.tokens for window in windows])
+def _to_eval_batch(data: EvalData, windows: list[Window]) -> EvalBatch:
+    samples, tokens, evaluated = zip(*windows, strict=True)
+    rows = np.stack(tokens)
     batch = to_batch(rows, data.samples.stores[0].eos_id, data.samples.packing)
     labels = batch.labels.view(len(windows), -1)
-    for row, window in zip(labels, windows, strict=True):
-        row[: window.evaluated.start] = IGNORE_INDEX
-        row[window.evaluated.stop :] = IGNORE_INDEX
+    for row, kept in zip(labels, evaluated, strict=True):
+        row[: kept.start] = row[kept.stop :] = IGNORE_INDEX
     length = labels.shape[1]
     index = torch.arange(labels.numel())
     starts = torch.arange(0, len(index), length)
     if batch.cu_seqlens is not None:
         starts = batch.cu_seqlens[:-1].long()
-    sample = torch.tensor([window.sample for window in windows]).repeat_interleave(length)
+    sample = torch.tensor(samples).repeat_interleave(length)
     position = index - starts[torch.searchsorted(starts, index, right=True) - 1]
     return EvalBatch(batch, sample, position)

@@ -59,9 +59,9 @@ def _watch(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name} {getattr(args, name)}: must be 0 or more")
     if bool(args.command) == bool(args.folder):
         raise ValueError("give the folder of a run, or -- and the command that starts one")
+    if args.command and args.status:
+        raise ValueError("--status: needs the folder of a run, and no command")
     if args.command:
-        if args.status:
-            raise ValueError("--status: needs the folder of a run, and no command")
         return launch(args.command, restarts=args.restart, backoff=args.backoff)
     if args.restart:
         raise ValueError("--restart: needs the command to start, after --")
@@ -153,25 +153,18 @@ def status_lines(folder: Path) -> list[str]:
     from nsa.watchdog.process_tree import find_holder
     from nsa.watchdog.supervisor import newest_heartbeats
 
-    rows = [("rank", "phase", "since", "step", "line", "loss", "memory", "process")]
+    rows = [["rank", "phase", "since", "step", "line", "loss", "memory", "process"]]
     for number, beat in newest_heartbeats(folder).items():
-        loss, memory, host = beat.get("loss"), beat.get("memory_gb"), beat.get("host")
-        process = find_holder(int(beat["pid"]), folder / f"heartbeat_rank{number}.jsonl")
+        pid, host = int(beat["pid"]), beat.get("host")
+        loss, memory = beat.get("loss"), beat.get("memory_gb")
+        process = find_holder(pid, folder / f"heartbeat_rank{number}.jsonl")
         age = time.monotonic() - beat["mono"] if process else time.time() - beat["time"]
         state = "lives" if process else "is gone" if host == platform.node() else f"on {host}"
+        row = [str(number), beat["phase"], f"{beat['since']:.0f} s", f"{beat['step']:,.0f}"]
+        row += [f"{age:.0f} s ago", "-" if loss is None else f"{loss:.4f}"]
+        row += ["-" if memory is None else f"{memory:.2f} GB"]
         ended = beat["event"] == "end"
-        rows.append(
-            (
-                str(number),
-                str(beat["phase"]),
-                f"{beat['since']:.0f} s",
-                f"{beat['step']:,.0f}",
-                f"{age:.0f} s ago",
-                "-" if loss is None else f"{loss:.4f}",
-                "-" if memory is None else f"{memory:.2f} GB",
-                f"ended: {beat.get('status')}" if ended else f"{int(beat['pid'])} {state}",
-            )
-        )
+        rows.append([*row, f"ended: {beat.get('status')}" if ended else f"{pid} {state}"])
     if len(rows) == 1:
         return [f"{folder}: no heartbeats"]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -7,7 +7,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -111,26 +111,28 @@ class HangDetector:
             problems += [(report, on_dead_gate) for report in self._find_dead_gates()]
         return problems
 
-    def _check(self, rank: WatchedRank, ranks: Any, now: float) -> HangReport | None:
+    def _check(
+        self, rank: WatchedRank, ranks: Iterable[WatchedRank], now: float
+    ) -> HangReport | None:
         beat, age = rank.beat, min(rank.age(now), now - self._unwritable)
         name, where = f"rank {rank.number}", f"{beat['phase']} after step {beat['step']}"
         silence = self.limits.silence and max(self.limits.silence, 3 * self._interval)
         if rank.ended:
             setting, limit, seconds = "compute", self.limits.compute, age
-            reason = f"{name} has written its last heartbeat, and its process has not exited"
+            reason, detail = f"{name} has written its last heartbeat but not exited", ""
         elif silence and age > silence:
             setting, limit, seconds = "silence", silence, age
-            process = "" if rank.remote else ", though its process is alive,"
-            reason = f"no heartbeat from {name} in {where}{process}"
+            reason = f"no heartbeat from {name}"
+            detail = f", in {where}" + ("" if rank.remote else "; its process is alive")
         else:
             setting = LIMIT_OF_PHASE[beat["phase"]]
             limit = getattr(self.limits, setting)
             # With `silence` on, a rank may have moved on since its last heartbeat.
             seconds = beat["since"] + (0.0 if silence else age)
-            reason = f"{name} has been in {where}"
+            reason, detail = f"{name} has been in {where}", ""
         if not limit or seconds <= limit:
             return None
-        reason += f" for {seconds:.0f} s (limit monitor.watch.{setting} = {limit:g})"
+        reason += f" for {seconds:.0f} s (limit monitor.watch.{setting} = {limit:g}){detail}"
         active = [other for other in ranks if not other.ended]
         slowest = max(active, key=lambda other: other.beat["since"] + other.age(now), default=rank)
         if slowest is not rank and slowest.beat["since"] > beat["since"] + self._interval:
@@ -209,7 +211,7 @@ class HangDetector:
 
 def _is_writable(folder: Path) -> bool:
     """Try to write one block: a full disk takes no heartbeats."""
-    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(buffering=0, dir=folder) as file:
         file.write(bytes(4096))
         os.fsync(file.fileno())
         return True

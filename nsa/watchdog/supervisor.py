@@ -96,8 +96,7 @@ class Supervisor:
         self._tree, self._signals, self._launcher = tree, signals, launcher
         self._detector: HangDetector | None = None
         self._signalled: set[psutil.Process] = set()
-        self._deadline = float("inf")  # for processes that are not ranks to exit
-        self._failed_at: float | None = None  # when a rank failed
+        self._kill_at = float("inf")  # when to kill what is left
         self._remote: dict[int, dict[str, Any]] = {}  # first heartbeats seen of other hosts
         self._succeeded = False  # every rank had ended well when the run was halted
         self._logged: set[str] = set()
@@ -163,6 +162,9 @@ class Supervisor:
             self._end_peers(exited)
             if self._launcher_exited():
                 self._end_leftovers()
+            if time.monotonic() >= self._kill_at and self._tree.running():
+                self._log_once("killing all processes of the run")
+                self._kill()
 
     def _exit_code_of(self, rank: WatchedRank) -> int | None:
         """Return a rank's exit code, or what its last heartbeat implies; None: unknown."""
@@ -235,44 +237,40 @@ class Supervisor:
 
     def _forward_signal(self, number: int) -> None:
         """SIGTERM the ranks alone, which save; the launcher would kill them after 30 s."""
-        name, waiting = signal.Signals(number).name, self._deadline == float("inf")
+        name, pending = signal.Signals(number).name, self._kill_at == float("inf")
         new = [rank for rank in self._local_ranks() if rank.process not in self._signalled]
-        if not self.ranks and waiting:
+        if pending and not self.ranks:
             log(f"{name}: no rank writes heartbeats yet; ending the command")
             self._terminate()
-        elif new and waiting:
+        elif pending and new:
             log(f"{name}: sending SIGTERM to {_names(new)}, to save and exit; repeat to kill")
             self._signalled |= _send_all(new, signal.SIGTERM)
-        if self._signals.urgent or time.monotonic() > self._deadline:
-            log("killing all processes of the run")
-            self._kill()
+        if self._signals.urgent:
+            self._kill_at = time.monotonic()
 
     def _end_peers(self, exited: list[WatchedRank]) -> None:
         """Kill ranks that wait for a failed one; launchers would give them 30 s."""
         failed = next((rank for rank in exited if self._exit_code_of(rank) != 0), None)
-        if failed is None:
-            return
-        beat = failed.beat
-        how = f"ended as {beat.get('status')!r}" if failed.ended else "died without a word"
-        self._log_once(f"rank {failed.number}, {beat['phase']} after step {beat['step']}: {how}")
-        self._failed_at = self._failed_at or time.monotonic()
-        if time.monotonic() - self._failed_at > PEER_SECONDS and self._tree.running():
-            self._kill()
+        if failed is not None:
+            beat = failed.beat
+            how = f"ended as {beat.get('status')!r}" if failed.ended else "died without a word"
+            self._log_once(
+                f"rank {failed.number}, {beat['phase']} after step {beat['step']}: {how}"
+            )
+            self._kill_at = min(self._kill_at, time.monotonic() + PEER_SECONDS)
 
     def _end_leftovers(self) -> None:
         """End processes that outlive the launcher; ranks may finish."""
         if self._local_ranks():
             self._log_once("the launcher exited before its ranks; watching them until they exit")
-        elif self._deadline == float("inf") and not wait_for(self._tree.running(), 1.0):
+        elif self._kill_at == float("inf") and not wait_for(self._tree.running(), 1.0):
             self._terminate()
-        elif time.monotonic() > self._deadline:
-            self._kill()
 
     def _terminate(self) -> None:
         for process in self._tree.running():
             send(process, signal.SIGTERM)
         limits = self._detector.limits if self._detector else WatchConfig()
-        self._deadline = time.monotonic() + limits.grace
+        self._kill_at = time.monotonic() + limits.grace
 
     def _log_once(self, text: str) -> None:
         if text not in self._logged:

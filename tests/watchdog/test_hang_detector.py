@@ -19,8 +19,10 @@ def test_silence_is_no_hang_while_the_disk_takes_no_heartbeats(tmp_path: Path) -
     detector = HangDetector(folder, logged.append)
     report = detector.find_hang(ranks, time.monotonic())
     assert report is not None
-    assert report.reason.startswith("no heartbeat from rank 0 in forward after step 7")
-    assert report.reason.endswith("for 100 s (limit monitor.watch.silence = 10)")
+    assert report.reason == (
+        "no heartbeat from rank 0 for 100 s (limit monitor.watch.silence = 10), in forward after "
+        "step 7; its process is alive"
+    )
     folder.rename(tmp_path / "elsewhere")
     assert detector.find_hang(ranks, time.monotonic()) is None
     (tmp_path / "elsewhere").rename(folder)

@@ -181,7 +181,8 @@ def test_a_hang_is_ended_with_all_its_processes_and_explained_in_halt_json(runs:
 def test_a_stopped_process_is_ended_for_its_silence(runs: Runs) -> None:
     assert runs["silent"].exit_code() == 4
     reason = runs["silent"].halt()["reason"]
-    assert reason.startswith("no heartbeat from rank 1 in forward after step 3, though its process")
+    assert reason.startswith("no heartbeat from rank 1 for ")
+    assert reason.endswith("in forward after step 3; its process is alive")
     assert reason in runs["silent"].stderr
 
 
@@ -238,7 +239,7 @@ def test_old_heartbeats_torn_lines_and_a_jumping_clock_are_no_hang(runs: Runs) -
 def test_a_finished_rank_that_does_not_exit_is_ended_and_the_run_has_succeeded(runs: Runs) -> None:
     run = runs["linger"]
     assert run.exit_code() == 0
-    assert "rank 0 has written its last heartbeat, and its process has not exited" in run.stderr
+    assert "rank 0 has written its last heartbeat but not exited for " in run.stderr
 
 
 def test_a_throughput_collapse_halts_the_run_if_configured(runs: Runs) -> None:
@@ -328,20 +329,17 @@ def test_a_run_that_has_ended_is_reported_and_shown_by_status(
     assert row.endswith("2.5000  1.00 GB  ended: preempted")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_a_wrong_call_is_one_line_and_exit_code_2() -> None:
+    calls = [
         (["nowhere"], "no such folder"),
         ([], "give the folder of a run"),
         (["--restart", "2", "."], "--restart: needs the command"),
         (["--restart", "-1", "--", "true"], "--restart -1: must be 0 or more"),
         (["--", "no-such-program"], "no-such-program"),
-    ],
-)
-def test_a_wrong_call_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["watch", *arguments]) == 2
-    stderr = capsys.readouterr().err
-    assert message in stderr
-    assert len(stderr.splitlines()) == 1
+    ]
+    started = [(call(*arguments), message) for arguments, message in calls]
+    for process, message in started:
+        stderr = process.communicate(timeout=60)[1]
+        assert process.returncode == 2
+        assert message in stderr
+        assert len(stderr.splitlines()) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import signal
@@ -105,6 +106,12 @@ def _row(
         far = distance > REACH
         by_facts.append({"facts": facts, "all": _mean(correct), "far": _mean(correct[far])})
         results.append((correct, distance))
+    needles = []
+    for length, depth in itertools.product(training_lengths(longest), DEPTHS):
+        batch = needle(rng, SEQUENCES, length, HAYSTACK_FACTS, depth)
+        correct, distance = check_answers(model, batch)
+        cell = {"seq_len": length, "depth": depth, "distance": int(distance[0])}
+        needles.append({**cell, "right": _mean(correct)})
     correct, distance = (torch.cat(parts) for parts in zip(*results, strict=True))
     edges = [1, *(2**power for power in range(3, longest.bit_length()))]
     return {
@@ -119,21 +126,8 @@ def _row(
             for low, high in zip(edges, [*edges[1:], longest], strict=True)
             if (inside := (distance >= low) & (distance < high)).any()
         ],
-        "needle": [
-            _needle_cell(model, rng, length, depth)
-            for length in training_lengths(longest)
-            for depth in DEPTHS
-        ],
+        "needle": needles,
     }
-
-
-def _needle_cell(
-    model: LanguageModel, rng: torch.Generator, length: int, depth: float
-) -> dict[str, float]:
-    batch = needle(rng, SEQUENCES, length, HAYSTACK_FACTS, depth)
-    correct, distance = check_answers(model, batch)
-    cell = {"seq_len": length, "depth": depth, "distance": int(distance[0])}
-    return {**cell, "right": _mean(correct)}
 
 
 def _mean(correct: torch.Tensor) -> float:
@@ -176,27 +170,19 @@ def summary_json(result: Mapping[str, Any]) -> str:
     """
     rows = []
     for row in result["rows"]:
-        lengths = sorted({cell["seq_len"] for cell in row["needle"]})
+        accuracies: dict[int, list[float]] = {}  # by length
+        for cell in row["needle"]:
+            accuracies.setdefault(cell["seq_len"], []).append(cell["right"])
         needles = [
             {
                 "seq_len": length,
-                "all": statistics.fmean(
-                    cell["right"] for cell in row["needle"] if cell["seq_len"] == length
-                ),
+                "all": statistics.fmean(values),
                 "far": far_needles(row, length, result["reach"]),
             }
-            for length in lengths
+            for length, values in accuracies.items()
         ]
-        rows.append("  " + json.dumps(_rounded({**row, "needle": needles})))
-    fields = [
-        f" {json.dumps(key)}: {json.dumps(value)}" for key, value in result.items() if key != "rows"
-    ]
+        text = json.dumps({**row, "needle": needles})
+        rounded = json.loads(text, parse_float=lambda number: round(float(number), 4))
+        rows.append(f"  {json.dumps(rounded)}")
+    fields = [f" {json.dumps(key)}: {json.dumps(result[key])}" for key in result if key != "rows"]
     return "{\n" + ",\n".join([*fields, ' "rows": [\n' + ",\n".join(rows) + "\n ]"]) + "\n}\n"
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return round(value, 4)
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value
