@@ -1,4 +1,4 @@
-"""Writing small files so that nobody ever reads half of one."""
+"""Atomic writes of small files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader, or a crash, sees the old file or the new one."""
+    """Write `text` to `path`; a reader or a crash sees the old file or the new one, never a mix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -21,7 +21,7 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 
 def fsync_dir(folder: Path) -> None:
-    """Bring to disk which names `folder` holds: a rename survives a power cut only after this."""
+    """Flush the directory entries of `folder`: only then does a rename survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -55,7 +55,7 @@ class HistoryRecorder:
     """Keeps the history of this rank for each gate, from the files of earlier processes onwards.
 
     `windows` are pairs (step of the gate before, step of the gate). Reads files only once, here:
-    nobody writes them yet. All methods may be called from any thread.
+    no process writes them yet. All methods may be called from any thread.
     """
 
     def __init__(self, run_dir: Path, rank: int, windows: Iterable[tuple[int, int]]) -> None:
@@ -88,7 +88,7 @@ class HistoryRecorder:
 
 
 def read_rank(run_dir: Path, rank: int) -> RankHistory:
-    """Build the history of one rank over the whole run from its files."""
+    """Build the history of one rank over all steps from its files."""
     builder = _Builder(rank, 0, math.inf)
     for line in _heartbeat_lines(run_dir, rank):
         builder.add(line)

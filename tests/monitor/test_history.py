@@ -88,12 +88,12 @@ def test_a_history_of_fifty_thousand_steps_stays_small(tmp_path: Path) -> None:
     for step in range(1, 50_001):
         moved = {"event": "step_end", "step": step, "mono": float(step), "loss": 5 / step}
         history.add({**line, **moved, "phase": "step", "gpu_busy": step % 100 / 100})
-    whole = history.history(50_000)
-    assert whole.done == [(0, 50_000)]
-    assert sum(whole.gpu_busy.values()) == 50_000
-    assert len(whole.losses) <= MAX_LOSSES
-    assert (whole.losses[0], whole.losses[-1]) == ((1, 5.0), (50_000, 5 / 50_000))
-    assert len(pickle.dumps(whole)) < 50_000
+    full = history.history(50_000)
+    assert full.done == [(0, 50_000)]
+    assert sum(full.gpu_busy.values()) == 50_000
+    assert len(full.losses) <= MAX_LOSSES
+    assert (full.losses[0], full.losses[-1]) == ((1, 5.0), (50_000, 5 / 50_000))
+    assert len(pickle.dumps(full)) < 50_000
 
 
 def test_rows_in_memory_equal_those_that_a_resumed_run_reads(tmp_path: Path) -> None:
