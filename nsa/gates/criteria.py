@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
 
 from nsa.constants import BRANCHES
-from nsa.gates.result import Criterion
+from nsa.gates.result import NAMES, Criterion
 from nsa.monitor.artifacts import Row, Table, number
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.history import RankHistory
@@ -43,45 +44,49 @@ class Evidence:
         return [row[column] for row in rows if math.isfinite(row.get(column, math.nan))]
 
     def source(self, column: str, count: int, since: int = 0) -> str:
-        text = f"metrics.csv, {column} of {count:,} rows, steps {since + 1:,} to {self.step:,}"
+        text = f"metrics.csv, {column}, {count:,} rows, steps {since + 1:,} to {self.step:,}"
         return f"{text}; {self.metrics.problem}" if self.metrics.problem else text
 
 
-def sanity(evidence: Evidence, config: LadderConfig) -> list[Criterion]:
-    """All ranks took the steps, and every loss is finite."""
-    return [_steps_recorded(evidence), _slowest_rank(evidence), _loss_finite(evidence)]
+class NotMeasured(Exception):
+    """A value cannot be measured; the text says why."""
 
 
-def smoke(evidence: Evidence, config: LadderConfig) -> list[Criterion]:
-    """The loss falls, at a steady and plausible speed, with all GPUs busy."""
-    return [
-        *sanity(evidence, config),
-        _loss_falls(evidence, config),
-        _longest_pause(evidence, config),
-        _step_time_spread(evidence, config),
-        _tokens_per_s(evidence, config),
-        *_gpu_utilization(evidence, config),
-        _skipped_steps(evidence, config),
-        _mean_gates(evidence, config),
-    ]
+Value = tuple[float, str]  # and where it comes from
+Measure = Callable[[Evidence, float], Value]  # of a run, given the limit
+_COMPARE = {"at most": operator.le, "at least": operator.ge, "below": operator.lt}
 
 
-def extended(evidence: Evidence, config: LadderConfig) -> list[Criterion]:
-    """As smoke, and peak memory neither grows nor reaches its limit."""
-    return [*smoke(evidence, config), _peak_memory(evidence, config), _growth(evidence, config)]
+@dataclass(frozen=True)
+class _Limited:
+    """A criterion with a limit in `monitor.ladder`; 0 or false switches it off."""
+
+    name: str
+    setting: str
+    comparison: str
+    measure: Measure
+
+    def judge(self, evidence: Evidence, config: LadderConfig) -> Criterion:
+        threshold = float(getattr(config, self.setting))
+        if not threshold:
+            why = f"switched off by monitor.ladder.{self.setting}"
+            return Criterion(self.name, None, None, "", why)
+        limit = f"{self.comparison} {threshold:g}"
+        try:
+            value, source = self.measure(evidence, threshold)
+        except NotMeasured as reason:
+            return Criterion(self.name, None, None, limit, str(reason))
+        ok = _COMPARE[self.comparison](value, threshold)
+        return Criterion(self.name, ok, number(value), limit, source)
 
 
-def production(evidence: Evidence, config: LadderConfig) -> list[Criterion]:
-    """As extended, and the validation loss is finite."""
-    return [*extended(evidence, config), _validation_loss(evidence)]
-
-
-CRITERIA: dict[str, Callable[[Evidence, LadderConfig], list[Criterion]]] = {
-    "sanity": sanity,
-    "smoke": smoke,
-    "extended": extended,
-    "production": production,
-}
+def judge_criteria(gate: str, evidence: Evidence, config: LadderConfig) -> list[Criterion]:
+    """Return the criteria of `gate` and of all gates before it."""
+    criteria = [_steps_recorded(evidence), _slowest_rank(evidence), _loss_finite(evidence)]
+    for name, limited in (("smoke", _SMOKE), ("extended", _EXTENDED)):
+        if NAMES.index(gate) >= NAMES.index(name):
+            criteria += [criterion.judge(evidence, config) for criterion in limited]
+    return [*criteria, _validation_loss(evidence)] if gate == "production" else criteria
 
 
 def _steps_recorded(evidence: Evidence) -> Criterion:
@@ -116,7 +121,7 @@ def _gaps(spans: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, in
 def _slowest_rank(evidence: Evidence) -> Criterion:
     name, limit = "slowest rank's step", f"{evidence.step:,}"
     if not any(history.lines for history in evidence.ranks):
-        return _unmeasured(name, limit, "no heartbeats (monitor.heartbeat)")
+        return Criterion(name, None, None, limit, "no heartbeats (monitor.heartbeat)")
     slowest = min(evidence.ranks, key=lambda history: history.step)
     source = f"heartbeats of {len(evidence.ranks)} ranks; rank {slowest.rank} is the slowest"
     return Criterion(name, slowest.step >= evidence.step, float(slowest.step), limit, source)
@@ -147,102 +152,75 @@ def _loss_finite(evidence: Evidence) -> Criterion:
     return Criterion("non-finite losses", ok, value, limit, source)
 
 
-def _loss_falls(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "final / initial loss", "below 1"
-    if not config.require_fall:
-        return _off(name, "require_fall")
+def _loss_ratio(evidence: Evidence, limit: float) -> Value:
     rows, source = _losses(evidence)
     losses = [loss for _, loss in rows if math.isfinite(loss)]
     if len(losses) < MIN_LOSSES:
-        why = f"{len(losses)} finite losses, {MIN_LOSSES} are needed; {source}"
-        return _unmeasured(name, limit, why)
+        raise NotMeasured(f"{len(losses)} finite losses, {MIN_LOSSES} are needed; {source}")
     width = max(1, min(20, len(losses) // 5))
     first, last = fmean(losses[:width]), fmean(losses[-width:])
     source += f"; means of the first and last {width}: {first:.4g}, {last:.4g}"
-    return Criterion(name, last < first, number(last / first) if first else None, limit, source)
+    return last / first if first else math.inf, source
 
 
-def _longest_pause(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "longest pause, seconds", f"at most {config.max_pause:g}"
-    if not config.max_pause:
-        return _off(name, "max_pause")
+def _longest_pause(evidence: Evidence, limit: float) -> Value:
     if all(history.lines for history in evidence.ranks):
         worst = max(evidence.ranks, key=lambda history: history.pause)
         source = f"heartbeats of {len(evidence.ranks)} ranks; {worst.pause_at or 'no pause'}"
-        return Criterion(name, worst.pause <= config.max_pause, worst.pause, limit, source)
+        return worst.pause, source
     means = evidence.recent("seconds")
     if not means:
-        return _unmeasured(name, limit, "neither heartbeats of every rank nor rows of metrics.csv")
+        raise NotMeasured("neither heartbeats of every rank nor rows of metrics.csv")
     # A row holds the mean since the row before, all of which may have been one pause.
     longest, rows = max(means), evidence.log_every
     source = f"no heartbeats; {evidence.source('seconds', len(means), evidence.since)}"
-    if longest > config.max_pause:
-        return Criterion(name, False, longest, limit, source)
-    if longest * rows > config.max_pause:
-        return _unmeasured(name, limit, f"{source}: a row is the mean of {rows} steps")
-    return Criterion(name, True, longest * rows, limit, source)
+    if longest <= limit < longest * rows:
+        raise NotMeasured(f"{source}: a row is the mean of {rows} steps")
+    return longest if longest > limit else longest * rows, source
 
 
-def _step_time_spread(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "p90 / median step time", f"at most {config.max_step_spread:g}"
-    if not config.max_step_spread:
-        return _off(name, "max_step_spread")
+def _step_time_spread(evidence: Evidence, limit: float) -> Value:
     times = sorted(evidence.recent("seconds"))
     if len(times) < MIN_TIMED_STEPS or median(times) <= 0:
-        why = f"{len(times)} logged steps were timed after warm-up, {MIN_TIMED_STEPS} are needed"
-        return _unmeasured(name, limit, why)
+        raise NotMeasured(
+            f"{len(times)} logged steps were timed after warm-up, {MIN_TIMED_STEPS} are needed"
+        )
     middle, p90 = median(times), times[math.ceil(0.9 * len(times)) - 1]
     source = evidence.source("seconds", len(times), evidence.since)
-    source += f"; median {middle:.3g} s, p90 {p90:.3g} s"
-    return Criterion(name, p90 <= config.max_step_spread * middle, p90 / middle, limit, source)
+    return p90 / middle, f"{source}; median {middle:.3g} s, p90 {p90:.3g} s"
 
 
-def _tokens_per_s(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "median tokens/s", f"at least {config.min_tokens_per_s:g}"
-    if not config.min_tokens_per_s:
-        return _off(name, "min_tokens_per_s")
+def _tokens_per_s(evidence: Evidence, limit: float) -> Value:
     rates = evidence.recent("tokens_per_s")
     if not rates:
-        return _unmeasured(name, limit, "no logged tokens/s since the gate before")
-    source = evidence.source("tokens_per_s", len(rates), evidence.since)
-    return Criterion(name, median(rates) >= config.min_tokens_per_s, median(rates), limit, source)
+        raise NotMeasured("no logged tokens/s since the gate before")
+    return median(rates), evidence.source("tokens_per_s", len(rates), evidence.since)
 
 
-def _gpu_utilization(evidence: Evidence, config: LadderConfig) -> Iterator[Criterion]:
-    utilization = {history.rank: history.gpu_utilization for history in evidence.ranks}
-    means = {rank: mean for rank, mean in utilization.items() if mean is not None}
+def _utilization(evidence: Evidence) -> tuple[list[float], str]:
+    means = {history.rank: history.gpu_utilization for history in evidence.ranks}
+    if missing := [str(rank) for rank, mean in means.items() if mean is None]:
+        raise NotMeasured(f"no gpu_busy in the heartbeats of ranks {', '.join(missing)}")
+    values = [mean for mean in means.values() if mean is not None]
     shown = ", ".join(f"rank {rank} {mean:.2f}" for rank, mean in list(means.items())[:8])
-    source = f"gpu_busy of heartbeats between steps: {shown}"
-    if unmeasured := [str(rank) for rank in utilization if rank not in means]:
-        source = f"no gpu_busy in the heartbeats of ranks {', '.join(unmeasured)}"
-    name, limit = "min GPU utilization", f"at least {config.min_gpu_busy:g}"
-    if not config.min_gpu_busy:
-        yield _off(name, "min_gpu_busy")
-    elif unmeasured:
-        yield _unmeasured(name, limit, source)
-    else:
-        lowest = min(means.values())
-        yield Criterion(name, lowest >= config.min_gpu_busy, lowest, limit, source)
-    name, limit = "GPU utilization spread", f"at most {config.max_gpu_imbalance:g}"
-    if not config.max_gpu_imbalance:
-        yield _off(name, "max_gpu_imbalance")
-    elif unmeasured:
-        yield _unmeasured(name, limit, source)
-    else:
-        spread = max(means.values()) - min(means.values())
-        yield Criterion(name, spread <= config.max_gpu_imbalance, spread, limit, source)
+    return values, f"gpu_busy of heartbeats between steps: {shown}"
 
 
-def _skipped_steps(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "skipped-step fraction", f"at most {config.max_skipped:g}"
-    if not config.max_skipped:
-        return _off(name, "max_skipped")
+def _min_utilization(evidence: Evidence, limit: float) -> Value:
+    values, source = _utilization(evidence)
+    return min(values), source
+
+
+def _utilization_spread(evidence: Evidence, limit: float) -> Value:
+    values, source = _utilization(evidence)
+    return max(values) - min(values), source
+
+
+def _skipped_fraction(evidence: Evidence, limit: float) -> Value:
     skipped = _skipped(evidence)
     if skipped is None:
-        return _unmeasured(name, limit, "no heartbeats")
-    fraction = skipped / evidence.step
-    source = f"heartbeats: {skipped:,} of {evidence.step:,} steps"
-    return Criterion(name, fraction <= config.max_skipped, fraction, limit, source)
+        raise NotMeasured("no heartbeats")
+    return skipped / evidence.step, f"heartbeats: {skipped:,} of {evidence.step:,} steps"
 
 
 def _skipped(evidence: Evidence) -> int | None:
@@ -250,10 +228,7 @@ def _skipped(evidence: Evidence) -> int | None:
     return max((count for count in counts if count is not None), default=None)
 
 
-def _mean_gates(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "min mean gate", f"at least {config.min_gate:g}"
-    if not config.min_gate:
-        return _off(name, "min_gate")
+def _min_mean_gate(evidence: Evidence, limit: float) -> Value:
     rows = [row for row in evidence.selection.rows if row["step"] <= evidence.step]
     newest = rows[-1]["step"] if rows else 0
     layers = [row for row in rows if row["step"] == newest > evidence.since]
@@ -264,40 +239,30 @@ def _mean_gates(evidence: Evidence, config: LadderConfig) -> Criterion:
     }
     if not means:
         why = evidence.selection.problem or "no gates were logged since the gate before"
-        return _unmeasured(name, limit, f"{why} (dense attention has no gates)")
+        raise NotMeasured(f"{why} (dense attention has no gates)")
     shown = ", ".join(f"{branch} {mean:.3f}" for branch, mean in means.items())
     source = f"selection.csv, {len(layers)} layers at step {newest:,.0f}: {shown}"
-    lowest = math.nan if any(map(math.isnan, means.values())) else min(means.values())
-    return Criterion(name, lowest >= config.min_gate, number(lowest), limit, source)
+    return math.nan if any(map(math.isnan, means.values())) else min(means.values()), source
 
 
-def _peak_memory(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "peak memory of any rank, GB", f"below {config.max_memory_gb:g}"
-    if not config.max_memory_gb:
-        return _off(name, "max_memory_gb")
+def _peak_memory(evidence: Evidence, limit: float) -> Value:
     peaks = {}
     for history in evidence.ranks:
         peak = max([history.snapshot_gb, *(memory for _, memory in _samples(evidence, history))])
         if peak:
             peaks[history.rank] = peak
     if not peaks:
-        return _unmeasured(name, limit, "no memory in heartbeats, snapshots or metrics.csv")
+        raise NotMeasured("no memory in heartbeats, snapshots or metrics.csv")
     worst = max(peaks, key=lambda rank: peaks[rank])
     source = f"heartbeats, memory/ and metrics.csv of ranks {', '.join(map(str, peaks))}"
-    if peaks[worst] < config.max_memory_gb and len(peaks) < len(evidence.ranks):
-        return _unmeasured(name, limit, f"{source} only: {peaks[worst]:.3g}")
-    source += f"; rank {worst} is the highest"
-    return Criterion(name, peaks[worst] < config.max_memory_gb, peaks[worst], limit, source)
+    if peaks[worst] < limit and len(peaks) < len(evidence.ranks):
+        raise NotMeasured(f"{source} only: {peaks[worst]:.3g}")
+    return peaks[worst], f"{source}; rank {worst} is the highest"
 
 
-def _growth(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "peak-memory growth, second half", f"at most {config.max_memory_growth:g}"
-    if not config.max_memory_growth:
-        return _off(name, "max_memory_growth")
+def _memory_growth(evidence: Evidence, limit: float) -> Value:
     if evidence.step < MIN_STEPS_FOR_GROWTH:
-        return _unmeasured(
-            name, limit, f"{evidence.step:,} steps, {MIN_STEPS_FOR_GROWTH} are needed"
-        )
+        raise NotMeasured(f"{evidence.step:,} steps, {MIN_STEPS_FOR_GROWTH} are needed")
     growth = {}
     for history in evidence.ranks:
         samples = _samples(evidence, history)
@@ -305,13 +270,12 @@ def _growth(evidence: Evidence, config: LadderConfig) -> Criterion:
         if early > 0:
             growth[history.rank] = max(memory for _, memory in samples) / early - 1
     if not growth:
-        return _unmeasured(name, limit, "no rank recorded its memory in the first half")
+        raise NotMeasured("no rank recorded its memory in the first half")
     worst = max(growth, key=lambda rank: growth[rank])
     source = f"memory_gb of ranks {', '.join(map(str, growth))}; rank {worst} grew the most"
-    ok = growth[worst] <= config.max_memory_growth
-    if ok and len(growth) < len(evidence.ranks):
-        return _unmeasured(name, limit, f"{source}: {growth[worst]:.1%}; others unknown")
-    return Criterion(name, ok, growth[worst], limit, source)
+    if growth[worst] <= limit and len(growth) < len(evidence.ranks):
+        raise NotMeasured(f"{source}: {growth[worst]:.1%}; others unknown")
+    return growth[worst], source
 
 
 def _samples(evidence: Evidence, history: RankHistory) -> list[tuple[float, float]]:
@@ -325,15 +289,23 @@ def _validation_loss(evidence: Evidence) -> Criterion:
     name, limit = "validation loss", "finite"
     losses = [(row["step"], row["val_loss"]) for row in evidence.rows if "val_loss" in row]
     if not losses:
-        return _unmeasured(name, limit, "metrics.csv holds no val_loss")
+        return Criterion(name, None, None, limit, "metrics.csv holds no val_loss")
     step, loss = losses[-1]
     source = f"metrics.csv, val_loss of step {step:,.0f}, the last of {len(losses):,}"
     return Criterion(name, math.isfinite(loss), number(loss), limit, source)
 
 
-def _off(name: str, setting: str) -> Criterion:
-    return _unmeasured(name, "", f"switched off by monitor.ladder.{setting}")
-
-
-def _unmeasured(name: str, limit: str, why: str) -> Criterion:
-    return Criterion(name, None, None, limit, why)
+_SMOKE = (
+    _Limited("final / initial loss", "require_fall", "below", _loss_ratio),  # below true, i.e. 1
+    _Limited("longest pause, seconds", "max_pause", "at most", _longest_pause),
+    _Limited("p90 / median step time", "max_step_spread", "at most", _step_time_spread),
+    _Limited("median tokens/s", "min_tokens_per_s", "at least", _tokens_per_s),
+    _Limited("min GPU utilization", "min_gpu_busy", "at least", _min_utilization),
+    _Limited("GPU utilization spread", "max_gpu_imbalance", "at most", _utilization_spread),
+    _Limited("skipped-step fraction", "max_skipped", "at most", _skipped_fraction),
+    _Limited("min mean gate", "min_gate", "at least", _min_mean_gate),
+)
+_EXTENDED = (
+    _Limited("peak memory of any rank, GB", "max_memory_gb", "below", _peak_memory),
+    _Limited("peak-memory growth, second half", "max_memory_growth", "at most", _memory_growth),
+)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Protocol
 
-from nsa.gates.criteria import CRITERIA, Evidence
+from nsa.gates.criteria import Evidence, judge_criteria
 from nsa.gates.result import NAMES, PREFLIGHT, Criterion, GateResult, conclude
 from nsa.monitor.config import LadderConfig
 
@@ -85,7 +85,7 @@ def _gate_step(name: str, text: str, config: LadderConfig, total_steps: int) -> 
 
 def judge(gate: Gate, evidence: Evidence, config: LadderConfig) -> GateResult:
     """Return Go or No-Go for the run that `evidence` describes."""
-    return conclude(gate.name, gate.step, CRITERIA[gate.name](evidence, config))
+    return conclude(gate.name, gate.step, judge_criteria(gate.name, evidence, config))
 
 
 def preflight(checks: Iterable[PreflightCheck]) -> GateResult:

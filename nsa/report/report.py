@@ -147,7 +147,7 @@ def _processes(run: Summary) -> Iterator[tuple[str, str]]:
     worst = max(run.histories, key=lambda one: one.pause)
     yield "longest pause", f"{worst.pause:.1f} s ({worst.pause_at})" if worst.pause_at else ""
     yield "engine", plain(history.backend)
-    yield "end", plain(history.status or "none recorded: the run continues, or was killed")
+    yield "end", plain(history.status or "none recorded: still running, or killed")
 
 
 def _devices(env: dict[str, Any]) -> list[Any]:

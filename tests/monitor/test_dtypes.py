@@ -50,7 +50,7 @@ def test_the_table_holds_the_dtypes_of_each_kind_of_module(tmp_path: Path) -> No
     table = rows(path)
     assert table["layers.*"] == ["(2)", "Linear", "bfloat16", "bfloat16", "bfloat16"]
     assert table["head"] == ["Linear", "float32", "float32", "float32"]
-    assert table["parameters"][-1] == "bfloat16+float32"
+    assert table["updated"][-1] == "bfloat16+float32"
     assert table["exp_avg"] == ["bfloat16+float32"]
 
 
@@ -102,7 +102,7 @@ def test_deepspeeds_wrapped_optimizers_are_reported_and_numbers_do_not_change(
         table = rows(tmp_path / f"{name}.txt")
         assert table["embed"] == ["Embedding", "bfloat16", "bfloat16", "bfloat16"]
         assert table["blocks.*.mlp.down"] == ["(2)", "Linear", *["bfloat16"] * 3]
-        assert table["parameters"][-1] == "float32"
+        assert table["updated"][-1] == "float32"
         assert table["exp_avg_sq"] == ["float32"]
     wide, narrow = (rows(tmp_path / f"{name}.txt")["accumulated"] for name in names[:2])
     assert (wide[-1], narrow[-1]) == ("float32", "bfloat16")

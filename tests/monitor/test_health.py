@@ -299,4 +299,4 @@ def test_an_error_while_measuring_costs_the_statistics_and_not_the_run(
     assert [layer.observer for layer in layers] == [None, None]
     assert recorder.read() is None
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("nsa: the health of layers is off for the rest of the run: ")
+    assert line.startswith("nsa: layer health is off for the rest of the run: ")

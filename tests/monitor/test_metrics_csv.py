@@ -93,4 +93,4 @@ def test_a_file_with_other_columns_is_never_overwritten(
     observers.on_step(make_record(2))
     writer.close()
     assert (tmp_path / "metrics.csv").read_text() == "step,loss\n1,2.0\n"
-    assert "has the columns 'step,loss'" in capsys.readouterr().err
+    assert "the columns are 'step,loss'" in capsys.readouterr().err

@@ -65,5 +65,5 @@ def test_the_flag_takes_one_step_or_a_range() -> None:
 
 @pytest.mark.parametrize("text", ["", "12-10", "0-3", "a-b", "1,2", "-5", "3-"])
 def test_invalid_ranges_are_refused_with_the_flags_name(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--profile-steps .*such as 10-12"):
+    with pytest.raises(ValueError, match=r"--profile-steps .*counted from 1: 10-12"):
         parse_steps(text)
