@@ -42,7 +42,6 @@ class Aborted(ValueError):
 
 
 def draft_of(folder: Path, step: int) -> Path:
-    """Return the folder in which a checkpoint is assembled."""
     return folder / f".{checkpoint_name(step)}{PARTIAL}"
 
 

@@ -20,17 +20,14 @@ CHUNK = 4 * 2**20
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of the folder of a step's checkpoint."""
     return f"step{step:08d}"
 
 
 def rng_file(rank: int) -> str:
-    """Return the name of the file with one rank's random number generators."""
     return f"rng_rank{rank}.pt"
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file with the state of one rank alone."""
     return f"rank{rank}.json"
 
 

@@ -25,7 +25,6 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(path: Path) -> None:
-    """Restore this rank's generators from a file."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     kind, keys, *rest = state["numpy"]
     torch.set_rng_state(state["torch"])

@@ -15,7 +15,6 @@ ANY = "any"  # `ranks` of a universal checkpoint, which loads on any number
 
 
 def read_train_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the training state."""
     return read_state_file(checkpoint)["state"]
 
 
@@ -36,7 +35,6 @@ def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
 
 
 def read_state_file(checkpoint: Path) -> dict[str, Any]:
-    """Return all of state.json."""
     return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
 
 

@@ -57,7 +57,6 @@ def find_weights(path: Path) -> Path:
 
 
 def has_safetensors(folder: Path) -> bool:
-    """Return whether `folder` holds weights as Hugging Face's libraries write them."""
     return any((folder / name).is_file() for name in (SAFETENSORS, INDEX))
 
 
@@ -87,7 +86,6 @@ def read_weights(folder: Path, dtype: torch.dtype | None = None) -> dict[str, Te
 
 
 def load_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Load the weights of `folder` into a model with the same parameters."""
     set_weights(model, read_weights(folder), folder)
 
 

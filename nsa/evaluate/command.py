@@ -25,7 +25,6 @@ SPLITS = {"held_out": "val", "train": "train", "all": ALL}
 
 
 def add_parser(verbs: Any) -> None:
-    """Add `eval` to the verbs of `nsa`."""
     about = "loss, perplexity and bits per byte of runs on a dataset, also by position in context"
     parser = verbs.add_parser("eval", help=about, description=about)
     add_run_arguments(parser)
@@ -69,7 +68,6 @@ def add_parser(verbs: Any) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run that a verb loads, and the device."""
     parser.add_argument(
         "place",
         type=Path,
@@ -131,7 +129,6 @@ def _log(line: str) -> None:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Refuse flags that cannot work, before anything is read."""
     lengths = args.seq_len or []
     values = [("--seq-len", length) for length in lengths]
     for flag, value in (*values, ("--stride", args.stride), ("--tokens", args.tokens)):
@@ -166,7 +163,6 @@ def parse_device(name: str | None) -> torch.device | None:
 
 
 def _resolve_settings(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -> _Settings:
-    """Combine the flags with the first run's settings."""
     from nsa.data.shards import is_prepared
     from nsa.engine.resolve import resolve_config
 
@@ -231,7 +227,6 @@ def require_tokenizer(name: str, run: StoredRun) -> Tokenizer:
 
 
 def _open_data(settings: _Settings, tokenizer: Tokenizer) -> EvalData:
-    """Read the dataset with a tokenizer, and log what was read."""
     from nsa.data.batch_source import source_names
     from nsa.evaluate.data import open_eval_data
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(verbs: Any) -> None:
-    """Add `generate` to the verbs of `nsa`."""
     about = "continue prompts with a run's model, and print the text as it is generated"
     parser = verbs.add_parser("generate", help=about, description=about)
     add_run_arguments(parser)
@@ -80,7 +79,6 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
-    """Return title and text of each prompt; those of --prompt first."""
     prompts = [(short(text), text.encode("utf-8", "surrogateescape")) for text in args.prompt]
     for file in args.file:
         try:

@@ -49,12 +49,10 @@ class Losses:
 
     @property
     def tokens(self) -> int:
-        """The number of predicted tokens."""
         return int(self.counts.sum())
 
     @property
     def mean(self) -> Mean:
-        """The mean over all tokens."""
         return Mean.of(self.sums.sum(1), self.counts.sum(1))
 
     def buckets(self) -> list[tuple[range, int, Mean]]:

@@ -23,7 +23,6 @@ _POLL_SECONDS = 0.2
 
 
 def add_parser(verbs: Any) -> None:
-    """Add `watch` to the verbs of `nsa`."""
     about = "watch a run from outside: end it where it hangs, and restart it on request"
     watch = verbs.add_parser(
         "watch",
@@ -149,7 +148,6 @@ def attach(folder: Path) -> int:
 
 
 def status_lines(folder: Path) -> list[str]:
-    """Return a table of where each rank of a run is."""
     from nsa.watchdog.process_tree import find_holder
     from nsa.watchdog.supervisor import newest_heartbeats
 
@@ -187,7 +185,6 @@ def _report_ended(folder: Path, beats: dict[int, dict[str, Any]]) -> int:
 
 
 def _why_no_restart(last_steps: Sequence[int | None], restarts: int) -> str:
-    """Return why another restart is useless, or an empty string."""
     if len(last_steps) > 1 and last_steps[-1] == last_steps[-2]:
         step = last_steps[-1]
         where = "before the first heartbeat" if step is None else f"after step {step}"
@@ -196,7 +193,6 @@ def _why_no_restart(last_steps: Sequence[int | None], restarts: int) -> str:
 
 
 def _run_dir_of(command: Sequence[str]) -> Path | None:
-    """Return the --run-dir of a recipe's command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--run-dir", type=Path, nargs="?")
     return parser.parse_known_args(command)[0].run_dir
@@ -211,7 +207,6 @@ def _resume_arguments(folder: Path | None) -> list[str]:
 
 
 def _sleep(seconds: float, signals: SignalState) -> bool:
-    """Sleep; return False where a signal ended it."""
     deadline = time.monotonic() + seconds
     while signals.signal is None and (left := deadline - time.monotonic()) > 0:
         time.sleep(min(_POLL_SECONDS, left))

@@ -53,7 +53,6 @@ class WatchedRank:
 
     @property
     def ended(self) -> bool:
-        """Whether it has written its last heartbeat."""
         return self.beat["event"] == "end"
 
     def age(self, now: float) -> float:
@@ -158,7 +157,6 @@ class HangDetector:
             self._log(f"{path}: monitor.watch cannot be read, so its limits stay: {error!r}")
 
     def _has_changed(self, name: str) -> bool:
-        """Return whether a file of the run is another one than at the last call."""
         try:
             status = os.stat(self._folder / name)
         except OSError:

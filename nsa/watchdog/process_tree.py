@@ -63,7 +63,6 @@ class ProcessTree:
         return [process for process in members if is_alive(process)]
 
     def find(self, pid: int) -> psutil.Process | None:
-        """Return the member that has, or had, this pid."""
         self.running()
         return self._members.get(pid)
 
@@ -101,7 +100,6 @@ def wait_for(processes: Iterable[psutil.Process], seconds: float) -> bool:
 
 
 def handles_signal(process: psutil.Process, number: signal.Signals) -> bool:
-    """Return whether the process has a handler for this signal."""
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         caught = next(line for line in lines if line.startswith("SigCgt:"))
@@ -118,7 +116,6 @@ def find_holder(pid: int, path: Path) -> psutil.Process | None:
 
 
 def open_heartbeats(process: psutil.Process) -> list[Path]:
-    """Return the heartbeat files that a process has open."""
     with contextlib.suppress(psutil.Error, OSError):
         paths = [Path(file.path) for file in process.open_files()]
         return [path for path in paths if path.name.startswith("heartbeat_rank")]

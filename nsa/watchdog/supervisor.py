@@ -58,7 +58,6 @@ class SignalState:
 
 
 def newest_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the newest heartbeat of every rank."""
     beats = {}
     for path in folder.glob("heartbeat_rank*.jsonl"):
         number = path.stem.removeprefix("heartbeat_rank")

@@ -12,7 +12,6 @@ from nsa.atomic_io import atomic_write_text
 
 
 def add_parser(verbs: Any) -> None:
-    """Add `tasks` to the verbs of `nsa`."""
     about = (
         "train small models on associative recall, NSA beside dense and window-only attention, and "
         "test them on needles in haystacks; takes minutes on a CPU"
@@ -58,6 +57,5 @@ def _tasks(args: argparse.Namespace) -> int:
 
 
 def _log_step(steps: int, variant: str, seed: int, step: int, loss: float) -> None:
-    """Print each quarter of the training."""
     if step % max(1, steps // 4) == 0 or step == steps:
         print(f"{variant}, seed {seed}: step {step}/{steps}, loss {loss:.3f}", flush=True)

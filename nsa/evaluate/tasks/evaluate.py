@@ -135,7 +135,6 @@ def _mean(correct: torch.Tensor) -> float:
 
 
 def by_model(result: Mapping[str, Any]) -> dict[str, Rows]:
-    """Return the rows of each model, one for each seed."""
     rows: dict[str, Rows] = {}
     for row in result["rows"]:
         rows.setdefault(row["model"], []).append(row)

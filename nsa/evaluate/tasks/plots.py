@@ -58,7 +58,6 @@ def draw_needle(result: Mapping[str, Any], out: Path) -> None:
 
 
 def _means(pairs: Iterable[tuple[Any, float]]) -> dict[Any, float]:
-    """Return the mean of the values of each key, sorted by key."""
     values: dict[Any, list[float]] = {}
     for key, value in pairs:
         values.setdefault(key, []).append(value)

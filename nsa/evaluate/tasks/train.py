@@ -81,7 +81,6 @@ def training_lengths(longest: int) -> list[int]:
 
 
 def model_config(variant: str) -> ModelConfig:
-    """Return the config of a variant's model; sizes are the same for all."""
     return ModelConfig(
         vocab_size=VOCABULARY,
         layers=LAYERS,
