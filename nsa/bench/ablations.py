@@ -111,7 +111,7 @@ class Training:
             )
 
     def start(self, threads: int) -> subprocess.Popen[bytes]:
-        """Start the recipe in a session of its own, with a log file beside its folder."""
+        """Start the recipe in its own session, with a log file beside its folder."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         resume = ["--resume"] if (self.folder / "config.yaml").exists() else []
         command = [sys.executable, str(RECIPE), "--profile", "demo", *resume]

@@ -37,9 +37,9 @@ def run(flags: argparse.Namespace) -> None:
     import triton
 
     from nsa.bench import compile_gate
-    from nsa.bench.kernel_launches import all_launches, known
+    from nsa.bench.kernel_launches import all_launches, check_names
 
-    chips = known("arch", flags.arch.split(","), compile_gate.CHIPS)
+    chips = check_names("arch", flags.arch.split(","), compile_gate.CHIPS)
     launches = all_launches(flags.operation, flags.dtype, flags.full, flags.benchmarks)
     rows, failures = compile_gate.check(launches, chips, flags.jobs)
     result = {

@@ -122,7 +122,7 @@ def block_mask(seq_len: int, spec: NSASpec | None, device: torch.device) -> Bloc
     visible = full | (column == row)
 
     def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """The whole mask, as FlexAttention requires; kernels read it on the diagonal only."""
+        """The full mask, as FlexAttention requires; kernels read it on the diagonal only."""
         return (query >= key) & visible[query // FLEX_BLOCK, key // FLEX_BLOCK]
 
     partial_count, partial_index = _kv_blocks(column == row)

@@ -112,7 +112,7 @@ def measure(
 
 
 def difference(x: Tensor, y: Tensor) -> float:
-    """‖x − y‖ / ‖y‖ without float32 copies of whole outputs."""
+    """‖x − y‖ / ‖y‖ without float32 copies of the outputs."""
     parts = [
         torch.stack([(a.float() - b.float()).square().sum(), b.float().square().sum()])
         for a, b in zip(x.split(4096, 1), y.split(4096, 1), strict=True)

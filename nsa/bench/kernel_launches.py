@@ -1,7 +1,7 @@
 """Kernel launches of every operation, recorded on the `meta` device.
 
 The library's own launchers run under `recording()`, once per candidate config, so what is compiled
-and checked is what a GPU would be given.
+and checked is what runs on a GPU.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ def all_launches(
     benchmarks: bool = False,
 ) -> Iterator[tuple[Case, Launch]]:
     """Every launch that the flags of `python -m nsa.bench aot` name."""
-    known("operation", operations, OPERATIONS)
-    known("dtype", dtypes, DTYPES)
+    check_names("operation", operations, OPERATIONS)
+    check_names("dtype", dtypes, DTYPES)
     candidates = MAX_CANDIDATES if full or benchmarks else 1
     return (
         (case, launch)
@@ -205,7 +205,7 @@ def all_launches(
     )
 
 
-def known(flag: str, names: Sequence[str], all_names: Collection[str]) -> Sequence[str]:
+def check_names(flag: str, names: Sequence[str], all_names: Collection[str]) -> Sequence[str]:
     """Return `names`; raise for one that does not exist."""
     if unknown := [name for name in names if name not in all_names]:
         raise ValueError(f"--{flag} {', '.join(unknown)}: choose from {', '.join(all_names)}")

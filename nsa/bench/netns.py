@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a veth link with a chosen rate.
+"""Two network namespaces joined by a rate-limited veth link.
 
 The link exists only in the two namespaces: no interface, address or route of the machine changes,
 and it disappears with them.

@@ -107,15 +107,15 @@ def test_counted_pairs_are_the_visible_ones_of_each_branch() -> None:
 def test_ratios_are_quotients_of_times_in_the_same_case(bench: Bench, device: str) -> None:
     results = bench("module", "--device", device, "--shapes", "4x2x16", "--lengths", "128",
                   "--tokens", "128", "--backend", "blockwise")  # fmt: skip
-    whole, same, selected, parts = results["rows"]
+    dense, same, selected, parts = results["rows"]
     kinds = ["module", "same-pattern", "selected", "parts"]
     assert [row["kind"] for row in results["rows"]] == kinds
-    assert set(whole["neighbour_overlap"]) == {"nsa", "nsa-local"}
-    assert set(whole["implementations"]) == {
+    assert set(dense["neighbour_overlap"]) == {"nsa", "nsa-local"}
+    assert set(dense["implementations"]) == {
         *("nsa", "nsa-local", "sdpa-flash", "sdpa-cudnn", "flex-causal", "flex-blocks"),
         "native-sparse-attention-pytorch",
     }
-    assert "nsa" not in whole["ratios"]
+    assert "nsa" not in dense["ratios"]
     assert set(selected["implementations"]) == {
         "nsa-random",
         "nsa-local",
@@ -123,16 +123,16 @@ def test_ratios_are_quotients_of_times_in_the_same_case(bench: Bench, device: st
         "fla-local",
     }
     bases = {f"fla-{what}": f"nsa-{what}" for what in ("with-window", "random", "local")}
-    for row in (whole, same, selected):
+    for row in (dense, same, selected):
         for name, ratios in row["ratios"].items():
-            base = row["implementations"]["nsa" if row is whole else bases.get(name, "nsa")]
+            base = row["implementations"]["nsa" if row is dense else bases.get(name, "nsa")]
             for what in ("forward", "forward_backward", "peak_bytes"):
                 this, other = figure(row["implementations"][name], what), figure(base, what)
                 expected = None if this is None or other is None else this / other
                 assert ratios[what] == (expected and pytest.approx(expected))
-    assert whole["ratios"]["sdpa-flash"]["forward_backward"] > 0
+    assert dense["ratios"]["sdpa-flash"]["forward_backward"] > 0
     allowed = 1e-5 if device == "cpu" else 0.01  # fp32, bf16
-    assert whole["implementations"]["flex-causal"]["difference"]["relative"] < allowed
+    assert dense["implementations"]["flex-causal"]["difference"]["relative"] < allowed
     forward = {name: figure(one, "forward") for name, one in parts["implementations"].items()}
     assert set(forward) == set(FUNCTIONS)
     assert parts["forward_fraction"] == {
@@ -151,14 +151,14 @@ def test_an_implementation_without_times_has_an_error(bench: Bench) -> None:
                 assert one[what] is not None or one["errors"].get(what) or one["errors"]["all"], (
                     name
                 )
-    whole, same = (errors(row["implementations"]) for row in results["rows"])
-    assert "sdpa-cudnn" in whole["sdpa-cudnn"]
+    dense, same = (errors(row["implementations"]) for row in results["rows"])
+    assert "sdpa-cudnn" in dense["sdpa-cudnn"]
     assert "group of 16" in same["fla"]
     for library in baselines.LIBRARIES:
         known = results["libraries"][library]
         assert (known["version"] is None) == bool(known["error"])
-        if known["error"] and library in whole:
-            assert "cannot be imported" in whole[library]
+        if known["error"] and library in dense:
+            assert "cannot be imported" in dense[library]
 
 
 def test_a_failing_implementation_leaves_the_others_their_figures() -> None:
