@@ -68,7 +68,7 @@ def random_selection(
     """A valid block_index [B, T, K, n]: the blocks that the spec always selects, and besides them
 
     random   distinct earlier blocks, drawn for each query
-    local    one draw for the queries of a block, plus a little noise: neighbours select mostly the same
+    local    one draw for the queries of a block, plus a little noise: neighbours overlap
     """
     blocks = spec.select_blocks_len(seq_len)
     block = torch.arange(blocks, device=device)
