@@ -6,14 +6,9 @@ import os
 
 import torch
 
-from nsa.doctor.check import Check, failures, lines, verdict
-from nsa.doctor.command import (
-    checkpoint_bytes,
-    code_fingerprint,
-    kept_checkpoints,
-    node_checks,
-    rank_checks,
-)
+from nsa.doctor.check import Check, failures, lines, passed
+from nsa.doctor.node import checkpoint_bytes, kept_checkpoints, node_checks
+from nsa.doctor.ranks import rank_checks
 from nsa.engine.consensus import RunAborted
 from nsa.engine.run_request import RunRequest
 from nsa.gates.ladder import preflight
@@ -36,12 +31,11 @@ def check_node(request: RunRequest, steps_done: int) -> list[Check]:
 def check_ranks(request: RunRequest, device: torch.device, node: list[Check]) -> list[Check]:
     """Return every node's checks on every rank; all raise RunAborted if one of them fails."""
     checks = rank_checks(
-        fingerprint=code_fingerprint(),
         device=device,
         config="".join(request.config_files().values()),
-        machine=node,
+        node=node,
     )
-    if not verdict(checks):
+    if not passed(checks):
         raise RunAborted(f"preflight: {failures(checks)}")
     return checks
 

