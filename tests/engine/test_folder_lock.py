@@ -15,19 +15,21 @@ from nsa.engine.folder_lock import FolderLock
 from tests.ranks import ROOT
 
 HOLD = """
-import sys, time
+import sys
 from pathlib import Path
 from nsa.engine.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
-time.sleep(600)
+sys.stdin.read()
 """
 
 
 def test_a_folder_in_use_is_refused_naming_its_owner_until_the_owner_dies(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     command = [sys.executable, "-c", HOLD, str(run_dir)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as owner:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"held\n"
         with pytest.raises(ValueError, match="in use by another run") as refused:
