@@ -18,8 +18,7 @@ from nsa.doctor.command import add_parser as add_doctor_parser
 from nsa.evaluate.command import add_parser as add_eval_parser
 from nsa.evaluate.generate import add_parser as add_generate_parser
 from nsa.evaluate.tasks.command import add_parser as add_tasks_parser
-from nsa.export.export_command import add_parser as add_export_parser
-from nsa.export.import_command import add_parser as add_import_parser
+from nsa.export.commands import add_export_parser, add_import_parser
 from nsa.flags import reject_unknown_flags
 from nsa.planner.command import add_parser as add_plan_parser
 from nsa.report.compare import add_parser as add_compare_parser

@@ -23,14 +23,8 @@ from nsa.model.hf_config import NSAConfig
 
 CONFIG = "config.json"
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
 )
 LLAMA_NAMES = {
     "self_attn.q_proj": "attention.q",
@@ -64,9 +58,7 @@ def read_model(folder: Path) -> SourceModel:
     if not path.is_file():
         weights = find_weights(folder)
         config = read_config(weights)
-        kind = config.model.attention.kind
-        files = _tokenizer_files(weights)
-        return SourceModel(config, lambda: read_weights(weights), files, kind, True)
+        return _source(weights, config, config.model.attention.kind)
     if not has_safetensors(folder):
         raise ValueError(
             f"{folder}: there is a {CONFIG} and no model.safetensors; save the model with "
@@ -96,8 +88,7 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
     model.attention.backend = config.model.attention.backend
     model.activation_checkpointing = config.model.activation_checkpointing
     config.model, config.data.seq_len = model, saved.max_position_embeddings
-    files, kind = _tokenizer_files(folder), model.attention.kind
-    return SourceModel(config, lambda: read_weights(folder), files, kind, has_run_config)
+    return _source(folder, config, model.attention.kind, has_run_config)
 
 
 def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
@@ -129,11 +120,11 @@ def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
         init_std=llama.initializer_range,
         attention=AttentionConfig(kind="dense"),
     )
-
-    def read() -> dict[str, Tensor]:
-        return rename_llama_weights(read_weights(folder), folder, llama.tie_word_embeddings)
-
-    return SourceModel(config, read, _tokenizer_files(folder), "nsa", has_run_config=False)
+    source = _source(folder, config, "nsa", has_run_config=False)
+    source.read_weights = lambda: rename_llama_weights(
+        read_weights(folder), folder, llama.tie_word_embeddings
+    )
+    return source
 
 
 def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -> dict[str, Tensor]:
@@ -168,5 +159,8 @@ def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -
 READERS = {"nsa": _read_nsa, "llama": _read_llama}
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
-    return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+def _source(
+    folder: Path, config: RunConfig, attention: str, has_run_config: bool = True
+) -> SourceModel:
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return SourceModel(config, lambda: read_weights(folder), files, attention, has_run_config)

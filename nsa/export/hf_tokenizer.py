@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nsa.data.tokenizer import END_OF_TEXT, ByteTokenizer, HubTokenizer, Tokenizer
 
@@ -42,16 +43,9 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
 
 def _byte_backend() -> Backend:
     """Byte-level BPE without merges; a byte's id is its value."""
-    vocab = {letter: byte for byte, letter in enumerate(_byte_letters())} | BYTE_SPECIALS
+    vocab = {letter: byte for byte, letter in bytes_to_unicode().items()} | BYTE_SPECIALS
     backend = Backend(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(name, normalized=False) for name in BYTE_SPECIALS])
     return backend
-
-
-def _byte_letters() -> list[str]:
-    """GPT-2's letter for each byte, which byte-level tokenizers use."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return [chr(256 + hidden.index(byte)) if byte in hidden else chr(byte) for byte in range(256)]

@@ -115,9 +115,8 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, object]]:
     attention = model.attention
     yield "data.source", data.source if isinstance(data.source, str) else json.dumps(data.source)
     for name in ("subset", "split", "tokenizer", "packing", "seq_len", "held_out"):
-        value = getattr(data, name)
-        if value is not None:
-            yield f"data.{name}", value
+        if getattr(data, name) is not None:
+            yield f"data.{name}", getattr(data, name)
     for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"):
         yield f"model.{name}", getattr(model, name)
     yield "attention.kind", attention.kind
@@ -139,7 +138,7 @@ def _provenance(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "recipe": env.get("recipe"),
         "profile": env.get("profile"),
         "ranks": env.get("world_size"),
-        "begun": env.get("date"),
+        "started": env.get("date"),
         "commit": env.get("git_commit"),
         "Python": env.get("python"),
         **{name: versions.get(name) for name in PACKAGES},

@@ -67,23 +67,17 @@ def _flatten(text: str) -> tuple[str, list[str]]:
         roots = _packages(node)
         if isinstance(node, ast.ImportFrom) and node.module is not None and roots == {"nsa"}:
             modules = _imported_modules(node, node.module)
-            if modules:  # `from nsa.ops import triton`
-                imported += modules
-                new = [
-                    line
-                    for module, alias in zip(modules, node.names, strict=True)
-                    for line in (
-                        # transformers only copies files that something is imported from
-                        f"from .{_file_name(module)} import __name__ as _",
-                        f"from . import {_file_name(module)} as {alias.asname or alias.name}",
-                    )
-                ]
-            else:
-                imported.append(node.module)
+            imported += modules or [node.module]
+            if not modules:
                 first = lines[node.lineno - 1]
                 relative = f".{_file_name(node.module)}"
                 lines[node.lineno - 1] = first.replace(node.module, relative, 1)
                 continue
+            new = []  # `from nsa.ops import triton`
+            for module, alias in zip(modules, node.names, strict=True):
+                file = _file_name(module)  # transformers copies only files imported *from*
+                new += [f"from .{file} import __name__ as _"]
+                new += [f"from . import {file} as {alias.asname or alias.name}"]
         elif roots & OPTIONAL:
             new = ["try:", f"    {ast.unparse(node)}", "except ImportError:", "    raise"]
         else:

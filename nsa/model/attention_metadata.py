@@ -33,6 +33,7 @@ class AttentionMetadata:
         device: torch.device,
         sequence: SequenceParallel | None = None,
     ) -> AttentionMetadata:
+        """Positions and blocks restart with each document."""
         spec, head_dim, theta = config.attention.spec, config.head_dim, config.rope_theta
         position = torch.arange(seq_len, device=device)
         if cu_seqlens is not None:

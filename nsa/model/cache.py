@@ -138,13 +138,13 @@ class KVCache:
     ) -> None:
         self.config, self.plan, self.capacity = config, BufferPlan(config), capacity
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.dtype, self.device = dtype, self.lengths.device
         self.host_lengths = [0] * batch
         self.layers = []
         for _ in range(config.layers):
-            shapes = {buffer: self.plan.shape(buffer, capacity) for buffer in self.plan.buffers}
             buffers = {
-                buffer: torch.zeros(batch, *shape, dtype=dtype, device=device)
-                for buffer, shape in shapes.items()
+                key: torch.zeros(batch, *self.plan.shape(key, capacity), dtype=dtype, device=device)
+                for key in self.plan.buffers
             }
             self.layers.append(LayerCache(self.plan, buffers))
 
@@ -155,14 +155,6 @@ class KVCache:
     @property
     def longest(self) -> int:
         return max(self.host_lengths)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.layers[0].buffers.values())).dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.lengths.device
 
     @property
     def completes_a_block(self) -> bool:
@@ -214,8 +206,7 @@ class KVCache:
         index = torch.as_tensor(rows, device=self.device)
         if index.dtype == torch.bool and index.shape == (self.batch,):
             index = index.nonzero()[:, 0]
-        number = not index.is_floating_point() and index.dtype != torch.bool
-        if index.dim() != 1 or not len(index) or not number:
+        if index.dim() != 1 or not len(index) or index.dtype not in (torch.int32, torch.int64):
             raise ValueError(
                 f"rows is {index.dtype} {tuple(index.shape)}; it must name one or more of "
                 f"{self.batch} sequences, or be a mask of them that keeps one"

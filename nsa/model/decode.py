@@ -21,7 +21,7 @@ from nsa.model.language_model import LanguageModel
 from nsa.model.rotary import Rotary, apply_rotary
 from nsa.ops.decode import decode_attention
 
-Attention = NSAttention | DenseAttention
+Layer = NSAttention | DenseAttention
 Prompts = Sequence[Tensor] | Tensor
 K_ALL, V_ALL = Buffer("k", "all"), Buffer("v", "all")  # dense attention
 
@@ -117,29 +117,22 @@ def generate(
         uniform = torch.tensor([draw.random() for draw in draws], dtype=torch.float64)
         return sample(logits, uniform.to(logits.device), temperature, top_p)
 
-    return _generate(model, rows, max_new_tokens, next_token, stop)
+    def decode() -> Iterator[Tensor]:
+        # No more than doubling would add, and no more than needed.
+        reserve = min(max_new_tokens, max(len(row) for row in rows))
+        logits, cache = prefill(model, rows, reserve=reserve)
+        ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
+        for left in range(max_new_tokens, 0, -1):
+            tokens = next_token(logits)
+            yield torch.where(ended, -1, tokens)
+            if stop is not None:
+                ended = ended | (tokens == stop)
+                if bool(ended.all()):
+                    return
+            if left > 1:
+                logits = step(model, tokens, cache)
 
-
-def _generate(
-    model: LanguageModel,
-    rows: list[Tensor],
-    max_new_tokens: int,
-    next_token: Callable[[Tensor], Tensor],
-    stop: int | None,
-) -> Iterator[Tensor]:
-    # No more than doubling would add, and no more than needed.
-    reserve = min(max_new_tokens, max(len(row) for row in rows))
-    logits, cache = prefill(model, rows, reserve=reserve)
-    ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
-    for left in range(max_new_tokens, 0, -1):
-        tokens = next_token(logits)
-        yield torch.where(ended, -1, tokens)
-        if stop is not None:
-            ended = ended | (tokens == stop)
-            if bool(ended.all()):
-                return
-        if left > 1:
-            logits = step(model, tokens, cache)
+    return decode()  # a generator of its own, so that invalid arguments raise at once
 
 
 def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float) -> Tensor:
@@ -177,7 +170,7 @@ def _run_blocks(
     tokens: Tensor,
     cache: KVCache,
     metadata: AttentionMetadata,
-    attention: Callable[[LayerCache, Attention, Tensor, AttentionMetadata], Tensor],
+    attention: Callable[[LayerCache, Layer, Tensor, AttentionMetadata], Tensor],
 ) -> Tensor:
     """Tokens [T] to final hidden states [T, width].
 
@@ -190,7 +183,7 @@ def _run_blocks(
 
 
 def _prefill_attention(
-    slots: Slots, cache: LayerCache, layer: Attention, x: Tensor, metadata: AttentionMetadata
+    slots: Slots, cache: LayerCache, layer: Layer, x: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
     """A layer's parallel attention; stores its keys and values in the cache."""
     if isinstance(layer, DenseAttention):
@@ -209,7 +202,7 @@ def _prefill_attention(
 def _step_attention(
     cache: KVCache,
     layer_cache: LayerCache,
-    layer: Attention,
+    layer: Layer,
     x: Tensor,
     metadata: AttentionMetadata,
 ) -> Tensor:
@@ -253,11 +246,10 @@ def _token_entries(
     for buffer in cache.plan.buffers:
         if buffer.entries == "pre_rope":
             content[buffer] = keys[buffer.branch]
+        elif buffer.entries == "tokens" and buffer.kind == "k":
+            content[buffer] = apply_rotary(keys[buffer.branch], rotary)
         elif buffer.entries == "tokens":
-            rotated = buffer.kind == "k"
-            content[buffer] = (
-                apply_rotary(keys[buffer.branch], rotary) if rotated else values[buffer.branch]
-            )
+            content[buffer] = values[buffer.branch]
     return content
 
 

@@ -115,17 +115,13 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("inputs_embeds: not supported; pass input_ids")
-        cache = past_key_values
-        if cache is not None and not isinstance(cache, NSACache):
-            raise ValueError(
-                f"past_key_values is a {type(cache).__name__}; pass a NSACache, or use_cache=True "
-                "alone"
-            )
+        cache = NSACache() if past_key_values is None and use_cache else past_key_values
+        if not isinstance(cache, NSACache | None):
+            kind = type(cache).__name__
+            raise ValueError(f"past_key_values is a {kind}; pass a NSACache, or use_cache=True")
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
-        if cache is None and use_cache:
-            cache = NSACache()
-        real = _real_tokens(attention_mask, input_ids, cache, logits_to_keep)
+        real = _real_tokens(attention_mask, input_ids, cache, _keeps_last(logits_to_keep))
         starts = _document_starts(position_ids, input_ids, real, cache)
         if cache is None:
             states = self._hidden_states(input_ids, real, starts, output_hidden_states)
@@ -230,7 +226,7 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[NSAConfig.model_type] = NSAForCausalLM.__name_
 
 
 def _real_tokens(
-    mask: Tensor | None, input_ids: Tensor, cache: NSACache | None, logits_to_keep: int | Tensor
+    mask: Tensor | None, input_ids: Tensor, cache: NSACache | None, keeps_last: bool
 ) -> Tensor | None:
     """[B, T], true for tokens and false for padding; None if there is no padding.
 
@@ -250,7 +246,7 @@ def _real_tokens(
     if cache is not None and cache.kv is not None:
         raise ValueError("attention_mask: with a filled cache every sequence needs new tokens")
     empty = ~real.any(1)
-    continued = cache is not None or _is_one(logits_to_keep)  # generate() continues each sequence
+    continued = cache is not None or keeps_last  # generate() continues each sequence
     if empty.all() or (continued and empty.any()):
         row = int(empty.nonzero()[0])
         raise ValueError(f"attention_mask: row {row} has no token to continue; give it a bos")
@@ -277,8 +273,8 @@ def _document_starts(
     if cache is not None:
         row, column = starts.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids[{row}, {column}] = 0 begins a document, and a cache has one a sequence; "
-            "set use_cache=False, or give each document a row of its own"
+            f"position_ids[{row}, {column}] = 0 starts a second document; with a cache a sequence "
+            "holds one: set use_cache=False, or give each document its own row"
         )
     return starts
 
@@ -299,11 +295,11 @@ def _keep_columns(hidden: Tensor, real: Tensor | None, keep: int | Tensor) -> Te
 
     For 1 it is each sequence's own last token, which right padding may follow.
     """
-    if real is not None and _is_one(keep):
+    if real is not None and _keeps_last(keep):
         columns = torch.arange(real.shape[1], device=real.device)
         return hidden.take_along_dim((columns * real).argmax(1)[:, None, None], 1)
     return hidden[:, slice(-keep, None) if isinstance(keep, int) else keep]
 
 
-def _is_one(keep: int | Tensor) -> bool:
+def _keeps_last(keep: int | Tensor) -> bool:
     return isinstance(keep, int) and keep == 1

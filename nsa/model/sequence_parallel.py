@@ -7,9 +7,9 @@ A KV head and its query heads are on one rank with the full sequence, so compres
 selection and documents are unaffected. Each rank computes the gradients of its part; they sum to
 those of a single rank.
 
-deepspeed.sequence.layer.DistributedAttention exchanges queries, keys and values one after the
-other, and has no place for gates or per-branch keys. Here all travel in one exchange, an op whose
-output selective checkpointing can save.
+deepspeed.sequence.layer.DistributedAttention exchanges queries, keys and values separately, and
+supports neither gates nor per-branch keys. Here one exchange sends all, by an op whose output
+selective checkpointing can save.
 """
 
 from __future__ import annotations

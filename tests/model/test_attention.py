@@ -1,4 +1,4 @@
-"""The attention modules against an assembly by hand from their weights and the definitions."""
+"""Attention layers against the definitions, computed by hand from the layers' weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def first_layer(model: LanguageModel) -> tuple[NSAttention | DenseAttention, Att
 
 
 def rotated(x: Tensor, positions: list[int]) -> Tensor:
-    """[B, T, H, D] turned by hand."""
+    """[B, T, H, D] rotated by hand."""
     return torch.stack([by_hand(x[:, i], p) for i, p in enumerate(positions)], 1)
 
 
@@ -46,7 +46,7 @@ def compressed(attention: NSAttention, k: Tensor, v: Tensor, kind: str) -> tuple
 
 
 def perceptron(phi: torch.nn.Module, block: Tensor) -> Tensor:
-    """φ of one block [B, l, K, D]: positions added, its vectors end to end, two layers."""
+    """φ of one block [B, l, K, D]: add positions, concatenate the vectors, apply two layers."""
     heads = []
     for h in range(block.shape[2]):
         x = (block[:, :, h] + phi.position).flatten(1)
@@ -56,7 +56,7 @@ def perceptron(phi: torch.nn.Module, block: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", NSA)
 @torch.no_grad()
-def test_nsa_is_its_three_branches_mixed_by_their_gates(name: str) -> None:
+def test_nsa_is_the_gated_sum_of_its_three_branches(name: str) -> None:
     config = ATTENTIONS[name]
     attention, metadata = first_layer(build(tiny(name)))
     assert isinstance(attention, NSAttention)

@@ -57,7 +57,14 @@ def test_recomputation_and_a_second_micro_batch_do_not_change_the_recorded_healt
 
 
 @modes
-@pytest.mark.parametrize("when", ["throughout", "in the forward only", "in the backward only"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "throughout",
+        pytest.param("in the forward only", marks=pytest.mark.full),
+        pytest.param("in the backward only", marks=pytest.mark.full),
+    ],
+)
 def test_observing_never_changes_loss_or_gradients(mode: str, when: str) -> None:
     alone = build(tiny("mlp", activation_checkpointing=mode), torch.float32)
     loss = forward(alone)
@@ -104,6 +111,7 @@ def test_between_logged_steps_nothing_is_computed_or_kept() -> None:
     assert recorder.read() is None
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_an_observed_model_compiles_as_one_graph_and_is_not_recorded() -> None:
     model = build(tiny("mean", layers=1), torch.float32)
