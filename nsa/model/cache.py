@@ -74,9 +74,7 @@ class BufferPlan:
 
 # (buffer size, whether it holds blocks) -> packed entries to store, and the row and index of each
 Slots = Callable[[int, bool], tuple[Tensor, Tensor, Tensor]]
-
-
-Content = dict[Buffer, Tensor]
+Content = dict[Buffer, Tensor]  # what to store, by buffer
 
 
 class LayerCache:

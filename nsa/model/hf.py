@@ -179,13 +179,11 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
             if cache.kv is not None:
                 states = extend_states(self.model, input_ids, cache.kv)
-            elif real is None:
-                packed, cache.kv = prefill_states(self.model, input_ids)
-                states = packed.unflatten(0, input_ids.shape)
             else:
-                prompts = [row[mask] for row, mask in zip(input_ids, real, strict=True)]
+                mask = torch.ones_like(input_ids, dtype=torch.bool) if real is None else real
+                prompts = [row[kept] for row, kept in zip(input_ids, mask, strict=True)]
                 packed, cache.kv = prefill_states(self.model, prompts)
-                states = _unpack(packed, real)
+                states = _unpack(packed, mask)
             logits = self.lm_head(_keep_columns(states, real, logits_to_keep))
         cache.columns += input_ids.shape[1]
         return logits

@@ -31,8 +31,8 @@ def apply_rotary(x_BTHD: Tensor, rotary: Rotary) -> Tensor:
 class _ApplyRotary(torch.autograd.Function):
     """A rotation, whose gradient is the inverse rotation.
 
-    Four kernels in each direction; through sines, cosines and halves autograd takes nine forward
-    and ten backward. At four calls a layer, those were most of a small model's launches.
+    Four kernels each way, where autograd takes nine forward and ten backward: with four calls a
+    layer, those were most of a small model's launches.
     """
 
     @staticmethod
