@@ -12,7 +12,6 @@ import json
 import math
 import os
 import platform
-import re
 import sys
 import threading
 import time
@@ -29,7 +28,6 @@ PHASES = ("setup", "data", "forward", "backward", "step", "eval", "save", "idle"
 EVENTS = ("start", "step_start", "progress", "step_end", "end")
 
 _NUMBERS = ("time", "mono", "rank", "pid", "since", "step", "micro_step", "tokens", "skipped")
-_FILE = re.compile(r"heartbeat_rank(\d+)(?:\.1)?\.jsonl")
 _BATCH_SECONDS = 0.5  # how long a step's line may wait to be written
 _BACKLOG = 1_000  # lines kept while the disk refuses writes
 _CLOSE_SECONDS = 5.0  # how long the end of a run waits for the disk
@@ -232,45 +230,19 @@ class _LineFile:
             return False
 
 
-def read_heartbeats(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
-    """Read the valid lines of every rank, oldest first."""
-    matches = (_FILE.fullmatch(path.name) for path in run_dir.glob("heartbeat_rank*.jsonl"))
-    ranks = sorted({int(match[1]) for match in matches if match})
-    return {
-        rank: list(_valid(_read_both(run_dir / f"heartbeat_rank{rank}.jsonl"))) for rank in ranks
-    }
-
-
-def _read_both(path: Path) -> Iterator[bytes]:
-    """Yield the lines of both parts; read again if a rotation came in between."""
-    while True:
-        older, data = _read(_older(path))
-        newer = _read(path)[1]
-        if _read(_older(path), size=0)[0] == older:
-            return iter([*data.splitlines(), *newer.splitlines()])
-
-
-def _read(path: Path, size: int = -1) -> tuple[int | None, bytes]:
-    """Return a file's inode and content; None and nothing where there is no file."""
-    try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_ino, file.read(size)
-    except FileNotFoundError:
-        return None, b""
-
-
 def last_beat(path: Path) -> dict[str, Any] | None:
     """Return the newest valid line of a heartbeat file; reads only its end."""
     for part in (path, _older(path)):
         with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL))
-            for line in _valid(reversed(file.read().splitlines())):
+            for line in valid_beats(reversed(file.read().splitlines())):
                 return line
     return None
 
 
-def _valid(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def valid_beats(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the heartbeats among the lines of a file, without torn and corrupt ones."""
     for line in lines:
         try:
             beat = json.loads(line)

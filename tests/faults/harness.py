@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from nsa import checkpoint
-from nsa.monitor.heartbeat import read_heartbeats
 from tests.engine.runs import BIN, LIMIT, TINY, deepspeed, losses, succeed
+from tests.monitor.heartbeats import read_heartbeats
 from tests.ranks import ROOT, Ranks, start_ranks
 
 STEPS, EVERY = 12, 4  # of a run, and between its checkpoints

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from nsa.monitor import heartbeat
-from nsa.monitor.heartbeat import Heartbeat, last_beat, read_heartbeats
+from nsa.monitor.heartbeat import Heartbeat, last_beat
 from tests.engine.runs import deepspeed, succeed
+from tests.monitor.heartbeats import read_heartbeats
 from tests.monitor.records import PATIENCE, files_no_longer_than
 
 OFTEN = 0.01  # seconds between two progress lines
