@@ -13,7 +13,7 @@ from nsa.data.files import open_files
 from nsa.data.shards import is_prepared, open_shards
 from nsa.data.source import ALL, IN_MEMORY, SPLITS, Source, in_split, no_documents
 from nsa.data.token_store import TokenStore
-from nsa.data.tokenizer import TokenArray, build_tokenizer, with_eos
+from nsa.data.tokenizer import build_tokenizer, with_eos
 
 
 def open_source(config: DataConfig, name: str) -> Source:
@@ -40,22 +40,17 @@ def open_store(config: DataConfig, name: str, split: str) -> TokenStore | None:
 
 def _tokenise(config: DataConfig, name: str, split: str) -> TokenStore:
     tokenizer = build_tokenizer(config)
-    pieces: list[TokenArray] = []
-    text_bytes = 0
-    for document in open_source(config, name).read():
-        if in_split(document.text, config.held_out, split):
-            text_bytes += len(document.text)
-            pieces.append(with_eos(tokenizer, tokenizer.encode(document.text)))
-    if not pieces:
+    documents = (document.text for document in open_source(config, name).read())
+    texts = [text for text in documents if in_split(text, config.held_out, split)]
+    if not texts:
         raise no_documents(config, name, split)
-    tokens = np.concatenate(pieces)
-    digest = hashlib.sha256(tokens.astype(np.uint32).tobytes())
+    tokens = np.concatenate([with_eos(tokenizer, tokenizer.encode(text)) for text in texts])
     return TokenStore(
         [tokens],
         tokenizer.eos_id,
-        text_bytes / len(tokens),
+        sum(map(len, texts)) / len(tokens),
         name=name,
-        fingerprint=digest.hexdigest(),
+        fingerprint=hashlib.sha256(tokens.astype(np.uint32).tobytes()).hexdigest(),
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer.fingerprint,
         tokenizer_name=tokenizer.name,

@@ -1,8 +1,8 @@
-"""How a rank gets its batches: read ahead, in an order that can be gone on with, or an error.
+"""Per-rank batch pipeline: prefetched, resumable, fails loudly.
 
-    tokens that are all there   ->  Batches, computed          \\
-                                                                >  a thread that keeps some ready
-    documents that are streamed ->  worker processes, in turn  /
+    token stores  ->  IndexedBatches                         \\
+                                                              >  Prefetcher  ->  next_batch()
+    streams       ->  worker processes  ->  StreamingBatches /
 """
 
 from __future__ import annotations
@@ -24,65 +24,66 @@ from nsa.data.source import DataError, State
 
 
 class BatchLoader:
-    """One rank's batches in their order, some of them ready beforehand."""
+    """One rank's batches in order, `data.prefetch` of them ready in advance."""
 
     def __init__(
         self,
-        origin: BatchSource,
+        source: BatchSource,
         config: DataConfig,
         *,
         rank: int,
         samples_per_step: int,
         state: State | None = None,
     ) -> None:
-        self.fingerprint = origin.fingerprint
-        self.vocab_size = origin.vocab_size
-        self.tokenizer = origin.tokenizer
-        self.tokenizer_fingerprint = origin.tokenizer_fingerprint
+        self.fingerprint = source.fingerprint
+        self.vocab_size = source.vocab_size
+        self.tokenizer = source.tokenizer
+        self.tokenizer_fingerprint = source.tokenizer_fingerprint
         self.samples_per_step = samples_per_step  # of all ranks together
-        self._origin, self._timeout, self._rank = origin, config.timeout, rank
+        self._source, self._timeout, self._rank = source, config.timeout, rank
         self._state = state
         self._first: tuple[Batch, State | None] | None = None
-        self._ahead = Prefetcher(origin, config.prefetch)
+        self._prefetcher = Prefetcher(source, config.prefetch)
 
     @property
     def first_batch_seconds(self) -> float | None:
-        """From opening to the first batch that was ready; None before that."""
-        return self._ahead.first_seconds
+        """From opening until the first batch was ready; None before that."""
+        return self._prefetcher.first_seconds
 
     def wait_until_ready(self) -> None:
-        """Return once the next batch is ready, or raise what `next_batch` would raise."""
-        self._first = self._first or self._take()
+        """Return once a batch is ready, or raise what `next_batch` would raise."""
+        self._first = self._first or self._next()
 
     def next_batch(self) -> Batch:
-        """The next batch; a DataError after data.timeout seconds without one."""
-        batch, self._state = self._first or self._take()
+        """Return the next batch; raise a DataError after data.timeout seconds without one."""
+        batch, self._state = self._first or self._next()
         self._first = None
         return batch
 
-    def _take(self) -> tuple[Batch, State | None]:
+    def _next(self) -> tuple[Batch, State | None]:
         try:
-            return self._ahead.take(self._timeout)
+            return self._prefetcher.next(self._timeout)
         except Empty:
-            source, place = self._origin.whereabouts()
+            source, progress = self._source.progress()
             raise DataError(
                 f"data.source = {source!r}: rank {self._rank} got no batch for {self._timeout:g} "
-                f"seconds (data.timeout); {place}. Raise data.timeout or data.workers, or {PREPARE}"
+                f"seconds (data.timeout); {progress}. Raise data.timeout or data.workers, or "
+                f"{PREPARE}"
             ) from None
 
     def state(self) -> State | None:
-        """What `open_loader` needs to resume after the last batch, if more than its number."""
+        """What `open_loader` needs, beside the samples consumed, to resume after the last batch."""
         return self._state
 
     def describe(self, samples: int) -> list[str]:
-        """What a run that deals so many samples takes of the text, in lines for people."""
-        return self._origin.describe(samples)
+        """What a run of `samples` reads, in lines for its log."""
+        return self._source.describe(samples)
 
     def close(self) -> None:
-        """End the thread and the worker processes."""
-        self._ahead.stop()
-        self._origin.close()
-        self._ahead.join()
+        """Stop the thread and the worker processes."""
+        self._prefetcher.stop()
+        self._source.close()
+        self._prefetcher.join()
 
 
 def open_loader(
@@ -96,40 +97,22 @@ def open_loader(
     consumed: int = 0,
     state: State | None = None,
 ) -> BatchLoader:
-    """A rank's batches from the step before which `consumed` samples were consumed to all ranks.
+    """Open a rank's loader at the step that starts after `consumed` samples of all ranks.
 
-    `state` is this rank's, where `BatchLoader.state` gave one then.
+    `state`: what this rank's `BatchLoader.state` returned there.
     """
-    batches = open_batches(
-        config,
-        "train",
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        world_size=world_size,
-        seed=seed,
-    )
-    origin: BatchSource
+    shape = {"micro_batch": micro_batch, "world_size": world_size, "seed": seed}
+    batches = open_batches(config, "train", accumulation=accumulation, **shape)
+    source: BatchSource
     if batches is not None:
-        origin = IndexedBatches(batches, rank, consumed)
+        source, state = IndexedBatches(batches, rank, consumed), None
     elif consumed and state is None:
         raise DataError(
-            f"data.source = {source_names(config)!r} is streamed, and no place in the stream was "
-            f"saved for rank {rank}; go on with the source and the number of ranks that the run "
-            f"was begun with, or {PREPARE}"
+            f"data.source = {source_names(config)!r} is streamed, and no cursor was saved for rank "
+            f"{rank}; resume with the source and the number of ranks of the original run, or "
+            f"{PREPARE}"
         )
     else:
-        origin = StreamingBatches(
-            config,
-            rank=rank,
-            world_size=world_size,
-            micro_batch=micro_batch,
-            seed=seed,
-            state=state,
-        )
-    return BatchLoader(
-        origin,
-        config,
-        rank=rank,
-        samples_per_step=micro_batch * accumulation * world_size,
-        state=None if batches is not None else state,
-    )
+        source = StreamingBatches(config, rank=rank, state=state, **shape)
+    samples_per_step = micro_batch * accumulation * world_size
+    return BatchLoader(source, config, rank=rank, samples_per_step=samples_per_step, state=state)

@@ -66,8 +66,8 @@ def open_data(
     resumed = bool(state.data)
     if resumed and new_data:
         notes.append(
-            "--resume: data.* or train.seed is not what the run was begun with; the new text "
-            "begins at its first sample"
+            "--resume: data.* or train.seed changed since the run started; the new data starts at "
+            "its first sample"
         )
         state.samples, rank_state = 0, None
 

@@ -23,7 +23,7 @@ from nsa.data.batch_source import build_batches, open_batches
 from nsa.data.batches import Batch, Batches, to_batch
 from nsa.data.config import DataConfig
 from nsa.data.source import ALL, DataError
-from nsa.data.stream import collect
+from nsa.data.stream import collect_tokens
 from nsa.data.tokenizer import TokenArray, Tokenizer
 from nsa.data.validation import VALIDATION_SHAPE
 
@@ -70,7 +70,7 @@ def open_eval_data(config: DataConfig, split: str, tokens: int, tokenizer: Token
     count = max(1, tokens // config.seq_len)
     samples = open_batches(config, split, **VALIDATION_SHAPE)
     if samples is None:
-        stores = list(collect(config, count * config.seq_len + 1, split=split))
+        stores = list(collect_tokens(config, count * config.seq_len + 1, split=split))
         samples = build_batches(stores, config, **VALIDATION_SHAPE)
     for store in samples.stores:
         if store.tokenizer != tokenizer.fingerprint:

@@ -22,7 +22,7 @@ BYTE_SPECIALS = {
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
     """Write tokenizer.json and tokenizer_config.json into `folder`."""
     if isinstance(tokenizer, HubTokenizer):
-        _, serialized, eos = tokenizer.made_of
+        _, serialized, eos = tokenizer.definition
         backend, pad = Backend.from_str(serialized), eos
     else:
         backend, eos, pad = _byte_backend(), END_OF_TEXT, PAD

@@ -16,7 +16,7 @@ from nsa.cli import main
 from nsa.evaluate.tasks import evaluate, train
 from nsa.evaluate.tasks.evaluate import FACTS, WITHOUT_SELECTION, lines, summary_json
 from nsa.evaluate.tasks.train import VARIANTS
-from tests.data.processes import gone
+from tests.data.processes import ends_soon
 from tests.engine.runs import BIN
 from tests.ranks import start_ranks
 
@@ -114,7 +114,7 @@ def test_a_signal_ends_all_workers_at_once_and_quietly(
         else:
             started.started[0].kill(signal.SIGTERM)
         assert started.codes(20) == [130]
-        assert all(gone(worker) for worker in workers)
+        assert all(ends_soon(worker) for worker in workers)
     finally:
         started.end(signal.SIGKILL)
     assert started.text("err") == ""
