@@ -153,11 +153,14 @@ def test_a_loader_resumes_after_the_last_consumed_batch(
     assert batches == expected
 
 
-def test_a_killed_run_resumes_without_a_lost_or_repeated_row(tmp_path: Path, source: str) -> None:
+@pytest.mark.parametrize("kills", [(40,), pytest.param((3, 40), marks=pytest.mark.full)])
+def test_a_killed_run_resumes_without_a_lost_or_repeated_row(
+    tmp_path: Path, source: str, kills: tuple[int, ...]
+) -> None:
     log, steps = tmp_path / "rows.txt", 90
     command = [sys.executable, str(STREAMING_RUN), source, str(tmp_path), str(steps), "7"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    for kill_at in (3, 40):
+    for kill_at in kills:
         run = subprocess.Popen(command, env=environment)
         while run.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < kill_at):
             time.sleep(0.001)

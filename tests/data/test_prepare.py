@@ -119,14 +119,23 @@ def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "target", ["process group", pytest.param("parent only", marks=pytest.mark.full)]
+    ("target", "counts"),
+    [
+        ("process group", (1, 50)),
+        pytest.param("process group", (1, 15, 50), marks=pytest.mark.full),
+        pytest.param("parent only", (1, 15, 50), marks=pytest.mark.full),
+    ],
 )
 def test_repeated_kills_do_not_change_the_result(
-    corpus: Path, uninterrupted: dict[str, bytes], tmp_path: Path, target: str
+    corpus: Path,
+    uninterrupted: dict[str, bytes],
+    tmp_path: Path,
+    target: str,
+    counts: tuple[int, ...],
 ) -> None:
     out = tmp_path / "out"
     kept: dict[str, int] = {}
-    for count in (1, 15, 50):
+    for count in counts:
         process = start(corpus, out)
         wait_for_shards(process, out, count)
         workers = workers_of(process.pid)

@@ -6,8 +6,10 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -244,37 +246,54 @@ def test_a_tokenizer_whose_end_of_text_can_be_spelled_is_refused(folder: Path) -
         HubTokenizer("careless", json.dumps(definition), "<|endoftext|>")
 
 
-OFFLINE_THEN_UNREACHABLE = """
-import socket, sys, time
-connect, resolve = socket.socket.connect, socket.getaddrinfo
+def test_a_folder_is_loaded_without_network_or_warning(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")  # not cached
+    for name in ("socket.socket.connect", "socket.getaddrinfo"):
+        monkeypatch.setattr(name, lambda *_: pytest.fail("it used the network"))
+    tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{copy}"))
+    assert len(tokenizer.encode(b"once upon a time " * 9_000)) > 9_000
+    assert capfd.readouterr() == ("", "")
+    assert not list(recwarn)
+
+
+LOAD_OFFLINE = """
+import socket, sys
 def refuse(*_): raise SystemExit("it used the network")
 socket.socket.connect = socket.getaddrinfo = refuse
 from nsa.data.config import DataConfig
 from nsa.data.tokenizer import build_tokenizer
 tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{sys.argv[1]}"))
 print(len(tokenizer.encode(b"once upon a time " * 9_000)) > 9_000)
-socket.socket.connect, socket.getaddrinfo = connect, resolve
-start = time.monotonic()
-try:
-    build_tokenizer(DataConfig(tokenizer="hf:nobody/nothing"))
-except ValueError as error:
-    print(time.monotonic() - start < 30, error)
 """
 
 
-def test_a_folder_needs_no_network_and_an_unreachable_hub_is_reported_within_30_seconds(
-    folder: Path, tmp_path: Path, free_port: int
+@pytest.mark.full
+def test_a_fresh_process_loads_a_folder_without_network_or_warning(
+    folder: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", LOAD_OFFLINE, str(folder)]
+    environment = {**os.environ, "HF_HOME": str(tmp_path)}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (run.stdout, run.stderr, run.returncode) == ("True\n", "", 0)
+
+
+def test_an_unreachable_hub_is_reported_within_30_seconds(
+    monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:
     hub = f"http://127.0.0.1:{free_port}"
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": hub}
-    command = [sys.executable, "-c", OFFLINE_THEN_UNREACHABLE, str(folder)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (run.stderr, run.returncode) == ("", 0)
-    loaded, refused = run.stdout.splitlines()
-    assert loaded == "True"
-    assert refused.startswith("True data.tokenizer = 'hf:nobody/nothing'")
-    for part in (hub, "cannot be reached", "hf:<folder>"):
-        assert part in refused
+    monkeypatch.setenv("HF_ENDPOINT", hub)
+    start = time.monotonic()
+    with pytest.raises(DataError) as refused:
+        build_tokenizer(DataConfig(tokenizer="hf:nobody/nothing"))
+    assert time.monotonic() - start < 30
+    for part in ("data.tokenizer = 'hf:nobody/nothing'", hub, "cannot be reached", "hf:<folder>"):
+        assert part in str(refused.value)
 
 
 def test_training_is_deterministic(tmp_path: Path) -> None:
