@@ -63,7 +63,9 @@ def test_new_data_on_resume_starts_at_its_first_sample_with_a_note(tmp_path: Pat
     assert saved["state"]["samples"] == 2 * 2
 
 
-def test_data_that_changed_since_the_run_started_is_refused_on_resume(books: Path, tmp_path: Path) -> None:
+def test_data_that_changed_since_the_run_started_is_refused_on_resume(
+    books: Path, tmp_path: Path
+) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text(books.read_text())
     source = f"--set=data.source={text}"
@@ -130,9 +132,7 @@ def test_a_stream_without_validation_documents_loses_no_step(books: Path, tmp_pa
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step00000004"
 
 
-def test_an_error_in_the_first_documents_leaves_no_run_folder(
-    books: Path, tmp_path: Path
-) -> None:
+def test_an_error_in_the_first_documents_leaves_no_run_folder(books: Path, tmp_path: Path) -> None:
     source = [f"--set=data.source={books}", "--set=data.text_field=body"]
     result = alone("m7c.py", *TINY, *source, folder=tmp_path)
     assert result.returncode == 2
