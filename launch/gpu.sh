@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go: tests, compile gate, tile sizes, kernels, module, training,
-# decoding.
+# Everything that needs a GPU in one command: tests, compile gate, tile sizes, kernels, module,
+# training, decoding.
 #   bash launch/gpu.sh [--stage NAME] [--limit SECONDS] [--out DIR] [--rehearse] [--dry-run]
-# Each stage has its own time limit, and one that fails or hangs leaves the next ones running. All of
-# them together stay under ten minutes. Figures are written case by case, as JSON, to --out
-# (docs/benchmarks/gpu). --stage runs one alone, --limit gives it more time, --rehearse runs tiny
-# sizes on the CPU, and --dry-run only prints the commands. The stage sanitizer runs only by name: it
-# watches every access to the device's memory, which takes minutes.
-# It installs nothing: $PYTHON is used, else .venv where there is one, else python3.
+# Each stage has a time limit, and the next one runs even if it fails or hangs. All stages together
+# take less than ten minutes. Results are saved case by case, as JSON, in --out (docs/benchmarks/gpu).
+# --stage runs one stage, --limit sets its seconds, --rehearse runs tiny sizes on the CPU, --dry-run
+# only prints the commands. The stage sanitizer runs only by name: checking every memory access takes
+# minutes. Nothing is installed; Python is $PYTHON, else .venv if it exists, else python3.
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-# What is measured is compiled before, by all processors at once; tile sizes come before the rest.
+# Kernels are compiled first, on all CPU cores; tile sizes are tuned before the rest is measured.
 stages=(tests aot tune kernels module train train-compiled decode)
 declare -A limits=(
     [tests]=140 [aot]=60 [tune]=60 [kernels]=40 [module]=110 [train]=40 [train-compiled]=90
@@ -24,10 +23,10 @@ die() {
     exit 2
 }
 
-out=docs/benchmarks/gpu chosen=() limit='' rehearse='' dry=''
+out=docs/benchmarks/gpu selected=() limit='' rehearse='' dry=''
 while [ $# -gt 0 ]; do
     case $1 in
-    --stage) chosen+=("${2-}") && shift ;;
+    --stage) selected+=("${2-}") && shift ;;
     --limit) limit=${2-} && shift ;;
     --out) out=${2-} && shift ;;
     --rehearse) rehearse=yes ;;
@@ -38,10 +37,10 @@ while [ $# -gt 0 ]; do
 done
 [ -n "$out" ] || die "--out lacks its value"
 [[ $limit =~ ^[0-9]*$ ]] || die "--limit $limit: give whole seconds"
-for stage in "${chosen[@]}"; do
+for stage in "${selected[@]}"; do
     [ -n "${limits[$stage]-}" ] || die "--stage $stage: choose from ${stages[*]} sanitizer"
 done
-[ ${#chosen[@]} -gt 0 ] || chosen=("${stages[@]}")
+[ ${#selected[@]} -gt 0 ] || selected=("${stages[@]}")
 case $out in /*) ;; *) out=$PWD/$out ;; esac
 cd "$root" || exit
 
@@ -59,27 +58,27 @@ for package in torch triton; do
     has "$package" || die "$python lacks $package: install it, or name another Python in PYTHON"
 done
 for package in pytest numpy; do
-    has "$package" || say "$python lacks $package: the stage tests will fail, the others need it not"
+    has "$package" || say "$python lacks $package: the stage tests will fail, the others will not"
 done
 [ -n "$dry$rehearse" ] || "$python" -c 'import os, shutil, sys, sysconfig
 compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 headers = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
 sys.exit(not (compiler and headers))' > /dev/null ||
-    say "no C compiler or no Python.h here: Triton may fail to build what starts its kernels"
+    say "no C compiler or no Python.h here: Triton may fail to build its launcher"
 plot=(--plot "$out/module.png")
 if ! has matplotlib; then
-    say "$python lacks matplotlib: the stage module will draw no picture" && plot=()
+    say "$python lacks matplotlib: the stage module will not plot" && plot=()
 fi
 
 arch=sm_90
 if [ -n "$rehearse" ]; then
-    limits[train-compiled]=400 # a CPU takes minutes to compile for itself
+    limits[train-compiled]=400 # compiling for a CPU takes minutes
 elif [ -z "$dry" ]; then
     arch=$("$python" -c 'import torch; print("sm_%d%d" % torch.cuda.get_device_capability())') ||
-        die "PyTorch of $python sees no GPU here; try the script itself with --rehearse"
+        die "PyTorch of $python sees no GPU; use --rehearse to try the script without one"
 fi
 
-# The command of a stage, in `command`; $1: stage, $2: its seconds.
+# Set `command` to a stage's command; $1: stage, $2: its seconds.
 bench() {
     command=("$python" -m nsa.bench "$1" --limit "$(($2 * 8 / 10))" --out "$out/$3.json" "${@:4}")
     [ -z "$rehearse" ] || command+=(--device cpu --seconds 0.01 --rounds 2)
@@ -88,13 +87,13 @@ command_of() {
     local size=()
     case $1 in
     tests | sanitizer)
-        local watched=tests/ops/triton/test_gpu.py::test_compute_sanitizer_finds_nothing
+        local sanitizer=tests/ops/triton/test_gpu.py::test_compute_sanitizer_finds_nothing
         command=("$python" -m pytest -m gpu -q -p no:cacheprovider)
-        # These files alone: others import what training needs, which may not be installed here.
+        # Only these files: others import training packages, which may be missing here.
         if [ "$1" = tests ]; then
-            command+=(tests/ops/triton tests/bench/test_gpu_benches.py "--deselect=$watched")
+            command+=(tests/ops/triton tests/bench/test_gpu_benches.py "--deselect=$sanitizer")
         else
-            command+=("$watched")
+            command+=("$sanitizer")
         fi
         ;;
     aot)
@@ -112,7 +111,7 @@ command_of() {
         bench kernels "$2" kernels "${size[@]}"
         ;;
     module)
-        # What the goals ask for first: time may end before the list does.
+        # The lengths of the goals first: time may run out before the list ends.
         size=(--shapes 64x4x128,m7c,16x4x64,paper --lengths 8k,64k,4k,6k,2k,32k,16k,1k,128k)
         [ -z "$rehearse" ] || size=(--shapes 4x2x16 --lengths 128,256 --tokens 256)
         bench module "$2" module "${plot[@]}" "${size[@]}"
@@ -133,7 +132,7 @@ command_of() {
 child=''
 trap '[ -z "$child" ] || kill -TERM "$child"; exit 130' INT TERM HUP
 summary=() failed=0
-for stage in "${chosen[@]}"; do
+for stage in "${selected[@]}"; do
     seconds=${limit:-${limits[$stage]}}
     command_of "$stage" "$seconds"
     if [ -n "$dry" ]; then
@@ -141,8 +140,8 @@ for stage in "${chosen[@]}"; do
         continue
     fi
     say "$stage, $seconds s at most: ${command[*]}" | tee -a "$out/gpu.log"
-    began=$SECONDS code=0
-    # Not a pipe: what a stage leaves behind could hold it open, and hold up the next stage.
+    start=$SECONDS code=0
+    # Not a pipe: a process that the stage leaves behind could hold it open and block the next stage.
     timeout -k 5 "$seconds" env PYTHONUNBUFFERED=1 "${command[@]}" > >(tee -a "$out/gpu.log") 2>&1 &
     child=$!
     wait "$child" || code=$?
@@ -151,7 +150,7 @@ for stage in "${chosen[@]}"; do
     124 | 137) outcome="ENDED by its limit" failed=1 ;;
     *) outcome="FAILED with exit code $code" failed=1 ;;
     esac
-    summary+=("$(printf '%-16s %5d s  %s' "$stage" $((SECONDS - began)) "$outcome")")
+    summary+=("$(printf '%-16s %5d s  %s' "$stage" $((SECONDS - start)) "$outcome")")
 done
 [ ${#summary[@]} -eq 0 ] || printf 'gpu: %s\n' "${summary[@]}" | tee -a "$out/gpu.log"
 exit "$failed"

@@ -1,48 +1,57 @@
-"""Native Sparse Attention, a 125M language model made of it, and its training with DeepSpeed.
+"""Native Sparse Attention: a 125M language model and its training with DeepSpeed.
 
-After `import nsa` Hugging Face's Auto classes know the model, whichever of nsa and transformers is
-imported first. That costs nothing where transformers is not used: it is done when transformers
-loads the module of AutoConfig, and at once where that has happened.
+`import nsa` registers the model with Hugging Face's Auto classes, before or after transformers is
+imported. It imports nothing heavy: each registration runs once transformers has loaded the Auto
+class concerned.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-_AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 
-
-class _WhenLoaded:
-    """Finds one module as Python does, and registers the model when it has been loaded."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != _AUTO_CONFIG:
-            return None
-        spec = PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_register(module: ModuleType) -> None:
-                load(module)
-                sys.meta_path.remove(self)
-                _register(module)
-
-            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
-        return spec
-
-
-def _register(auto: ModuleType) -> None:
+def _register_config(auto: ModuleType) -> None:
     from nsa.model.hf_config import NSAConfig
 
     auto.AutoConfig.register(NSAConfig.model_type, NSAConfig, exist_ok=True)
 
 
-if _AUTO_CONFIG in sys.modules:
-    _register(sys.modules[_AUTO_CONFIG])
-else:
-    sys.meta_path.insert(0, _WhenLoaded())
+def _register_model(auto: ModuleType) -> None:
+    import_module("nsa.model.hf")  # which registers itself, and may be what imports `auto`
+
+
+_REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
+    "transformers.models.auto.configuration_auto": _register_config,
+    "transformers.models.auto.modeling_auto": _register_model,
+}
+
+
+class _RegisterAfterImport:
+    """Import hook: load one of transformers' Auto modules as usual, then register with it."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in _REGISTRATIONS:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        load = spec.loader.exec_module
+
+        def load_and_register(module: ModuleType) -> None:
+            load(module)
+            _REGISTRATIONS[name](module)
+
+        spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _RegisterAfterImport())
+for _name, _register in _REGISTRATIONS.items():
+    if _name in sys.modules:
+        _register(sys.modules[_name])

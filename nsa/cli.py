@@ -1,4 +1,4 @@
-"""`nsa <verb>`: everything beside training. A verb imports what it needs when it is called."""
+"""`nsa <verb>`: command-line tools around training; each imports what it needs when called."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from nsa.doctor.command import add_parser as add_doctor_parser
 from nsa.evaluate.command import add_parser as add_eval_parser
 from nsa.evaluate.generate import add_parser as add_generate_parser
 from nsa.evaluate.tasks.command import add_parser as add_tasks_parser
-from nsa.export.command import add_parser as add_export_parser
-from nsa.export.import_command import add_parser as add_import_parser
+from nsa.export.commands import add_export_parser, add_import_parser
 from nsa.flags import reject_unknown_flags
 from nsa.planner.command import add_parser as add_plan_parser
 from nsa.report.compare import add_parser as add_compare_parser
@@ -27,25 +26,25 @@ from nsa.report.report import add_parser as add_report_parser
 from nsa.watchdog.command import add_parser as add_watch_parser
 from nsa.watchdog.command import split_command
 
-INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C has ended
+INTERRUPTED = 130  # the shell convention for exit after Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; a user's mistake is one line on stderr and exit code 2."""
+    """Run one verb; a mistake of the user is one line on stderr and exit code 2."""
     parser = _parser()
-    own, command = split_command(sys.argv[1:] if argv is None else argv)
-    args, rest = parser.parse_known_args(own)
+    flags, command = split_command(sys.argv[1:] if argv is None else argv)
+    args, unknown = parser.parse_known_args(flags)
     if args.verb == "bench":
-        args.arguments = rest
-    elif rest:
-        reject_unknown_flags(args.parser, rest)
+        args.arguments = unknown
+    elif unknown:
+        reject_unknown_flags(args.parser, unknown)
     if command:
         args.command = command
     try:
         code = args.run(args)
-        print(end="", flush=True)  # here, where a reader that has gone is heard of
+        print(end="", flush=True)  # raises BrokenPipeError here, not at exit
         return code
-    except BrokenPipeError:  # as of `nsa … | head`: who reads has read enough
+    except BrokenPipeError:  # `nsa … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -56,21 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Everything beside training, which is: deepspeed --num_gpus 2 recipes/m7c.py"
+    about = "Tools around training. To train: deepspeed --num_gpus 2 recipes/m7c.py"
     parser = argparse.ArgumentParser(prog="nsa", description=about)
     parser.add_argument("--version", action="version", version=f"nsa {version('nsa-m7c')}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
 
-    about = "measure speed; everything after it goes to nsa.bench (nsa bench --help)"
+    about = "run benchmarks; all arguments go to nsa.bench (see nsa bench --help)"
     bench = verbs.add_parser("bench", help=about, add_help=False)
     bench.set_defaults(run=_bench)
 
-    about = (
-        "validate a DeepSpeed JSON against M7C's values and print it with every 'auto' filled in"
-    )
+    about = "validate a DeepSpeed JSON against the M7C recipe; print it with 'auto' resolved"
     check = verbs.add_parser("check", help=about, description=about)
-    check.add_argument("ds_config", type=Path, help="for example ds_configs/zero1_pcie.json")
-    check.add_argument("--ranks", type=int, default=2, help="processes that train (default 2)")
+    check.add_argument("ds_config", type=Path, help="e.g. ds_configs/zero1_pcie.json")
+    check.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
     check.set_defaults(run=_check)
 
     add_data_parser(verbs)
@@ -85,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     add_export_parser(verbs)
     add_import_parser(verbs)
 
-    about = "parameters and operations a token of M7C and of its dense twin"
+    about = "print parameters and FLOPs per token of M7C and its dense twin"
     info = verbs.add_parser("info", help=about, description=about)
-    info.add_argument("--seq-len", type=int, default=2_048, help="tokens at once (default 2048)")
+    info.add_argument("--seq-len", type=int, default=2_048, help="sequence length (default: 2048)")
     info.set_defaults(run=_info)
     for verb in verbs.choices.values():
         verb.set_defaults(parser=verb)
@@ -106,7 +103,7 @@ def _check(args: argparse.Namespace) -> int:
 
     if args.ranks < 1:
         raise ValueError(f"--ranks {args.ranks}: must be 1 or more")
-    # DeepSpeed logs to stdout as soon as it is imported; stdout is for the JSON alone.
+    # Importing DeepSpeed logs to stdout, which is for the JSON alone.
     with contextlib.redirect_stdout(io.StringIO()):
         from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 
@@ -117,7 +114,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    # DeepSpeed logs to stdout as soon as it is imported.
+    # Importing DeepSpeed logs to stdout.
     with contextlib.redirect_stdout(io.StringIO()):
         from nsa.engine.plan_command import run
 
@@ -132,8 +129,8 @@ def _info(args: argparse.Namespace) -> int:
         raise ValueError(f"--seq-len {args.seq_len}: must be 1 or more")
     m7c = ModelConfig()
     dense = replace(m7c, attention=replace(m7c.attention, kind="dense"))
-    print(f"forward and backward of one token, averaged over {args.seq_len:,} tokens")
-    print(f"{'':10}{'parameters':>14}{'MFLOP a token':>16}")
+    print(f"forward and backward, averaged over {args.seq_len:,} tokens")
+    print(f"{'':10}{'parameters':>14}{'MFLOP/token':>16}")
     for name, config in (("M7C", m7c), ("dense twin", dense)):
         flops = flops_per_token(config, args.seq_len) / 1e6
         print(f"{name:10}{parameter_count(config):>14,}{flops:>16,.1f}")

@@ -1,4 +1,4 @@
-"""Command lines with a word that nobody knows: the right verb's usage, and the nearest flag."""
+"""Unknown command-line flags: exit with the parser's usage and the closest known flag."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import NoReturn
 
 
 def reject_unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
-    """End with exit code 2; `words` are what `parser` left over."""
-    known = [flag for action in parser._actions for flag in action.option_strings]
-    said = []
+    """Exit with code 2; `words` are what `parser` did not recognize."""
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    messages = []
     for word in words:
-        near = (
-            get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.7)
-            if word[:1] == "-"
-            else []
-        )
-        said.append(f"{word} (did you mean {near[0]}?)" if near else word)
-    parser.error(f"unrecognized arguments: {', '.join(said)}")
+        flag = word.partition("=")[0] if word.startswith("-") else ""
+        close = get_close_matches(flag, flags, n=1, cutoff=0.7)
+        messages.append(f"{word} (did you mean {close[0]}?)" if close else word)
+    parser.error(f"unrecognized arguments: {', '.join(messages)}")

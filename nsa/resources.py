@@ -1,4 +1,4 @@
-"""Where recipes and DeepSpeed's JSON files lie: beside the package in a clone, else installed."""
+"""Paths of recipes and DeepSpeed configs, in a clone or in an installed wheel."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 
 
 def resource_path(name: str) -> Path:
-    """The place of `recipes/…` or `ds_configs/…`; a wheel puts both below `share/nsa-m7c/`.
+    """Return the path of `recipes/…` or `ds_configs/…`.
 
-    pip puts that beside the package (--target) or some folders above it (--user, --prefix).
+    A wheel installs both below `share/nsa-m7c/`: beside the package with `pip install --target`,
+    some folders above it with --user or --prefix.
     """
-    above = Path(__file__).resolve().parents
-    roots = (*above, Path(sysconfig.get_path("data")))
-    places = [above[1] / name, *(root / "share" / "nsa-m7c" / name for root in roots)]
-    return next((place for place in places if place.exists()), places[-1])
+    parents = Path(__file__).resolve().parents
+    roots = (*parents, Path(sysconfig.get_path("data")))
+    candidates = [parents[1] / name, *(root / "share" / "nsa-m7c" / name for root in roots)]
+    return next((path for path in candidates if path.exists()), candidates[-1])

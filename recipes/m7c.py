@@ -2,9 +2,9 @@
 
     deepspeed --num_gpus 2 recipes/m7c.py
 
-trains it on two ranks: the production run where there is an accelerator, a small demo of the same
-family where there is none. Switch ZeRO with --deepspeed_config ds_configs/<name>.json and watch
-with `tensorboard --logdir runs`.
+trains on two ranks: the production run on accelerators, a small demo on a machine without one.
+Choose another ZeRO config with --deepspeed_config ds_configs/<name>.json; monitor with
+`tensorboard --logdir runs`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from nsa.spec import NSASpec
 
 
 def production() -> RunConfig:
-    """The bf16 run on 2×A100 over PCIe: 50,000 steps of 64 sequences, 131,072 tokens.
+    """bf16 on 2×A100 over PCIe: 50,000 steps of 64 sequences, 131,072 tokens.
 
-    A step sends 377 MB over PCIe however long it computes: 32 sequences on each GPU keep that
-    below a tenth of it. docs/launching.md has the arithmetic, m7c_classic.py the earlier values.
+    A step sends 377 MB over PCIe whatever its batch; 32 sequences on each GPU keep that below a
+    tenth of its time. See docs/launching.md for the arithmetic, m7c_classic.py for a small batch.
     """
     return RunConfig(
         model=ModelConfig(
@@ -53,7 +53,7 @@ def production() -> RunConfig:
 
 
 def demo() -> RunConfig:
-    """The same family made small: minutes on two processor cores."""
+    """A small model of the same family: minutes on two CPU cores."""
     config = production()
     config.model = ModelConfig(
         vocab_size=320,
@@ -80,7 +80,7 @@ def demo() -> RunConfig:
         eval_every=50,
     )
     config.monitor.log_every = 1
-    config.monitor.ladder.max_step_spread = 0.0  # processors that are shared are never steady
+    config.monitor.ladder.max_step_spread = 0.0  # step times on shared CPUs vary
     config.checkpoint.every = 100
     return config
 

@@ -1,10 +1,10 @@
-"""M7C on 32,768 tokens: goes on from the weights of a run on 2,048, two ranks to a sequence.
+"""M7C on 32,768 tokens: continues from the weights of a 2,048-token run, two ranks per sequence.
 
     deepspeed --num_gpus 2 recipes/m7c.py
     deepspeed --num_gpus 2 recipes/m7c_32k.py
 
-begins with the newest checkpoint of runs/m7c-production; --set train.start_from=<folder> names
-another run or checkpoint. The same on two processor cores, from 256 tokens to 1,024:
+starts from the newest checkpoint of runs/m7c-production; --set train.start_from=<folder> names
+another run or checkpoint. The same on two CPU cores, from 256 tokens to 1,024:
 
     deepspeed --num_gpus 2 recipes/m7c_32k.py --profile demo_short
     deepspeed --num_gpus 2 recipes/m7c_32k.py --profile demo \\
@@ -20,10 +20,10 @@ from nsa.engine.recipe import Recipe, main
 
 
 def production() -> RunConfig:
-    """2,000 steps of two sequences, one after the other, each shared by two GPUs."""
+    """2,000 steps of two sequences, one per micro-batch, each split over two GPUs."""
     config = m7c.production()
-    # Pairs that never came full circle on 2,048 tokens then turn about as far on 32,768 as they
-    # did there, or less. The weights fit, and need some steps to get used to it.
+    # With this base, RoPE pairs that never completed a turn on 2,048 tokens rotate about as far on
+    # 32,768 as they did there, or less; the weights need some steps to adapt.
     config.model.rope_theta = 500_000.0
     config.data.seq_len = 32_768
     config.train = TrainConfig(
@@ -44,7 +44,7 @@ def production() -> RunConfig:
 
 
 def demo_short() -> RunConfig:
-    """What the demo can go on from: M7C's own with two KV heads, on 256 tokens."""
+    """The run that the demo starts from: m7c.py's demo with two KV heads, on 256 tokens."""
     config = m7c.demo()
     config.model.kv_heads = 2
     config.model.activation_checkpointing = "reentrant"
@@ -53,7 +53,7 @@ def demo_short() -> RunConfig:
 
 
 def demo() -> RunConfig:
-    """Four times the tokens, each sequence on two ranks; from random weights if told no others."""
+    """Four times the tokens, two ranks per sequence; random weights without train.start_from."""
     config = demo_short()
     config.model.rope_theta = 50_000.0
     config.data.seq_len = 1_024

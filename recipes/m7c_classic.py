@@ -1,9 +1,9 @@
-"""M7C with the batch and the learning rate of its first runs: 4 sequences a step, 8,192 tokens.
+"""M7C with the batch and learning rate of its first runs: 4 sequences per step, 8,192 tokens.
 
     deepspeed --num_gpus 2 recipes/m7c_classic.py
 
-Chosen for a system that took minutes a step. On a fast one PCIe takes most of such a step, so
-m7c.py has moved on; docs/launching.md says by how much, and why.
+Chosen for a system that took minutes per step. On a fast one, PCIe traffic dominates so small a
+step, hence the larger batch of m7c.py; docs/launching.md has the numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nsa.engine.recipe import Recipe, main
 
 
 def production() -> RunConfig:
-    """50,000 steps of 4 sequences, one at a time on each GPU: 410 million tokens."""
+    """50,000 steps of 4 sequences, one per micro-batch and GPU: 410 million tokens."""
     config = m7c.production()
     config.train.micro_batch = 1
     config.train.accumulation = 2
@@ -25,7 +25,7 @@ def production() -> RunConfig:
 
 
 def tuned() -> RunConfig:
-    """Two sequences at a time on each GPU, the most that its PCIe machines were given."""
+    """Two sequences per micro-batch and GPU, the most that its PCIe machines used."""
     config = production()
     config.train.micro_batch = 2
     return config

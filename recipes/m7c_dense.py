@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 2 recipes/m7c_dense.py
 
-It is what NSA's gain or cost is measured against. The profiles `classic` and `tuned` are the twins
-of m7c_classic.py's `production` and `tuned`.
+The baseline for NSA's gain or cost. Profiles `classic` and `tuned` are the twins of
+m7c_classic.py's `production` and `tuned`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nsa.engine.recipe import Recipe, main
 
 
 def dense(values: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
-    """The values of an M7C profile with nothing but the kind of attention changed."""
+    """Return a profile that differs from an M7C profile only in the kind of attention."""
 
     def twin() -> RunConfig:
         config = values()

@@ -1,4 +1,4 @@
-"""What every test shares: the `full` and `gpu` markers, a fixed number of threads, free ports."""
+"""Shared by all tests: the `full` and `gpu` markers, a fixed number of threads, free ports."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from tests import ranks
 
 if not torch.cuda.is_available():
-    # Kernels run on the CPU, in Triton's interpreter. Triton reads this once, when it is first
-    # imported, and DeepSpeed imports it.
+    # Run kernels on the CPU, in Triton's interpreter. Triton reads this when it is first imported,
+    # which DeepSpeed does.
     os.environ["TRITON_INTERPRET"] = "1"
 
-# A shell that starts the suite in the background has it ignore what its tests send to programs.
+# A shell that starts the suite in the background makes it ignore the signals that tests send.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Two threads whatever the machine: sums split the same way everywhere, and ranks leave room.
+# Two threads on any machine: sums are split the same way everywhere, and ranks get a core each.
 torch.set_num_threads(2)
 
 
@@ -30,10 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this call or this machine cannot run, and say why."""
+    """Skip `full` tests without --full and `gpu` tests without a CUDA device."""
     reasons = {}
     if not config.getoption("--full"):
-        reasons["full"] = "one of the full matrix: run with --full"
+        reasons["full"] = "part of the full matrix: run with --full"
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA device: torch.cuda.is_available() is False"
     for item in items:
@@ -44,5 +44,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
+    """A free TCP port of this machine."""
     return ranks.free_port()

@@ -1,11 +1,11 @@
-"""Starts Python programs in milliseconds: forks them from a process that has their modules.
+"""Fork server: starts Python programs in milliseconds from a process with their modules imported.
 
-    pytest  --- what to start --->  fork server  --- fork --->  rank 0, rank 1, ...
-            <-- pids, exit codes --
+    pytest  --- job ---------->  fork server  --- fork --->  rank 0, rank 1, ...
+            <-- pids, codes ---
 
-A run's time would else be imports. What is forked is a real process: it has a process group,
-files, environment and an exit code of its own, and is killed as any other. The server ends where
-pytest ends, however that came about, and the kernel ends what it had started with it.
+Most of a short run's time is imports. A forked program is a real process: it has its own process
+group, files, environment and exit code, and can be killed. The server ends when pytest ends, even
+when killed, and the kernel then ends what it started.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = (
-    "nsa.engine.run",
+    "nsa.engine.trainer",
     "nsa.data.builtin",
     "torch.utils.cpp_extension",
     "torch.utils.tensorboard",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # part of DeepSpeed's initialize(), 3 seconds
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # imported by deepspeed.initialize(), 3 seconds
 )
 PR_SET_PDEATHSIG = 1
 
 
 class Server:
-    """The tests' end: asks for processes and is told how they ended."""
+    """The tests' end of the connection."""
 
     def __init__(self, preload: bool) -> None:
-        """`preload` must be false where importing touches a GPU, which a fork would not survive."""
+        """`preload` must be False if imports touch a GPU, which does not survive a fork."""
         ours, theirs = socket.socketpair()
         modules = PRELOADED if preload else ()
         environment = {
@@ -50,14 +50,14 @@ class Server:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # One thread: a library's threads would be missing in what is forked.
+                # One thread: a forked process would lack the others.
                 env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-                start_new_session=True,  # Ctrl-C is for pytest, and ends this with it
+                start_new_session=True,  # Ctrl-C goes to pytest, whose end also ends the server
             )
         self._socket = ours
         self._started: list[int] = []
         self._codes: dict[int, int] = {}
-        self._heard = b""
+        self._received = b""
 
     def start(
         self, program: Path, *arguments: str, folder: Path, output: Path, env: dict[str, str]
@@ -69,28 +69,28 @@ class Server:
             "output": str(output),
             "env": env,
         }
-        for suffix in (".out", ".err"):  # so that they can be read at once
+        for suffix in (".out", ".err"):  # readable at once
             output.with_suffix(suffix).touch()
         self._socket.sendall(json.dumps(job).encode() + b"\n")
         while not self._started:
-            self._hear()
+            self._receive()
         return Forked(self, self._started.pop(), output)
 
     def code(self, pid: int, timeout: float | None) -> int | None:
-        """The exit code of a process, negative for a signal; None where it runs on."""
+        """Return the exit code of a process, negative for a signal; None while it runs."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while pid not in self._codes:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._socket], [], [], left)[0]:
+            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._socket], [], [], seconds)[0]:
                 return None
-            self._hear()
+            self._receive()
         return self._codes[pid]
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         received = self._socket.recv(1 << 16)
         if not received:
             raise RuntimeError(f"the fork server ended with code {self._process.wait()}")
-        *lines, self._heard = (self._heard + received).split(b"\n")
+        *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
             pid, code = json.loads(line)
             if code is None:
@@ -99,7 +99,7 @@ class Server:
                 self._codes[pid] = code
 
     def close(self) -> None:
-        """End the server, and with it all that it has started."""
+        """End the server and all processes that it started."""
         self._socket.close()
         self._process.wait()
 
@@ -112,76 +112,74 @@ class Forked(NamedTuple):
     output: Path
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Its exit code, as subprocess gives it; None where it still runs after `timeout`."""
+        """Return the exit code as subprocess does; None if it still runs after `timeout`."""
         return self.server.code(self.pid, timeout)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send it a signal, if it is still there."""
+        """Send a signal unless the process has ended."""
         if self.wait(0) is None:
             os.kill(self.pid, number)
 
     def kill_group(self) -> None:
-        """Kill it and what it has started, also where it has ended itself."""
+        """Kill the process and its children, which may outlive it."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def text(self, stream: str) -> str:
-        """What it has written so far, to "out" or to "err"."""
+        """Return what the process has written so far to "out" or "err"."""
         return self.output.with_suffix(f".{stream}").read_text(errors="replace")
 
 
 def serve(channel: socket.socket) -> dict[str, object]:
-    """Fork a process for each line that comes; returns in the forked ones, with what to do."""
+    """Fork a process for each received line; returns only in the forked ones, with their job."""
     wake_up, woken = socket.socketpair()
     for end in (wake_up, woken):
         end.setblocking(False)
     signal.set_wakeup_fd(woken.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    asked = b""
+    pending = b""
     while True:
         readable, _, _ = select.select([channel, wake_up], [], [])
         if wake_up in readable:
             wake_up.recv(4096)
-            _tell_ends(channel)
+            _report_exits(channel)
         if channel not in readable:
             continue
         received = channel.recv(1 << 16)
         if not received:
             os._exit(0)
-        asked += received
-        while b"\n" in asked:
-            line, asked = asked.split(b"\n", 1)
+        pending += received
+        while b"\n" in pending:
+            line, pending = pending.split(b"\n", 1)
             server, pid = os.getpid(), os.fork()
             if pid == 0:
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != server:  # it ended before the kernel had been told
+                if os.getppid() != server:  # it ended before prctl
                     os._exit(1)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for end in (channel, wake_up, woken):
                     end.close()
                 return json.loads(line)
-            _tell(channel, pid, None)
+            _report(channel, pid, None)
 
 
-def _tell_ends(channel: socket.socket) -> None:
-    while True:
-        try:
+def _report_exits(channel: socket.socket) -> None:
+    with suppress(ChildProcessError):
+        while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        _tell(channel, pid, os.waitstatus_to_exitcode(status))
+            if pid == 0:
+                return
+            _report(channel, pid, os.waitstatus_to_exitcode(status))
 
 
-def _tell(channel: socket.socket, pid: int, code: int | None) -> None:
-    """A process has started (code None), or has ended."""
+def _report(channel: socket.socket, pid: int, code: int | None) -> None:
+    """Report a process that started (code None) or ended."""
     channel.sendall(json.dumps([pid, code]).encode() + b"\n")
 
 
-def become(job: dict[str, object]) -> None:
-    """Be the program that was asked for, as far as a fork can."""
+def set_up(job: dict[str, object]) -> None:
+    """Give a forked process the session, folder, output, environment and arguments of its job."""
     import random
 
     os.setsid()
@@ -201,7 +199,7 @@ def become(job: dict[str, object]) -> None:
 
 
 def main() -> None:
-    """The server's end."""
+    """The server's end of the connection."""
     import gc
     import importlib
     import runpy
@@ -210,13 +208,13 @@ def main() -> None:
     for name in sys.argv[2:]:
         importlib.import_module(name)
     if ops := sys.modules.get("deepspeed.ops"):
-        _ = ops.__compatible_ops__  # found once: each process would ask compilers for it
+        _ = ops.__compatible_ops__  # cached: computing it calls compilers
     assert "huggingface_hub" not in sys.modules, "it reads its environment when it is imported"
     threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"{len(threads)} threads: what is forked would lack all but one"
+    assert len(threads) == 1, f"{len(threads)} threads: a forked process would lack all but one"
     gc.collect()
-    gc.freeze()  # what is there stays: looking through it again would cost each process a second
-    become(serve(channel))
+    gc.freeze()  # else each process spends a second collecting the imported modules
+    set_up(serve(channel))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -1,4 +1,4 @@
-"""Runs a Python file on several real processes, as a launcher would, for tests that need ranks."""
+"""Runs a Python file on several processes, one per rank, as a launcher does."""
 
 from __future__ import annotations
 
@@ -21,20 +21,16 @@ from tests.fork_server import Forked, Server
 
 ROOT = Path(__file__).parents[1]
 TAIL = 4_000  # characters of a rank's stderr and stdout that a failure shows
-GRACE = 3.0  # seconds that the others get to end by themselves once one rank has failed
-TOLD_BY_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GRACE = 3.0  # seconds for the other ranks to end by themselves after one failed
+SET_BY_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RanksFailed(AssertionError):
-    """A rank failed or time ran out; the message ends with what each rank wrote last."""
+    """A rank failed or timed out; the message ends with the last output of each rank."""
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on.
-
-    It lies below those that the system itself gives out, to anyone who connects to anything: a run
-    that is started again needs its port a second time.
-    """
+    """Return a free TCP port below the ephemeral range, so that it stays free for a restart."""
     for port in random.SystemRandom().sample(range(10_000, 32_768), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -42,30 +38,29 @@ def free_port() -> int:
     raise OSError("none of 100 ports is free")
 
 
-def started_programs_environment() -> dict[str, str]:
-    """Ours as a shell has it: tests of kernels use Triton's interpreter, users' programs do not."""
-    ours = ("TRITON_INTERPRET", *TOLD_BY_LAUNCHER)
+def user_environment() -> dict[str, str]:
+    """Return a user's shell environment: ours without the launcher's and Triton's variables."""
+    ours = ("TRITON_INTERPRET", *SET_BY_LAUNCHER)
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 @dataclass
 class Ranks:
-    """The processes of a run."""
+    """The processes of a run, in the order of the ranks."""
 
     started: list[Forked]
 
     @property
     def pids(self) -> list[int]:
-        """The process of each rank."""
         return [rank.pid for rank in self.started]
 
     def codes(self, timeout: float = 0.0) -> list[int | None]:
-        """The exit code of each rank, negative for a signal; None where one still runs then."""
+        """Return exit codes, negative for signals; None for ranks that run after `timeout`."""
         deadline = time.monotonic() + timeout
         return [rank.wait(max(0.0, deadline - time.monotonic())) for rank in self.started]
 
     def wait_for_failure(self, deadline: float) -> int | None:
-        """The first rank that fails; None where none has when all ended, or time was up."""
+        """Return the first rank that fails; None if all ended well or time is up."""
         while time.monotonic() < deadline:
             codes = self.codes()
             failed = [rank for rank, code in enumerate(codes) if code]
@@ -75,7 +70,7 @@ class Ranks:
         return None
 
     def end(self, first: int = signal.SIGTERM, grace: float = 30.0) -> None:
-        """End what still runs, gently and then not, and all that it started."""
+        """Signal ranks that still run; after `grace` kill them and all that they started."""
         for rank in self.started:
             rank.kill(first)
         self.codes(grace)
@@ -84,7 +79,7 @@ class Ranks:
         self.codes(grace)
 
     def text(self, stream: str) -> str:
-        """What all ranks have written to "out" or "err", one rank after the other."""
+        """Return what all ranks wrote to "out" or "err", one rank after the other."""
         return "".join(rank.text(stream) for rank in self.started)
 
 
@@ -111,41 +106,38 @@ def start_ranks(
     port: int | None = None,
     environment: dict[str, str] | None = None,
 ) -> Ranks:
-    """Start a program on so many ranks; 0: in one process, told of no rank.
-
-    Every rank is the head of a process group of its own.
-    """
+    """Start a program on `ranks` processes; 0: on one, without a launcher's variables."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port())}
     common |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
     started = []
     for rank in range(max(1, ranks)):
-        told = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common} if ranks else {}
-        told |= {"OMP_NUM_THREADS": "1", **(environment or {})}
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common} if ranks else {}
+        variables |= {"OMP_NUM_THREADS": "1", **(environment or {})}
         started.append(
             _server().start(
                 program,
                 *arguments,
                 folder=folder or Path.cwd(),
                 output=Path(_outputs().name) / str(next(_numbers)),
-                env=started_programs_environment() | told,
+                env=user_environment() | variables,
             )
         )
     return Ranks(started)
 
 
-def launch(code_path: Path, *args: str, world_size: int = 2, timeout: float = 300) -> list[str]:
-    """Run `python code_path *args` on `world_size` ranks and return each one's stdout."""
-    ranks = start_ranks(code_path, *args, ranks=world_size)
+def launch(program: Path, *arguments: str, world_size: int = 2, timeout: float = 300) -> list[str]:
+    """Run a program on `world_size` ranks and return each one's stdout."""
+    ranks = start_ranks(program, *arguments, ranks=world_size)
     try:
         failed = ranks.wait_for_failure(time.monotonic() + timeout)
         codes = ranks.codes(0 if failed is None else GRACE)
     finally:
         ranks.end(signal.SIGKILL)
     if failed is not None:
-        what = f"rank {failed} failed with exit code {codes[failed]}"
+        problem = f"rank {failed} failed with exit code {codes[failed]}"
     elif None in codes:
-        alive = [rank for rank, code in enumerate(codes) if code is None]
-        what = f"after {timeout:g} s these ranks still ran: {alive}"
+        running = [rank for rank, code in enumerate(codes) if code is None]
+        problem = f"after {timeout:g} s these ranks still ran: {running}"
     else:
         return [rank.text("out") for rank in ranks.started]
     tails = (
@@ -153,4 +145,4 @@ def launch(code_path: Path, *args: str, world_size: int = 2, timeout: float = 30
         f"--- rank {rank}, stdout:\n{process.text('out')[-TAIL:]}"
         for rank, process in enumerate(ranks.started)
     )
-    raise RanksFailed("\n".join((f"{code_path.name}: {what}", *tails)))
+    raise RanksFailed("\n".join((f"{program.name}: {problem}", *tails)))

@@ -1,4 +1,4 @@
-"""`nsa <verb>` answers people, and tells them in one line what they got wrong."""
+"""`nsa <verb>`: help, exit codes and one-line errors."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ DS_CONFIG = ROOT / "ds_configs/zero1_pcie.json"
     [[sys.executable, "-m", "nsa"], [str(Path(sys.executable).with_name("nsa"))]],
     ids=["python -m nsa", "nsa"],
 )
-def test_both_ways_to_call_it_list_the_verbs(command: list[str]) -> None:
-    said = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True).stdout
+def test_help_lists_the_verbs(command: list[str]) -> None:
+    result = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
     for verb in VERBS:
-        assert f"\n    {verb} " in said
+        assert f"\n    {verb} " in result.stdout
 
 
-def test_help_is_given_without_loading_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     code = (
         "import sys\n"
         "from nsa.cli import main\n"
@@ -59,9 +59,9 @@ def test_help_is_given_without_loading_torch() -> None:
 def test_a_wrong_call_exits_with_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_:
         main(arguments)
-    assert ended.value.code == 2
+    assert exit_.value.code == 2
     assert "usage: nsa" in capsys.readouterr().err
 
 
@@ -79,17 +79,17 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
         (["check", str(DS_CONFIG), "--ranks", "0"], "--ranks 0"),
     ):
         assert main(arguments) == 2
-        said = capsys.readouterr()
-        assert said.out == ""
-        assert said.err.startswith("nsa: ")
-        assert said.err.count("\n") == 1
-        assert word in said.err
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert output.err.startswith("nsa: ")
+        assert output.err.count("\n") == 1
+        assert word in output.err
 
 
 def test_ctrl_c_ends_any_verb_quietly(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A watchdog that another test has called here leaves its own.
+    # Tests of the watchdog leave their own handler.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(cli, "_info", lambda args: signal.raise_signal(signal.SIGINT))
     try:
@@ -99,36 +99,36 @@ def test_ctrl_c_ends_any_verb_quietly(
     assert capsys.readouterr().err == ""
 
 
-def test_who_reads_nothing_hears_no_complaint() -> None:
-    """As of `nsa info | true`: what is printed waits in a buffer until the end."""
+def test_a_closed_pipe_is_not_an_error() -> None:
+    """`nsa info | true`: output is buffered until the end."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "nsa", "info"]
-    shell = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=shell)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_info_counts_the_model_that_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_counts_the_m7c_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--seq-len", "4096"]) == 0
-    said = capsys.readouterr().out
-    assert f"{parameter_count(ModelConfig()):,}" in said
-    assert "4,096 tokens" in said
-    m7c, dense = (float(line.split()[-1].replace(",", "")) for line in said.splitlines()[-2:])
-    assert 700 < m7c < dense < 1_500  # MFLOP: about 6 operations a parameter, and attention
+    output = capsys.readouterr().out
+    assert f"{parameter_count(ModelConfig()):,}" in output
+    assert "4,096 tokens" in output
+    m7c, dense = (float(line.split()[-1].replace(",", "")) for line in output.splitlines()[-2:])
+    assert 700 < m7c < dense < 1_500  # MFLOP: about 6 per parameter, plus attention
 
 
-def test_check_prints_what_deepspeed_will_get(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_the_resolved_deepspeed_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(DS_CONFIG), "--ranks", "2"]) == 0
-    said = capsys.readouterr().out
-    resolved = json.loads(said)
-    assert "auto" not in said
+    output = capsys.readouterr().out
+    resolved = json.loads(output)
+    assert "auto" not in output
     assert resolved["train_batch_size"] == 64  # 8 sequences, 4 micro-batches, 2 ranks
     assert resolved["zero_optimization"]["stage"] == 1
 
 
-def test_compare_and_report_say_what_they_wrote(
+def test_compare_and_report_print_the_files_they_wrote(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("nsa", "dense"):
@@ -151,15 +151,15 @@ def test_compare_and_report_say_what_they_wrote(
     assert (tmp_path / "dense" / "report.md").read_text().startswith("# dense: not judged yet\n")
 
 
-def test_bench_gets_everything_that_follows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_all_arguments_after_bench_go_to_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
         main(["bench", "cpu", "--rounds", "2", "--help"])
-    assert ended.value.code == 0
+    assert exit_.value.code == 0
     assert "--longest" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["plan", "--devise", "a100"],
@@ -169,13 +169,13 @@ def test_bench_gets_everything_that_follows_it(capsys: pytest.CaptureFixture[str
         (["plan", "recipes/m7c.py"], "nsa plan: error: unrecognized arguments: recipes/m7c.py"),
     ],
 )
-def test_a_word_that_a_verb_does_not_know_brings_its_own_usage(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_an_unknown_argument_shows_the_usage_of_its_verb(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_:
         main(words)
-    assert ended.value.code == 2
+    assert exit_.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith(f"usage: nsa {words[0]} ")
-    for part in said.split(".*"):
+    for part in message.split(".*"):
         assert part in error

@@ -1,4 +1,4 @@
-"""Forked programs end as started ones do, and none outlives the tests."""
+"""Fork server: forked programs behave like started ones, and none outlives the tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from tests.fork_server import ROOT, Forked, Server
 
-TESTS_THAT_ARE_KILLED = """
+KILLED_TESTS = """
 import os, sys, time
 from pathlib import Path
 from tests.fork_server import Server
@@ -30,7 +30,7 @@ time.sleep(600)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """A server that has imported nothing."""
+    """A server without preloaded modules."""
     server = Server(preload=False)
     yield server
     server.close()
@@ -54,39 +54,41 @@ def start(server: Server, folder: Path, text: str, *arguments: str, **env: str) 
         ("import signal; signal.raise_signal(signal.SIGINT)", -2, "KeyboardInterrupt"),
     ],
 )
-def test_the_exit_code_is_the_one_of_a_started_program(
+def test_the_exit_code_is_that_of_a_started_program(
     server: Server, tmp_path: Path, text: str, code: int, error: str
 ) -> None:
     forked = start(server, tmp_path, text)
     assert forked.wait(60) == code
     assert error in forked.text("err")
-    alike = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, cwd="/")
-    assert alike.returncode == code
+    started = subprocess.run(
+        [sys.executable, tmp_path / "program.py"], capture_output=True, cwd="/"
+    )
+    assert started.returncode == code
 
 
-def test_a_program_is_told_what_it_was_given_and_nothing_else(
+def test_a_program_gets_its_arguments_environment_and_folder_only(
     server: Server, tmp_path: Path
 ) -> None:
     text = "import os, sys; print(__name__, sys.argv[1:], dict(os.environ), os.getcwd())"
     forked = start(server, tmp_path, text, "--one", "2", RANK="1")
     assert forked.wait(60) == 0
-    told = f"__main__ ['--one', '2'] {{'RANK': '1'}} {tmp_path}\n"
-    assert forked.text("out") == told
+    expected = f"__main__ ['--one', '2'] {{'RANK': '1'}} {tmp_path}\n"
+    assert forked.text("out") == expected
 
 
-def test_a_running_program_is_waited_for_and_killed(server: Server, tmp_path: Path) -> None:
+def test_a_running_program_can_be_waited_for_and_killed(server: Server, tmp_path: Path) -> None:
     forked = start(server, tmp_path, "import time; time.sleep(600)")
     assert forked.wait(0.1) is None
     assert os.getpgid(forked.pid) == forked.pid, "a process group of its own"
     forked.kill()
     assert forked.wait(60) == -signal.SIGKILL
-    forked.kill()  # nothing is there any more, and nobody else is hit
+    forked.kill()  # no effect: it has ended
 
 
-def test_nothing_outlives_tests_that_are_killed(tmp_path: Path) -> None:
+def test_nothing_outlives_killed_tests(tmp_path: Path) -> None:
     (tmp_path / "sleep.py").write_text("import time; time.sleep(600)")
     with subprocess.Popen(
-        [sys.executable, "-c", TESTS_THAT_ARE_KILLED, str(tmp_path)],
+        [sys.executable, "-c", KILLED_TESTS, str(tmp_path)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
     ) as tests:
@@ -101,7 +103,7 @@ def test_nothing_outlives_tests_that_are_killed(tmp_path: Path) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there, other than as one that nobody has asked for its exit code."""
+    """Return whether a process runs; zombies do not."""
     with suppress(FileNotFoundError, ProcessLookupError):
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         return state != "Z"

@@ -1,7 +1,8 @@
-"""`python -m nsa.bench checkpoint`: how long training stands still while M7C is saved."""
+"""`python -m nsa.bench checkpoint`: how long saving M7C stalls training."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import tempfile
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nsa.bench.measure import environment
+from nsa.bench.environment import environment
+from nsa.bench.options import add_out
+from nsa.bench.results import save
 from nsa.checkpoint import CheckpointConfig, Saver
-from nsa.checkpoint.manifest import name_of
+from nsa.checkpoint.manifest import checkpoint_name
 from nsa.model import LanguageModel, ModelConfig
 
 DEEPSPEED = {
@@ -24,40 +27,45 @@ DEEPSPEED = {
     "data_types": {"grad_accum_dtype": "fp32"},
     "zero_optimization": {"stage": 1},
 }
-TOKENS = 256  # of the one step that fills the optimizer
+TOKENS = 256  # of the one step that fills the optimizer's state
 
 
-def run(rounds: int, folder: str | None) -> dict[str, Any]:
-    """Save in both ways by turns on one rank, print and return the seconds of each."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5, help="checkpoints of each kind")
+    parser.add_argument("--folder", help="where to write them; default: a temporary folder")
+    add_out(parser)
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Alternate foreground and background saves on one rank; print and save the seconds of each."""
     engine = _engine()
-    result: dict[str, Any] = {"environment": environment(), "rounds": rounds}
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        times: dict[str, list[tuple[float, float]]] = {"foreground": [], "background": []}
-        size = 0
-        for step in range(1, rounds + 2):
-            for name, taken in times.items():
-                path = Path(made) / name
-                taken.append(_save(engine, path, step, name == "background"))
-                newest = path / name_of(step)
-                size = sum(file.stat().st_size for file in newest.iterdir())
+    result: dict[str, Any] = {
+        "environment": environment(flags.arguments),
+        "rounds": flags.rounds,
+    }
+    times: dict[str, list[tuple[float, float]]] = {"foreground": [], "background": []}
+    size = 0
+    with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
+        for step in range(1, flags.rounds + 2):
+            for name, seconds in times.items():
+                path = Path(folder) / name
+                seconds.append(_save(engine, path, step, name == "background"))
+                size = sum(file.stat().st_size for file in (path / checkpoint_name(step)).iterdir())
     result["gigabytes"] = size / 1e9
-    for name, taken in times.items():
-        stalls, wholes = zip(*taken[1:], strict=True)  # the first pays for memory and folders
-        row = {"stall_s": statistics.median(stalls), "committed_s": statistics.median(wholes)}
-        result[name] = row
-        print(
-            f"{name:10}  training stands still {row['stall_s']:.2f} s, committed after "
-            f"{row['committed_s']:.2f} s"
-        )
+    for name, seconds in times.items():
+        # The first save also allocates memory and creates folders.
+        stall, committed = (statistics.median(x) for x in zip(*seconds[1:], strict=True))
+        result[name] = {"stall_s": stall, "committed_s": committed}
+        print(f"{name:10}  training stalls {stall:.2f} s, committed after {committed:.2f} s")
     ratio = result["background"]["stall_s"] / result["foreground"]["stall_s"]
     result["background_over_foreground"] = ratio
     print(f"{size / 1e9:.2f} GB; in the background {ratio:.2f} times the stall")
     dist.destroy_process_group()
-    return result
+    save(flags.out, result)
 
 
 def _save(engine: Any, folder: Path, step: int, background: bool) -> tuple[float, float]:
-    """Seconds until training may go on, and until the checkpoint counts."""
+    """Seconds until training can continue, and until the checkpoint is committed."""
 
     def agree(error: ValueError | None) -> None:
         if error is not None:
@@ -72,7 +80,7 @@ def _save(engine: Any, folder: Path, step: int, background: bool) -> tuple[float
 
 
 def _engine() -> Any:
-    """M7C after one step, alone: its optimizer holds everything that a run's does."""
+    """M7C after one step on one rank: its optimizer has the state of a real run."""
     import deepspeed
 
     from nsa.engine.process_group import leave_out_shared_memory_op

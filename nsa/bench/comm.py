@@ -1,8 +1,8 @@
 """`python -m nsa.bench comm`: what each DeepSpeed config sends, and what that costs a step.
 
-Two ranks in two network namespaces, joined by a link that is throttled, take real steps under each
-config. Two more take the same steps with collectives that return at once: what a step computes.
-What is left is exposed communication. Where there are two GPUs the ranks take those, and NCCL.
+Two ranks in two network namespaces, joined by a throttled link, take real steps under each config.
+Two more take the same steps with collectives that return at once, which leaves the compute time.
+The difference is exposed communication. With two GPUs, the ranks use those and NCCL.
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+import torch
 
 from nsa.bench import comm_report
-from nsa.bench.netns import INTERFACE, Link, LinkError, link
+from nsa.bench.comm_pair import RANKS, RankPair, rank_pair
+from nsa.bench.environment import environment
+from nsa.bench.netns import LinkError, link
 from nsa.resources import resource_path
 
 CONFIGS = resource_path("ds_configs")
-MODEL: dict[str, Any] = {  # sending its gradients takes about as long as computing, at 1 Gbit/s
+MODEL: dict[str, Any] = {  # at 1 Gbit/s, sending its gradients takes about as long as computing
     "vocab_size": 320,
     "layers": 4,
     "width": 384,
@@ -35,27 +37,16 @@ MODEL: dict[str, Any] = {  # sending its gradients takes about as long as comput
     "head_dim": 64,
     "mlp_width": 1024,
     "activation_checkpointing": "reentrant",
-    "spec": {
-        "block_len": 16,
-        "block_stride": 8,
-        "select_len": 32,
-        "select_top": 6,
-        "window": 64,
-    },
+    "spec": {"block_len": 16, "block_stride": 8, "select_len": 32, "select_top": 6, "window": 64},
 }
-TOKENS = 64  # of a micro-batch
-REDUCE_DTYPES = ("bf16", "fp32")
+TOKENS = 64  # per micro-batch
 GPU_MODEL: dict[str, Any] = {"activation_checkpointing": "reentrant", "spec": {}}  # M7C
 GPU_TOKENS = 2_048
-GPU_WAYS = {"P2P": {}, "NCCL_P2P_DISABLE=1": {"NCCL_P2P_DISABLE": "1"}}
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # addresses without names are no news here
-RANKS = 2
-RATES = (1.0, 4.0, None)  # Gbit/s; None: as fast as the machine can
-ACCUMULATIONS = (1, 2, 8)
-ELEMENTS, COLLECTIVES = 2**23, 9  # of a collective that is timed by itself, and how often
-WARMUP = 2  # steps that pay for memory, before any is timed
-MICRO_BATCHES, FEWEST = 10, 3  # that are timed at each rate; but never fewer steps
-_BUCKETED: tuple[dict[str, Any], ...] = (
+GPU_TRANSPORTS = {"P2P": {}, "NCCL_P2P_DISABLE=1": {"NCCL_P2P_DISABLE": "1"}}
+ELEMENTS, COLLECTIVES = 2**23, 9  # of a collective timed alone, and its repetitions
+WARMUP_STEPS = 2
+MICRO_BATCHES, MIN_STEPS = 10, 3  # timed at each rate
+_BUCKETS: tuple[dict[str, Any], ...] = (
     {},
     {"reduce_bucket_size": 2**18},
     {"reduce_bucket_size": 2**20},
@@ -63,15 +54,15 @@ _BUCKETED: tuple[dict[str, Any], ...] = (
     {"use_multi_rank_bucket_allreduce": False, "reduce_bucket_size": 2**20},
 )
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {  # changes of zero_optimization
-    "zero1_bf16acc": _BUCKETED,
-    "zero2_pcie": _BUCKETED,
-    "zero3": ({}, {"stage3_param_persistence_threshold": 2**30}),  # no weight is sharded
+    "zero1_bf16acc": _BUCKETS,
+    "zero2_pcie": _BUCKETS,
+    "zero3": ({}, {"stage3_param_persistence_threshold": 2**30}),  # no parameter is sharded
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One engine to measure: a file of ds_configs/, and what is set beside it."""
+    """One engine to measure: a file of ds_configs/ and changes of it."""
 
     config: str
     accumulation: int
@@ -79,20 +70,17 @@ class Case:
     changes: Mapping[str, Any] = field(default_factory=dict)  # of zero_optimization
 
     def ds_config(self) -> dict[str, Any]:
-        """The JSON that DeepSpeed gets, but for what the recipe owns."""
+        """DeepSpeed's JSON, without what the recipe owns."""
         raw: dict[str, Any] = json.loads((CONFIGS / f"{self.config}.json").read_text())
         raw["communication_data_type"] = self.reduce_dtype
         raw["zero_optimization"] |= self.changes
         return raw
 
 
-def cases(names: Sequence[str], accumulations: Sequence[int]) -> list[Case]:
-    """Every config, accumulation and reduction dtype."""
-    return [Case(n, a, r) for r in REDUCE_DTYPES for n in names for a in accumulations]
-
-
-def variants(names: Sequence[str], accumulations: Sequence[int]) -> list[Case]:
-    """Those configs that have a choice, as they are and with each change."""
+def cases(names: Sequence[str], accumulations: Sequence[int], variants: bool) -> list[Case]:
+    """Every config, accumulation and reduction dtype; or VARIANTS with each of their changes."""
+    if not variants:
+        return [Case(n, a, r) for r in ("bf16", "fp32") for n in names for a in accumulations]
     return [
         Case(name, accumulation, "bf16", changes)
         for name in VARIANTS
@@ -102,148 +90,86 @@ def variants(names: Sequence[str], accumulations: Sequence[int]) -> list[Case]:
     ]
 
 
-class Pair:
-    """Two ranks that carry out orders together; `made`: the link that joins them, if one does."""
-
-    def __init__(
-        self, backend: str, made: Link | None = None, environment: Mapping[str, str] | None = None
-    ) -> None:
-        place = {
-            "backend": backend,
-            "interface": INTERFACE if made else "",
-            "address": made.addresses[0] if made else "127.0.0.1",
-            "port": 29_500 if made else _free_port(),
-            "threads": max(1, (os.cpu_count() or 1) // RANKS),
-        }
-        self._ranks: list[subprocess.Popen[str]] = []
-        self._answers: list[TextIO] = []
-        for rank in range(RANKS):
-            answers, end = os.pipe()  # its own: libraries print to stdout
-            told = json.dumps({"rank": rank, "answers": end} | place)
-            words = [sys.executable, "-m", "nsa.bench.comm_ranks", told]
-            started = subprocess.Popen(
-                [*(made.inside(rank) if made else []), *words],
-                env={**os.environ, **QUIET, **(environment or {})},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[end],
-                start_new_session=True,
-                text=True,
-            )
-            os.close(end)
-            self._ranks.append(started)
-            self._answers.append(os.fdopen(answers))
-
-    def ask(self, do: str, **order: Any) -> list[dict[str, Any]]:
-        """Give both the same order; what each answers."""
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(json.dumps({"do": do, **order}) + "\n")
-            rank.stdin.flush()
-        lines = [answers.readline() for answers in self._answers]
-        if not all(lines):
-            raise RuntimeError(f"a rank ended that was told to {do}; its last words are above")
-        return [json.loads(line) for line in lines]
-
-    def end(self) -> None:
-        """No more orders: the ranks end by themselves, or are ended."""
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.close()
-        for rank in self._ranks:
-            try:
-                rank.wait(10)
-            except subprocess.TimeoutExpired:
-                rank.kill()
-                rank.wait()
-
-
 @dataclass
 class Bench:
-    """The ranks, and the settings of the link that each case is measured at."""
+    """The pairs of ranks, and the link rates to measure each case at."""
 
-    pairs: dict[str, Pair]  # by what the row calls the way: "veth", or how NCCL goes
-    alone: Pair | None  # whose collectives return at once
+    pairs: dict[str, RankPair]  # by transport: "veth", or how NCCL sends
+    compute_only: RankPair | None  # its collectives return at once
     rates: Sequence[float | None]
     throttle: Callable[[float | None], None]
     model: Mapping[str, Any]
     tokens: int
 
     def collectives(self) -> list[dict[str, Any]]:
-        """How long the two collectives take by themselves, over each link."""
-        found = []
-        for way, pair in self.pairs.items():
+        """Seconds of each collective alone, over each link."""
+        rows = []
+        for transport, pair in self.pairs.items():
             for rate in self.rates:
                 self.throttle(rate)
                 for name in ("all_reduce", "all_gather"):
-                    order = {"name": name, "elements": ELEMENTS, "count": 1 + COLLECTIVES}
-                    taken = pair.ask("collective", **order)[0]["seconds"][1:]
-                    row = {"name": name, "bf16_elements": ELEMENTS, "way": way, "rate_gbit": rate}
-                    found.append(row | {"seconds": round(statistics.median(taken), 5)})
-        return found
+                    options = {"name": name, "elements": ELEMENTS, "count": 1 + COLLECTIVES}
+                    seconds = pair.request("collective", **options)["seconds"][1:]
+                    row = {"name": name, "bf16_elements": ELEMENTS, "transport": transport}
+                    median = round(statistics.median(seconds), 5)
+                    rows.append(row | {"rate_gbit": rate, "seconds": median})
+        return rows
 
     def measure(self, case: Case) -> Iterator[dict[str, Any]]:
-        """A row for each way and rate. Steps that only compute are taken in between, so that a
-        slow minute of a shared machine hits both."""
-        order = {
-            "model": self.model,
-            "tokens": self.tokens,
-            "accumulation": case.accumulation,
-            "ds_config": case.ds_config(),
-        }
-        everyone = [*self.pairs.values(), *([self.alone] if self.alone else [])]
-        for pair in everyone:
-            parameters = pair.ask("build", **order)[0]["parameters"]
-        steps = max(FEWEST, MICRO_BATCHES // case.accumulation)
+        """A row per transport and rate. Compute-only steps alternate with the others, so that a
+        slow minute of a shared machine affects both."""
+        every = [*self.pairs.values(), *([self.compute_only] if self.compute_only else [])]
+        for pair in every:
+            parameters = pair.request(
+                "build",
+                model=self.model,
+                tokens=self.tokens,
+                accumulation=case.accumulation,
+                ds_config=case.ds_config(),
+            )["parameters"]
+        steps = max(MIN_STEPS, MICRO_BATCHES // case.accumulation)
         self.throttle(None)
-        for pair in everyone:
-            pair.ask("steps", count=WARMUP)
-        found, computing = [], []
-        for way, pair in self.pairs.items():
-            payload = pair.ask("payload")[0]
+        for pair in every:
+            pair.request("steps", count=WARMUP_STEPS)
+        measured, compute = [], []
+        for transport, pair in self.pairs.items():
+            payload = pair.request("payload")["bytes"]
             for rate in self.rates:
                 self.throttle(rate)
-                idle = pair.ask("steps", count=0)[0]["bytes"]
-                answer = pair.ask("steps", count=steps)[0]
-                sent = (answer["bytes"] - idle) / steps
-                found.append((way, rate, sent, payload, answer["seconds"]))
-                if self.alone:
-                    computing += self.alone.ask("steps", count=-(-steps // 2))[0]["seconds"]
-        for way, rate, sent, payload, seconds in found:
-            row = _row(case, parameters, way, rate, sent or payload["bytes"], seconds, computing)
-            row["parameters"] = parameters
-            row["payload_bytes_per_parameter_per_step"] = round(payload["bytes"] / parameters, 4)
-            yield row
+                idle = pair.request("steps", count=0)["bytes"]
+                reply = pair.request("steps", count=steps)
+                sent = (reply["bytes"] - idle) / steps
+                measured.append((transport, rate, sent or payload, payload, reply["seconds"]))
+                if self.compute_only:
+                    half = -(-steps // 2)
+                    compute += self.compute_only.request("steps", count=half)["seconds"]
+        for transport, rate, sent, payload, seconds in measured:
+            yield {
+                **asdict(case),
+                "stage": case.ds_config()["zero_optimization"]["stage"],
+                "transport": transport,
+                "rate_gbit": rate,
+                "parameters": parameters,
+                "bytes_per_parameter_per_step": round(sent / parameters, 4),
+                "payload_bytes_per_parameter_per_step": round(payload / parameters, 4),
+                "step_seconds_all": [round(second, 4) for second in seconds],
+                **_times(statistics.median(seconds), compute, sent, rate),
+            }
 
 
-def _row(
-    case: Case,
-    parameters: int,
-    way: str,
-    rate: float | None,
-    sent: float,
-    seconds: list[float],
-    computing: list[float],
-) -> dict[str, Any]:
-    step = statistics.median(seconds)
-    row = asdict(case) | {
-        "stage": case.ds_config()["zero_optimization"]["stage"],
-        "way": way,
-        "rate_gbit": rate,
-        "bytes_per_parameter_per_step": round(sent / parameters, 4),
-        "step_seconds": round(step, 4),
-        "step_seconds_all": [round(second, 4) for second in seconds],
-    }
-    if computing:
-        compute = statistics.median(computing)
-        row |= {
-            "compute_seconds": round(compute, 4),
-            "exposed_seconds": round(step - compute, 4),
-        }
+def _times(
+    step: float, compute_all: Sequence[float], sent: float, rate: float | None
+) -> dict[str, float]:
+    """Seconds of a step, and what of it is compute, exposed and hidden communication."""
+    row = {"step_seconds": round(step, 4)}
+    if compute_all:
+        compute = statistics.median(compute_all)
+        exposed = step - compute
+        row |= {"compute_seconds": round(compute, 4), "exposed_seconds": round(exposed, 4)}
         if rate is not None:
             wire = sent * 8 / rate / 1e9
-            hidden = min(1.0, max(0.0, 1 - (step - compute) / wire))
-            row |= {"wire_seconds": round(wire, 4), "hidden_share": round(hidden, 3)}
+            hidden = min(1.0, max(0.0, 1 - exposed / wire))
+            row |= {"wire_seconds": round(wire, 4), "hidden_fraction": round(hidden, 3)}
     return row
 
 
@@ -255,40 +181,72 @@ def throttled(
     tokens: int = TOKENS,
     compute: bool = True,
 ) -> Iterator[Bench]:
-    """Two ranks on processors, in two namespaces."""
+    """Two CPU ranks in two network namespaces."""
     with ExitStack() as stack:
-        made = stack.enter_context(link())
-        pair = stack.enter_context(_pair("gloo", made))
-        alone = stack.enter_context(_pair("fake")) if compute else None
-        yield Bench({"veth": pair}, alone, rates, made.throttle, model, tokens)
+        veth = stack.enter_context(link())
+        pair = stack.enter_context(rank_pair("gloo", veth))
+        compute_only = stack.enter_context(rank_pair("fake")) if compute else None
+        yield Bench({"veth": pair}, compute_only, rates, veth.throttle, model, tokens)
 
 
 @contextmanager
 def between_gpus() -> Iterator[Bench]:
-    """Two ranks on two GPUs, which reach each other in every way that NCCL can be told to take."""
+    """Two ranks on two GPUs, over each of NCCL's transports."""
     with ExitStack() as stack:
         pairs = {
-            way: stack.enter_context(_pair("nccl", environment=settings))
-            for way, settings in GPU_WAYS.items()
+            transport: stack.enter_context(rank_pair("nccl", env=settings))
+            for transport, settings in GPU_TRANSPORTS.items()
         }
-        alone = stack.enter_context(_pair("fake"))
-        yield Bench(pairs, alone, [None], lambda rate: None, GPU_MODEL, GPU_TOKENS)
+        compute_only = stack.enter_context(rank_pair("fake"))
+        yield Bench(pairs, compute_only, [None], lambda rate: None, GPU_MODEL, GPU_TOKENS)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", nargs="+", help="names in ds_configs/; default: all")
+    parser.add_argument("--rates", type=_rates, default="1,4,full", help="Gbit/s (%(default)s)")
+    parser.add_argument(
+        "--accumulation", type=int, nargs="+", default=[1, 2, 8], help="micro-batches per step"
+    )
+    parser.add_argument(
+        "--variants", action="store_true", help="measure other buckets and owners instead"
+    )
+    parser.add_argument("--out", type=Path, help="save as JSON there, with a page and a picture")
+    parser.add_argument("--show", type=Path, help="only print the table of configs of this file")
+
+
+def _rates(text: str) -> list[float | None]:
+    """Comma-separated Gbit/s; `full` is unthrottled."""
+    rates = [None if word == "full" else float(word) for word in text.split(",")]
+    if any(rate is not None and rate <= 0 for rate in rates):
+        raise argparse.ArgumentTypeError(f"{text!r}: write Gbit/s above 0, or full")
+    return rates
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Measure every case; what has been measured is on disk after each one.
+    """Measure every case and save after each one.
 
-    Ends with exit code 2 and a line that says what is missing where nothing can be measured.
+    Exit with code 2 and a line on stderr where nothing can be measured.
     """
     if flags.show is not None:
         print(comm_report.measured_columns(json.loads(flags.show.read_text())), end="")
         return
     names = flags.config or sorted(path.stem for path in CONFIGS.glob("*.json"))
-    chosen = (variants if flags.variants else cases)(names, flags.accumulation)
-    gpus = _gpus()
+    gpus = torch.cuda.device_count()
     try:
         with between_gpus() if gpus >= RANKS else throttled(flags.rates) as bench:
-            _measure(bench, chosen, _about(gpus), flags.out)
+            header = _header(flags.arguments, gpus) | {
+                "model": bench.model,
+                "tokens_per_micro_batch": bench.tokens,
+                "collectives": bench.collectives(),
+            }
+            rows: list[dict[str, Any]] = []
+            for case in cases(names, flags.accumulation, flags.variants):
+                for row in bench.measure(case):
+                    header["parameters"] = row.pop("parameters")
+                    rows.append(row)
+                    comm_report.print_row(row)
+                if flags.out is not None:
+                    comm_report.write({**header, "rows": rows}, flags.out)
     except LinkError as error:
         print(
             f"comm needs two GPUs, or root on Linux with ip and tc (iproute2): {error}",
@@ -297,59 +255,16 @@ def run(flags: argparse.Namespace) -> None:
         raise SystemExit(2) from None
 
 
-def _measure(
-    bench: Bench, chosen: Sequence[Case], about: Mapping[str, Any], out: Path | None
-) -> None:
-    rows: list[dict[str, Any]] = []
-    model = {"model": bench.model, "tokens_per_micro_batch": bench.tokens}
-    model["collectives"] = bench.collectives()
-    for case in chosen:
-        for row in bench.measure(case):
-            parameters = {"parameters": row.pop("parameters")}
-            rows.append(row)
-            comm_report.print_row(row)
-        if out is not None:
-            comm_report.write({**about, **parameters, **model, "rows": rows}, out)
-
-
-def _about(gpus: int) -> dict[str, Any]:
-    """Where, when, by what command and with which versions it was measured."""
-    from nsa.bench.measure import environment
-
-    here = environment()
-    hardware = f"{os.cpu_count()} processors ({here['processor']})"
+def _header(arguments: Sequence[str], gpus: int) -> dict[str, Any]:
+    env = environment(arguments)
+    hardware = f"{os.cpu_count()} CPU cores ({env['processor']})"
     if gpus:
-        import torch
-
         hardware = f"{gpus} × {torch.cuda.get_device_name(0)}"
     return {
         "hardware": hardware,
         "link": "NCCL" if gpus >= RANKS else "gloo over a veth pair between two network namespaces",
         "versions": {name: version(name) for name in ("torch", "deepspeed")},
-        "command": here["command"],
-        "date": here["date"],
+        "command": env["command"],
+        "date": env["date"],
         "ranks": RANKS,
     }
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-@contextmanager
-def _pair(
-    backend: str, made: Link | None = None, environment: Mapping[str, str] | None = None
-) -> Iterator[Pair]:
-    pair = Pair(backend, made, environment)
-    try:
-        yield pair
-    finally:
-        pair.end()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

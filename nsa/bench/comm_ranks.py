@@ -1,8 +1,8 @@
-"""One rank of `python -m nsa.bench comm`: builds engines and takes steps as it is told.
+"""One rank of `python -m nsa.bench comm`: builds engines and takes steps on request.
 
-A line of JSON on stdin is an order, a line of JSON on a pipe its answer; the end of stdin ends it,
-so no rank outlives the benchmark. Its backend is gloo or NCCL between two ranks, or torch's `fake`
-one: a rank of two whose collectives return at once, so that what is left of a step is computing.
+Requests are lines of JSON on stdin, replies lines of JSON on a pipe. The rank exits when stdin
+closes, so it cannot outlive the benchmark. The backend is gloo or NCCL between two ranks, or
+torch's `fake` one, whose collectives return at once: what remains of a step is compute.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.comm import comm as ds_comm
 
+from nsa.bench.comm_pair import RANKS
 from nsa.engine.build import build_model, initialise
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import resolve_ds_config
@@ -29,85 +30,83 @@ from nsa.engine.process_group import leave_out_shared_memory_op
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
 
-RANKS = 2
-SETTLE = 0.15  # seconds until what waits at the throttle has left
-NICENESS = -10  # beside other work on the machine; nothing changes on a quiet one
-SENT = {  # by each of two ranks in a ring, of the size that DeepSpeed logs
+SETTLE_SECONDS = 0.15  # until packets queued at the throttle have left
+NICENESS = -10  # priority over other work on the machine
+SENT = {  # bytes sent by each of two ranks in a ring, relative to the size that DeepSpeed logs
     "all_reduce": 1.0,
-    "all_gather": 1.0,  # what is logged is a rank's own part
+    "all_gather": 1.0,  # logged is a rank's own part
     "reduce_scatter": 0.5,
-    "reduce": 0.5,  # one owns the result, the other sends; each owns half of them
+    "reduce": 0.5,  # one rank owns the result, the other sends; each owns half of them
     "barrier": 0.0,
     "broadcast": 0.5,
 }
 
 
 class Rank:
-    """The engine under measurement, and what moves it."""
+    """The engine under measurement; a method per action."""
 
     def __init__(self, device: torch.device, counter: Path | None) -> None:
         self._device = device
-        self._counter = counter
+        self._counter = counter  # of bytes that left over the link
         self._engine: Any = None
 
-    def build(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Replace the engine by one for this DeepSpeed JSON and accumulation."""
+    def build(
+        self, model: dict[str, Any], tokens: int, accumulation: int, ds_config: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Replace the engine."""
         if self._engine is not None:
             self._engine.destroy()
             self._engine = None
             gc.collect()
-        config = RunConfig(model=_model(order["model"]))
-        config.train.accumulation = order["accumulation"]
+        attention = AttentionConfig(spec=NSASpec(**model.pop("spec")))
+        config = RunConfig(model=ModelConfig(**model, attention=attention))
+        config.train.accumulation = accumulation
         config.validate()
-        resolved = resolve_ds_config(order["ds_config"], config, world_size=RANKS)
-        model = build_model(config, self._device)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._engine = initialise(model, config, resolved)
+        resolved = resolve_ds_config(ds_config, config, world_size=RANKS)
+        built = build_model(config, self._device)
+        parameters = sum(parameter.numel() for parameter in built.parameters())
+        self._engine = initialise(built, config, resolved)
         torch.manual_seed(dist.get_rank())
-        shape = (order["accumulation"], 1, order["tokens"])
+        shape = (accumulation, 1, tokens)
         self._batches = torch.randint(config.model.vocab_size, shape, device=self._device)
         return {"parameters": parameters}
 
-    def steps(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Take so many steps: the seconds of each, and the bytes that left over the link."""
+    def steps(self, count: int) -> dict[str, Any]:
+        """Take steps: the seconds of each, and the bytes sent over the link."""
         dist.barrier()
-        time.sleep(SETTLE)
+        time.sleep(SETTLE_SECONDS)
         before = self._sent()
-        seconds = [self._step() for _ in range(order["count"])]
+        seconds = [self._step() for _ in range(count)]
         dist.barrier()
-        time.sleep(SETTLE)
+        time.sleep(SETTLE_SECONDS)
         return {"seconds": seconds, "bytes": self._sent() - before}
 
-    def payload(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Take one step under DeepSpeed's comms logger: bytes sent, as a ring of two would."""
+    def payload(self) -> dict[str, Any]:
+        """Take a step under DeepSpeed's comms logger: bytes that a ring of two would send."""
         logger = ds_comm.comms_logger
         deepspeed.comm.configure(enabled=True, prof_all=True)
         logger.reset_data()
         self._step()
         deepspeed.comm.configure(enabled=False)
-        sent, unknown = 0.0, []
+        sent = 0.0
         for name, sizes in logger.get_raw_data().items():
-            share = next((s for op, s in SENT.items() if name.startswith(op)), None)
-            if share is None:
-                unknown.append(name)
-                continue
-            sent += share * sum(size * record[0] for size, record in sizes.items())
+            part = next((part for op, part in SENT.items() if name.startswith(op)), 0.0)
+            sent += part * sum(size * record[0] for size, record in sizes.items())
         logger.reset_data()
-        return {"bytes": sent, "unknown": unknown}
+        return {"bytes": sent}
 
-    def collective(self, order: dict[str, Any]) -> dict[str, Any]:
-        """The seconds that one collective over so many bf16 elements takes, each time."""
-        whole = torch.zeros(order["elements"], dtype=torch.bfloat16, device=self._device)
-        part = whole.chunk(RANKS)[dist.get_rank()].clone()
-        does = {
-            "all_reduce": lambda: dist.all_reduce(whole),
-            "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        }
+    def collective(self, name: str, elements: int, count: int) -> dict[str, Any]:
+        """The seconds of each repetition of a collective over bf16 elements."""
+        full = torch.zeros(elements, dtype=torch.bfloat16, device=self._device)
+        part = full.chunk(RANKS)[dist.get_rank()].clone()
         seconds = []
-        for _ in range(order["count"]):
+        for _ in range(count):
             dist.barrier()
             start = self._now()
-            does[order["name"]]()
+            if name == "all_reduce":
+                dist.all_reduce(full)
+            else:
+                dist.all_gather_into_tensor(full, part)
             seconds.append(self._now() - start)
         return {"seconds": seconds}
 
@@ -128,25 +127,19 @@ class Rank:
         return int(self._counter.read_text()) if self._counter else 0
 
 
-def _model(settings: dict[str, Any]) -> ModelConfig:
-    attention = AttentionConfig(spec=NSASpec(**settings["spec"]))
-    rest = {name: value for name, value in settings.items() if name != "spec"}
-    return ModelConfig(**rest, attention=attention)
-
-
-def join(place: dict[str, Any]) -> torch.device:
-    """Join the other rank, or imagine it."""
+def join(options: dict[str, Any]) -> torch.device:
+    """Join the process group; return this rank's device."""
     leave_out_shared_memory_op()
-    rank, backend = place["rank"], place["backend"]
+    rank, backend = options["rank"], options["backend"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-    # DeepSpeed calls the older names of two collectives; nothing a user can fix.
+    # DeepSpeed calls the older names of two collectives; nothing that a user can fix.
     warnings.filterwarnings("ignore", r".*(all_gather_into|reduce_scatter)_tensor", FutureWarning)
-    os.environ.update(MASTER_ADDR=place["address"], MASTER_PORT=str(place["port"]))
-    if place["interface"]:
-        os.environ.update(GLOO_SOCKET_IFNAME=place["interface"])
-    with contextlib.suppress(OSError):  # without the right to it, it is measured as it comes
+    os.environ.update(MASTER_ADDR=options["address"], MASTER_PORT=str(options["port"]))
+    if options["interface"]:
+        os.environ.update(GLOO_SOCKET_IFNAME=options["interface"])
+    with contextlib.suppress(OSError):  # without permission it is measured at normal priority
         os.nice(NICENESS)
-        Path("/proc/self/autogroup").write_text(str(NICENESS))  # a session counts as one of many
+        Path("/proc/self/autogroup").write_text(str(NICENESS))  # priority of the session
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", rank)
@@ -154,35 +147,29 @@ def join(place: dict[str, Any]) -> torch.device:
     if backend == "fake":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        # Either is rank 0: what it would hear from that one is then what it says itself.
+        # Both are rank 0, so what they would receive equals what they send.
         dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     deepspeed.init_distributed(backend, verbose=False)
     return device
 
 
-def serve(rank: Rank, orders: TextIO, answers: TextIO) -> None:
-    """Carry out orders until there are no more."""
-    does = {
-        "build": rank.build,
-        "steps": rank.steps,
-        "payload": rank.payload,
-        "collective": rank.collective,
-    }
-    for line in orders:
-        order = json.loads(line)
-        answers.write(json.dumps(does[order["do"]](order)) + "\n")
-        answers.flush()
-
-
 def main() -> None:
-    """Started by the benchmark with its place as JSON."""
-    place = json.loads(sys.argv[1])
-    answers = os.fdopen(place["answers"], "w")
-    torch.set_num_threads(place["threads"])
-    device = join(place)
-    interface = place["interface"]
+    """Carry out requests until stdin closes; started with its options as JSON."""
+    options = json.loads(sys.argv[1])
+    torch.set_num_threads(options["threads"])
+    device, interface = join(options), options["interface"]
     counter = Path(f"/sys/class/net/{interface}/statistics/tx_bytes") if interface else None
-    serve(Rank(device, counter), sys.stdin, answers)
+    rank = Rank(device, counter)
+    actions = {
+        action.__name__: action
+        for action in (rank.build, rank.steps, rank.payload, rank.collective)
+    }
+    with os.fdopen(options["replies"], "w") as replies:
+        for line in sys.stdin:
+            request = json.loads(line)
+            reply = actions[request.pop("action")](**request)
+            replies.write(json.dumps(reply) + "\n")
+            replies.flush()
     os._exit(0)
 
 

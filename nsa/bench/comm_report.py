@@ -1,23 +1,23 @@
-"""What `python -m nsa.bench comm` has found: lines, a file, tables and a picture."""
+"""Results of `python -m nsa.bench comm`: printed lines, JSON, a Markdown page and an SVG chart."""
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from nsa.atomic_io import atomic_write_text
+from nsa.bench.results import save
 from nsa.report.markdown import table
 
-SLOW = 1.0  # Gbit/s of the picture, where communication shows most
+SLOW = 1.0  # Gbit/s of the chart and the table of configs, where communication shows most
 
 Row = Mapping[str, Any]
 
 
 def print_row(row: Row) -> None:
-    """One case at one rate, as it is found."""
+    """One case at one rate."""
     print(
         f"{_name(row)}, accumulation {row['accumulation']}, {row['reduce_dtype']}, {_rate(row)}: "
         f"{row['bytes_per_parameter_per_step']:.2f} bytes a parameter, "
@@ -27,70 +27,71 @@ def print_row(row: Row) -> None:
 
 
 def write(result: Mapping[str, Any], out: Path) -> None:
-    """Keep it as JSON, with its page and its picture beside it."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    texts = {
-        ".json": json.dumps(result, indent=1) + "\n",
-        ".md": page(result, out.stem),
-        ".svg": picture(result),
-    }
-    for ending, text in texts.items():
-        draft = out.with_suffix(".part")  # a reader sees the last whole file
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(out.with_suffix(ending))
+    """Save the JSON, with its page and chart beside it."""
+    save(out, result)
+    atomic_write_text(out.with_suffix(".md"), page(result, out.stem))
+    atomic_write_text(out.with_suffix(".svg"), chart(result))
 
 
 def page(result: Mapping[str, Any], name: str) -> str:
-    """Every row as Markdown, with what they were measured on; `name`: the picture's."""
+    """Every row as Markdown, with what they were measured on; `name` is the chart's."""
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    heads = ["config", "accumulation", "reduced in", "link", "bytes a parameter", "payload"]
+    heads += ["step", "computing", "exposed", "on the wire", "hidden"]
     parts = [
         "# Communication, measured\n",
-        f"Written by `{result['command']}` on {result['date'][:10]}; what follows from it is in "
+        f"Written by `{result['command']}` on {result['date'][:10]}; conclusions are in "
         "[communication.md](../communication.md).\n",
         f"{result['ranks']} ranks, {result['link']}; {result['hardware']}; {versions}. A model of "
         f"{result['parameters']:,} parameters, micro-batches of "
         f"{result['tokens_per_micro_batch']} tokens. Times are medians in milliseconds; *exposed* "
-        "is what a step takes beyond the same step whose collectives return at once; *on the wire* "
-        "is bytes over rate; *payload* is what DeepSpeed's comms logger counts, sent by a ring of "
-        "two.\n",
+        "is how much longer a step takes than the same step whose collectives return at once; *on "
+        "the wire* is bytes over rate; *payload* is what DeepSpeed's comms logger counts, as sent "
+        "by a ring of two.\n",
         f"![milliseconds a micro-batch]({name}.svg)\n",
-        _rows_table(result["rows"]),
+        _text_of(table(heads, map(_cells, result["rows"]))),
     ]
     if result["link"] != "NCCL":
         parts.append(
-            "**Not measured: NCCL between GPUs**, with P2P and without. The same command does "
-            "that where there are two.\n"
+            "**Not measured: NCCL between GPUs**, with P2P and without. The same command measures "
+            "it on a machine with two.\n"
         )
     return "\n".join(parts)
 
 
 def measured_columns(result: Mapping[str, Any]) -> str:
-    """The table for ds_configs/README.md: bytes by accumulation, and how much of a step waits."""
+    """The table of ds_configs/README.md: bytes and exposed fraction of a step, by accumulation."""
     rows = [row for row in result["rows"] if row["reduce_dtype"] == "bf16"]
     accumulations = sorted({row["accumulation"] for row in rows})
-    slow = [row for row in rows if row["rate_gbit"] == SLOW]
-    found = {(row["config"], row["accumulation"]): row for row in slow}
+    slow = {(row["config"], row["accumulation"]): row for row in rows if row["rate_gbit"] == SLOW}
     heads = [f"bytes, accumulation {a}" for a in accumulations]
     heads += [f"exposed, {a}" for a in accumulations]
     lines = []
-    for config in dict.fromkeys(row["config"] for row in slow):
-        mine = [found.get((config, a)) for a in accumulations]
-        sent = [f"{row['bytes_per_parameter_per_step']:.2f}" if row else "–" for row in mine]
-        waits = [_exposed_share(row) if row else "–" for row in mine]
-        lines.append([f"`{config}`", *sent, *waits])
-    return _lines(table(["config", *heads], lines))
+    for config in dict.fromkeys(config for config, _ in slow):
+        by_accumulation = [slow.get((config, a)) for a in accumulations]
+        lines.append(
+            [
+                f"`{config}`",
+                *(
+                    f"{r['bytes_per_parameter_per_step']:.2f}" if r else "–"
+                    for r in by_accumulation
+                ),
+                *(_exposed_fraction(r) if r else "–" for r in by_accumulation),
+            ]
+        )
+    return _text_of(table(["config", *heads], lines))
 
 
-def picture(result: Mapping[str, Any]) -> str:
-    """Milliseconds a micro-batch on the slowest link: computing, and what is exposed on top."""
+def chart(result: Mapping[str, Any]) -> str:
+    """Milliseconds per micro-batch on the slowest link: compute, and exposed communication."""
     rows = [
         row
         for row in result["rows"]
         if row["reduce_dtype"] == "bf16" and row["rate_gbit"] == SLOW and "exposed_seconds" in row
     ]
     labels = [f"{_name(row)}, accumulation {row['accumulation']}" for row in rows]
-    left, bar, top = 30 + 7 * max(map(len, labels), default=0), 16, 64
-    width, height = left + 560, top + (bar + 8) * len(rows) + 16
+    left, pitch, top = 30 + 7 * max(map(len, labels), default=0), 24, 64
+    width, height = left + 560, top + pitch * len(rows) + 16
     longest = max((row["step_seconds"] / row["accumulation"] for row in rows), default=1.0)
     scale = (width - left - 70) / longest
     shapes = [
@@ -99,28 +100,22 @@ def picture(result: Mapping[str, Any]) -> str:
         _text(16, 46, "■ computing", "#0072B2"),
         _text(110, 46, "■ exposed communication", "#D55E00"),
     ]
-    for at, row, label in zip(itertools.count(top, bar + 8), rows, labels, strict=False):
-        count = row["accumulation"]
+    for number, (row, label) in enumerate(zip(rows, labels, strict=True)):
+        y, count = top + pitch * number, row["accumulation"]
         compute = min(row["compute_seconds"], row["step_seconds"]) / count * scale
-        whole = row["step_seconds"] / count * scale
+        step = row["step_seconds"] / count * scale
         shapes += [
-            _text(left - 8, at + 12, label, anchor="end"),
-            _bar(left, at, compute, "#0072B2"),
-            _bar(left + compute, at, whole - compute, "#D55E00"),
-            _text(left + whole + 6, at + 12, _ms(row["step_seconds"] / count)),
+            _text(left - 8, y + 12, label, anchor="end"),
+            _bar(left, y, compute, "#0072B2"),
+            _bar(left + compute, y, step - compute, "#D55E00"),
+            _text(left + step + 6, y + 12, _ms(row["step_seconds"] / count)),
         ]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">'
     return "\n".join([head, *shapes, "</svg>\n"])
 
 
-def _rows_table(rows: Sequence[Row]) -> str:
-    heads = ["config", "accumulation", "reduced in", "link", "bytes a parameter", "payload"]
-    heads += ["step", "computing", "exposed", "on the wire", "hidden"]
-    return _lines(table(heads, map(_cells, rows)))
-
-
 def _cells(row: Row) -> list[str]:
-    hidden = row.get("hidden_share")
+    hidden = row.get("hidden_fraction")
     return [
         _name(row),
         str(row["accumulation"]),
@@ -133,7 +128,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _lines(lines: Iterable[str]) -> str:
+def _text_of(lines: Sequence[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -144,10 +139,10 @@ def _name(row: Row) -> str:
 
 def _rate(row: Row) -> str:
     rate = row["rate_gbit"]
-    return f"{row['way']}, {'not throttled' if rate is None else f'{rate:g} Gbit/s'}"
+    return f"{row['transport']}, {'not throttled' if rate is None else f'{rate:g} Gbit/s'}"
 
 
-def _exposed_share(row: Row) -> str:
+def _exposed_fraction(row: Row) -> str:
     return f"{max(0.0, row['exposed_seconds']) / row['step_seconds']:.0%}"
 
 

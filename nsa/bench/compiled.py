@@ -1,4 +1,4 @@
-"""What a launch becomes on a chip: compiled without a GPU, and the facts read off the result."""
+"""A launch compiled for a chip without a GPU, and the facts read from its binary."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from triton.runtime.driver import driver
 from nsa.bench.hazards import overwritten
 from nsa.ops.triton.launch import Launch
 
+# In PTX: instructions of the tensor cores; instructions of any matrix unit by the part of the name
+# that they share (waiting for one does not count); Hopper's product with its left operand in
+# registers; multiply-adds, one or two at a time.
 TENSOR_CORE = re.compile(
     r"^\s*(?:@\S+\s+)?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", re.MULTILINE
 )
-# Any product of the matrix units, by a name that they have all had; waiting for one is none.
 MATRIX_UNIT = re.compile(
     r"^\s*(?:@\S+\s+)?[\w.]*mma\.(?!wait_group|commit_group|fence)", re.MULTILINE
 )
-# Hopper's product with its left operand in registers, where others name shared memory.
 FROM_REGISTERS = re.compile(r"\bwgmma\.mma_async\S* \{[^}]*\}, *\{")
 MULTIPLY_ADD = re.compile(r"^\s*(?:@\S+\s+)?fma\.[\w.]*?(x2)?\s", re.MULTILINE)
+# In Triton's IR: products, their sizes, and those with a blocked layout, done by multiply-adds.
 PRODUCT = re.compile(r"\btt\.dot(?:_scaled)?\b")
 PRODUCT_SIZES = re.compile(r"\btt\.dot\b.*: tensor<(\d+)x(\d+)x\w+> \* tensor<\d+x(\d+)x")
-# A product whose result lies in a blocked layout is done by ordinary multiply-adds.
 PLAIN_PRODUCT = re.compile(r"\btt\.dot\b.*-> tensor<[^>]*#blocked")
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What a GPU allows: bytes of shared memory a block may take and a multiprocessor has."""
+    """A GPU's limits; bytes of shared memory per block and per multiprocessor."""
 
     capability: int
     shared: int
@@ -56,50 +57,50 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation. Equal variants give the same binary; any process can compile one.
+    """One compilation, picklable; equal variants give the same binary.
 
-    A launch of the same on such a chip finds it in Triton's cache on disk.
+    A launch on such a chip finds the binary in Triton's disk cache.
     """
 
     module: str
     kernel: str
     signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[Any, Any], ...]  # place and value
-    attributes: tuple[tuple[Any, tuple[tuple[str, int], ...]], ...]  # place; name and number
+    constants: tuple[tuple[Any, Any], ...]  # position and value
+    attributes: tuple[tuple[Any, tuple[tuple[str, int], ...]], ...]  # position; name and number
     warps: int
     stages: int
     chip: str
 
     @classmethod
     def of(cls, launch: Launch, chip: str) -> Variant:
-        """What Triton is about to compile for this launch on this chip: a launch is asked.
+        """What Triton would compile for this launch on this chip.
 
-        Its rules differ from version to version, so they are not written down here.
+        Triton's own launch code decides, up to its compile hook: the rules change with its version.
         """
-        kernel, config, asked = launch.kernel, launch.config, []
+        kernel, config, hooked = launch.kernel, launch.config, []
 
-        def instead_of_compiling(*, compile: dict[str, Any], **_: Any) -> bool:
-            asked.append(compile)
+        def skip_compiling(*, compile: dict[str, Any], **_: Any) -> bool:
+            hooked.append(compile)
             return True
 
         with triton.knobs.runtime.scope():
-            triton.knobs.runtime.jit_cache_hook = instead_of_compiling
+            triton.knobs.runtime.jit_cache_hook = skip_compiling
             driver.set_active(_NoDevice(chip))
             try:
                 options = {"num_warps": config.warps, "num_stages": config.stages}
                 kernel.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **options)
             finally:
-                with suppress(RuntimeError):  # without a GPU there is no driver to go back to
+                with suppress(RuntimeError):  # without a GPU there is no driver to restore
                     driver.reset_active()
-        (found,) = asked
+        (spec,) = hooked
         return cls(
             module=kernel.fn.__module__,
             kernel=kernel.fn.__qualname__,
-            signature=tuple(found["signature"].items()),
-            constants=tuple(found["constants"].items()),
+            signature=tuple(spec["signature"].items()),
+            constants=tuple(spec["constants"].items()),
             attributes=tuple(
-                (place, tuple((name, number) for name, number in known))
-                for place, known in found["configs"][0].items()
+                (position, tuple((name, number) for name, number in attributes))
+                for position, attributes in spec["configs"][0].items()
             ),
             warps=config.warps,
             stages=config.stages,
@@ -107,54 +108,56 @@ class Variant:
         )
 
     def source(self) -> ASTSource:
-        """What `triton.compile` takes."""
+        """The argument of `triton.compile`."""
         fn = getattr(importlib.import_module(self.module), self.kernel)
-        attributes = {place: [list(one) for one in known] for place, known in self.attributes}
+        attributes = {position: [list(x) for x in pairs] for position, pairs in self.attributes}
         return ASTSource(fn, dict(self.signature), dict(self.constants), attributes)
 
 
 class _NoDevice:
-    """As much of a GPU's driver as Triton asks of it before it compiles."""
+    """The part of a GPU driver that Triton uses before it compiles."""
 
     def __init__(self, chip: str) -> None:
         self.chip = chip
 
     def get_current_device(self) -> str:
-        """Kernels keep what they know of a device under this."""
         return self.chip
 
     def get_current_stream(self, device: str) -> int:
-        """Nothing is ever put there."""
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        """What is compiled for."""
         return _target(self.chip)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Bytes of shared memory a block, registers and spilled bytes a thread, and the like."""
+    """Figures of a compiled variant."""
 
-    shared: int
-    tensor_memory: int
-    registers: int
-    spilled: int
-    products: int
-    plain_products: int
-    tensor_core: int
-    overwritten: int
-    multiplies: bool
+    shared: int  # bytes per block
+    tensor_memory: int  # columns per block
+    registers: int  # per thread
+    spilled: int  # bytes per thread
+    products: int  # in the source
+    plain_products: int  # without tensor cores
+    tensor_core: int  # instructions
+    overwritten: int  # products whose operand is overwritten while they run
+    multiplies: bool  # whether any product is left in the binary
     blocks_per_sm: int
 
 
 def compile_variant(variant: Variant) -> Facts:
-    """Compile down to the chip's binary and read it."""
-    compiled = _compiled(variant)
+    """Compile to the chip's binary and read it."""
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    target = _target(variant.chip)
+    compiled: Any = triton.compile(variant.source(), target=target, options=options)
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     registers, spilled = _resources(cubin)
     shared = compiled.metadata.shared
     tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0
+    hazards = 0
+    if FROM_REGISTERS.search(ptx):
+        hazards = len(overwritten(_tool_output(cubin, triton.knobs.nvidia.nvdisasm.path, "-c")))
     return Facts(
         shared=shared,
         tensor_memory=tensor_memory,
@@ -163,7 +166,7 @@ def compile_variant(variant: Variant) -> Facts:
         products=len(PRODUCT.findall(compiled.asm["ttir"])),
         plain_products=len(PLAIN_PRODUCT.findall(compiled.asm["ttgir"])),
         tensor_core=len(TENSOR_CORE.findall(ptx)),
-        overwritten=len(overwritten(disassembled(cubin))) if FROM_REGISTERS.search(ptx) else 0,
+        overwritten=hazards,
         multiplies=_multiplies(compiled.asm["ttir"], ptx, variant.warps),
         blocks_per_sm=_blocks_per_sm(
             CHIPS[variant.chip], shared, tensor_memory, registers, variant.warps
@@ -172,11 +175,10 @@ def compile_variant(variant: Variant) -> Facts:
 
 
 def _multiplies(ttir: str, ptx: str, warps: int) -> bool:
-    """Whether any product is left in the compiled code, by whatever instruction.
+    """Whether a product is left in the compiled code, by any instruction.
 
-    The compiler drops those of a query that sees no key. What is left has an instruction of the
-    matrix units, maybe one that TENSOR_CORE does not know, or as many multiply-adds in a thread as
-    the smallest product takes.
+    The compiler drops those of a query without visible keys. The others use a matrix unit, maybe by
+    an instruction that TENSOR_CORE lacks, or as many multiply-adds as the smallest product needs.
     """
     if MATRIX_UNIT.search(ptx):
         return True
@@ -189,36 +191,21 @@ def _multiplies(ttir: str, ptx: str, warps: int) -> bool:
 
 
 def _blocks_per_sm(chip: Chip, shared: int, tensor_memory: int, registers: int, warps: int) -> int:
-    """How many blocks fit at once: registers go out by 256 to a warp, and each block's shared
-    memory takes 1 KB more for the system."""
-    a_warp = -(-registers * 32 // 256) * 256
+    """Concurrent blocks: registers are allocated by 256 per warp, and the system takes 1 KB of
+    shared memory per block."""
+    per_warp = -(-registers * 32 // 256) * 256
     return min(
         chip.blocks_per_sm,
         chip.warps_per_sm // warps,
-        chip.registers_per_sm // (a_warp * warps),
+        chip.registers_per_sm // (per_warp * warps),
         chip.shared_per_sm // (shared + 1024),
         chip.tensor_memory // max(tensor_memory, 1),
     )
 
 
-def binary(variant: Variant) -> bytes:
-    """The chip's code."""
-    return _compiled(variant).asm["cubin"]
-
-
-def _compiled(variant: Variant) -> Any:
-    options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    return triton.compile(variant.source(), target=_target(variant.chip), options=options)
-
-
-def disassembled(cubin: bytes) -> str:
-    """The chip's own instructions; takes half a second, however short the code is."""
-    return _said_of(cubin, triton.knobs.nvidia.nvdisasm.path, "-c")
-
-
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of stack and local memory: Triton's kernels use it for spills alone."""
-    usage = _said_of(cubin, triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
+    """Registers, and bytes of stack and local memory, which Triton uses for spills alone."""
+    usage = _tool_output(cubin, triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
     functions = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert functions, usage
     return (
@@ -227,7 +214,7 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     )
 
 
-def _said_of(cubin: bytes, *tool: str) -> str:
+def _tool_output(cubin: bytes, *tool: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,7 +1,8 @@
-"""`python -m nsa.bench data`: how fast text becomes batches, and what that costs a step."""
+"""`python -m nsa.bench data`: tokenising and loading speed, and what data costs a training step."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 import time
@@ -14,64 +15,75 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from nsa.bench.gpu import hardware, pick_device
-from nsa.bench.measure import environment, side_by_side
-from nsa.bench.train import Trainer
+from nsa.bench.environment import environment, pick_device
+from nsa.bench.health import DEMO
+from nsa.bench.measure import median_seconds
+from nsa.bench.options import add_out
+from nsa.bench.results import save
+from nsa.bench.train import Stepper
 from nsa.data.builtin import embedded
 from nsa.data.config import DataConfig
 from nsa.data.loader import BatchLoader, open_loader
 from nsa.data.prepare import prepare
 from nsa.data.tokenizer import build_tokenizer, train_tokenizer
-from nsa.model import AttentionConfig, ModelConfig
-from nsa.spec import NSASpec
+from nsa.model import ModelConfig
 
 SEQ_LEN = 2_048
-GOALS = {"prepared tokens/s": 5e6, "byte tokenising MB/s": 50.0, "share of a step": 0.01}
+GOALS = {"prepared tokens/s": 5e6, "byte tokenising MB/s": 50.0, "fraction of a step": 0.01}
+BARRIERS = 500
 
 
-def run(megabytes: int = 64, seconds: float = 3.0, rounds: int = 8) -> dict[str, Any]:
-    """Measure everything on text of that size, print it, return the raw figures."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--megabytes", type=int, default=64, help="of text to prepare")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each rate")
+    parser.add_argument("--rounds", type=int, default=8, help="steps with and without the loader")
+    add_out(parser)
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Measure on generated text, print and save."""
     device = pick_device("auto")
     result: dict[str, Any] = {
-        "environment": {**environment(), "hardware": hardware(device)},
+        "environment": environment(flags.arguments, device),
         "goals": GOALS,
         "seq_len": SEQ_LEN,
     }
     with tempfile.TemporaryDirectory() as folder:
-        text = _write_text(Path(folder), megabytes)
+        text = _write_text(Path(folder), flags.megabytes)
         shards = Path(folder) / "shards"
         start = time.perf_counter()
         prepare(DataConfig(source=str(text), tokenizer="byte"), shards, progress=False)
-        taken = time.perf_counter() - start
-        result["prepare_mb_per_s"] = text.stat().st_size / taken / 1e6
-        result["tokenise_mb_per_s"] = _tokenising(Path(folder), seconds)
+        seconds = time.perf_counter() - start
+        result["prepare_mb_per_s"] = text.stat().st_size / seconds / 1e6
+        result["tokenise_mb_per_s"] = _tokenising(Path(folder), flags.seconds)
         result["tokens_per_s"] = {
-            name: _feeding(source, seconds)
+            name: _loading(source, flags.seconds)
             for name, source in (("prepared", shards), ("streamed", text))
         }
-        result["step"] = _step(str(shards), device, rounds)
-    result["agreement_us"] = _agreement()
-    _report(result)
-    return result
+        result["step"] = _step(str(shards), device, flags.rounds)
+        mp.spawn(_time_barrier, args=(folder,), nprocs=2)
+        result["barrier_us"] = float(Path(folder, "us").read_text())
+    _print(result)
+    save(flags.out, result)
 
 
 def _write_text(folder: Path, megabytes: int) -> Path:
-    """The standard library again and again, no two documents alike, as lines of JSON."""
+    """The standard library repeated as lines of JSON, no two documents equal."""
     documents = [document.text.decode(errors="replace") for document in embedded().read()]
     path = folder / "text.jsonl"
-    left, turn = megabytes * 10**6, 0
+    left, copy = megabytes * 10**6, 0
     with path.open("w") as file:
         while left > 0:
             for number, text in enumerate(documents):
-                left -= file.write(json.dumps({"text": f"# {turn} {number}\n{text}"}) + "\n")
+                left -= file.write(json.dumps({"text": f"# {copy} {number}\n{text}"}) + "\n")
                 if left <= 0:
                     break
-            turn += 1
+            copy += 1
     return path
 
 
 def _rate(work: Callable[[], int], seconds: float) -> float:
-    """Units a second over at least so many seconds."""
+    """Units per second, over at least `seconds`."""
     work()
     done, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
@@ -81,34 +93,33 @@ def _rate(work: Callable[[], int], seconds: float) -> float:
 
 def _tokenising(folder: Path, seconds: float) -> dict[str, float]:
     texts = [document.text for document in embedded().part(0, 8).read()]
-    size = sum(map(len, texts))
     train_tokenizer(embedded().part(1, 8), 4_096, folder / "bpe")
-    found = {}
-    for name in ("byte", f"hf:{folder / 'bpe'}"):
-        tokenizer = build_tokenizer(DataConfig(tokenizer=name))
+    rates = {}
+    for name, tokenizer_name in (("byte", "byte"), ("bpe", f"hf:{folder / 'bpe'}")):
+        tokenizer = build_tokenizer(DataConfig(tokenizer=tokenizer_name))
 
         def tokenise(encode: Callable[[list[bytes]], object] = tokenizer.encode_many) -> int:
             encode(texts)
-            return size
+            return sum(map(len, texts))
 
-        found["byte" if name == "byte" else "bpe"] = _rate(tokenise, seconds) / 1e6
-    return found
+        rates[name] = _rate(tokenise, seconds) / 1e6
+    return rates
 
 
-def _feeding(source: Path, seconds: float) -> dict[str, float]:
-    found = {}
+def _loading(source: Path, seconds: float) -> dict[str, float]:
+    rates = {}
     for micro_batch in (1, 8):
-        feed = _feed(str(source), micro_batch)
+        loader = _loader(str(source), micro_batch)
 
-        def take(feed: BatchLoader = feed) -> int:
-            return feed.take().tokens
+        def load(loader: BatchLoader = loader) -> int:
+            return loader.next_batch().tokens
 
-        found[str(micro_batch)] = _rate(take, seconds)
-        feed.close()
-    return found
+        rates[str(micro_batch)] = _rate(load, seconds)
+        loader.close()
+    return rates
 
 
-def _feed(source: str, micro_batch: int, seq_len: int = SEQ_LEN) -> BatchLoader:
+def _loader(source: str, micro_batch: int, seq_len: int = SEQ_LEN) -> BatchLoader:
     config = DataConfig(source=source, seq_len=seq_len)
     return open_loader(
         config, rank=0, world_size=1, micro_batch=micro_batch, accumulation=1, seed=0
@@ -116,71 +127,53 @@ def _feed(source: str, micro_batch: int, seq_len: int = SEQ_LEN) -> BatchLoader:
 
 
 def _step(source: str, device: torch.device, rounds: int) -> dict[str, float]:
-    """A step on batches from the feed and one on a batch that is always the same, in turns."""
+    """Seconds of a step on loaded batches and on a constant batch, alternating."""
     on_gpu = device.type == "cuda"
-    config = ModelConfig() if on_gpu else _small()
-    seq_len = SEQ_LEN if on_gpu else 512
-    micro_batch = 8 if on_gpu else 2
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    trainer = Trainer(config, device, dtype, compiled=False)
-    feed = _feed(source, micro_batch, seq_len)
-    constant = feed.take().to(device)
-    waited: list[float] = []
+    config, seq_len, micro_batch, dtype = DEMO, 512, 2, torch.float32
+    if on_gpu:
+        config, seq_len, micro_batch, dtype = ModelConfig(), SEQ_LEN, 8, torch.bfloat16
+    stepper = Stepper(config, device, dtype, compiled=False)
+    loader = _loader(source, micro_batch, seq_len)
+    constant = loader.next_batch().to(device)
+    waits: list[float] = []
 
-    def finish(batch: Any) -> None:
-        trainer.step(batch.input_ids, batch.labels)
+    def step(batch: Any) -> None:
+        stepper.step(batch.input_ids, batch.labels)
         if on_gpu:
             torch.cuda.synchronize()
 
-    def fed() -> None:
+    def loaded_step() -> None:
         start = time.perf_counter()
-        batch = feed.take()
-        waited.append(time.perf_counter() - start)
-        finish((batch.pin_memory() if on_gpu else batch).to(device, non_blocking=True))
+        batch = loader.next_batch()
+        waits.append(time.perf_counter() - start)
+        step((batch.pin_memory() if on_gpu else batch).to(device, non_blocking=True))
 
-    found = side_by_side({"fed": fed, "constant": lambda: finish(constant)}, rounds)
-    feed.close()
-    found["waited"] = sorted(waited)[len(waited) // 2]
-    return found | {"fed_over_constant": found["fed"] / found["constant"]}
-
-
-def _small() -> ModelConfig:
-    spec = NSASpec(block_len=16, block_stride=8, select_len=32, select_top=6, window=128)
-    return ModelConfig(
-        vocab_size=320,
-        layers=4,
-        width=256,
-        heads=6,
-        kv_heads=1,
-        mlp_width=704,
-        attention=AttentionConfig(spec=spec),
-    )
+    seconds = median_seconds({"fed": loaded_step, "constant": lambda: step(constant)}, rounds)
+    loader.close()
+    return seconds | {
+        "waited": sorted(waits)[len(waits) // 2],
+        "fed_over_constant": seconds["fed"] / seconds["constant"],
+    }
 
 
-def _agreement(meetings: int = 500) -> float:
-    """Microseconds of the collective by which two ranks learn that both have data."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_meet, args=(folder, meetings), nprocs=2)
-        return float(Path(folder, "us").read_text())
-
-
-def _meet(rank: int, folder: str, meetings: int) -> None:
+def _time_barrier(rank: int, folder: str) -> None:
+    """Time the collective by which two ranks agree that both have data."""
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", store, timedelta(minutes=1), world_size=2, rank=rank)
     flag = torch.zeros((), dtype=torch.int32)
     for _ in range(20):
         dist.all_reduce(flag)
     start = time.perf_counter()
-    for _ in range(meetings):
+    for _ in range(BARRIERS):
         dist.all_reduce(flag)
+    seconds = (time.perf_counter() - start) / BARRIERS
     if rank == 0:
-        taken = (time.perf_counter() - start) / meetings
-        Path(folder, "us").write_text(str(taken * 1e6))
+        Path(folder, "us").write_text(str(seconds * 1e6))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _report(result: dict[str, Any]) -> None:
+def _print(result: dict[str, Any]) -> None:
     print(f"prepare (byte, all cores)       {result['prepare_mb_per_s']:.0f} MB/s of text")
     for name, rate in result["tokenise_mb_per_s"].items():
         print(f"tokenise {name:4}                   {rate:,.1f} MB/s")
@@ -189,8 +182,8 @@ def _report(result: dict[str, Any]) -> None:
             print(f"{name}, {micro_batch} × {SEQ_LEN}{'':14}{rate / 1e6:,.1f} M tokens/s a process")
     step = result["step"]
     print(
-        f"a step on fed batches           {step['fed'] * 1e3:,.1f} ms, on one that stays "
+        f"a step on loaded batches        {step['fed'] * 1e3:,.1f} ms, on a constant one "
         f"{step['constant'] * 1e3:,.1f} ms: {step['fed_over_constant']:.3f} times; waited for a "
         f"batch {step['waited'] * 1e6:,.0f} us, {step['waited'] / step['constant']:.3%} of a step"
     )
-    print(f"two ranks agree                 {result['agreement_us']:,.0f} us a step")
+    print(f"barrier of two ranks            {result['barrier_us']:,.0f} us a step")

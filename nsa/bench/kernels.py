@@ -1,108 +1,113 @@
-"""`python -m nsa.bench kernels`: each function of nsa.ops by itself, on each backend.
+"""`python -m nsa.bench kernels`: each function of nsa.ops alone, on each backend.
 
-Operations and bytes are those that the function has to do and to move: pairs of a query and a key
-that it sees, with the scores computed again in the backward pass; inputs and saved tensors read
-once, outputs written once. What a backend does beyond that lowers its figures, as it should.
+FLOPs and bytes are the least that the function needs: visible pairs, with scores computed again in
+the backward pass; inputs and saved tensors read once, outputs written once. Whatever a backend does
+beyond that lowers its TFLOP/s and GB/s.
 """
 
 from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import Any
 
 import torch
 
-from nsa.bench.calls import Call, Chosen, calls, flops, moved_bytes
-from nsa.bench.contenders import Contender, figure, measure, ratios
-from nsa.bench.gpu import ceilings, recover
+from nsa.bench.implementations import Result, figure, measure, ratios
 from nsa.bench.inputs import Inputs
-from nsa.bench.report import Report, ratio, shown, table
-from nsa.bench.shapes import Shape
+from nsa.bench.measure import recover, time_alternating
+from nsa.bench.operations import FUNCTIONS, Selection, calls, flops, moved_bytes
+from nsa.bench.options import Shape, add_gpu_flags, choice, names
+from nsa.bench.results import Report, cell, print_errors, print_table, ratio
 from nsa.ops import NSASpec
 
 SPEC = NSASpec()
-MEASURED = ("forward", "forward_backward")
+PASSES = ("forward", "forward_backward")
 
 
-def run(flags: argparse.Namespace) -> dict[str, Any]:
-    """Measure every function at every shape and length; prints a table a case."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_gpu_flags(parser, "2k,8k,64k", shapes_default="m7c,64x4x128", backend=False)
+    parser.add_argument("--backends", type=names, help="for example triton,blockwise,reference")
+    every = ",".join(FUNCTIONS)
+    parser.add_argument("--functions", type=choice(*FUNCTIONS), default=every, help="only these")
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Measure every function at every shape and length; print a table per case."""
     report = Report(flags)
-    on_gpu = report.device.type == "cuda"
-    names = flags.backends or (["triton", "blockwise"] if on_gpu else ["blockwise", "reference"])
-    report.data["settings"]["backends"] = names
-    report.data["ceilings"] = ceilings(report.device, report.dtype, size=8192 if on_gpu else 256)
+    backends = flags.backends or (
+        ["triton", "blockwise"] if report.on_gpu else ["blockwise", "reference"]
+    )
+    report.data["settings"]["backends"] = backends
+    size = 8192 if report.on_gpu else 256
+    report.data["ceilings"] = _ceilings(report.device, report.dtype, size)
     for shape in flags.shapes:
         for seq_len in flags.lengths:
-            case = partial(_case, shape, seq_len, names, report)
+            case = partial(_case, shape, seq_len, backends, report)
             report.attempt(f"{shape.name} T={seq_len}", case)
-    return report.finish()
+    report.finish()
+
+
+def _ceilings(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, float]:
+    """What a plain matrix product and a plain copy reach on this device."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    source = torch.empty(16 * size * size, dtype=dtype, device=device)
+    target = torch.empty_like(source)
+    steps = {"product": lambda: a @ b, "copy": lambda: target.copy_(source)}
+    timings, _ = time_alternating(steps, device, seconds=0.2, rounds=20)
+    moved = 2 * source.numel() * source.element_size()
+    return {
+        "matrix_product_tflops": 2 * size**3 / timings["product"].median / 1e9,
+        "copy_gbps": moved / timings["copy"].median / 1e6,
+    }
 
 
 def _case(shape: Shape, seq_len: int, backends: list[str], report: Report) -> None:
     batch = max(1, report.flags.tokens // seq_len)
-    inputs = Inputs.of(shape, batch, seq_len, SPEC, report.device, report.dtype)
-    chosen = _chosen(inputs, backends, report.device)
-    by_backend = {backend: calls(inputs, chosen, SPEC, backend) for backend in backends}
+    inputs = Inputs.random(shape, batch, seq_len, SPEC, report.device, report.dtype)
+    selection = _selection(inputs, backends, report.device)
+    by_backend = {backend: calls(inputs, selection, SPEC, backend) for backend in backends}
     title = f"{shape.name} T={seq_len} batch {batch}"
     lines = [[title, "fwd ms", "TFLOP/s", "GB/s", "fwd+bwd ms", "TFLOP/s", "GB/s"]]
-    reasons = []
+    every: dict[str, Result] = {}
     for function in report.flags.functions:
-        these = {backend: by_name[function] for backend, by_name in by_backend.items()}
-        found = measure({name: partial(_contender, call) for name, call in these.items()}, report)
+        builders = {backend: by_backend[backend][function].implementation for backend in backends}
+        results = measure(builders, report)
+        call = by_backend[backends[0]][function]
         counts = {
-            "flops": flops(function, inputs, chosen.index, SPEC),
-            "bytes": moved_bytes(function, these[backends[0]], inputs, SPEC),
+            "flops": flops(function, inputs, SPEC),
+            "bytes": moved_bytes(function, call, inputs, SPEC),
         }
-        for one in found.values():
-            one["tflops"] = {
-                what: _rate(counts["flops"][what], one, what, 1e9) for what in MEASURED
-            }
-            one["gbps"] = {what: _rate(counts["bytes"][what], one, what, 1e6) for what in MEASURED}
+        for name, result in results.items():
+            cells = [f"{function} {name}"]
+            result |= {"tflops": {}, "gbps": {}}
+            for what in PASSES:
+                ms = figure(result, what)
+                result["tflops"][what] = ratio(counts["flops"][what] / 1e9, ms)
+                result["gbps"][what] = ratio(counts["bytes"][what] / 1e6, ms)
+                cells += map(cell, (ms, result["tflops"][what], result["gbps"][what]))
+            lines.append(cells)
+            every[f"{function} {name}"] = result
         report.add(
             {
                 "function": function,
                 "shape": shape.name,
-                "heads": [shape.heads, shape.kv_heads, shape.key, shape.value],
+                "heads": shape.sizes,
                 "length": seq_len,
                 "batch": batch,
                 **counts,
-                "contenders": found,
-                "ratios": ratios(found, lambda _: backends[0]),
+                "implementations": results,
+                "ratios": ratios(results, lambda _: backends[0]),
             }
         )
-        lines += [[f"{function} {backend}", *_cells(one)] for backend, one in found.items()]
-        reasons += [
-            f"  {function} {backend}, {what}: {why}"
-            for backend, one in found.items()
-            for what, why in one["why_not"].items()
-        ]
-    table(lines)
-    print(*reasons, "", sep="\n", flush=True)
+    print_table(lines)
+    print_errors(every)
 
 
-def _contender(call: Call) -> Contender:
-    return Contender(call.function, *call.tensors, learns=call.learns)
-
-
-def _chosen(inputs: Inputs, backends: list[str], device: torch.device) -> Chosen:
-    """As the first backend chooses that can; blockwise serves every call."""
+def _selection(inputs: Inputs, backends: list[str], device: torch.device) -> Selection:
+    """Select with the first backend that can; blockwise always can."""
     for backend in backends:
         try:
-            return Chosen.of(inputs, SPEC, backend)
-        except Exception as error:  # what is wrong with it is found again where it is measured
+            return Selection.of(inputs, SPEC, backend)
+        except Exception as error:  # recorded again where this backend is measured
             recover(error, device)
-    return Chosen.of(inputs, SPEC, "blockwise")
-
-
-def _rate(count: int, one: dict[str, Any], what: str, unit: float) -> float | None:
-    """Of a count and milliseconds: 1e9 gives tera a second, 1e6 giga a second."""
-    return ratio(count / unit, figure(one, what))
-
-
-def _cells(one: dict[str, Any]) -> list[str]:
-    return [
-        shown(value)
-        for what in MEASURED
-        for value in (figure(one, what), one["tflops"][what], one["gbps"][what])
-    ]
+    return Selection.of(inputs, SPEC, "blockwise")

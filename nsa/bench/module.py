@@ -1,91 +1,87 @@
-"""`python -m nsa.bench module`: whole NSA beside PyTorch's attention and other NSAs, in one run.
+"""`python -m nsa.bench module`: NSA against PyTorch's attention and other NSA implementations.
 
-Every case is one head shape at one length. Its contenders take turns, and ratios are taken inside
-the case. Four kinds of case:
+A case is one head shape at one length. Its implementations alternate, and ratios are taken within
+the case. Kinds of case:
 
-    module         the three branches and gates, compressed keys given, against dense attention.
-                   Random queries choose blocks of their own; in nsa-local, neighbours are alike
+    module         three branches and gates, compressed keys given, against dense attention. Random
+                   queries select different blocks; in nsa-local, neighbouring queries are similar
     same-pattern   l = d = l' = 64, shared keys and values, mean pooling included: as fla does it
-    selected       the selected branch alone, over random and over local blocks given to it
-    parts          the forward pass, whole and function by function, and each one's share
+    selected       the selected branch alone, given random and local blocks
+    parts          the forward pass, total and by function, and each function's fraction
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.bench import goals, peers
-from nsa.bench.calls import Chosen, calls
-from nsa.bench.contenders import Builders, Contender, figure, measure, ratios
-from nsa.bench.dense import flex, sdpa
-from nsa.bench.inputs import Inputs, mean_pool, neighbour_overlap, selection
-from nsa.bench.report import Report, check_plot, plot_lines, ratio, shown, table
-from nsa.bench.shapes import FUNCTIONS, PARTS, Shape
-from nsa.ops import (
-    NSASpec,
-    compressed_attention,
-    nsa_attention,
-    select_blocks,
-    selected_attention,
-)
+from nsa.bench import baselines, goals
+from nsa.bench.implementations import Implementation, Result, figure, measure, ratios
+from nsa.bench.inputs import Inputs, mean_pool, neighbour_overlap, random_selection
+from nsa.bench.operations import FUNCTIONS, PARTS, Selection, calls
+from nsa.bench.options import Shape, add_gpu_flags, choice, names
+from nsa.bench.results import Report, cell, print_errors, print_table, ratio
+from nsa.ops import NSASpec, compressed_attention, nsa_attention, select_blocks, selected_attention
+from nsa.report.plots import COLOURS
 
 SPEC = NSASpec()
-# Whose outputs are equal, but for rounding and near-ties, if a case compares like with like.
-TWINS = {
-    "sdpa-cudnn": "sdpa-flash",
-    "flex-causal": "sdpa-flash",
-    "fla": "nsa",
-    "fla-with-window": "nsa-with-window",
-    "fla-random": "nsa-random",
-    "fla-local": "nsa-local",
-}
-# Whom a contender is held against, where that is not nsa.
-BASES = {
-    "fla-with-window": "nsa-with-window",
-    "fla-random": "nsa-random",
-    "fla-local": "nsa-local",
-}
+KINDS = ("module", "same-pattern", "selected", "parts")
+SELECTIONS = ("random", "local")
+# Bases for ratios, where that is not nsa.
+BASES = {f"fla-{what}": f"nsa-{what}" for what in ("with-window", "random", "local")}
+# Outputs that are equal but for rounding and near-ties.
+REFERENCES = {"sdpa-cudnn": "sdpa-flash", "flex-causal": "sdpa-flash", "fla": "nsa", **BASES}
+Built = dict[str, Callable[[], Implementation]]
 
 
-def run(flags: argparse.Namespace) -> dict[str, Any]:
-    """Measure every case that fits into the time; prints a table a case."""
-    check_plot(flags.plot)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    lengths = "1k,2k,4k,6k,8k,16k,32k,64k,128k"
+    add_gpu_flags(parser, lengths, shapes_default="m7c,16x4x64,64x4x128,paper")
+    for flag, values, about in (
+        ("--selection", SELECTIONS, "neighbouring queries select different or mostly equal blocks"),
+        ("--kinds", KINDS, "against dense attention, fla's pattern, selected branch, functions"),
+    ):
+        default = ",".join(values)
+        parser.add_argument(flag, type=choice(*values), default=default, help=about)
+    parser.add_argument("--only", type=names, help="implementations to measure beside nsa")
+    parser.add_argument("--plot", type=Path, help="plot the times to this PNG file")
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Measure every case within the time limit; print a table per case."""
+    _check_plot(flags.plot)
     report = Report(flags)
-    report.data["peers"] = peers.versions()
-    backend = flags.backend or ("triton" if report.device.type == "cuda" else "blockwise")
-    report.data["settings"]["backend"] = backend
+    report.data["libraries"] = baselines.versions()
     for shape in flags.shapes:
-        if report.device.type == "cuda":
+        if report.on_gpu:
             torch.compiler.reset()  # lengths of one shape share FlexAttention's compiled code
         for seq_len in flags.lengths:
             for kind in flags.kinds:
-                case = partial(_case, kind, shape, seq_len, backend, report)
+                case = partial(_case, kind, shape, seq_len, report)
                 report.attempt(f"{kind} {shape.name} T={seq_len}", case)
         if flags.plot is not None:
-            plot_lines(_panels(report), flags.plot, "ms a sequence, forward and backward")
-    rows = report.data["rows"] if report.device.type == "cuda" else []
-    return report.finish(goals=goals.of_module(rows))
+            _plot(report.data["rows"], flags.plot)
+    report.finish(goals=goals.of_module(report.data["rows"] if report.on_gpu else []))
 
 
-def _case(kind: str, shape: Shape, seq_len: int, backend: str, report: Report) -> None:
-    flags, device = report.flags, report.device
+def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
+    flags, backend = report.flags, report.backend
     batch = max(1, flags.tokens // seq_len)
     row: dict[str, Any] = {
         "kind": kind,
         "shape": shape.name,
-        "heads": [shape.heads, shape.kv_heads, shape.key, shape.value],
+        "heads": shape.sizes,
         "length": seq_len,
         "batch": batch,
     }
-    spec = peers.FLA_SPEC if kind == "same-pattern" else SPEC
-    inputs = Inputs.of(shape, batch, seq_len, spec, device, report.dtype)
-    builders: Builders
+    spec = baselines.FLA_SPEC if kind == "same-pattern" else SPEC
+    inputs = Inputs.random(shape, batch, seq_len, spec, report.device, report.dtype)
     if kind == "module":
         builders, row["neighbour_overlap"] = _module(inputs, shape, backend, flags.selection)
     elif kind == "selected":
@@ -95,77 +91,63 @@ def _case(kind: str, shape: Shape, seq_len: int, backend: str, report: Report) -
     else:
         builders = _parts(inputs, backend)
     if flags.only and kind != "parts":
-        builders = {
-            name: one
-            for name, one in builders.items()
-            if name in flags.only or name in ("nsa", *BASES.values())
-        }
-    found = measure(builders, report, TWINS)
-    row |= {"contenders": found, "ratios": {}}
+        kept = {*flags.only, "nsa", *BASES.values()}
+        builders = {name: build for name, build in builders.items() if name in kept}
+    results = measure(builders, report, REFERENCES)
+    row |= {"implementations": results, "ratios": {}}
     if kind == "parts":
-        row["forward_share"] = _shares(found)
+        total = figure(results["nsa_attention"], "forward")
+        row["forward_fraction"] = {
+            name: ratio(figure(results[name], "forward"), total) for name in PARTS
+        }
     else:
-        row["ratios"] = ratios(found, lambda name: BASES.get(name, "nsa"))
+        row["ratios"] = ratios(results, lambda name: BASES.get(name, "nsa"))
     report.add(row)
-    _show(row)
-
-
-def _shares(found: dict[str, dict[str, Any]]) -> dict[str, float | None]:
-    """Each part's time over that of the whole forward pass."""
-    times = {name: figure(one, "forward") for name, one in found.items()}
-    return {name: ratio(times[name], times["nsa_attention"]) for name in PARTS}
-
-
-Built = dict[str, Callable[[], Contender]]
+    _print(row)
 
 
 def _module(
-    inputs: Inputs, shape: Shape, backend: str, contents: list[str]
+    inputs: Inputs, shape: Shape, backend: str, selections: list[str]
 ) -> tuple[Built, dict[str, float]]:
-    """Builders, and how much of a query's selection the query before it shares."""
-    whole = partial(nsa_attention, spec=SPEC, backend=backend)
-    ours = {"nsa": inputs}
-    if "local" in contents:
-        ours["nsa-local"] = inputs.local(SPEC)
+    """Builders, and the fraction of a query's blocks that the previous query selected too."""
+    attention = partial(nsa_attention, spec=SPEC, backend=backend)
+    variants = {"nsa": inputs}
+    if "local" in selections:
+        variants["nsa-local"] = inputs.local(SPEC)
     overlap = {
-        name: neighbour_overlap(Chosen.of(given, SPEC, backend).index)
-        for name, given in ours.items()
+        name: neighbour_overlap(Selection.of(x, SPEC, backend).index)
+        for name, x in variants.items()
     }
-    builders: Built = {
-        name: partial(Contender, whole, *given.tensors()) for name, given in ours.items()
-    }
+    builders: Built = {name: partial(Implementation, attention, *x) for name, x in variants.items()}
     return builders | {
-        "sdpa-flash": lambda: sdpa("sdpa-flash", inputs, shape),
-        "sdpa-cudnn": lambda: sdpa("sdpa-cudnn", inputs, shape),
-        "flex-causal": lambda: flex(inputs, None),
-        "flex-blocks": lambda: flex(inputs, SPEC),
-        "native-sparse-attention-pytorch": lambda: peers.pytorch_nsa(inputs, shape, SPEC),
+        "sdpa-flash": lambda: baselines.sdpa("sdpa-flash", inputs, shape),
+        "sdpa-cudnn": lambda: baselines.sdpa("sdpa-cudnn", inputs, shape),
+        "flex-causal": lambda: baselines.flex(inputs, None),
+        "flex-blocks": lambda: baselines.flex(inputs, SPEC),
+        "native-sparse-attention-pytorch": lambda: baselines.pytorch_nsa(inputs, shape, SPEC),
     }, overlap
 
 
 def _selected(
-    inputs: Inputs, shape: Shape, backend: str, contents: list[str]
+    inputs: Inputs, shape: Shape, backend: str, selections: list[str]
 ) -> tuple[Built, dict[str, float]]:
-    """Builders of the selected branch, and how much neighbours share of what it is given."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
-        return selected_attention(q, k, v, index, SPEC, backend=backend)
-
+    """Builders of the selected branch, and the overlap of neighbours for each selection."""
+    attention = partial(selected_attention, spec=SPEC, backend=backend)
     builders: Built = {}
     overlap = {}
     batch, seq_len = inputs.q.shape[:2]
-    for content in contents:
-        index = selection(content, batch, seq_len, shape.kv_heads, SPEC, inputs.q.device)
-        overlap[content] = neighbour_overlap(index)
+    for kind in selections:
+        index = random_selection(kind, batch, seq_len, shape.kv_heads, SPEC, inputs.q.device)
+        overlap[kind] = neighbour_overlap(index)
         tensors = inputs.q, inputs.k_sel, inputs.v_sel, index
-        builders[f"nsa-{content}"] = partial(Contender, attend, *tensors)
-        builders[f"fla-{content}"] = partial(peers.fla_selected, inputs, shape, SPEC, index)
+        builders[f"nsa-{kind}"] = partial(Implementation, attention, *tensors)
+        builders[f"fla-{kind}"] = partial(baselines.fla_selected, inputs, shape, SPEC, index)
     return builders, overlap
 
 
 def _same_pattern(inputs: Inputs, shape: Shape, backend: str) -> Built:
-    """Compression and selection alone, which is all fla's own kernels do; then with the window."""
-    spec = peers.FLA_SPEC
+    """Compression and selection, which fla's own kernels cover; then with the window."""
+    spec = baselines.FLA_SPEC
 
     def nsa(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, window: bool) -> Tensor:
         k_cmp, v_cmp = mean_pool(k, spec), mean_pool(v, spec)
@@ -177,65 +159,80 @@ def _same_pattern(inputs: Inputs, shape: Shape, backend: str) -> Built:
         g_cmp, g_sel, _ = (gate[..., None] for gate in gates.unbind(-1))
         return torch.addcmul(o_sel * g_sel, o_cmp, g_cmp)
 
-    def ours(window: bool) -> Contender:
-        note = "keys and values shared by the branches; mean pooling included"
-        tensors = inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates
-        return Contender(partial(nsa, window=window), *tensors, note=note)
-
+    note = "keys and values shared by the branches; mean pooling included"
+    tensors = inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates
     builders: Built = {}
     for window, ending in ((False, ""), (True, "-with-window")):
-        builders[f"nsa{ending}"] = partial(ours, window)
-        builders[f"fla{ending}"] = partial(peers.fla, inputs, shape, spec, window=window)
+        attention = partial(nsa, window=window)
+        builders[f"nsa{ending}"] = partial(Implementation, attention, *tensors, note=note)
+        builders[f"fla{ending}"] = partial(baselines.fla, inputs, shape, spec, window=window)
     return builders
 
 
 def _parts(inputs: Inputs, backend: str) -> Built:
-    """The whole forward pass, and each function's on what the one before it has computed."""
-    by_name = calls(inputs, Chosen.of(inputs, SPEC, backend), SPEC, backend)
+    """The forward pass, and each function's on the outputs of the previous one."""
+    by_name = calls(inputs, Selection.of(inputs, SPEC, backend), SPEC, backend)
     return {
-        name: partial(Contender, by_name[name].function, *by_name[name].tensors, learns=False)
+        name: partial(
+            Implementation, by_name[name].function, *by_name[name].tensors, differentiable=False
+        )
         for name in FUNCTIONS
     }
 
 
-def _show(row: dict[str, Any]) -> None:
+def _print(row: dict[str, Any]) -> None:
     title = f"{row['kind']} {row['shape']} T={row['length']} batch {row['batch']}"
     lines = [[title, "fwd ms", "fwd+bwd ms", "peak GB", "/ nsa", "/ nsa", "/ nsa"]]
-    reasons = []
-    for name, one in row["contenders"].items():
-        peak = one["peak_bytes"]
-        over = row["ratios"].get(name, {})
-        lines.append(
-            [
-                name,
-                shown(figure(one, "forward")),
-                shown(figure(one, "forward_backward")),
-                shown(None if peak is None else peak / 1e9),
-                *(shown(over.get(what)) for what in ("forward", "forward_backward", "peak_bytes")),
-            ]
-        )
-        reasons += [f"  {name}, {what}: {why}" for what, why in one["why_not"].items()]
-    table(lines)
-    print(*reasons, "", sep="\n", flush=True)
+    results: dict[str, Result] = row["implementations"]
+    for name, result in results.items():
+        peak, over = result["peak_bytes"], row["ratios"].get(name, {})
+        times = figure(result, "forward"), figure(result, "forward_backward")
+        relative = (over.get(what) for what in ("forward", "forward_backward", "peak_bytes"))
+        cells = *times, None if peak is None else peak / 1e9, *relative
+        lines.append([name, *map(cell, cells)])
+    print_table(lines)
+    print_errors(results)
 
 
-def _panels(report: Report) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """What was measured forward and backward: a panel a shape, a line a contender."""
+def _check_plot(out: Path | None) -> None:
+    """Raise before the first measurement if matplotlib is missing."""
+    try:
+        if out is not None:
+            import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"--plot {out} needs matplotlib: pip install 'nsa-m7c[dev]'") from error
+
+
+def _plot(rows: list[dict[str, Any]], out: Path) -> None:
+    """Milliseconds per sequence, forward and backward: a panel per shape and kind, log axes."""
+    from matplotlib.figure import Figure
+
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for title, name, length, ms in _points(report.data["rows"]):
-        panels.setdefault(title, {}).setdefault(name, []).append((length, ms))
-    return {
-        title: {name: sorted(points) for name, points in lines.items()}
-        for title, lines in panels.items()
-    }
-
-
-def _points(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str, int, float]]:
     for row in rows:
-        if row["kind"] == "parts":
-            continue
-        title = row["shape"] + {"module": ""}.get(row["kind"], f", {row['kind']}")
-        for name, one in row["contenders"].items():
-            ms = figure(one, "forward_backward")
-            if ms is not None:
-                yield title, name, row["length"], ms / row["batch"]
+        title = row["shape"] + ("" if row["kind"] == "module" else f", {row['kind']}")
+        for name, result in row["implementations"].items():
+            ms = figure(result, "forward_backward")
+            if ms is not None and row["kind"] != "parts":
+                curve = panels.setdefault(title, {}).setdefault(name, [])
+                curve.append((row["length"], ms / row["batch"]))
+    labels = list(dict.fromkeys(label for curves in panels.values() for label in curves))
+    columns = max(1, len(panels))
+    picture = Figure(figsize=(5.0 * columns, 4.0), dpi=150, layout="constrained")
+    for axis, (title, curves) in zip(
+        picture.subplots(1, columns, squeeze=False)[0], panels.items(), strict=False
+    ):
+        for label, points in curves.items():
+            number = labels.index(label)
+            style = ("-", "--")[number // len(COLOURS) % 2]
+            colour = COLOURS[number % len(COLOURS)]
+            x, y = zip(*sorted(points), strict=True)
+            axis.plot(x, y, style, label=label, color=colour, marker="o")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("sequence length")
+        axis.set_ylabel("ms per sequence, forward and backward")
+        axis.set_title(title)
+        axis.grid(alpha=0.25, linewidth=0.6)
+        axis.legend(frameon=False, fontsize=7)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(out)

@@ -1,7 +1,7 @@
-"""Two network namespaces joined by a link of their own, whose speed is chosen.
+"""Two network namespaces joined by a rate-limited veth link.
 
-The link lives in the two namespaces alone: no interface, address or route of the machine is
-touched, and with the namespaces it goes.
+The link exists only in the two namespaces: no interface, address or route of the machine changes,
+and it disappears with them.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from pathlib import Path
 from types import FrameType
 
 PREFIX = "nsa-link-"
-INTERFACE = "nsalink"  # the name of either end, each in a namespace of its own
+INTERFACE = "nsalink"  # the name of both ends, each in its namespace
 _numbers = itertools.count()
-_FOLDER = Path("/run/netns")  # where `ip netns` keeps their names
+_FOLDER = Path("/run/netns")  # where `ip netns` keeps the names
 _MTU = 65_535  # the packet headers of a small one would take 4% of the rate
-_BURST = "128kb"  # that may pass at once: above the largest packet
-_QUEUE = "16mb"  # that waits for its turn before anything is dropped
+_BURST = "128kb"  # sent at once; above the largest packet
+_QUEUE = "16mb"  # waits for the throttle before anything is dropped
 
 
 class LinkError(ValueError):
-    """This machine, or this user, cannot make a link; the message says what is missing."""
+    """This machine or user cannot create a link; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the two namespaces, and how to work in them."""
+    """The two namespaces and their addresses."""
 
     namespaces: tuple[str, str]
     addresses: tuple[str, str] = ("10.77.0.1", "10.77.0.2")
 
     def inside(self, end: int) -> list[str]:
-        """The words before a command that shall run at this end."""
+        """The prefix of a command that runs at this end."""
         return ["ip", "netns", "exec", self.namespaces[end]]
 
     def throttle(self, gbit: float | None) -> None:
-        """Let either end send that many Gbit/s from now on; None: as fast as the machine can."""
+        """Limit both ends to this many Gbit/s; None: as fast as the machine can."""
         for name in self.namespaces:
             tc = ["tc", "-n", name, "qdisc"]
             if gbit is None:
@@ -54,11 +54,11 @@ class Link:
 
 
 def missing() -> str | None:
-    """Why this machine or user cannot make a link; None where nothing is known against it."""
+    """Why this machine or user cannot create a link; None if nothing speaks against it."""
     if platform.system() != "Linux":
         return f"network namespaces are Linux's, and this is {platform.system()}"
     if os.geteuid() != 0:
-        return "only root may make network namespaces; run it as root"
+        return "only root may create network namespaces; run it as root"
     absent = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
     if absent:
         return f"{' and '.join(absent)} not found; install iproute2"
@@ -67,48 +67,45 @@ def missing() -> str | None:
 
 @contextmanager
 def link() -> Iterator[Link]:
-    """Make two joined namespaces and remove them however this ends, by SIGTERM too.
+    """Create two joined namespaces and remove them on any exit, also by SIGTERM.
 
-    After SIGKILL nothing can be removed: the next link does that. LinkError where a machine
-    allows no namespaces.
+    SIGKILL leaves them behind; the next link removes them. Raise LinkError where namespaces are not
+    allowed.
     """
     reason = missing()
     if reason:
         raise LinkError(reason)
     remove_leftovers()
     name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
-    made = Link((f"{name}-0", f"{name}-1"))
-    before = signal.signal(signal.SIGTERM, _leave)
+    created = Link((f"{name}-0", f"{name}-1"))
+    handler = signal.signal(signal.SIGTERM, _exit)
     try:
-        _join(made)
-        yield made
+        _create(created)
+        yield created
     finally:
-        for name in made.namespaces:
+        for name in created.namespaces:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the namespaces of processes that are gone; returns their names."""
-    names = sorted(path.name for path in _FOLDER.glob(f"{PREFIX}*"))
-    gone = [
-        name
-        for name in names
-        if not Path("/proc", name.removeprefix(PREFIX).split("-")[0]).exists()
-    ]
-    for name in gone:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return gone
+    """Remove the namespaces of processes that have ended and return their names."""
+    leftovers = []
+    for path in sorted(_FOLDER.glob(f"{PREFIX}*")):
+        if not Path("/proc", path.name.removeprefix(PREFIX).split("-")[0]).exists():
+            subprocess.run(["ip", "netns", "del", path.name], capture_output=True)
+            leftovers.append(path.name)
+    return leftovers
 
 
-def _join(made: Link) -> None:
-    first, second = made.namespaces
-    for name in made.namespaces:
+def _create(link: Link) -> None:
+    first, second = link.namespaces
+    for name in link.namespaces:
         _run("ip", "netns", "add", name)
     pair = ["type", "veth", "peer", "name", INTERFACE, "netns", second]
     _run("ip", "link", "add", "name", INTERFACE, "netns", first, *pair)
-    for name, address in zip(made.namespaces, made.addresses, strict=True):
-        for interface in ("all", "default", INTERFACE):  # IPv6 talks to itself on an idle link
+    for name, address in zip(link.namespaces, link.addresses, strict=True):
+        for interface in ("all", "default", INTERFACE):  # IPv6 sends packets on an idle link
             key = f"net.ipv6.conf.{interface}.disable_ipv6=1"
             subprocess.run(["ip", "netns", "exec", name, "sysctl", "-q", key], capture_output=True)
         _run("ip", "-n", name, "addr", "add", f"{address}/30", "dev", INTERFACE)
@@ -122,5 +119,5 @@ def _run(*command: str) -> None:
         raise LinkError(f"{' '.join(command)} failed: {' '.join(done.stderr.split())}")
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)

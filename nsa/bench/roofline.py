@@ -1,49 +1,50 @@
-"""`python -m nsa.bench roofline`: what each kernel must do at least, and the time that takes.
+"""`python -m nsa.bench roofline`: least FLOPs and bytes of each kernel, and their time floor.
 
-Counts, not measurements: matrix-product operations, exponentials and bytes that no kernel for the
-job could save. The floor is the slowest of the three on a chip. A kernel's distance from it is
-what a measurement shows. With --token: what one token behind a cache must read, which is its floor.
+Counts, not measurements: matrix products, exponentials and bytes that no kernel for the job could
+save. The floor is the slowest of the three on a chip. With --token: the bytes that one decoded
+token must read.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nsa.bench.shapes import SHAPES, Shape
+from nsa.bench.options import SHAPES, Shape, add_out, choice, lengths
+from nsa.bench.results import print_table, save
 from nsa.spec import NSASpec
 
-HALF = 2  # bytes of bf16
-SINGLE = 4  # of float32 and int32
+BF16, FP32 = 2, 4  # bytes; int32 takes as many as float32
 
 
 @dataclass(frozen=True)
-class Speeds:
-    """A chip's bf16 products, memory and exponentials a second."""
+class Chip:
+    """Peak rates per second: bf16 FLOPs, memory bytes, exponentials."""
 
     flops: float
     bytes: float
-    exps: float  # 16 a clock and multiprocessor
+    exps: float  # 16 per clock and multiprocessor
 
 
 # A100: data sheet (80 GB). H200: products and memory as measured with large matrices and copies.
-SPEEDS = {
-    "A100": Speeds(312e12, 2.0e12, 16 * 108 * 1.41e9),
-    "H200": Speeds(790e12, 4.3e12, 16 * 132 * 1.785e9),
+CHIPS = {
+    "A100": Chip(312e12, 2.0e12, 16 * 108 * 1.41e9),
+    "H200": Chip(790e12, 4.3e12, 16 * 132 * 1.785e9),
 }
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one launch must do."""
+    """The least that one launch must compute and move."""
 
     kernel: str
     flops: float
     exps: float
     bytes: float
 
-    def floor(self, chip: Speeds) -> tuple[float, str]:
+    def floor(self, chip: Chip) -> tuple[float, str]:
         """Seconds, and what they are spent on."""
         return max(
             (self.flops / chip.flops, "products"),
@@ -53,36 +54,34 @@ class Work:
 
 
 def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> list[Work]:
-    """Every kernel of one layer's attention, forward and backward, in bf16 without packing."""
+    """Every kernel of one layer's attention, forward and backward, bf16, without packing."""
     tokens = batch * seq_len
     rows = tokens * shape.heads
-    q, o = rows * shape.key * HALF, rows * shape.value * HALF
-    row = rows * SINGLE  # an lse, or a row sum
-    pair = tokens * shape.kv_heads * (shape.key + shape.value) * HALF
+    q, o = rows * shape.key * BF16, rows * shape.value * BF16
+    row = rows * FP32  # an lse, or a row sum
+    pair = tokens * shape.kv_heads * (shape.key + shape.value) * BF16
     compressed = pair * spec.compressed_len(seq_len) / seq_len
-    index = tokens * shape.kv_heads * spec.select_top * SINGLE
-    seen = [spec.visible_compressed(t) for t in range(seq_len)]
+    index = tokens * shape.kv_heads * spec.select_top * FP32
+    visible = [spec.visible_compressed(t) for t in range(seq_len)]
     keys = {
-        "compressed": sum(seen),
+        "compressed": sum(visible),
         "window": sum(map(spec.visible_window, range(seq_len))),
         "selected": sum(map(spec.visible_selected, range(seq_len))),
     }
     memory = {"compressed": compressed, "window": pair, "selected": pair + index}
-    # The choice needs each visible block's score once; what is chosen anyway needs none.
-    ranked = sum(n for t, n in enumerate(seen) if t // spec.select_len >= spec.select_top)
+    # Selection needs each visible block's score once, except while all candidates are selected.
+    ranked = sum(n for t, n in enumerate(visible) if t // spec.select_len >= spec.select_top)
     scores = batch * shape.heads * ranked
-    result = [
-        Work("select", 2 * scores * shape.key, scores, q + compressed / 2 + row + index),
-    ]
+    result = [Work("select", 2 * scores * shape.key, scores, q + compressed / 2 + row + index)]
     for branch, count in keys.items():
         pairs = batch * shape.heads * count
-        key, value, moved = 2 * pairs * shape.key, 2 * pairs * shape.value, memory[branch]
+        key, value, kv = 2 * pairs * shape.key, 2 * pairs * shape.value, memory[branch]
         result += [
-            Work(f"{branch} forward", key + value, pairs, q + moved + o + row),
-            Work(f"{branch} queries", 2 * key + value, pairs, 2 * q + o + moved + 2 * row),
-            Work(f"{branch} keys", 2 * key + 2 * value, pairs, q + o + 2 * moved + 2 * row),
+            Work(f"{branch} forward", key + value, pairs, q + kv + o + row),
+            Work(f"{branch} queries", 2 * key + value, pairs, 2 * q + o + kv + 2 * row),
+            Work(f"{branch} keys", 2 * key + 2 * value, pairs, q + o + 2 * kv + 2 * row),
         ]
-    gates = 3 * rows * HALF
+    gates = 3 * rows * BF16
     return [
         *result,
         Work("mix", 0, 0, 4 * o + gates),
@@ -92,26 +91,26 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> list[Work]:
 
 @dataclass(frozen=True)
 class Token:
-    """Bytes of one layer's attention for one token of one sequence, forward, in bf16."""
+    """Bytes of one layer's attention for one decoded token of one sequence, bf16."""
 
     compressed: int
-    chosen: int
+    selected: int
     window: int
-    dense: int  # what plain attention over all keys reads
-    splitting: int  # scores, parts and importances, which are written and read again
-    programs: tuple[int, int]  # before blocks are chosen, and after
+    dense: int  # what dense attention reads
+    splitting: int  # scores, partial outputs and importances: written and read again
+    programs: tuple[int, int]  # before and after blocks are selected
 
     @property
-    def keys(self) -> int:
-        """All that is read of the cache: what no kernel could save."""
-        return self.compressed + self.chosen + self.window
+    def read(self) -> int:
+        """What NSA must read of the cache."""
+        return self.compressed + self.selected + self.window
 
 
 def token(shape: Shape, seq_len: int, spec: NSASpec) -> Token:
     """The newest of `seq_len` tokens."""
     from nsa.ops.triton.decode import PART
 
-    pair = shape.kv_heads * (shape.key + shape.value) * HALF
+    pair = shape.kv_heads * (shape.key + shape.value) * BF16
     last = seq_len - 1
     keys, blocks = spec.visible_compressed(last), spec.select_blocks_len(seq_len)
     window = spec.visible_window(last)
@@ -121,66 +120,73 @@ def token(shape: Shape, seq_len: int, spec: NSASpec) -> Token:
     scores = keys * shape.heads + blocks * shape.kv_heads if ranked else 0
     return Token(
         compressed=keys * pair,
-        chosen=spec.visible_selected(last) * pair,
+        selected=spec.visible_selected(last) * pair,
         window=window * pair,
         dense=seq_len * pair,
-        splitting=2 * SINGLE * (parts + scores),
+        splitting=2 * FP32 * (parts + scores),
         programs=(before * shape.kv_heads, after * shape.kv_heads),
     )
 
 
-def run_token(names: Sequence[str], lengths: Sequence[int]) -> dict[str, Any]:
-    """Print what a token reads, as a table a shape, and return it."""
-    rows = []
-    for name in names:
-        shape = SHAPES[name]
-        print(f"\n{name}: {shape.heads} query heads, {shape.kv_heads} key/value heads, ", end="")
-        print(f"sizes {shape.key}/{shape.value}, one token of one sequence")
-        print(f"{'tokens':>8}{'cmp KB':>9}{'sel KB':>8}{'win KB':>8}{'all KB':>9}", end="")
-        print(f"{'dense KB':>10}{'dense/all':>10}{'split KB':>9}{'programs':>11}", end="")
-        print("".join(f"{chip + ' us':>9}" for chip in SPEEDS))
-        for seq_len in lengths:
-            found = token(shape, seq_len, NSASpec())
-            sizes = found.compressed, found.chosen, found.window, found.keys, found.dense
-            kb = [f"{size / 1e3:.0f}" for size in (*sizes, found.splitting)]
-            floors = {chip: found.keys / speeds.bytes for chip, speeds in SPEEDS.items()}
-            times = f"{found.dense / found.keys:.1f}"
-            programs = "+".join(map(str, found.programs))
-            print(
-                f"{seq_len:8,}{kb[0]:>9}{kb[1]:>8}{kb[2]:>8}{kb[3]:>9}{kb[4]:>10}{times:>10}"
-                f"{kb[5]:>9}{programs:>11}" + "".join(f"{s * 1e6:9.2f}" for s in floors.values())
-            )
-            rows.append(
-                {"shape": name, "seq_len": seq_len, **asdict(found), "keys": found.keys}
-                | {f"{chip} seconds": seconds for chip, seconds in floors.items()}
-            )
-    return {"estimate": "floors from counts, not measurements", "rows": rows}
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    default = "m7c,64x4x128"
+    parser.add_argument("--shapes", type=choice(*SHAPES), default=default, help="names of shapes")
+    lengths_help = "sequence lengths (%(default)s)"
+    parser.add_argument("--lengths", type=lengths, default="2k,64k", help=lengths_help)
+    parser.add_argument("--tokens", type=int, default=65_536, help="of a batch (%(default)s)")
+    parser.add_argument("--token", action="store_true", help="of one decoded token instead")
+    add_out(parser)
 
 
-def run(names: Sequence[str], lengths: Sequence[int], tokens: int) -> dict[str, Any]:
-    """Print the floors as a table a shape and length, and return them."""
+def run(flags: argparse.Namespace) -> None:
+    """Print a table per shape and length; with --token, per shape."""
+    rows: list[dict[str, Any]] = []
+    for shape in (SHAPES[name] for name in flags.shapes):
+        title = f"\n{shape.name}: {shape.heads} query heads, {shape.kv_heads} key/value heads, "
+        title += f"sizes {shape.key}/{shape.value}, "
+        if flags.token:
+            print(f"{title}one token of one sequence")
+            rows += _print_tokens(shape, flags.lengths)
+            continue
+        for seq_len in flags.lengths:
+            batch = max(1, flags.tokens // seq_len)
+            print(f"{title}{batch} × {seq_len:,} tokens")
+            rows += _print_kernels(shape, batch, seq_len)
+    save(flags.out, {"estimate": "floors from counts, not measurements", "rows": rows})
+
+
+def _print_kernels(shape: Shape, batch: int, seq_len: int) -> list[dict[str, Any]]:
+    lines = [["kernel", "GFLOP", "Gexp", "MB"]]
+    lines[0] += [head for name in CHIPS for head in (f"{name} ms", "spent on")]
     rows = []
-    for name in names:
-        shape = SHAPES[name]
-        for seq_len in lengths:
-            batch = max(1, tokens // seq_len)
-            print(
-                f"\n{name}: {shape.heads} query heads, {shape.kv_heads} key/value heads, ", end=""
-            )
-            print(f"sizes {shape.key}/{shape.value}, {batch} × {seq_len:,} tokens")
-            print(f"{'kernel':20}{'GFLOP':>9}{'Gexp':>8}{'MB':>8}", end="")
-            print("".join(f"{chip + ' ms':>10}  {'spent on':14}" for chip in SPEEDS))
-            for item in work(shape, batch, seq_len, NSASpec()):
-                floors = {chip: item.floor(speeds) for chip, speeds in SPEEDS.items()}
-                print(
-                    f"{item.kernel:20}{item.flops / 1e9:9.1f}{item.exps / 1e9:8.2f}"
-                    f"{item.bytes / 1e6:8.1f}"
-                    + "".join(f"{s * 1e3:10.3f}  {what:14}" for s, what in floors.values())
-                )
-                rows.append(
-                    {"shape": name, "batch": batch, "seq_len": seq_len, "kernel": item.kernel}
-                    | {"flops": item.flops, "exps": item.exps, "bytes": item.bytes}
-                    | {f"{chip} seconds": seconds for chip, (seconds, _) in floors.items()}
-                    | {f"{chip} bound": what for chip, (_, what) in floors.items()}
-                )
-    return {"estimate": "floors from counts, not measurements", "rows": rows}
+    for item in work(shape, batch, seq_len, NSASpec()):
+        row = {"shape": shape.name, "batch": batch, "seq_len": seq_len, **asdict(item)}
+        cells = [item.kernel, f"{item.flops / 1e9:.1f}", f"{item.exps / 1e9:.2f}"]
+        cells.append(f"{item.bytes / 1e6:.1f}")
+        for name, chip in CHIPS.items():
+            seconds, bound = item.floor(chip)
+            row |= {f"{name} seconds": seconds, f"{name} bound": bound}
+            cells += [f"{seconds * 1e3:.3f}", bound]
+        rows.append(row)
+        lines.append(cells)
+    print_table(lines)
+    return rows
+
+
+def _print_tokens(shape: Shape, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    heads = ["tokens", "cmp KB", "sel KB", "win KB", "all KB", "dense KB", "split KB", "dense/all"]
+    lines = [[*heads, "programs", *(f"{name} us" for name in CHIPS)]]
+    rows = []
+    for seq_len in lengths:
+        x = token(shape, seq_len, NSASpec())
+        floors = {name: x.read / chip.bytes for name, chip in CHIPS.items()}
+        kb = (x.compressed, x.selected, x.window, x.read, x.dense, x.splitting)
+        cells = [f"{seq_len:,}", *(f"{n / 1e3:.0f}" for n in kb), f"{x.dense / x.read:.1f}"]
+        programs = "+".join(map(str, x.programs))
+        lines.append([*cells, programs, *(f"{s * 1e6:.2f}" for s in floors.values())])
+        seconds = {f"{name} seconds": floor for name, floor in floors.items()}
+        rows.append(
+            {"shape": shape.name, "seq_len": seq_len, **asdict(x), "read": x.read, **seconds}
+        )
+    print_table(lines)
+    return rows

@@ -1,12 +1,13 @@
-"""Save, find and load checkpoints of an engine that is handed in."""
+"""Checkpoints of a DeepSpeed engine: save, verify, load, prune, convert."""
 
 from __future__ import annotations
 
 from nsa.checkpoint.config import CheckpointConfig
+from nsa.checkpoint.engine_state import load
 from nsa.checkpoint.errors import SaveFailed
 from nsa.checkpoint.manifest import newest_complete, read_manifest
 from nsa.checkpoint.saver import Saver
-from nsa.checkpoint.store import load, saved_rank_state, saved_state, saved_topology
+from nsa.checkpoint.state_file import read_rank_state, read_topology, read_train_state
 from nsa.checkpoint.universal import needs_universal, to_universal
 
 __all__ = [
@@ -17,8 +18,8 @@ __all__ = [
     "needs_universal",
     "newest_complete",
     "read_manifest",
-    "saved_rank_state",
-    "saved_state",
-    "saved_topology",
+    "read_rank_state",
+    "read_topology",
+    "read_train_state",
     "to_universal",
 ]

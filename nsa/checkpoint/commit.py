@@ -1,13 +1,13 @@
-"""How the files of many ranks become one checkpoint: all of it, or nothing.
+"""Atomic commit: the files of all ranks become one checkpoint, or none.
 
-    .step00000010.partial/          the draft: a crash leaves it, and the next run removes it
-        *.pt state.json …           each rank's files, brought to disk and hashed by that rank
-        .part0 .part1               each rank's share of the manifest, or why it failed
-        manifest.json               by rank 0, once all parts are there
+    .step00000010.partial/          the draft; removed by the next run after a crash
+        *.pt state.json …           files of each rank, synced and hashed by that rank
+        .part0 .part1               each rank's part of the manifest, or its error
+        manifest.json               by rank 0, once all parts exist
     step00000010/                   the same folder, renamed: from here on it is a checkpoint
     latest                          written last
 
-Ranks wait for each other through files, so that no collective runs beside training's.
+Ranks wait for each other through files, so that no collective runs beside those of training.
 """
 
 from __future__ import annotations
@@ -22,45 +22,43 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text, fsync_dir
-from nsa.checkpoint.errors import explain
+from nsa.checkpoint.errors import describe_write_error
 from nsa.checkpoint.manifest import (
     MANIFEST,
-    checkpoints,
-    complaint,
+    checkpoint_name,
+    complete_by_size,
     manifest_text,
-    name_of,
     read_manifest,
-    seal,
+    sync_and_hash,
 )
 
 LATEST = "latest"
-POLL = 0.02  # seconds between two looks at whether the other ranks are done
+POLL_SECONDS = 0.02  # between two looks for the other ranks' parts
 PARTIAL = ".partial"
 
 
 class Aborted(ValueError):
-    """The other ranks were known to have failed before their parts said so."""
+    """Another rank failed before its part said so."""
 
 
 def draft_of(folder: Path, step: int) -> Path:
-    """Where a checkpoint is put together."""
-    return folder / f".{name_of(step)}{PARTIAL}"
+    return folder / f".{checkpoint_name(step)}{PARTIAL}"
 
 
 def new_draft(folder: Path, step: int) -> Path:
-    """An empty draft; what a crash left of an earlier one goes."""
+    """Create an empty draft; remove an earlier one."""
     draft = draft_of(folder, step)
     try:
         if draft.exists():
             shutil.rmtree(draft)
         draft.mkdir(parents=True)
     except OSError as error:
-        raise ValueError(explain(error, Path(error.filename or draft))) from error
+        raise ValueError(describe_write_error(error, Path(error.filename or draft))) from error
     return draft
 
 
 def remove_drafts(folder: Path) -> None:
-    """What crashes left: drafts, and checkpoints whose removal was cut short."""
+    """Remove what crashes left: drafts, and checkpoints that were being removed."""
     for path in folder.glob(f".*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f".{LATEST}.*"):
@@ -68,33 +66,31 @@ def remove_drafts(folder: Path) -> None:
             path.unlink()
 
 
-def write_part(draft: Path, rank: int, names: Iterable[str], about: dict[str, Any]) -> None:
-    """Bring one rank's files to disk and say what they hold; raises a ValueError with the fix."""
+def write_part(draft: Path, rank: int, names: Iterable[str], fields: dict[str, Any]) -> None:
+    """Sync and hash one rank's files and write its part; raise a ValueError with the fix."""
     path = draft
     try:
         files = {}
         for name in names:
             path = draft / name
-            files[name] = seal(path)
+            files[name] = sync_and_hash(path)
         path = _part(draft, rank)
-        atomic_write_text(path, json.dumps({"files": files, **about}))
+        atomic_write_text(path, json.dumps({"files": files, **fields}))
     except OSError as error:
-        raise ValueError(explain(error, path)) from error
+        raise ValueError(describe_write_error(error, path)) from error
 
 
-def write_failure(draft: Path, rank: int, names: Iterable[str], why: str) -> None:
-    """Give back the room of one rank's files, and tell rank 0 not to wait."""
+def write_failure(draft: Path, rank: int, names: Iterable[str], reason: str) -> None:
+    """Remove one rank's files, which frees their space, and stop rank 0 from waiting for it."""
     for name in names:
         with contextlib.suppress(OSError):
             (draft / name).unlink(missing_ok=True)
-    with contextlib.suppress(
-        OSError
-    ):  # where no file can be written, the ranks' next meeting tells
-        atomic_write_text(_part(draft, rank), json.dumps({"error": why}))
+    with contextlib.suppress(OSError):  # if this fails as well, the next consensus reports it
+        atomic_write_text(_part(draft, rank), json.dumps({"error": reason}))
 
 
 def wait_for_parts(draft: Path, ranks: int, abort: threading.Event) -> list[dict[str, Any]]:
-    """Every rank's part; raises a ValueError with the reasons where some rank failed."""
+    """Return every rank's part; raise a ValueError with the errors of ranks that failed."""
     parts: dict[int, dict[str, Any]] = {}
     while len(parts) < ranks:
         if abort.is_set():
@@ -103,19 +99,19 @@ def wait_for_parts(draft: Path, ranks: int, abort: threading.Event) -> list[dict
             with contextlib.suppress(FileNotFoundError):
                 parts[rank] = json.loads(_part(draft, rank).read_text(encoding="utf-8"))
         if len(parts) < ranks:
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
     errors = [parts[rank]["error"] for rank in range(ranks) if "error" in parts[rank]]
     if errors:
         raise ValueError("; ".join(dict.fromkeys(errors)))
     return [parts[rank] for rank in range(ranks)]
 
 
-def commit(folder: Path, step: int, parts: list[dict[str, Any]], about: dict[str, Any]) -> Path:
-    """Turn a finished draft into the checkpoint of `step`; raises a ValueError with the fix."""
-    draft, path = draft_of(folder, step), folder / name_of(step)
-    at = draft / MANIFEST
-    content = {
-        **about,
+def commit(folder: Path, step: int, parts: list[dict[str, Any]], fields: dict[str, Any]) -> Path:
+    """Turn a finished draft into the checkpoint of `step`; raise a ValueError with the fix."""
+    draft, checkpoint = draft_of(folder, step), folder / checkpoint_name(step)
+    path = draft / MANIFEST
+    manifest = {
+        **fields,
         "step": step,
         "ranks": len(parts),
         "time": time.time(),
@@ -125,51 +121,51 @@ def commit(folder: Path, step: int, parts: list[dict[str, Any]], about: dict[str
     try:
         for rank in range(len(parts)):
             _part(draft, rank).unlink()
-        atomic_write_text(at, manifest_text(content))
+        atomic_write_text(path, manifest_text(manifest))
         fsync_dir(draft)
-        at = path
-        if path.exists():  # one that was passed over as broken, or left behind by a rollback
-            remove(path)
-        draft.rename(path)
+        path = checkpoint
+        if checkpoint.exists():  # damaged, or left behind by a rollback
+            remove(checkpoint)
+        draft.rename(checkpoint)
         fsync_dir(folder)
-        at = folder / LATEST
-        atomic_write_text(at, path.name)
+        path = folder / LATEST
+        atomic_write_text(path, checkpoint.name)
         fsync_dir(folder)
     except OSError as error:
-        raise ValueError(explain(error, at)) from error
-    return path
+        raise ValueError(describe_write_error(error, path)) from error
+    return checkpoint
 
 
 def prune(folder: Path, keep: int, keep_hours: float, now: float) -> list[str]:
-    """Remove checkpoints beyond the `keep` newest or older than `keep_hours`; 0 sets no limit.
+    """Remove checkpoints beyond the `keep` newest or older than `keep_hours`; 0: no limit.
 
-    The newest stays, and the newest without NaN or inf. Broken ones count for nothing and are left
-    to whoever wants to look at them. Returns what could not be removed, and why.
+    The newest stays, and the newest without NaN or inf. Damaged ones stay and do not count.
+    Return the errors of failed removals.
     """
-    whole = [path for path in checkpoints(folder) if not complaint(path, hashes=False)]
-    about = {path: read_manifest(path) for path in whole}
-    spared = {*whole[:1], *[path for path in whole if about[path]["finite"]][:1]}
-    failed = []
-    for place, path in enumerate(whole):
-        too_many = keep and place >= keep
-        too_old = keep_hours and now - about[path]["time"] > keep_hours * 3600
-        if path not in spared and (too_many or too_old):
+    paths = complete_by_size(folder)
+    manifests = {path: read_manifest(path) for path in paths}
+    protected = {*paths[:1], *[path for path in paths if manifests[path]["finite"]][:1]}
+    errors = []
+    for index, path in enumerate(paths):
+        too_many = keep and index >= keep
+        too_old = keep_hours and now - manifests[path]["time"] > keep_hours * 3600
+        if path not in protected and (too_many or too_old):
             try:
                 remove(path)
             except OSError as error:
-                failed.append(f"{path} could not be removed: {error.strerror}")
-    return failed
+                errors.append(f"{path} could not be removed: {error.strerror}")
+    return errors
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint so that one half removed is never taken for one, with what it became."""
+    """Remove a checkpoint and its universal form; renamed first, so that a crash leaves neither."""
     for path in (checkpoint.with_name(f"{checkpoint.name}.universal"), checkpoint):
         if path.exists():
-            gone = path.with_name(f".{path.name}.removed{PARTIAL}")
-            if gone.exists():
-                shutil.rmtree(gone)
-            path.rename(gone)
-            shutil.rmtree(gone)
+            removed = path.with_name(f".{path.name}.removed{PARTIAL}")
+            if removed.exists():
+                shutil.rmtree(removed)
+            path.rename(removed)
+            shutil.rmtree(removed)
 
 
 def _part(draft: Path, rank: int) -> Path:

@@ -1,4 +1,4 @@
-"""When a run saves itself, and what it keeps."""
+"""Checkpoint settings: when to save, what to keep."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass
 class CheckpointConfig:
-    """Saving and resuming; the last step is always saved."""
+    """When to save and what to keep; the last step is always saved."""
 
     every: int = 5_000  # steps between two checkpoints; 0: only at the end
-    keep: int = 0  # newest checkpoints that are kept; 0: all
-    keep_hours: float = 0.0  # older ones are removed, the newest never; 0: all are kept
-    background: bool = False  # copy the state, train on, and let a thread write it
+    keep: int = 0  # number of newest checkpoints to keep; 0: all
+    keep_hours: float = 0.0  # remove older ones, never the newest; 0: no limit
+    background: bool = False  # copy the state and let a thread write it while training continues
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""

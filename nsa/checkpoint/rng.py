@@ -1,4 +1,4 @@
-"""The random number generators of one rank, saved and restored."""
+"""Save and restore the random number generators of one rank: torch, CUDA, NumPy, Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """Where this rank's generators stand, in types that a safe loader reads."""
+    """Return the state of this rank's generators in types that torch.load reads safely."""
     numpy: Any = np.random.get_state(legacy=True)
     kind, keys, *rest = numpy
     state: dict[str, Any] = {
@@ -25,7 +25,6 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(path: Path) -> None:
-    """Put this rank's generators back to where `path` says."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     kind, keys, *rest = state["numpy"]
     torch.set_rng_state(state["torch"])

@@ -1,6 +1,6 @@
-"""Text to batches: source, tokenizer, order or stream, and the feed that a rank takes from.
+"""Data pipeline: sources, tokenizers, prepared shards, and resumable loaders.
 
-Only what is light is imported here: a worker that reads and tokenises starts without PyTorch.
+Imports only what is light: a worker process must start without PyTorch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Where batches come from: computed from tokens that are all there, or streamed by workers."""
+"""Batch sources of a loader: `IndexedBatches` from token stores, `StreamingBatches` from workers.
+
+A streaming source has one worker process per `data.workers`, read in turn:
+
+    worker 0:  b0      b2      ...
+    worker 1:      b1      b3  ...    state: batches consumed, and each worker's stream cursor
+"""
 
 from __future__ import annotations
 
@@ -9,10 +15,11 @@ from typing import Any, Protocol
 from nsa.data.batches import Batch, Batches, to_batch
 from nsa.data.config import DataConfig
 from nsa.data.coverage import coverage
+from nsa.data.factory import open_source, open_store
 from nsa.data.order import key
-from nsa.data.source import DataError, State, open_source
-from nsa.data.stream import NOTHING_YET, stream_rows
-from nsa.data.token_store import TokenStore, open_store
+from nsa.data.source import DataError, State
+from nsa.data.stream import NO_DOCUMENT, stream_rows
+from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import build_tokenizer
 from nsa.data.worker import Worker
 
@@ -20,35 +27,33 @@ PREPARE = "write shards with `nsa data prepare` and name their folder in data.so
 
 
 class BatchSource(Iterator[tuple[Batch, "State | None"]], Protocol):
-    """Where batches come from, each with the place behind it."""
+    """Batches of one rank, each with the state that resumes after it."""
 
     fingerprint: str  # of the samples and their order
-    vocab_size: int  # no token's number reaches it
+    vocab_size: int  # above every token id
     tokenizer: str
     tokenizer_fingerprint: str
 
-    def whereabouts(self) -> tuple[str, str]:
-        """What is being read, and how far that came, for messages."""
+    def progress(self) -> tuple[str, str]:
+        """The source being read and how far, for messages."""
         ...
 
-    def plan(self, samples: int) -> list[str]:
-        """What a run that deals so many samples takes."""
+    def describe(self, samples: int) -> list[str]:
+        """What a run of `samples` reads, in lines for its log."""
         ...
 
-    def close(self) -> None:
-        """End what was started to read."""
-        ...
+    def close(self) -> None: ...
 
 
 class IndexedBatches:
-    """Batches that are a function of their number: there is no place to remember."""
+    """Batches computed from their index; they need no state beyond the samples consumed."""
 
     def __init__(self, batches: Batches, rank: int, consumed: int) -> None:
         self.fingerprint = batches.fingerprint
         self.vocab_size = max(store.vocab_size for store in batches.stores)
         self.tokenizer = batches.stores[0].tokenizer_name
         self.tokenizer_fingerprint = batches.stores[0].tokenizer
-        self._batches, self._of_rank = batches, batches.of_rank(rank, consumed)
+        self._batches, self._of_rank = batches, batches.for_rank(rank, consumed)
         self._read = 0
 
     def __iter__(self) -> IndexedBatches:
@@ -59,11 +64,11 @@ class IndexedBatches:
         self._read += 1
         return batch, None
 
-    def whereabouts(self) -> tuple[str, str]:
+    def progress(self) -> tuple[str, str]:
         names = ", ".join(store.name for store in self._batches.stores)
-        return names, f"batches that were read before: {self._read:,}"
+        return names, f"batches read so far: {self._read:,}"
 
-    def plan(self, samples: int) -> list[str]:
+    def describe(self, samples: int) -> list[str]:
         batches = self._batches
         return coverage(batches.stores, batches.shares, batches.seq_len, samples)
 
@@ -72,7 +77,7 @@ class IndexedBatches:
 
 
 class StreamingBatches:
-    """Batches from worker processes in turn, each of which reads a share of its own."""
+    """Batches of worker processes in turn, each of which reads its part of the source."""
 
     def __init__(
         self,
@@ -86,61 +91,64 @@ class StreamingBatches:
     ) -> None:
         tokenizer = build_tokenizer(config)
         text = _text_settings(config, seed)
-        # Opened here as well: what is not there is refused before a worker or an engine starts.
+        # Opened here as well: a missing source is refused before a worker or an engine starts.
         sizes = [open_source(config, name).size() for name in config.parts()]
         self.fingerprint = f"{key('stream', tokenizer.fingerprint, repr(text), repr(sizes)):016x}"
         self.vocab_size = tokenizer.vocab_size
         self.tokenizer = tokenizer.name
         self.tokenizer_fingerprint = tokenizer.fingerprint
         self._config, self._eos_id = config, tokenizer.eos_id
-        self._under = {
+        self._settings = {
             **text,
             "number of ranks": world_size,
             "data.workers": config.workers,
             "rank": rank,
         }
         if state is not None:
-            _check_same(state["under"], self._under)
-        self._taken = state["taken"] if state else 0
-        self._places = list(state["workers"]) if state else [None] * config.workers
-        self._workers: list[Worker] = []
-        for number, place in enumerate(self._places):
-            work = partial(
-                stream_rows,
-                config,
-                seed=seed,
-                part=rank * config.workers + number,
-                parts=world_size * config.workers,
-                rows=micro_batch,
-                state=place,
+            _check_same(state["under"], self._settings)
+        self._consumed = state["taken"] if state else 0
+        self._cursors = list(state["workers"]) if state else [None] * config.workers
+        name = f"data.source = {source_names(config)!r}, rank {rank}"
+        self._workers = [
+            Worker(
+                partial(
+                    stream_rows,
+                    config,
+                    seed=seed,
+                    part=rank * config.workers + number,
+                    parts=world_size * config.workers,
+                    rows=micro_batch,
+                    state=cursor,
+                ),
+                name,
             )
-            name = f"data.source = {source_names(config)!r}, rank {rank}"
-            self._workers.append(Worker(work, name))
-
-    @property
-    def _next(self) -> int:
-        return self._taken % len(self._workers)
+            for number, cursor in enumerate(self._cursors)
+        ]
 
     def __iter__(self) -> StreamingBatches:
         return self
 
     def __next__(self) -> tuple[Batch, State]:
-        at = self._next
-        rows, self._places[at] = next(self._workers[at])
-        self._taken += 1
-        state = {"under": self._under, "taken": self._taken, "workers": list(self._places)}
+        turn = self._turn
+        rows, self._cursors[turn] = next(self._workers[turn])
+        self._consumed += 1
+        state = {"under": self._settings, "taken": self._consumed, "workers": list(self._cursors)}
         return to_batch(rows, self._eos_id, self._config.packing), state
 
-    def whereabouts(self) -> tuple[str, str]:
-        worker = self._workers[self._next]
-        place = f"the last document read was {worker.place or NOTHING_YET}"
-        return worker.source or source_names(self._config), place
+    @property
+    def _turn(self) -> int:
+        return self._consumed % len(self._workers)
 
-    def plan(self, samples: int) -> list[str]:
+    def progress(self) -> tuple[str, str]:
+        worker = self._workers[self._turn]
+        last = f"the last document read was {worker.location or NO_DOCUMENT}"
+        return worker.source or source_names(self._config), last
+
+    def describe(self, samples: int) -> list[str]:
         return [
             f"{name}: streamed, tokenizer {self.tokenizer}, documents shuffled "
             f"{self._config.shuffle_documents:,} at a time; "
-            f"the run deals {round(samples * share):,} samples of {self._config.seq_len:,}"
+            f"the run consumes {round(samples * share):,} samples of {self._config.seq_len:,}"
             for name, share in self._config.parts().items()
         ]
 
@@ -149,77 +157,47 @@ class StreamingBatches:
             worker.close()
 
 
-def open_batches(
-    config: DataConfig,
-    split: str,
-    *,
-    micro_batch: int,
-    accumulation: int,
-    world_size: int,
-    seed: int,
-) -> Batches | None:
-    """The batches of tokens that are all there, in memory or in shards; None: they are streamed."""
-    found = {name: open_store(config, name, split) for name in config.parts()}
-    stores = [store for store in found.values() if store is not None]
-    if not stores:
+def open_batches(config: DataConfig, split: str, **shape: int) -> Batches | None:
+    """Open indexed batches of `data.source`; None if it is streamed."""
+    stores = {name: open_store(config, name, split) for name in config.parts()}
+    indexed = {name: store for name, store in stores.items() if store is not None}
+    if not indexed:
         return None
-    if len(stores) < len(found):
-        streamed = ", ".join(name for name, store in found.items() if store is None)
-        whole = ", ".join(name for name, store in found.items() if store is not None)
+    if len(indexed) < len(stores):
+        streamed = ", ".join(name for name in stores if name not in indexed)
         raise DataError(
-            f"data.source mixes streams ({streamed}) with tokens that are all there ({whole}); "
+            f"data.source mixes streams ({streamed}) with indexed tokens ({', '.join(indexed)}); "
             f"write shards of {streamed} with `nsa data prepare` and name their folders instead"
         )
-    _check_one_tokenizer(stores)
-    return cut(
-        stores,
-        config,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        world_size=world_size,
-        seed=seed,
-    )
+    first, *others = indexed.values()
+    for store in others:
+        if store.tokenizer != first.tokenizer:
+            raise DataError(
+                f"data.source: the tokens of {first.name} and of {store.name} are of "
+                f"different tokenizers ({first.tokenizer[:12]}, {store.tokenizer[:12]}); "
+                "prepare one of them again with the other's tokenizer"
+            )
+    return build_batches(list(indexed.values()), config, **shape)
 
 
-def cut(
-    stores: Sequence[TokenStore],
-    config: DataConfig,
-    *,
-    micro_batch: int,
-    accumulation: int,
-    world_size: int,
-    seed: int,
-) -> Batches:
-    """The batches of these stores, as `data.*` asks for them."""
+def build_batches(stores: Sequence[TokenStore], config: DataConfig, **shape: int) -> Batches:
+    """Build the batches of these stores; `shape`: micro_batch, accumulation, world_size, seed."""
     return Batches(
         stores,
         shares=list(config.parts().values()),
         seq_len=config.seq_len,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        world_size=world_size,
-        seed=seed,
         packing=config.packing,
+        **shape,
     )
 
 
-def _check_one_tokenizer(stores: Sequence[TokenStore]) -> None:
-    for store in stores:
-        if store.tokenizer != stores[0].tokenizer:
-            raise DataError(
-                f"data.source: the tokens of {stores[0].name} and of {store.name} were made by "
-                f"different tokenizers ({stores[0].tokenizer[:12]}, {store.tokenizer[:12]}); "
-                "prepare one of them again with the other's tokenizer"
-            )
-
-
 def source_names(config: DataConfig) -> str:
-    """All of `data.source`, for messages."""
+    """`data.source`, for messages."""
     return ", ".join(config.parts())
 
 
 def _text_settings(config: DataConfig, seed: int) -> dict[str, Any]:
-    """What decides which documents a stream gives, and in which order; as JSON gives it back."""
+    """The settings that determine a stream's documents and their order, as JSON returns them."""
     names = ("subset", "split", "files", "text_field", "tokenizer", "held_out", "shuffle_documents")
     return {
         "data.source": [[name, share] for name, share in config.parts().items()],
@@ -232,7 +210,7 @@ def _check_same(saved: dict[str, Any], now: dict[str, Any]) -> None:
     for name, value in now.items():
         if saved[name] != value:
             raise DataError(
-                f"this run's place in its stream was saved with {name} = {saved[name]}, which is "
-                f"now {value}: streams go on only as they were; set it back, or {PREPARE}: that "
-                "order goes on with any number of ranks"
+                f"{name} = {value}: this run's stream cursor was saved with {saved[name]}, and a "
+                f"stream resumes only unchanged; set it back, or {PREPARE}: indexed order resumes "
+                "on any number of ranks"
             )

@@ -1,4 +1,9 @@
-"""Batches as a pure function of (samples consumed, micro-step, rank): resuming needs no state."""
+"""Indexed batches: a pure function of (samples consumed, micro-step, rank), so resuming is free.
+
+tokens  | s0 | s1 | s2 | ...    sample i: tokens[i·T : i·T + T + 1]
+order   s7 s2 s9 ...            a permutation of each epoch; a mixture interleaves its sources
+step    micro-step 0: rank 0's rows, rank 1's rows; micro-step 1: ...
+"""
 
 from __future__ import annotations
 
@@ -17,29 +22,27 @@ from nsa.data.tokenizer import TokenArray
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank feeds to one forward pass; `labels[b, t]` follows `input_ids[b, t]`."""
+    """One rank's input to one forward pass; `labels[b, t]` follows `input_ids[b, t]`."""
 
-    input_ids: torch.Tensor  # int64 [B, T], or [1, B·T] where documents are packed
+    input_ids: torch.Tensor  # int64 [B, T], or [1, B·T] for packed documents
     labels: torch.Tensor  # int64, same shape, already shifted; -100: ignored
-    cu_seqlens: torch.Tensor | None = None  # int32 [documents + 1]: where each starts, and the end
+    cu_seqlens: torch.Tensor | None = None  # int32 [documents + 1]: start of each, and the end
 
     @property
     def tokens(self) -> int:
-        """How many tokens the model reads."""
         return self.input_ids.numel()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on `device`."""
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
-    def part(self, number: int, parts: int) -> Batch:
-        """One of so many equal parts of the sequences; `cu_seqlens` stays that of the whole."""
-        length = self.input_ids.shape[1] // parts
-        mine = slice(number * length, (number + 1) * length)
-        return Batch(self.input_ids[:, mine], self.labels[:, mine], self.cu_seqlens)
+    def sequence_part(self, index: int, count: int) -> Batch:
+        """One of `count` equal parts of each sequence; `cu_seqlens` stays that of the full one."""
+        length = self.input_ids.shape[1] // count
+        part = slice(index * length, (index + 1) * length)
+        return Batch(self.input_ids[:, part], self.labels[:, part], self.cu_seqlens)
 
     def pin_memory(self) -> Batch:
-        """The same batch where a GPU can fetch it from while the processor goes on."""
+        """A copy in pinned memory, for asynchronous transfer to a GPU."""
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -48,34 +51,31 @@ class Batch:
 
 
 def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:
-    """Rows of T + 1 tokens [B, T + 1] as inputs and the token after each of them.
+    """Split rows [B, T + 1] into inputs and next-token labels.
 
-    `documents` lays the rows end to end; a document ends with its row, and nothing is predicted
-    across an end of text.
+    Packing "documents" lays the rows end to end; a document ends with its row at the latest, and
+    no label crosses an end of text.
     """
-    inputs = rows[:, :-1].astype(np.int64)
+    inputs = rows[:, :-1].astype(np.int64)  # [B, T]
     labels = rows[:, 1:].astype(np.int64)
     if packing == "concat":
         return Batch(torch.from_numpy(inputs), torch.from_numpy(labels))
     seq_len = inputs.shape[1]
-    inputs, labels = inputs.reshape(1, -1), labels.reshape(1, -1)
+    inputs, labels = inputs.reshape(1, -1), labels.reshape(1, -1)  # [1, B·T]
     ends = inputs[0] == eos_id
     labels[0, ends] = IGNORE_INDEX
     starts = np.zeros(inputs.size + 1, dtype=bool)
-    starts[::seq_len] = True  # the last of them is the end of the row
+    starts[::seq_len] = True  # each row, and the end of the last
     starts[1:] |= ends
     cu_seqlens = np.flatnonzero(starts).astype(np.int32)
     return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), torch.from_numpy(cu_seqlens))
 
 
 class Batches:
-    """Cuts token streams into samples and deals them out to steps, micro-steps and ranks.
+    """Cuts token stores into samples and assigns them to steps, micro-steps and ranks.
 
-    Sample i of a store is its tokens[i·T : i·T + T + 1]: T inputs, and the token after each of
-    them. Samples are consumed step by step, micro-step by micro-step, rank by rank, row by row;
-    each epoch of a store is its own permutation. So a global batch holds the same samples however
-    it is divided, and the order continues where ranks or accumulation change. An epoch that ends in
-    a batch still uses each sample exactly once.
+    A global batch holds the same samples however it is divided, so the order continues where ranks
+    or accumulation change. An epoch that ends within a batch still uses each sample exactly once.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Batches:
         stored = (
             f"{store.fingerprint}*{share}" for store, share in zip(stores, shares, strict=True)
         )
-        self._identity: list[int | str] = ["order", seq_len, seed, *stored]
+        self.fingerprint = f"{key('order', seq_len, seed, *stored):016x}"  # of samples and order
         self._mixer = Mixer(self.shares, [store.name for store in stores])
 
     @property
@@ -122,59 +122,48 @@ class Batches:
         return self.micro_batch * self.accumulation * self.world_size
 
     @property
-    def fingerprint(self) -> str:
-        """Of the samples and their order, which do not depend on how a step is divided."""
-        return f"{key(*self._identity):016x}"
+    def bytes_per_token(self) -> float:
+        """Bytes of text per token; converts loss to bits per byte."""
+        return sum(
+            share * store.bytes_per_token
+            for share, store in zip(self.shares, self.stores, strict=True)
+        )
 
     def batch(self, consumed: int, micro_step: int, rank: int) -> Batch:
-        """What `rank` reads in one micro-step, after `consumed` samples.
-
-        That is step · samples_per_step in a run whose shape never changed.
-        """
+        """The batch of `rank` in one micro-step of the step that starts at `consumed` samples."""
         assert consumed >= 0
         assert 0 <= micro_step < self.accumulation
         assert 0 <= rank < self.world_size
         first = consumed + (micro_step * self.world_size + rank) * self.micro_batch
         return self.rows(range(first, first + self.micro_batch))
 
-    def rows(self, positions: Sequence[int]) -> Batch:
-        """The samples at these places of the endless sequence, as one batch."""
-        rows = np.stack([self._sample(position) for position in positions])
-        return to_batch(rows, self.stores[0].eos_id, self.packing)
-
-    def of_rank(self, rank: int, consumed: int = 0) -> Iterator[Batch]:
-        """Every batch of one rank, from the step before which `consumed` samples were consumed."""
+    def for_rank(self, rank: int, consumed: int = 0) -> Iterator[Batch]:
+        """All batches of one rank from the step that starts at `consumed` samples."""
         while True:
             for micro_step in range(self.accumulation):
                 yield self.batch(consumed, micro_step, rank)
             consumed += self.samples_per_step
 
-    def lasts(self, samples: int) -> tuple[int, str] | None:
-        """How many of the first `samples` come before one comes again, and of which store it is.
+    def rows(self, positions: Sequence[int]) -> Batch:
+        """The samples at these positions of the order, as one batch."""
+        rows = np.stack([self._sample(position) for position in positions])
+        return to_batch(rows, self.stores[0].eos_id, self.packing)
 
-        None where there are so many.
-        """
+    def first_repeat(self, samples: int) -> tuple[int, str] | None:
+        """Within the first `samples`: the position of the first repeated one, and its store."""
         for position in range(samples):
-            at, number = self._mixer.place(position)
-            if number >= self.samples[at]:
-                return position, self.stores[at].name
+            source, number = self._mixer.locate(position)
+            if number >= self.samples[source]:
+                return position, self.stores[source].name
         return None
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Of the text, to turn loss into bits per byte."""
-        return sum(
-            share * store.bytes_per_token
-            for share, store in zip(self.shares, self.stores, strict=True)
-        )
-
-    def place(self, position: int) -> tuple[TokenStore, int]:
-        """The store that a sample is cut from, and which of its tokens is the first."""
-        at, number = self._mixer.place(position)
-        epoch, index = divmod(number, self.samples[at])
-        index = shuffled(index, self.samples[at], key(self.seed, epoch, at))
-        return self.stores[at], index * self.seq_len
+    def locate(self, position: int) -> tuple[TokenStore, int]:
+        """The store of a sample, and the index of its first token."""
+        source, number = self._mixer.locate(position)
+        epoch, index = divmod(number, self.samples[source])
+        index = shuffled(index, self.samples[source], key(self.seed, epoch, source))
+        return self.stores[source], index * self.seq_len
 
     def _sample(self, position: int) -> TokenArray:
-        store, start = self.place(position)
+        store, start = self.locate(position)
         return store.read(start, start + self.seq_len + 1)

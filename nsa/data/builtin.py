@@ -1,4 +1,4 @@
-"""Text that is always at hand: Python's standard library, and made-up documents."""
+"""Built-in sources that need no download: Python's standard library, and synthetic documents."""
 
 from __future__ import annotations
 
@@ -11,55 +11,42 @@ import numpy as np
 
 from nsa.data.source import DataError, Document, Reader, Source, State
 
-SYNTHETIC_SEED = 0  # the same text in every run, so that runs compare
+SYNTHETIC_SEED = 0  # the same documents in every run
 
-# What some distributions leave out or pack apart, ...
-LEFT_OUT_FOLDERS = {"__pycache__", "dist-packages", "distutils", "ensurepip", "idlelib"}
-LEFT_OUT_FOLDERS |= {"lib-dynload", "lib2to3", "macholib", "site-packages", "test", "tests"}
-LEFT_OUT_FOLDERS |= {"tkinter", "turtledemo"}
-# ... what programs wrote (code-page tables, and one file with all of the manual), ...
-LEFT_OUT_FOLDERS |= {"encodings", "pydoc_data"}
+# Folders that some distributions omit or package separately ...
+SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "distutils", "ensurepip", "idlelib"}
+SKIPPED_FOLDERS |= {"lib-dynload", "lib2to3", "macholib", "site-packages", "test", "tests"}
+SKIPPED_FOLDERS |= {"tkinter", "turtledemo"}
+# ... generated code (code-page tables, and one file with the whole manual) ...
+SKIPPED_FOLDERS |= {"encodings", "pydoc_data"}
 # ... and what distributions and machines add.
-LEFT_OUT_PREFIXES = ("_distutils", "_sysconfigdata", "config-", "sitecustomize", "usercustomize")
+SKIPPED_PREFIXES = ("_distutils", "_sysconfigdata", "config-", "sitecustomize", "usercustomize")
 
 
-class Listed:
-    """A source that knows how many documents it has and can get at any of them."""
+class ListSource:
+    """A source whose documents are loaded by number."""
 
-    def __init__(self, name: str, numbers: Sequence[int], get: Callable[[int], Document]) -> None:
+    def __init__(self, name: str, numbers: Sequence[int], load: Callable[[int], Document]) -> None:
         self.name = name
-        self._numbers = numbers
-        self._get = get
+        self._numbers, self._load = numbers, load
 
     def read(self, state: State | None = None) -> Reader:
-        return _ListedReader(self._numbers, self._get, state["documents"] if state else 0)
+        state = state or {"documents": 0}
+        return Reader(self._documents(state["documents"]), state)
+
+    def _documents(self, first: int) -> Iterator[tuple[Document, State]]:
+        for count, number in enumerate(self._numbers[first:], first + 1):
+            yield self._load(number), {"documents": count}
 
     def part(self, index: int, count: int) -> Source:
-        return Listed(self.name, self._numbers[index::count], self._get)
+        return ListSource(self.name, self._numbers[index::count], self._load)
 
     def size(self) -> int | None:
         return None
 
 
-class _ListedReader:
-    def __init__(self, numbers: Sequence[int], get: Callable[[int], Document], given: int) -> None:
-        self._numbers, self._get, self._given = numbers, get, given
-
-    def __iter__(self) -> Reader:
-        return self
-
-    def __next__(self) -> Document:
-        if self._given >= len(self._numbers):
-            raise StopIteration
-        self._given += 1
-        return self._get(self._numbers[self._given - 1])
-
-    def state(self) -> State:
-        return {"documents": self._given}
-
-
 def embedded(root: Path | None = None) -> Source:
-    """The standard library's sources, a document each, in the order of their relative paths."""
+    """The standard library's source files, one document each, ordered by relative path."""
     root = root or Path(sysconfig.get_path("stdlib"))
     names = sorted(_source_names(root))
     if not names:
@@ -67,7 +54,7 @@ def embedded(root: Path | None = None) -> Source:
             f"data.source = 'embedded': no Python sources in {root}; use a Python that ships its "
             "standard library as .py files, or data.source = 'synthetic'"
         )
-    return Listed(
+    return ListSource(
         "embedded",
         range(len(names)),
         lambda number: Document((root / names[number]).read_bytes(), names[number]),
@@ -76,23 +63,23 @@ def embedded(root: Path | None = None) -> Source:
 
 def _source_names(root: Path) -> Iterator[str]:
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if _belongs(name)]
-        for path in (Path(folder, name) for name in files if _belongs(name)):
+        subfolders[:] = [name for name in subfolders if _included(name)]
+        for path in (Path(folder, name) for name in files if _included(name)):
             if path.suffix == ".py" and path.stat().st_size:
                 yield path.relative_to(root).as_posix()
 
 
-def _belongs(name: str) -> bool:
-    return name not in LEFT_OUT_FOLDERS and not name.startswith(LEFT_OUT_PREFIXES)
+def _included(name: str) -> bool:
+    return name not in SKIPPED_FOLDERS and not name.startswith(SKIPPED_PREFIXES)
 
 
 def synthetic(size: int) -> Source:
-    """Made-up documents, `size` bytes in all: a loader without I/O, and a language to learn.
+    """Generated documents, `size` bytes in total.
 
-    A document keeps to a few words of one lexicon, so that there is something to look back for.
+    Each document repeats a few words of one lexicon, so attention has something to look back for.
     """
     texts = list(_synthetic_texts(size))
-    return Listed(
+    return ListSource(
         "synthetic",
         range(len(texts)),
         lambda number: Document(texts[number], f"synthetic document {number}"),
@@ -116,6 +103,6 @@ def _synthetic_texts(size: int) -> Iterator[bytes]:
 
 
 def stable_random(seed: int, *stream: int) -> np.random.RandomState:
-    """A generator whose numbers NumPy promises never to change, which `default_rng` does not."""
+    """A generator whose numbers NumPy promises not to change, unlike `default_rng`."""
     bits = np.random.MT19937(np.random.SeedSequence((seed, *stream)))
     return np.random.RandomState(bits)

@@ -1,4 +1,4 @@
-"""`nsa data`: text prepared before a run, checked, and a tokenizer made of it."""
+"""`nsa data`: prepare text before a run, check prepared folders, and train a tokenizer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from nsa.data.source import SPLITS
 if TYPE_CHECKING:
     from nsa.data.shards import Index
 
-INTERRUPTED = 130  # what a shell reports for Ctrl-C
+INTERRUPTED = 130  # the exit code of Ctrl-C in a shell
 DEFAULT = DataConfig()
 
 
 def add_parser(verbs: Any) -> None:
     """Add `data` to the verbs of `nsa`."""
-    about = "prepare text for training, check what was prepared, or train a tokenizer"
+    about = "prepare text for training, check a prepared folder, or train a tokenizer"
     data = verbs.add_parser("data", help=about, description=about)
     actions = data.add_subparsers(dest="action", required=True, metavar="action")
 
-    about = "tokenise a source once, into a folder of shards; goes on where it was stopped"
+    about = "tokenise a source into a folder of shards; resumes where it was stopped"
     prepare = actions.add_parser("prepare", help=about, description=about)
     _add_source(prepare)
     prepare.add_argument("--tokenizer", required=True, help="byte, or hf:<name or folder>")
@@ -34,29 +34,29 @@ def add_parser(verbs: Any) -> None:
         "--held-out",
         type=float,
         default=DEFAULT.held_out,
-        help=f"share of the documents for validation alone (default {DEFAULT.held_out})",
+        help=f"fraction of the documents for validation only (default {DEFAULT.held_out})",
     )
-    prepare.add_argument("--workers", type=int, help="processes (default: one for each core)")
+    prepare.add_argument("--workers", type=int, help="processes (default: one per CPU core)")
     prepare.add_argument(
-        "--shard-tokens", type=int, default=100_000_000, help="of one file (default 100 million)"
+        "--shard-tokens", type=int, default=100_000_000, help="per file (default 100 million)"
     )
     prepare.set_defaults(run=_prepare)
 
-    about = "read every byte of a prepared folder again, and say how far a run gets with it"
+    about = "verify every byte of a prepared folder, and report how many epochs a run takes"
     check = actions.add_parser("check", help=about, description=about)
-    check.add_argument("folder", type=Path, help="what `nsa data prepare` wrote")
+    check.add_argument("folder", type=Path, help="a folder that `nsa data prepare` wrote")
     for name, value, what in (
-        ("--seq-len", 2_048, "tokens that the model sees at once"),
+        ("--seq-len", 2_048, "tokens per sequence"),
         ("--samples-per-step", 4, "sequences of all ranks in one step"),
         ("--steps", 50_000, "steps of the run"),
     ):
         check.add_argument(name, type=int, default=value, help=f"{what} (default {value})")
     check.set_defaults(run=_check)
 
-    about = "learn a byte-level BPE tokenizer from a source, for data.tokenizer=hf:<folder>"
+    about = "train a byte-level BPE tokenizer on a source, for data.tokenizer=hf:<folder>"
     train = actions.add_parser("train-tokenizer", help=about, description=about)
     _add_source(train)
-    train.add_argument("--vocab-size", type=int, required=True, help="how many ids it may have")
+    train.add_argument("--vocab-size", type=int, required=True, help="the largest number of ids")
     train.add_argument("--out", type=Path, required=True, help="the folder to write")
     train.set_defaults(run=_train_tokenizer)
 
@@ -65,26 +65,26 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source",
         required=True,
-        help="fineweb_edu, hf:<dataset>, embedded, synthetic, or a path to files of text",
+        help="fineweb_edu, hf:<dataset>, embedded, synthetic, or a path to text files",
     )
-    parser.add_argument("--subset", help="which configuration of a hub's dataset")
-    parser.add_argument("--split", default=DEFAULT.split, help="which split of a hub's dataset")
-    parser.add_argument("--files", help="which files of a hub's dataset, as a path or pattern")
+    parser.add_argument("--subset", help="configuration of a hub dataset")
+    parser.add_argument("--split", default=DEFAULT.split, help="split of a hub dataset")
+    parser.add_argument("--files", help="files of a hub dataset, as a path or pattern")
     parser.add_argument(
         "--text-field", default=DEFAULT.text_field, help="the field that holds a record's text"
     )
 
 
 def _config(args: argparse.Namespace, **more: Any) -> DataConfig:
-    named = ("source", "subset", "split", "files", "text_field")
-    config = DataConfig(**{name: getattr(args, name) for name in named}, **more)
+    names = ("source", "subset", "split", "files", "text_field")
+    config = DataConfig(**{name: getattr(args, name) for name in names}, **more)
     config.validate()
     return config
 
 
 @contextmanager
 def _settings_as_flags() -> Iterator[None]:
-    """Messages name a run's settings; here these are flags."""
+    """Replace the names of settings in errors by those of the flags."""
     try:
         yield
     except ValueError as error:
@@ -105,11 +105,11 @@ def _prepare(args: argparse.Namespace) -> int:
     try:
         index = prepare(config, out, shard_tokens=args.shard_tokens, workers=args.workers)
     except KeyboardInterrupt:
-        print(f"nsa: stopped; the same command goes on in {out} where this ended", file=sys.stderr)
+        print(f"nsa: stopped; the same command resumes in {out}", file=sys.stderr)
         return INTERRUPTED
     if args.workers not in (None, index.parts):
-        print(f"--workers {args.workers} has no effect: {out} was begun with {index.parts}")
-    print(f"{out} was finished before" if finished else f"{out} is finished")
+        print(f"--workers {args.workers} has no effect: {out} was started with {index.parts}")
+    print(f"{out} was already finished" if finished else f"{out} is finished")
     print(*_contents(out, index), sep="\n")
     return 0 if all(index.of(split) for split in SPLITS) else 2
 
@@ -125,7 +125,7 @@ def _check(args: argparse.Namespace) -> int:
     folder = args.folder.expanduser()
     index = read_index(folder)
     verify_shards(folder, index)
-    print(f"{folder}: source {index.stamp.source}, tokenizer {index.stamp.tokenizer}; all is whole")
+    print(f"{folder}: source {index.stamp.source}, tokenizer {index.stamp.tokenizer}; intact")
     print(*_contents(folder, index), sep="\n")
     if index.of("train"):
         store = open_shards(str(folder), "train")
@@ -135,7 +135,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _contents(folder: Path, index: Index) -> list[str]:
-    """A line for each split."""
+    """One line per split."""
     from nsa.data.shards import longest_document
 
     lines = []
@@ -143,25 +143,25 @@ def _contents(folder: Path, index: Index) -> list[str]:
         shards = index.of(split)
         if not shards:
             lines.append(
-                f"{split}: no documents, so that no run can use this folder: data.held_out was "
+                f"{split}: no documents, so no run can use this folder: data.held_out was "
                 f"{index.settings['held_out']}; choose another --held-out, or a larger source"
             )
             continue
         tokens = sum(shard.tokens for shard in shards)
         text_bytes = sum(shard.text_bytes for shard in shards)
         documents = sum(shard.documents for shard in shards)
+        longest = max(longest_document(folder, shard, index.stamp) for shard in shards)
         lines.append(
             f"{split}: {tokens:,} tokens of {documents:,} documents and "
             f"{text_bytes:,} bytes, {text_bytes / tokens:.2f} bytes a token, in {len(shards):,} "
-            f"shard{'s' if len(shards) > 1 else ''}; the longest document has "
-            f"{max(longest_document(folder, shard, index.stamp) for shard in shards):,} tokens"
+            f"shard{'s' if len(shards) > 1 else ''}; the longest document has {longest:,} tokens"
         )
     return lines
 
 
 @_settings_as_flags()
 def _train_tokenizer(args: argparse.Namespace) -> int:
-    from nsa.data.source import open_source
+    from nsa.data.factory import open_source
     from nsa.data.tokenizer import train_tokenizer
 
     config = _config(args)

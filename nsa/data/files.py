@@ -1,4 +1,4 @@
-"""Documents from local files: JSON lines, Parquet and plain text, alone or in folders."""
+"""Local files as a document source: JSON lines, Parquet and plain text, alone or in folders."""
 
 from __future__ import annotations
 
@@ -22,55 +22,57 @@ from nsa.data.source import (
     Reader,
     Source,
     State,
-    no_field,
-    no_text,
+    missing_field,
+    not_text,
 )
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 PLAIN, COMPRESSED = (".jsonl", ".ndjson", ".txt", ".parquet"), (".jsonl", ".ndjson", ".txt")
-READABLE = f"{', '.join(PLAIN)}; all but .parquet also with {' or '.join(COMPRESSIONS)} behind"
-ROWS_AT_ONCE = 128  # of a Parquet file, so that long documents fit into memory
-READ_AT_ONCE = 1 << 20
+SUFFIXES = PLAIN + tuple(plain + packed for plain in COMPRESSED for packed in COMPRESSIONS)
+READABLE = f"{', '.join(PLAIN)}; all but .parquet also compressed ({' or '.join(COMPRESSIONS)})"
+ROWS_PER_BATCH = 128  # of a Parquet file; small, so that long documents fit into memory
+BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file that can be read, as it was when the source was opened."""
+    """A readable file and its size when the source was opened."""
 
     path: Path
-    name: str  # below the folder that was asked for
+    name: str  # relative to the source's folder
     bytes: int
 
     @property
     def suffix(self) -> str:
-        """The suffix that tells the format, whatever it is compressed with."""
+        """The suffix of the format, without that of a compression."""
         path = Path(self.name.lower())
         return path.with_suffix("").suffix if path.suffix in COMPRESSIONS else path.suffix
 
     def open(self) -> BinaryIO:
-        """What the file holds, decompressed; one that was cut off is an error, not an end."""
+        """Open the decompressed content; a truncated archive raises instead of ending early."""
         compression = COMPRESSIONS.get(self.path.suffix.lower())
         if compression is None:
-            return self.path.open("rb", buffering=READ_AT_ONCE)
-        import pyarrow as pa  # zstandard's own reader takes a cut file for a short one
+            return self.path.open("rb", buffering=BUFFER_BYTES)
+        import pyarrow as pa  # zstandard's reader accepts a truncated file
 
         stream = pa.CompressedInputStream(pa.OSFile(str(self.path)), compression)
-        return io.BufferedReader(stream, READ_AT_ONCE)
+        return io.BufferedReader(stream, BUFFER_BYTES)
 
 
-Mine = Callable[[int], bool]  # whether a file's n-th record belongs to this share
-Found = Iterator[tuple[Document, State]]  # a document, and where the file goes on behind it
+InPart = Callable[[int], bool]  # whether a file's n-th record is in this part
+Documents = Iterator[tuple[Document, State]]  # with the cursor after each
 
 
 def open_files(path: Path, text_field: str) -> Source:
-    """A file, or all files of text below a folder in the order of their relative paths."""
+    """Open a file, or all text files below a folder, ordered by relative path."""
     if path.is_dir():
-        files = [_text_file(found, path) for found in sorted(_below(path)) if _is_text(found)]
+        present = sorted(_below(path))
+        files = [_text_file(file, path) for file in present if _is_text(file)]
         if not files:
-            there = ", ".join(sorted(found.name for found in _below(path))[:NAMES_SHOWN])
+            names = ", ".join(sorted(file.name for file in present)[:NAMES_SHOWN])
             raise DataError(
                 f"data.source = '{path}': no text in this folder, which holds "
-                f"{there or 'no files'}; what can be read: {READABLE}"
+                f"{names or 'no files'}; supported: {READABLE}"
             )
         return Files(str(path), files, text_field)
     if not path.exists():
@@ -78,41 +80,40 @@ def open_files(path: Path, text_field: str) -> Source:
         raise DataError(
             f"data.source = '{path}': no such file or folder"
             + (f"; did you mean {near[0]!r}?" if near else "")
-            + f"; choose {', '.join(NAMED)}, hf:<dataset>, or a path to files of text"
+            + f"; choose {', '.join(NAMED)}, hf:<dataset>, or a path to text files"
         )
     if not _is_text(path):
         raise DataError(
-            f"data.source = '{path}': files that end in {path.suffix or 'no suffix'!r} are not "
-            f"read; what can be read: {READABLE}"
+            f"data.source = '{path}': {path.suffix or 'no suffix'!r} is not a supported format; "
+            f"supported: {READABLE}"
         )
     return Files(str(path), [_text_file(path, path.parent)], text_field)
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    with _named(folder):
-        for root, folders, names in os.walk(folder, onerror=_raise):
+    def fail(error: OSError) -> None:
+        raise error
+
+    with _errors_name(folder):
+        for root, folders, names in os.walk(folder, onerror=fail):
             folders[:] = [name for name in folders if not name.startswith(".")]
             yield from (Path(root, name) for name in names if not name.startswith("."))
 
 
-def _raise(error: OSError) -> None:
-    raise error
-
-
 def _is_text(path: Path) -> bool:
-    name = path.name.lower()
-    return name.endswith(PLAIN) or name.endswith(
-        tuple(plain + behind for plain in COMPRESSED for behind in COMPRESSIONS)
-    )
+    return path.name.lower().endswith(SUFFIXES)
 
 
 def _text_file(path: Path, root: Path) -> TextFile:
-    with _named(path):
+    with _errors_name(path):
         return TextFile(path, path.relative_to(root).as_posix(), path.stat().st_size)
 
 
 class Files:
-    """The documents of some files, or each `count`-th of them where files are too few to share."""
+    """The documents of files; or every `count`-th one with fewer files than parts.
+
+    Reader state: {"files": digest of names and sizes, "file": number, "at": cursor in that file}.
+    """
 
     def __init__(
         self,
@@ -127,28 +128,28 @@ class Files:
         self._index, self._count = index, count
 
     def read(self, state: State | None = None) -> Reader:
-        """A pass from the start, or from where another one stood in the very same files."""
-        if state and state["files"] != self._listing:
+        state = state or {"files": self._digest, "file": 0, "at": {}}
+        if state["files"] != self._digest:
             raise DataError(
                 f"{self.name}: files were added, removed or changed in size since this run stopped "
-                "reading here; put them back as they were, or start a new run"
+                "reading here; restore them, or start a new run"
             )
-        return _FilesReader(self._documents, state or {"files": self._listing, "file": 0, "at": {}})
+        return Reader(self._documents(state), state)
 
     def part(self, index: int, count: int) -> Source:
-        """Whole files as far as there are enough of them, else single documents in turn."""
+        """Whole files if there are at least `count`, else every `count`-th document."""
         assert self._count == 1
         if len(self._files) >= count:
             return Files(self.name, self._files[index::count], self._text_field)
         return Files(self.name, self._files, self._text_field, index, count)
 
     def size(self) -> int | None:
-        """Bytes of text; JSON lines count whole. None where only decompressing would tell."""
+        """Bytes of text, JSON syntax included; None with compressed files."""
         if any(file.path.suffix.lower() in COMPRESSIONS for file in self._files):
             return None
-        return sum(self._bytes_of(file) for file in self._files) // self._count
+        return sum(self._size_of(file) for file in self._files) // self._count
 
-    def _bytes_of(self, file: TextFile) -> int:
+    def _size_of(self, file: TextFile) -> int:
         if file.suffix != ".parquet":
             return file.bytes
         with _parquet(file, self._text_field) as table:
@@ -161,48 +162,32 @@ class Files:
             )
 
     @cached_property
-    def _listing(self) -> str:
-        listed = json.dumps([[file.name, file.bytes] for file in self._files])
-        return hashlib.blake2b(listed.encode(), digest_size=8).hexdigest()
+    def _digest(self) -> str:
+        listing = json.dumps([[file.name, file.bytes] for file in self._files])
+        return hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()
 
-    def _documents(self, state: State) -> Found:
-        at = state["at"]
+    def _documents(self, state: State) -> Documents:
+        cursor = state["at"]
         for number in range(state["file"], len(self._files)):
             file = self._files[number]
-            with _named(file.path):
+            with _errors_name(file.path):
                 if file.path.stat().st_size != file.bytes:
                     raise DataError(
                         f"{file.path}: changed from {file.bytes} to {file.path.stat().st_size} "
-                        "bytes while it was in use; start a new run with files that stay"
+                        "bytes while in use; start a new run with files that do not change"
                     )
-                documents = FORMATS[file.suffix](file, at, self._text_field, self._share(number))
-                for document, here in documents:
+                read = FORMATS[file.suffix]
+                for document, here in read(file, cursor, self._text_field, self._in_part(number)):
                     yield document, {"files": state["files"], "file": number, "at": here}
-            at = {}
+            cursor = {}
 
-    def _share(self, number: int) -> Mine:
+    def _in_part(self, number: int) -> InPart:
         return lambda record: (number + record) % self._count == self._index
 
 
-class _FilesReader:
-    def __init__(self, documents: Callable[[State], Found], state: State) -> None:
-        self._state = state
-        self._documents = documents(state)
-
-    def __iter__(self) -> Reader:
-        return self
-
-    def __next__(self) -> Document:
-        document, self._state = next(self._documents)
-        return document
-
-    def state(self) -> State:
-        return self._state
-
-
-def _lines(file: TextFile, at: State, field: str, mine: Mine) -> Found:
-    """One document a line; blank lines are no records, and other shares' lines are not parsed."""
-    line_number, record, offset = (at.get(name, 0) for name in ("line", "record", "offset"))
+def _lines(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
+    """One document per line; blank lines are no records, and lines of other parts not parsed."""
+    line_number, record, offset = (cursor.get(name, 0) for name in ("line", "record", "offset"))
     with file.open() as stream:
         _skip(stream, offset)
         for line in stream:
@@ -210,7 +195,7 @@ def _lines(file: TextFile, at: State, field: str, mine: Mine) -> Found:
             if line.isspace():
                 continue
             record += 1
-            if mine(record - 1):
+            if in_part(record - 1):
                 text = _text_of_line(line, f"{file.path}:{line_number}", field)
                 if text:
                     here = {"line": line_number, "record": record, "offset": offset}
@@ -221,37 +206,37 @@ def _skip(stream: BinaryIO, count: int) -> None:
     if stream.seekable():
         stream.seek(count)
         return
-    while count > 0 and (skipped := len(stream.read(min(count, READ_AT_ONCE)))):
+    while count > 0 and (skipped := len(stream.read(min(count, BUFFER_BYTES)))):
         count -= skipped
 
 
-def _text_of_line(line: bytes, place: str, field: str) -> bytes | None:
-    """The text that a line holds; bytes in it that are not UTF-8 become U+FFFD."""
+def _text_of_line(line: bytes, location: str, field: str) -> bytes | None:
+    """The text of one JSON line; invalid UTF-8 becomes U+FFFD."""
     try:
         record = json.loads(line.decode("utf-8-sig", "replace"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not a line of JSON ({error}); fix or remove it") from None
+        raise DataError(f"{location}: not a line of JSON ({error}); fix or remove it") from None
     if not isinstance(record, dict):
         raise DataError(
-            f"{place}: a {type(record).__name__}, not an object with the field {field!r} "
+            f"{location}: a {type(record).__name__}, not an object with the field {field!r} "
             "(data.text_field); fix or remove it"
         )
     if field not in record:
-        raise DataError(f"{place}: {no_field(field, list(record))}")
+        raise DataError(f"{location}: {missing_field(field, list(record))}")
     text = record[field]
     if text is None:
         return None
     if not isinstance(text, str):
-        raise DataError(f"{place}: {no_text(field, type(text).__name__)}")
+        raise DataError(f"{location}: {not_text(field, type(text).__name__)}")
     try:
         return text.encode()
-    except UnicodeEncodeError:  # "\ud800" is good JSON, but no character
+    except UnicodeEncodeError:  # a lone surrogate such as "\ud800" is valid JSON
         return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
 
 
-def _rows(file: TextFile, at: State, field: str, mine: Mine) -> Found:
-    """One document a row, read in small batches; row groups behind us are not read again."""
-    start = at.get("row", 0)
+def _rows(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
+    """One document per row; row groups before the cursor are not read again."""
+    start = cursor.get("row", 0)
     with _parquet(file, field) as table:
         group, row = 0, 0
         while group < table.num_row_groups:
@@ -260,16 +245,17 @@ def _rows(file: TextFile, at: State, field: str, mine: Mine) -> Found:
                 break
             group, row = group + 1, row + rows
         groups = range(group, table.num_row_groups)
-        for batch in table.iter_batches(ROWS_AT_ONCE, groups, [field]) if groups else ():
+        for batch in table.iter_batches(ROWS_PER_BATCH, groups, [field]) if groups else ():
             texts = _as_bytes(batch.column(0))
             for index in range(max(start - row, 0), len(texts)):
-                if mine(row + index) and (text := texts[index].as_py()):
-                    yield Document(text, f"{file.name}:{row + index + 1}"), {"row": row + index + 1}
+                number = row + index + 1
+                if in_part(number - 1) and (text := texts[index].as_py()):
+                    yield Document(text, f"{file.name}:{number}"), {"row": number}
             row += len(texts)
 
 
 def _as_bytes(column: Any) -> Any:
-    """Text as its bytes: what is not UTF-8 stays as it is, and nothing is decoded in vain."""
+    """A text column as binary: invalid UTF-8 is kept, and nothing is decoded."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
@@ -279,41 +265,41 @@ def _as_bytes(column: Any) -> Any:
 
 @contextmanager
 def _parquet(file: TextFile, field: str) -> Iterator[Any]:
-    """A Parquet file that has the field, and text in it."""
+    """Open a Parquet file whose `field` is a text column."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(file.path, buffer_size=READ_AT_ONCE) as table:
+    with pq.ParquetFile(file.path, buffer_size=BUFFER_BYTES) as table:
         schema = table.schema_arrow
         if field not in schema.names:
-            raise DataError(f"{file.path}: {no_field(field, schema.names)}")
+            raise DataError(f"{file.path}: {missing_field(field, schema.names)}")
         kind = schema.field(field).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise DataError(f"{file.path}: {no_text(field, str(kind))}")
+            raise DataError(f"{file.path}: {not_text(field, str(kind))}")
         yield table
 
 
-def _whole(file: TextFile, at: State, field: str, mine: Mine) -> Found:
-    """The whole file is one document, byte for byte."""
-    if not at and mine(0):
+def _whole_file(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
+    """One document per file, byte for byte."""
+    if not cursor and in_part(0):
         with file.open() as stream:
             text = stream.read()
         if text:
             yield Document(text, file.name), {"read": True}
 
 
-FORMATS = {".jsonl": _lines, ".ndjson": _lines, ".parquet": _rows, ".txt": _whole}
+FORMATS = {".jsonl": _lines, ".ndjson": _lines, ".parquet": _rows, ".txt": _whole_file}
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Whatever goes wrong with a file, the message says with which."""
+def _errors_name(path: Path) -> Iterator[None]:
+    """Turn errors of the file system and of Arrow into a DataError that names the file."""
     try:
         yield
     except DataError:
         raise
-    except (OSError, ValueError, NotImplementedError) as error:  # Arrow's own are kinds of these
+    except (OSError, ValueError, NotImplementedError) as error:
         raise DataError(
-            f"{path}: cannot be read ({error}); replace it by a whole copy, or remove it"
+            f"{path}: cannot be read ({error}); replace it with an intact copy, or remove it"
         ) from error

@@ -1,97 +1,89 @@
-"""How a rank gets its batches: read ahead, in an order that can be gone on with, or an error.
+"""Per-rank batch pipeline: prefetched, resumable, fails loudly.
 
-    tokens that are all there   ->  Batches, computed          \\
-                                                                >  a thread that keeps some ready
-    documents that are streamed ->  worker processes, in turn  /
+    token stores  ->  IndexedBatches                         \\
+                                                              >  Prefetcher  ->  next_batch()
+    streams       ->  worker processes  ->  StreamingBatches /
 """
 
 from __future__ import annotations
 
-from functools import cached_property, partial
 from queue import Empty
 
-from nsa.constants import IGNORE_INDEX
 from nsa.data.batch_source import (
     PREPARE,
     BatchSource,
     IndexedBatches,
     StreamingBatches,
-    cut,
     open_batches,
     source_names,
 )
-from nsa.data.batches import Batch, Batches
+from nsa.data.batches import Batch
 from nsa.data.config import DataConfig
 from nsa.data.prefetch import Prefetcher
 from nsa.data.source import DataError, State
-from nsa.data.stream import NOTHING_YET, collect
-from nsa.data.token_store import TokenStore
-from nsa.data.worker import Worker
-
-# The order of validation has a seed of its own: all runs are judged by the same samples.
-ONE_BY_ONE = {"micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
 
 
 class BatchLoader:
-    """One rank's batches in their order, some of them ready beforehand."""
+    """One rank's batches in order, `data.prefetch` of them ready in advance."""
 
     def __init__(
         self,
-        origin: BatchSource,
+        source: BatchSource,
         config: DataConfig,
         *,
         rank: int,
         samples_per_step: int,
         state: State | None = None,
     ) -> None:
-        self.fingerprint = origin.fingerprint
-        self.vocab_size = origin.vocab_size
-        self.tokenizer = origin.tokenizer
-        self.tokenizer_fingerprint = origin.tokenizer_fingerprint
+        self.fingerprint = source.fingerprint
+        self.vocab_size = source.vocab_size
+        self.tokenizer = source.tokenizer
+        self.tokenizer_fingerprint = source.tokenizer_fingerprint
         self.samples_per_step = samples_per_step  # of all ranks together
-        self._origin, self._timeout, self._rank = origin, config.timeout, rank
+        self._source, self._timeout, self._rank = source, config.timeout, rank
         self._state = state
         self._first: tuple[Batch, State | None] | None = None
-        self._ahead = Prefetcher(origin, config.prefetch)
+        self._prefetcher = Prefetcher(source, config.prefetch)
 
     @property
     def first_batch_seconds(self) -> float | None:
-        """From opening to the first batch that was ready; None before that."""
-        return self._ahead.first_seconds
+        """From opening until the first batch was ready; None before that."""
+        return self._prefetcher.first_seconds
 
-    def wait(self) -> None:
-        """Return once the next batch is ready, or raise what `take` would raise."""
-        self._first = self._first or self._take()
+    def wait_until_ready(self) -> None:
+        """Return once a batch is ready, or raise what `next_batch` would raise."""
+        self._first = self._first or self._next()
 
-    def take(self) -> Batch:
-        """The next batch; a DataError after data.timeout seconds without one."""
-        batch, self._state = self._first or self._take()
+    def next_batch(self) -> Batch:
+        """Return the next batch; raise a DataError after data.timeout seconds without one."""
+        batch, self._state = self._first or self._next()
         self._first = None
         return batch
 
-    def _take(self) -> tuple[Batch, State | None]:
+    def _next(self) -> tuple[Batch, State | None]:
         try:
-            return self._ahead.take(self._timeout)
+            return self._prefetcher.next(self._timeout)
         except Empty:
-            source, place = self._origin.whereabouts()
+            source, progress = self._source.progress()
             raise DataError(
                 f"data.source = {source!r}: rank {self._rank} got no batch for {self._timeout:g} "
-                f"seconds (data.timeout); {place}. Raise data.timeout or data.workers, or {PREPARE}"
+                f"seconds (data.timeout); {progress}. Raise data.timeout or data.workers, or "
+                f"{PREPARE}"
             ) from None
 
     def state(self) -> State | None:
-        """What `open_loader` needs to resume after the last batch, if more than its number."""
+        """What `open_loader` needs, beside the samples consumed, to resume after the last batch."""
         return self._state
 
-    def plan(self, samples: int) -> list[str]:
-        """What a run that deals so many samples takes of the text, in lines for people."""
-        return self._origin.plan(samples)
+    def describe(self, samples: int) -> list[str]:
+        """What a run of `samples` reads, in lines for its log."""
+        return self._source.describe(samples)
 
     def close(self) -> None:
-        """End the thread and the worker processes."""
-        self._ahead.stop()
-        self._origin.close()
-        self._ahead.join()
+        """Stop the thread and the worker processes."""
+        self._prefetcher.stop()
+        self._source.close()
+        self._prefetcher.join()
 
 
 def open_loader(
@@ -105,140 +97,22 @@ def open_loader(
     consumed: int = 0,
     state: State | None = None,
 ) -> BatchLoader:
-    """A rank's batches from the step before which `consumed` samples were consumed to all ranks.
+    """Open a rank's loader at the step that starts after `consumed` samples of all ranks.
 
-    `state` is this rank's, where `BatchLoader.state` gave one then.
+    `state`: what this rank's `BatchLoader.state` returned there.
     """
-    batches = open_batches(
-        config,
-        "train",
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        world_size=world_size,
-        seed=seed,
-    )
-    origin: BatchSource
+    shape = {"micro_batch": micro_batch, "world_size": world_size, "seed": seed}
+    batches = open_batches(config, "train", accumulation=accumulation, **shape)
+    source: BatchSource
     if batches is not None:
-        origin = IndexedBatches(batches, rank, consumed)
+        source, state = IndexedBatches(batches, rank, consumed), None
     elif consumed and state is None:
         raise DataError(
-            f"data.source = {source_names(config)!r} is streamed, and no place in the stream was "
-            f"saved for rank {rank}; go on with the source and the number of ranks that the run "
-            f"was begun with, or {PREPARE}"
+            f"data.source = {source_names(config)!r} is streamed, and no cursor was saved for rank "
+            f"{rank}; resume with the source and the number of ranks of the original run, or "
+            f"{PREPARE}"
         )
     else:
-        origin = StreamingBatches(
-            config,
-            rank=rank,
-            world_size=world_size,
-            micro_batch=micro_batch,
-            seed=seed,
-            state=state,
-        )
-    return BatchLoader(
-        origin,
-        config,
-        rank=rank,
-        samples_per_step=micro_batch * accumulation * world_size,
-        state=None if batches is not None else state,
-    )
-
-
-class ValidationData:
-    """The samples that training never sees: the same ones, however many ranks share them."""
-
-    def __init__(
-        self, origin: _Collected | Batches, asked: int, micro_batch: int, world_size: int
-    ) -> None:
-        self._origin, self._asked = origin, asked
-        self._micro_batch, self._world_size = micro_batch, world_size
-
-    @cached_property
-    def _samples(self) -> Batches:
-        return self._origin if isinstance(self._origin, Batches) else self._origin.wait()
-
-    @cached_property
-    def sequences(self) -> int:
-        """How many there are: fewer than asked for where a source has no more."""
-        return self._asked if self._shortest is None else self._shortest[0]
-
-    @cached_property
-    def _shortest(self) -> tuple[int, str] | None:
-        return self._samples.lasts(self._asked)
-
-    @property
-    def note(self) -> str | None:
-        """What the user should know; None where there is nothing."""
-        if self._shortest is None:
-            return None
-        sequences, source = self._shortest
-        return (
-            f"validation: {sequences} of the {self._asked} sequences of train.eval_samples, where "
-            f"the held-out text of {source} ends; for more, raise data.held_out (of a prepared "
-            "folder: prepare it with a larger --held-out), or take a larger source"
-        )
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Of the held-out text, to turn loss into bits per byte."""
-        return self._samples.bytes_per_token
-
-    def batches(self, rank: int) -> list[Batch]:
-        """What one rank evaluates: as many batches as the others, filled up with ignored rows."""
-        total, ranks = self.sequences, self._world_size
-        mine = range(rank * total // ranks, (rank + 1) * total // ranks)
-        most = -(-total // ranks)
-        starts = range(0, most, self._micro_batch)
-        return [self._batch(mine[start : start + self._micro_batch]) for start in starts]
-
-    def _batch(self, positions: range) -> Batch:
-        missing = self._micro_batch - len(positions)
-        batch = self._samples.rows([*positions, *[0] * missing])
-        batch.labels.view(self._micro_batch, -1)[len(positions) :] = IGNORE_INDEX
-        return batch
-
-    def close(self) -> None:
-        """End the process that looks for the samples, where there is one."""
-        if not isinstance(self._origin, Batches):
-            self._origin.close()
-
-
-class _Collected:
-    """Held-out samples of streams, looked for in the background from the start."""
-
-    def __init__(self, config: DataConfig, sequences: int) -> None:
-        self._config = config
-        work = partial(collect, config, sequences * config.seq_len + 1)
-        self._worker = Worker(work, f"data.source = {source_names(config)!r}, validation")
-        self._ahead: Prefetcher[TokenStore] = Prefetcher(self._worker, len(config.parts()))
-
-    def wait(self) -> Batches:
-        """The samples; a DataError where nothing new is read for data.timeout seconds."""
-        seconds = self._config.timeout
-        try:
-            stores = [
-                self._ahead.take(seconds, lambda: self._worker.heard) for _ in self._config.parts()
-            ]
-        except Empty:
-            source = self._worker.source or source_names(self._config)
-            raise DataError(
-                f"data.source = {source!r}: no document came for {seconds:g} seconds "
-                "(data.timeout), while text for validation was looked for; the last document read "
-                f"was {self._worker.place or NOTHING_YET}. Raise data.timeout, or {PREPARE}"
-            ) from None
-        self.close()
-        return cut(stores, self._config, **ONE_BY_ONE)
-
-    def close(self) -> None:
-        self._ahead.stop()
-        self._worker.close()
-        self._ahead.join()
-
-
-def open_validation(
-    config: DataConfig, *, sequences: int, micro_batch: int, world_size: int
-) -> ValidationData:
-    """The first `sequences` held-out samples, in an order that training's seed does not change."""
-    batches = open_batches(config, "val", **ONE_BY_ONE)
-    origin = _Collected(config, sequences) if batches is None else batches
-    return ValidationData(origin, sequences, micro_batch, world_size)
+        source = StreamingBatches(config, rank=rank, state=state, **shape)
+    samples_per_step = micro_batch * accumulation * world_size
+    return BatchLoader(source, config, rank=rank, samples_per_step=samples_per_step, state=state)

@@ -1,6 +1,6 @@
-"""Orders that are computed, not stored: any place of an endless sequence, at once.
+"""Stateless shuffling and mixing: any position of an endless order is computed, not stored.
 
-position  ->  (source, number of the source's sample)  ->  (epoch, index)  ->  shuffled index
+position  ->  (source, sample number)  ->  (epoch, index)  ->  shuffled index
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 ROUNDS = 6
-PARTS = 1_000_000  # weights of a mixture are kept to one part in so many
+PARTS = 1_000_000  # resolution of the weights of a mixture
 _WORD = 2**64 - 1
 
 
 def key(*parts: int | str) -> int:
-    """A number that two different lists of parts do not share."""
+    """A 64-bit hash of `parts`."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
 def shuffled(index: int, size: int, shuffle_key: int) -> int:
-    """Where a permutation of range(size) sends `index`.
+    """Where a pseudo-random permutation of range(size) sends `index`.
 
-    A Feistel network over the next power of four, walked until it comes back into the range: no
-    table, so a corpus of any size costs nothing to shuffle and a resumed run nothing to find its
-    place.
+    A Feistel network over the next power of four, applied until the result is within range: no
+    table, so shuffling a corpus of any size, or resuming within it, costs nothing.
     """
     assert 0 <= index < size
     half = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -45,7 +44,7 @@ def _round_keys(shuffle_key: int) -> tuple[int, ...]:
 
 
 def _mix(x: int) -> int:
-    """Every bit of x on every bit of the result (the finaliser of SplitMix64)."""
+    """The finaliser of SplitMix64: every input bit affects every output bit."""
     x = (x + 0x9E3779B97F4A7C15) & _WORD
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD
@@ -53,23 +52,23 @@ def _mix(x: int) -> int:
 
 
 class Mixer:
-    """Deals positions out to sources by weight, as evenly as whole numbers can be spread.
+    """Assigns positions to sources by weight, spread as evenly as integers allow.
 
-    The first source takes its share of all positions, the second its share of what is left over,
-    and so on. How many a source has had before is a division, so nothing has to be remembered.
+    The first source gets its fraction of all positions, the second its fraction of the rest, and
+    so on. How many a source had before is a division, so there is no state.
     """
 
-    def __init__(self, shares: Sequence[float], names: Sequence[str]) -> None:
-        self._counts = _whole(shares, PARTS)
-        for name, share, count in zip(names, shares, self._counts, strict=True):
+    def __init__(self, fractions: Sequence[float], names: Sequence[str]) -> None:
+        self._counts = _round_to_total(fractions, PARTS)
+        for name, fraction, count in zip(names, fractions, self._counts, strict=True):
             if count == 0:
                 raise ValueError(
-                    f"data.source: {name!r} would get {share:.2g} of the samples; give it at "
+                    f"data.source: {name!r} would get {fraction:.2g} of the samples; give it at "
                     f"least {1 / PARTS:g}, or leave it out"
                 )
 
-    def place(self, position: int) -> tuple[int, int]:
-        """Which source a position belongs to, and how many that source has had before it."""
+    def locate(self, position: int) -> tuple[int, int]:
+        """The source of a position, and how many earlier positions are of the same source."""
         left = PARTS
         for source, count in enumerate(self._counts):
             before = position * count // left
@@ -77,14 +76,14 @@ class Mixer:
                 return source, before
             position -= before
             left -= count
-        raise AssertionError("the last source takes whatever is left")
+        raise AssertionError("the last source gets every remaining position")
 
 
-def _whole(shares: Sequence[float], total: int) -> list[int]:
-    """Whole numbers like `shares` that add up to `total`; the largest rests round up."""
-    exact = [share * total for share in shares]
+def _round_to_total(fractions: Sequence[float], total: int) -> list[int]:
+    """Integers in proportion to `fractions` that sum to `total`; largest remainders round up."""
+    exact = [fraction * total for fraction in fractions]
     counts = [int(value) for value in exact]
-    by_rest = sorted(range(len(shares)), key=lambda at: counts[at] - exact[at])
-    for at in by_rest[: total - sum(counts)]:
-        counts[at] += 1
+    by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
     return counts

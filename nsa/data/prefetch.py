@@ -1,7 +1,8 @@
-"""A thread that keeps the next few things ready."""
+"""Prefetcher: a background thread that keeps the next items of an iterator ready."""
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
@@ -11,61 +12,67 @@ from typing import Generic, TypeVar
 from nsa.data.source import DataError
 
 T = TypeVar("T")
-CLOSING_SECONDS = 5.0  # that a thread has to end; one that hangs in a file system does not
+JOIN_SECONDS = 5.0  # a thread that hangs in a file system is abandoned after this
 
 
 class Prefetcher(Generic[T]):
-    """A thread that keeps the next few of `things` ready; an error comes after what came before."""
+    """Up to `depth` items ready in advance; an error is raised after the items before it."""
 
-    def __init__(self, things: Iterator[T], depth: int) -> None:
-        self.first_seconds: float | None = None
-        self._things = things
-        self._room = Semaphore(depth)
+    def __init__(self, items: Iterator[T], depth: int) -> None:
+        self.first_seconds: float | None = None  # until the first item was ready
+        self._items = items
+        self._free = Semaphore(depth)
         self._ready: SimpleQueue[tuple[T] | Exception] = SimpleQueue()
         self._stopped = False
         self._opened = time.monotonic()
-        self._thread = Thread(target=self._read, daemon=True, name="nsa data")
+        self._thread = Thread(target=self._run, daemon=True, name="nsa data")
         self._thread.start()
+        atexit.register(self._close)  # a thread inside PyTorch while Python ends would abort it
 
-    def take(self, seconds: float, heard: Callable[[], float] = lambda: 0.0) -> T:
-        """The next thing; Empty once `seconds` passed since the call, and since `heard()`."""
-        since = time.monotonic()
+    def next(self, timeout: float, last_progress: Callable[[], float] = lambda: 0.0) -> T:
+        """Return the next item; raise Empty `timeout` seconds after the call or last progress."""
+        start = time.monotonic()
         while True:
-            deadline = max(since, heard()) + seconds
+            deadline = max(start, last_progress()) + timeout
             try:
-                found = self._ready.get(timeout=max(0.0, deadline - time.monotonic()))
+                item = self._ready.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
-                if max(since, heard()) + seconds > deadline:
+                if max(start, last_progress()) + timeout > deadline:
                     continue
                 raise
-            if isinstance(found, Exception):
-                self._ready.put(found)  # whoever asks again gets the same answer
-                raise found
-            self._room.release()
-            return found[0]
+            if isinstance(item, Exception):
+                self._ready.put(item)  # later calls raise it too
+                raise item
+            self._free.release()
+            return item[0]
 
     def stop(self) -> None:
-        """Begin nothing more."""
+        """Start no further item."""
         self._stopped = True
-        self._room.release()
+        self._free.release()
 
     def join(self) -> None:
-        """Wait for the thread, which must have been stopped, and what it waits for ended."""
-        self._thread.join(CLOSING_SECONDS)
+        """Wait for the thread to end, after `stop` and once nothing blocks its current item."""
+        atexit.unregister(self._close)
+        self._thread.join(JOIN_SECONDS)
 
-    def _read(self) -> None:
+    def _close(self) -> None:
+        self.stop()
+        self.join()
+
+    def _run(self) -> None:
         try:
             while True:
-                self._room.acquire()
+                self._free.acquire()
                 if self._stopped:
                     return
-                thing = next(self._things)
+                item = next(self._items)
                 if self.first_seconds is None:
                     self.first_seconds = time.monotonic() - self._opened
-                self._ready.put((thing,))
+                self._ready.put((item,))
         except DataError as error:
             self._ready.put(error)
-        except Exception as error:  # a rank that alone raises another kind would leave the others
-            wrapped = DataError(f"reading ahead failed: {type(error).__name__}: {error}")
+        except Exception as error:  # all ranks handle a DataError together, and no other error
+            wrapped = DataError(f"prefetching failed: {type(error).__name__}: {error}")
             wrapped.__cause__ = error
             self._ready.put(wrapped)

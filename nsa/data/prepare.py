@@ -1,68 +1,58 @@
-"""A source, tokenised once and written as shards: in parallel, and restartable.
+"""`nsa data prepare`: tokenise a source once into shards, in parallel and restartable.
 
     source.part(i, n) -> documents -> tokens | eos -> train-<i>-<k>.bin, val-<i>-<k>.bin
-                                                      part-<i>.json: these, and where to go on
+                                                      part-<i>.json: these, and the cursor after
 
-A part writes its shards, then its state; the index comes last. So whenever all of it is killed, the
-same command goes on behind the last state, and writes what an undisturbed one would have written.
+A part writes its shards, then its state; the index comes last. After a kill at any moment the same
+command resumes from the last states and writes what an uninterrupted one would have written.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import multiprocessing
 import os
-import signal
+import re
 import sys
-import threading
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from multiprocessing import connection, resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from nsa.data.config import DataConfig
+from nsa.data.factory import open_source
 from nsa.data.shards import (
-    AGAIN,
-    DRAFT,
     FORMAT,
     INDEX,
     PLAN,
+    RERUN,
     VERSION,
     Index,
     Shard,
     Stamp,
-    check_shard,
-    newer,
+    check_version,
+    open_shard,
     read_index,
     write_index,
     write_json,
     write_shard,
 )
-from nsa.data.source import SPLITS, DataError, Document, Reader, State, held_out, open_source
+from nsa.data.source import SPLITS, DataError, Document, Reader, State, is_validation
 from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, id_type, with_eos
+from nsa.data.worker import Worker, WorkerDied
 
-DOCUMENTS_AT_ONCE = 1_000  # that are tokenised together, ...
-BYTES_AT_ONCE = 4 << 20  # ... or fewer, where they are long
-# What decides, beside source and tokenizer, which tokens a folder holds.
+DOCUMENTS_PER_CALL = 1_000  # of the tokenizer ...
+BYTES_PER_CALL = 4 << 20  # ... or fewer, if they are long
+# The settings, beside source and tokenizer, that determine a folder's tokens.
 SETTINGS = ("subset", "split", "files", "text_field", "held_out", "synthetic_bytes")
-
-
-@dataclass
-class Written:
-    """What is gathered for the next shard of one split."""
-
-    documents: list[TokenArray] = field(default_factory=list)
-    tokens: int = 0
-    text_bytes: int = 0
+DRAFT = re.compile(r"\..+\.(bin|json)\.(\d+|draft)")  # of a write that was killed
 
 
 def prepare(
@@ -73,7 +63,7 @@ def prepare(
     workers: int | None = None,
     progress: bool = True,
 ) -> Index:
-    """Write the source's tokens into the folder `out`, or go on with that where it was stopped."""
+    """Write the source's tokens into the folder `out`, or resume that where it was stopped."""
     config.validate()
     for name, number in (("--shard-tokens", shard_tokens), ("--workers", workers)):
         if number is not None and number < 1:
@@ -84,20 +74,21 @@ def prepare(
     plan = {"format": FORMAT, "version": VERSION, "stamp": asdict(stamp), "settings": settings}
     source = None if (out / INDEX).exists() else open_source(config, stamp.source)
     out.mkdir(parents=True, exist_ok=True)
-    with _alone_in(out):
-        parts = _begin(out, plan | {"parts": workers or os.cpu_count() or 1})
+    with _locked(out):
+        parts = _start_or_resume(out, plan | {"parts": workers or os.cpu_count() or 1})
         if source is not None:
-            _shards(out, stamp, parts)  # those of a run that was stopped are still there
-            work = _Work(config, tokenizer, stamp, out, shard_tokens, parts)
+            _written_shards(out, stamp, parts)  # those of a stopped run are still intact
+            job = _Job(config, tokenizer, stamp, out, shard_tokens, parts)
             try:
-                _run_parts(work, source.size() if progress else None, progress)
+                _run_parts(job, source.size() if progress else None, progress)
             except DataError:
                 if not any(out.glob("part-*.json")):
-                    (out / PLAN).unlink()  # nothing was written: another try may ask for another
+                    (out / PLAN).unlink()  # nothing was written: the next command may differ
                 raise
-            shards = _shards(out, stamp, parts)
+            shards = _written_shards(out, stamp, parts)
             if not shards:
-                _forget(out, parts)
+                for path in (*(_state_path(out, part) for part in range(parts)), out / PLAN):
+                    path.unlink()
                 raise DataError(f"data.source = {stamp.source!r} holds no documents")
             write_index(out, Index(stamp, settings, parts, shards))
         return read_index(out)
@@ -120,10 +111,10 @@ def _stamp(config: DataConfig, tokenizer: Tokenizer) -> Stamp:
 
 
 @contextmanager
-def _alone_in(out: Path) -> Iterator[None]:
+def _locked(out: Path) -> Iterator[None]:
     handle = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends
         yield
     except BlockingIOError:
         raise DataError(f"{out}: another `nsa data prepare` is writing into it") from None
@@ -131,39 +122,33 @@ def _alone_in(out: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _begin(out: Path, plan: dict[str, Any]) -> int:
-    """In how many parts the work is done: those it was begun with, if it was."""
+def _start_or_resume(out: Path, plan: dict[str, Any]) -> int:
+    """Write the plan, or check it against that of a stopped run; returns the number of parts."""
     path = out / PLAN
     if not path.exists():
-        others = [found.name for found in out.iterdir() if not found.name.endswith(DRAFT)]
+        others = [entry.name for entry in out.iterdir() if not DRAFT.fullmatch(entry.name)]
         if others:
-            raise DataError(f"--out {out}: there is {others[0]!r} in it already; name a new folder")
+            raise DataError(f"--out {out}: it already holds {others[0]!r}; name a new folder")
         write_json(path, plan)
-    begun = json.loads(path.read_text())
-    if begun["version"] > VERSION:
-        raise DataError(f"{path} was {newer(begun['version'])}")
-    for what in ("stamp", "settings"):
-        for name, value in plan[what].items():
-            was = begun[what].get(name)
-            if was != value and name != "tokenizer":  # its fingerprint tells it better
+    saved = json.loads(path.read_text())
+    check_version(path, saved["version"])
+    for section in ("stamp", "settings"):
+        for name, value in plan[section].items():
+            before = saved[section].get(name)
+            if before != value and name != "tokenizer":  # its fingerprint decides
                 raise DataError(
-                    f"{out} was begun with {name} = {was!r}, not {value!r}; name another --out, "
-                    "or delete this folder"
+                    f"{out} was started with {name} = {before!r}, not {value!r}; name another "
+                    "--out, or delete this folder"
                 )
-    return begun["parts"]
+    return saved["parts"]
 
 
-def _shards(out: Path, stamp: Stamp, parts: int) -> list[Shard]:
-    """What all parts have written so far, split by split, part by part."""
-    shards = [Shard(**found) for part in range(parts) for found in _state(out, part)["shards"]]
+def _written_shards(out: Path, stamp: Stamp, parts: int) -> list[Shard]:
+    """The shards of all parts so far, by split and part."""
+    shards = [Shard(**shard) for part in range(parts) for shard in _state(out, part)["shards"]]
     for shard in shards:
-        check_shard(out, shard, stamp).close()
+        open_shard(out, shard, stamp).close()
     return sorted(shards, key=lambda shard: (SPLITS.index(shard.split), shard.name))
-
-
-def _forget(out: Path, parts: int) -> None:
-    for path in (*(_state_path(out, part) for part in range(parts)), out / PLAN):
-        path.unlink()
 
 
 def _state_path(out: Path, part: int) -> Path:
@@ -178,8 +163,8 @@ def _state(out: Path, part: int) -> State:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What each process has to know."""
+class _Job:
+    """What each process needs."""
 
     config: DataConfig
     tokenizer: Tokenizer
@@ -189,138 +174,113 @@ class _Work:
     parts: int
 
 
-def _run_parts(work: _Work, size: int | None, progress: bool) -> None:
-    """A process for each part that is not done, until all are, or one fails."""
-    states = [_state(work.out, part) for part in range(work.parts)]
-    context = multiprocessing.get_context("spawn")  # a fork would copy locks of threads
-    processes: dict[Connection, tuple[int, BaseProcess]] = {}
+def _run_parts(job: _Job, size: int | None, progress: bool) -> None:
+    """Run a worker for each unfinished part until all end or one fails."""
+    states = [_state(job.out, part) for part in range(job.parts)]
     bar = tqdm(
         total=size,
         initial=sum(state["text_bytes"] for state in states),
         unit="B",
         unit_scale=True,
-        desc=f"{work.out}",
+        desc=f"{job.out}",
         mininterval=0.1 if sys.stderr.isatty() else 30.0,
         disable=not progress,
     )
+    workers = [
+        Worker(partial(_write_part, job, part), f"{job.out}, part {part}")
+        for part, state in enumerate(states)
+        if not state["done"]
+    ]
+    sizes: SimpleQueue[int | BaseException | None] = SimpleQueue()
+    for worker in workers:
+        Thread(target=_forward, args=(worker, sizes), daemon=True).start()
     try:
-        for part in (part for part, state in enumerate(states) if not state["done"]):
-            ours, theirs = context.Pipe(duplex=False)
-            process: BaseProcess = context.Process(
-                target=_run_part, args=(work, part, theirs), daemon=True
-            )
-            with _no_interrupts():
-                process.start()
-            theirs.close()
-            processes[ours] = (part, process)
-        while processes:
-            for ready in connection.wait(list(processes)):
-                assert isinstance(ready, Connection)
-                if _heard(ready, *processes[ready], bar):
-                    del processes[ready]
+        running = len(workers)
+        while running:
+            item = sizes.get()
+            if isinstance(item, BaseException):
+                raise item
+            running -= item is None
+            bar.update(item or 0)
+    except WorkerDied as error:
+        raise DataError(f"{error}; {RERUN}: it resumes where it stopped") from None
     finally:
         bar.close()
-        for _, process in processes.values():
-            process.terminate()
-            process.join()
-        for draft in work.out.glob(f".*{DRAFT}"):
-            draft.unlink()
+        for worker in workers:
+            worker.close()
+        for path in job.out.iterdir():
+            if DRAFT.fullmatch(path.name):
+                path.unlink()
 
 
-@contextmanager
-def _no_interrupts() -> Iterator[None]:
-    """What is started here never sees Ctrl-C: whoever started it does, and ends it."""
-    resource_tracker.ensure_running()  # it is started with the first process, and unblocks Ctrl-C
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _forward(worker: Worker, sizes: SimpleQueue[int | BaseException | None]) -> None:
+    """Put a worker's items into the queue, then its error, or None at its end."""
     try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for item in worker:
+            sizes.put(item)
+        sizes.put(None)
+    except Exception as error:
+        sizes.put(error)
 
 
-def _heard(ready: Connection, part: int, process: BaseProcess, bar: tqdm) -> bool:
-    """Whether a part has ended, by what its process says; raises where it failed."""
+def _write_part(job: _Job, part: int, on_document: Callable[[str, str], None]) -> Iterator[int]:
+    """Write the shards of one part; yields the bytes of text that were tokenised."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false" if job.parts > 1 else "true"
+    state = _state(job.out, part)
     try:
-        kind, said = ready.recv()
-    except (EOFError, OSError):  # the latter where it died in the middle of a word
-        process.join()
-        if process.exitcode == 0:
-            return True
-        raise DataError(
-            f"the worker of part {part} died with exit code {process.exitcode}"
-            f"{' (killed: out of memory?)' if process.exitcode == -signal.SIGKILL else ''}; "
-            f"{AGAIN}: it goes on where it stopped"
-        ) from None
-    if kind == "bytes":
-        bar.update(said)
-        return False
-    raise (DataError if kind == "refused" else RuntimeError)(said)
+        source = open_source(job.config, job.stamp.source).part(part, job.parts)
+        reader = source.read(state["reader"])
+        while not state["done"]:
+            pending = {split: _Pending() for split in SPLITS}
+            state["done"] = yield from _tokenise(job, reader, pending)
+            for split, content in pending.items():
+                if content.documents:
+                    number = sum(shard["split"] == split for shard in state["shards"])
+                    name = f"{split}-{part:03}-{number:05}.bin"
+                    shard = write_shard(
+                        job.out, name, split, job.stamp, content.documents, content.text_bytes
+                    )
+                    state["shards"].append(asdict(shard))
+                    state["text_bytes"] += shard.text_bytes
+            state["reader"] = reader.state()
+            write_json(_state_path(job.out, part), state)
+    except OSError as error:
+        raise DataError(str(error)) from error
 
 
-def _run_part(work: _Work, part: int, said: Connection) -> None:
-    """A worker's whole life; it ends with the process that started it."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false" if work.parts > 1 else "true"
-    try:
-        _write_part(work, part, said)
-    except BrokenPipeError:
-        os._exit(1)  # nobody listens any more
-    except (ValueError, OSError) as error:
-        said.send(("refused", str(error)))
-    except Exception:
-        said.send(("failed", f"part {part} failed:\n{traceback.format_exc()}"))
+@dataclass
+class _Pending:
+    """The content of the next shard of one split."""
+
+    documents: list[TokenArray] = field(default_factory=list)
+    tokens: int = 0
+    text_bytes: int = 0
 
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _write_part(work: _Work, part: int, said: Connection) -> None:
-    state = _state(work.out, part)
-    source = open_source(work.config, work.stamp.source).part(part, work.parts)
-    reader = source.read(state["reader"])
-    while not state["done"]:
-        gathered, done = _gather(work, reader, said)
-        for split in SPLITS:
-            if gathered[split].documents:
-                number = sum(shard["split"] == split for shard in state["shards"])
-                name = f"{split}-{part:03}-{number:05}.bin"
-                found = gathered[split]
-                shard = write_shard(
-                    work.out, name, split, work.stamp, found.documents, found.text_bytes
-                )
-                state["shards"].append(asdict(shard))
-                state["text_bytes"] += shard.text_bytes
-        state |= {"reader": reader.state(), "done": done}
-        write_json(_state_path(work.out, part), state)
-
-
-def _gather(work: _Work, reader: Reader, said: Connection) -> tuple[dict[str, Written], bool]:
-    """Tokens until a shard of one split is full, and whether the part's documents have ended."""
-    gathered = {split: Written() for split in SPLITS}
-    room = min(BYTES_AT_ONCE, work.shard_tokens)  # a shard grows by this much at a time
-    while documents := _next_documents(reader, room):
+def _tokenise(
+    job: _Job, reader: Reader, pending: dict[str, _Pending]
+) -> Generator[int, None, bool]:
+    """Tokenise until a shard of one split is full; returns whether the documents ended."""
+    call_bytes = min(BYTES_PER_CALL, job.shard_tokens)  # a shard overshoots by less than this
+    while documents := _next_documents(reader, call_bytes):
         texts = [document.text for document in documents]
-        for text, ids in zip(texts, work.tokenizer.encode_many(texts), strict=True):
-            written = gathered["val" if held_out(text, work.config.held_out) else "train"]
-            written.documents.append(with_eos(work.tokenizer, ids))
-            written.tokens += len(ids) + 1
-            written.text_bytes += len(text)
-        said.send(("bytes", sum(map(len, texts))))
-        if max(written.tokens for written in gathered.values()) >= work.shard_tokens:
-            return gathered, False
-    return gathered, True
+        for text, ids in zip(texts, job.tokenizer.encode_many(texts), strict=True):
+            shard = pending["val" if is_validation(text, job.config.held_out) else "train"]
+            shard.documents.append(with_eos(job.tokenizer, ids))
+            shard.tokens += len(ids) + 1
+            shard.text_bytes += len(text)
+        yield sum(map(len, texts))
+        if max(shard.tokens for shard in pending.values()) >= job.shard_tokens:
+            return False
+    return True
 
 
-def _next_documents(reader: Reader, room: int) -> list[Document]:
-    """A few documents, of `room` bytes together; none where the reader is at its end."""
+def _next_documents(reader: Reader, size: int) -> list[Document]:
+    """Up to DOCUMENTS_PER_CALL documents, until they have `size` bytes; [] at the end."""
     documents: list[Document] = []
     for document in reader:
         documents.append(document)
-        room -= len(document.text)
-        if room <= 0 or len(documents) == DOCUMENTS_AT_ONCE:
+        size -= len(document.text)
+        if size <= 0 or len(documents) == DOCUMENTS_PER_CALL:
             break
     return documents

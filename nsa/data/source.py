@@ -1,8 +1,7 @@
-"""A source gives documents, each one once, in an order that never changes.
+"""Document sources: the `Source` protocol, its resumable `Reader`, and which split a text is in.
 
-    documents (bytes)  ->  tokenizer  ->  | document | eos | document | eos | ...
-
-Whoever reads can ask at any time where it stands, and go on from there in another process.
+source.part(i, n).read(state)  ->  Document, Document, ...  each once, in a fixed order
+reader.state()                 ->  JSON that resumes the pass in another process
 """
 
 from __future__ import annotations
@@ -10,111 +9,95 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from nsa.data.config import DataConfig
 
 SPLITS = ("train", "val")
-ALL = "all"  # both splits, of text that is not prepared
-IN_MEMORY = ("embedded", "synthetic")  # small enough to be tokenised whole at the start
-NAMED = (*IN_MEMORY, "fineweb_edu")  # sources that are neither a path nor spelt hf:<dataset>
-NAMES_SHOWN = 8
-State = dict[str, Any]  # plain numbers, text, lists and dictionaries: it is written as JSON
+ALL = "all"  # both splits; only of a source that is not prepared
+IN_MEMORY = ("embedded", "synthetic")  # small enough to tokenise at the start
+NAMED = (*IN_MEMORY, "fineweb_edu")  # sources that are neither a path nor hf:<dataset>
+NAMES_SHOWN = 8  # of fields or files, in an error
+State = dict[str, Any]  # JSON values only
 
 
 class DataError(ValueError):
-    """Text that cannot be had, or that is not what it should be; the message names the fix."""
+    """The data cannot be read or is not what it should be; the message names the fix."""
 
 
 class SourceUnreachable(DataError):
-    """The network, or the hub behind it, gives no answer."""
+    """The network or the Hugging Face hub does not respond."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text, and where it stands, for messages."""
+    """One text and its location, for messages."""
 
     text: bytes
-    place: str  # "books.jsonl:17"
+    location: str  # "books.jsonl:17"
 
 
-class Reader(Iterator[Document], Protocol):
-    """One pass over a source."""
+class Reader(Iterator[Document]):
+    """One resumable pass over a source, from pairs (document, state after it)."""
+
+    def __init__(self, documents: Iterator[tuple[Document, State]], state: State) -> None:
+        self._documents, self._state = documents, state
+
+    def __next__(self) -> Document:
+        document, self._state = next(self._documents)
+        return document
 
     def state(self) -> State:
-        """Where the pass stands: `Source.read` with it gives the documents not yet given."""
-        ...
+        """The cursor after the last document; `Source.read` resumes from it."""
+        return self._state
 
 
 class Source(Protocol):
-    """Documents in an order that never changes."""
+    """Documents in a fixed order."""
 
-    name: str  # as messages call it
+    name: str  # in messages
 
     def read(self, state: State | None = None) -> Reader:
-        """A pass from the start, or from where another one stood."""
+        """Start a pass, or resume one at a reader's state."""
         ...
 
     def part(self, index: int, count: int) -> Source:
-        """One of `count` shares, which together hold each document once."""
+        """One of `count` parts that together hold each document once."""
         ...
 
     def size(self) -> int | None:
-        """Bytes of text, for a progress bar; None where that is not known beforehand."""
+        """Bytes of text, for a progress bar; None where only reading would tell."""
         ...
 
 
-def held_out(text: bytes, share: float) -> bool:
-    """Whether a document is for validation alone: by its text, so that copies go the same way."""
+def is_validation(text: bytes, fraction: float) -> bool:
+    """Whether a document is in the validation split: by its hash, so copies share a split."""
     digest = hashlib.blake2b(text, digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
+    return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def in_split(text: bytes, share: float, split: str) -> bool:
-    """Whether a document belongs to a split, of which `share` is for validation."""
-    return split == ALL or held_out(text, share) == (split == "val")
+def in_split(text: bytes, fraction: float, split: str) -> bool:
+    """Whether a document is in `split`, of which validation has `fraction`."""
+    return split == ALL or is_validation(text, fraction) == (split == "val")
 
 
 def no_documents(config: DataConfig, name: str, split: str) -> DataError:
-    """Says that a source has none for a split."""
-    way = {"train": "lower", "val": "raise"}.get(split)
-    fix = f"{way} data.held_out = {config.held_out}, or take" if way else "take"
+    verb = {"train": "lower", "val": "raise"}.get(split)
+    fix = f"{verb} data.held_out = {config.held_out}, or take" if verb else "take"
     return DataError(
         f"data.source = {name!r} has no document for split {split!r}; {fix} a larger source"
     )
 
 
-def no_field(field: str, there: Sequence[str]) -> str:
-    """Says which fields a record has, where it lacks the one that holds the text."""
-    shown = ", ".join(repr(name) for name in there[:NAMES_SHOWN])
+def missing_field(field: str, present: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in present[:NAMES_SHOWN])
     return f"no field {field!r}, but {shown or 'none at all'}; set data.text_field to one of them"
 
 
-def no_text(field: str, kind: str) -> str:
-    """Says what a field holds that should hold the text."""
+def not_text(field: str, kind: str) -> str:
     return f"the field {field!r} holds {kind}, not text; set data.text_field to one that holds text"
 
 
 def is_path(name: str) -> bool:
-    """Whether a source is a file or a folder, of text or prepared."""
+    """Whether a source is a local file or folder."""
     return name not in NAMED and not name.startswith("hf:")
-
-
-def open_source(config: DataConfig, name: str) -> Source:
-    """The documents of `data.source`, or of one name in `data.mixture`, whatever their kind."""
-    if name == "embedded":
-        from nsa.data.builtin import embedded
-
-        return embedded()
-    if name == "synthetic":
-        from nsa.data.builtin import synthetic
-
-        return synthetic(config.synthetic_bytes)
-    if name == "fineweb_edu" or name.startswith("hf:"):
-        from nsa.data.hub import open_hub
-
-        return open_hub(config, name)
-    from nsa.data.files import open_files
-
-    return open_files(Path(name).expanduser(), config.text_field)

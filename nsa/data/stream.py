@@ -1,62 +1,45 @@
-"""Rows of tokens from documents that are read as they come, and not kept.
+"""Streaming token rows: documents are read, shuffled in blocks, tokenised and packed on the fly.
 
-    a share of the source  ->  blocks of documents, each shuffled  ->  | document | eos | ...
-                                                                       |--- row ---|
-                                                                                   |--- row ---|
+    one part of the source  ->  blocks of documents, each shuffled  ->  | document | eos | ...
+                                                                        |--- row ---|
+                                                                                    |--- row ---|
 
-A place in a stream is where its next row begins: the block, where the source stood before it, and
-how much of it was given. Whoever goes on from there reads that block again, and keeps no text.
+A cursor is where the next row begins: the block, the reader's state before it, and how much of it
+was consumed. Resuming reads that block again, so no text is saved.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
 from nsa.data.config import DataConfig
+from nsa.data.factory import open_source
 from nsa.data.order import Mixer, key, shuffled
-from nsa.data.source import (
-    DataError,
-    Reader,
-    State,
-    held_out,
-    in_split,
-    no_documents,
-    open_source,
-)
+from nsa.data.source import DataError, Reader, State, in_split, is_validation, no_documents
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, with_eos
 
-Saw = Callable[[str, str], None]  # told which source is read, and the place of its newest document
-NOTHING_YET = "none yet"
-TOKENISED_AT_ONCE = 64  # documents: enough to keep a tokenizer's threads busy
+OnDocument = Callable[[str, str], None]  # called with (source, location of its newest document)
+NO_DOCUMENT = "none yet"
+DOCUMENTS_PER_CALL = 64  # enough to keep a tokenizer's threads busy
 
 
-def stream_rows(
-    config: DataConfig,
-    *,
-    seed: int,
-    part: int,
-    parts: int,
-    rows: int,
-    state: State | None = None,
-    saw: Saw,
-) -> Iterator[tuple[TokenArray, State]]:
-    """What one worker gives without end: rows, and the place behind them."""
-    stream = PackedStream(
-        config, seed=seed, part=part, parts=parts, rows=rows, state=state, saw=saw
-    )
+def stream_rows(config: DataConfig, **arguments: Any) -> Iterator[tuple[TokenArray, State]]:
+    """The endless output of one worker: rows of a `PackedStream`, and the state after them."""
+    stream = PackedStream(config, **arguments)
     while True:
         yield next(stream), stream.state()
 
 
 class PackedStream(Iterator[TokenArray]):
-    """Rows [rows, T + 1] from one of `parts` shares of `data.source`, without end.
+    """Endless rows [rows, T + 1] from one of `parts` parts of `data.source`.
 
-    Each row is T tokens further on in its source's stream, so it begins with the token that the
-    row before it ended with. A mixture gives each source its share of the rows.
+    A row begins with the last token of its source's previous row. A mixture gives each source its
+    fraction of the rows.
     """
 
     def __init__(
@@ -68,15 +51,15 @@ class PackedStream(Iterator[TokenArray]):
         parts: int,
         rows: int,
         state: State | None = None,
-        saw: Saw = lambda source, place: None,
+        on_document: OnDocument = lambda source, location: None,
     ) -> None:
-        shares = config.parts()
-        places = state["sources"] if state else {}
+        fractions = config.parts()
+        cursors = state["sources"] if state else {}
         self._seq_len, self._rows = config.seq_len, rows
-        self._given = state["rows"] if state else 0
-        # Every part deals its rows out alike: turns taken between parts could fall in step with
-        # the weights, and a part would never read one of its sources.
-        self._mixer = Mixer(list(shares.values()), list(shares))
+        self._consumed = state["rows"] if state else 0
+        # Every part mixes its own rows: with one order for all parts, parts taking turns could
+        # fall in step with the weights, so that a part never reads one of its sources.
+        self._mixer = Mixer(list(fractions.values()), list(fractions))
         tokenizer = build_tokenizer(config)
         self._streams = {
             name: _SourceStream(
@@ -86,10 +69,10 @@ class PackedStream(Iterator[TokenArray]):
                 seed=seed,
                 part=part,
                 parts=parts,
-                place=places.get(name),
-                saw=saw,
+                cursor=cursors.get(name),
+                on_document=on_document,
             )
-            for name in shares
+            for name in fractions
         }
         self._in_order = list(self._streams.values())
 
@@ -97,18 +80,18 @@ class PackedStream(Iterator[TokenArray]):
         return np.stack([self._row() for _ in range(self._rows)])
 
     def _row(self) -> TokenArray:
-        source, _ = self._mixer.place(self._given)
-        self._given += 1
+        source, _ = self._mixer.locate(self._consumed)
+        self._consumed += 1
         return self._in_order[source].row(self._seq_len)
 
     def state(self) -> State:
-        """Where the next row begins, for another stream of the same part to go on from."""
-        places = {name: stream.place() for name, stream in self._streams.items()}
-        return {"rows": self._given, "sources": places}
+        """Where the next row begins; another stream of the same part resumes from it."""
+        cursors = {name: stream.cursor() for name, stream in self._streams.items()}
+        return {"rows": self._consumed, "sources": cursors}
 
 
 class _SourceStream:
-    """The endless stream of tokens that a share of one source gives, in windows."""
+    """The endless tokens of one part of one source, in windows."""
 
     def __init__(
         self,
@@ -119,114 +102,119 @@ class _SourceStream:
         seed: int,
         part: int,
         parts: int,
-        place: State | None,
-        saw: Saw,
+        cursor: State | None,
+        on_document: OnDocument,
     ) -> None:
         self._config, self._name, self._tokenizer = config, name, tokenizer
-        self._seed, self._part, self._parts, self._saw = seed, part, parts, saw
+        self._seed, self._part, self._parts = seed, part, parts
+        self._on_document = on_document
         self._source = open_source(config, name).part(part, parts)
-        self._newest = NOTHING_YET
-        self._begin = place or {"pass": 0, "block": 0, "reader": None, "document": 0, "token": 0}
-        self._ahead: deque[tuple[State, TokenArray]] = deque()  # documents, less what was given
-        self._count = 0  # tokens in them
+        self._newest = NO_DOCUMENT
+        self._start = cursor or {"pass": 0, "block": 0, "reader": None, "document": 0, "token": 0}
+        self._pending: deque[tuple[State, TokenArray]] = deque()  # (cursor, tokens) of documents
+        self._pending_tokens = 0
         self._documents = self._tokenised()
 
     def row(self, length: int) -> TokenArray:
-        """The next `length` tokens, and the one behind them, with which the next row begins."""
-        while self._count <= length:
-            place, tokens = next(self._documents)
-            self._ahead.append((place, tokens))
-            self._count += len(tokens)
-        found, missing = [], length + 1
-        for _, tokens in self._ahead:
-            found.append(tokens[:missing])
-            missing -= len(found[-1])
+        """The next `length` tokens and the one after them, with which the next row begins."""
+        while self._pending_tokens <= length:
+            cursor, tokens = next(self._documents)
+            self._pending.append((cursor, tokens))
+            self._pending_tokens += len(tokens)
+        pieces, missing = [], length + 1
+        for _, tokens in self._pending:
+            pieces.append(tokens[:missing])
+            missing -= len(pieces[-1])
             if not missing:
                 break
         self._drop(length)
-        return np.concatenate(found)
+        return np.concatenate(pieces)
 
     def _drop(self, count: int) -> None:
-        self._count -= count
-        while count >= len(self._ahead[0][1]):
-            count -= len(self._ahead.popleft()[1])
-        place, tokens = self._ahead[0]
-        self._ahead[0] = {**place, "token": place["token"] + count}, tokens[count:]
+        self._pending_tokens -= count
+        while count >= len(self._pending[0][1]):
+            count -= len(self._pending.popleft()[1])
+        cursor, tokens = self._pending[0]
+        self._pending[0] = {**cursor, "token": cursor["token"] + count}, tokens[count:]
 
-    def place(self) -> State:
+    def cursor(self) -> State:
         """Where the next row begins."""
-        return self._ahead[0][0] if self._ahead else self._begin
+        return self._pending[0][0] if self._pending else self._start
 
     def _tokenised(self) -> Iterator[tuple[State, TokenArray]]:
-        """Each document's tokens with its eos, and its place, from where the stream begins."""
-        number, block, before = (self._begin[name] for name in ("pass", "block", "reader"))
-        document, token = self._begin["document"], self._begin["token"]
+        """Each document's cursor and its tokens with eos, from where the stream starts."""
+        number, block, before = (self._start[name] for name in ("pass", "block", "reader"))
+        document, token = self._start["document"], self._start["token"]
         while True:
             reader = self._source.read(before)
             while texts := self._block(reader):
-                place = {"pass": number, "block": block, "reader": before}
-                for at, tokens in self._encode(self._shuffle(texts, number, block), document):
-                    yield {**place, "document": at, "token": token}, tokens[token:]
+                cursor = {"pass": number, "block": block, "reader": before}
+                for index, tokens in self._encode(self._shuffle(texts, number, block), document):
+                    yield {**cursor, "document": index, "token": token}, tokens[token:]
                     token = 0
                 document, block, before = 0, block + 1, reader.state()
             if block == 0:
-                raise self._empty()
+                raise self._no_documents()
             number, block, before = number + 1, 0, None
 
     def _block(self, reader: Reader) -> list[bytes]:
-        """The next documents that are not for validation; fewer of them at the end of a pass."""
+        """The next training documents: `data.shuffle_documents`, or fewer at the end of a pass."""
         texts: list[bytes] = []
-        self._saw(self._name, self._newest)
+        self._on_document(self._name, self._newest)
         while len(texts) < self._config.shuffle_documents:
             document = next(reader, None)
             if document is None:
                 break
-            self._newest = document.place
-            self._saw(self._name, document.place)
-            if not held_out(document.text, self._config.held_out):
+            self._newest = document.location
+            self._on_document(self._name, self._newest)
+            if not is_validation(document.text, self._config.held_out):
                 texts.append(document.text)
         return texts
 
     def _shuffle(self, texts: list[bytes], number: int, block: int) -> list[bytes]:
-        """Another order in each block of each pass."""
+        """A different order in each block of each pass."""
         shuffle_key = key(self._seed, "documents", self._part, number, block)
-        return [texts[shuffled(at, len(texts), shuffle_key)] for at in range(len(texts))]
+        return [texts[shuffled(index, len(texts), shuffle_key)] for index in range(len(texts))]
 
     def _encode(self, texts: list[bytes], first: int) -> Iterator[tuple[int, TokenArray]]:
-        for start in range(first, len(texts), TOKENISED_AT_ONCE):
-            encoded = self._tokenizer.encode_many(texts[start : start + TOKENISED_AT_ONCE])
-            for at, tokens in enumerate(encoded, start):
-                yield at, with_eos(self._tokenizer, tokens)
+        for start in range(first, len(texts), DOCUMENTS_PER_CALL):
+            encoded = self._tokenizer.encode_many(texts[start : start + DOCUMENTS_PER_CALL])
+            for index, tokens in enumerate(encoded, start):
+                yield index, with_eos(self._tokenizer, tokens)
 
-    def _empty(self) -> DataError:
-        share, fix = "", ""
+    def _no_documents(self) -> DataError:
+        part, fix = "", ""
         if self._parts > 1:
-            share = f"share {self._part + 1} of {self._parts} (one for each worker of each rank) "
+            part = f"part {self._part + 1} of {self._parts} (one for each worker of each rank) "
             fix = "lower data.workers or the number of ranks, or "
         return DataError(
-            f"data.source = {self._name!r}: {share}holds no document to train on; {fix}write "
+            f"data.source = {self._name!r}: {part}holds no document to train on; {fix}write "
             "shards with `nsa data prepare`, or take a larger source"
         )
 
 
-def collect(
+def collect_tokens(
     config: DataConfig,
     tokens: int,
-    saw: Saw = lambda source, place: None,
+    on_document: OnDocument = lambda source, location: None,
     *,
     split: str = "val",
 ) -> Iterator[TokenStore]:
-    """The first documents of a split of each source, `tokens` tokens of it or a little more.
+    """Read the first documents of a split of each source, until they have `tokens` tokens.
 
-    They are looked for in the whole source: however many share it, they are the same.
+    The whole source is read in order, so the result does not depend on the number of ranks.
     """
     tokenizer = build_tokenizer(config)
     for name in config.parts():
         pieces: list[TokenArray] = []
         text_bytes = count = 0
-        for text in _texts(config, name, split, saw):
-            pieces.append(with_eos(tokenizer, tokenizer.encode(text)))
-            text_bytes, count = text_bytes + len(text), count + len(pieces[-1])
+        on_document(name, NO_DOCUMENT)
+        for document in open_source(config, name).read():
+            on_document(name, document.location)
+            if not in_split(document.text, config.held_out, split):
+                continue
+            pieces.append(with_eos(tokenizer, tokenizer.encode(document.text)))
+            text_bytes, count = text_bytes + len(document.text), count + len(pieces[-1])
             if count >= tokens:
                 break
         if not pieces:
@@ -239,11 +227,3 @@ def collect(
             vocab_size=tokenizer.vocab_size,
             tokenizer=tokenizer.fingerprint,
         )
-
-
-def _texts(config: DataConfig, name: str, split: str, saw: Saw) -> Iterator[bytes]:
-    saw(name, NOTHING_YET)
-    for document in open_source(config, name).read():
-        saw(name, document.place)
-        if in_split(document.text, config.held_out, split):
-            yield document.text

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizers: bytes, or any of the `tokenizers` library from a folder or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from nsa.data.source import DataError, Source
 
 TokenArray = npt.NDArray[np.integer]
 END_OF_TEXT = "<|endoftext|>"
-SMALLEST_TRAINED = 257  # every byte, and the end of text
-HUB_SECONDS = 28.0  # for everything that a tokenizer needs from the hub
+MIN_VOCAB_SIZE = 257  # every byte, and the end of text
+HUB_SECONDS = 28.0  # limit for loading a tokenizer from the hub
 
-PIECE = 1 << 20  # characters that are encoded at once, so that a giant text needs little memory
-AT_ONCE = 8 * PIECE  # characters of all texts that are encoded together
-# Where no tokenizer of the usual kinds joins what stands left and right: before a space between
-# two letters or digits. Before a line's end is not as good: some take it along with punctuation.
+PIECE = 1 << 20  # characters per call of the encoder, which bounds memory for a giant text
+CALL = 8 * PIECE  # characters of all texts per call
+# Where no common tokenizer merges across: before a space between two letters or digits. A line end
+# is less safe: some tokenizers merge it with punctuation.
 BREAK = re.compile(r"\w(?= \w)")
 PROBE = ("One line, with 12 words;\nand", " another  one")
 
 
 class Tokenizer(Protocol):
-    """What turns text into ids below `vocab_size`, of which `eos_id` ends every document."""
+    """Converts text to ids below `vocab_size` and back; `eos_id` ends every document."""
 
-    name: str  # as data.tokenizer calls it
+    name: str  # as in data.tokenizer
     vocab_size: int
     eos_id: int
-    fingerprint: str  # two tokenizers that give other ids for some text have different ones
+    fingerprint: str  # differs if any text has different ids
 
     def encode(self, text: bytes) -> TokenArray:
-        """The ids of `text`, without specials, whatever it spells."""
+        """The ids of `text`, never a special one."""
         ...
 
     def encode_many(self, texts: Sequence[bytes]) -> list[TokenArray]:
@@ -47,17 +47,17 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
-        """The bytes that `ids` spell; specials, and ids beyond the vocabulary, spell nothing."""
+        """The bytes of `ids`; specials and ids outside the vocabulary are skipped."""
         ...
 
 
 def id_type(vocab_size: int) -> type[np.unsignedinteger]:
-    """The smallest type of a shard that holds every id."""
+    """The smallest dtype for the ids of a shard."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
 class ByteTokenizer:
-    """Every byte is a token, so any text fits and nothing has to be downloaded."""
+    """One token per byte: fits any text and needs no download."""
 
     name = "byte"
     bos_id = 256
@@ -67,49 +67,44 @@ class ByteTokenizer:
     fingerprint = hashlib.sha256(b"bytes, eos 257").hexdigest()
 
     def encode(self, text: bytes) -> TokenArray:
-        """A byte's id is its value."""
         return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
 
     def encode_many(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """The ids of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
-        """The bytes that `ids` spell; specials, and ids beyond the vocabulary, spell nothing."""
         array = np.asarray(ids, dtype=np.int64)
         return array[(array >= 0) & (array < self.bos_id)].astype(np.uint8).tobytes()
 
 
 class HubTokenizer:
-    """A tokenizer of the `tokenizers` library, which works in Rust and takes many texts at once.
+    """A tokenizer of the `tokenizers` library, which encodes many texts in parallel.
 
-    It is made of its own JSON, so that another process can have it without the files it came from.
-    A text longer than PIECE characters is cut where that changes no id; one without such a place,
-    as a text without spaces, is cut at PIECE characters, and the ids around the cut may differ.
+    It is pickled as its JSON, so another process needs no files. A text longer than PIECE
+    characters is split where that changes no id. Where there is no such position, as in text
+    without spaces, it is split at PIECE characters, and ids around the split may differ.
     """
 
     def __init__(self, name: str, backend: str, eos: str) -> None:
         from tokenizers import Tokenizer as Backend
 
         self.name = name
-        self.made_of = (name, backend, eos)
+        self.definition = (name, backend, eos)
         self._backend = Backend.from_str(backend)
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # "<|endoftext|>" in a text is just text
+        self._backend.encode_special_tokens = True  # "<|endoftext|>" in a text is plain text
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self._type = id_type(self.vocab_size)
         eos_id = self._backend.token_to_id(eos)
         assert eos_id is not None
         self.eos_id = eos_id
-        decides = {
-            part: value
-            for part, value in json.loads(backend).items()
-            if part in ("added_tokens", "normalizer", "pre_tokenizer", "model")
-        }
-        digest = hashlib.sha256(json.dumps([eos, decides], sort_keys=True).encode())
+        names = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # what decides the ids
+        parts = {name: value for name, value in json.loads(backend).items() if name in names}
+        digest = hashlib.sha256(json.dumps([eos, parts], sort_keys=True).encode())
         self.fingerprint = digest.hexdigest()
-        self._can_cut = self._ids("".join(PROBE)) == [i for part in PROBE for i in self._ids(part)]
+        ids = [i for part in PROBE for i in self._ids(part)]
+        self._can_split = self._ids("".join(PROBE)) == ids
         if self.eos_id in self._ids(f"one {eos} two"):
             raise DataError(
                 f"data.tokenizer = {name!r}: text that spells {eos!r} would end the document; "
@@ -117,66 +112,65 @@ class HubTokenizer:
             )
 
     def __reduce__(self) -> tuple[type[HubTokenizer], tuple[str, str, str]]:
-        return HubTokenizer, self.made_of
+        return HubTokenizer, self.definition
 
     def encode(self, text: bytes) -> TokenArray:
-        """The ids of `text`; what is not UTF-8 is read as U+FFFD."""
+        """The ids of `text`; invalid UTF-8 is read as U+FFFD."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """The ids of each text, found by all cores that TOKENIZERS_PARALLELISM leaves it."""
-        found: list[list[TokenArray]] = [[] for _ in texts]
-        for owners, pieces in _batches(texts, self._can_cut):
+        """The ids of each text, on all CPU cores unless TOKENIZERS_PARALLELISM is false."""
+        ids: list[list[TokenArray]] = [[] for _ in texts]
+        for owners, pieces in _calls(texts, self._can_split):
             encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
             for owner, encoding in zip(owners, encodings, strict=True):
-                found[owner].append(np.array(encoding.ids, dtype=self._type))
-        return [ids[0] if len(ids) == 1 else np.concatenate(ids) for ids in found]
+                ids[owner].append(np.array(encoding.ids, dtype=self._type))
+        return [pieces[0] if len(pieces) == 1 else np.concatenate(pieces) for pieces in ids]
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
-        """The text that `ids` spell; specials, and ids beyond the vocabulary, spell nothing."""
         array = np.asarray(ids, dtype=np.int64)
-        known = array[(array >= 0) & (array < self.vocab_size)]
-        return self._backend.decode(known.tolist(), skip_special_tokens=True).encode()
+        valid = array[(array >= 0) & (array < self.vocab_size)]
+        return self._backend.decode(valid.tolist(), skip_special_tokens=True).encode()
 
     def _ids(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
 
 
-def _batches(texts: Sequence[bytes], can_cut: bool) -> Iterator[tuple[list[int], list[str]]]:
-    """All texts in pieces, AT_ONCE characters at a time, and which text each piece is of."""
+def _calls(texts: Sequence[bytes], can_split: bool) -> Iterator[tuple[list[int], list[str]]]:
+    """The pieces of all texts, CALL characters at a time, each with the number of its text."""
     owners: list[int] = []
     pieces: list[str] = []
-    room = AT_ONCE
-    for owner, text in enumerate(texts):
-        whole = text.decode("utf-8", errors="replace")
-        for piece in cut(whole) if can_cut else (whole,):
+    left = CALL
+    for owner, encoded in enumerate(texts):
+        text = encoded.decode("utf-8", errors="replace")
+        for piece in split_text(text) if can_split else (text,):
             owners.append(owner)
             pieces.append(piece)
-            room -= len(piece)
-            if room <= 0:
+            left -= len(piece)
+            if left <= 0:
                 yield owners, pieces
-                owners, pieces, room = [], [], AT_ONCE
+                owners, pieces, left = [], [], CALL
     yield owners, pieces
 
 
-def cut(text: str, longest: int = PIECE) -> Iterator[str]:
-    """Pieces of at most `longest` characters, cut where tokens end if there is such a place."""
+def split_text(text: str, longest: int = PIECE) -> Iterator[str]:
+    """Pieces of at most `longest` characters, split between tokens where possible."""
     start = 0
     while len(text) - start > longest:
-        found = BREAK.search(text, start + longest // 2, start + longest)
-        end = found.end() if found else start + longest
+        match = BREAK.search(text, start + longest // 2, start + longest)
+        end = match.end() if match else start + longest
         yield text[start:end]
         start = end
     yield text[start:]
 
 
 def with_eos(tokenizer: Tokenizer, ids: TokenArray) -> TokenArray:
-    """A document as it stands in a stream of tokens: closed by the end of text."""
+    """Append the end of text to a document."""
     return np.append(ids, ids.dtype.type(tokenizer.eos_id))
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names; a second call gives the same one."""
+    """The tokenizer of `data.tokenizer`; cached."""
     config.validate()
     return _build(config.tokenizer)
 
@@ -188,77 +182,78 @@ def _build(name: str) -> Tokenizer:
     return _load(name, name.removeprefix("hf:").strip())
 
 
-def _load(name: str, wanted: str) -> HubTokenizer:
-    folder = Path(wanted).expanduser()
-    if not folder.is_dir() and wanted.startswith(("/", ".", "~")):
-        raise DataError(f"data.tokenizer = {name!r}: there is no such folder")
+def _load(name: str, path: str) -> HubTokenizer:
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and path.startswith(("/", ".", "~")):
+        raise DataError(f"data.tokenizer = {name!r}: no such folder")
     try:
-        loaded = _from_files(str(folder) if folder.is_dir() else wanted)
+        loaded = _from_pretrained(str(folder) if folder.is_dir() else path)
     except (OSError, ValueError) as error:
         if folder.is_dir():
-            raise _refused(name, error, "it has to hold what save_pretrained() writes") from None
-        loaded = _from_hub(name, wanted)
+            raise _refusal(name, error, "name a folder that save_pretrained() wrote") from None
+        loaded = _from_hub(name, path)
     if not loaded.is_fast:
         raise DataError(
-            f"data.tokenizer = {name!r}: only tokenizers of the `tokenizers` library are fast "
-            f"enough, and {type(loaded).__name__} is not one; choose one with a tokenizer.json"
+            f"data.tokenizer = {name!r}: {type(loaded).__name__} is not a tokenizer of the "
+            "`tokenizers` library and too slow; choose one with a tokenizer.json"
         )
     if loaded.eos_token is None:
         raise DataError(
-            f"data.tokenizer = {name!r} has no end-of-text token; write one that it knows into "
-            "its tokenizer_config.json as eos_token, or choose another"
+            f"data.tokenizer = {name!r} has no end-of-text token; add one of its tokens to its "
+            "tokenizer_config.json as eos_token, or choose another tokenizer"
         )
     return HubTokenizer(name, loaded.backend_tokenizer.to_str(), loaded.eos_token)
 
 
-def _from_files(wanted: str, offline: bool = True) -> Any:
+def _from_pretrained(path: str, offline: bool = True) -> Any:
     from transformers import AutoTokenizer
 
-    # No code of the hub's is run, nor is anyone asked whether it may.
-    return AutoTokenizer.from_pretrained(wanted, local_files_only=offline, trust_remote_code=False)
+    # Neither runs code from the hub nor prompts for permission.
+    return AutoTokenizer.from_pretrained(path, local_files_only=offline, trust_remote_code=False)
 
 
-def _from_hub(name: str, wanted: str) -> Any:
-    from nsa.data.hub import reach_hub, within
+def _from_hub(name: str, path: str) -> Any:
+    from nsa.data.hub_probe import hub_url, probe, with_timeout
 
-    began = time.monotonic()
+    start = time.monotonic()
     fix = (
         "run `nsa data prepare` where there is a network and set data.source to the folder that "
         "it wrote; or name a folder that holds the tokenizer (data.tokenizer=hf:<folder>); or copy "
-        "HF_HOME from where it was loaded; or take what needs no network: --set "
+        "HF_HOME from where it was loaded; or use what needs no network: --set "
         "data.source=embedded --set data.tokenizer=byte"
     )
-    reach_hub(f"data.tokenizer = {name!r}", f"/{wanted}/resolve/main/tokenizer_config.json", fix)
-    left = HUB_SECONDS - (time.monotonic() - began)
+    url = f"{hub_url()}/{path}/resolve/main/tokenizer_config.json"
+    probe(f"data.tokenizer = {name!r}", url, fix)
+    left = HUB_SECONDS - (time.monotonic() - start)
     try:
-        return within(left, lambda: _from_files(wanted, offline=False))
+        return with_timeout(left, lambda: _from_pretrained(path, offline=False))
     except TimeoutError:
-        raise _refused(name, f"not had from the hub in {HUB_SECONDS:g} seconds", fix) from None
-    except Exception as error:  # which ones the hub's client raises differs between versions
-        raise _refused(name, error, fix) from None
+        raise _refusal(name, f"no download within {HUB_SECONDS:g} seconds", fix) from None
+    except Exception as error:  # the exception types of the client differ between versions
+        raise _refusal(name, error, fix) from None
 
 
-def _refused(name: str, reason: object, fix: str) -> DataError:
+def _refusal(name: str, reason: object, fix: str) -> DataError:
     line = str(reason).strip().split("\n")[0].rstrip(".")
     return DataError(f"data.tokenizer = {name!r} cannot be loaded ({line}); {fix}")
 
 
 def train_tokenizer(source: Source, vocab_size: int, out: Path) -> Tokenizer:
-    """Learn byte-level BPE, as GPT-2's, from a source, and save it for data.tokenizer=hf:<out>.
+    """Train byte-level BPE like GPT-2's on a source; save it for data.tokenizer=hf:<out>.
 
-    Merges are learned until `vocab_size` is reached or no pair is left; the same text gives the
-    same tokenizer.
+    Merges are added until `vocab_size` is reached or no pair is left; the result is deterministic.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
-    if vocab_size < SMALLEST_TRAINED:
+    if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(
-            f"--vocab-size {vocab_size}: must be {SMALLEST_TRAINED} or more, for all bytes and "
+            f"--vocab-size {vocab_size}: must be {MIN_VOCAB_SIZE} or more, for all bytes and "
             f"{END_OF_TEXT}"
         )
     if out.exists() and any(out.iterdir()):
-        raise DataError(f"--out {out}: there are files in it already; name a new folder")
+        raise DataError(f"--out {out}: the folder is not empty; name a new one")
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -269,23 +264,17 @@ def train_tokenizer(source: Source, vocab_size: int, out: Path) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(_pieces(source), trainer)
-    _save(backend, out)
-    return _load(f"hf:{out}", str(out))
-
-
-def _pieces(source: Source) -> Iterator[str]:
-    found = False
-    for document in source.read():
-        found = True
-        yield from cut(document.text.decode("utf-8", errors="replace"))
-    if not found:
-        raise DataError(f"data.source: {source.name} has no documents to learn from")
-
-
-def _save(backend: Any, out: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
     draft = out.with_name(f".{out.name}.draft")
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT).save_pretrained(draft)
     out.parent.mkdir(parents=True, exist_ok=True)
     draft.replace(out)
+    return _load(f"hf:{out}", str(out))
+
+
+def _pieces(source: Source) -> Iterator[str]:
+    empty = True
+    for document in source.read():
+        empty = False
+        yield from split_text(document.text.decode("utf-8", errors="replace"))
+    if empty:
+        raise DataError(f"data.source: {source.name} has no documents to train on")

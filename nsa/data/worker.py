@@ -1,10 +1,10 @@
-"""A process that reads and tokenises for a rank, and the rank's end of the pipes to it.
+"""Data worker: a subprocess that reads and tokenises for a rank, connected by pipes.
 
-    rank  --- what to do -->  worker    its standard input: where that ends, the rank has ended
-    rank  <--- frames ------  worker    its standard output: what was made, signs of life, an error
+    rank  -- pickled work --> worker   its stdin; end of file: the rank has ended
+    rank  <---- frames ------ worker   its stdout: items, progress, or an error
 
-It is started afresh and not forked: a rank holds a GPU, threads and connections by then. Frames
-wait in the pipe, so a worker runs ahead by as much as fits there.
+It is started afresh, not forked: by then a rank holds a GPU, threads and connections. Frames wait
+in the pipe, so a worker runs ahead by as much as the pipe holds.
 """
 
 from __future__ import annotations
@@ -24,43 +24,51 @@ from typing import Any, BinaryIO
 
 from nsa.data.source import DataError
 
-MADE, SIGN, FAILED = "made", "sign", "failed"  # the kinds of frames
-SIGN_SECONDS = 0.5
-LINES_KEPT = 5  # of what a worker said before it ended
-Work = Callable[..., Iterator[Any]]  # called with `saw`; a function that pickle can name
+ITEM, PROGRESS, ERROR, END = "item", "progress", "error", "end"  # kinds of frames
+PROGRESS_SECONDS = 0.5
+LINES_KEPT = 5  # of a worker's stderr, for the error when it dies
+Work = Callable[..., Iterator[Any]]  # called with `on_document`; must be picklable
+
+
+class WorkerDied(DataError):
+    """A worker process ended without an error of its own."""
 
 
 class Worker(Iterator[Any]):
-    """What `work` yields, in a process of its own."""
+    """Iterates over `work` in a subprocess."""
 
     def __init__(self, work: Work, name: str) -> None:
-        self.source = ""  # which is being read, ...
-        self.place = ""  # ... and its newest document
-        self.heard = time.monotonic()  # when it last came further
-        self._name = name  # as messages call it
-        # The same modules as here, wherever this program was started from.
+        self.source = ""  # being read
+        self.location = ""  # of its newest document
+        self.last_progress = time.monotonic()
+        self._name = name  # in messages
+        # The same modules as here, whatever the working directory.
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "nsa.data.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-        )
+        # Ctrl-C ends the rank, which ends this; the mask is inherited, so there is no gap.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "nsa.data.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        self._job, self._frames = self._process.stdin, self._process.stdout
-        self._said: deque[str] = deque(maxlen=LINES_KEPT)
-        self._listener = Thread(target=self._listen, args=(self._process.stderr,), daemon=True)
-        self._listener.start()
-        with suppress(BrokenPipeError):  # it died already: the first frame's absence says so
-            pickle.dump(work, self._job)
-            self._job.flush()
+        self._stdin, self._frames = self._process.stdin, self._process.stdout
+        self._last_lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self._forwarder = Thread(target=self._forward, args=(self._process.stderr,), daemon=True)
+        self._forwarder.start()
+        with suppress(BrokenPipeError):  # it died already, which the first read reports
+            pickle.dump(work, self._stdin)
+            self._stdin.flush()
 
     @property
     def pid(self) -> int:
-        """The process's number."""
         return self._process.pid
 
     def __next__(self) -> Any:
@@ -69,48 +77,50 @@ class Worker(Iterator[Any]):
                 kind, content = pickle.load(self._frames)
             except (EOFError, pickle.UnpicklingError):  # between two frames, or within one
                 raise self._death() from None
-            self.heard = time.monotonic()
-            if kind == MADE:
+            self.last_progress = time.monotonic()
+            if kind == ITEM:
                 return content
-            if kind == FAILED:
+            if kind == END:
+                raise StopIteration
+            if kind == ERROR:
                 raise DataError(content)
-            self.source, self.place = content
+            self.source, self.location = content
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
-        self._listener.join()
+        self._forwarder.join()
         self._frames.close()
         with suppress(BrokenPipeError):
-            self._job.close()
+            self._stdin.close()
 
-    def _listen(self, stream: BinaryIO) -> None:
-        with stream:
-            for line in stream:
-                os.write(2, line)  # not through sys.stderr, whose lock a daemon thread may not hold
-                self._said.append(line.decode(errors="replace").strip())
+    def _forward(self, stderr: BinaryIO) -> None:
+        with stderr:
+            for line in stderr:
+                os.write(2, line)  # a daemon thread must not hold the lock of sys.stderr
+                self._last_lines.append(line.decode(errors="replace").strip())
 
-    def _death(self) -> DataError:
+    def _death(self) -> WorkerDied:
         code = self._process.wait()
-        self._listener.join()
+        self._forwarder.join()
         how = f"ended with exit code {code}"
         if code < 0:
             how = f"was ended by signal {-code} ({signal.Signals(-code).name})"
         if code == -signal.SIGKILL:
-            how += ", as the system does where memory runs out: then lower data.shuffle_documents "
-            how += "or data.workers"
-        said = " | ".join(line for line in self._said if line)
-        return DataError(f"{self._name}: its worker {how}; it last said: {said or 'nothing'}")
+            how += ", as by a system out of memory; if so, lower data.shuffle_documents or "
+            how += "data.workers"
+        lines = " | ".join(line for line in self._last_lines if line)
+        return WorkerDied(f"{self._name}: its worker {how}; last output: {lines or 'none'}")
 
 
-class _Frames:
-    """The worker's end: what it makes, and between that where it stands, if it came further."""
+class _FrameWriter:
+    """The worker's end of the pipe: items as they come, and progress twice a second."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._lock = Lock()
-        self._seen: tuple[str, str] | None = None
+        self._newest: tuple[str, str] | None = None
 
     def send(self, kind: str, content: Any) -> None:
         frame = pickle.dumps((kind, content), pickle.HIGHEST_PROTOCOL)
@@ -118,40 +128,40 @@ class _Frames:
             self._stream.write(frame)
             self._stream.flush()
 
-    def saw(self, source: str, place: str) -> None:
-        self._seen = (source, place)
+    def on_document(self, source: str, location: str) -> None:
+        self._newest = (source, location)
 
-    def give_signs(self) -> None:
-        told = None
+    def send_progress(self) -> None:
+        sent = None
         while True:
-            if self._seen != told:
-                told = self._seen
-                self.send(SIGN, told)
-            time.sleep(SIGN_SECONDS)
+            if self._newest != sent:
+                sent = self._newest
+                self.send(PROGRESS, sent)
+            time.sleep(PROGRESS_SECONDS)
 
 
 def main() -> None:
-    """Do what standard input says, until it is done or whoever asked has ended."""
-    frames = _Frames(os.fdopen(os.dup(1), "wb"))
-    os.dup2(2, 1)  # what libraries print must not get between the frames
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank, and ends this with it
+    """Run the work on standard input until it or the parent ends."""
+    frames = _FrameWriter(os.fdopen(os.dup(1), "wb"))
+    os.dup2(2, 1)  # what libraries print must not mix with the frames
     work = pickle.load(sys.stdin.buffer)
-    for task in (_end_with_parent, frames.give_signs):
+    for task in (_exit_with_parent, frames.send_progress):
         Thread(target=task, daemon=True).start()
     try:
-        for content in work(saw=frames.saw):
-            frames.send(MADE, content)
+        for item in work(on_document=frames.on_document):
+            frames.send(ITEM, item)
+        frames.send(END, None)
     except DataError as error:
-        frames.send(FAILED, str(error))
+        frames.send(ERROR, str(error))
     except Exception as error:
         traceback.print_exc()
-        frames.send(FAILED, f"the worker failed: {type(error).__name__}: {error}")
+        frames.send(ERROR, f"the worker failed: {type(error).__name__}: {error}")
     sys.stderr.flush()
-    os._exit(0)  # the threads of libraries that stream do not all end in peace
+    os._exit(0)  # some threads of streaming libraries abort a regular exit
 
 
-def _end_with_parent() -> None:
-    os.read(0, 1)  # nothing more comes, so it returns where the pipe is closed
+def _exit_with_parent() -> None:
+    os.read(0, 1)  # returns at end of file
     os._exit(1)
 
 

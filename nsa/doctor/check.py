@@ -1,4 +1,4 @@
-"""One finding about a machine or its ranks, and how a list of them is shown."""
+"""`Check`: the result of one node or rank check, and how a list of them is printed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, how it stands, and what to do about it where it is not well."""
+    """What was checked, its status, and the fix."""
 
     name: str
     status: str  # ok, warn, fail or skip
@@ -19,7 +19,7 @@ class Check:
 
 
 def lines(checks: Sequence[Check]) -> list[str]:
-    """One line a check, aligned; the fix stands below what is not well."""
+    """Return an aligned line per check, with the fix below each warning and failure."""
     width = max((len(check.name) for check in checks), default=0)
     shown = []
     for check in checks:
@@ -29,14 +29,15 @@ def lines(checks: Sequence[Check]) -> list[str]:
     return shown
 
 
-def verdict(checks: Sequence[Check]) -> bool:
-    """Whether a run may start: warnings let it, a failure does not."""
+def passed(checks: Sequence[Check]) -> bool:
+    """Return whether a run may start; warnings do not prevent it."""
     return all(check.status != FAIL for check in checks)
 
 
 def failures(checks: Sequence[Check]) -> str:
-    """What failed, with the fixes, in one line, for an error message."""
-    found = [check for check in checks if check.status == FAIL]
+    """Return all failures with their fixes in one line, for an error message."""
     return "; ".join(
-        f"{check.name}: {check.detail}{f' ({check.fix})' if check.fix else ''}" for check in found
+        f"{check.name}: {check.detail}{f' ({check.fix})' if check.fix else ''}"
+        for check in checks
+        if check.status == FAIL
     )

@@ -1,4 +1,4 @@
-"""Variables that steer NCCL: none has to be set, and one that is misspelt does nothing."""
+"""NCCL variables: warn about misspelt names, impossible values and slow settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nsa.doctor.check import FAIL, OK, WARN, Check
 
 PREFIX = "NCCL_"
 
-# Those that NVIDIA documents, without the prefix.
+# Documented by NVIDIA, without the prefix.
 _KNOWN = frozenset(
     """
 ALGO ALLOC_P2P_NET_LL_BUFFERS BUFFSIZE CGA_CLUSTER_SIZE CHECKS_DISABLE CHECK_MODE CHECK_POINTERS
@@ -38,80 +38,63 @@ WIN_ENABLE
 _VALUES = {
     "NCCL_DEBUG": ("VERSION", "WARN", "INFO", "TRACE"),
     "NCCL_P2P_LEVEL": ("LOC", "NVL", "PIX", "PXB", "PHB", "SYS", *"012345"),
+    **dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), ("0", "1")),
 }
-_SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
-
-# What each costs where it is set; a name alone counts for any value but 0.
-_HARMFUL = {
-    "NCCL_P2P_DISABLE": (
-        "no GPU reads another's memory: safe, and slower",
-        "unset it where peer access works",
-    ),
-    "NCCL_SHM_DISABLE": ("GPUs of one machine talk through sockets", "unset it"),
-    "NCCL_ALGO": ("NCCL no longer chooses by size", "unset it"),
-    "NCCL_PROTO": ("NCCL no longer chooses by size", "unset it"),
-    "NCCL_CHECK_POINTERS": ("each call is checked", "unset it"),
-    "CUDA_LAUNCH_BLOCKING": ("each kernel is waited for", "unset it"),
+_SLOW = {  # cost of any value except 0
+    "NCCL_P2P_DISABLE": "no GPU reads another's memory: safe, but slower",
+    "NCCL_SHM_DISABLE": "GPUs of one machine use sockets",
+    "NCCL_ALGO": "NCCL no longer chooses by size",
+    "NCCL_PROTO": "NCCL no longer chooses by size",
+    "NCCL_CHECK_POINTERS": "every call is checked",
+    "CUDA_LAUNCH_BLOCKING": "every kernel blocks the CPU",
 }
-# Older names that torch no longer reads, or is about to stop reading.
-_RENAMED = {
-    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
-    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-}
+_RENAMED = ("NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING")  # torch reads TORCH_NCCL_*
 
 
 def peers_switched_off(variables: Mapping[str, str]) -> bool:
-    """Whether GPUs are told not to read each other's memory, though they may be able to."""
+    """Return whether the variables disable peer access between GPUs."""
     level = variables.get("NCCL_P2P_LEVEL", "").upper()
     return variables.get("NCCL_P2P_DISABLE") == "1" or level in ("LOC", "0")
 
 
 def nccl_checks(variables: Mapping[str, str], interfaces: Sequence[str]) -> list[Check]:
-    """A finding for each variable that is wrong or costs something.
-
-    `interfaces`: names of this machine's network interfaces.
-    """
-    checks = []
+    """Return a check per problem; `interfaces`: names of this machine's network interfaces."""
     ours = sorted(name for name in variables if name.startswith(PREFIX))
-    for name in sorted({*ours, *_HARMFUL} & set(variables)):
-        found = _judge(name, variables[name], interfaces)
-        checks += [found] if found else []
-    if not checks:
-        shown = ", ".join(f"{name}={variables[name]}" for name in ours)
-        checks.append(Check("nccl settings", OK, shown or "none is set, and none is needed"))
-    return checks
+    checks = []
+    for name in sorted({*ours, *_SLOW} & set(variables)):
+        problem = _problem(name, variables[name], interfaces)
+        if problem:
+            status, detail, fix = problem
+            checks.append(Check("nccl settings", status, f"{name}={variables[name]}{detail}", fix))
+    shown = ", ".join(f"{name}={variables[name]}" for name in ours)
+    return checks or [Check("nccl settings", OK, shown or "none set, none needed")]
 
 
-def _judge(name: str, value: str, interfaces: Sequence[str]) -> Check | None:
-    shown = f"{name}={value}"
+def _problem(name: str, value: str, interfaces: Sequence[str]) -> tuple[str, str, str] | None:
+    """Return status, detail and fix, or None."""
     if name in _RENAMED:
-        return Check("nccl settings", WARN, f"{shown} has an old name", f"use {_RENAMED[name]}")
+        return WARN, " has an old name", f"use TORCH_{name}"
     if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in _KNOWN:
         near = difflib.get_close_matches(name, [PREFIX + known for known in _KNOWN], n=1)
         fix = f"did you mean {near[0]}?" if near else "unset it"
-        return Check("nccl settings", WARN, f"{shown}: NCCL documents no such variable", fix)
+        return WARN, ": NCCL documents no such variable", fix
     if name in _VALUES and value.upper() not in _VALUES[name]:
-        fix = f"use one of {', '.join(_VALUES[name])}"
-        return Check("nccl settings", WARN, f"{shown} is no value of it", fix)
-    if name in _SWITCHES and value not in ("0", "1"):
-        return Check("nccl settings", WARN, f"{shown} is neither 0 nor 1", "set it to one of them")
-    if name == "NCCL_SOCKET_IFNAME" and not _some_interface(value, interfaces):
-        fix = f"this machine has {', '.join(interfaces)}; without the variable NCCL looks itself"
-        return Check("nccl settings", FAIL, f"{shown} names no network interface", fix)
-    if name in _HARMFUL and value not in ("", "0"):
-        what, fix = _HARMFUL[name]
-        return Check("nccl settings", WARN, f"{shown}: {what}", fix)
+        return WARN, " is not a valid value", f"use one of {', '.join(_VALUES[name])}"
+    if name == "NCCL_SOCKET_IFNAME" and not _matches_any(value, interfaces):
+        fix = f"this machine has {', '.join(interfaces)}; or unset it"
+        return FAIL, " names no network interface", fix
+    if name in _SLOW and value not in ("", "0"):
+        return WARN, f": {_SLOW[name]}", "unset it"
     return None
 
 
-def _some_interface(pattern: str, interfaces: Sequence[str]) -> bool:
-    """Prefixes, or with = whole names; ^ turns the sense around."""
-    excluding = pattern.startswith("^")
-    pattern = pattern.removeprefix("^")
+def _matches_any(pattern: str, interfaces: Sequence[str]) -> bool:
+    """NCCL's pattern: prefixes, with = full names, with ^ negated."""
+    negated, pattern = pattern.startswith("^"), pattern.removeprefix("^")
     exact = pattern.startswith("=")
     names = [name for name in pattern.removeprefix("=").split(",") if name]
-
-    def matches(interface: str) -> bool:
-        return any(interface == name if exact else interface.startswith(name) for name in names)
-
-    return any(matches(interface) != excluding for interface in interfaces)
+    for interface in interfaces:
+        match = any(interface == name if exact else interface.startswith(name) for name in names)
+        if match != negated:
+            return True
+    return False

@@ -1,197 +1,178 @@
-"""What has to be right about a machine before a run: versions, compiler, memory, disk, limits.
-
-Each function judges facts that it is given; `nsa.doctor.command` gathers them.
-"""
+"""Node checks: what one process can verify on its machine before a run, in about a second."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import shutil
+import socket
+import sysconfig
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from nsa.doctor import gpus
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
+from nsa.doctor.nccl import nccl_checks, peers_switched_off
+from nsa.doctor.probes import (
+    free_bytes,
+    iommu_groups,
+    output_of,
+    package_version,
+    text_of,
+)
 
 MIB, GB = 2**20, 10**9
-
-# Inclusive ranges of versions that compute something wrong.
-_BROKEN_DEEPSPEED = (
+_BROKEN_DEEPSPEED = (  # inclusive ranges
     ("0.17.6", "0.18.2", "computes wrong ZeRO-2 gradients"),
-    ("0.18.3", "0.19.3", "scales the loss wrongly where backward calls are mixed"),
+    ("0.18.3", "0.19.3", "scales the loss wrongly if backward calls are mixed"),
 )
-_MIN_TORCH = "2.8"
-_MIN_PYTHON = (3, 10)
-_TRITON_OF_TORCH = {"2.13": "3.7.1"}  # for builds of torch that name none, those for the CPU
-
-_LOGS = 2 * GB  # metrics, event files, heartbeats, traces and pictures of a long run
-_MEMORY_PER_RANK = 2 * GB  # Python, torch, DeepSpeed and the loader's batches
-_INODES = 10_000
-_OPEN_FILES = 1_024
-_SHM_NEEDED = 64 * MIB  # also what Docker gives; NCCL takes some 4 MiB a channel and peer
+_MINIMUM = {"torch": "2.8", "deepspeed": "0.19.4"}
+_TRITON_OF_TORCH = {"2.13": "3.7.1"}  # for CPU builds of torch, which require none
+_LOGS = 2 * GB  # metrics, event files, heartbeats, traces and plots of a long run
+_SHM_NEEDED = 64 * MIB  # Docker's default; NCCL takes about 4 MiB per channel and peer
 _SHM_ADVISED = 1_024 * MIB
 
 
-def python_check(version: Sequence[int]) -> Check:
-    """The interpreter's version."""
-    detail = ".".join(map(str, version[:3]))
-    if tuple(version[:2]) < _MIN_PYTHON:
-        return Check("python", FAIL, f"{detail} is too old", "use Python 3.10 or newer")
-    return Check("python", OK, detail)
+def node_checks(
+    run_dir: Path, *, checkpoint_bytes: int, checkpoints: int, ranks: int | None = None
+) -> list[Check]:
+    """Run all node checks; needs no process group.
+
+    `checkpoints`: how many of `checkpoint_bytes` each the run keeps. `ranks` on this machine:
+    default one per GPU, or 2.
+    """
+    torch = gpus.torch_gpus()
+    count = len(torch.uuids)
+    ranks = ranks or count or 2
+    query = f"--query-gpu={','.join(gpus.QUERY)}"
+    listed = gpus.parse_gpus(output_of("nvidia-smi", query, "--format=csv,noheader,nounits"))
+    used = [gpu for gpu in listed if gpu.uuid in torch.uuids] or listed
+    indices = {gpu.index for gpu in used}
+    links = gpus.parse_topology(output_of("nvidia-smi", "topo", "-m")) if count > 1 else {}
+    links = {pair: link for pair, link in links.items() if indices.issuperset(pair)}
+    lspci = output_of("lspci", "-vvv") if count > 1 else ""
+    version = package_version("torch")
+    required = importlib.metadata.requires("torch") or [] if version else []
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    peer_access = all(torch.peers.values()) and not peers_switched_off(os.environ)
+    return [
+        torch.broken or version_check("torch", version),
+        version_check("deepspeed", package_version("deepspeed")),
+        triton_check(version, package_version("triton"), required, count),
+        compiler_check(compiler, Path(sysconfig.get_path("include")) / "Python.h", count),
+        shm_check(free_bytes("/dev/shm"), count, peer_access),
+        disk_check(run_dir, checkpoint_bytes, checkpoints),
+        *gpus.gpu_checks(used, torch, ranks),
+        gpus.topology_check(links, count, torch.peers),
+        gpus.acs_check(lspci, iommu_groups(), text_of("/proc/cmdline"), count),
+        *nccl_checks(os.environ, [name for _, name in socket.if_nameindex()]),
+    ]
 
 
-def deepspeed_check(version: str | None) -> Check:
-    """Versions of DeepSpeed that train, and get it wrong."""
+def checkpoint_bytes(parameters: int) -> int:
+    """Return the most that a checkpoint takes: weights, master weights, AdamW's two moments."""
+    return 16 * parameters
+
+
+def kept_checkpoints(steps: int, every: int, keep: int, done: int = 0) -> int:
+    """Return how many more checkpoints a run holds at once, resumed after `done` steps.
+
+    With `keep`, one more than that exists while the newest is written.
+    """
+    written = -(-(steps - done) // every) if every else 1
+    return max(1, min(written, keep + 1) if keep else written)
+
+
+def version_check(package: str, version: str | None) -> Check:
+    """Refuse versions of torch and DeepSpeed that are missing, too old or known to be wrong."""
     if version is None:
-        return Check(
-            "deepspeed", FAIL, "is not installed", "bash launch/setup.sh, or pip install deepspeed"
-        )
-    for first, last, what in _BROKEN_DEEPSPEED:
-        # A local or development suffix (0.18.2+abc) is still that release.
-        if Version(first) <= Version(Version(version).base_version) <= Version(last):
-            fix = "pip install 'deepspeed>=0.19.4'"
-            return Check("deepspeed", FAIL, f"{version} {what}", fix)
-    if Version(version) < Version(_BROKEN_DEEPSPEED[0][0]):
-        fix = "pip install 'deepspeed>=0.19.4'"
-        return Check("deepspeed", WARN, f"{version} is older than what this was tested with", fix)
-    return Check("deepspeed", OK, version)
-
-
-def torch_check(version: str | None) -> Check:
-    """Torch's own version; what it was built for is looked at beside the driver."""
-    if version is None:
-        return Check(
-            "torch", FAIL, "is not installed", "bash launch/setup.sh, or pip install torch"
-        )
-    if Version(version) < Version(_MIN_TORCH):
-        fix = f"pip install 'torch>={_MIN_TORCH}'"
-        return Check("torch", FAIL, f"{version} is older than {_MIN_TORCH}", fix)
-    return Check("torch", OK, version)
+        return Check(package, FAIL, "is not installed", "bash launch/setup.sh")
+    minimum, fix = _MINIMUM[package], f"pip install '{package}>={_MINIMUM[package]}'"
+    release = Version(Version(version).base_version)  # 0.18.2+abc is still that release
+    for first, last, problem in _BROKEN_DEEPSPEED if package == "deepspeed" else ():
+        if Version(first) <= release <= Version(last):
+            return Check(package, FAIL, f"{version} {problem}", fix)
+    if release < Version(minimum):
+        status = WARN if package == "deepspeed" else FAIL  # before the broken ones, only untested
+        return Check(package, status, f"{version} is older than {minimum}", fix)
+    return Check(package, OK, version)
 
 
 def triton_check(
     torch: str | None, triton: str | None, requirements: Sequence[str], gpus: int
 ) -> Check:
-    """Kernels are compiled by the triton that torch was built beside, or may not be at all.
-
-    `requirements`: what the installed torch says that it requires.
-    """
-    bad = FAIL if gpus else WARN
+    """Compare triton with the version in torch's `requirements`: others may not compile kernels."""
     if torch is None:
-        return Check("triton", SKIP, "no torch to compare it with")
+        return Check("triton", SKIP, "no torch to compare with")
     wanted = _TRITON_OF_TORCH.get(".".join(Version(torch).base_version.split(".")[:2]))
     for requirement in requirements:
         pinned = re.match(r"(?:pytorch-)?triton\s*\(?==\s*([\w.+]+)", requirement)
         wanted = pinned[1] if pinned else wanted
+    bad, fix = FAIL if gpus else WARN, f"pip install triton{f'=={wanted}' if wanted else ''}"
     if triton is None:
-        fix = f"pip install triton=={wanted}" if wanted else "pip install triton"
-        return Check("triton", bad, "is not installed: kernels for GPUs need it", fix)
-    if wanted is None:
-        return Check("triton", OK, f"{triton}; torch {torch} asks for no particular one")
-    if _same_release(triton, wanted):
-        return Check("triton", OK, f"{triton}, the one that torch {torch} asks for")
-    detail = f"{triton}, but torch {torch} asks for {wanted}: kernels may fail to compile"
-    return Check("triton", bad, detail, f"pip install triton=={wanted}")
+        return Check("triton", bad, "is not installed: GPU kernels need it", fix)
+    if wanted is None or _base_version(triton) == _base_version(wanted):
+        return Check("triton", OK, triton)
+    detail = f"{triton}, but torch {torch} requires {wanted}: kernels may fail to compile"
+    return Check("triton", bad, detail, fix)
 
 
-def _same_release(one: str, other: str) -> bool:
+def _base_version(version: str) -> str:
     try:
-        return Version(one).base_version == Version(other).base_version
+        return Version(version).base_version
     except InvalidVersion:
-        return one == other
+        return version
 
 
 def compiler_check(compiler: str | None, python_h: Path, gpus: int) -> Check:
-    """Triton builds a small C program for each kernel's launcher, on the machine that runs it."""
-    missing = []
-    if compiler is None:
-        missing.append("no C compiler")
-    if not python_h.is_file():
-        missing.append(f"no {python_h}")
+    """Triton compiles a C launcher for each kernel on the machine that runs it."""
+    missing = [] if compiler else ["a C compiler"]
+    missing += [] if python_h.is_file() else [str(python_h)]
     if not missing:
         return Check("compiler", OK, f"{compiler}, and Python.h")
-    status, use = (FAIL, "kernels") if gpus else (WARN, "DeepSpeed's ops and torch.compile")
-    detail = f"{' and '.join(missing)}, which {use} need"
+    status, user = (FAIL, "kernels") if gpus else (WARN, "DeepSpeed's ops and torch.compile")
+    detail = f"missing: {' and '.join(missing)}; {user} need it"
     return Check("compiler", status, detail, "Debian, Ubuntu: apt install g++ python3-dev")
 
 
 def shm_check(free: int | None, gpus: int, peer_access: bool) -> Check:
-    """NCCL passes data through /dev/shm where GPUs cannot reach each other.
-
-    `free`: bytes; None where there is no /dev/shm.
-    """
+    """NCCL uses /dev/shm between GPUs without peer access. `free`: bytes; None: it is missing."""
     fix = "docker run --shm-size=8g (or --ipc=host); else mount -o remount,size=8G /dev/shm"
-    needs = gpus > 1 and not peer_access
+    needed = gpus > 1 and not peer_access
     if free is None:
-        return Check("/dev/shm", FAIL if needs else WARN, "is not there", fix)
+        return Check("/dev/shm", FAIL if needed else WARN, "does not exist", fix)
     detail = f"{free / MIB:,.0f} MiB free"
-    if needs and free <= _SHM_NEEDED:
-        detail += f": {gpus} GPUs without peer access pass all their data through it"
+    if needed and free <= _SHM_NEEDED:
+        detail += f": {gpus} GPUs without peer access send all their data through it"
         return Check("/dev/shm", FAIL, detail, fix)
     if free < _SHM_ADVISED:
-        return Check("/dev/shm", WARN, f"{detail}, less than the 1 GiB advised", fix)
+        return Check("/dev/shm", WARN, f"{detail}, less than the recommended 1 GiB", fix)
     return Check("/dev/shm", OK, detail)
 
 
-@dataclass(frozen=True)
-class Disk:
-    """The place that a run will write to."""
-
-    folder: Path  # the nearest one that exists
-    free: int  # bytes that this user may write
-    inodes: int | None  # None where the file system has no fixed number
-    error: str | None  # why nothing can be written there
-
-
-def disk_checks(disk: Disk, checkpoint_bytes: int, checkpoints: int) -> list[Check]:
-    """Whether everything that the run will keep fits, before it has trained for days."""
-    choose = "choose another folder with --run-dir"
-    if disk.error is not None:
-        return [
-            Check("run folder", FAIL, f"{disk.folder} cannot be written to: {disk.error}", choose)
-        ]
+def disk_check(run_dir: Path, checkpoint_bytes: int, checkpoints: int) -> Check:
+    """Check that `run_dir` can be written to, and that all checkpoints and logs fit."""
+    folder = run_dir.absolute()
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\0" * 4_096)
+            probe.flush()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        detail = f"{folder} cannot be written to: {error.strerror or error}"
+        return Check("disk", FAIL, detail, "choose another folder with --run-dir")
     needed = checkpoint_bytes * checkpoints + _LOGS
+    plural = "" if checkpoints == 1 else "s"
     detail = (
-        f"{disk.free / GB:,.1f} GB free in {disk.folder}; {checkpoints} "
-        f"checkpoint{'' if checkpoints == 1 else 's'} of {checkpoint_bytes / GB:,.2f} GB "
-        f"and logs take {needed / GB:,.1f} GB"
+        f"{free / GB:,.1f} GB free in {folder}; {checkpoints} checkpoint{plural} of "
+        f"{checkpoint_bytes / GB:,.2f} GB and logs take {needed / GB:,.1f} GB"
     )
-    fix = f"free some, {choose}, or keep fewer: --set checkpoint.keep=3"
-    status = FAIL if disk.free < needed else WARN if disk.free < 1.2 * needed else OK
-    checks = [Check("run folder", OK, f"{disk.folder} can be written to")]
-    checks.append(Check("disk", status, detail, "" if status == OK else fix))
-    if disk.inodes is not None and disk.inodes < _INODES:
-        detail = f"{disk.inodes:,} files more fit in {disk.folder}"
-        checks.append(Check("inodes", WARN, detail, f"remove small files, or {choose}"))
-    return checks
-
-
-def memory_check(available: int, ranks: int, checkpoint_bytes: int) -> Check:
-    """Memory of the machine or of its container; each rank reads its part of a checkpoint."""
-    needed = ranks * _MEMORY_PER_RANK + checkpoint_bytes
-    detail = f"{available / GB:,.1f} GB available, {ranks} rank{'' if ranks == 1 else 's'} "
-    detail += f"may take {needed / GB:,.1f} GB"
-    fix = "end other programs, or give the container more"
-    if available < needed // 4:
-        return Check("memory", FAIL, detail, fix)
-    if available < needed:
-        return Check("memory", WARN, detail, fix)
-    return Check("memory", OK, detail)
-
-
-def limits_checks(limits: Mapping[str, int | None], checkpoint_bytes: int) -> list[Check]:
-    """`files` that may be open and bytes of one `file_size`; None: unlimited."""
-    checks = []
-    files = limits["files"]
-    if files is not None and files < _OPEN_FILES:
-        detail = f"{files} files may be open at once: shards of text and sockets need more"
-        checks.append(Check("open files", WARN, detail, "ulimit -n 65536"))
-    else:
-        shown = "any number" if files is None else f"{files:,}"
-        checks.append(Check("open files", OK, f"{shown} may be open at once"))
-    size = limits["file_size"]
-    if size is not None and size < checkpoint_bytes:
-        detail = f"no file may exceed {size / GB:,.2f} GB: a checkpoint's may"
-        checks.append(Check("file size", FAIL, detail, "ulimit -f unlimited"))
-    return checks
+    status = FAIL if free < needed else WARN if free < 1.2 * needed else OK
+    fix = "free space, choose another folder with --run-dir, or --set checkpoint.keep=3"
+    return Check("disk", status, detail, "" if status == OK else fix)

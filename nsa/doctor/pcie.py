@@ -1,9 +1,7 @@
-"""What NCCL must be told on a machine whose GPUs are joined by PCIe, which is mostly nothing.
+"""NCCL settings for GPUs joined by PCIe, for launch/m7c_pcie.sh: python -m nsa.doctor.pcie
 
-    python -m nsa.doctor.pcie
-
-prints NAME=value for each variable that this machine needs, for launch/m7c_pcie.sh to set, and on
-stderr what was looked at and why.
+Prints NAME=value for each variable that this machine needs (mostly none), and the checks and
+reasons on stderr.
 """
 
 from __future__ import annotations
@@ -13,13 +11,12 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from nsa.doctor.check import WARN, Check, lines, verdict
+from nsa.doctor.check import WARN, Check, lines, passed
 from nsa.doctor.gpus import acs_check, parse_topology, topology_check
 from nsa.doctor.nccl import nccl_checks, peers_switched_off
 from nsa.doctor.node import shm_check
-from nsa.doctor.probes import free_bytes, iommu_groups, said_by, text_of
+from nsa.doctor.probes import free_bytes, iommu_groups, output_of, text_of
 
 Pair = tuple[int, int]
 _NEAREST_FIRST = ("PIX", "PXB", "PHB", "NODE", "SYS")
@@ -34,53 +31,51 @@ class Setting:
     why: str
 
 
-def choose_pair(links: Mapping[Pair, str], visible: str | None) -> Pair:
-    """The two GPUs that train: those that were chosen, else the two with the least between them."""
-    chosen = [int(word) for word in (visible or "").split(",") if word.strip().isdecimal()]
-    if visible is not None and len(chosen) > 1:
-        return min(chosen[:2]), max(chosen[:2])
+def select_pair(links: Mapping[Pair, str], visible: str | None) -> Pair:
+    """Return the two GPUs of CUDA_VISIBLE_DEVICES, or else the pair with the shortest path."""
+    indices = [int(word) for word in (visible or "").split(",") if word.strip().isdecimal()]
+    if len(indices) > 1:
+        return min(indices[:2]), max(indices[:2])
     return min(links, key=lambda pair: (_distance(links[pair]), pair))
 
 
 def settings(links: Mapping[Pair, str], acs: Check, variables: Mapping[str, str]) -> list[Setting]:
-    """What has to be set for two GPUs of this machine; what the user has set is left alone."""
+    """Return what two GPUs of this machine need; the user's own settings take precedence."""
     visible = variables.get("CUDA_VISIBLE_DEVICES")
-    pair = choose_pair(links, visible)
-    link, found = links.get(pair, ""), []
+    pair = select_pair(links, visible)
+    link, needed = links.get(pair, ""), []
     if visible is None and pair != (0, 1):
-        near = f"GPU {pair[0]} and {pair[1]} are joined by {link}, GPU 0 and 1 by {links[0, 1]}"
-        found.append(Setting("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "numbers as nvidia-smi's"))
-        found.append(Setting("CUDA_VISIBLE_DEVICES", f"{pair[0]},{pair[1]}", near))
-    chosen = {"NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"} & set(variables)
-    if acs.status == WARN and not link.startswith("NV") and not chosen:
-        why = f"{acs.detail}: what GPUs send each other may hang; this is safe, and slower"
-        found.append(Setting("NCCL_P2P_DISABLE", "1", why))
-    return found
+        why = f"GPU {pair[0]} and {pair[1]} are joined by {link}, GPU 0 and 1 by {links[0, 1]}"
+        needed.append(Setting("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "same numbers as nvidia-smi"))
+        needed.append(Setting("CUDA_VISIBLE_DEVICES", f"{pair[0]},{pair[1]}", why))
+    by_user = {"NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"} & set(variables)
+    if acs.status == WARN and not link.startswith("NV") and not by_user:
+        why = f"{acs.detail}: peer transfers may hang; this is safe, but slower"
+        needed.append(Setting("NCCL_P2P_DISABLE", "1", why))
+    return needed
 
 
 def main() -> int:
-    """Print the settings; 2 where a run would fail for lack of shared memory."""
-    links = parse_topology(said_by("nvidia-smi", "topo", "-m"))
+    """Print the settings; return 2 if a run would fail, for example for lack of shared memory."""
+    links = parse_topology(output_of("nvidia-smi", "topo", "-m"))
     if not links:
-        _say("no two GPUs here: nothing lies between them, and nothing is set")
+        _log("fewer than two GPUs here: nothing to set")
         return 0
     variables = dict(os.environ)
-    lspci = said_by("lspci", "-vvv") or None
-    acs = acs_check(lspci, iommu_groups(), text_of(Path("/proc/cmdline")), 2)
-    found = settings(links, acs, variables)
-    pair = choose_pair(links, variables.get("CUDA_VISIBLE_DEVICES"))
-    interfaces = [name for _, name in socket.if_nameindex()]
-    checks = [topology_check({pair: links.get(pair, "unknown")}, 2), acs]
-    checks += nccl_checks(variables, interfaces)
-    if peers_switched_off(variables | {setting.name: setting.value for setting in found}):
-        checks.append(shm_check(free_bytes(Path("/dev/shm")), 2, peer_access=False))
-    _say(*lines(checks))
-    for setting in found:
-        _say(f"set  {setting.name}={setting.value}: {setting.why}")
+    acs = acs_check(output_of("lspci", "-vvv"), iommu_groups(), text_of("/proc/cmdline"), 2)
+    needed = settings(links, acs, variables)
+    pair = select_pair(links, variables.get("CUDA_VISIBLE_DEVICES"))
+    checks = [topology_check({pair: links.get(pair, "unknown")}, 2, {}), acs]
+    checks += nccl_checks(variables, [name for _, name in socket.if_nameindex()])
+    if peers_switched_off(variables | {setting.name: setting.value for setting in needed}):
+        checks.append(shm_check(free_bytes("/dev/shm"), 2, peer_access=False))
+    _log(*lines(checks))
+    for setting in needed:
+        _log(f"set  {setting.name}={setting.value}: {setting.why}")
         print(f"{setting.name}={setting.value}")
-    if not found:
-        _say("set  nothing: NCCL finds its way by itself here")
-    return 0 if verdict(checks) else 2
+    if not needed:
+        _log("set  nothing: NCCL needs no setting here")
+    return 0 if passed(checks) else 2
 
 
 def _distance(link: str) -> int:
@@ -89,9 +84,9 @@ def _distance(link: str) -> int:
     return _NEAREST_FIRST.index(link) if link in _NEAREST_FIRST else len(_NEAREST_FIRST)
 
 
-def _say(*shown: str) -> None:
-    for line in shown:
-        print(f"pcie: {line}", file=sys.stderr)
+def _log(*messages: str) -> None:
+    for message in messages:
+        print(f"pcie: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

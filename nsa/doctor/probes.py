@@ -1,45 +1,51 @@
-"""What programs and files of this machine tell; nothing where they do not answer."""
+"""Probes: programs and files of this machine, with time limits; empty if there is no answer."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
-_SECONDS = 10.0  # a driver that is stuck must not take the check with it
+_TIMEOUT_SECONDS = 10.0  # a stuck driver must not block the check
 
 
-def said_by(*words: str) -> str:
-    """What a program prints; nothing where it is not there, fails, or takes too long."""
+def output_of(*command: str) -> str:
+    """Return a program's stdout, or "" if it is missing, fails or times out."""
     try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=_SECONDS
+        result = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_SECONDS
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return result.stdout if result.returncode == 0 else ""
+
+
+def text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def iommu_groups() -> int:
-    """How many groups of boards the kernel has put behind an IOMMU."""
+    """Return the number of IOMMU groups; 0 if the IOMMU is off."""
     try:
         return len(os.listdir("/sys/kernel/iommu_groups"))
     except OSError:
         return 0
 
 
-def text_of(path: Path) -> str:
-    """A file's text."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def free_bytes(folder: Path) -> int | None:
-    """Of the file system that a folder is on."""
+def free_bytes(folder: str) -> int | None:
     try:
         return shutil.disk_usage(folder).free
     except OSError:
+        return None
+
+
+def package_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
         return None

@@ -1,15 +1,13 @@
-"""What only all ranks together can see: their code, their clocks, and the link between them.
+"""Rank checks: same code, config and versions on all ranks, clocks, and a verified all-reduce.
 
-Nothing here waits for ever. Ranks meet on their processors (gloo), where a wait ends after
-`PATIENCE`; what they do on their devices runs in a thread that is waited for a limited time. Ranks
-tell each other what they found before anyone judges, so all return the same list and none raises
-alone.
+Nothing here waits forever. Ranks exchange results over gloo with a timeout, and run the all-reduce
+in a thread with a time limit. All ranks return the same list, so none raises alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
+import hashlib
 import os
 import platform
 import statistics
@@ -18,45 +16,49 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
 from nsa.doctor.nccl import PREFIX
+from nsa.doctor.probes import package_version
 
 if TYPE_CHECKING:
     import torch
 
-PATIENCE = timedelta(minutes=5)  # for a rank that comes late to a meeting
-_TIMED = 3  # all-reduces that are timed, after one that is verified
-_SLOW = 2.0  # GB/s; PCIe 3.0 with detours makes more
+TIMEOUT = timedelta(minutes=5)  # of an exchange, for a rank that starts late
+_TIMED_ROUNDS = 3  # all-reduces to time, after one to verify
+_SLOW = 2.0  # GB/s; PCIe 3.0 with detours reaches more
 _MAX_SKEW = 1.0  # seconds
 _MB, _GB = 10**6, 10**9
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy")
-_PATTERN = 251  # a prime: no power-of-two shift of the buffer looks like the buffer
-
-MEND_LINK = (
-    "NCCL_P2P_DISABLE=1 is the safe slow way past a broken link between GPUs; the cure is in the "
-    "lines on topology, ACS and /dev/shm; NCCL_DEBUG=INFO says which way is taken"
+_PATTERN = 251  # prime: no power-of-two shift of the buffer equals the buffer
+_COMPARED = {  # check name: (status if ranks differ, fix)
+    "code": (FAIL, "check out the same commit on every machine"),
+    "config": (FAIL, "start every node with the same flags and files"),
+    "versions": (FAIL, "install launch/constraints.txt on every machine"),
+    "nccl on ranks": (WARN, "set the variables on every machine, or on none"),
+    "devices": (WARN, "each step waits for the slowest; use equal GPUs with --include"),
+}
+_LINK_FIX = (
+    "NCCL_P2P_DISABLE=1 is a safe, slow way around a broken link between GPUs; for the cause see "
+    "topology, ACS and /dev/shm above; NCCL_DEBUG=INFO logs the path"
 )
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank is, as the others get to know it."""
+    """What one rank reports to the others."""
 
     host: str
-    code: str  # fingerprint of the package
-    config: str  # text of the configuration
-    versions: Mapping[str, str]
-    device: str  # model of the GPU, or cpu
-    device_id: str  # no two ranks may share one; empty on the CPU
-    nccl: Mapping[str, str]  # variables that are set
-    checks: list[Check] = field(default_factory=list)  # of its machine
+    device_id: str  # UUID of its GPU; empty on the CPU
+    compared: Mapping[str, Mapping[str, str]]  # check name: values that must be equal
+    checks: list[Check] = field(default_factory=list)  # node checks
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """What one rank saw of the all-reduce; `error` where there was no end or a wrong one."""
+    """One rank's result; `error`: it did not end, or with wrong sums."""
 
     seconds: float = 0.0
     error: str | None = None
@@ -64,274 +66,205 @@ class AllReduce:
 
 def rank_checks(
     *,
-    fingerprint: str,
     device: torch.device,
     config: str = "",
-    machine: Sequence[Check] = (),
+    node: Sequence[Check] = (),
     megabytes: int | None = None,
     seconds: float = 120.0,
     clock: Callable[[], float] = time.time,
 ) -> list[Check]:
-    """Compare all ranks and measure what is between them; a collective, the same list on each.
+    """Compare all ranks and time an all-reduce; a collective that returns the same on each rank.
 
-    `machine`: checks that this rank made of its machine, which become part of every rank's list.
-    `megabytes`: of the all-reduce; by default 256 on GPUs and 4 elsewhere. `seconds`: how long
-    that may take. Afterwards only the process group may be used whose all-reduce did not fail.
+    `node`: this rank's node checks, merged into every rank's list. `megabytes` of the all-reduce:
+    default 256 on GPUs, 4 on CPUs; `seconds`: its time limit. After a failed all-reduce the process
+    group must not be used.
     """
     import torch.distributed as dist
 
-    facts = _facts(fingerprint, config, device, machine)
+    facts = _facts(config, device, list(node))
     if dist.get_world_size() == 1:
-        alone = "one rank alone: nothing to compare or to send"
-        return [*_of_machines([facts]), Check("ranks", SKIP, alone)]
+        return [*node, Check("ranks", SKIP, "one rank: nothing to compare")]
     if megabytes is None:
         megabytes = 4 if device.type == "cpu" else 256
-    with _meeting() as group:
-        everyone = _gather(facts, group)
-        checks = [*_of_machines(everyone), *compare(everyone)]
-        checks.append(skew_check(_skews(clock, group), [facts.host for facts in everyone]))
+    with _gloo_group() as group:
+        ranks = _gather(facts, group)
+        dist.barrier(group)
+        clocks = _gather(clock(), group)
+        checks = [*_node_checks(ranks), *compare(ranks), clock_check(clocks, ranks)]
         if any(check.name == "devices" and check.status == FAIL for check in checks):
             return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]
-        mine = _bounded(lambda: _all_reduce(device, megabytes * _MB), seconds)
-        checks.append(all_reduce_check(_gather(mine, group), megabytes, device.type == "cuda"))
+        result = _with_limit(lambda: _all_reduce(device, megabytes * _MB), seconds)
+        checks.append(all_reduce_check(_gather(result, group), megabytes, device.type == "cuda"))
     return checks
 
 
-def compare(everyone: Sequence[Facts]) -> list[Check]:
-    """Hold every rank against rank 0: code, configuration, versions, devices, NCCL variables."""
-    first = everyone[0]
-    checks = [
-        _same(
-            "code",
-            FAIL,
-            [_other(facts.code, first.code) for facts in everyone],
-            f"every rank has {first.code}",
-            "bring every machine's checkout of this project to the same commit",
-        ),
-        _same(
-            "config",
-            FAIL,
-            [_first_difference(facts.config, first.config) for facts in everyone],
-            "the same on every rank",
-            "start every node with the same flags and files",
-        ),
-        _same(
-            "versions",
-            FAIL,
-            [_changed(facts.versions, first.versions) for facts in everyone],
-            ", ".join(f"{name} {version}" for name, version in first.versions.items()),
-            "install launch/constraints.txt on every machine",
-        ),
-        _same(
-            "nccl on ranks",
-            WARN,
-            [_changed(facts.nccl, first.nccl) for facts in everyone],
-            "the same variables on every rank",
-            "set them on every machine, or on none",
-        ),
-        _devices(everyone),
-    ]
+def code_fingerprint(root: Path | None = None) -> str:
+    """Return a short hash of the package's sources."""
+    root = root or Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for source in sorted(root.rglob("*.py")):
+        content = source.read_bytes()
+        digest.update(f"{source.relative_to(root).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:12]
+
+
+def compare(ranks: Sequence[Facts]) -> list[Check]:
+    """Compare every rank with rank 0; each rank needs a GPU of its own."""
+    checks = []
+    for name, (status, fix) in _COMPARED.items():
+        first = ranks[0].compared[name]
+        differences = [_difference(facts.compared[name], first) for facts in ranks]
+        different = [f"rank {rank}: {text}" for rank, text in enumerate(differences) if text]
+        detail = ", ".join(f"{key} {value}".strip() for key, value in first.items())
+        if different:
+            more = f"; and {len(different) - 4} ranks more" if different[4:] else ""
+            detail = f"differs from rank 0: {'; '.join(different[:4])}{more}"
+            checks.append(Check(name, status, detail, fix))
+        elif name in ("config", "nccl on ranks"):
+            checks.append(Check(name, OK, "the same on every rank"))
+        else:
+            checks.append(Check(name, OK, f"{len(ranks)} x {detail}"))
+    gpus: dict[tuple[str, str], int] = {}
+    for rank, facts in enumerate(ranks):
+        other = gpus.setdefault((facts.host, facts.device_id), rank)
+        if facts.device_id and other != rank:
+            detail = f"ranks {other} and {rank} share one GPU of {facts.host}"
+            fix = "start at most one rank per GPU: deepspeed --num_gpus N; or check "
+            checks[-1] = Check("devices", FAIL, detail, fix + "CUDA_VISIBLE_DEVICES")
     return checks
 
 
-def skew_check(skews: Sequence[float], hosts: Sequence[str]) -> Check:
-    """`skews`: seconds by which each rank's clock is ahead of rank 0's."""
+def clock_check(clocks: Sequence[float], ranks: Sequence[Facts]) -> Check:
+    """Compare clocks that were read right after a barrier."""
+    skews = [seconds - clocks[0] for seconds in clocks]
     worst = max(range(len(skews)), key=lambda rank: abs(skews[rank]))
     if abs(skews[worst]) > _MAX_SKEW:
-        detail = f"rank {worst} ({hosts[worst]}) is {skews[worst]:+.1f} s from rank 0: times in "
-        detail += "heartbeats and logs cannot be compared"
-        return Check("clocks", WARN, detail, "switch on chrony or ntpd on every machine")
-    return Check("clocks", OK, f"within {abs(skews[worst]) * 1e3:.1f} ms of rank 0's")
+        detail = f"rank {worst} ({ranks[worst].host}) is {skews[worst]:+.1f} s from rank 0: times "
+        detail += "in heartbeats and logs cannot be compared"
+        return Check("clocks", WARN, detail, "enable chrony or ntpd on every machine")
+    return Check("clocks", OK, f"within {abs(skews[worst]) * 1e3:.0f} ms of rank 0")
 
 
-def all_reduce_check(found: Sequence[AllReduce], megabytes: int, gpus: bool) -> Check:
-    """The bandwidth that the slowest rank saw, as `nccl-tests` counts it ("bus bandwidth")."""
-    wrong = [f"rank {rank}: {it.error}" for rank, it in enumerate(found) if it.error is not None]
-    if wrong:
-        return Check("all-reduce", FAIL, f"of {megabytes} MB: {'; '.join(wrong)}", MEND_LINK)
-    ranks, slowest = len(found), max(it.seconds for it in found)
+def all_reduce_check(results: Sequence[AllReduce], megabytes: int, gpus: bool) -> Check:
+    """Report the slowest rank's bandwidth, as nccl-tests defines bus bandwidth."""
+    errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(results) if one.error]
+    if errors:
+        return Check("all-reduce", FAIL, f"of {megabytes} MB: {'; '.join(errors)}", _LINK_FIX)
+    ranks, slowest = len(results), max(one.seconds for one in results)
     speed = 2 * (ranks - 1) / ranks * megabytes * _MB / slowest / _GB
     detail = f"{megabytes} MB over {ranks} ranks in {slowest * 1e3:.1f} ms, {speed:.2f} GB/s"
     if gpus and speed < _SLOW:
-        return Check("all-reduce", WARN, f"{detail}; PCIe 3.0 makes 5 and more", MEND_LINK)
+        return Check("all-reduce", WARN, f"{detail}; PCIe 3.0 reaches 5 or more", _LINK_FIX)
     return Check("all-reduce", OK, detail)
 
 
-def _facts(fingerprint: str, config: str, device: torch.device, machine: Sequence[Check]) -> Facts:
+def _facts(config: str, device: torch.device, node: list[Check]) -> Facts:
     import torch
 
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
+    found = {name: version for name in _PACKAGES if (version := package_version(name))}
+    versions = {"python": platform.python_version(), **found}
     model, identity = device.type, ""
     if device.type == "cuda":
         try:
             properties = torch.cuda.get_device_properties(device)
             model, identity = properties.name, str(properties.uuid)
             versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        except (AssertionError, RuntimeError) as error:  # the others wait: told, not raised
+        except (AssertionError, RuntimeError) as error:  # reported, so that no rank waits
             model = f"{device} that cannot be used: {error}"
-    variables = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
-    return Facts(
-        platform.node(), fingerprint, config, versions, model, identity, variables, list(machine)
-    )
+    compared = {
+        "code": {"": code_fingerprint()},
+        "config": {f"line {n}": line.strip() for n, line in enumerate(config.splitlines(), 1)},
+        "versions": versions,
+        "nccl on ranks": {k: v for k, v in os.environ.items() if k.startswith(PREFIX)},
+        "devices": {"": model},
+    }
+    return Facts(platform.node(), identity, compared, node)
 
 
-def _of_machines(everyone: Sequence[Facts]) -> list[Check]:
-    """What ranks found on their machines, with the host's name where there are several."""
-    several = len({facts.host for facts in everyone}) > 1
+def _difference(values: Mapping[str, str], first: Mapping[str, str]) -> str:
+    """Return the first three entries that differ."""
+    different = [
+        f"{name} '{values.get(name, '')}', not '{first.get(name, '')}'".strip()
+        for name in dict.fromkeys([*first, *values])
+        if values.get(name) != first.get(name)
+    ]
+    return ", ".join(different[:3])
+
+
+def _node_checks(ranks: Sequence[Facts]) -> list[Check]:
+    """Return every node's checks, with the host's name if there are several."""
+    several = len({facts.host for facts in ranks}) > 1
     return [
-        Check(f"{check.name} ({facts.host})", check.status, check.detail, check.fix)
-        if several
-        else check
-        for facts in everyone
-        for check in facts.checks
+        Check(f"{c.name} ({facts.host})" if several else c.name, c.status, c.detail, c.fix)
+        for facts in ranks
+        for c in facts.checks
     ]
 
 
 @contextlib.contextmanager
-def _meeting() -> Iterator[Any]:
-    """A group of its own on the processors: it works whatever the devices do."""
+def _gloo_group() -> Iterator[Any]:
+    """A process group on the CPU, which works whatever state the GPUs are in."""
     import torch.distributed as dist
 
-    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     try:
         yield group
     finally:
         dist.destroy_process_group(group)
 
 
-def _gather(mine: Any, group: Any) -> list[Any]:
+def _gather(value: Any, group: Any) -> list[Any]:
     import torch.distributed as dist
 
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def _skews(clock: Callable[[], float], group: Any) -> list[float]:
-    """Seconds by which each rank's clock is ahead of rank 0's, to half of the way there and back.
+def _with_limit(work: Callable[[], AllReduce], seconds: float) -> AllReduce:
+    """Run `work` in a thread and abandon it after `seconds`."""
+    results: list[AllReduce] = []
 
-    Of three questions the one that was answered fastest counts.
-    """
-    import torch
-    import torch.distributed as dist
-
-    rank, skews = dist.get_rank(), [0.0]
-    for other in range(1, dist.get_world_size()):
-        answers = []
-        for _ in range(3):
-            told = torch.zeros((), dtype=torch.float64)
-            if rank == 0:
-                asked, before = time.monotonic(), clock()
-                dist.send(told, other, group=group)
-                dist.recv(told, other, group=group)
-                way = time.monotonic() - asked
-                answers.append((way, told.item() - before - way / 2))
-            elif rank == other:
-                dist.recv(told, 0, group=group)
-                dist.send(told.fill_(clock()), 0, group=group)
-        skews.append(min(answers)[1] if answers else 0.0)
-    all_told = [skews]
-    dist.broadcast_object_list(all_told, group=group)
-    return all_told[0]
-
-
-def _bounded(work: Callable[[], AllReduce], seconds: float) -> AllReduce:
-    """Do `work` in a thread; what has not ended by then is left behind, and the run with it."""
-    done: list[AllReduce] = []
-
-    def do() -> None:
+    def run() -> None:
         try:
-            done.append(work())
-        except Exception as error:  # the others have to hear of it before this rank may end
+            results.append(work())
+        except Exception as error:  # all ranks must learn of it before this one may end
             first_line = (str(error).splitlines() or [""])[0]
-            done.append(AllReduce(error=f"{type(error).__name__}: {first_line}"))
+            results.append(AllReduce(error=f"{type(error).__name__}: {first_line}"))
 
-    thread = threading.Thread(target=do, name="all-reduce check", daemon=True)
+    thread = threading.Thread(target=run, name="all-reduce check", daemon=True)
     thread.start()
     thread.join(seconds)
-    return done[0] if done else AllReduce(error=f"had not ended after {seconds:g} s")
+    return results[0] if results else AllReduce(error=f"did not end within {seconds:g} s")
 
 
 def _all_reduce(device: torch.device, size: int) -> AllReduce:
-    """Sum a buffer of `size` bytes once to verify it, then some times to time it."""
+    """All-reduce `size` bytes once to verify the sums, then a few times to time it."""
     import torch
     import torch.distributed as dist
 
-    ranks = dist.get_world_size()
-    on_gpu = device.type == "cuda"
+    ranks, on_gpu = dist.get_world_size(), device.type == "cuda"
     if on_gpu:
-        torch.cuda.set_device(device)  # a thread starts with device 0
+        torch.cuda.set_device(device)  # a new thread starts with device 0
     pattern = torch.arange(size // 4, device=device).remainder_(_PATTERN).float()
     buffer = pattern + dist.get_rank()
     dist.all_reduce(buffer)
-    expected = pattern.mul_(ranks).add_(ranks * (ranks - 1) / 2)  # small integers: no rounding
+    expected = pattern.mul_(ranks).add_(ranks * (ranks - 1) / 2)  # small integers: exact
     wrong = int((buffer != expected).sum())
-    taken = []
+    seconds = []
     buffer.zero_()
-    for _ in range(_TIMED):  # also where sums were wrong: the other ranks do it too
+    for _ in range(_TIMED_ROUNDS):  # even after wrong sums, as the other ranks do
         if on_gpu:
             torch.cuda.synchronize(device)
         start = time.perf_counter()
         dist.all_reduce(buffer)
         if on_gpu:
             torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    error = f"{wrong:,} of {size // 4:,} sums are wrong" if wrong else None
-    if on_gpu:  # a run's peak of memory is its own
+        seconds.append(time.perf_counter() - start)
+    if on_gpu:  # keep this out of the run's peak memory
         del pattern, buffer, expected
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    return AllReduce(statistics.median(taken), error)
-
-
-def _same(name: str, bad: str, differences: list[str], good: str, fix: str) -> Check:
-    """`differences`: of each rank, empty where it is like rank 0."""
-    unlike = [f"rank {rank}: {what}" for rank, what in enumerate(differences) if what]
-    if not unlike:
-        return Check(name, OK, good)
-    more = f"; and {len(unlike) - 4} ranks more" if unlike[4:] else ""
-    return Check(name, bad, f"differs from rank 0's on {'; '.join(unlike[:4])}{more}", fix)
-
-
-def _other(value: str, first: str) -> str:
-    return "" if value == first else f"{value} against {first}"
-
-
-def _first_difference(text: str, first: str) -> str:
-    """The first line in which two configurations differ."""
-    ours, theirs = text.splitlines(), first.splitlines()
-    for number in range(max(len(ours), len(theirs))):
-        mine = ours[number].strip() if number < len(ours) else "nothing"
-        other = theirs[number].strip() if number < len(theirs) else "nothing"
-        if mine != other:
-            return f"line {number + 1} is '{mine}' against '{other}'"
-    return ""
-
-
-def _changed(values: Mapping[str, str], first: Mapping[str, str]) -> str:
-    """The entries of two mappings that differ."""
-    return ", ".join(
-        f"{name} {values.get(name, 'unset')} against {first.get(name, 'unset')}"
-        for name in sorted({*values, *first})
-        if values.get(name) != first.get(name)
-    )
-
-
-def _devices(everyone: Sequence[Facts]) -> Check:
-    """A device for each rank, and the same model for all."""
-    taken: dict[tuple[str, str], int] = {}
-    for rank, facts in enumerate(everyone):
-        if not facts.device_id:
-            continue
-        before = taken.setdefault((facts.host, facts.device_id), rank)
-        if before != rank:
-            detail = f"ranks {before} and {rank} share one GPU of {facts.host}"
-            fix = "start no more ranks than GPUs: deepspeed --num_gpus N; look at "
-            return Check("devices", FAIL, detail, fix + "CUDA_VISIBLE_DEVICES")
-    models = [_other(facts.device, everyone[0].device) for facts in everyone]
-    good = f"{len(everyone)} x {everyone[0].device}"
-    fix = "every step waits for the slowest; name equal GPUs with --include"
-    return _same("devices", WARN, models, good, fix)
+    error = f"{wrong:,} of {size // 4:,} sums are wrong" if wrong else None
+    return AllReduce(statistics.median(seconds), error)

@@ -1,4 +1,4 @@
-"""From a checked configuration to a DeepSpeed engine on every rank."""
+"""DeepSpeed engine of a rank: model, parameter groups, gradient check."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from nsa.checkpoint.weights import load_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import tolerance
 from nsa.engine.gradient_check import check_gradients, inspect_gradients
-from nsa.engine.loss_guard import refuse_bad_gradients
+from nsa.engine.loss_guard import skip_nonfinite_steps
 from nsa.model import LanguageModel
 from nsa.model.sequence_parallel import SequenceParallel
 
-PREFLIGHT_TOKENS = 256  # enough for every branch to see something, cheap on a CPU
+CHECK_TOKENS = 256  # of the gradient check: enough for every branch, cheap on a CPU
 
 
 def build_model(
     config: RunConfig, device: torch.device, weights: Path | None = None
 ) -> LanguageModel:
-    """The same initial weights on every rank, whatever their number: random, or a checkpoint's."""
+    """Build the model with the same weights on every rank: random, or read from `weights`."""
     torch.manual_seed(config.train.seed)
-    model = LanguageModel(config.model, share_sequences(config.train.sequence_parallel))
+    model = LanguageModel(config.model, sequence_parallel_group(config.train.sequence_parallel))
     if weights is not None:
         load_weights(model, weights)
     return model.to(device)
 
 
-def share_sequences(size: int) -> SequenceParallel | None:
-    """The ranks that share a sequence with this one: neighbours, `size` of them.
+def sequence_parallel_group(size: int) -> SequenceParallel | None:
+    """Group `size` neighbouring ranks that share each sequence; None for 1.
 
-    DeepSpeed is not told. To its ZeRO all ranks are data-parallel, so that each holds a share of
-    the optimizer's state and the mean of all gradients is taken; SequenceParallel.mean sees to it
-    that this is the gradient of the mean over sequences.
+    DeepSpeed does not know of it. Its ZeRO treats all ranks as data-parallel: it shards optimizer
+    state over them and averages their gradients, which SequenceParallel.mean makes the gradient of
+    the mean over sequences.
     """
     if size == 1:
         return None
@@ -48,7 +48,7 @@ def share_sequences(size: int) -> SequenceParallel | None:
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms and positions, which set scales, don't."""
+    """Split off the parameters without weight decay: norms and position embeddings."""
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -68,18 +68,18 @@ def build_engine(
     device: torch.device,
     weights: Path | None = None,
 ) -> tuple[Any, list[str]]:
-    """The engine, and what the gradient check tolerated; a model that cannot train is refused."""
+    """Return DeepSpeed's engine and the notes of the gradient check, which may refuse the model."""
     model = build_model(config, device, weights)
-    length = min(config.data.seq_len // config.train.sequence_parallel, PREFLIGHT_TOKENS)
+    length = min(config.data.seq_len // config.train.sequence_parallel, CHECK_TOKENS)
     tokens = torch.randint(config.model.vocab_size, (1, length), device=device)
     notes = check_gradients(inspect_gradients(model, tokens), tolerance(ds_config))
     return initialise(model, config, ds_config), notes
 
 
 def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, Any]) -> Any:
-    """Hand `model` to DeepSpeed with our parameter groups; returns its engine."""
+    """Call deepspeed.initialize with our parameter groups; return the engine."""
     if "activation_checkpointing" in ds_config:
-        # DeepSpeed reads this block only when it is told to, and from its own config object.
+        # DeepSpeed ignores this section unless it is passed in a config object of its own.
         deepspeed.checkpointing.configure(
             None, deepspeed_config=deepspeed.DeepSpeedConfig(dict(ds_config))
         )
@@ -90,6 +90,6 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
             config=ds_config,
             dist_init_required=False,
         )
-    if isinstance(engine.optimizer, torch.optim.Optimizer):  # stage 0 in fp32 wraps none around it
-        refuse_bad_gradients(engine.optimizer)
+    if isinstance(engine.optimizer, torch.optim.Optimizer):  # plain: stage 0 with fp32
+        skip_nonfinite_steps(engine.optimizer)
     return engine

@@ -1,4 +1,4 @@
-"""The whole configuration of a run: one tree of dataclasses, checked before anything starts."""
+"""Config tree of a run: `RunConfig`, with `TrainConfig` for optimisation."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from nsa.checkpoint.config import CheckpointConfig
 from nsa.data import DataConfig
 from nsa.model.config import ModelConfig
 from nsa.monitor.config import MonitorConfig
+from nsa.validation import above_zero, at_least, one_of
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 ON_BAD_STEP = ("abort", "skip", "rollback")
@@ -16,73 +17,51 @@ ON_SPIKE = ("ignore", "warn", "skip", "rollback")
 
 @dataclass
 class TrainConfig:
-    """Optimisation: the numbers that DeepSpeed's JSON takes from the recipe as "auto"."""
+    """Optimisation: values that fill the "auto" entries of DeepSpeed's JSON, and failure policy."""
 
-    steps: int = 50_000  # optimizer steps of the whole run; the schedule ends here
-    micro_batch: int = 8  # sequences a rank sees in one forward pass
+    steps: int = 50_000  # optimizer steps of the run, and length of the learning-rate schedule
+    micro_batch: int = 8  # sequences per rank in one forward pass
     accumulation: int = 4  # micro-batches per optimizer step
-    sequence_parallel: int = 1  # ranks that share each sequence, up to model.kv_heads; 1: none do
-    start_from: str | None = None  # a run or checkpoint whose weights to begin with; null: random
+    sequence_parallel: int = 1  # ranks that split each sequence, at most model.kv_heads; 1: off
+    start_from: str | None = None  # run or checkpoint to take initial weights from; null: random
     learning_rate: float = 6e-4  # peak of the cosine schedule
-    min_learning_rate: float = 6e-5  # where the cosine ends
-    warmup_steps: int = 2_000  # steps of linear warm-up; the first already moves
-    weight_decay: float = 0.01  # AdamW's, on matrices only
-    beta1: float = 0.9  # AdamW's
-    beta2: float = 0.95  # AdamW's
-    adam_eps: float = 1e-8  # AdamW's
-    clip: float = 1.0  # largest gradient norm; 0: no clipping
+    min_learning_rate: float = 6e-5  # end of the cosine schedule
+    warmup_steps: int = 2_000  # steps of linear warmup; step 1 already has a non-zero rate
+    weight_decay: float = 0.01  # AdamW weight decay, on matrices only
+    beta1: float = 0.9  # AdamW beta1
+    beta2: float = 0.95  # AdamW beta2
+    adam_eps: float = 1e-8  # AdamW epsilon
+    clip: float = 1.0  # max gradient norm; 0: no clipping
     precision: str = "bf16"  # "bf16", "fp16" with loss scaling, or "fp32" for debugging
-    seed: int = 1337  # initial weights and the order of the data
-    eval_every: int = 500  # steps between two looks at the held-out split; 0: only at the end
-    eval_samples: int = 64  # held-out sequences evaluated each time, by all ranks together
-    on_bad_step: str = "skip"  # a loss or gradient that is not finite: abort, skip or rollback
-    bad_steps: int = 20  # so many are lived with between a start and its end, then the run aborts
-    on_spike: str = "warn"  # a loss far above the recent ones: ignore, warn, skip or rollback
-    spike_score: float = 12.0  # how far: in robust standard deviations of the last 128 losses
+    seed: int = 1337  # seed of the initial weights and of the data order
+    eval_every: int = 500  # steps between validations; 0: only at the end
+    eval_samples: int = 64  # validation sequences per evaluation, over all ranks
+    on_bad_step: str = "skip"  # non-finite loss or gradient: abort, skip or rollback
+    bad_steps: int = 20  # max skipped steps per launch before aborting
+    on_spike: str = "warn"  # loss far above recent ones: ignore, warn, skip or rollback
+    spike_score: float = 12.0  # spike threshold, in robust standard deviations of 128 losses
 
     def validate(self) -> None:
-        """Raise a ValueError that names the first setting that cannot work."""
-        for name in ("steps", "micro_batch", "accumulation", "sequence_parallel", "eval_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name} = {getattr(self, name)}: must be 1 or more")
-        for name in (
-            "warmup_steps",
-            "eval_every",
-            "clip",
-            "bad_steps",
-            "weight_decay",
-            "min_learning_rate",
-            "seed",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"train.{name} = {getattr(self, name)}: must be 0 or more")
-        for name in ("learning_rate", "adam_eps", "spike_score"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"train.{name} = {getattr(self, name)}: must be above 0")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"train.{name} = {getattr(self, name)}: must be 0 or more and below 1"
-                )
-        for name, choices in (("on_bad_step", ON_BAD_STEP), ("on_spike", ON_SPIKE)):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"train.{name} = {getattr(self, name)!r}: choose one of {', '.join(choices)}"
-                )
+        """Raise a ValueError that names the first invalid setting."""
+        at_least(1, "train", self, "steps", "micro_batch", "accumulation")
+        at_least(1, "train", self, "sequence_parallel", "eval_samples")
+        at_least(0, "train", self, "warmup_steps", "eval_every", "clip", "bad_steps")
+        at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed")
+        above_zero("train", self, "learning_rate", "adam_eps", "spike_score")
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if not 0 <= beta < 1:
+                raise ValueError(f"train.{name} = {beta}: must be 0 or more and below 1")
+        one_of("train", self, on_bad_step=ON_BAD_STEP, on_spike=ON_SPIKE, precision=PRECISIONS)
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
-                f"train.min_learning_rate = {self.min_learning_rate} is above "
+                f"train.min_learning_rate = {self.min_learning_rate}: is above "
                 f"train.learning_rate = {self.learning_rate}; lower it"
-            )
-        if self.precision not in PRECISIONS:
-            raise ValueError(
-                f"train.precision = {self.precision!r}: choose one of {', '.join(PRECISIONS)}"
             )
 
 
 @dataclass
 class RunConfig:
-    """Everything that a run is made from, but for DeepSpeed's JSON."""
+    """All settings of a run except DeepSpeed's JSON."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -91,15 +70,16 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def validate(self) -> None:
-        """Raise a ValueError that names the first setting that cannot work."""
+        """Raise a ValueError that names the first invalid setting."""
         for section in (self.model, self.data, self.train, self.monitor, self.checkpoint):
             section.validate()
-        for value, name, why in (
-            (self.model.kv_heads, "model.kv_heads", "each rank attends with whole KV heads"),
-            (self.data.seq_len, "data.seq_len", "each rank has as many tokens as the others"),
+        ranks = self.train.sequence_parallel
+        for name, value in (
+            ("model.kv_heads", self.model.kv_heads),
+            ("data.seq_len", self.data.seq_len),
         ):
-            if value % self.train.sequence_parallel:
+            if value % ranks:
                 raise ValueError(
-                    f"train.sequence_parallel = {self.train.sequence_parallel} does not divide "
-                    f"{name} = {value}: {why}"
+                    f"train.sequence_parallel = {ranks}: does not divide {name} = {value}; "
+                    "choose a divisor of both model.kv_heads and data.seq_len"
                 )

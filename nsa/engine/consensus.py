@@ -1,4 +1,4 @@
-"""What all ranks must know of each other at every step, learnt without asking the device."""
+"""Consensus: ranks exchange errors, stop requests and small objects over gloo, not the device."""
 
 from __future__ import annotations
 
@@ -9,58 +9,65 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-PATIENCE = timedelta(minutes=30)  # beyond what a rank itself waits for
+CONSENSUS_TIMEOUT = timedelta(minutes=30)  # on top of what a healthy rank may take
 
 
 class AllRanksError(ValueError):
-    """Raised by all ranks at the same place: collectives still work, so they may save."""
+    """An error that all ranks raise at the same point, so that they can still save together."""
+
+
+class RunAborted(Exception):
+    """A No-Go, raised by all ranks together; the weights are intact."""
 
 
 class Consensus:
-    """Ranks meet on their processors: a collective of a few bytes that waits for no GPU."""
+    """Collectives of a few bytes between CPUs; none waits for a GPU."""
 
     def __init__(self, slowest: float) -> None:
-        """`slowest`: seconds that a rank may take between two meetings and still be well."""
+        """`slowest`: seconds that a healthy rank may take between two barriers."""
         self._group = None
         if dist.get_world_size() > 1:
-            timeout = PATIENCE + timedelta(seconds=slowest)
+            timeout = CONSENSUS_TIMEOUT + timedelta(seconds=slowest)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def meet(self, error: ValueError | None = None, stop: str | None = None) -> str | None:
-        """Where one rank brings an error, all ranks raise it; so none waits for one that ended.
+    def barrier(self, error: ValueError | None = None, stop: str | None = None) -> str | None:
+        """Wait for all ranks; exchange errors and reasons to stop.
 
-        Where one has been told to stop, all learn why: the first reason, with its rank.
+        If any rank passes an error, all raise it, so none waits for one that has exited. If any
+        passes a reason to stop, all return the first one, with its rank.
         """
         if self._group is None:
             if error is not None:
                 raise AllRanksError(str(error)) from error
             return stop
-        brought = torch.tensor([error is not None, stop is not None], dtype=torch.int32)
-        dist.all_reduce(brought, group=self._group)
-        if not brought.any():
+        flags = torch.tensor([error is not None, stop is not None], dtype=torch.int32)
+        dist.all_reduce(flags, group=self._group)
+        if not flags.any():
             return None
-        said = self.gather((error and str(error), stop))
-        errors = [message for message, _ in said if message]
+        messages = self.gather((error and str(error), stop))
+        errors = [message for message, _ in messages if message]
         if errors:
             raise AllRanksError("; ".join(dict.fromkeys(errors))) from error
-        return next(f"{why} on rank {rank}" for rank, (_, why) in enumerate(said) if why)
+        return next(
+            f"{reason} on rank {rank}" for rank, (_, reason) in enumerate(messages) if reason
+        )
 
     def raise_together(self, error: ValueError | None) -> None:
-        """`meet`, for those who only bring an error."""
-        self.meet(error)
+        """Raise on all ranks if any rank passes an error."""
+        self.barrier(error)
 
-    def gather(self, thing: T) -> list[T]:
-        """What each rank brings, in the order of the ranks; every rank must call it."""
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, in the order of the ranks, on every rank."""
         if self._group is None:
-            return [thing]
-        things: list[T | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(things, thing, group=self._group)
-        return things  # type: ignore[return-value]
+            return [value]
+        values: list[T | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values  # type: ignore[return-value]
 
-    def from_rank_0(self, thing: T) -> T:
-        """Rank 0's `thing` on every rank."""
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value on every rank."""
         if self._group is None:
-            return thing
-        things = [thing]
-        dist.broadcast_object_list(things, group=self._group)
-        return things[0]
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group=self._group)
+        return values[0]

@@ -1,4 +1,4 @@
-"""A run's text: opened, checked and described before anything expensive starts."""
+"""A run's data: training loader, validation data, and the notes that the run logs at its start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nsa.data.batches import Batch
-from nsa.data.loader import BatchLoader, ValidationData, open_loader, open_validation
+from nsa.data.loader import BatchLoader, open_loader
+from nsa.data.validation import ValidationData, open_validation
 from nsa.engine.config import RunConfig
 from nsa.engine.process_group import Ranks
 from nsa.engine.train_state import TrainState
@@ -15,32 +16,37 @@ from nsa.engine.train_state import TrainState
 
 @dataclass
 class Data:
-    """What a run learns from and is judged by."""
+    """Training and validation batches of one rank.
 
-    feed: BatchLoader
-    held_out: ValidationData
-    notes: list[str]  # what the user should know of it
-    open: Callable[[int, dict[str, Any] | None], BatchLoader]  # at so many samples consumed
-    readers: Ranks  # where this rank stands among those with other samples than its own
-    part: tuple[int, int] = (0, 1)  # which of how many parts of each sequence is this rank's
+    Under sequence parallelism the ranks of a group read the same samples, and each keeps its own
+    part of every sequence.
+    """
 
-    def take(self) -> Batch:
-        """This rank's next micro-batch."""
-        return self.feed.take().part(*self.part)
+    loader: BatchLoader
+    validation: ValidationData
+    notes: list[str]  # what the user should know about it
+    open_loader: Callable[[int, dict[str, Any] | None], BatchLoader]  # (samples consumed, state)
+    data_ranks: Ranks  # this rank among those that read different samples
+    sequence_part: tuple[int, int] = (0, 1)  # (index, count) of this rank's part of a sequence
 
-    def held_out_batches(self) -> list[Batch]:
-        """What this rank evaluates, as many batches as the other ranks."""
-        return [batch.part(*self.part) for batch in self.held_out.batches(self.readers.rank)]
+    def next_batch(self) -> Batch:
+        """Return this rank's next micro-batch."""
+        return self.loader.next_batch().sequence_part(*self.sequence_part)
 
-    def go_back(self, consumed: int, rank_state: dict[str, Any] | None) -> None:
-        """Read on from where `consumed` samples were consumed to all ranks."""
-        self.feed.close()
-        self.feed = self.open(consumed, rank_state)
+    def validation_batches(self) -> list[Batch]:
+        """Return this rank's validation batches; every rank has the same number."""
+        batches = self.validation.batches(self.data_ranks.rank)
+        return [batch.sequence_part(*self.sequence_part) for batch in batches]
+
+    def rewind(self, consumed: int, rank_state: dict[str, Any] | None) -> None:
+        """Continue from where all ranks together had consumed `consumed` samples."""
+        self.loader.close()
+        self.loader = self.open_loader(consumed, rank_state)
 
     def close(self) -> None:
-        """End the threads and processes that read ahead."""
-        self.feed.close()
-        self.held_out.close()
+        """Stop the prefetching threads and worker processes."""
+        self.loader.close()
+        self.validation.close()
 
 
 def open_data(
@@ -50,26 +56,26 @@ def open_data(
     rank_state: dict[str, Any] | None = None,
     new_data: bool = False,
 ) -> Data:
-    """The text from where `state` stands in it; `state` learns which text it is.
+    """Open the data at the samples that `state` has consumed; record its fingerprint in `state`.
 
-    `new_data`: a resumed run was asked for other text, and begins that at its start.
+    `new_data`: the resumed run changes its data, which starts at its first sample.
     """
     notes = []
-    size = config.train.sequence_parallel  # so many neighbours read the same and share it
-    readers = Ranks(ranks.rank // size, ranks.local_rank, ranks.world_size // size)
-    begun = bool(state.data)
-    if begun and new_data:
+    group = config.train.sequence_parallel  # adjacent ranks that share each sequence
+    data_ranks = Ranks(ranks.rank // group, ranks.local_rank, ranks.world_size // group)
+    resumed = bool(state.data)
+    if resumed and new_data:
         notes.append(
-            "--resume: data.* or train.seed is not what the run was begun with; the new text "
-            "begins at its first sample"
+            "--resume: data.* or train.seed changed since the run started; the new data starts at "
+            "its first sample"
         )
         state.samples, rank_state = 0, None
 
     def open_at(consumed: int, rank_state: dict[str, Any] | None) -> BatchLoader:
         return open_loader(
             config.data,
-            rank=readers.rank,
-            world_size=readers.world_size,
+            rank=data_ranks.rank,
+            world_size=data_ranks.world_size,
             micro_batch=config.train.micro_batch,
             accumulation=config.train.accumulation,
             seed=config.train.seed,
@@ -77,31 +83,36 @@ def open_data(
             state=rank_state,
         )
 
-    feed = open_at(state.samples, rank_state)
+    loader = open_at(state.samples, rank_state)
     try:
-        if begun and not new_data and feed.fingerprint != state.data:
-            raise ValueError(
-                f"data.source = {config.data.source!r} no longer holds the text that this run was "
-                f"begun with (fingerprint {feed.fingerprint}, then {state.data}); bring that back, "
-                "or start a new run without --resume"
-            )
-        if feed.vocab_size > config.model.vocab_size:
-            raise ValueError(
-                f"model.vocab_size = {config.model.vocab_size} is too small for the tokens of "
-                f"data.source = {config.data.source!r}, tokenizer {feed.tokenizer!r}; set "
-                f"model.vocab_size to {feed.vocab_size} or more"
-            )
-        feed.wait()  # what the first documents say against it is said now
-        state.data = feed.fingerprint
-        held_out = open_validation(
+        expected = state.data if resumed and not new_data else loader.fingerprint
+        _check(config, loader, expected)
+        loader.wait_until_ready()  # errors of the first documents surface here
+        state.data = loader.fingerprint
+        validation = open_validation(
             config.data,
             sequences=config.train.eval_samples,
             micro_batch=config.train.micro_batch,
-            world_size=readers.world_size,
+            world_size=data_ranks.world_size,
         )
     except ValueError:
-        feed.close()
+        loader.close()
         raise
     steps_left = config.train.steps - state.step
-    notes += feed.plan(steps_left * feed.samples_per_step)
-    return Data(feed, held_out, notes, open_at, readers, (ranks.rank % size, size))
+    notes += loader.describe(steps_left * loader.samples_per_step)
+    return Data(loader, validation, notes, open_at, data_ranks, (ranks.rank % group, group))
+
+
+def _check(config: RunConfig, loader: BatchLoader, fingerprint: str) -> None:
+    if loader.fingerprint != fingerprint:
+        raise ValueError(
+            f"data.source = {config.data.source!r}: its content changed since the run started "
+            f"(fingerprint {loader.fingerprint}, was {fingerprint}); restore it, or start a new "
+            "run without --resume"
+        )
+    if loader.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {config.model.vocab_size}: too small for the tokens of "
+            f"data.source = {config.data.source!r}, tokenizer {loader.tokenizer!r}; set "
+            f"model.vocab_size to {loader.vocab_size} or more"
+        )

@@ -1,8 +1,7 @@
-"""DeepSpeed's JSON: loaded strictly, completed from the recipe, checked before anything starts.
+"""DeepSpeed's JSON: load it strictly, fill it from the recipe, check it before the run starts.
 
-DeepSpeed itself reads JSON with comments, ignores keys that it doesn't know and lets its own
-defaults stand beside the recipe. Here every number stands in one place, and a key that would do
-nothing is an error that says why.
+DeepSpeed itself ignores unknown keys and falls back to its own defaults. Here each number has one
+owner, and a key without effect is an error.
 """
 
 from __future__ import annotations
@@ -18,57 +17,70 @@ from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, Dtyp
 from pydantic import ValidationError
 
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_keys import MODELS, REFUSALS, Setting, complaint_about_name, known_keys, walk
+from nsa.engine.ds_keys import MODELS, key_error, walk
+from nsa.engine.ds_refusals import REFUSALS, ZeroMode
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
-ADAM = ("adam", "adamw")  # DeepSpeed's names for them, in any case
+ADAM = ("adam", "adamw")  # DeepSpeed's names, in lower case
+OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
 DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+OWNED_FIELDS = {  # DeepSpeed key: fields of `train` that own its value
+    "train_micro_batch_size_per_gpu": ("micro_batch",),
+    "gradient_accumulation_steps": ("accumulation",),
+    "gradient_clipping": ("clip",),
+    "optimizer.params.lr": ("learning_rate",),
+    "optimizer.params.betas": ("beta1", "beta2"),
+    "optimizer.params.eps": ("adam_eps",),
+    "optimizer.params.weight_decay": ("weight_decay",),
+}
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What a resolved config lives with in the backward pass."""
+    """Irregular gradients that a resolved config tolerates in the backward pass."""
 
     double_fire: bool  # a parameter whose gradient arrives more than once
-    missing_on_some_ranks: bool  # a parameter that some ranks leave without a gradient
+    missing_on_some_ranks: bool  # a parameter without a gradient on some ranks
 
 
 @dataclass(frozen=True)
 class Owned:
-    """A value that the recipe owns, and where the recipe says so."""
+    """A value that the recipe owns."""
 
     value: Any
-    says: str  # "train.clip = 1.0"
+    origin: str  # "train.clip = 1.0"
     settings: str  # "train.clip"
 
 
 def load_ds_config(path: str | Path) -> dict[str, Any]:
-    """Read a DeepSpeed JSON as JSON: no comments, no NaN, no key twice."""
+    """Read a DeepSpeed JSON file; refuse comments, NaN and duplicate keys."""
     path = Path(path)
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        block: dict[str, Any] = {}
         for key, value in pairs:
-            if key in seen:
+            if key in block:
                 raise ValueError(
-                    f'{path}: "{key}" is written twice in one block, as {_short(seen[key])} and '
+                    f'{path}: "{key}" is written twice in one block, as {_short(block[key])} and '
                     f"as {_short(value)}; keep one"
                 )
-            seen[key] = value
-        return seen
+            block[key] = value
+        return block
 
-    def no_constant(name: str) -> NoReturn:
+    def refuse_constant(name: str) -> NoReturn:
         raise ValueError(f"{path}: {name} is not JSON; write a finite number")
 
     try:
         text = path.read_text(encoding="utf-8")
-        raw = json.loads(text, object_pairs_hook=once, parse_constant=no_constant)
+        raw = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file{_nearest_file(path)}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); name a JSON file") from error
+        files = sorted(file.name for file in path.parent.glob("*.json"))
+        near = get_close_matches(path.name, files, 1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else f"{path.parent} holds {files}"
+        raise ValueError(f"{path}: no such file; {hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: cannot be read ({reason}); name a JSON file") from error
     except json.JSONDecodeError as error:
         line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
         raise ValueError(
@@ -88,23 +100,31 @@ def resolve_ds_config(
     run_dir: Path | None = None,
     source: str = "the DeepSpeed config",
 ) -> dict[str, Any]:
-    """The dictionary for `deepspeed.initialize`: `raw`, checked and completed from `config`.
+    """Check `raw` and return the dictionary for `deepspeed.initialize`.
 
-    Raises a ValueError that names the key, its value and the fix for whatever DeepSpeed would
-    ignore, would refuse later, or would do otherwise than the recipe says.
+    Raises a ValueError with key, value and fix for whatever DeepSpeed would ignore or refuse later,
+    or that contradicts the recipe.
     """
     _check_optimizer(raw, source)
-    _check_names(raw, source)
+    for path, value in walk(raw):
+        error = key_error(path, value)
+        if error:
+            raise ValueError(f"{_at(path, value, source)}: {error}")
     owned = owned_values(config, world_size)
     resolved = _fill(raw, owned, source)
-    setting = _setting(resolved, source)
+    mode = _zero_mode(resolved, source)
     for path, value in walk(raw):
-        refusal = next((r for r in REFUSALS if r.applies(path, setting)), None)
+        refusal = next((r for r in REFUSALS if r.applies(path, mode)), None)
         if refusal and path not in owned:
-            raise ValueError(f"{_at(path, value, source)}: {refusal.why}; {refusal.fix}")
-    if "activation_checkpointing" in raw:
-        _check_activation_checkpointing(raw, config, source)
-    if setting.buckets:
+            raise ValueError(f"{_at(path, value, source)}: {refusal.why}; remove it{refusal.fix}")
+    recompute, block = config.model.activation_checkpointing, raw.get("activation_checkpointing")
+    if block is not None and recompute != "deepspeed":
+        raise ValueError(
+            f"{_at('activation_checkpointing', block, source)}: no effect with "
+            f"model.activation_checkpointing = {recompute!r}; remove it, or set "
+            "model.activation_checkpointing=deepspeed"
+        )
+    if mode.buckets:
         resolved["zero_optimization"].setdefault("reduce_bucket_size", REDUCE_BUCKET)
     resolved.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     if config.monitor.tensorboard and run_dir is not None:
@@ -115,139 +135,101 @@ def resolve_ds_config(
 
 
 def owned_values(config: RunConfig, world_size: int) -> dict[str, Owned]:
-    """The keys that the recipe owns: the JSON says "auto", the same value, or nothing."""
+    """Return the keys that the recipe owns; the JSON has "auto", the same value, or nothing."""
     train = config.train
     batch = train.micro_batch * train.accumulation * world_size
     factors = f"{train.micro_batch} × {train.accumulation} × {world_size}"
-
-    def taken(name: str, value: Any) -> Owned:
-        return Owned(value, f"train.{name} = {getattr(train, name)}", f"train.{name}")
-
-    def switch(precision: str) -> Owned:
-        on = train.precision == precision
-        says = f"train.precision = {train.precision!r} makes it {_short(on)}"
-        return Owned(on, says, "train.precision")
-
-    return {
-        "train_batch_size": Owned(
-            batch,
-            f"train.micro_batch × train.accumulation × ranks = {factors} = {batch}",
-            "one of them",
-        ),
-        "train_micro_batch_size_per_gpu": taken("micro_batch", train.micro_batch),
-        "gradient_accumulation_steps": taken("accumulation", train.accumulation),
-        "gradient_clipping": taken("clip", float(train.clip)),
-        "optimizer.params.lr": taken("learning_rate", train.learning_rate),
-        "optimizer.params.betas": Owned(
-            [train.beta1, train.beta2],
-            f"train.beta1 = {train.beta1} and train.beta2 = {train.beta2}",
-            "train.beta1 and train.beta2",
-        ),
-        "optimizer.params.eps": taken("adam_eps", train.adam_eps),
-        "optimizer.params.weight_decay": taken("weight_decay", train.weight_decay),
-        "bf16.enabled": switch("bf16"),
-        "fp16.enabled": switch("fp16"),
-    }
+    origin = f"train.micro_batch × train.accumulation × ranks = {factors} = {batch}"
+    owned = {"train_batch_size": Owned(batch, origin, "one of them")}
+    for key, names in OWNED_FIELDS.items():
+        values = [getattr(train, name) for name in names]
+        owned[key] = Owned(
+            values if len(values) > 1 else values[0],
+            " and ".join(f"train.{n} = {v}" for n, v in zip(names, values, strict=True)),
+            " and ".join(f"train.{name}" for name in names),
+        )
+    for precision in ("bf16", "fp16"):
+        enabled = train.precision == precision
+        origin = f"train.precision = {train.precision!r} makes it {_short(enabled)}"
+        owned[f"{precision}.enabled"] = Owned(enabled, origin, "train.precision")
+    return owned
 
 
 def leave_to_recipe(resolved: dict[str, Any]) -> dict[str, Any]:
-    """A run's own JSON without what the recipe put into it, which a resumed run may overrule."""
+    """Return a run's resolved JSON without the recipe's values, for a resume that changes them."""
     rest = deepcopy(resolved)
     for path in owned_values(RunConfig(), world_size=1):
-        *parents, name = path.split(".")
-        block = rest
-        for parent in parents:
-            block = block.get(parent, {})
+        block, name = _parent(rest, path)
         block.pop(name, None)
     return rest
 
 
 def tolerance(resolved: dict[str, Any]) -> Tolerance:
-    """What a resolved config tolerates, seen on two ranks with DeepSpeed 0.19.8.
+    """Return which irregular gradients a resolved config tolerates (DeepSpeed 0.19.8, two ranks).
 
-    Reducing once, after the backward pass, forgives a gradient that arrives twice; a bucket that
-    fills during it doesn't. Only stage 0 puts zeros in for a gradient that a rank lacks: elsewhere
-    the ranks reduce different tensors, and BF16_Optimizer leaves the gradient out of that rank's
-    norm, so that ranks clip by different factors and may disagree about skipping a step.
+    A single reduction after the backward pass tolerates a gradient that arrives twice; a bucket
+    that is reduced during it does not. Only stage 0 fills in zeros for a gradient that a rank
+    lacks. Elsewhere ranks reduce different tensors, and BF16_Optimizer omits the gradient from
+    that rank's norm: ranks clip differently and may disagree about skipping a step.
     """
-    setting = _setting(resolved, "the resolved DeepSpeed config")
-    once = setting.stage == 0 or setting.bf16_optimizer
+    mode = _zero_mode(resolved, "the resolved DeepSpeed config")
+    reduced_once = mode.stage == 0 or mode.bf16_optimizer
     return Tolerance(
-        double_fire=once or (setting.stage == 1 and not setting.overlap),
-        missing_on_some_ranks=setting.stage == 0,
+        double_fire=reduced_once or (mode.stage == 1 and not mode.overlap),
+        missing_on_some_ranks=mode.stage == 0,
     )
 
 
 def _check_optimizer(raw: dict[str, Any], source: str) -> None:
-    """AdamW, and torch's own: DeepSpeed's is a C++ extension that it builds at start."""
+    """Require torch's AdamW: DeepSpeed's own Adam is a C++ extension, built at start."""
     if "optimizer" not in raw:
         return
     block = _block(raw, "optimizer", source)
     kind, params = block.get("type"), _block({"params": {}} | block, "params", source)
+    torch_adam = params.get("torch_adam")
     if str(kind).lower() not in ADAM:
         raise ValueError(
-            f"{_at('optimizer.type', kind, source)}: the recipe's numbers are AdamW's; "
-            'write "AdamW"'
+            f"{_at('optimizer.type', kind, source)}: the recipe's values are AdamW's; write "
+            '"AdamW"'
         )
-    if params.get("torch_adam") is not True:
+    if torch_adam is not True:
         raise ValueError(
-            f"{_at('optimizer.params.torch_adam', params.get('torch_adam'), source)}: DeepSpeed "
-            "would build an Adam of its own, with nvcc or a C++ compiler, at the first start; "
-            'write "torch_adam": true, and "fused": true for speed'
+            f"{_at('optimizer.params.torch_adam', torch_adam, source)}: DeepSpeed would build its "
+            "own Adam, with nvcc or a C++ compiler, at the first start; write "
+            '"torch_adam": true, and "fused": true for speed'
         )
     if "adam_w_mode" in params and str(kind).lower() == "adamw":
-        raise ValueError(
-            f"{_at('optimizer.params.adam_w_mode', params['adam_w_mode'], source)}: it does "
-            f"nothing beside optimizer.type = {kind!r}; remove it"
-        )
-
-
-def _check_names(raw: dict[str, Any], source: str) -> None:
-    """Refuse names that DeepSpeed doesn't read, and blocks and switches of the wrong kind."""
-    for path, value in walk(raw):
-        complaint = complaint_about_name(path)
-        if complaint:
-            raise ValueError(f"{_at(path, value, source)}: {complaint}")
-        known: Any = known_keys()
-        for name in path.split("."):
-            known = (known or {}).get(name) if isinstance(known, dict) else None
-        if isinstance(known, dict) and not isinstance(value, dict):
-            raise ValueError(f"{_at(path, value, source)}: this is a block; write an object: {{…}}")
-        if isinstance(known, bool) and not isinstance(value, bool) and value != "auto":
-            raise ValueError(f"{_at(path, value, source)}: this is a switch; write true or false")
+        at = _at("optimizer.params.adam_w_mode", params["adam_w_mode"], source)
+        raise ValueError(f"{at}: no effect with optimizer.type = {kind!r}; remove it")
 
 
 def _fill(raw: dict[str, Any], owned: dict[str, Owned], source: str) -> dict[str, Any]:
-    """`raw` with the recipe's values put in; "auto" elsewhere and other numbers are refused."""
+    """Return `raw` with the recipe's values; refuse contradictions and "auto" elsewhere."""
     for path, value in walk(raw):
-        if path in owned:
-            own = owned[path]
-            same = value == own.value and isinstance(value, bool) == isinstance(own.value, bool)
-            if value != "auto" and not same:
+        if path not in owned:
+            if value == "auto":
                 raise ValueError(
-                    f'{_at(path, value, source)}, but {own.says}; write "auto" in the JSON or set '
-                    f"{own.settings} to match"
+                    f'{_at(path, value, source)}: only what the recipe owns may be "auto" '
+                    f"({', '.join(owned)}); write a value or remove it"
                 )
-        elif value == "auto":
+            continue
+        expected = owned[path].value
+        same = value == expected and isinstance(value, bool) == isinstance(expected, bool)
+        if value != "auto" and not same:
             raise ValueError(
-                f'{_at(path, value, source)}: only what the recipe owns may be "auto" '
-                f"({', '.join(owned)}); write a value or remove it"
+                f'{_at(path, value, source)}, but {owned[path].origin}; write "auto" in the JSON '
+                f"or set {owned[path].settings} to match"
             )
     resolved = deepcopy(raw)
-    resolved.setdefault(
-        "optimizer", {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
-    )
+    resolved.setdefault("optimizer", deepcopy(OPTIMIZER))
     for path, own in owned.items():
-        *parents, name = path.split(".")
-        block = resolved
-        for parent in parents:
-            block = block.setdefault(parent, {})
+        block, name = _parent(resolved, path)
         block[name] = own.value
     return resolved
 
 
-def _setting(resolved: dict[str, Any], source: str) -> Setting:
-    """Which of DeepSpeed's optimizers `resolved` asks for."""
+def _zero_mode(resolved: dict[str, Any], source: str) -> ZeroMode:
+    """Return the settings that decide which DeepSpeed optimizer runs."""
     zero = _block(resolved, "zero_optimization", source)
     stage = zero.get("stage")
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
@@ -262,12 +244,12 @@ def _setting(resolved: dict[str, Any], source: str) -> Setting:
     if accumulation not in allowed:
         raise ValueError(
             f"{_at('data_types.grad_accum_dtype', accumulation, source)}: stage {stage} with "
-            f"train.precision = {precision!r} accumulates in {' or '.join(sorted(allowed))}; write "
-            "that, or remove it"
+            f"train.precision = {precision!r} accumulates in {' or '.join(sorted(allowed))}; "
+            "write that, or remove it"
         )
     offloads = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
     overlap = zero.get("overlap_comm")
-    return Setting(
+    return ZeroMode(
         stage=stage,
         precision=precision,
         accumulation=accumulation,
@@ -279,23 +261,12 @@ def _setting(resolved: dict[str, Any], source: str) -> Setting:
     )
 
 
-def _check_activation_checkpointing(raw: dict[str, Any], config: RunConfig, source: str) -> None:
-    """The block is for deepspeed.checkpointing, which serves one of the model's five modes."""
-    mode = config.model.activation_checkpointing
-    if mode != "deepspeed":
-        at = _at("activation_checkpointing", raw["activation_checkpointing"], source)
-        raise ValueError(
-            f"{at}: it does nothing with model.activation_checkpointing = {mode!r}; remove it or "
-            "set model.activation_checkpointing=deepspeed"
-        )
-
-
 def _check_values(resolved: dict[str, Any], source: str) -> None:
-    """Let DeepSpeed parse the result now, so that its complaints name the file and the key."""
-    # Without train_batch_size, which DeepSpeed would hold against the ranks that are up already.
-    alone = {key: value for key, value in resolved.items() if key != "train_batch_size"}
+    """Let DeepSpeed parse the result, and turn its errors into ones that name file and key."""
+    # Not train_batch_size, which DeepSpeed would compare with the ranks of a running group.
+    parsed = {key: value for key, value in resolved.items() if key != "train_batch_size"}
     try:
-        DeepSpeedConfig(deepcopy(alone))
+        DeepSpeedConfig(deepcopy(parsed))
     except ValidationError as error:
         first = error.errors()[0]
         block = next((name for name, model in MODELS.items() if model.__name__ == error.title), "")
@@ -305,11 +276,19 @@ def _check_values(resolved: dict[str, Any], source: str) -> None:
         raise ValueError(f"{source}: DeepSpeed refuses it: {error}") from error
 
 
+def _parent(tree: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
+    """Return the block that holds a dotted path, created if missing, and the last name."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    return tree, name
+
+
 def _block(config: dict[str, Any], name: str, source: str) -> dict[str, Any]:
     block = config.get(name)
     if not isinstance(block, dict):
-        what = f"{source}: {name} is missing" if block is None else _at(name, block, source)
-        raise ValueError(f'{what}; write a block: "{name}": {{…}}')
+        problem = f"{source}: {name} is missing" if block is None else _at(name, block, source)
+        raise ValueError(f'{problem}; write a block: "{name}": {{…}}')
     return block
 
 
@@ -318,12 +297,5 @@ def _at(path: str, value: Any, source: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value as JSON writes it, or its first letters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}…"
-
-
-def _nearest_file(path: Path) -> str:
-    files = sorted(file.name for file in path.parent.glob("*.json"))
-    near = get_close_matches(path.name, files, 1)
-    return f"; did you mean {path.parent / near[0]}?" if near else f"; {path.parent} holds {files}"

@@ -1,4 +1,4 @@
-"""One run in a folder at a time: two would overwrite each other's checkpoints."""
+"""FolderLock: one run per folder, so that two never overwrite each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ NAME = ".lock"
 
 
 class FolderLock:
-    """Held as long as the process lives, however that ends."""
+    """Held until the process ends, however it ends."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Take the folder, made where it is missing; a ValueError where another run has it."""
+        """Create and lock the folder; raise ValueError if another run holds it."""
         self._run_dir = run_dir
-        missing = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-        self._made = missing[-1] if missing else None
+        self._created = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file = (run_dir / NAME).open("a+")
         try:
@@ -28,8 +27,8 @@ class FolderLock:
         except OSError:
             self._file.seek(0)
             raise ValueError(
-                f"{run_dir} is in use by another run{_describe(self._file.read())}; wait for its "
-                "end, or choose another --run-dir"
+                f"{run_dir}: in use by another run{_describe_owner(self._file.read())}; wait until "
+                "it ends, or choose another --run-dir"
             ) from None
         self._file.truncate(0)
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -38,18 +37,16 @@ class FolderLock:
         self._file.flush()
 
     def abandon(self) -> None:
-        """Give the folder up as it was found: nothing of a refused run stays behind."""
-        if self._made is not None:
+        """Release the folder and remove the folders that this lock created."""
+        if self._created:
             shutil.rmtree(self._run_dir, ignore_errors=True)
-            parent = self._run_dir.parent
-            while parent != self._made.parent:
-                with contextlib.suppress(OSError):
-                    parent.rmdir()
-                parent = parent.parent
+        with contextlib.suppress(OSError):  # another run uses a parent
+            for parent in self._created[1:]:
+                parent.rmdir()
         self._file.close()
 
 
-def _describe(text: str) -> str:
+def _describe_owner(text: str) -> str:
     try:
         owner = json.loads(text)
         return f" (process {owner['pid']} on {owner['host']}, since {owner['since']})"

@@ -1,37 +1,37 @@
-"""At a gate: rank 0 judges the run by what is recorded of it, and all ranks hear the verdict."""
+"""Judge the run at a gate: all ranks send their history to rank 0, which decides for all."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from nsa.engine.loss_guard import RunAborted
-from nsa.gates.ladder import Gate, record
-from nsa.gates.ladder import judge as verdict_of
-
-if TYPE_CHECKING:
-    from nsa.engine.loop import Run
+from nsa.engine.consensus import RunAborted
+from nsa.engine.run import Run
+from nsa.gates import ladder, result
+from nsa.gates.criteria import Evidence
+from nsa.gates.ladder import Gate
+from nsa.monitor.history import RankHistory
 
 
 def judge(run: Run, gate: Gate) -> None:
-    """Go on where the verdict is Go; raise RunAborted on all ranks where it is No-Go."""
-    run.instruments.heartbeat.write_soon()
+    """Return if the gate is Go; raise RunAborted on all ranks if it is No-Go."""
     with run.throughput.paused():
-        refusal = _judge(run, gate) if run.rank == 0 else None
-        refusal = run.agreement.from_rank_0(refusal)
+        histories = run.consensus.gather(run.telemetry.history.history(gate.step))
+        refusal = _judge(run, gate, histories) if run.ranks.rank == 0 else None
+        refusal = run.consensus.broadcast(refusal)
     if refusal is not None:
         raise RunAborted(refusal)
 
 
-def _judge(run: Run, gate: Gate) -> str | None:
-    """Why not to go on; None for Go."""
+def _judge(run: Run, gate: Gate, histories: list[RankHistory]) -> str | None:
+    """Return why the run must stop; None if it may continue."""
+    monitor, logged = run.config.monitor, run.telemetry.run_history
     try:
-        for writer in run.writers:
-            writer.flush()
-        verdict = verdict_of(run.run_dir, gate, run.config.monitor.ladder)
-        record(run.run_dir, verdict)
-    except Exception as error:  # the others wait for an answer whatever went wrong here
-        run.observers.on_message(f"gate {gate.name} is NOT JUDGED, training goes on: {error!r}")
+        evidence = Evidence(
+            gate.since, gate.step, monitor.log_every, logged.metrics, logged.selection, histories
+        )
+        decision = ladder.judge(gate, evidence, monitor.ladder)
+        result.record(run.run_dir, decision)
+    except Exception as error:  # the other ranks wait for the decision, whatever fails here
+        run.observers.on_message(f"gate {gate.name} is NOT JUDGED, training continues: {error!r}")
         return None
-    run.observers.on_message(verdict.summary)
-    run.observers.on_gate(gate.name, verdict.go)
-    return None if verdict.go else verdict.summary
+    run.observers.on_message(decision.summary)
+    run.observers.on_gate(gate.name, decision.go)
+    return None if decision.go else decision.summary

@@ -1,4 +1,4 @@
-"""A run that has been trained, opened for use: no DeepSpeed, no ranks, and nothing is written."""
+"""Load a trained run for inference: config, tokenizer and model, without DeepSpeed or ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from nsa.checkpoint.store import saved_state, saved_tokenizer
-from nsa.checkpoint.weights import find_weights, fit, has_safetensors, read_weights
+from nsa.checkpoint.state_file import read_tokenizer, read_train_state
+from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights, set_weights
 from nsa.data.batch_source import source_names
 from nsa.data.config import DataConfig
 from nsa.data.source import DataError, is_path
@@ -23,123 +23,114 @@ CONFIG = "config.yaml"
 
 @dataclass(kw_only=True)
 class StoredRun:
-    """A run before its weights are read, which takes long, and how to talk to it."""
+    """A run on disk: everything but its weights, which are slow to read."""
 
-    config: RunConfig  # data.tokenizer is the one that the model has learned with
-    tokenizer: Tokenizer | None  # None where it cannot be had here; a warning has said why
-    place: Path  # the run's folder, or what was asked for where there is none
-    weights: Path  # the folder that the weights are from
-    step: int | None  # that they were saved at; None where they are no checkpoint's
+    config: RunConfig  # data.tokenizer names the tokenizer that the model was trained with
+    tokenizer: Tokenizer | None  # None if it is not available here (after a warning)
+    folder: Path  # the run's folder, or the weights' folder if they are outside of one
+    weights_folder: Path
+    step: int | None  # step of the checkpoint; None for an export
 
 
 @dataclass(kw_only=True)
 class LoadedRun(StoredRun):
-    """What a run has learned, and how to talk to it."""
+    """A run with its model."""
 
     model: LanguageModel  # in eval mode
 
 
-def load_run(
-    place: Path | str,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> LoadedRun:
-    """A run's folder, one of its checkpoints, or what `nsa export` and `nsa import` wrote.
+def find_run(path: Path | str) -> StoredRun:
+    """Locate a run, one of its checkpoints, or the output of `nsa export` or `nsa import`.
 
-    On CUDA where there is a device, with the weights as they were trained; in float32 they are
-    those that the optimizer had kept.
+    Raises the errors that `load_run` would, in milliseconds.
     """
-    return load_stored_run(find_run(place), device=device, dtype=dtype)
-
-
-def find_run(place: Path | str) -> StoredRun:
-    """All of `load_run` but the weights: what can be refused is refused here."""
-    found = find_weights(Path(place)).resolve()  # its parents are looked at
-    config = config_of(found)
-    tokenizer = _tokenizer(config.data, found)
+    folder = find_weights(Path(path)).resolve()
+    config = read_config(folder)
+    try:
+        tokenizer: Tokenizer | None = run_tokenizer(config.data, folder)
+    except DataError as error:
+        warnings.warn(f"no tokenizer: {error}", stacklevel=2)
+        tokenizer = None
     if tokenizer is not None and config.data.tokenizer == "byte":
-        config.data.tokenizer = tokenizer.name  # of prepared text
+        config.data.tokenizer = tokenizer.name  # prepared data brings its own tokenizer
     return StoredRun(
         config=config,
         tokenizer=tokenizer,
-        place=found.parent.parent if found.parent.name == "checkpoints" else found,
-        weights=found,
-        step=None if has_safetensors(found) else saved_state(found)["step"],
+        folder=folder.parent.parent if folder.parent.name == "checkpoints" else folder,
+        weights_folder=folder,
+        step=None if has_safetensors(folder) else read_train_state(folder)["step"],
     )
 
 
-def load_stored_run(
-    run: StoredRun,
+def load_run(
+    run: StoredRun | Path | str,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> LoadedRun:
-    """The run with its weights."""
-    with torch.device("meta"):
-        model = LanguageModel(run.config.model)
-    fit(model, read_weights(run.weights, dtype), run.weights, assign=True)
-    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
-    return LoadedRun(**vars(run), model=model)
+    """Load a run from a path that `find_run` accepts, or from its result.
 
-
-def config_of(found: Path) -> RunConfig:
-    """The settings of the run whose weights lie in `found`.
-
-    A checkpoint has them with it; one that DeepSpeed has converted finds them in the run's folder.
+    `device` defaults to CUDA if available, `dtype` to the trained weights' own; float32 loads the
+    optimizer's master weights.
     """
-    own, of_run = found / CONFIG, found.parent.parent / CONFIG
+    stored = run if isinstance(run, StoredRun) else find_run(run)
+    with torch.device("meta"):
+        model = LanguageModel(stored.config.model)
+    weights = read_weights(stored.weights_folder, dtype)
+    set_weights(model, weights, stored.weights_folder, assign=True)
+    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    return LoadedRun(**vars(stored), model=model)
+
+
+def read_config(folder: Path) -> RunConfig:
+    """Return the config of the run whose weights are in `folder`.
+
+    A checkpoint has its own copy. Universal checkpoints converted by DeepSpeed have none: theirs
+    is in the run's folder.
+    """
+    own, of_run = folder / CONFIG, folder.parent.parent / CONFIG
     if own.is_file():
         config = resolve_config(RunConfig(), own)
-        made = saved_tokenizer(found)
-        if made is not None:
-            config.data.tokenizer = made["name"]
+        recorded = read_tokenizer(folder)
+        if recorded is not None:
+            config.data.tokenizer = recorded["name"]
         return config
-    if of_run.is_file() and not has_safetensors(found):
+    if of_run.is_file() and not has_safetensors(folder):
         return resolve_config(RunConfig(), of_run)
-    fix = f"; make a run of it with: nsa import {found} --to runs/imported"
-    raise ValueError(f"'{found}' has no {CONFIG}{fix if (found / 'config.json').is_file() else ''}")
+    fix = f"; convert it: nsa import {folder} --to runs/imported"
+    hint = fix if (folder / "config.json").is_file() else ""
+    raise ValueError(f"'{folder}' has no {CONFIG}{hint}")
 
 
-def _tokenizer(data: DataConfig, found: Path) -> Tokenizer | None:
-    """The one that made the run's tokens."""
-    try:
-        return open_tokenizer(data, found)
-    except DataError as error:
-        warnings.warn(f"there is no tokenizer: {error}", stacklevel=3)
-        return None
+def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
+    """Return the tokenizer that the run in `folder` was trained with.
 
-
-def open_tokenizer(data: DataConfig, found: Path) -> Tokenizer:
-    """Files that lie beside the weights come first, then what is recorded with a checkpoint.
-
-    What neither knows is in prepared text alone: without that, nothing says that it was bytes.
+    In this order: tokenizer files beside the weights, the name recorded in the checkpoint, the
+    prepared dataset's index, `data.tokenizer`. "byte" is the default of `data.tokenizer`, so it
+    only counts once the dataset is known not to be prepared with another tokenizer.
     """
-    beside = (found / "tokenizer.json").is_file()
-    if beside and data.tokenizer != "byte":
-        return _from_files(data, found)
-    made = saved_tokenizer(found) or _prepared_with(data)
-    if made is None and data.tokenizer == "byte":
-        gone = _out_of_sight(data)
-        if gone and beside:
-            return _from_files(data, found)
-        if gone:
+    has_files = (folder / "tokenizer.json").is_file()
+    if has_files and data.tokenizer != "byte":
+        return _from_files(data, folder)
+    recorded = read_tokenizer(folder) or _dataset_tokenizer(data)
+    if recorded is None:
+        missing = _missing_sources(data) if data.tokenizer == "byte" else ""
+        if missing and not has_files:
             raise DataError(
-                f"data.source = {gone!r} is not there, and which tokenizer made its tokens is "
-                "recorded nowhere else; bring it back, or start where its path leads to it"
+                f"data.source = {missing!r}: not found, and nothing else records which tokenizer "
+                "prepared it; restore it, or start in the folder that the path is relative to"
             )
-    if made is None:
-        return build_tokenizer(data)
-    tokenizer = build_tokenizer(replace(data, tokenizer=made["name"]))
-    if tokenizer.fingerprint != made["fingerprint"]:
+        return _from_files(data, folder) if missing else build_tokenizer(data)
+    tokenizer = build_tokenizer(replace(data, tokenizer=recorded["name"]))
+    if tokenizer.fingerprint != recorded["fingerprint"]:
         raise DataError(
-            f"the tokens of data.source = {source_names(data)!r} were made with a tokenizer "
-            f"{made['name']!r} that is no longer the same; bring that back"
+            f"data.source = {source_names(data)!r}: was tokenized with {recorded['name']!r}, "
+            "which has changed since; restore that tokenizer"
         )
     return tokenizer
 
 
-def _prepared_with(data: DataConfig) -> dict[str, str] | None:
+def _dataset_tokenizer(data: DataConfig) -> dict[str, str] | None:
     from nsa.data.shards import is_prepared, read_index
 
     for name in filter(is_prepared, data.parts()):
@@ -148,14 +139,13 @@ def _prepared_with(data: DataConfig) -> dict[str, str] | None:
     return None
 
 
-def _from_files(data: DataConfig, found: Path) -> Tokenizer:
-    tokenizer = build_tokenizer(replace(data, tokenizer=f"hf:{found}"))
-    own = ByteTokenizer()  # `nsa export` writes it with the same ids
-    bytes_alone = (tokenizer.vocab_size, tokenizer.eos_id) == (own.vocab_size, own.eos_id)
-    return own if bytes_alone else tokenizer
+def _from_files(data: DataConfig, folder: Path) -> Tokenizer:
+    tokenizer = build_tokenizer(replace(data, tokenizer=f"hf:{folder}"))
+    byte = ByteTokenizer()  # `nsa export` writes it as files with the same ids
+    is_byte = (tokenizer.vocab_size, tokenizer.eos_id) == (byte.vocab_size, byte.eos_id)
+    return byte if is_byte else tokenizer
 
 
-def _out_of_sight(data: DataConfig) -> str:
-    """Files and folders of `data.source` that are not there."""
+def _missing_sources(data: DataConfig) -> str:
     paths = filter(is_path, data.parts())
     return ", ".join(path for path in paths if not Path(path).expanduser().exists())

@@ -1,125 +1,82 @@
-"""The training loop, from top to bottom.
+"""The training loop.
 
-    for each step:   this step's micro-batches, on all ranks or on none; none where one is to stop
-                     learning rate of this step
-                     for each micro-batch:  forward, backward, engine.step()
-                     a step that DeepSpeed did not apply: go on, go back, or end
-                     evaluate, log, save, judge when it is time
+    for each step:   fetch the micro-batches on all ranks, or stop on all ranks
+                     set the learning rate
+                     for each micro-batch: forward, backward, engine.step()
+                     if DeepSpeed did not apply the step: skip it, roll back or abort
+                     log, evaluate, save and judge a gate when due
 
-Observers hang on it and cannot change what it computes. Between logged steps nothing here waits
-for the device. The only collectives are DeepSpeed's and a few bytes between processors, by which
-ranks learn whether all of them have data and go on; loss is averaged over ranks on logged steps,
-by every rank.
+Observers cannot change what it computes. Between logged steps nothing here waits for the device.
+The only collectives are DeepSpeed's, a few bytes between CPUs (consensus.py), and on logged steps
+the mean of the loss, in which every rank takes part.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 
-from nsa.checkpoint import SaveFailed, Saver
+from nsa.checkpoint import SaveFailed
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch
-from nsa.engine.config import RunConfig
-from nsa.engine.consensus import AllRanksError, Consensus
-from nsa.engine.data import Data
+from nsa.engine.consensus import AllRanksError, RunAborted
 from nsa.engine.gates import judge
-from nsa.engine.loss_guard import Guard, RunAborted
 from nsa.engine.recovery import recover
+from nsa.engine.run import Run
 from nsa.engine.schedule import learning_rate
-from nsa.engine.shutdown import Interrupted, ShutdownMonitor
-from nsa.engine.telemetry import RankTelemetry
-from nsa.engine.train_state import TrainState
-from nsa.gates.ladder import Gate
-from nsa.monitor.health import HealthRecorder
-from nsa.monitor.observer import Observer, StepRecord
-from nsa.monitor.throughput import Throughput, memory_gb
-from nsa.monitor.writer import BackgroundWriter
-
-
-@dataclass
-class Run:
-    """Everything that training needs, built and checked."""
-
-    config: RunConfig
-    engine: Any  # DeepSpeed's
-    data: Data
-    agreement: Consensus
-    stopping: ShutdownMonitor
-    state: TrainState
-    stop: int  # steps after which to stop; the schedule ends at config.train.steps
-    gates: list[Gate]  # where the run is judged
-    run_dir: Path
-    rank: int
-    ranks: int
-    device: torch.device
-    saver: Saver
-    guard: Guard
-    instruments: RankTelemetry
-    observers: Observer
-    writers: list[BackgroundWriter]  # of the observers
-    health: HealthRecorder
-    throughput: Throughput
-    place: dict[str, Any] | None = None  # of this rank in its text, behind the last step
-    saved: int = 0  # the step that the newest checkpoint holds
-    bad_steps: int = 0  # since the start
-    told: bool = False  # what there is to say of the held-out text
+from nsa.engine.shutdown import Interrupted
+from nsa.monitor.observer import StepRecord
+from nsa.monitor.throughput import memory_gb
 
 
 def train(run: Run) -> str:
-    """Train from run.state.step to run.stop, saving at the end, also where that is an error's.
+    """Train to run.stop_step and save, also on an error that all ranks share.
 
-    Returns how it ended: "finished", or "preempted" with the reason.
+    Returns the status: "finished", or "preempted" with the reason.
     """
-    run.place, run.saved = run.data.feed.state(), run.state.step
+    run.loader_state, run.saved_step = run.data.loader.state(), run.state.step
     try:
-        stopped = _train(run)
+        stop_reason = _train_steps(run)
     except (AllRanksError, RunAborted):
         _save(run)
         raise
     _save(run)
-    return "finished" if stopped is None else f"preempted: {stopped}"
+    return "finished" if stop_reason is None else f"preempted: {stop_reason}"
 
 
-def _train(run: Run) -> str | None:
-    """Take the steps that are left; returns why the last ones were not taken, if so."""
-    state, config = run.state, run.config
-    first = state.step
-    _judge_if_due(run)  # a No-Go that this run was resumed from holds as long as its reason does
-    while state.step < run.stop:
-        evaluates = _due(state.step + 1, config.train.eval_every, run.stop)
-        logs = evaluates or _due(state.step + 1, config.monitor.log_every, run.stop)
-        if state.step == 0 or any(gate.step == state.step + 1 for gate in run.gates):
-            logs = True
-        run.instruments.step_start(state.step + 1)
-        stopped, batches = next_batches(run)
-        if stopped is not None:
-            return stopped
-        if state.step == first and run.rank == 0:
-            seconds = run.data.feed.first_batch_seconds
-            run.observers.on_message(f"first batch ready {seconds:.1f} s after the data was opened")
+def _train_steps(run: Run) -> str | None:
+    """Run the remaining steps; return the reason if they were cut short."""
+    config = run.config
+    first_step = run.state.step
+    _judge_if_due(run)  # resumed at a gate: a No-Go stands until its cause is fixed
+    while run.state.step < run.stop_step:
+        step = run.state.step + 1
+        evaluates = _is_due(step, config.train.eval_every, run.stop_step)
+        logs = evaluates or _is_due(step, config.monitor.log_every, run.stop_step)
+        logs = logs or step == 1 or any(gate.step == step for gate in run.gates)
+        run.telemetry.step_start(step)
+        stop_reason, batches = next_batches(run)
+        if stop_reason is not None:
+            return stop_reason
+        if run.state.step == first_step:
+            seconds = run.data.loader.first_batch_seconds
+            run.observers.on_message(f"first batch ready {seconds:.1f} s after opening the dataset")
         if logs:
             run.health.arm()
         loss = train_step(run, batches)
-        run.place = run.data.feed.state()
-        run.instruments.step_end(state)
-        if not run.engine.was_step_applied():
-            recover(run)
-            if state.step != run.state.step:  # it went back
-                state = run.state
-                continue
+        run.loader_state = run.data.loader.state()
+        run.telemetry.step_end(run.state)
+        if not run.engine.was_step_applied() and recover(run):
+            continue  # from an earlier step
         run.throughput.step(_tokens_per_step(run))
         if logs:
             _log(run, loss, evaluates)
-        if _due(state.step, config.checkpoint.every, run.stop) and state.step < run.stop:
-            _save(run, must=False)
+        if _is_due(step, config.checkpoint.every, run.stop_step) and step < run.stop_step:
+            _save(run, required=False)
         _judge_if_due(run)
     return None
 
@@ -131,56 +88,57 @@ def _judge_if_due(run: Run) -> None:
 
 
 def next_batches(run: Run) -> tuple[str | None, list[Batch]]:
-    """This step's micro-batches; none, with the reason, where a rank is to stop."""
-    run.instruments.enter("data")
+    """Fetch this step's micro-batches; return a reason instead if any rank has to stop."""
+    run.telemetry.enter("data")
 
-    def take() -> list[Batch]:
-        while run.state.samples in run.state.passed_over:
-            _take_step(run)
-            run.state.samples += run.data.feed.samples_per_step
-        return _take_step(run)
+    def fetch() -> list[Batch]:
+        while True:
+            batches = [run.data.next_batch() for _ in range(run.config.train.accumulation)]
+            if run.state.samples not in run.state.passed_over:
+                return batches
+            run.state.samples += (
+                run.data.loader.samples_per_step
+            )  # skip the bad step that caused a rollback
 
-    return _on_all_ranks(run, take)
+    return _fetch_on_all_ranks(run, fetch)
 
 
-def _take_step(run: Run) -> list[Batch]:
-    return [run.data.take() for _ in range(run.config.train.accumulation)]
-
-
-def _on_all_ranks(run: Run, get: Callable[[], list[Batch]]) -> tuple[str | None, list[Batch]]:
-    """What `get` returns, or why to stop; where it raises on one rank, its error on all of them."""
+def _fetch_on_all_ranks(
+    run: Run, fetch: Callable[[], list[Batch]]
+) -> tuple[str | None, list[Batch]]:
+    """Return a reason to stop and what `fetch` returns; its error on one rank is raised on all."""
     error: ValueError | None = None
     batches: list[Batch] = []
     try:
-        with run.stopping.may_interrupt():
-            batches = get()
+        with run.shutdown.interruptible():
+            batches = fetch()
     except Interrupted:
         pass
     except ValueError as raised:
         error = raised
-    return run.agreement.meet(error, run.stopping.reason), batches
+    return run.consensus.barrier(error, run.shutdown.reason), batches
 
 
 def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
-    """One optimizer step; returns this rank's mean loss, still on the device."""
+    """Run one optimizer step; return this rank's mean loss, still on the device."""
     engine, state, config = run.engine, run.state, run.config.train
-    rate = learning_rate(state.step, config)
+    lr = learning_rate(state.step, config)
     for group in engine.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = lr
     total = torch.zeros((), device=run.device)
     for micro_step, batch in enumerate(batches):
-        run.instruments.enter("forward", micro_step)
+        run.telemetry.enter("forward", micro_step)
         if run.device.type == "cuda":
-            batch = batch.pin_memory()  # else the copy would wait for the device
+            batch = batch.pin_memory()  # for an asynchronous copy
         batch = batch.to(run.device, non_blocking=True)
         loss = engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
-        run.instruments.enter("backward", micro_step)
-        engine.backward(run.guard.watch(loss))
-        run.instruments.enter("step", micro_step)
-        engine.step()  # after each micro-batch: DeepSpeed counts them and steps at the last
+        run.telemetry.enter("backward", micro_step)
+        engine.backward(run.guard.check(loss))
+        run.telemetry.enter("step", micro_step)
+        engine.step()  # updates the weights after the last micro-batch only
         total += loss.detach().float()
     state.step += 1
-    state.samples += run.data.feed.samples_per_step
+    state.samples += run.data.loader.samples_per_step
     state.tokens += _tokens_per_step(run)
     state.skipped += not engine.was_step_applied()
     return total / config.accumulation
@@ -188,21 +146,24 @@ def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(run: Run) -> float | None:
-    """The mean loss over the held-out samples: the same ones each time, however many the ranks.
+    """Return the mean loss of the validation samples, the same ones on any number of ranks.
 
-    None where a rank is to stop before it has them.
+    None if any rank has to stop.
     """
-    run.instruments.enter("eval")
-    total = torch.zeros(2, device=run.device, dtype=torch.float64)
-    stopped, batches = _on_all_ranks(run, run.data.held_out_batches)
-    if stopped is not None:
+    run.telemetry.enter("eval")
+    total = torch.zeros(2, device=run.device, dtype=torch.float64)  # loss, tokens
+    stop_reason, batches = _fetch_on_all_ranks(run, run.data.validation_batches)
+    if stop_reason is not None:
         return None
-    with _evaluating(run.engine):
+    run.engine.eval()
+    try:
         for batch in batches:
             batch = batch.to(run.device)
             loss = run.engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
             count = (batch.labels != IGNORE_INDEX).sum()
             total += torch.stack((loss.double() * count, count.double()))
+    finally:
+        run.engine.train()
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
@@ -210,88 +171,67 @@ def evaluate(run: Run) -> float | None:
 def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
     health = run.health.read()
     speed = run.throughput.read()
-    mean = _mean_over_ranks(loss)
-    run.instruments.heartbeat.logged(mean)
-    _tell_of_spikes(run)
-    validation = bits = None
-    if evaluates:
-        with run.throughput.paused():
-            validation = evaluate(run)
-        run.instruments.enter("idle")
-    if validation is not None:
-        bits = validation / math.log(2) / run.data.held_out.bytes_per_token
-        if run.rank == 0 and run.data.held_out.note and not run.told:
-            run.observers.on_message(run.data.held_out.note)
-            run.told = True
-    norm = run.engine.get_global_grad_norm()
-    record = StepRecord(
-        step=run.state.step,
-        tokens=run.state.tokens,
-        loss=mean,
-        val_loss=validation,
-        bits_per_byte=bits,
-        lr=learning_rate(run.state.step - 1, run.config.train),
-        grad_norm=None if norm is None else float(norm),
-        tokens_per_s=speed.tokens_per_s,
-        mfu=speed.mfu,
-        memory_gb=memory_gb(),
-        seconds=speed.seconds,
-        skipped_steps=run.state.skipped,
-        gates=health.gates if health is not None else {},
-        health=health,
-    )
-    if run.rank == 0:
-        run.observers.on_step(record)
-
-
-def _tell_of_spikes(run: Run) -> None:
-    """Spikes that train.on_spike only warns of; of others `recover` speaks."""
-    spikes = run.guard.take().spikes
-    if spikes and run.rank == 0:
+    dist.all_reduce(loss)
+    mean_loss = (loss / dist.get_world_size()).item()
+    run.telemetry.heartbeat.logged(mean_loss)
+    if spikes := run.guard.pop().spikes:  # of train.on_spike=warn; `recover` reports the others
         run.observers.on_message(
-            f"step {run.state.step}: {spikes} losses of rank 0 since the last logged step were far "
+            f"step {run.state.step}: {spikes} losses on rank 0 since the last logged step were far "
             f"above the recent ones (train.spike_score = {run.config.train.spike_score})"
         )
+    val_loss = bits_per_byte = None
+    if evaluates:
+        with run.throughput.paused():
+            val_loss = evaluate(run)
+        run.telemetry.enter("idle")
+    if val_loss is not None:
+        bits_per_byte = val_loss / math.log(2) / run.data.validation.bytes_per_token
+        if run.data.validation.note and not run.validation_note_logged:
+            run.observers.on_message(run.data.validation.note)
+            run.validation_note_logged = True
+    grad_norm = run.engine.get_global_grad_norm()
+    run.observers.on_step(
+        StepRecord(
+            step=run.state.step,
+            tokens=run.state.tokens,
+            loss=mean_loss,
+            val_loss=val_loss,
+            bits_per_byte=bits_per_byte,
+            lr=learning_rate(run.state.step - 1, run.config.train),
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            tokens_per_s=speed.tokens_per_s,
+            mfu=speed.mfu,
+            memory_gb=memory_gb(),
+            seconds=speed.seconds,
+            skipped_steps=run.state.skipped,
+            gates={} if health is None else health.gates,
+            health=health,
+        )
+    )
 
 
-def _save(run: Run, must: bool = True) -> None:
-    """Save this step if it is not; where that fails the run goes on, unless it `must` be saved."""
-    if run.saved != run.state.step:
-        run.instruments.enter("save")
+def _save(run: Run, required: bool = True) -> None:
+    """Save unless this step is saved already; a failure is only logged unless `required`."""
+    if run.saved_step != run.state.step:
+        run.telemetry.enter("save")
         try:
             with run.throughput.paused():
-                own = {"feed": run.place, "guard": run.guard.state()}
-                run.saver.save(run.state.step, run.state.to_dict(), own)
-            run.saved = run.state.step
+                rank_state = {"feed": run.loader_state, "guard": run.guard.state()}
+                run.saver.save(run.state.step, asdict(run.state), rank_state)
+            run.saved_step = run.state.step
         except SaveFailed as error:
-            if must:
+            if required:
                 raise
-            if run.rank == 0:
-                run.observers.on_message(f"NOT SAVED, training goes on: {error}")
-        run.instruments.enter("idle")
-    if must:
+            run.observers.on_message(f"NOT SAVED, training continues: {error}")
+        run.telemetry.enter("idle")
+    if required:
         run.saver.finish()
 
 
 def _tokens_per_step(run: Run) -> int:
-    return run.data.feed.samples_per_step * run.config.data.seq_len
+    return run.data.loader.samples_per_step * run.config.data.seq_len
 
 
-def _due(step: int, every: int, stop: int) -> bool:
-    """Every so many steps, and at the last one; `every` 0 is the last one only."""
-    return step == stop or bool(every and step % every == 0)
-
-
-def _mean_over_ranks(value: torch.Tensor) -> float:
-    value = value.clone()
-    dist.all_reduce(value)
-    return (value / dist.get_world_size()).item()
-
-
-@contextmanager
-def _evaluating(engine: Any) -> Iterator[None]:
-    engine.eval()
-    try:
-        yield
-    finally:
-        engine.train()
+def _is_due(step: int, every: int, stop_step: int) -> bool:
+    """True every `every` steps and at the last one; 0: only at the last one."""
+    return step == stop_step or bool(every and step % every == 0)

@@ -1,9 +1,8 @@
-"""Numbers that must not reach the weights are found on the device, before they do.
+"""LossGuard: keeps NaN, inf and loss spikes from the weights, without waiting for the device.
 
-A loss that is not finite, or far above the recent ones, is multiplied by NaN. Its gradients then
-are NaN on every rank after reduction, and DeepSpeed, which looks at the gradients' norm before each
-update, leaves the step out on all of them. So nobody waits for the device, no collective is added,
-and all ranks decide alike. Any other loss is multiplied by exactly 1.
+A bad loss is multiplied by NaN, which makes its gradients NaN on every rank after reduction.
+DeepSpeed checks the gradient norm before each update and skips the step on all ranks. That adds no
+collective, and all ranks decide alike. A good loss is multiplied by exactly 1.
 """
 
 from __future__ import annotations
@@ -16,89 +15,83 @@ import torch
 
 from nsa.engine.config import TrainConfig
 
-RECENT = 128  # losses of micro-batches that a new one is compared with
-ENOUGH = 32  # of them, before any is called a spike
-MAD_TO_STD = 1.4826  # of a normal distribution
-SMALLEST_SPREAD = 0.01  # of the median: losses that hardly differ make no spikes of noise
-
-
-class RunAborted(Exception):
-    """The run judged itself unfit to go on; raised by all ranks, whose weights are whole."""
+WINDOW = 128  # recent micro-batch losses that a new one is compared with
+MIN_LOSSES = 32  # before any loss counts as a spike
+MAD_TO_STD = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
+MIN_SPREAD = 0.01  # of the median, so that nearly equal losses do not turn noise into spikes
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What one rank saw in the losses of a step."""
+class BadLosses:
+    """Counts on one rank."""
 
     not_finite: int
     spikes: int
 
 
-class Guard:
-    """Watches one rank's losses."""
+class LossGuard:
+    """Judges one rank's losses."""
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
-        self._spikes_matter = config.on_spike != "ignore"
-        self._spikes_count = config.on_spike in ("skip", "rollback")
-        self._score = config.spike_score
-        self._recent = torch.full((RECENT,), math.nan, device=device)
+        self._detects_spikes = config.on_spike != "ignore"
+        self._rejects_spikes = config.on_spike in ("skip", "rollback")
+        self._spike_score = config.spike_score
+        self._recent = torch.full((WINDOW,), math.nan, device=device)
         self._seen = 0
-        self._found = torch.zeros(2, dtype=torch.int64, device=device)  # not finite, spikes
+        self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # not finite, spikes
 
-    def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to go backward from: `loss` itself, or NaN."""
+    def check(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to run backward from: `loss` itself, or NaN."""
         value = loss.detach().float()
-        bad = ~value.isfinite()
-        poisoned = bad
-        spike = torch.zeros_like(bad)
-        if self._spikes_matter:
-            if self._seen >= ENOUGH:
+        not_finite = ~value.isfinite()
+        rejected = not_finite
+        spike = torch.zeros_like(not_finite)
+        if self._detects_spikes:
+            if self._seen >= MIN_LOSSES:
                 spike = self._is_spike(value)
-            if self._spikes_count:
-                poisoned = bad | spike
-            oldest = self._seen % RECENT
-            self._recent[oldest] = torch.where(poisoned, self._recent[oldest], value)
+            if self._rejects_spikes:
+                rejected = not_finite | spike
+            oldest = self._seen % WINDOW
+            self._recent[oldest] = torch.where(rejected, self._recent[oldest], value)
             self._seen += 1
-        self._found += torch.stack((bad, spike))
-        return loss * torch.where(poisoned, math.nan, 1.0).to(loss.dtype)
+        self._counts += torch.stack((not_finite, spike))
+        return loss * torch.where(rejected, math.nan, 1.0).to(loss.dtype)
 
     def _is_spike(self, value: torch.Tensor) -> torch.Tensor:
         median = self._recent.nanmedian()
-        spread = MAD_TO_STD * (self._recent - median).abs().nanmedian()
-        return value - median > self._score * torch.maximum(spread, SMALLEST_SPREAD * median.abs())
+        std = MAD_TO_STD * (self._recent - median).abs().nanmedian()
+        return value - median > self._spike_score * torch.maximum(std, MIN_SPREAD * median.abs())
 
-    def take(self) -> Finding:
-        """What was found since the last call; waits for the device."""
-        not_finite, spikes = self._found.tolist()
-        self._found.zero_()
-        return Finding(not_finite, spikes)
+    def pop(self) -> BadLosses:
+        """Return and reset the counts; waits for the device."""
+        not_finite, spikes = self._counts.tolist()
+        self._counts.zero_()
+        return BadLosses(not_finite, spikes)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to judge alike."""
         recent = [None if math.isnan(loss) else loss for loss in self._recent.tolist()]
         return {"recent": recent, "seen": self._seen}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on as `state` says."""
-        values = [math.nan if loss is None else loss for loss in state["recent"]]
-        self._recent.copy_(torch.tensor(values))
+        recent = [math.nan if loss is None else loss for loss in state["recent"]]
+        self._recent.copy_(torch.tensor(recent))
         self._seen = state["seen"]
-        self._found.zero_()
+        self._counts.zero_()
 
 
-def refuse_bad_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Give a bare torch optimizer what DeepSpeed's own have: it leaves out what is not finite.
+def skip_nonfinite_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Make a plain torch optimizer skip steps with NaN or inf gradients, as DeepSpeed's do.
 
-    DeepSpeed wraps none around it in stage 0 with fp32, a setting for debugging, where waiting for
-    the device is no loss.
+    DeepSpeed leaves it plain in stage 0 with fp32: a debugging setup, in which waiting for the
+    device does not matter.
     """
     step = optimizer.step
-    optimizer.overflow = False  # type: ignore[attr-defined]  # the engine reads it after step
+    optimizer.overflow = False  # type: ignore[attr-defined]  # the engine reads it after step()
 
-    def checked_step(*arguments: Any, **named: Any) -> Any:
+    def checked_step(*args: Any, **kwargs: Any) -> Any:
         gradients = [p.grad for g in optimizer.param_groups for p in g["params"]]
         norms = torch._foreach_norm([grad for grad in gradients if grad is not None])
         optimizer.overflow = not torch.stack(norms).isfinite().all()  # type: ignore[attr-defined]
-        return None if optimizer.overflow else step(*arguments, **named)  # type: ignore[attr-defined]
+        return None if optimizer.overflow else step(*args, **kwargs)  # type: ignore[attr-defined]
 
     optimizer.step = checked_step  # type: ignore[method-assign]

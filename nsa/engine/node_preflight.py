@@ -1,4 +1,4 @@
-"""The preflight gate: `nsa doctor`'s checks, made by the ranks of a run."""
+"""Preflight gate: the checks of `nsa doctor`, run by the ranks before training."""
 
 from __future__ import annotations
 
@@ -6,48 +6,42 @@ import os
 
 import torch
 
-from nsa.doctor.check import Check, failures, lines, verdict
-from nsa.doctor.command import (
-    checkpoint_bytes,
-    code_fingerprint,
-    kept_checkpoints,
-    node_checks,
-    rank_checks,
-)
-from nsa.engine.loss_guard import RunAborted
-from nsa.engine.recipe import Plan, run_files
+from nsa.doctor.check import Check, failures, lines, passed
+from nsa.doctor.node import checkpoint_bytes, kept_checkpoints, node_checks
+from nsa.doctor.ranks import rank_checks
+from nsa.engine.consensus import RunAborted
+from nsa.engine.run_request import RunRequest
 from nsa.gates.ladder import preflight
 from nsa.model import parameter_count
 
 
-def check_node(plan: Plan, done: int) -> list[Check]:
-    """What one rank of a machine sees of it, before `done` steps are gone on from; judged once all
-    ranks are together."""
+def check_node(request: RunRequest, steps_done: int) -> list[Check]:
+    """Check this node, from one of its ranks; `check_ranks` judges the result."""
+    config = request.config
     return node_checks(
-        plan.run_dir,
-        checkpoint_bytes=checkpoint_bytes(parameter_count(plan.config.model)),
+        request.run_dir,
+        checkpoint_bytes=checkpoint_bytes(parameter_count(config.model)),
         checkpoints=kept_checkpoints(
-            plan.stop, plan.config.checkpoint.every, plan.config.checkpoint.keep, done
+            request.stop_step, config.checkpoint.every, config.checkpoint.keep, steps_done
         ),
         ranks=int(os.environ.get("LOCAL_SIZE", 1)),
     )
 
 
-def check_ranks(plan: Plan, device: torch.device, machine: list[Check]) -> list[Check]:
-    """The same list on every rank; all raise RunAborted where something in it fails."""
+def check_ranks(request: RunRequest, device: torch.device, node: list[Check]) -> list[Check]:
+    """Return every node's checks on every rank; all raise RunAborted if one of them fails."""
     checks = rank_checks(
-        fingerprint=code_fingerprint(),
         device=device,
-        config="".join(run_files(plan).values()),
-        machine=machine,
+        config="".join(request.config_files().values()),
+        node=node,
     )
-    if not verdict(checks):
+    if not passed(checks):
         raise RunAborted(f"preflight: {failures(checks)}")
     return checks
 
 
-def notes_of(checks: list[Check], plan: Plan) -> list[str]:
-    """Warnings; every check where the run is asked to stop behind them."""
-    if plan.stop == 0:
+def preflight_notes(checks: list[Check], request: RunRequest) -> list[str]:
+    """Warnings for the log; every check if the run stops at the preflight gate."""
+    if request.stop_step == 0:
         return [*lines(checks), preflight(checks).summary]
-    return [line for check in checks if check.status == "warn" for line in lines([check])]
+    return lines([check for check in checks if check.status == "warn"])

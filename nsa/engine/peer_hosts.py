@@ -1,13 +1,12 @@
-"""The machines of a run: by which network they talk, and how it shows that one is gone.
+"""Peer hosts of a multi-node run: the network interface to them, and how a lost one is detected.
 
-A process that dies closes its connections. A machine that loses its network or its power closes
-nothing: collectives then wait as long as their time-outs, which are long because a step may be.
-TCP's keep-alive on a connection of its own tells the two apart within a minute, whatever the ranks
-are doing, because the machines' kernels ask and answer.
+A process that dies closes its connections. A host that loses network or power closes nothing, and
+collectives then wait for their long time-outs. TCP keep-alive on separate connections detects it
+within UNREACHABLE_SECONDS, whatever the ranks do, because the kernels exchange the probes.
 
-    first rank of machine 1  ----+
-    first rank of machine 2  ----+----  rank 0        a machine that hears that one is gone ends,
-    first rank of machine 3  ----+                    and so the others hear of it
+    first rank of host 1  ----+
+    first rank of host 2  ----+----  rank 0      a rank that loses its connection exits, which
+    first rank of host 3  ----+                  closes those to the other hosts
 """
 
 from __future__ import annotations
@@ -20,109 +19,110 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import psutil
 
 from nsa.engine.consensus import Consensus
 
-UNREACHABLE_SECONDS = 60  # without an answer, after which a machine is gone
-CONNECT_SECONDS = 30.0
-_NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+UNREACHABLE_SECONDS = 60  # without an answer until a host counts as lost
+CONNECT_TIMEOUT = 30.0  # seconds
+NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+
+
+class RankProcess(NamedTuple):
+    """Where a rank runs."""
+
+    host: str
+    pid: int
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface by which `address` is reached, or whose own it is; None: loopback."""
+    """Return the network interface that reaches or has `address`; None for the loopback."""
     try:
-        family, _, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)  # sends nothing
-            own = probe.getsockname()[0]
+            probe.connect(target)  # sends nothing
+            source = probe.getsockname()[0]
     except OSError:
         return None
-    if own == "::1" or own.startswith("127."):
+    if source == "::1" or source.startswith("127."):
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        if any(known.address.partition("%")[0] == own for known in addresses):
+        if any(entry.address.partition("%")[0] == source for entry in addresses):
             return name
     return None
 
 
 def connect_hosts(
-    agreement: Consensus, rank: int, hosts: Sequence[str]
+    consensus: Consensus, rank: int, hosts: Sequence[str]
 ) -> dict[str, socket.socket]:
-    """Connections to the other machines by their names, to be asked `why_gone`; for all ranks.
+    """Connect rank 0 with the first rank of each other host; return connections by host name.
 
-    `hosts` of the ranks, in their order.
-    Rank 0 has one to each, the first rank of each other machine one to rank 0's, the rest none.
+    Call it on all ranks; `hosts` are in their order. Most ranks get no connection.
     """
-    here = hosts[rank]
     first_ranks: dict[str, int] = {}
     for number, host in enumerate(hosts):
         first_ranks.setdefault(host, number)
     if len(first_ranks) == 1:
         return {}
-    listener, address = None, None
+    listener, address = None, (0, "")
     if rank == 0:
-        listener = _listen()
+        family = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][0]
+        listener = socket.create_server(("", 0), family=family, backlog=1_024)
         address = (listener.getsockname()[1], secrets.token_hex(8))
-    port, token = agreement.from_rank_0(address) or (0, "")
+    port, token = consensus.broadcast(address)
+    connections: dict[str, socket.socket] = {}
     if listener is not None:
-        missing = {number: host for host, number in first_ranks.items() if host != here}
-        found = _accept(listener, token, missing)
-    elif first_ranks[here] == rank:
-        found = _connect(port, token, rank, next(iter(first_ranks)))
-    else:
-        found = {}
-    for connection in found.values():
-        _keep_alive(connection)
-    return found
+        expected = {number: host for host, number in first_ranks.items() if host != hosts[0]}
+        connections = _accept(listener, token, expected)
+    elif first_ranks[hosts[rank]] == rank:
+        connections = _connect(port, token, rank, hosts[0])
+    for connection in connections.values():
+        _enable_keep_alive(connection)
+    return connections
 
 
-def why_gone(connections: Mapping[str, socket.socket]) -> str | None:
-    """What became of the first machine that is gone; None while all are there. It never waits."""
+def find_lost_host(connections: Mapping[str, socket.socket]) -> str | None:
+    """Return what happened to the first lost host, without waiting; None if there is none."""
     for host, connection in connections.items():
         try:
             if connection.recv(1) == b"":
-                return f"machine {host} has ended its part of the run"
+                return f"host {host} closed its connection"
         except BlockingIOError:
             continue
         except OSError as error:
-            if error.errno in _NO_ANSWER:
-                return f"machine {host} has not answered for {UNREACHABLE_SECONDS} s"
-            return f"machine {host} is gone ({error.strerror})"
+            if error.errno in NO_ANSWER:
+                return f"host {host} has not answered for {UNREACHABLE_SECONDS} s"
+            return f"host {host} is lost ({error.strerror})"
     return None
 
 
-def _listen() -> socket.socket:
-    family = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][0]
-    return socket.create_server(("", 0), family=family, backlog=1_024)
-
-
 def _accept(
-    listener: socket.socket, token: str, missing: dict[int, str]
+    listener: socket.socket, token: str, expected: dict[int, str]
 ) -> dict[str, socket.socket]:
-    """A connection of each of the `missing` ranks; who does not know the token is sent away."""
-    found, deadline = {}, time.monotonic() + CONNECT_SECONDS
+    """Accept one connection from each of the `expected` ranks; drop those without the token."""
+    connections, deadline = {}, time.monotonic() + CONNECT_TIMEOUT
     with listener:
-        while missing and (left := deadline - time.monotonic()) > 0:
-            listener.settimeout(left)
+        while expected and (seconds_left := deadline - time.monotonic()) > 0:
+            listener.settimeout(seconds_left)
             with contextlib.suppress(OSError, ValueError):
                 connection, _ = listener.accept()
                 connection.settimeout(1.0)
-                said, _, rank = connection.recv(64).decode().partition(" ")
-                if said == token and int(rank) in missing:
-                    found[missing.pop(int(rank))] = connection
+                received, _, rank = connection.recv(64).decode().partition(" ")
+                if received == token and int(rank) in expected:
+                    connections[expected.pop(int(rank))] = connection
                 else:
                     connection.close()
-    for host in missing.values():
+    for host in expected.values():
         _warn(host, "it did not connect")
-    return found
+    return connections
 
 
 def _connect(port: int, token: str, rank: int, host: str) -> dict[str, socket.socket]:
     try:
-        where = (os.environ["MASTER_ADDR"], port)
-        connection = socket.create_connection(where, timeout=CONNECT_SECONDS)
+        address = (os.environ["MASTER_ADDR"], port)
+        connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT)
         connection.sendall(f"{token} {rank}".encode())
     except OSError as error:
         _warn(host, str(error))
@@ -130,20 +130,16 @@ def _connect(port: int, token: str, rank: int, host: str) -> dict[str, socket.so
     return {host: connection}
 
 
-def _keep_alive(connection: socket.socket) -> None:
-    """Have the kernel ask over and over whether the other machine is there."""
-    every = max(1, UNREACHABLE_SECONDS // 6)
+def _enable_keep_alive(connection: socket.socket) -> None:
+    interval = max(1, UNREACHABLE_SECONDS // 6)
+    probes = UNREACHABLE_SECONDS // interval - 1
     connection.setblocking(False)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, UNREACHABLE_SECONDS // every - 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
 
 
-def _warn(host: str, why: str) -> None:
-    print(
-        f"nsa: no connection to machine {host} ({why}): where it is lost, this run ends only when "
-        "a collective's time-out does",
-        file=sys.stderr,
-        flush=True,
-    )
+def _warn(host: str, reason: str) -> None:
+    problem = f"no connection to host {host} ({reason})"
+    print(f"nsa: {problem}: its loss ends this run only at a time-out", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`nsa plan` answered: a recipe's values and DeepSpeed's JSON as the planner's plain numbers."""
+"""`nsa plan`: build the planner's inputs from a recipe and DeepSpeed's JSON, and run it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.engine import recipe as recipes
+from nsa.engine.command_line import DEFAULT_DS_CONFIG
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.resolve import resolve_config
@@ -23,41 +24,45 @@ from nsa.planner.traffic import Zero
 from nsa.resources import resource_path
 
 DEFAULT_RECIPE = resource_path("recipes/m7c.py")
-SHOWN = 12  # settings that a table shows
-REDUCED = {"fp32": 4, "fp16": 2, "bf16": 2}
+SHOWN = 12  # rows of a table
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Print the plan; exit code 1 where it does not fit."""
-    machine = hardware(flags)
+    """Print the plan; return exit code 1 if nothing fits."""
+    target = hardware(flags)
     recipe = flags.recipe or DEFAULT_RECIPE
-    config = resolve_config(_values(recipe, flags.profile), flags.config, flags.set)
+    config = resolve_config(_load_profile(recipe, flags.profile), flags.config, flags.set)
     shared_by = config.train.sequence_parallel
     if flags.gpus % shared_by:
         raise ValueError(
             f"--gpus {flags.gpus}: not a multiple of train.sequence_parallel = {shared_by}"
         )
-    source, steps = flags.deepspeed_config or recipes.DEFAULT_DS_CONFIG, config.train.steps
+    source, steps = flags.deepspeed_config or DEFAULT_DS_CONFIG, config.train.steps
     model, batch, zero = model_of(config), batch_of(config), zero_of(source, config, flags.gpus)
-    memory = f"{machine.memory / 1e9:g} GB"
+    memory = f"{target.memory / 1e9:g} GB"
     if flags.search or flags.compare:
-        zeros = {path.stem: zero_of(path, config, flags.gpus) for path in _siblings(source)}
-        look = search if flags.search else compare
-        found = look(model, zeros, batch, machine, flags.gpus)
-        print("\n".join(table(found[:SHOWN], steps) if found else [f"nothing fits into {memory}"]))
-        if len(found) > SHOWN:
-            print(f"the fastest {SHOWN} of {len(found)} that fit")
-        return 0 if found else 1
-    one = forecast(model, zero, batch, machine, flags.gpus)
-    print("\n".join(describe(source.stem, model, batch, one, machine, steps)))
-    if not fits(one.memory, machine):
-        print(f"  does not fit into {memory}: CUDA, NCCL and gaps take 2 GB and a tenth on top")
+        files = sorted(source.parent.glob("*.json"))
+        zeros = {file.stem: zero_of(file, config, flags.gpus) for file in files}
+        rank = search if flags.search else compare
+        candidates = rank(model, zeros, batch, target, flags.gpus)
+        if not candidates:
+            print(f"nothing fits into {memory}")
+            return 1
+        print(*table(candidates[:SHOWN], steps), sep="\n")
+        if len(candidates) > SHOWN:
+            print(f"the fastest {SHOWN} of {len(candidates)} that fit")
+        return 0
+    step = forecast(model, zero, batch, target, flags.gpus)
+    print(*describe(source.stem, model, batch, step, target, steps), sep="\n")
+    if not fits(step.memory, target):
+        print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
         return 1
     return 0
 
 
 def model_of(config: RunConfig) -> Model:
-    """The planner's sizes of a run's model."""
+    """Return the planner's view of a run's model."""
     model, length = config.model, config.data.seq_len
     attention = model.attention
     forward = (flops_per_token(model, length) - 6 * model.vocab_size * model.width) / 3
@@ -83,14 +88,14 @@ def model_of(config: RunConfig) -> Model:
         flops=flops_per_token(model, length),
         layers_flops=forward,
         attention_flops=forward - products,
-        product=loss.PRODUCT,
-        in_float32=loss.IN_FLOAT32,
-        in_cache=loss.IN_CACHE,
+        product=loss.CHUNK_LOGITS,
+        in_float32=loss.SOFTMAX_LOGITS,
+        in_cache=loss.SOFTMAX_LOGITS_CPU,
     )
 
 
 def batch_of(config: RunConfig) -> Batch:
-    """What a rank computes between two updates."""
+    """Return what a rank computes per optimizer step."""
     return Batch(
         seq_len=config.data.seq_len,
         micro_batch=config.train.micro_batch,
@@ -101,38 +106,37 @@ def batch_of(config: RunConfig) -> Batch:
 
 
 def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
-    """A DeepSpeed JSON, checked as for a run, in the planner's terms."""
+    """Return a DeepSpeed JSON, checked as for a run, in the planner's terms."""
     resolved = resolve_ds_config(
         load_ds_config(source), config, world_size=ranks, source=str(source)
     )
     zero, precision = resolved["zero_optimization"], config.train.precision
     stage = zero["stage"]
-    types = resolved.get("data_types", {})
-    sums = REDUCED[str(types.get("grad_accum_dtype") or precision)]
-    found: dict[str, Any] = {}
+    accumulation = resolved.get("data_types", {}).get("grad_accum_dtype") or precision
+    stage_3: dict[str, Any] = {}
     if stage == 3:
-        whole = parameter_count(config.model)
+        count = parameter_count(config.model)
         small = _persistent(config, zero.get("stage3_param_persistence_threshold", 1e5))
-        enough = zero.get("stage3_max_live_parameters", 1e9) >= whole
-        enough &= zero.get("stage3_max_reuse_distance", 1e9) >= 3 * whole
-        found = {
+        reused = zero.get("stage3_max_live_parameters", 1e9) >= count
+        reused &= zero.get("stage3_max_reuse_distance", 1e9) >= 3 * count
+        stage_3 = {
             "prefetch": int(zero.get("stage3_prefetch_bucket_size", 5e7)),
             "persistent": sum(small),
             "persistent_tensors": len(small),
-            "gathers": 1 if enough else 2,
+            "gathers": 1 if reused else 2,
         }
     return Zero(
         stage=stage,
-        reduce_bytes=REDUCED[str(resolved.get("communication_data_type") or precision)],
-        accumulate_bytes=sums,
+        reduce_bytes=DTYPE_BYTES[str(resolved.get("communication_data_type") or precision)],
+        accumulate_bytes=DTYPE_BYTES[str(accumulation)],
         bucket=int(zero.get("reduce_bucket_size", 0)) if stage else 0,
         overlap=bool(zero.get("overlap_comm", stage == 3)),
-        **found,
+        **stage_3,
     )
 
 
 def _persistent(config: RunConfig, threshold: float) -> list[int]:
-    """Sizes of the tensors that stage 3 shards not."""
+    """Return the sizes of the tensors that stage 3 does not shard."""
     import torch
 
     from nsa.model import LanguageModel
@@ -142,15 +146,10 @@ def _persistent(config: RunConfig, threshold: float) -> list[int]:
     return [size for size in sizes if size < threshold]
 
 
-def _siblings(source: Path) -> list[Path]:
-    """The configs that a search compares: all in the folder of the one that was named."""
-    return sorted(source.parent.glob("*.json"))
-
-
-def _values(recipe: Path, profile: str) -> RunConfig:
-    """A profile's values. The file runs as its user would start it, but for the start itself."""
+def _load_profile(recipe: Path, profile: str) -> RunConfig:
+    """Return a profile's config by executing the recipe file, without starting its run."""
     if not recipe.is_file():
-        raise ValueError(f"--recipe {recipe}: there is no such file")
+        raise ValueError(f"--recipe {recipe}: no such file")
     caught: list[recipes.Recipe] = []
 
     def catch(recipe: recipes.Recipe, arguments: Sequence[str] | None = None) -> None:
@@ -164,7 +163,7 @@ def _values(recipe: Path, profile: str) -> RunConfig:
         recipes.main = start
         del sys.path[0]
     if not caught:
-        raise ValueError(f"--recipe {recipe}: it hands no Recipe to main; recipes/m7c.py does")
+        raise ValueError(f"--recipe {recipe}: passes no Recipe to main(); see recipes/m7c.py")
     profiles = caught[0].profiles
     if profile not in profiles:
         raise ValueError(f"--profile {profile}: {recipe} has {', '.join(sorted(profiles))}")

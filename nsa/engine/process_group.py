@@ -1,4 +1,4 @@
-"""Joining and leaving the process group, under a launcher or alone."""
+"""Process group: join and leave it, with or without a launcher, and exit with the right code."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from deepspeed.accelerator import get_accelerator
 from nsa.engine.peer_hosts import interface_towards
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-# Without it gloo takes the interface that has the machine's name, which is often the loopback, and
-# NCCL the first that it finds, which may be a container's.
+# By default gloo takes the interface that the host name resolves to, often the loopback, and NCCL
+# the first one it finds, which may be a container's.
 INTERFACE = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-NEIGHBOUR_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
-SECONDS_FOR_THE_CULPRIT = 5  # to say what went wrong, before those speak who only lost it
+PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+ROOT_CAUSE_GRACE_SECONDS = 5  # for the rank that failed first to report before its peers do
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands among all."""
+    """This process's position in the run."""
 
     rank: int
     local_rank: int
@@ -38,7 +38,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """As the launcher says; alone without one."""
+        """As set by the launcher; a single rank without one."""
         return cls(
             int(os.environ.get("RANK", 0)),
             int(os.environ.get("LOCAL_RANK", 0)),
@@ -47,35 +47,37 @@ class Ranks:
 
 
 def leave_out_shared_memory_op() -> None:
-    """Keep DeepSpeed from building its CPU op for inference. To be called before a group is joined.
+    """Keep DeepSpeed from building its CPU inference op; call it before joining a group.
 
-    Training never calls the op, but it costs a minute of compiling, and each rank that starts it
-    leaves 66 MB in /dev/shm for good: some 300 runs fill a machine's memory.
+    Training never calls the op, but it takes a minute to compile, and each rank that loads it
+    leaves 66 MB in /dev/shm: about 300 runs fill a machine's memory.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def start_ranks(ranks: Ranks) -> torch.device:
-    """Join the process group and share out the machine's cores; returns this rank's device."""
+    """Join the process group, divide the CPU cores among local ranks; return this rank's device."""
     leave_out_shared_memory_op()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed calls the older name of this collective at every step; nothing a user can fix.
+    # DeepSpeed calls the deprecated name of this collective at every step.
     warnings.filterwarnings("ignore", r".*all_gather_into_tensor", FutureWarning)
-    for name, value in FLIGHT_RECORDER.items():
-        os.environ.setdefault(name, value)  # what stack dumps say of collectives, nothing else
-    if "MASTER_ADDR" not in os.environ:  # `python recipes/m7c.py`: one process, no launcher
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-    if interface := interface_towards(os.environ["MASTER_ADDR"]):  # of several machines
-        for name, value in INTERFACE.items():
-            os.environ.setdefault(name, value.format(interface))
-    os.environ.setdefault("RANK", str(ranks.rank))
-    os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))
-    os.environ.setdefault("WORLD_SIZE", str(ranks.world_size))
+    if "MASTER_ADDR" not in os.environ:  # no launcher: `python recipes/m7c.py`
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+    defaults = {
+        **FLIGHT_RECORDER,  # records collectives for stack dumps; changes nothing else
+        "RANK": str(ranks.rank),
+        "LOCAL_RANK": str(ranks.local_rank),
+        "WORLD_SIZE": str(ranks.world_size),
+    }
+    if interface := interface_towards(os.environ["MASTER_ADDR"]):
+        defaults |= {name: value.format(interface) for name, value in INTERFACE.items()}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
     if "OMP_NUM_THREADS" not in os.environ:
-        here = int(os.environ.get("LOCAL_SIZE", ranks.world_size))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
+        local_ranks = int(os.environ.get("LOCAL_SIZE", ranks.world_size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     accelerator = get_accelerator()
     accelerator.set_device(ranks.local_rank)
     deepspeed.init_distributed(accelerator.communication_backend_name(), verbose=False)
@@ -83,10 +85,10 @@ def start_ranks(ranks: Ranks) -> torch.device:
 
 
 def stop_ranks() -> NoReturn:
-    """Leave the process group in good order and end the process as finished.
+    """Leave the process group after all ranks got here and exit with code 0.
 
-    A thread of the process group may outlive it on rank 0, and tearing the interpreter down then
-    aborts: a run that had finished would report a failure. So nothing is torn down.
+    A thread of the process group may outlive it on rank 0 and abort the interpreter's shutdown,
+    which would report a finished run as failed; so the interpreter is not shut down.
     """
     dist.barrier()
     dist.destroy_process_group()
@@ -94,22 +96,23 @@ def stop_ranks() -> NoReturn:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit with `code` whatever threads the process group has left behind."""
+    """Exit with `code`, whatever threads still run."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def crash(error: BaseException) -> NoReturn:
-    """End the process with the traceback of `error`, after that of the rank that failed first.
+    """Print the traceback of `error` and exit with code 1.
 
-    A rank that only lost its neighbour waits: the launcher ends it once the other has ended.
+    A rank that only lost its peer waits first: the launcher ends it once the peer has exited, so
+    the traceback of the root cause is printed alone.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     if isinstance(error, KeyboardInterrupt):
         end_process(130)
-    if isinstance(error, dist.DistError) or any(sign in str(error) for sign in NEIGHBOUR_LOST):
-        time.sleep(SECONDS_FOR_THE_CULPRIT)
+    if isinstance(error, dist.DistError) or any(sign in str(error) for sign in PEER_LOST):
+        time.sleep(ROOT_CAUSE_GRACE_SECONDS)
     traceback.print_exception(error)
     end_process(1)

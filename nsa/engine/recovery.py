@@ -1,98 +1,95 @@
-"""After a step that was not applied: go on, go back to the newest checkpoint, or end the run."""
+"""Recovery from a step that was not applied: skip it, roll back to a checkpoint, or abort."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nsa import checkpoint
-from nsa.engine.loss_guard import Finding, RunAborted
-from nsa.engine.resume import saved_in
+from nsa.engine.consensus import RunAborted
+from nsa.engine.loss_guard import BadLosses
+from nsa.engine.resume import read_state
+from nsa.engine.run import Run
 
-if TYPE_CHECKING:
-    from nsa.engine.loop import Run
 
+def recover(run: Run) -> bool:
+    """Apply train.on_bad_step or train.on_spike, on all ranks together; return True on rollback.
 
-def recover(run: Run) -> None:
-    """Do what the settings say; the weights are whole, and all ranks come here together.
-
-    After a rollback `run.state` is another object, of an earlier step.
+    The weights are intact. A rollback replaces `run.state` with that of an earlier step.
     """
     train = run.config.train
-    findings = run.agreement.gather(run.guard.take())
-    what = describe(findings)
-    if what is None and train.precision == "fp16":
-        return  # the loss scale was too high, which is how DeepSpeed finds the right one
-    only_a_spike = what is not None and not any(finding.not_finite for finding in findings)
-    setting = "train.on_spike" if only_a_spike else "train.on_bad_step"
-    policy = train.on_spike if only_a_spike else train.on_bad_step
-    what = f"step {run.state.step}: {what or 'a gradient is not finite'}"
+    bad_losses = run.consensus.gather(run.guard.pop())
+    cause = describe(bad_losses)
+    if cause is None and train.precision == "fp16":
+        return False  # DeepSpeed lowers the loss scale
+    spike_only = cause is not None and not any(losses.not_finite for losses in bad_losses)
+    setting = "train.on_spike" if spike_only else "train.on_bad_step"
+    policy = train.on_spike if spike_only else train.on_bad_step
+    cause = f"step {run.state.step}: {cause or 'a gradient is not finite'}"
     run.bad_steps += 1
     if policy == "abort":
-        raise RunAborted(f"{what}; {setting} is abort, so the run ends before the weights see it")
+        raise RunAborted(f"{cause}; {setting} = abort: stopped before updating the weights")
     if run.bad_steps > train.bad_steps:
         raise RunAborted(
-            f"{what}; that is the {run.bad_steps}th since the start, and train.bad_steps = "
-            f"{train.bad_steps}: look at the data and the learning rate"
+            f"{cause}; {run.bad_steps} bad steps since launch, more than train.bad_steps = "
+            f"{train.bad_steps}; check the data and lower the learning rate"
         )
-    if policy == "rollback" and _roll_back(run, what):
-        return
-    _say(run, f"{what}; this step is left out ({run.bad_steps} of {train.bad_steps} so far)")
+    if policy == "rollback" and _roll_back(run, cause):
+        return True
+    run.observers.on_message(
+        f"{cause}; step skipped ({run.bad_steps} of at most {train.bad_steps})"
+    )
+    return False
 
 
-def describe(findings: list[Finding]) -> str | None:
-    """Which ranks saw what in their losses; None where they saw nothing."""
+def describe(bad_losses: list[BadLosses]) -> str | None:
+    """Name the ranks with bad losses and what is wrong with them; None if there are none."""
     parts = []
-    for name, seen in (
-        ("a loss is not finite", [finding.not_finite for finding in findings]),
-        ("a loss is far above the recent ones", [finding.spikes for finding in findings]),
+    for problem, counts in (
+        ("a loss is not finite", [losses.not_finite for losses in bad_losses]),
+        ("a loss is far above the recent ones", [losses.spikes for losses in bad_losses]),
     ):
-        ranks = [str(rank) for rank, count in enumerate(seen) if count]
+        ranks = [str(rank) for rank, count in enumerate(counts) if count]
         if ranks:
-            parts.append(f"{name} on rank {', '.join(ranks)}")
+            parts.append(f"{problem} on rank {', '.join(ranks)}")
     return "; ".join(parts) or None
 
 
-def _roll_back(run: Run, what: str) -> bool:
-    """Restore the newest checkpoint and pass over the bad step's samples when they come again."""
-    bad_samples = run.state.samples - run.data.feed.samples_per_step
+def _roll_back(run: Run, cause: str) -> bool:
+    """Restore the newest checkpoint; the bad step's samples will be skipped on the way back."""
+    bad_samples = run.state.samples - run.data.loader.samples_per_step
     try:
         run.saver.finish()
     except checkpoint.SaveFailed as error:
-        _say(run, f"NOT SAVED: {error}")
-    found = run.agreement.from_rank_0(_checkpoint(run) if run.rank == 0 else None)
-    if found is None:
-        _say(run, f"{what}; there is no checkpoint to go back to")
+        run.observers.on_message(f"NOT SAVED: {error}")
+    path = run.consensus.broadcast(_newest_finite(run) if run.ranks.rank == 0 else None)
+    if path is None:
+        run.observers.on_message(f"{cause}; no checkpoint to roll back to")
         return False
-    checkpoint.load(run.engine, found)
-    passed_over = {*run.state.passed_over, bad_samples}
-    run.state, own = saved_in(found, run.rank, run.ranks)
-    run.state.passed_over = sorted(passed_over | {*run.state.passed_over})
-    run.place = own.get("feed")
-    run.data.go_back(run.state.samples, run.place)
-    if "guard" in own:
-        run.guard.restore(own["guard"])
-    run.saved = run.state.step
-    if run.rank == 0:
-        run.observers.on_rollback(run.state.step)
-    _say(run, f"{what}; back to step {run.state.step}, from where its samples are passed over")
+    checkpoint.load(run.engine, path)
+    passed_over = {bad_samples, *run.state.passed_over}
+    run.state, rank_state = read_state(path, run.ranks)
+    run.state.passed_over = sorted(passed_over.union(run.state.passed_over))
+    run.loader_state = rank_state.get("feed")
+    run.data.rewind(run.state.samples, run.loader_state)
+    if "guard" in rank_state:
+        run.guard.restore(rank_state["guard"])
+    run.saved_step = run.state.step
+    run.observers.on_rollback(run.state.step)
+    run.observers.on_message(
+        f"{cause}; rolled back to step {run.state.step}, the bad step's samples will be skipped"
+    )
     return True
 
 
-def _checkpoint(run: Run) -> Path | None:
-    """The newest one that is whole and finite; the other ranks wait for the answer."""
+def _newest_finite(run: Run) -> Path | None:
+    """Return the newest valid checkpoint without NaN or inf, converted if needed; never raise."""
     try:
-        found, notes = checkpoint.newest_complete(run.run_dir / "checkpoints", finite=True)
+        path, notes = checkpoint.newest_complete(run.run_dir / "checkpoints", finite=True)
         for note in notes:
-            _say(run, note)
-        if found is not None and checkpoint.needs_universal(found, run.ranks):
-            found = checkpoint.to_universal(found)
-        return found
-    except (OSError, ValueError) as error:
-        _say(run, f"no checkpoint could be read: {error}")
+            run.observers.on_message(note)
+        if path is not None and checkpoint.needs_universal(path, run.ranks.world_size):
+            path = checkpoint.to_universal(path)
+        return path
+    except (OSError, ValueError) as error:  # the other ranks wait for the answer
+        run.observers.on_message(f"no checkpoint could be read: {error}")
         return None
-
-
-def _say(run: Run, text: str) -> None:
-    if run.rank == 0:
-        run.observers.on_message(text)

@@ -1,9 +1,10 @@
-"""From recipe, file and command line to one checked configuration, and back to YAML."""
+"""Resolve a run's config: recipe < `--config` file < `--set path.to.key=value`; to YAML."""
 
 from __future__ import annotations
 
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,10 +14,9 @@ import yaml
 
 from nsa.engine.config import RunConfig
 
-# `attention` belongs to the model; people may name it without saying so.
-SHORT_NAMES = {"attention": "model.attention"}
-MIXTURES = ("data.source",)  # settings that may be a mixture, and are overruled whole
-MIXTURE = dict[str, float]  # a value whose keys are the user's
+SHORT_NAMES = {"attention": ("model", "attention")}
+MIXTURES = ("data.source",)  # settings whose value may be a mapping; overridden as a whole
+MIXTURE = dict[str, float]
 KINDS = {
     int: "a whole number",
     float: "a number",
@@ -30,74 +30,64 @@ KINDS = {
 def resolve_config(
     recipe: RunConfig, file: Path | None = None, assignments: list[str] | None = None
 ) -> RunConfig:
-    """The recipe's values, overruled by a YAML file, overruled by `path.to.key=value`s; checked."""
+    """Return the recipe's config, overridden by a YAML file, then by `path.to.key=value`s."""
     tree = asdict(recipe)
     if file is not None:
-        _merge(tree, _spell_out(_read_yaml(file)), str(file))
+        _merge(tree, _read_yaml(file), str(file))
     for assignment in assignments or []:
         path, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"--set {assignment}: write it as path.to.key=value")
-        nested: Any = _parsed(text, f"--set {assignment}")
+        changes: Any = _parse(text, f"--set {assignment}")
         for key in reversed(path.strip().split(".")):
-            nested = {key: nested}
-        _merge(tree, _spell_out(nested), f"--set {assignment}")
+            changes = {key: changes}
+        _merge(tree, changes, f"--set {assignment}")
     config = _build(RunConfig, tree, "")
     config.validate()
     return config
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole tree as YAML; `resolve_config` reads it back to an equal configuration."""
+    """Return the config as YAML that `resolve_config` reads back to an equal config."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        tree = _parsed(file.read_text(), f"--config {file}")
+        tree = _parse(file.read_text(), f"--config {file}")
     except FileNotFoundError:
-        raise ValueError(f"--config {file}: there is no such file") from None
+        raise ValueError(f"--config {file}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         inside = file / "config.yaml"
         fix = f"give {inside}" if inside.is_file() else "give a YAML file"
         raise ValueError(f"--config {file}: cannot be read as text ({error}); {fix}") from None
     if tree is not None and not isinstance(tree, dict):
-        raise ValueError(f"--config {file}: expected sections with keys, found {tree!r}")
+        raise ValueError(f"--config {file}: holds {tree!r}; write sections with keys")
     return tree or {}
 
 
-def _parsed(text: str, source: str) -> Any:
+def _parse(text: str, source: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        line = " ".join(str(error).split())  # PyYAML's own has several lines
-        raise ValueError(f"{source}: not YAML: {line}") from None
-
-
-def _spell_out(tree: dict[str, Any]) -> dict[str, Any]:
-    """Replace the short names of sections by their places in the tree."""
-    result = dict(tree)
-    for short, path in SHORT_NAMES.items():
-        if short in result:
-            section, key = path.split(".")
-            inner = {**(result.get(section) or {}), key: result.pop(short)}
-            result[section] = inner
-    return result
+        raise ValueError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
 
 
 def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> None:
-    """Lay `changes` over `tree`, refusing keys that it does not have."""
+    """Override values of `tree` in place; refuse unknown keys with the nearest known one."""
     if not isinstance(changes, dict):
         raise ValueError(f"{source}: {path} is a section; set one of {', '.join(tree)} in it")
     for key, value in changes.items():
+        if not path and key in SHORT_NAMES:
+            section, key = SHORT_NAMES[key]
+            _merge(tree, {section: {key: value}}, source)
+            continue
         name = f"{path}.{key}" if path else str(key)
         if key not in tree:
-            names = {other: f"{path}.{other}" if path else other for other in tree}
-            near = get_close_matches(str(key), list(tree), n=1)
-            hint = f"choose one of {', '.join(names.values())}"
-            elsewhere = _places(tree, key, f"{path}." if path else "")
-            if elsewhere or near:
-                hint = f"did you mean {' or '.join(elsewhere) or names[near[0]]}?"
+            near = [f"{path}.{k}".strip(".") for k in get_close_matches(str(key), list(tree), n=1)]
+            near = list(_same_name(tree, key, path)) or near
+            choices = ", ".join(f"{path}.{known}".strip(".") for known in tree)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {choices}"
             raise ValueError(f"{source}: there is no setting {name!r}; {hint}")
         if isinstance(tree[key], dict) and name not in MIXTURES:
             _merge(tree[key], value, source, name)
@@ -105,45 +95,38 @@ def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> N
             tree[key] = value
 
 
-def _places(tree: dict[str, Any], key: Any, prefix: str) -> list[str]:
-    """Where in sections of `tree` a setting has this very name."""
-    found = []
-    for name, inner in tree.items():
-        if isinstance(inner, dict) and f"{prefix}{name}" not in MIXTURES:
-            found += [f"{prefix}{name}.{key}"] if key in inner else []
-            found += _places(inner, key, f"{prefix}{name}.")
-    return found
+def _same_name(tree: dict[str, Any], key: Any, path: str) -> Iterator[str]:
+    """Yield the paths of settings called `key` in nested sections."""
+    for name, section in tree.items():
+        nested = f"{path}.{name}".strip(".")
+        if isinstance(section, dict) and nested not in MIXTURES:
+            if key in section:
+                yield f"{nested}.{key}"
+            yield from _same_name(section, key, nested)
 
 
 def _build(cls: type, tree: dict[str, Any], path: str) -> Any:
-    hints = typing.get_type_hints(cls)
+    types_of = typing.get_type_hints(cls)
     values = {}
     for field in fields(cls):
-        name = f"{path}.{field.name}" if path else field.name
-        hint, value = hints[field.name], tree[field.name]
-        values[field.name] = (
-            _build(hint, value, name)
-            if isinstance(hint, type) and is_dataclass(hint)
-            else _cast(value, hint, name)
-        )
+        name = f"{path}.{field.name}".strip(".")
+        build = _build if is_dataclass(types_of[field.name]) else _cast
+        values[field.name] = build(types_of[field.name], tree[field.name], name)
     return cls(**values)
 
 
-def _cast(value: Any, hint: Any, name: str) -> Any:
-    """`value` as the field's type, refusing what would lose meaning."""
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in allowed:
-        return None
+def _cast(kind: Any, value: Any, name: str) -> Any:
+    """Return `value` as the field's type; refuse conversions that lose meaning."""
+    allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if MIXTURE in allowed and isinstance(value, dict):
         if None in value.values():
-            raise ValueError(f"{name} = {value!r}: YAML wants a blank behind each colon")
-        return {str(key): _cast(weight, float, f"{name}: {key}") for key, weight in value.items()}
+            raise ValueError(f"{name} = {value!r}: write a space after each colon")
+        return {str(key): _cast(float, weight, f"{name}: {key}") for key, weight in value.items()}
+    if any(type(value) is one for one in allowed):
+        return value
     if float in allowed and not isinstance(value, bool):
         try:
-            return float(value)  # YAML takes 2e-4, without a point, for text
+            return float(value)  # YAML reads 2e-4, without a point, as text
         except (TypeError, ValueError):
             pass
-    elif any(type(value) is kind for kind in allowed):
-        return value
-    kinds = " or ".join(KINDS[kind] for kind in allowed)
-    raise ValueError(f"{name} = {value!r}: must be {kinds}")
+    raise ValueError(f"{name} = {value!r}: must be {' or '.join(KINDS[one] for one in allowed)}")

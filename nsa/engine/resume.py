@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, agreed on by all ranks."""
+"""Resume: find the checkpoint or initial weights of a run, read its state, agree on all ranks."""
 
 from __future__ import annotations
 
@@ -6,95 +6,91 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from nsa import checkpoint
-from nsa.checkpoint.store import LAYOUT_OF_STAGE, check_loadable
+from nsa.checkpoint.state_file import LAYOUT_OF_STAGE, check_loadable
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
+from nsa.engine.consensus import Consensus
+from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.process_group import Ranks
-from nsa.engine.recipe import Plan
+from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
 
-Place = tuple[str, int]  # host and pid of a rank
 
-
-def checkpoint_to_load(plan: Plan, ranks: Ranks) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint, and what there is to say; what cannot be loaded is refused."""
-    if not plan.resume:
+def find_checkpoint(request: RunRequest, world_size: int) -> tuple[Path | None, list[str]]:
+    """Return the newest valid checkpoint to resume from, and notes; refuse one that cannot load."""
+    if not request.resume:
         return None, []
-    found, notes = checkpoint.newest_complete(plan.run_dir / "checkpoints")
-    if found is None:
-        return None, [*notes, "--resume: this run had saved no checkpoint; it starts at step 0"]
-    saved = dict(checkpoint.saved_topology(found))
-    asked = {
-        "layout": LAYOUT_OF_STAGE[plan.ds_config["zero_optimization"]["stage"]],
-        "precision": plan.config.train.precision,
-        "ranks": saved["ranks"] if plan.universal else ranks.world_size,
+    path, notes = checkpoint.newest_complete(request.run_dir / "checkpoints")
+    if path is None:
+        return None, [*notes, "--resume: no checkpoint was saved; starting at step 0"]
+    saved = dict(checkpoint.read_topology(path))
+    wanted = {
+        "layout": LAYOUT_OF_STAGE[request.zero_stage],
+        "precision": request.config.train.precision,
+        "ranks": saved["ranks"] if request.universal else world_size,
     }
-    check_loadable(found, saved, asked)
-    if notes:
-        notes = [*(f"passed over: {note}" for note in notes), f"going on from {found.name}"]
-    if saved["ranks"] != ranks.world_size:
-        train = plan.config.train
-        each = train.micro_batch * train.accumulation // train.sequence_parallel
+    check_loadable(path, saved, wanted)
+    if notes:  # newer checkpoints are damaged
+        notes = [*(f"skipped: {note}" for note in notes), f"resuming from {path.name}"]
+    if saved["ranks"] != world_size:
+        train = request.config.train
+        per_rank = train.micro_batch * train.accumulation // train.sequence_parallel
         notes.append(
-            f"{ranks.world_size} ranks instead of {saved['ranks']}: a step now has "
-            f"{each * ranks.world_size} sequences, and had {each * saved['ranks']} with these "
-            "settings; train.accumulation evens that out"
+            f"{world_size} ranks instead of {saved['ranks']}: a step has {per_rank * world_size} "
+            f"sequences instead of {per_rank * saved['ranks']}; train.accumulation can restore that"
         )
-    return found, notes
+    return path, notes
 
 
-def saved_in(found: Path, rank: int, world_size: int) -> tuple[TrainState, dict[str, Any]]:
-    """The training state of a checkpoint, and this rank's own: none of one among fewer or more."""
-    own = {}
-    if checkpoint.saved_topology(found)["ranks"] == world_size:
-        own = checkpoint.saved_rank_state(found, rank) or {}
-    return TrainState.from_dict(checkpoint.saved_state(found)), own
+def read_state(path: Path, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:
+    """Return a checkpoint's TrainState and this rank's state, {} if the world size differs."""
+    rank_state = None
+    if checkpoint.read_topology(path)["ranks"] == ranks.world_size:
+        rank_state = checkpoint.read_rank_state(path, ranks.rank)
+    return TrainState(**checkpoint.read_train_state(path)), rank_state or {}
 
 
-def weights_to_load(config: RunConfig) -> Path | None:
-    """The folder that a new run takes its weights from; where there is none it is refused."""
+def find_initial_weights(config: RunConfig) -> Path | None:
+    """Return the folder that train.start_from names, or its newest checkpoint."""
     if config.train.start_from is None:
         return None
     try:
         return find_weights(Path(config.train.start_from))
     except ValueError as error:
         raise ValueError(
-            f"train.start_from = {error}; or set train.start_from=null to begin with random weights"
+            f"train.start_from = {error}; or set train.start_from=null for random weights"
         ) from None
 
 
-def agree_on(run_dir: Path, found: Path | None) -> tuple[Path, list[Place]]:
-    """Rank 0's folder, and where the ranks are; all must go on from the same checkpoint.
+def agree_on_run(
+    consensus: Consensus, run_dir: Path, path: Path | None
+) -> tuple[Path, list[RankProcess]]:
+    """Return rank 0's run folder and every rank's process; refuse different checkpoints.
 
-    The other ranks may have chosen a folder after rank 0 had made its own.
+    Without --run-dir, a rank that sees rank 0's new folder chooses the next free one.
     """
-    mine = (run_dir, found, (os.uname().nodename, os.getpid()))
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for rank, (_, other, _) in enumerate(everyone):
-        if other != everyone[0][1]:
+    process = RankProcess(os.uname().nodename, os.getpid())
+    everyone = consensus.gather((run_dir, path, process))
+    folder, expected, _ = everyone[0]
+    for rank, (_, found, _) in enumerate(everyone):
+        if found != expected:
             raise ValueError(
-                f"rank 0 found {everyone[0][1]} to go on from, and rank {rank} {other}: they must "
-                "see the same files; put --run-dir on a disk that all of them share"
+                f"--resume: rank 0 found checkpoint {expected} and rank {rank} found {found}; put "
+                "--run-dir on a file system that all ranks share"
             )
-    return everyone[0][0], [place for _, _, place in everyone]
+    return folder, [process for _, _, process in everyone]
 
 
-def convert(found: Path, plan: Plan, ranks: Ranks) -> Path:
-    """With --universal: the checkpoint in a form that any number of ranks can load."""
-    if not plan.universal or not checkpoint.needs_universal(found, ranks.world_size):
-        return found
-    ways: list[tuple[Path | None, str]] = [(None, "")]
+def convert_to_universal(consensus: Consensus, path: Path, ranks: Ranks) -> Path:
+    """Return the form of a checkpoint that this number of ranks can load; rank 0 converts it."""
+    if not checkpoint.needs_universal(path, ranks.world_size):
+        return path
+    error = None
     if ranks.rank == 0:
         try:
-            ways = [(checkpoint.to_universal(found), "")]
-        except ValueError as error:
-            ways = [(None, str(error))]
-    dist.broadcast_object_list(ways)
-    path, refusal = ways[0]
-    if path is None:
-        raise ValueError(refusal)
-    return path
+            path = checkpoint.to_universal(path)
+        except ValueError as raised:
+            error = raised
+    consensus.raise_together(error)
+    return consensus.broadcast(path)

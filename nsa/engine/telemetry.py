@@ -1,56 +1,75 @@
-"""What each rank writes about itself while it trains; none of it is asked for by the others."""
+"""RankTelemetry: one rank's heartbeat, memory snapshots and traces. Uses no collective."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nsa.engine.process_group import Ranks
+from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
+from nsa.gates.ladder import ladder
 from nsa.monitor.dtypes import DtypeReport
 from nsa.monitor.heartbeat import Heartbeat
+from nsa.monitor.history import HistoryRecorder
 from nsa.monitor.memory import MemorySnapshots
 from nsa.monitor.profile import StepProfiler
+from nsa.monitor.run_history import RunHistory
+from nsa.monitor.stacks import dump_stacks_on_signal
 
 
-@dataclass
 class RankTelemetry:
-    """One rank's heartbeat, memory snapshots and traces, told of a step together."""
+    """Writes heartbeats from its creation on, and the rest at each step."""
 
-    heartbeat: Heartbeat
-    memory: MemorySnapshots
-    profiler: StepProfiler
-    dtypes: tuple[DtypeReport, Any, Path] | None = (
-        None  # with the optimizer, until one step is done
-    )
+    def __init__(self, request: RunRequest, ranks: Ranks, state: TrainState) -> None:
+        run_dir, rank, monitor = request.run_dir, ranks.rank, request.config.monitor
+        dump_stacks_on_signal(run_dir, rank)
+        gates = ladder(monitor.ladder, request.config.train.steps)
+        windows = [(gate.since, gate.step) for gate in gates]
+        self.history = HistoryRecorder(run_dir, rank, windows)
+        self.run_history = RunHistory(csv=monitor.csv, health=monitor.health)  # used by rank 0
+        self.heartbeat = Heartbeat(
+            run_dir,
+            rank=rank,
+            backend=f"deepspeed-zero{request.zero_stage}",
+            seconds=monitor.heartbeat,
+            step=state.step,
+            tokens=state.tokens,
+            skipped=state.skipped,
+            history=self.history,
+        )
+        self.memory = MemorySnapshots(run_dir, rank, monitor.memory_every, self.history)
+        self.profiler = StepProfiler(run_dir, rank, request.profile_steps)
+        self._write_dtypes: Callable[[], None] | None = None
 
-    def listen(self, engine: Any, run_dir: Path, rank: int) -> None:
-        """Have rank 0 write down the dtypes of the first step that is taken."""
-        if rank == 0:
-            self.dtypes = DtypeReport(engine.module), engine.optimizer, run_dir / "dtypes.txt"
+    def report_dtypes(self, engine: Any, path: Path) -> None:
+        """Record the dtypes of the next step and write them to `path` after it."""
+        report = DtypeReport(engine.module)
+        self._write_dtypes = lambda: report.write(path, engine.optimizer)
 
     def step_start(self, step: int) -> None:
-        """Step number `step`, from 1, is about to be taken."""
+        """Step `step`, counted from 1, is about to run."""
         self.heartbeat.step_start(step)
         self.memory.before(step)
         self.profiler.step_start(step)
 
     def enter(self, phase: str, micro_step: int = 0) -> None:
-        """The rank goes over to another kind of work."""
+        """This rank enters another phase of a step."""
         self.heartbeat.enter(phase, micro_step)
 
     def step_end(self, state: TrainState) -> None:
-        """`state` is the one behind the step."""
+        """A step is done; `state` already counts it."""
         self.profiler.step_end(state.step)
         self.memory.after(state.step)
         self.heartbeat.step_end(state.step, state.tokens, state.skipped)
         self.heartbeat.enter("idle")
-        if self.dtypes is not None:
-            (dtypes, optimizer, path), self.dtypes = self.dtypes, None
-            dtypes.write(path, optimizer)
+        if self._write_dtypes is not None:
+            self._write_dtypes()
+            self._write_dtypes = None
 
     def close(self, status: str) -> None:
-        """The run has ended, `status` says how."""
+        """The run has ended with `status`."""
         self.profiler.close()
         self.memory.close()
         self.heartbeat.close(status)

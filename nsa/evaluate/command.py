@@ -1,4 +1,4 @@
-"""`nsa eval`: how well runs predict a text, beside each other and by position in their context."""
+"""`nsa eval`: loss, perplexity and bits per byte of runs, also by position in the context."""
 
 from __future__ import annotations
 
@@ -18,72 +18,70 @@ if TYPE_CHECKING:
     from nsa.data.config import DataConfig
     from nsa.data.tokenizer import Tokenizer
     from nsa.engine.load_run import LoadedRun, StoredRun
+    from nsa.evaluate.data import EvalData
     from nsa.evaluate.results import Result
-    from nsa.evaluate.text import Text
 
 SPLITS = {"held_out": "val", "train": "train", "all": ALL}
 
 
 def add_parser(verbs: Any) -> None:
-    """Add `eval` to the verbs of `nsa`."""
-    about = "loss, perplexity and bits per byte of runs on a text, also by position in context"
+    about = "loss, perplexity and bits per byte of runs on a dataset, also by position in context"
     parser = verbs.add_parser("eval", help=about, description=about)
-    add_run(parser)
+    add_run_arguments(parser)
     parser.add_argument(
-        "--compare", type=Path, nargs="+", default=[], metavar="RUN", help="others beside it"
+        "--compare", type=Path, nargs="+", default=[], metavar="RUN", help="runs to compare with"
     )
-    parser.add_argument("--source", help="the text, as data.source names it (default: the run's)")
+    parser.add_argument("--source", help="the dataset, as in data.source (default: the run's)")
     parser.add_argument(
         "--split",
         choices=SPLITS,
-        help="which documents (default: held_out of the run's own or prepared text, else all)",
+        help="documents to use (default: held_out of the run's own or prepared data, else all)",
     )
     parser.add_argument(
         "--seq-len",
         type=int,
         nargs="+",
         metavar="T",
-        help="tokens that the model sees at once (default: as trained); several: one after another",
+        help="tokens that the model sees at once, one or more lengths (default: as in training)",
     )
     parser.add_argument(
         "--stride",
         type=int,
         metavar="S",
-        help="judge S tokens at a time, behind T - S others (default: all T of them at once)",
+        help="evaluate S tokens at a time, after T - S others (default: all T at once)",
     )
     parser.add_argument(
         "--tokens",
         type=int,
         metavar="N",
-        help="how many to read; more than there are: all (default: as training's evaluations)",
+        help="tokens to read; more than there are: all (default: as in training's validation)",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="data.KEY=VALUE",
-        help="how the text is read, such as data.text_field=content",
+        help="how the dataset is read, for example data.text_field=content",
     )
     parser.add_argument("--out", type=Path, help="folder for the results (default: RUN/eval)")
     parser.set_defaults(run=_eval)
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the run that a verb opens, and where it is to work."""
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "place",
         type=Path,
         metavar="run",
         help="a run, a checkpoint, or what `nsa export` or `nsa import` wrote",
     )
-    parser.add_argument("--device", help="such as cpu or cuda:1 (default: CUDA if there is one)")
+    parser.add_argument("--device", help="for example cpu or cuda:1 (default: CUDA if available)")
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What every run is judged on."""
+class _Settings:
+    """What every run is evaluated on."""
 
-    data: DataConfig  # its seq_len is the longest of the lengths
+    data: DataConfig  # with the longest of `lengths` as seq_len
     split: str
     lengths: list[int]
     stride: int | None
@@ -91,63 +89,66 @@ class _Asked:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from nsa.engine.load_run import find_run, load_stored_run
-    from nsa.evaluate.results import lines, new_folder, write
+    from nsa.engine.load_run import find_run, load_run
+    from nsa.evaluate.results import lines, make_folder, write
     from nsa.report.compare import labelled
 
-    _check(args)
-    device = chosen_device(args.device)
-    # What can be refused is refused before the first run is judged, which takes long.
-    places = labelled([args.place, *args.compare])
-    runs = {name: find_run(place) for name, place in places.items()}
-    tokenizers = {name: tokenizer_of(name, run) for name, run in runs.items()}
-    asked = _asked(args, runs)
-    texts: dict[str, Text] = {}  # by the tokenizer that cut them
+    _check_flags(args)
+    device = parse_device(args.device)
+    # Everything that can be refused is refused before the first, slow evaluation.
+    paths = labelled([args.place, *args.compare])
+    runs = {name: find_run(path) for name, path in paths.items()}
+    tokenizers = {name: require_tokenizer(name, run) for name, run in runs.items()}
+    settings = _resolve_settings(args, runs)
+    data: dict[str, EvalData] = {}  # by fingerprint of the tokenizer
     for tokenizer in tokenizers.values():
-        if tokenizer.fingerprint not in texts:
-            texts[tokenizer.fingerprint] = _read(asked, tokenizer)
+        if tokenizer.fingerprint not in data:
+            data[tokenizer.fingerprint] = _open_data(settings, tokenizer)
     out = args.out or args.place / "eval"
-    new_folder(out)
+    make_folder(out)
     results: list[Result] = []
-    for name, found in runs.items():
-        run = load_stored_run(found, device=device)
-        for length in asked.lengths:
-            text = texts[tokenizers[name].fingerprint]
-            results.append(_judge(name, run, text, asked, length))
-    said = {"source": asked.data.source, "split": asked.split, "packing": asked.data.packing}
-    written = write(results, said, out)
-    print(*lines(results), "", *written, sep="\n")
+    for name, stored in runs.items():
+        run = load_run(stored, device=device)
+        for length in settings.lengths:
+            run_data = data[tokenizers[name].fingerprint]
+            results.append(_evaluate(name, run, run_data, settings.stride or length, length))
+    source = {
+        "source": settings.data.source,
+        "split": settings.split,
+        "packing": settings.data.packing,
+    }
+    files = write(results, source, out)
+    print(*lines(results), "", *files, sep="\n")
     return 0
 
 
-def _say(line: str) -> None:
-    """Tell what is being done; who does not read it may still want the results."""
+def _log(line: str) -> None:
+    """Print progress; a closed stdout must not cost the results."""
     with contextlib.suppress(BrokenPipeError):
         print(line, flush=True)
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Refuse what cannot be, before anything is read."""
+def _check_flags(args: argparse.Namespace) -> None:
     lengths = args.seq_len or []
-    named = [("--seq-len", length) for length in lengths]
-    for flag, value in (*named, ("--stride", args.stride), ("--tokens", args.tokens)):
+    values = [("--seq-len", length) for length in lengths]
+    for flag, value in (*values, ("--stride", args.stride), ("--tokens", args.tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{flag} {value}: must be 1 or more")
     for length in lengths:
         if max(lengths) % length:
             raise ValueError(
-                f"--seq-len {length} does not divide {max(lengths)}: all lengths judge the same "
-                "tokens, and the longest must be a multiple of the others"
+                f"--seq-len {length} does not divide {max(lengths)}: all lengths evaluate the same "
+                "tokens; make the longest a multiple of the others"
             )
     for assignment in args.set:
         if not assignment.startswith("data."):
-            raise ValueError(f"--set {assignment}: only data.* can be set here, how text is read")
+            raise ValueError(f"--set {assignment}: only data.* can be set here")
         if assignment.partition("=")[0].strip() == "data.tokenizer":
             raise ValueError(f"--set {assignment}: each run reads with its own; leave this out")
 
 
-def chosen_device(name: str | None) -> torch.device | None:
-    """What --device names, refused where it is not there; None: the run is to choose."""
+def parse_device(name: str | None) -> torch.device | None:
+    """Return the device that --device names; raise a ValueError where it does not exist."""
     import torch
 
     if name is None:
@@ -157,12 +158,11 @@ def chosen_device(name: str | None) -> torch.device | None:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
     if device.type == "meta":
-        raise ValueError(f"--device {name}: nothing is computed there; name one such as cpu")
+        raise ValueError(f"--device {name}: nothing is computed there; choose cpu or cuda")
     return device
 
 
-def _asked(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -> _Asked:
-    """The flags, where they are silent the first run's own settings."""
+def _resolve_settings(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -> _Settings:
     from nsa.data.shards import is_prepared
     from nsa.engine.resolve import resolve_config
 
@@ -170,56 +170,54 @@ def _asked(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -> _Asked:
     data = resolve_config(config, None, args.set).data
     if args.source is not None:
         data = replace(data, source=args.source)
-    # A run was trained on the rest of its own text; of another it has seen nothing.
+    # A run was trained on the other documents of its own data, and on none of other data.
     prepared = any(map(is_prepared, data.parts()))
-    divided = prepared
+    has_held_out = prepared
     for name, run in runs.items():
-        own = run.config.data
-        if not share_text(data, own):
-            continue
-        if data.held_out > own.held_out and not prepared:
-            _say(
-                f"{name}: data.held_out = {data.held_out}, and {own.held_out} in training: some of "
-                "the documents held out here have been trained on"
-            )
-        divided = True
+        trained = run.config.data
+        if share_source(data, trained):
+            has_held_out = True
+            if data.held_out > trained.held_out and not prepared:
+                _log(
+                    f"{name}: data.held_out = {data.held_out}, and {trained.held_out} in training: "
+                    "some of the documents held out here have been trained on"
+                )
     lengths = sorted(set(args.seq_len or [data.seq_len]))
     for length in lengths:
         if args.stride is not None and length % args.stride:
             raise ValueError(f"--stride {args.stride} does not divide --seq-len {length}")
     if args.tokens is not None and args.tokens < lengths[-1]:
         raise ValueError(f"--tokens {args.tokens}: fewer than the {lengths[-1]} of one sequence")
-    return _Asked(
+    return _Settings(
         data=replace(data, seq_len=lengths[-1]),
-        split=args.split or ("held_out" if divided else "all"),
+        split=args.split or ("held_out" if has_held_out else "all"),
         lengths=lengths,
         stride=args.stride,
         tokens=args.tokens or config.train.eval_samples * config.data.seq_len,
     )
 
 
-def share_text(one: DataConfig, other: DataConfig) -> bool:
-    """Whether a source of one is a source of the other, or a file in its folder."""
+def share_source(one: DataConfig, other: DataConfig) -> bool:
+    """Return whether a source of one is a source of the other, or a file in its folder."""
     return any(
-        text == known or text in known.parents or known in text.parents
-        for text in _texts(one)
-        for known in _texts(other)
+        a == b or a in b.parents or b in a.parents
+        for a in _source_paths(one)
+        for b in _source_paths(other)
     )
 
 
-def _texts(data: DataConfig) -> list[Path]:
-    """The sources, those that are files the same however their path is spelled."""
+def _source_paths(data: DataConfig) -> list[Path]:
     return [
         Path(os.path.realpath(Path(name).expanduser())) if is_path(name) else Path(name)
         for name in data.parts()
     ]
 
 
-def tokenizer_of(name: str, run: StoredRun) -> Tokenizer:
-    """The tokenizer of the run that messages call `name`, where that belongs to its model."""
+def require_tokenizer(name: str, run: StoredRun) -> Tokenizer:
+    """Return a run's tokenizer; raise a ValueError where it is missing or too large."""
     vocabulary = run.config.model.vocab_size
     if run.tokenizer is None:
-        raise ValueError(f"{name}: no text can be read without its tokenizer, which is not there")
+        raise ValueError(f"{name}: its tokenizer is missing, so no text can be read")
     if run.tokenizer.vocab_size > vocabulary:
         raise ValueError(
             f"{name}: model.vocab_size = {vocabulary} is too small for the "
@@ -228,45 +226,44 @@ def tokenizer_of(name: str, run: StoredRun) -> Tokenizer:
     return run.tokenizer
 
 
-def _read(asked: _Asked, tokenizer: Tokenizer) -> Text:
-    """The text in a run's own tokens, and a line about it."""
+def _open_data(settings: _Settings, tokenizer: Tokenizer) -> EvalData:
     from nsa.data.batch_source import source_names
-    from nsa.evaluate.text import open_text
+    from nsa.evaluate.data import open_eval_data
 
-    data = replace(asked.data, tokenizer=tokenizer.name)
-    data.validate()
-    text = open_text(data, SPLITS[asked.split], asked.tokens, tokenizer)
-    ends = ""
-    if text.shortest is not None:
-        ends = f"; {text.shortest} has no more of the {asked.tokens:,} that were asked for"
-    _say(
-        f"{source_names(data)}, split {asked.split}, packing {data.packing}, tokenizer "
-        f"{tokenizer.name}: {text.tokens:,} tokens in {text.count:,} samples{ends}"
+    config = replace(settings.data, tokenizer=tokenizer.name)
+    config.validate()
+    data = open_eval_data(config, SPLITS[settings.split], settings.tokens, tokenizer)
+    note = ""
+    if data.exhausted is not None:
+        note = f"; {data.exhausted} has no more of the {settings.tokens:,} requested"
+    _log(
+        f"{source_names(config)}, split {settings.split}, packing {config.packing}, tokenizer "
+        f"{tokenizer.name}: {data.tokens:,} tokens in {data.count:,} samples{note}"
     )
-    return text
+    return data
 
 
-def _judge(name: str, run: LoadedRun, text: Text, asked: _Asked, seq_len: int) -> Result:
+def _evaluate(name: str, run: LoadedRun, data: EvalData, stride: int, seq_len: int) -> Result:
     from tqdm import tqdm
 
-    from nsa.evaluate.perplexity import judge
+    from nsa.evaluate import perplexity
+    from nsa.evaluate.data import eval_batches
     from nsa.evaluate.results import Result
-    from nsa.evaluate.text import pieces
 
     trained = run.config.data.seq_len
-    stride = asked.stride or seq_len
-    rows = max(1, run.config.train.micro_batch * trained // seq_len)  # what training had at once
+    rows = max(1, run.config.train.micro_batch * trained // seq_len)  # tokens as in training
     if seq_len > trained:
-        _say(f"{name}: sees {seq_len:,} tokens at once, and saw {trained:,} in training")
-    batches = -(-text.tokens // stride // rows)
-    found = tqdm(pieces(text, seq_len, stride, rows), name, batches, disable=None, leave=False)
+        _log(f"{name}: sees {seq_len:,} tokens at once, and saw {trained:,} in training")
+    count = -(-data.tokens // stride // rows)
+    batches = eval_batches(data, seq_len, stride, rows)
+    progress = tqdm(batches, name, count, disable=None, leave=False)
     return Result(
         run=name,
-        place=run.place,
+        path=run.folder,
         step=run.step,
         trained_len=trained,
         seq_len=seq_len,
         stride=stride,
-        text=text,
-        judged=judge(run.model, found, text.count, seq_len),
+        data=data,
+        losses=perplexity.evaluate(run.model, progress, data.count, seq_len),
     )

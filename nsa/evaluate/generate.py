@@ -1,4 +1,4 @@
-"""`nsa generate`: the text with which a run goes on, as it comes."""
+"""`nsa generate`: continue prompts with a run's model, and print the text as it is generated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
-from nsa.evaluate.command import add_run, chosen_device, tokenizer_of
+from nsa.evaluate.command import add_run_arguments, parse_device, require_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
 
 def add_parser(verbs: Any) -> None:
-    """Add `generate` to the verbs of `nsa`."""
-    about = "go on with a text as a run would, and print what it writes as it comes"
+    about = "continue prompts with a run's model, and print the text as it is generated"
     parser = verbs.add_parser("generate", help=about, description=about)
-    add_run(parser)
+    add_run_arguments(parser)
     parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="what to go on with"
+        "--prompt", action="append", default=[], metavar="TEXT", help="the text to continue"
     )
     parser.add_argument(
         "--file",
@@ -30,29 +29,29 @@ def add_parser(verbs: Any) -> None:
         default=[],
         type=Path,
         metavar="F",
-        help="a file with a prompt; it and --prompt can be given several times, all go at once",
+        help="a file with a prompt; --file and --prompt can be repeated, all run as one batch",
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=200, metavar="N", help="where to end (default 200)"
+        "--max-new-tokens", type=int, default=200, metavar="N", help="tokens at most (default 200)"
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=1.0,
-        help="below 1 likelier tokens come more often; 0: always the likeliest (default 1)",
+        help="sampling temperature; 0: always the likeliest token (default 1)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         default=1.0,
-        help="draw from the fewest tokens that together have this probability (default 1: all)",
+        help="sample from the fewest tokens with this total probability (default 1: all)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="another one, another text (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     parser.set_defaults(run=_generate)
 
 
 def _generate(args: argparse.Namespace) -> int:
-    prompts = _prompts(args)
+    prompts = _read_prompts(args)
     try:
         import torch
 
@@ -60,8 +59,8 @@ def _generate(args: argparse.Namespace) -> int:
         from nsa.model.decode import check_sampling, generate
 
         check_sampling(args.max_new_tokens, args.temperature, args.top_p)
-        run = load_run(args.place, device=chosen_device(args.device))
-        tokenizer = tokenizer_of(str(args.place), run)
+        run = load_run(args.place, device=parse_device(args.device))
+        tokenizer = require_tokenizer(str(args.place), run)
         ids = [torch.from_numpy(tokenizer.encode(text).astype("int64")) for _, text in prompts]
         steps = generate(
             run.model,
@@ -72,99 +71,94 @@ def _generate(args: argparse.Namespace) -> int:
             seed=args.seed,
             stop=tokenizer.eos_id,
         )
-        show_as_it_comes(steps, [name for name, _ in prompts], tokenizer)
+        stream_texts(steps, [title for title, _ in prompts], tokenizer)
     except KeyboardInterrupt:
-        print(flush=True)  # what comes next begins on a line of its own
+        print(flush=True)  # end the line
         raise
     return 0
 
 
-def _prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
-    """What each prompt is called, and its text; those of --prompt first."""
+def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
     prompts = [(short(text), text.encode("utf-8", "surrogateescape")) for text in args.prompt]
     for file in args.file:
         try:
             prompts.append((str(file), file.read_bytes()))
         except OSError as error:
-            reason = error.strerror
-            raise ValueError(f"--file {file}: {reason}; name a file of text") from None
+            raise ValueError(f"--file {file}: {error.strerror}; name a file of text") from None
     if not prompts:
-        raise ValueError("there is nothing to go on with; give --prompt TEXT or --file F")
-    for name, text in prompts:
+        raise ValueError("there is no prompt; give --prompt TEXT or --file F")
+    for title, text in prompts:
         if not text:
-            raise ValueError(f"the prompt {name} is empty; a run goes on with a text's beginning")
+            raise ValueError(f"the prompt {title} is empty; give at least one character")
     return prompts
 
 
-class Spelling:
-    """Tokens in, text out: of a character that several tokens spell nothing before the last."""
+class StreamDecoder:
+    """Decodes tokens one at a time; holds back a character until its last token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []  # those that the newest text is of, and some before them
-        self._known = 0  # how many of them are those before
-        self._shown = 0  # how many characters of the newest text are out
+        self._ids: list[int] = []  # context tokens, then those of the text being decoded
+        self._context = 0  # the number of context tokens
+        self._emitted = 0  # characters of the current text that were returned
 
     def add(self, token: int) -> str:
-        """What `token` adds to the text."""
+        """Return the text that `token` completes."""
         self._ids.append(token)
-        # Decoded with what stands before it: some tokenizers leave out a text's first space.
-        new = self._spelled(self._ids)[len(self._spelled(self._ids[: self._known])) :]
-        # Of a character that is not whole some tokenizers make one such mark, and some several.
-        sure = len(new.rstrip("\ufffd"))
-        whole = sure == len(new)
-        piece = new[self._shown : sure]
-        if whole and new:
-            self._ids, self._shown = self._ids[self._known :], 0
-            self._known = len(self._ids)
+        # Decode with context: some tokenizers drop the first space of a text.
+        text = self._decode(self._ids)[len(self._decode(self._ids[: self._context])) :]
+        # Tokenizers decode an incomplete character to one or several of these marks.
+        complete = len(text.rstrip("\ufffd"))
+        piece = text[self._emitted : complete]
+        if text and complete == len(text):
+            self._ids, self._emitted = self._ids[self._context :], 0
+            self._context = len(self._ids)
         else:
-            self._shown += len(piece)
+            self._emitted += len(piece)
         return piece
 
-    def rest(self) -> str:
-        """What is left of a character when no token follows any more."""
-        known = self._spelled(self._ids[: self._known])
-        return self._spelled(self._ids)[len(known) + self._shown :]
+    def flush(self) -> str:
+        """Return the incomplete character at the end."""
+        context = self._decode(self._ids[: self._context])
+        return self._decode(self._ids)[len(context) + self._emitted :]
 
-    def _spelled(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids).decode("utf-8", errors="replace")
 
 
-def show_as_it_comes(
-    steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tokenizer
-) -> None:
-    """Print the first text while it is written, then those that were written meanwhile.
+def stream_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tokenizer) -> None:
+    """Print the first text while it is generated, then the others, which are buffered meanwhile.
 
-    Where there are several each has its title above it, as `head` has it for several files.
+    Several texts are printed below their titles, in the style of `head`.
     """
-    spellings = [Spelling(tokenizer) for _ in titles]
-    waiting, running = [""] * len(titles), [True] * len(titles)
+    decoders = [StreamDecoder(tokenizer) for _ in titles]
+    buffers, running = [""] * len(titles), [True] * len(titles)
     current = 0
 
-    def title() -> None:
+    def print_title() -> None:
         if current < len(titles) > 1:
             print(f"{chr(10) if current else ''}==> {titles[current]} <==", flush=True)
 
-    def show() -> None:
+    def print_buffers() -> None:
         nonlocal current
         while current < len(titles):
-            print(waiting[current], end="", flush=True)
-            waiting[current] = ""
+            print(buffers[current], end="", flush=True)
+            buffers[current] = ""
             if running[current]:
                 return
             print(flush=True)
             current += 1
-            title()
+            print_title()
 
-    title()
+    print_title()
     for tokens in steps:
         for row, token in enumerate(tokens.tolist()):
             if running[row]:
                 running[row] = token != tokenizer.eos_id
-                spelling = spellings[row]
-                waiting[row] += spelling.add(token) if running[row] else spelling.rest()
-        show()
-    for row, spelling in enumerate(spellings):
-        waiting[row] += spelling.rest() if running[row] else ""
+                decoder = decoders[row]
+                buffers[row] += decoder.add(token) if running[row] else decoder.flush()
+        print_buffers()
+    for row, decoder in enumerate(decoders):
+        buffers[row] += decoder.flush() if running[row] else ""
         running[row] = False
-    show()
+    print_buffers()

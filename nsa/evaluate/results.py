@@ -1,4 +1,4 @@
-"""What `nsa eval` found: a table to read, JSON and CSV to go on with, and a picture."""
+"""Results of `nsa eval`: a table, eval.json, positions.csv and a plot."""
 
 from __future__ import annotations
 
@@ -12,169 +12,164 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
-from nsa.evaluate.perplexity import Judged, Mean
-from nsa.evaluate.text import Text
+from nsa.evaluate.data import EvalData
+from nsa.evaluate.perplexity import Losses, Mean
 from nsa.monitor.artifacts import number
 from nsa.report.compare import table
 from nsa.report.plots import Panel, draw
 
-FIGURES, POSITIONS, PICTURE = "eval.json", "positions.csv", "positions.png"
+JSON, CSV, PLOT = "eval.json", "positions.csv", "positions.png"
 _HEADER = ("run", "step", "seq-len", "tokens", "loss", "±", "perplexity", "bits/byte", "loss over")
 
 
 @dataclass(frozen=True)
 class Result:
-    """One run, judged at one length."""
+    """One run, evaluated at one length."""
 
-    run: str  # as tables call it
-    place: Path
+    run: str  # its name in tables
+    path: Path
     step: int | None
-    trained_len: int  # data.seq_len of its training
+    trained_len: int  # data.seq_len in training
     seq_len: int
     stride: int
-    text: Text  # in the run's tokens
-    judged: Judged
+    data: EvalData  # in the run's tokens
+    losses: Losses
 
     @property
     def bits_per_byte(self) -> float:
-        return self.judged.loss.value / math.log(2) / self.text.samples.bytes_per_token
+        return self.losses.mean.value / math.log(2) / self.data.samples.bytes_per_token
 
     @property
     def perplexity(self) -> float:
-        loss = self.judged.loss.value
+        loss = self.losses.mean.value
         return math.exp(loss) if loss < 700 else math.inf
 
-    def beside(self, results: Sequence[Result]) -> Result | None:
-        """What it is compared with: the first run at this length, or that run's first length.
+    @property
+    def label(self) -> str:
+        return f"{self.run}, {self.seq_len:,}"
 
-        None for the very first, and where a run's tokens are others.
+    def baseline(self, results: Sequence[Result]) -> Result | None:
+        """Return what it is compared with: the first run at this length, or its own first length.
+
+        None for the first result, and where the tokens differ.
         """
         first = next(other for other in results if other.seq_len == self.seq_len)
         other = results[0] if first is self else first
-        return other if other is not self and other.text is self.text else None
+        return other if other is not self and other.data is self.data else None
 
 
 def lines(results: Sequence[Result]) -> list[str]:
-    """A row for each result, and below it their losses by position."""
+    """Return a table with a row for each result, and one of their losses by position."""
+    cells: dict[range, dict[str, str]] = {}
+    for result in results:
+        for positions, _, mean in result.losses.buckets():
+            cells.setdefault(positions, {})[result.label] = f"{mean.value:.3f}{_plus_minus(mean)}"
+    by_position = [
+        (
+            f"{positions.start:,} to {positions.stop - 1:,}",
+            *(row.get(result.label, "-") for result in results),
+            "",
+        )
+        for positions, row in sorted(cells.items(), key=lambda item: (item[0][0], item[0][-1]))
+    ]
     return [
         *table([_HEADER, *(_row(result, results) for result in results)]),
         "",
-        *table([("loss by position", *map(_label, results), ""), *_by_position(results)]),
+        *table([("loss by position", *(result.label for result in results), ""), *by_position]),
     ]
 
 
 def _row(result: Result, results: Sequence[Result]) -> tuple[str, ...]:
-    loss, over = result.judged.loss, "-"
-    other = result.beside(results)
-    if other is not None:
-        more = result.judged.less(other.judged)
-        over = f"{_label(other)}: {more.value:+.4f}{_error(more)}"
+    mean, over = result.losses.mean, "-"
+    baseline = result.baseline(results)
+    if baseline is not None:
+        difference = result.losses.minus(baseline.losses)
+        over = f"{baseline.label}: {difference.value:+.4f}{_plus_minus(difference)}"
     return (
         result.run,
         "-" if result.step is None else f"{result.step:,}",
         f"{result.seq_len:,}",
-        f"{result.judged.tokens:,}",
-        f"{loss.value:.4f}",
-        "-" if loss.error is None else f"{loss.error:.4f}",
+        f"{result.losses.tokens:,}",
+        f"{mean.value:.4f}",
+        "-" if mean.error is None else f"{mean.error:.4f}",
         f"{result.perplexity:,.3f}",
         f"{result.bits_per_byte:.4f}",
         over,
     )
 
 
-def _error(mean: Mean) -> str:
+def _plus_minus(mean: Mean) -> str:
     return "" if mean.error is None else f" ± {mean.error:.4f}"
 
 
-def _label(result: Result) -> str:
-    return f"{result.run}, {result.seq_len:,}"
-
-
-def _by_position(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """A row for each bucket, a column for each result."""
-    cells: dict[range, dict[str, str]] = {}
-    for result in results:
-        for positions, _, mean in result.judged.buckets():
-            cells.setdefault(positions, {})[_label(result)] = f"{mean.value:.3f}{_error(mean)}"
-    return [
-        (
-            f"{positions.start:,} to {positions.stop - 1:,}",
-            *(found.get(_label(result), "-") for result in results),
-            "",
-        )
-        for positions, found in sorted(cells.items(), key=lambda item: (item[0][0], item[0][-1]))
-    ]
-
-
-def new_folder(out: Path) -> None:
-    """Make the folder of --out where there is none; what cannot be one is refused."""
+def make_folder(out: Path) -> None:
+    """Create the folder of --out; raise a ValueError where that is impossible."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(
-            f"--out {out}: no folder can be made there ({reason}); name another"
+            f"--out {out}: the folder cannot be created ({reason}); name another"
         ) from None
 
 
-def write(results: Sequence[Result], text: dict[str, Any], out: Path) -> list[Path]:
-    """Write what was found into the folder `out`; `text` says what was read."""
-    figures = {"text": text, "results": [_figures(result, results) for result in results]}
-    atomic_write_text(out / FIGURES, json.dumps(figures, indent=2) + "\n")
-    atomic_write_text(out / POSITIONS, _csv(results))
-    draw([_panel(results)], out / PICTURE, width=8.0)
-    return [out / name for name in (FIGURES, POSITIONS, PICTURE)]
+def write(results: Sequence[Result], source: dict[str, Any], out: Path) -> list[Path]:
+    """Write JSON, CSV and plot into the folder `out`; `source` describes the data."""
+    content = {"text": source, "results": [_to_json(result, results) for result in results]}
+    atomic_write_text(out / JSON, json.dumps(content, indent=2) + "\n")
+    atomic_write_text(out / CSV, _to_csv(results))
+    draw([_panel(results)], out / PLOT, width=8.0)
+    return [out / name for name in (JSON, CSV, PLOT)]
 
 
-def _figures(result: Result, results: Sequence[Result]) -> dict[str, Any]:
-    other = result.beside(results)
-    over = None
-    if other is not None:
-        more = _mean(result.judged.less(other.judged))
-        over = {"run": other.run, "seq_len": other.seq_len, **more}
+def _to_json(result: Result, results: Sequence[Result]) -> dict[str, Any]:
+    baseline, over = result.baseline(results), None
+    if baseline is not None:
+        difference = _mean_to_json(result.losses.minus(baseline.losses))
+        over = {"run": baseline.run, "seq_len": baseline.seq_len, **difference}
     return {
         "run": result.run,
-        "place": str(result.place),
+        "place": str(result.path),
         "step": result.step,
         "trained_seq_len": result.trained_len,
         "seq_len": result.seq_len,
         "stride": result.stride,
-        "tokens": result.judged.tokens,
-        "samples": len(result.judged.losses),
-        **_mean(result.judged.loss),
+        "tokens": result.losses.tokens,
+        "samples": len(result.losses.sums),
+        **_mean_to_json(result.losses.mean),
         "perplexity": number(result.perplexity),
         "bits_per_byte": number(result.bits_per_byte),
-        "bytes_per_token": result.text.samples.bytes_per_token,
+        "bytes_per_token": result.data.samples.bytes_per_token,
         "over": over,
         "positions": [
-            {"first": at.start, "last": at.stop - 1, "tokens": tokens, **_mean(mean)}
-            for at, tokens, mean in result.judged.buckets()
+            {"first": at.start, "last": at.stop - 1, "tokens": tokens, **_mean_to_json(mean)}
+            for at, tokens, mean in result.losses.buckets()
         ],
     }
 
 
-def _mean(mean: Mean) -> dict[str, float | None]:
+def _mean_to_json(mean: Mean) -> dict[str, float | None]:
     return {"loss": number(mean.value), "standard_error": number(mean.error)}
 
 
-def _csv(results: Sequence[Result]) -> str:
+def _to_csv(results: Sequence[Result]) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["run", "seq_len", "first", "last", "tokens", "loss", "standard_error"])
     for result in results:
-        for at, tokens, mean in result.judged.buckets():
-            place = [result.run, result.seq_len, at.start, at.stop - 1, tokens]
-            rows.writerow([*place, mean.value, mean.error])
+        for at, tokens, mean in result.losses.buckets():
+            bucket = [result.run, result.seq_len, at.start, at.stop - 1, tokens]
+            rows.writerow([*bucket, mean.value, mean.error])
     return text.getvalue()
 
 
 def _panel(results: Sequence[Result]) -> Panel:
-    """Each bucket at the middle of its positions, of which the first is 1 here."""
+    """Plot each bucket at the geometric middle of its positions, counted from 1."""
     curves, errors = {}, {}
     for result in results:
-        found = result.judged.buckets()
-        middles = [math.sqrt((at.start + 1) * at.stop) for at, _, _ in found]
-        curves[_label(result)] = (middles, [mean.value for _, _, mean in found])
-        errors[_label(result)] = [mean.error or 0.0 for _, _, mean in found]
+        buckets = result.losses.buckets()
+        middles = [math.sqrt((at.start + 1) * at.stop) for at, _, _ in buckets]
+        curves[result.label] = (middles, [mean.value for _, _, mean in buckets])
+        errors[result.label] = [mean.error or 0.0 for _, _, mean in buckets]
     x = "tokens of context"
     return Panel("loss (nats per token)", curves, marked=True, x=x, x_doubles=True, errors=errors)

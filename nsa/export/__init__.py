@@ -1,1 +1,1 @@
-"""A run in the form that other tools read, and theirs as a run."""
+"""Hugging Face export (`nsa export`, to_hf.py) and import (`nsa import`, import_run.py)."""

@@ -1,6 +1,6 @@
-"""Models of Hugging Face's libraries, and dense ones of our own, as folders that a run begins from.
+"""Hugging Face checkpoint reader: nsa and Llama models, and runs of this package, for `nsa import`.
 
-DIR/config.json, model.safetensors  ->  RUN/config.yaml, model.safetensors, tokenizer's files
+DIR/config.json, model.safetensors  ->  RunConfig, weights under this package's names, tokenizer
 """
 
 from __future__ import annotations
@@ -13,23 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import LlamaConfig
 
 from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights
 from nsa.engine.config import RunConfig
-from nsa.engine.load_run import config_of
+from nsa.engine.load_run import read_config
 from nsa.model.config import AttentionConfig, ModelConfig
+from nsa.model.hf_config import NSAConfig
 
 CONFIG = "config.json"
-# What transformers writes beside a model for its tokenizer.
-TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
 )
 LLAMA_NAMES = {
     "self_attn.q_proj": "attention.q",
@@ -47,74 +42,68 @@ HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 @dataclass
-class Found:
-    """A model as it lies in a folder."""
+class SourceModel:
+    """A model to import."""
 
     config: RunConfig
-    read: Callable[[], dict[str, Tensor]]  # its weights, by our names: seconds, or minutes
-    tokenizer: list[Path]  # its files
-    foreign: bool  # nothing beside it says how it was trained, and with which tokenizer
-    becomes: str  # the kind of attention that it gets unless another is asked for
+    read_weights: Callable[[], dict[str, Tensor]]  # by this package's names; slow
+    tokenizer_files: list[Path]
+    default_attention: str  # the kind it is imported as without --attention
+    has_run_config: bool  # False: nothing records its training and tokenizer
 
 
-def read_model(place: Path) -> Found:
-    """A folder of transformers' of our model_type or Llama's, or what `load_run` opens."""
-    path = place / CONFIG
+def read_model(folder: Path) -> SourceModel:
+    """Read a transformers folder of model_type nsa or llama, or what `load_run` accepts."""
+    path = folder / CONFIG
     if not path.is_file():
-        found = find_weights(place)
-        config = config_of(found)
-        kind = config.model.attention.kind
-        return Found(config, lambda: read_weights(found), _tokenizer_files(found), False, kind)
-    if not has_safetensors(place):
+        weights = find_weights(folder)
+        config = read_config(weights)
+        return _source(weights, config, config.model.attention.kind)
+    if not has_safetensors(folder):
         raise ValueError(
-            f"{place}: there is a {CONFIG} and no model.safetensors; save the model with "
+            f"{folder}: there is a {CONFIG} and no model.safetensors; save the model with "
             "transformers' save_pretrained, which writes that"
         )
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        kind = tree.get("model_type")
+        model_type = tree.get("model_type")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}: not the JSON of a configuration: {error}") from None
-    if kind not in READERS:
+    if model_type not in READERS:
         raise ValueError(
-            f"{path}: model_type = {kind!r}; only {' and '.join(READERS)} can be imported"
+            f"{path}: model_type = {model_type!r}; only {' and '.join(READERS)} can be imported"
         )
-    model = READERS[kind](place, tree)
-    if model.foreign and model.tokenizer:
-        model.config.data.tokenizer = f"hf:{place}"
+    model = READERS[model_type](folder, tree)
+    if model.tokenizer_files and not model.has_run_config:
+        model.config.data.tokenizer = f"hf:{folder}"
     return model
 
 
-def _of_nsa(place: Path, tree: dict[str, Any]) -> Found:
-    """An export, or what transformers made of one: then the run's settings are not beside it."""
-    from nsa.model.hf_config import NSAConfig
-
-    foreign = not (place / "config.yaml").is_file()
-    config = RunConfig() if foreign else config_of(place)
+def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
+    """An export; without config.yaml if transformers saved it again."""
+    has_run_config = (folder / "config.yaml").is_file()
+    config = read_config(folder) if has_run_config else RunConfig()
     saved = NSAConfig(**tree)
     model = saved.model_config()
     model.attention.backend = config.model.attention.backend
     model.activation_checkpointing = config.model.activation_checkpointing
     config.model, config.data.seq_len = model, saved.max_position_embeddings
-    kind = model.attention.kind
-    return Found(config, lambda: read_weights(place), _tokenizer_files(place), foreign, kind)
+    return _source(folder, config, model.attention.kind, has_run_config)
 
 
-def _of_llama(place: Path, tree: dict[str, Any]) -> Found:
-    from transformers import LlamaConfig
-
-    llama: Any = LlamaConfig.from_pretrained(place)
-    for name, wanted in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
-        if getattr(llama, name) != wanted:
+def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
+    llama: Any = LlamaConfig.from_pretrained(folder)
+    for name, supported in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+        if getattr(llama, name) != supported:
             raise ValueError(
-                f"{place / CONFIG}: {name} = {getattr(llama, name)!r}: this model knows "
-                f"{wanted!r} alone, and computes something else with these weights"
+                f"{folder / CONFIG}: {name} = {getattr(llama, name)!r}: this model supports only "
+                f"{supported!r}, and would compute something else with these weights"
             )
     rope = llama.rope_parameters
     if rope.get("rope_type", "default") != "default":
         raise ValueError(
-            f"{place / CONFIG}: rope_type = {rope['rope_type']!r}: this model turns by a base "
-            "alone (model.rope_theta); take a checkpoint from before its context was extended"
+            f"{folder / CONFIG}: rope_type = {rope['rope_type']!r}: this model supports only a "
+            "base (model.rope_theta); take a checkpoint from before its context was extended"
         )
     config = RunConfig()
     config.data.seq_len = min(config.data.seq_len, llama.max_position_embeddings)
@@ -131,45 +120,47 @@ def _of_llama(place: Path, tree: dict[str, Any]) -> Found:
         init_std=llama.initializer_range,
         attention=AttentionConfig(kind="dense"),
     )
-    tied = llama.tie_word_embeddings
+    source = _source(folder, config, "nsa", has_run_config=False)
+    source.read_weights = lambda: rename_llama_weights(
+        read_weights(folder), folder, llama.tie_word_embeddings
+    )
+    return source
 
-    def read() -> dict[str, Tensor]:
-        return llama_weights(read_weights(place), place, tied)
 
-    return Found(config, read, _tokenizer_files(place), True, "nsa")
-
-
-def llama_weights(weights: dict[str, Tensor], place: Path, tied: bool) -> dict[str, Tensor]:
-    """Llama's weights by our names. Its heads lie, and its rotary pairs turn, as ours do."""
+def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -> dict[str, Tensor]:
+    """Llama's weights by this package's names; layouts of heads and RoPE pairs are the same."""
     head = weights.pop(HEAD, None)
-    if tied and head is not None:  # safetensors' save_model keeps one name of what is shared
+    if tied and head is not None:  # safetensors' save_model keeps only one name of shared weights
         weights.setdefault(EMBEDDING, head)
     if EMBEDDING not in weights:
         raise ValueError(
-            f"{place}: its files hold no model.{EMBEDDING}; save the model with transformers' "
+            f"{folder}: its files hold no model.{EMBEDDING}; save the model with transformers' "
             "save_pretrained"
         )
     if head is not None and not head.equal(weights[EMBEDDING]):
         raise ValueError(
-            f"{place}: tie_word_embeddings = false: its head is not its embedding, and this model "
+            f"{folder}: tie_word_embeddings = false: its head is not its embedding, and this model "
             "has one matrix for both; take a checkpoint that ties them"
         )
-    found = {}
+    renamed = {}
     for name, weight in weights.items():
-        if name.endswith("rotary_emb.inv_freq"):  # of old ones: computed, not learned
+        if name.endswith("rotary_emb.inv_freq"):  # old checkpoints store this constant
             continue
-        parts = LAYER.fullmatch(name)
-        ours = {EMBEDDING: "embed.weight", "norm.weight": "norm.weight"}.get(name)
-        if parts is not None and parts[2] in LLAMA_NAMES:
-            ours = f"blocks.{parts[1]}.{LLAMA_NAMES[parts[2]]}.weight"
-        if ours is None:
-            raise ValueError(f"{place}: {name}: this model has no such weights")
-        found[ours] = weight
-    return found
+        layer = LAYER.fullmatch(name)
+        new_name = {EMBEDDING: "embed.weight", "norm.weight": "norm.weight"}.get(name)
+        if layer is not None and layer[2] in LLAMA_NAMES:
+            new_name = f"blocks.{layer[1]}.{LLAMA_NAMES[layer[2]]}.weight"
+        if new_name is None:
+            raise ValueError(f"{folder}: {name}: this model has no such weights")
+        renamed[new_name] = weight
+    return renamed
 
 
-READERS = {"nsa": _of_nsa, "llama": _of_llama}
+READERS = {"nsa": _read_nsa, "llama": _read_llama}
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
-    return [folder / name for name in TOKENIZER if (folder / name).is_file()]
+def _source(
+    folder: Path, config: RunConfig, attention: str, has_run_config: bool = True
+) -> SourceModel:
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return SourceModel(config, lambda: read_weights(folder), files, attention, has_run_config)

@@ -1,144 +1,114 @@
-"""What a gate asks of a run, each answered from what the run has written down and nothing else."""
+"""Criteria of the gates: pure functions of what a run has recorded in memory."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
+from functools import cached_property
 from statistics import fmean, median
 
-from nsa.monitor.artifacts import (
-    RankHistory,
-    Row,
-    Table,
-    number,
-    ranks,
-    read_jsonl,
-    read_rank,
-    read_table,
-    read_text,
-)
+from nsa.constants import BRANCHES
+from nsa.gates.result import NAMES, Criterion
+from nsa.monitor.artifacts import Row, Table, number
 from nsa.monitor.config import LadderConfig
-from nsa.monitor.observer import BRANCHES
+from nsa.monitor.history import RankHistory
 
-FEWEST_TIMED = 20  # logged steps below which the spread of their times says nothing
-FEWEST_GROWN = 100  # steps below which memory has no first half: caches fill, text is opened
-FEWEST_LOSSES = 4  # logged steps below which the loss has no beginning and no end
-
-
-@dataclass(frozen=True)
-class Criterion:
-    """One question of a gate; `ok` None: not measured here, which never counts as a yes."""
-
-    name: str
-    ok: bool | None
-    value: float | None
-    limit: str  # such as "at most 2"
-    evidence: str  # the files and rows that it came from, or why it was not measured
+MIN_TIMED_STEPS = 20  # logged steps needed to judge the spread of step times
+MIN_STEPS_FOR_GROWTH = 100  # below, caches still fill in the first half
+MIN_LOSSES = 4  # logged steps needed to compare the last losses with the first
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a run up to a gate's step."""
+    """What is recorded of a run up to the step of a gate."""
 
-    run_dir: Path
-    since: int  # the step of the gate before: speed is judged from there on
+    since: int  # the step of the gate before
     step: int
-    metrics: Table  # the rows up to `step`
-    selection: Table
+    log_every: int
+    metrics: Table  # rows of metrics.csv
+    selection: Table  # the newest rows of selection.csv
     ranks: list[RankHistory]
 
-    @property
+    @cached_property
     def rows(self) -> list[Row]:
-        return self.metrics.rows
+        return [row for row in self.metrics.rows if 1 <= row["step"] <= self.step]
 
     def recent(self, column: str) -> list[float]:
-        """The finite values of a column since the gate before, without each start's first step.
+        """Return the finite values since the gate before, without the first step of each start.
 
-        That step compiles and fills caches, and is known by its row's missing tokens/s.
+        That step compiles and fills caches; its row has no tokens/s.
         """
         rows = (row for row in self.rows if row["step"] > self.since and "tokens_per_s" in row)
         return [row[column] for row in rows if math.isfinite(row.get(column, math.nan))]
 
-    def rows_read(self, column: str, count: int, since: int = 0) -> str:
-        said = f"metrics.csv, {column} of {count:,} rows, steps {since + 1:,} to {self.step:,}"
-        return f"{said}; {self.metrics.problem}" if self.metrics.problem else said
+    def source(self, column: str, count: int, since: int = 0) -> str:
+        text = f"metrics.csv, {column}, {count:,} rows, steps {since + 1:,} to {self.step:,}"
+        return f"{text}; {self.metrics.problem}" if self.metrics.problem else text
 
 
-def gather(run_dir: Path, since: int, step: int) -> Evidence:
-    """Read the folder of a run once, for all criteria of the gate at `step`."""
-    metrics = read_table(run_dir / "metrics.csv")
-    metrics.rows = [row for row in metrics.rows if 1 <= row["step"] <= step]
-    newest = {int(row["step"]) for row in metrics.rows[-5:]}  # health is written beside a row
-    selection = read_table(run_dir / "selection.csv", newest)
-    histories = [read_rank(run_dir, rank, since, step) for rank in ranks(run_dir)]
-    return Evidence(run_dir, since, step, metrics, selection, histories)
+class NotMeasured(Exception):
+    """A value cannot be measured; the text says why."""
 
 
-def sanity(evidence: Evidence, config: LadderConfig) -> list[Criterion]:
-    """The step was done, by all, and gave a number."""
-    return [_steps(evidence), _every_rank(evidence), _loss_finite(evidence)]
+Value = tuple[float, str]  # and where it comes from
+Measure = Callable[[Evidence, float], Value]  # of a run, given the limit
+_COMPARE = {"at most": operator.le, "at least": operator.ge, "below": operator.lt}
 
 
-def smoke(evidence: Evidence, config: LadderConfig) -> list[Criterion]:
-    """It learns, steadily, at a speed that makes sense, with all GPUs."""
-    return [
-        *sanity(evidence, config),
-        _loss_falls(evidence, config),
-        _no_pause(evidence, config),
-        _steady(evidence, config),
-        _fast(evidence, config),
-        *_busy(evidence, config),
-        _applied(evidence, config),
-        _gates_alive(evidence, config),
-    ]
+@dataclass(frozen=True)
+class _Limited:
+    """A criterion with a limit in `monitor.ladder`; 0 or false switches it off."""
+
+    name: str
+    setting: str
+    comparison: str
+    measure: Measure
+
+    def judge(self, evidence: Evidence, config: LadderConfig) -> Criterion:
+        threshold = float(getattr(config, self.setting))
+        if not threshold:
+            why = f"switched off by monitor.ladder.{self.setting}"
+            return Criterion(self.name, None, None, "", why)
+        limit = f"{self.comparison} {threshold:g}"
+        try:
+            value, source = self.measure(evidence, threshold)
+        except NotMeasured as reason:
+            return Criterion(self.name, None, None, limit, str(reason))
+        ok = _COMPARE[self.comparison](value, threshold)
+        return Criterion(self.name, ok, number(value), limit, source)
 
 
-def extended(evidence: Evidence, config: LadderConfig) -> list[Criterion]:
-    """As smoke, and memory neither grows nor comes near its end."""
-    return [*smoke(evidence, config), _memory(evidence, config), _memory_grows(evidence, config)]
+def judge_criteria(gate: str, evidence: Evidence, config: LadderConfig) -> list[Criterion]:
+    """Return the criteria of `gate` and of all gates before it."""
+    criteria = [_steps_recorded(evidence), _slowest_rank(evidence), _loss_finite(evidence)]
+    for name, limited in (("smoke", _SMOKE), ("extended", _EXTENDED)):
+        if NAMES.index(gate) >= NAMES.index(name):
+            criteria += [criterion.judge(evidence, config) for criterion in limited]
+    return [*criteria, _validation_loss(evidence)] if gate == "production" else criteria
 
 
-def production(evidence: Evidence, config: LadderConfig) -> list[Criterion]:
-    """As extended, and the held-out loss is a number."""
-    return [*extended(evidence, config), _held_out(evidence)]
+def _steps_recorded(evidence: Evidence) -> Criterion:
+    """Each step up to the gate must lie in the span of a logged row or of rank 0's heartbeats.
 
-
-def _steps(evidence: Evidence) -> Criterion:
-    """Counted from what is written about each: a verdict is never made from fewer than the gate's.
-
-    A row of metrics.csv tells of the steps since the row that is due before it.
+    A row covers the steps since the row that is due before it.
     """
-    cadence = _log_every(evidence)
-    spans = [(int(row["step"]) - cadence, int(row["step"])) for row in evidence.rows]
-    for history in evidence.ranks[:1]:
-        spans += history.done
+    spans = [(int(row["step"]) - evidence.log_every, int(row["step"])) for row in evidence.rows]
+    spans += evidence.ranks[0].done
     gaps = list(_gaps(spans, evidence.step))
     missing = sum(last - first + 1 for first, last in gaps)
-    said = f"metrics.csv (rows: {len(evidence.rows):,}) and rank 0's heartbeats"
+    source = f"metrics.csv (rows: {len(evidence.rows):,}) and rank 0's heartbeats"
     if gaps:
         shown = ", ".join(f"{first:,}-{last:,}" for first, last in gaps[:5])
         more = f" and {len(gaps) - 5} more gaps" if len(gaps) > 5 else ""
-        said += f"; nothing is recorded of steps {shown}{more}"
-    done = float(evidence.step - missing)
-    return Criterion("steps recorded", not gaps, done, f"all {evidence.step:,}", said)
-
-
-def _log_every(evidence: Evidence) -> int:
-    """Steps between two rows: monitor.log_every of config.yaml, or else the usual distance."""
-    text = read_text(evidence.run_dir / "config.yaml") or ""
-    found = re.search(r"^monitor:\n(?:[ ]+.*\n)*?[ ]+log_every: *(\d{1,9})\s*$", text, re.M)
-    if found:
-        return max(1, int(found[1]))
-    steps = [row["step"] for row in evidence.rows]
-    return max(1, int(median(b - a for a, b in pairwise(steps)))) if steps[1:] else 1
+        source += f"; no record of steps {shown}{more}"
+    value = float(evidence.step - missing)
+    return Criterion("steps recorded", not gaps, value, f"all {evidence.step:,}", source)
 
 
 def _gaps(spans: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
-    """The steps of 1 to `step` that no (from, to] covers, as first and last."""
+    """Yield the first and last of the steps from 1 to `step` that no (from, to] covers."""
     reached = 0
     for start, end in sorted(spans):
         if start > reached:
@@ -148,240 +118,194 @@ def _gaps(spans: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, in
         yield reached + 1, step
 
 
-def _every_rank(evidence: Evidence) -> Criterion:
+def _slowest_rank(evidence: Evidence) -> Criterion:
     name, limit = "slowest rank's step", f"{evidence.step:,}"
     if not any(history.lines for history in evidence.ranks):
-        return _unmeasured(name, limit, "no rank has left a heartbeat (monitor.heartbeat)")
-    behind = min(evidence.ranks, key=lambda history: history.step)
-    said = f"heartbeats of {len(evidence.ranks)} ranks; rank {behind.rank} is the slowest"
-    return Criterion(name, behind.step >= evidence.step, float(behind.step), limit, said)
+        return Criterion(name, None, None, limit, "no heartbeats (monitor.heartbeat)")
+    slowest = min(evidence.ranks, key=lambda history: history.step)
+    source = f"heartbeats of {len(evidence.ranks)} ranks; rank {slowest.rank} is the slowest"
+    return Criterion(name, slowest.step >= evidence.step, float(slowest.step), limit, source)
 
 
 def _losses(evidence: Evidence) -> tuple[list[tuple[float, float]], str]:
-    """(step, loss) and where they are from: heartbeats hold the last one of each stretch."""
+    """Return (step, loss) of the logged steps, else of rank 0's heartbeats, and the source."""
     losses = [(row["step"], row["loss"]) for row in evidence.rows if "loss" in row]
     if losses:
-        return losses, evidence.rows_read("loss", len(losses))
-    heard = [(float(step), loss) for step, loss in evidence.ranks[0].losses]
-    why = evidence.metrics.problem or "metrics.csv has no column loss"
-    return heard, f"{why}; {len(heard):,} losses from rank 0's heartbeats"
+        return losses, evidence.source("loss", len(losses))
+    losses = [(float(step), loss) for step, loss in evidence.ranks[0].losses]
+    problem = evidence.metrics.problem or "metrics.csv has no losses"
+    return losses, f"{problem}; {len(losses):,} losses from rank 0's heartbeats"
 
 
 def _loss_finite(evidence: Evidence) -> Criterion:
-    losses, said = _losses(evidence)
-    wrong = [step for step, loss in losses if not math.isfinite(loss)]
-    if wrong:
-        said += f"; not finite at step {', '.join(f'{step:,.0f}' for step in wrong[:5])}"
-    name = "losses that are not finite"
-    left_out, _ = _skipped(evidence)
-    if wrong and left_out:  # their gradients never reached the weights
-        said += f"; {left_out:,} steps were not applied"
-    limit = f"at most {left_out}, the steps not applied" if left_out else "none"
-    ok = bool(losses) and len(wrong) <= (left_out or 0)  # nothing to judge by is no run that is fit
-    return Criterion(name, ok, float(len(wrong)) if losses else None, limit, said)
+    """A skipped step may have a non-finite loss: its gradients never reached the weights."""
+    losses, source = _losses(evidence)
+    bad = [step for step, loss in losses if not math.isfinite(loss)]
+    skipped = _skipped(evidence) or 0
+    if bad:
+        source += f"; not finite at step {', '.join(f'{step:,.0f}' for step in bad[:5])}"
+    if bad and skipped:
+        source += f"; {skipped:,} steps were skipped"
+    limit = f"at most {skipped}, the skipped steps" if skipped else "none"
+    ok = bool(losses) and len(bad) <= skipped
+    value = float(len(bad)) if losses else None
+    return Criterion("non-finite losses", ok, value, limit, source)
 
 
-def _loss_falls(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name = "loss at the end, in that of the beginning"
-    if not config.require_fall:
-        return _off(name, "require_fall")
-    known, source = _losses(evidence)
-    losses = [loss for _, loss in known if math.isfinite(loss)]
-    if len(losses) < FEWEST_LOSSES:
-        why = f"{len(losses)} finite losses, {FEWEST_LOSSES} are needed; {source}"
-        return _unmeasured(name, "below 1", why)
+def _loss_ratio(evidence: Evidence, limit: float) -> Value:
+    rows, source = _losses(evidence)
+    losses = [loss for _, loss in rows if math.isfinite(loss)]
+    if len(losses) < MIN_LOSSES:
+        raise NotMeasured(f"{len(losses)} finite losses, {MIN_LOSSES} are needed; {source}")
     width = max(1, min(20, len(losses) // 5))
     first, last = fmean(losses[:width]), fmean(losses[-width:])
-    said = f"{source}; means of {width}: {first:.4g}, {last:.4g}"
-    return Criterion(name, last < first, number(last / first) if first else None, "below 1", said)
+    source += f"; means of the first and last {width}: {first:.4g}, {last:.4g}"
+    return last / first if first else math.inf, source
 
 
-def _no_pause(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "longest pause, seconds", f"at most {config.max_pause:g}"
-    if not config.max_pause:
-        return _off(name, "max_pause")
-    heard = [history for history in evidence.ranks if history.lines]
-    if heard and len(heard) == len(evidence.ranks):
-        worst = max(heard, key=lambda history: history.pause)
-        said = f"heartbeats of {len(heard)} ranks; {worst.pause_at or 'no pause was seen'}"
-        return Criterion(name, worst.pause <= config.max_pause, worst.pause, limit, said)
+def _longest_pause(evidence: Evidence, limit: float) -> Value:
+    if all(history.lines for history in evidence.ranks):
+        worst = max(evidence.ranks, key=lambda history: history.pause)
+        source = f"heartbeats of {len(evidence.ranks)} ranks; {worst.pause_at or 'no pause'}"
+        return worst.pause, source
     means = evidence.recent("seconds")
     if not means:
-        return _unmeasured(name, limit, "neither heartbeats of every rank nor rows of metrics.csv")
-    # A row holds the mean since the row before: all of that time may have been one pause.
-    longest, every = max(means), _log_every(evidence)
-    said = f"no heartbeats; {evidence.rows_read('seconds', len(means), evidence.since)}"
-    if longest > config.max_pause:
-        return Criterion(name, False, longest, limit, said)
-    if longest * every > config.max_pause:
-        return _unmeasured(name, limit, f"{said}: a row is the mean of {every} steps")
-    return Criterion(name, True, longest * every, limit, said)
+        raise NotMeasured("neither heartbeats of every rank nor rows of metrics.csv")
+    # A row holds the mean since the row before, all of which may have been one pause.
+    longest, rows = max(means), evidence.log_every
+    source = f"no heartbeats; {evidence.source('seconds', len(means), evidence.since)}"
+    if longest <= limit < longest * rows:
+        raise NotMeasured(f"{source}: a row is the mean of {rows} steps")
+    return longest if longest > limit else longest * rows, source
 
 
-def _steady(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "a slow step (p90), in medians", f"at most {config.max_step_spread:g}"
-    if not config.max_step_spread:
-        return _off(name, "max_step_spread")
+def _step_time_spread(evidence: Evidence, limit: float) -> Value:
     times = sorted(evidence.recent("seconds"))
-    if len(times) < FEWEST_TIMED or median(times) <= 0:
-        why = f"{len(times)} logged steps were timed after the warm-up, {FEWEST_TIMED} are needed"
-        return _unmeasured(name, limit, why)
-    middle, slow = median(times), times[math.ceil(0.9 * len(times)) - 1]
-    said = evidence.rows_read("seconds", len(times), evidence.since)
-    said += f"; median {middle:.3g} s, 90th percentile {slow:.3g} s"
-    return Criterion(name, slow <= config.max_step_spread * middle, slow / middle, limit, said)
+    if len(times) < MIN_TIMED_STEPS or median(times) <= 0:
+        raise NotMeasured(
+            f"{len(times)} logged steps were timed after warm-up, {MIN_TIMED_STEPS} are needed"
+        )
+    middle, p90 = median(times), times[math.ceil(0.9 * len(times)) - 1]
+    source = evidence.source("seconds", len(times), evidence.since)
+    return p90 / middle, f"{source}; median {middle:.3g} s, p90 {p90:.3g} s"
 
 
-def _fast(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "tokens/s, median", f"at least {config.min_tokens_per_s:g}"
-    if not config.min_tokens_per_s:
-        return _off(name, "min_tokens_per_s")
+def _tokens_per_s(evidence: Evidence, limit: float) -> Value:
     rates = evidence.recent("tokens_per_s")
     if not rates:
-        return _unmeasured(name, limit, "metrics.csv holds no tokens/s since the gate before")
-    said = evidence.rows_read("tokens_per_s", len(rates), evidence.since)
-    return Criterion(name, median(rates) >= config.min_tokens_per_s, median(rates), limit, said)
+        raise NotMeasured("no logged tokens/s since the gate before")
+    return median(rates), evidence.source("tokens_per_s", len(rates), evidence.since)
 
 
-def _busy(evidence: Evidence, config: LadderConfig) -> Iterator[Criterion]:
-    means = {history.rank: fmean(history.busy) for history in evidence.ranks if history.busy}
-    whole = bool(means) and len(means) == len(evidence.ranks)
-    silent = [str(history.rank) for history in evidence.ranks if not history.busy]
-    why = f"no gpu_busy in the heartbeats of ranks {', '.join(silent)}" if silent else "no ranks"
+def _utilization(evidence: Evidence) -> tuple[list[float], str]:
+    means = {history.rank: history.gpu_utilization for history in evidence.ranks}
+    if missing := [str(rank) for rank, mean in means.items() if mean is None]:
+        raise NotMeasured(f"no gpu_busy in the heartbeats of ranks {', '.join(missing)}")
+    values = [mean for mean in means.values() if mean is not None]
     shown = ", ".join(f"rank {rank} {mean:.2f}" for rank, mean in list(means.items())[:8])
-    said = f"gpu_busy of heartbeats between steps: {shown}"
-    name, limit = "share of the time that the idlest GPU works", f"at least {config.min_gpu_busy:g}"
-    if not config.min_gpu_busy:
-        yield _off(name, "min_gpu_busy")
-    elif not whole:
-        yield _unmeasured(name, limit, why)
-    else:
-        idlest = min(means.values())
-        yield Criterion(name, idlest >= config.min_gpu_busy, idlest, limit, said)
-    name, limit = "difference of the busiest and idlest", f"at most {config.max_gpu_imbalance:g}"
-    if not config.max_gpu_imbalance:
-        yield _off(name, "max_gpu_imbalance")
-    elif not whole:
-        yield _unmeasured(name, limit, why)
-    else:
-        apart = max(means.values()) - min(means.values())
-        yield Criterion(name, apart <= config.max_gpu_imbalance, apart, limit, said)
+    return values, f"gpu_busy of heartbeats between steps: {shown}"
 
 
-def _applied(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "share of steps not applied", f"at most {config.max_skipped:g}"
-    if not config.max_skipped:
-        return _off(name, "max_skipped")
-    skipped, source = _skipped(evidence)
+def _min_utilization(evidence: Evidence, limit: float) -> Value:
+    values, source = _utilization(evidence)
+    return min(values), source
+
+
+def _utilization_spread(evidence: Evidence, limit: float) -> Value:
+    values, source = _utilization(evidence)
+    return max(values) - min(values), source
+
+
+def _skipped_fraction(evidence: Evidence, limit: float) -> Value:
+    skipped = _skipped(evidence)
     if skipped is None:
-        return _unmeasured(name, limit, source)
-    share = skipped / evidence.step
-    said = f"{source}: {skipped:,} of {evidence.step:,}"
-    return Criterion(name, share <= config.max_skipped, share, limit, said)
+        raise NotMeasured("no heartbeats")
+    return skipped / evidence.step, f"heartbeats: {skipped:,} of {evidence.step:,} steps"
 
 
-def _skipped(evidence: Evidence) -> tuple[int | None, str]:
-    """How many steps were not applied, and who says so."""
-    counts = [history.skipped for history in evidence.ranks if history.skipped is not None]
-    if counts:
-        return max(counts), f"heartbeats of {len(counts)} ranks"
-    counts = [int(row["skipped_steps"]) for row in evidence.rows[-1:] if "skipped_steps" in row]
-    if counts:
-        return counts[0], "metrics.csv, the last row"
-    return None, "neither heartbeats nor metrics.csv say what was skipped"
+def _skipped(evidence: Evidence) -> int | None:
+    counts = (history.skipped for history in evidence.ranks)
+    return max((count for count in counts if count is not None), default=None)
 
 
-def _gates_alive(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "lowest mean gate of a branch", f"at least {config.min_gate:g}"
-    if not config.min_gate:
-        return _off(name, "min_gate")
-    table = evidence.selection
-    newest = table.rows[-1]["step"] if table.rows else 0
-    rows = [row for row in table.rows if row["step"] == newest and newest > evidence.since]
-    columns = {branch: f"gate_{branch}" for branch in BRANCHES}
+def _min_mean_gate(evidence: Evidence, limit: float) -> Value:
+    rows = [row for row in evidence.selection.rows if row["step"] <= evidence.step]
+    newest = rows[-1]["step"] if rows else 0
+    layers = [row for row in rows if row["step"] == newest > evidence.since]
     means = {
-        branch: fmean(row[column] for row in rows)
-        for branch, column in columns.items()
-        if rows and all(column in row for row in rows)
+        branch: fmean(row[f"gate_{branch}"] for row in layers)
+        for branch in BRANCHES
+        if layers and all(f"gate_{branch}" in row for row in layers)
     }
     if not means:
-        why = table.problem or "selection.csv tells of no gates since the gate before"
-        return _unmeasured(name, limit, f"{why} (dense attention has no gates)")
+        why = evidence.selection.problem or "no gates were logged since the gate before"
+        raise NotMeasured(f"{why} (dense attention has no gates)")
     shown = ", ".join(f"{branch} {mean:.3f}" for branch, mean in means.items())
-    said = f"selection.csv, {len(rows)} layers at step {newest:,.0f}: {shown}"
-    lowest = math.nan if any(map(math.isnan, means.values())) else min(means.values())
-    return Criterion(name, lowest >= config.min_gate, number(lowest), limit, said)
+    source = f"selection.csv, {len(layers)} layers at step {newest:,.0f}: {shown}"
+    return math.nan if any(map(math.isnan, means.values())) else min(means.values()), source
 
 
-def _memory(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name, limit = "peak memory of any rank, GB", f"below {config.max_memory_gb:g}"
-    if not config.max_memory_gb:
-        return _off(name, "max_memory_gb")
+def _peak_memory(evidence: Evidence, limit: float) -> Value:
     peaks = {}
     for history in evidence.ranks:
-        samples = [memory for _, memory in _samples(evidence, history)]
-        lines = read_jsonl(evidence.run_dir / "memory" / f"rank{history.rank}.jsonl")
-        samples += (number(line.get("peak_gb")) or 0.0 for line in lines if _upto(line, evidence))
-        if samples:
-            peaks[history.rank] = max(samples)
+        peak = max([history.snapshot_gb, *(memory for _, memory in _samples(evidence, history))])
+        if peak:
+            peaks[history.rank] = peak
     if not peaks:
-        return _unmeasured(name, limit, "neither heartbeats nor memory/ nor metrics.csv tell of it")
+        raise NotMeasured("no memory in heartbeats, snapshots or metrics.csv")
     worst = max(peaks, key=lambda rank: peaks[rank])
-    said = f"heartbeats, memory/ and metrics.csv of ranks {', '.join(map(str, peaks))}"
-    silent = len(evidence.ranks) - len(peaks)
-    if peaks[worst] < config.max_memory_gb and silent:
-        return _unmeasured(name, limit, f"{said} only: {peaks[worst]:.3g}")
-    said += f"; the highest is rank {worst}'s"
-    return Criterion(name, peaks[worst] < config.max_memory_gb, peaks[worst], limit, said)
+    source = f"heartbeats, memory/ and metrics.csv of ranks {', '.join(map(str, peaks))}"
+    if peaks[worst] < limit and len(peaks) < len(evidence.ranks):
+        raise NotMeasured(f"{source} only: {peaks[worst]:.3g}")
+    return peaks[worst], f"{source}; rank {worst} is the highest"
 
 
-def _memory_grows(evidence: Evidence, config: LadderConfig) -> Criterion:
-    name = "growth of peak memory in the second half"
-    limit = f"at most {config.max_memory_growth:g}"
-    if not config.max_memory_growth:
-        return _off(name, "max_memory_growth")
-    if evidence.step < FEWEST_GROWN:
-        return _unmeasured(name, limit, f"{evidence.step:,} steps, {FEWEST_GROWN} are needed")
+def _memory_growth(evidence: Evidence, limit: float) -> Value:
+    if evidence.step < MIN_STEPS_FOR_GROWTH:
+        raise NotMeasured(f"{evidence.step:,} steps, {MIN_STEPS_FOR_GROWTH} are needed")
     growth = {}
     for history in evidence.ranks:
         samples = _samples(evidence, history)
-        early = [memory for step, memory in samples if 2 * step <= evidence.step]
-        if early and max(early) > 0:
-            growth[history.rank] = max(memory for _, memory in samples) / max(early) - 1
+        early = max((memory for step, memory in samples if 2 * step <= evidence.step), default=0)
+        if early > 0:
+            growth[history.rank] = max(memory for _, memory in samples) / early - 1
     if not growth:
-        return _unmeasured(name, limit, "no rank has told of its memory in the first half")
+        raise NotMeasured("no rank recorded its memory in the first half")
     worst = max(growth, key=lambda rank: growth[rank])
-    said = f"memory_gb of ranks {', '.join(map(str, growth))}; rank {worst} grew the most"
-    ok = growth[worst] <= config.max_memory_growth
-    if ok and len(growth) < len(evidence.ranks):
-        return _unmeasured(name, limit, f"{said}: {growth[worst]:.1%}; the others are not known")
-    return Criterion(name, ok, growth[worst], limit, said)
+    source = f"memory_gb of ranks {', '.join(map(str, growth))}; rank {worst} grew the most"
+    if growth[worst] <= limit and len(growth) < len(evidence.ranks):
+        raise NotMeasured(f"{source}: {growth[worst]:.1%}; others unknown")
+    return growth[worst], source
 
 
-def _samples(evidence: Evidence, history: RankHistory) -> Sequence[tuple[float, float]]:
-    """(step, GB) of one rank: by its heartbeats, or for rank 0, where it has none, by its rows."""
+def _samples(evidence: Evidence, history: RankHistory) -> list[tuple[float, float]]:
+    """Return (step, GB) from a rank's heartbeats; for rank 0 without any, from metrics.csv."""
     if history.memory or history.rank:
-        return history.memory
+        return [(float(step), memory) for step, memory in history.memory]
     return [(row["step"], row["memory_gb"]) for row in evidence.rows if row.get("memory_gb")]
 
 
-def _upto(line: dict[str, object], evidence: Evidence) -> bool:
-    step = number(line.get("step"))
-    return step is not None and step <= evidence.step
-
-
-def _held_out(evidence: Evidence) -> Criterion:
+def _validation_loss(evidence: Evidence) -> Criterion:
+    name, limit = "validation loss", "finite"
     losses = [(row["step"], row["val_loss"]) for row in evidence.rows if "val_loss" in row]
     if not losses:
-        return _unmeasured("held-out loss", "finite", "metrics.csv holds no val_loss")
+        return Criterion(name, None, None, limit, "metrics.csv holds no val_loss")
     step, loss = losses[-1]
-    said = f"metrics.csv, val_loss of step {step:,.0f}, the last of {len(losses):,}"
-    return Criterion("held-out loss", math.isfinite(loss), number(loss), "finite", said)
+    source = f"metrics.csv, val_loss of step {step:,.0f}, the last of {len(losses):,}"
+    return Criterion(name, math.isfinite(loss), number(loss), limit, source)
 
 
-def _off(name: str, setting: str) -> Criterion:
-    return _unmeasured(name, "", f"switched off by monitor.ladder.{setting}")
-
-
-def _unmeasured(name: str, limit: str, why: str) -> Criterion:
-    return Criterion(name, None, None, limit, why)
+_SMOKE = (
+    _Limited("final / initial loss", "require_fall", "below", _loss_ratio),  # below true, i.e. 1
+    _Limited("longest pause, seconds", "max_pause", "at most", _longest_pause),
+    _Limited("p90 / median step time", "max_step_spread", "at most", _step_time_spread),
+    _Limited("median tokens/s", "min_tokens_per_s", "at least", _tokens_per_s),
+    _Limited("min GPU utilization", "min_gpu_busy", "at least", _min_utilization),
+    _Limited("GPU utilization spread", "max_gpu_imbalance", "at most", _utilization_spread),
+    _Limited("skipped-step fraction", "max_skipped", "at most", _skipped_fraction),
+    _Limited("min mean gate", "min_gate", "at least", _min_mean_gate),
+)
+_EXTENDED = (
+    _Limited("peak memory of any rank, GB", "max_memory_gb", "below", _peak_memory),
+    _Limited("peak-memory growth, second half", "max_memory_growth", "at most", _memory_growth),
+)

@@ -1,4 +1,4 @@
-"""The two attentions: Native Sparse Attention, and the dense twin that it is measured against."""
+"""Attention layers: Native Sparse Attention, and the dense twin that it is measured against."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nsa.model.compressor import MeanCompressor, MLPKeyValueCompressor
-from nsa.model.config import BRANCHES, ModelConfig
-from nsa.model.layout import Layout
+from nsa.constants import BRANCHES
+from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.compressor import Compressor, MeanCompressor, MLPKeyValueCompressor
+from nsa.model.config import ModelConfig
+from nsa.model.rotary import apply_rotary
 from nsa.ops import (
     compressed_attention,
     nsa_attention_and_blocks,
@@ -21,21 +23,22 @@ from nsa.ops import (
 )
 from nsa.ops.documents import document_slices
 
-# Who attends instead, given the layer: decoding, whose past is longer than what it puts in.
-Attend = Callable[[Any, Tensor, Layout], Tensor]
+# Decoding passes one to a layer, to replace its parallel pass: (layer, x, metadata) -> output.
+CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
+BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
 
 
 class NSAttention(nn.Module):
-    """Three branches over a token's past, mixed by gates that each query head sets for itself.
+    """Three branches over a token's past, mixed by one gate per query head and branch.
 
-    With fewer branches there are parameters for those alone. Where the compressed one is missing,
-    blocks are selected by the mean of the selected branch's own keys.
+    A branch that is turned off has no parameters. Without the compressed branch, blocks are
+    selected by the mean of the selected branch's keys.
 
-    `listener`, where somebody sets one, is told gates [B, T, Hq, 3], chosen blocks [B, T, Hkv, n]
-    and cu_seqlens of every forward pass, recomputed ones included. It must leave them alone.
+    `observer`, if set, receives gates [B, T, Hq, 3], selected blocks [B, T, Hkv, n] and cu_seqlens
+    of every forward pass, including recomputed ones. It must not modify them.
     """
 
-    listener: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
+    observer: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -50,103 +53,100 @@ class NSAttention(nn.Module):
         self.v = nn.Linear(config.width, copies * self.kv_heads * self.value_dim, bias=False)
         self.gates = nn.Linear(config.width, self.heads * len(self.branches), bias=False)
         self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
-        self.compress: MeanCompressor | MLPKeyValueCompressor = MeanCompressor()
+        self.compress: Compressor = MeanCompressor()
         if attention.compressor == "mlp":
+            hidden = attention.compressor_hidden or self.key_dim
             self.compress = MLPKeyValueCompressor(
-                self.spec.block_len,
-                self.key_dim,
-                self.value_dim,
-                attention.compressor_hidden or self.key_dim,
+                self.spec.block_len, self.key_dim, self.value_dim, hidden
             )
 
-    def forward(self, x: Tensor, layout: Layout, attend: Attend | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, metadata: AttentionMetadata, cached: CachedAttention | None = None
+    ) -> Tensor:
         """[B, T, width] to [B, T, width]."""
-        if attend is not None:
-            return attend(self, x, layout)
-        q, gates, keys, values = self.project(x, layout)
-        o = self.attend(q, gates, self.attended_to(keys, values, layout), layout)
-        return self.o(layout.to_tokens(o).flatten(-2))
+        if cached is not None:
+            return cached(self, x, metadata)
+        q, gates, keys, values = self.project(x, metadata)
+        o = self.attend(q, gates, self.branch_kv(keys, values, metadata), metadata)
+        return self.o(metadata.heads_to_tokens(o).flatten(-2))
 
     def project(
-        self, x: Tensor, layout: Layout
+        self, x: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Turned queries, gates, and unturned keys and values of each branch."""
-        q, k, v, gates = layout.to_heads(
+        """Rotated queries, gates, and pre-RoPE keys and values by branch."""
+        q, k, v, gates = metadata.tokens_to_heads(
             self.q(x).unflatten(-1, (1, self.heads, self.key_dim)),
             self.k(x).unflatten(-1, (-1, self.kv_heads, self.key_dim)),
             self.v(x).unflatten(-1, (-1, self.kv_heads, self.value_dim)),
             self.gates(x).unflatten(-1, (1, self.heads, len(self.branches))),
         )
-        q, gates = layout.rotary.turn(q[:, :, 0]), torch.sigmoid(gates[:, :, 0])
-        return q, gates, self._of_branches(k), self._of_branches(v)
+        q, gates = apply_rotary(q[:, :, 0], metadata.rotary), torch.sigmoid(gates[:, :, 0])
+        return q, gates, self._by_branch(k), self._by_branch(v)
 
-    def attended_to(
-        self, keys: dict[str, Tensor], values: dict[str, Tensor], layout: Layout
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Each branch's keys and values as queries meet them: compressed, or turned.
+    def branch_kv(
+        self, keys: dict[str, Tensor], values: dict[str, Tensor], metadata: AttentionMetadata
+    ) -> BranchKV:
+        """Compress or rotate each branch's keys and values.
 
-        Where only the selected branch asks for compressed ones, no gradient comes back to them.
+        If only block selection reads compressed keys, they get no gradient.
         """
-        pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        kv: BranchKV = {}
         if "cmp" in keys:
-            pairs["cmp"] = self.compress(keys["cmp"], values["cmp"], layout)
+            kv["cmp"] = self.compress(keys["cmp"], values["cmp"], metadata)
         elif "sel" in keys:
             with torch.no_grad():
-                pairs["cmp"] = self.compress(keys["sel"], values["sel"], layout)
+                kv["cmp"] = self.compress(keys["sel"], values["sel"], metadata)
         if "sel" in keys:
-            pairs["sel"] = layout.rotary.turn(keys["sel"]), values["sel"]
+            kv["sel"] = apply_rotary(keys["sel"], metadata.rotary), values["sel"]
         if "win" in keys:
-            # A shared key is turned once; independent ones are turned each.
             shared = keys["win"] is keys.get("sel")
-            turned = pairs["sel"][0] if shared else layout.rotary.turn(keys["win"])
-            pairs["win"] = turned, values["win"]
-        return pairs
+            rotated = kv["sel"][0] if shared else apply_rotary(keys["win"], metadata.rotary)
+            kv["win"] = rotated, values["win"]
+        return kv
 
-    def attend(
-        self, q: Tensor, gates: Tensor, pairs: dict[str, tuple[Tensor, Tensor]], layout: Layout
-    ) -> Tensor:
-        """The branches, mixed: [B, T, Hq, Dv]."""
+    def attend(self, q: Tensor, gates: Tensor, kv: BranchKV, metadata: AttentionMetadata) -> Tensor:
+        """The gated sum of the branches, [B, T, Hq, Dv]."""
         if self.branches != BRANCHES:
-            return self._some_branches(q, gates, pairs, layout)
+            return self._attend_subset(q, gates, kv, metadata.cu_seqlens)
         o, block_index = nsa_attention_and_blocks(
             q,
-            *pairs["cmp"],
-            *pairs["sel"],
-            *pairs["win"],
+            *kv["cmp"],
+            *kv["sel"],
+            *kv["win"],
             gates,
             self.spec,
-            cu_seqlens=layout.cu_seqlens,
+            cu_seqlens=metadata.cu_seqlens,
             backend=self.backend,
         )
-        if self.listener is not None:
-            self.listener(gates, block_index, layout.cu_seqlens)
+        if self.observer is not None:
+            self.observer(gates, block_index, metadata.cu_seqlens)
         return o
 
-    def _some_branches(
-        self, q: Tensor, gates: Tensor, pairs: dict[str, tuple[Tensor, Tensor]], layout: Layout
+    def _attend_subset(
+        self, q: Tensor, gates: Tensor, kv: BranchKV, cu_seqlens: Tensor | None
     ) -> Tensor:
-        """One branch after the other; there is nothing to fuse, and nobody listens."""
-        common: dict[str, Any] = {"cu_seqlens": layout.cu_seqlens, "backend": self.backend}
-        found: dict[str, Tensor] = {}
-        if "cmp" in pairs:
+        """One op per branch, unfused and unobserved."""
+        common: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": self.backend}
+        outputs: dict[str, Tensor] = {}
+        if "cmp" in kv:
             with torch.set_grad_enabled(torch.is_grad_enabled() and "cmp" in self.branches):
-                found["cmp"], lse = compressed_attention(q, *pairs["cmp"], self.spec, **common)
-        if "sel" in pairs:
-            chosen = select_blocks(q, pairs["cmp"][0], lse, self.spec, **common)
-            found["sel"] = selected_attention(q, *pairs["sel"], chosen, self.spec, **common)
-        if "win" in pairs:
-            found["win"] = window_attention(q, *pairs["win"], self.spec.window, **common)
+                outputs["cmp"], lse = compressed_attention(q, *kv["cmp"], self.spec, **common)
+        if "sel" in kv:
+            block_index = select_blocks(q, kv["cmp"][0], lse, self.spec, **common)
+            outputs["sel"] = selected_attention(q, *kv["sel"], block_index, self.spec, **common)
+        if "win" in kv:
+            outputs["win"] = window_attention(q, *kv["win"], self.spec.window, **common)
         weights = zip(self.branches, gates.unbind(-1), strict=True)
-        return torch.stack([gate[..., None] * found[name] for name, gate in weights]).sum(0)
+        return torch.stack([gate[..., None] * outputs[name] for name, gate in weights]).sum(0)
 
-    def _of_branches(self, x: Tensor) -> dict[str, Tensor]:
-        """A projection [B, T, copies, K, size] for each branch, the same where they share it."""
-        each = [x[:, :, 0]] * len(self.branches) if x.shape[2] == 1 else x.unbind(2)
-        return dict(zip(self.branches, each, strict=True))
+    def _by_branch(self, x: Tensor) -> dict[str, Tensor]:
+        """Split a projection [B, T, copies, K, D] by branch; a single copy serves all."""
+        copies = [x[:, :, 0]] * len(self.branches) if x.shape[2] == 1 else x.unbind(2)
+        return dict(zip(self.branches, copies, strict=True))
 
 
 class DenseAttention(nn.Module):
-    """Plain causal attention over the whole past."""
+    """Plain causal attention over all previous tokens."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -157,30 +157,33 @@ class DenseAttention(nn.Module):
         self.v = nn.Linear(config.width, self.kv_heads * self.value_dim, bias=False)
         self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
 
-    def forward(self, x: Tensor, layout: Layout, attend: Attend | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, metadata: AttentionMetadata, cached: CachedAttention | None = None
+    ) -> Tensor:
         """[B, T, width] to [B, T, width]."""
-        if attend is not None:
-            return attend(self, x, layout)
-        o = self.attend(*self.project(x, layout), layout)
-        return self.o(layout.to_tokens(o).flatten(-2))
+        if cached is not None:
+            return cached(self, x, metadata)
+        o = self.attend(*self.project(x, metadata), metadata)
+        return self.o(metadata.heads_to_tokens(o).flatten(-2))
 
-    def project(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """Turned queries and keys, and values."""
-        q, k, v = layout.to_heads(
+    def project(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values."""
+        q, k, v = metadata.tokens_to_heads(
             self.q(x).unflatten(-1, (1, self.heads, self.key_dim)),
             self.k(x).unflatten(-1, (1, self.kv_heads, self.key_dim)),
             self.v(x).unflatten(-1, (1, self.kv_heads, self.value_dim)),
         )
-        return layout.rotary.turn(q[:, :, 0]), layout.rotary.turn(k[:, :, 0]), v[:, :, 0]
+        q, k = (apply_rotary(part[:, :, 0], metadata.rotary) for part in (q, k))
+        return q, k, v[:, :, 0]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """Each document alone: [B, T, Hq, Dv]."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Causal attention within each document, [B, T, Hq, Dv]."""
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        parts = [
+        outputs = [
             F.scaled_dot_product_attention(
                 q[:, :, doc], k[:, :, doc], v[:, :, doc], is_causal=True, enable_gqa=True
             )
-            for doc in document_slices(q.shape[2], layout.cu_seqlens)
+            for doc in document_slices(q.shape[2], metadata.cu_seqlens)
             if doc.stop > doc.start
         ]
-        return torch.cat(parts, 2).transpose(1, 2)
+        return torch.cat(outputs, 2).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""φ: one key (or value) for each compressed block of `l` positions."""
+"""Compressor φ: maps the `l` keys (or values) of each compressed block to one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,40 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nsa.model.layout import Layout, Rotary
+from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.rotary import Rotary, apply_rotary
+
+
+class Compressor(nn.Module):
+    """Base of all φ. A subclass maps blocks; `rotate_first` sets which keys its blocks hold."""
+
+    rotate_first = True  # False: pre-RoPE keys, for a φ that applies RoPE to its result
+
+    def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
+        """Pre-RoPE keys and values [B, T, K, D] to compressed ones [B, N, K, D]."""
+        assert metadata.block_tokens is not None
+        assert metadata.block_rotary is not None
+        if self.rotate_first:
+            k = apply_rotary(k, metadata.rotary)
+        blocks = metadata.block_tokens
+        return self.compress_blocks(k[:, blocks], v[:, blocks], metadata.block_rotary)
+
+    def compress_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
+        """Blocks [B, N, l, K, D] to [B, N, K, D]; `last` is RoPE at each block's last position."""
+        raise NotImplementedError
+
+
+class MeanCompressor(Compressor):
+    """The mean of rotated keys and of values; no parameters."""
+
+    def compress_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
+        return k.mean(2), v.mean(2)
 
 
 class MLPCompressor(nn.Module):
-    """Learned intra-block positions added to a block's vectors, then a two-layer MLP.
+    """Learned intra-block position embeddings added to a block's vectors, then a two-layer MLP.
 
-    The hidden layer is what lets the positions matter: a linear φ would turn them into one
-    constant.
+    A linear φ would reduce the position embeddings to one constant; the hidden layer does not.
     """
 
     def __init__(self, block_len: int, size: int, hidden: int) -> None:
@@ -27,35 +53,15 @@ class MLPCompressor(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class MeanCompressor(nn.Module):
-    """The mean of rotated keys and of values; nothing to learn."""
+class MLPKeyValueCompressor(Compressor):
+    """One MLP for pre-RoPE keys, whose result is rotated, and one for values."""
 
-    def forward(self, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """[B, T, K, D] to [B, N, K, D]."""
-        assert layout.blocks is not None
-        assert layout.block_rotary is not None
-        turned = layout.rotary.turn(k)
-        return self.of_blocks(turned[:, layout.blocks], v[:, layout.blocks], layout.block_rotary)
-
-    def of_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
-        """Blocks [B, N, l, K, D], of keys that are turned; `last` is not looked at."""
-        return k.mean(2), v.mean(2)
-
-
-class MLPKeyValueCompressor(nn.Module):
-    """An MLP φ for keys, rotated afterwards at the block's last position, and one for values."""
+    rotate_first = False
 
     def __init__(self, block_len: int, key_size: int, value_size: int, hidden: int) -> None:
         super().__init__()
         self.key = MLPCompressor(block_len, key_size, hidden)
         self.value = MLPCompressor(block_len, value_size, hidden)
 
-    def forward(self, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """[B, T, K, D] to [B, N, K, D]."""
-        assert layout.blocks is not None
-        assert layout.block_rotary is not None
-        return self.of_blocks(k[:, layout.blocks], v[:, layout.blocks], layout.block_rotary)
-
-    def of_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
-        """Blocks [B, N, l, K, D], of keys that are not turned yet; `last` turns each one's sum."""
-        return last.turn(self.key(k)), self.value(v)
+    def compress_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
+        return apply_rotary(self.key(k), last), self.value(v)

@@ -1,4 +1,4 @@
-"""The shape of the model. The defaults are M7C: 12 layers, width 768, 12 query and 2 KV heads."""
+"""Model configuration. The defaults are M7C: 12 layers, width 768, 12 query and 2 KV heads."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from nsa.spec import NSASpec
 
 ATTENTION_KINDS = ("nsa", "dense")
 COMPRESSORS = ("mean", "mlp")
-SUBSETS = tuple("+".join(some) for count in (3, 2, 1) for some in combinations(BRANCHES, count))
+SUBSETS = tuple("+".join(names) for count in (3, 2, 1) for names in combinations(BRANCHES, count))
 ACTIVATION_CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "selective")
 
 
 @dataclass
 class AttentionConfig:
-    """What kind of attention every layer has."""
+    """The attention of every layer."""
 
     kind: str = "nsa"  # "nsa", or "dense": plain causal attention, the twin to measure against
     compressor: str = "mean"  # φ: "mean", or "mlp" with learned intra-block positions
     compressor_hidden: int | None = None  # width of the mlp φ's hidden layer; None: head_dim
-    branches: str = "cmp+sel+win"  # "win", "cmp+sel" …: fewer, to see what each is good for
+    branches: str = "cmp+sel+win"  # "win", "cmp+sel" …: fewer branches, for ablations
     shared_kv: bool = False  # one key/value projection for all branches
     spec: NSASpec = field(default_factory=NSASpec)  # the sparse pattern
-    backend: str = "auto"  # who computes it: "auto", "triton", "blockwise" or "reference"
+    backend: str = "auto"  # of the ops: "auto", "triton", "blockwise" or "reference"
 
     @property
     def branch_names(self) -> tuple[str, ...]:
-        """The branches that there are, in their order."""
         return tuple(self.branches.split("+"))
 
     def check_branches(self) -> None:
-        """Raise where a name is unknown, or parameters would be left without a gradient."""
+        """Refuse unknown names, and parameters that would get no gradient."""
         if self.branches not in SUBSETS:
             raise ValueError(
                 f"model.attention.branches = {self.branches!r}: choose one of {', '.join(SUBSETS)}"
@@ -66,10 +65,11 @@ class ModelConfig:
     )
 
     def validate(self) -> None:
-        """Raise a ValueError that names the first setting that cannot work."""
+        """Raise a ValueError that names the first invalid setting."""
+        attention = self.attention
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(f"model.{name} = {value!r}: must be a whole number, 1 or more")
         if self.heads % self.kv_heads:
             raise ValueError(
@@ -77,10 +77,10 @@ class ModelConfig:
                 f"{self.kv_heads}; every KV head must serve the same number of query heads"
             )
         if self.head_dim % 2:
-            raise ValueError(f"model.head_dim = {self.head_dim}: RoPE turns pairs; make it even")
+            raise ValueError(f"model.head_dim = {self.head_dim}: RoPE rotates pairs; make it even")
         for name, value in (
             ("value_dim", self.value_dim),
-            ("attention.compressor_hidden", self.attention.compressor_hidden),
+            ("attention.compressor_hidden", attention.compressor_hidden),
         ):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(
@@ -91,15 +91,11 @@ class ModelConfig:
             if not isinstance(value, int | float) or value <= 0:
                 raise ValueError(f"model.{name} = {value!r}: must be a number above 0")
         for name, value, allowed in (
-            ("attention.kind", self.attention.kind, ATTENTION_KINDS),
-            ("attention.compressor", self.attention.compressor, COMPRESSORS),
-            ("attention.backend", self.attention.backend, BACKENDS),
-            (
-                "activation_checkpointing",
-                self.activation_checkpointing,
-                ACTIVATION_CHECKPOINTING,
-            ),
+            ("attention.kind", attention.kind, ATTENTION_KINDS),
+            ("attention.compressor", attention.compressor, COMPRESSORS),
+            ("attention.backend", attention.backend, BACKENDS),
+            ("activation_checkpointing", self.activation_checkpointing, ACTIVATION_CHECKPOINTING),
         ):
             if value not in allowed:
                 raise ValueError(f"model.{name} = {value!r}: choose one of {', '.join(allowed)}")
-        self.attention.check_branches()
+        attention.check_branches()

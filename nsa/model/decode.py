@@ -1,7 +1,7 @@
-"""Tokens one after the other: a prompt by the parallel forward pass, then a step for each token.
+"""Decoding with a KV cache: a parallel prefill, then one step per token, and text generation.
 
-Training uses nothing of this. What a step computes is what the parallel forward pass computes for
-the last position, from what the cache keeps.
+Training imports none of this. A step computes what the parallel forward pass computes for the last
+position.
 """
 
 from __future__ import annotations
@@ -15,92 +15,79 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.model.attention import DenseAttention, NSAttention
-from nsa.model.cache import KVCache, LayerCache, Places
+from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.cache import Buffer, KVCache, LayerCache, Slots
 from nsa.model.language_model import LanguageModel
-from nsa.model.layout import Layout, Rotary
+from nsa.model.rotary import Rotary, apply_rotary
 from nsa.ops.decode import decode_attention
 
-Attention = NSAttention | DenseAttention
-AttendWith = Callable[[LayerCache, Attention, Tensor, Layout], Tensor]
+Layer = NSAttention | DenseAttention
+Prompts = Sequence[Tensor] | Tensor
+K_ALL, V_ALL = Buffer("k", "all"), Buffer("v", "all")  # dense attention
 
 
-@torch.no_grad()
 def prefill(
     model: LanguageModel,
-    prompts: Sequence[Tensor] | Tensor,
+    prompts: Prompts,
     lengths: Sequence[int] | Tensor | None = None,
     *,
-    room: int = 0,
+    reserve: int = 0,
 ) -> tuple[Tensor, KVCache]:
-    """The logits [B, V] after each prompt, and the cache to go on from.
+    """Return the logits [B, V] after each prompt, and the cache to continue from.
 
-    Prompts are 1-dim and of any length from 1 up; or they are the rows of one tensor [B, T], of
-    which the first `lengths` tokens count. They are packed as documents, and nothing is padded.
-    The cache has `room` for so many tokens more before it has to grow.
+    Prompts are 1-dim, each with one token or more; or rows of a tensor [B, T], of which the first
+    `lengths` tokens count. They are packed as documents without padding. The cache has capacity
+    for `reserve` further tokens.
     """
-    states, cache = prefill_states(model, prompts, lengths, room=room)
+    if lengths is not None:
+        prompts = _truncated(prompts, lengths)
+    states, cache = prefill_states(model, prompts, reserve=reserve)
     return _head(model, states[cache.lengths.cumsum(0) - 1]), cache
 
 
 @torch.no_grad()
 def prefill_states(
-    model: LanguageModel,
-    prompts: Sequence[Tensor] | Tensor,
-    lengths: Sequence[int] | Tensor | None = None,
-    *,
-    room: int = 0,
+    model: LanguageModel, prompts: Prompts, *, reserve: int = 0
 ) -> tuple[Tensor, KVCache]:
-    """As `prefill`, but what the head reads of every token: [tokens of all prompts, width]."""
-    rows = _rows(model, prompts, lengths)
+    """As `prefill`, but return the final hidden states [tokens of all prompts, width]."""
+    rows = _checked(model, prompts)
     counts = [len(row) for row in rows]
-    ends = torch.tensor(counts).cumsum(0)
     config, device = model.config, model.embed.weight.device
-    layout = Layout.of(
-        sum(counts),
-        F.pad(ends, (1, 0)).to(device, torch.int32),
-        config.attention.spec if config.attention.kind == "nsa" else None,
-        config.head_dim,
-        config.rope_theta,
-        device,
-    )
+    cu_seqlens = F.pad(torch.tensor(counts).cumsum(0), (1, 0)).to(device, torch.int32)
+    metadata = AttentionMetadata.build(config, sum(counts), cu_seqlens, device)
     cache = KVCache(config, len(rows), dtype=model.embed.weight.dtype, device=device)
-    where = cache.start(counts, room)
-    attend = partial(_attend_and_keep, where)
-    return _through(model, torch.cat(rows), cache, layout, attend), cache
+    attention = partial(_prefill_attention, cache.start(counts, reserve))
+    return _run_blocks(model, torch.cat(rows), cache, metadata, attention), cache
 
 
-@torch.no_grad()
 def step(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
-    """The logits [B, V] after one token more of each sequence, which the cache takes in."""
+    """Append one token [B] to each sequence; return the logits [B, V] after it."""
     return _head(model, step_states(model, tokens, cache))
 
 
 @torch.no_grad()
 def step_states(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
-    """As `step`, but what the head reads: [B, width]."""
-    _check_cache(model, cache, tokens)
-    config = model.config
-    position = cache.lengths.clone()
+    """As `step`, but return the final hidden states [B, width]."""
+    _check_step(model, cache, tokens)
+    rotary = Rotary.at(cache.lengths, model.config.head_dim, model.config.rope_theta)
     cache.advance()
-    layout = Layout(None, Rotary.at(position, config.head_dim, config.rope_theta), None, None)
-    return _through(model, tokens, cache, layout, partial(_attend_one, cache))
+    metadata = AttentionMetadata(None, rotary)
+    return _run_blocks(model, tokens, cache, metadata, partial(_step_attention, cache))
 
 
-@torch.no_grad()
 def extend(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
-    """The logits [B, T, V] after each of several tokens [B, T] more, one step after the other."""
+    """Append several tokens [B, T], one step each; return the logits [B, T, V] after them."""
     return _head(model, extend_states(model, tokens, cache))
 
 
-@torch.no_grad()
 def extend_states(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
-    """As `extend`, but what the head reads: [B, T, width]."""
+    """As `extend`, but return the final hidden states [B, T, width]."""
     return torch.stack([step_states(model, column, cache) for column in tokens.unbind(1)], 1)
 
 
 def generate(
     model: LanguageModel,
-    prompts: Sequence[Tensor] | Tensor,
+    prompts: Prompts,
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -108,235 +95,238 @@ def generate(
     seed: int | Sequence[int] = 0,
     stop: int | None = None,
 ) -> Iterator[Tensor]:
-    """The next token of each sequence, [B] on the model's device, again and again.
+    """Yield the next token of each sequence, [B] on the model's device, until all have ended.
 
-    A sequence ends after `stop`; from then on its token is -1, and once all have ended there are no
-    more. Temperature 0 takes the likeliest token, and top_p below 1 draws from the fewest that
-    have that probability together. What a sequence draws depends on its `seed` (one for all, or one
-    each) and its prompt, and on nothing that is beside it in the batch.
+    A sequence ends after the token `stop` and yields -1 from then on. Temperature 0 is greedy;
+    `top_p` is nucleus sampling. A sequence's samples depend on its `seed` (one for all, or one
+    each) and its prompt only, not on the rest of the batch.
     """
-    rows = _rows(model, prompts, None)
+    rows = _checked(model, prompts)
     check_sampling(max_new_tokens, temperature, top_p)
     if stop is not None and not 0 <= stop < model.config.vocab_size:
         raise ValueError(f"stop = {stop}: this model's ids are 0 to {model.config.vocab_size - 1}")
     seeds = [seed] * len(rows) if isinstance(seed, int) else list(seed)
     if len(seeds) != len(rows):
         raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} prompts")
-    return _generate(model, rows, seeds, max_new_tokens, temperature, top_p, stop)
-
-
-def _generate(
-    model: LanguageModel,
-    rows: list[Tensor],
-    seeds: list[int],
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    stop: int | None,
-) -> Iterator[Tensor]:
-    # By its text, so that two prompts of a batch do not draw alike.
+    # Seeding with the prompt too keeps the prompts of a batch from sampling alike.
     draws = [random.Random(f"{seed} {row.tolist()}") for seed, row in zip(seeds, rows, strict=True)]
-    # No more than growing would take, and none of it where few tokens are asked for.
-    room = min(max_new_tokens, max(len(row) for row in rows))
-    logits, cache = prefill(model, rows, room=room)
-    ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
-    for left in range(max_new_tokens, 0, -1):
+
+    def next_token(logits: Tensor) -> Tensor:
         if temperature == 0:
-            tokens = logits.argmax(-1)
-        else:
-            uniform = torch.tensor([draw.random() for draw in draws], dtype=torch.float64)
-            tokens = sample(logits, uniform.to(logits.device), temperature, top_p)
-        yield torch.where(ended, -1, tokens)
-        if stop is not None:
-            ended = ended | (tokens == stop)
-            if bool(ended.all()):
-                return
-        if left > 1:
-            logits = step(model, tokens, cache)
+            return logits.argmax(-1)
+        uniform = torch.tensor([draw.random() for draw in draws], dtype=torch.float64)
+        return sample(logits, uniform.to(logits.device), temperature, top_p)
+
+    def decode() -> Iterator[Tensor]:
+        # No more than doubling would add, and no more than needed.
+        reserve = min(max_new_tokens, max(len(row) for row in rows))
+        logits, cache = prefill(model, rows, reserve=reserve)
+        ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
+        for left in range(max_new_tokens, 0, -1):
+            tokens = next_token(logits)
+            yield torch.where(ended, -1, tokens)
+            if stop is not None:
+                ended = ended | (tokens == stop)
+                if bool(ended.all()):
+                    return
+            if left > 1:
+                logits = step(model, tokens, cache)
+
+    return decode()  # a generator of its own, so that invalid arguments raise at once
 
 
 def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float) -> Tensor:
-    """A token for each row of logits [B, V]: where its number in [0, 1) falls, likeliest first."""
-    ahead = logits.double() - logits.amax(-1, keepdim=True)  # else a low temperature overflows
-    p, order = (ahead / temperature).softmax(-1).sort(stable=True, dim=-1, descending=True)
-    reached = p.cumsum(-1)
-    # The token that reaches top_p is the last.
-    allowed = (F.pad(reached[:, :-1], (1, 0)) < top_p).sum(-1, keepdim=True)
-    total = reached.gather(-1, allowed - 1)
-    drawn = torch.searchsorted(reached, uniform[:, None] * total, right=True)
-    return order.gather(-1, torch.minimum(drawn, allowed - 1))[:, 0]
+    """Sample a token per row of logits [B, V] by inverse CDF, most likely tokens first.
+
+    `uniform` [B] holds each row's random number in [0, 1).
+    """
+    shifted = logits.double() - logits.amax(-1, keepdim=True)  # no overflow at a low temperature
+    p, order = (shifted / temperature).softmax(-1).sort(stable=True, dim=-1, descending=True)
+    cdf = p.cumsum(-1)
+    # The nucleus includes the token at which the sum reaches top_p.
+    nucleus = (F.pad(cdf[:, :-1], (1, 0)) < top_p).sum(-1, keepdim=True)
+    total = cdf.gather(-1, nucleus - 1)
+    index = torch.searchsorted(cdf, uniform[:, None] * total, right=True)
+    return order.gather(-1, torch.minimum(index, nucleus - 1))[:, 0]
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
-    """Refuse what no text can be drawn with."""
+    """Raise a ValueError for settings that cannot generate text."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens = {max_new_tokens}: must be 1 or more")
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature = {temperature}: must be 0 (the likeliest token) or more")
+        raise ValueError(f"temperature = {temperature}: must be 0 (greedy) or more")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p = {top_p}: must be above 0 and at most 1")
 
 
-def _through(
-    model: LanguageModel, tokens: Tensor, cache: KVCache, layout: Layout, attend: AttendWith
-) -> Tensor:
-    """A row of tokens, each at its position in `layout`, [T] to what the head reads [T, width].
-
-    Blocks and their attention are called as in training: what was hung on them counts here too.
-    """
-    x = model.embed(tokens)[None]
-    for block, kept in zip(model.blocks, cache.layers, strict=True):
-        x = block(x, layout=layout, attend=partial(attend, kept))
-    return model.norm(x)[0]
-
-
+@torch.no_grad()
 def _head(model: LanguageModel, states: Tensor) -> Tensor:
     return F.linear(states, model.embed.weight)
 
 
-def _attend_and_keep(
-    where: Places, kept: LayerCache, layer: Attention, x: Tensor, layout: Layout
+def _run_blocks(
+    model: LanguageModel,
+    tokens: Tensor,
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    attention: Callable[[LayerCache, Layer, Tensor, AttentionMetadata], Tensor],
 ) -> Tensor:
-    """The parallel forward pass of a layer, of which the cache keeps keys and values."""
+    """Tokens [T] to final hidden states [T, width].
+
+    Calls the blocks and their attention as training does, so module hooks run here too.
+    """
+    x = model.embed(tokens)[None]
+    for block, layer_cache in zip(model.blocks, cache.layers, strict=True):
+        x = block(x, metadata, partial(attention, layer_cache))
+    return model.norm(x)[0]
+
+
+def _prefill_attention(
+    slots: Slots, cache: LayerCache, layer: Layer, x: Tensor, metadata: AttentionMetadata
+) -> Tensor:
+    """A layer's parallel attention; stores its keys and values in the cache."""
     if isinstance(layer, DenseAttention):
-        q, k, v = layer.project(x, layout)
-        kept.fill({"k of all": k, "v of all": v}, where)
-        o = layer.attend(q, k, v, layout)
+        q, k, v = layer.project(x, metadata)
+        cache.fill({K_ALL: k, V_ALL: v}, slots)
+        o = layer.attend(q, k, v, metadata)
     else:
-        q, gates, keys, values = layer.project(x, layout)
-        pairs = layer.attended_to(keys, values, layout)
-        kept.fill(_tokens(kept, keys, values, layout.rotary), where)
-        kept.fill(dict(zip(kept.plan.blocks, pairs.get("cmp", ()), strict=False)), where)
-        o = layer.attend(q, gates, pairs, layout)
+        q, gates, keys, values = layer.project(x, metadata)
+        kv = layer.branch_kv(keys, values, metadata)
+        cache.fill(_token_entries(cache, keys, values, metadata.rotary), slots)
+        cache.fill(_block_entries(cache, kv.get("cmp", ())), slots)
+        o = layer.attend(q, gates, kv, metadata)
     return layer.o(o.flatten(-2))
 
 
-def _attend_one(
-    cache: KVCache, kept: LayerCache, layer: Attention, x: Tensor, layout: Layout
+def _step_attention(
+    cache: KVCache,
+    layer_cache: LayerCache,
+    layer: Layer,
+    x: Tensor,
+    metadata: AttentionMetadata,
 ) -> Tensor:
-    """A layer's output for the newest token of each sequence, which the cache takes in first."""
-    lengths = cache.lengths
+    """A layer's attention for the newest token of each sequence, stored in the cache first."""
+    lengths, rotary = cache.lengths, metadata.rotary
     if isinstance(layer, DenseAttention):
-        q, k, v = layer.project(x, layout)
-        kept.append({"k of all": k[0], "v of all": v[0]}, lengths - 1)
-        o = _dense(q[0], kept, cache)
-    else:
-        q, gates, keys, values = layer.project(x, layout)
-        new = _tokens(kept, keys, values, layout.rotary)
-        kept.append({name: x[0] for name, x in new.items()}, lengths - 1)
-        spec = layer.spec
-        if kept.plan.blocks and cache.completes_a_block:
-            _compress(layer, kept, lengths, layout.rotary)
-        complete = spec.compressed_len(cache.longest)
-        k_cmp, v_cmp = (
-            None if x is None else x[:, :complete] for x in map(kept.read, ("k_cmp", "v_cmp"))
-        )
-        o = decode_attention(
-            q[0],
-            k_cmp,
-            v_cmp,
-            kept.read("k_sel"),
-            kept.read("v_sel"),
-            kept.read("k_win"),
-            kept.read("v_win"),
-            gates[0],
-            lengths,
-            spec,
-            branches=layer.branches,
-            backend=layer.backend,
-        )
+        q, k, v = layer.project(x, metadata)
+        layer_cache.append({K_ALL: k, V_ALL: v}, lengths - 1)
+        return layer.o(_dense_attention(q[0], layer_cache, cache).flatten(-2))[None]
+    q, gates, keys, values = layer.project(x, metadata)
+    layer_cache.append(_token_entries(layer_cache, keys, values, rotary), lengths - 1)
+    if layer_cache.read("k_cmp") is not None and cache.completes_a_block:
+        _append_blocks(layer, layer_cache, lengths, rotary)
+    blocks = layer.spec.compressed_len(cache.longest)
+    k_cmp, v_cmp = (
+        None if buffer is None else buffer[:, :blocks]
+        for buffer in map(layer_cache.read, ("k_cmp", "v_cmp"))
+    )
+    o = decode_attention(
+        q[0],
+        k_cmp,
+        v_cmp,
+        layer_cache.read("k_sel"),
+        layer_cache.read("v_sel"),
+        layer_cache.read("k_win"),
+        layer_cache.read("v_win"),
+        gates[0],
+        lengths,
+        layer.spec,
+        branches=layer.branches,
+        backend=layer.backend,
+    )
     return layer.o(o.flatten(-2))[None]
 
 
-def _tokens(
-    kept: LayerCache, keys: dict[str, Tensor], values: dict[str, Tensor], rotary: Rotary
-) -> dict[str, Tensor]:
-    """What goes into the buffers that have an entry for each token."""
+def _token_entries(
+    cache: LayerCache, keys: dict[str, Tensor], values: dict[str, Tensor], rotary: Rotary
+) -> dict[Buffer, Tensor]:
+    """What to store in each buffer that has one entry per token."""
     content = {}
-    for name, stream in kept.plan.streams.items():
-        if stream.kind == "v":
-            content[name] = values[stream.branch]
-        else:
-            key = keys[stream.branch]
-            content[name] = rotary.turn(key) if stream.turned else key
+    for buffer in cache.plan.buffers:
+        if buffer.entries == "pre_rope":
+            content[buffer] = keys[buffer.branch]
+        elif buffer.entries == "tokens" and buffer.kind == "k":
+            content[buffer] = apply_rotary(keys[buffer.branch], rotary)
+        elif buffer.entries == "tokens":
+            content[buffer] = values[buffer.branch]
     return content
 
 
-def _compress(layer: NSAttention, kept: LayerCache, lengths: Tensor, rotary: Rotary) -> None:
-    """Append the block that ends with the newest token, to sequences where one does."""
+def _block_entries(cache: LayerCache, compressed: Sequence[Tensor]) -> dict[Buffer, Tensor]:
+    """Compressed keys and values by buffer; without a compressed branch only keys are stored."""
+    buffers = [buffer for buffer in cache.plan.buffers if buffer.entries == "blocks"]
+    return dict(zip(buffers, compressed, strict=False))
+
+
+def _append_blocks(layer: NSAttention, cache: LayerCache, lengths: Tensor, rotary: Rotary) -> None:
+    """Compress and store the block that ends with the newest token, in sequences that have one."""
     length, stride = layer.spec.block_len, layer.spec.block_stride
-    k, v = (kept.last(kind, lengths, length)[None] for kind in "kv")
-    new = layer.compress.of_blocks(k, v, rotary)
-    past = lengths - length
-    due = (past >= 0) & (past % stride == 0)
-    block = torch.div(past, stride, rounding_mode="floor")
-    content = {name: x[0] for name, x in zip(kept.plan.blocks, new, strict=False)}
-    kept.complete(content, block, due)
+    k, v = (cache.last(kind, lengths, length)[None] for kind in "kv")
+    content = _block_entries(cache, layer.compress.compress_blocks(k, v, rotary))
+    start = lengths - length
+    block = torch.div(start, stride, rounding_mode="floor")
+    cache.append_blocks(content, block, complete=(start >= 0) & (start % stride == 0))
 
 
-def _dense(q: Tensor, kept: LayerCache, cache: KVCache) -> Tensor:
+def _dense_attention(q: Tensor, layer_cache: LayerCache, cache: KVCache) -> Tensor:
     """Plain attention of one token [B, Hq, Dk] over all tokens of its sequence: [B, Hq, Dv]."""
-    k, v = (kept.buffers[name][:, : cache.longest] for name in ("k of all", "v of all"))
-    seen = None  # the fastest kernels take no mask
+    k, v = (layer_cache.buffers[key][:, : cache.longest] for key in (K_ALL, V_ALL))
+    mask = None  # the fastest kernels take no mask
     if min(cache.host_lengths) < cache.longest:
-        seen = torch.arange(cache.longest, device=cache.device) < cache.lengths[:, None]
-        seen = seen[:, None, None]
-    # A group's heads are the rows of one query, so that no key is repeated for each of them.
+        mask = torch.arange(cache.longest, device=cache.device) < cache.lengths[:, None]
+        mask = mask[:, None, None]
+    # A group's query heads become rows of one query, so keys need not be repeated.
     q_BKGD = q.unflatten(1, (k.shape[2], -1))
-    o = F.scaled_dot_product_attention(q_BKGD, k.transpose(1, 2), v.transpose(1, 2), seen)
+    o = F.scaled_dot_product_attention(q_BKGD, k.transpose(1, 2), v.transpose(1, 2), mask)
     return o.flatten(1, 2)
 
 
-def _rows(
-    model: LanguageModel,
-    prompts: Sequence[Tensor] | Tensor,
-    lengths: Sequence[int] | Tensor | None,
-) -> list[Tensor]:
-    """The tokens of each prompt, on the model's device; what cannot be a prompt is refused."""
+def _truncated(prompts: Prompts, lengths: Sequence[int] | Tensor) -> list[Tensor]:
+    counts = [int(length) for length in lengths]
+    if len(counts) != len(prompts):
+        raise ValueError(f"lengths has {len(counts)} entries for {len(prompts)} prompts")
+    for number, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+        if count > len(prompt):
+            raise ValueError(f"lengths[{number}] = {count}: the prompt has {len(prompt)} tokens")
+    return [prompt[:count] for prompt, count in zip(prompts, counts, strict=True)]
+
+
+def _checked(model: LanguageModel, prompts: Prompts) -> list[Tensor]:
+    """Return the prompts on the model's device, or raise a ValueError."""
     if model.sequence is not None:
-        raise ValueError("this model has a part of each sequence; decode with one that has all")
-    if lengths is not None:
-        counts = [int(length) for length in lengths]
-        if len(counts) != len(prompts):
-            raise ValueError(f"lengths has {len(counts)} entries for {len(prompts)} prompts")
-        for number, count in enumerate(counts):
-            if count > len(prompts[number]):
-                raise ValueError(
-                    f"lengths[{number}] = {count}: the prompt has {len(prompts[number])} tokens"
-                )
-        prompts = [prompt[:count] for prompt, count in zip(prompts, counts, strict=True)]
+        raise ValueError("this model's ranks split each sequence; decode with an unsplit model")
     if len(prompts) == 0:
-        raise ValueError("prompts has none; give one or more")
+        raise ValueError("prompts is empty; give one or more")
     rows = [prompt.to(model.embed.weight.device) for prompt in prompts]
     for number, row in enumerate(rows):
         if row.dim() != 1 or len(row) == 0 or row.is_floating_point():
             raise ValueError(
-                f"prompts[{number}] is {row.dtype} {tuple(row.shape)}; it must be ids [T], with "
-                "one or more of them"
+                f"prompts[{number}] is {row.dtype} {tuple(row.shape)}; it must be ids [T], T >= 1"
             )
     _check_ids(model, torch.cat(rows), "prompts")
     return rows
 
 
 def _check_ids(model: LanguageModel, ids: Tensor, name: str) -> None:
-    vocabulary = model.config.vocab_size
-    least, most = (int(end) for end in ids.aminmax())
-    if least < 0 or most >= vocabulary:
-        wrong = least if least < 0 else most
-        raise ValueError(f"{name} has the id {wrong}; this model's are 0 to {vocabulary - 1}")
+    last = model.config.vocab_size - 1
+    lowest, highest = (int(end) for end in ids.aminmax())
+    if lowest < 0 or highest > last:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"{name} has the id {wrong}; this model's ids are 0 to {last}")
 
 
-def _check_cache(model: LanguageModel, cache: KVCache, tokens: Tensor) -> None:
+def _check_step(model: LanguageModel, cache: KVCache, tokens: Tensor) -> None:
     if tokens.shape != (cache.batch,) or tokens.is_floating_point():
         raise ValueError(
-            f"tokens is {tokens.dtype} {tuple(tokens.shape)}; the cache has {cache.batch} "
-            "sequences, and each takes one id"
+            f"tokens is {tokens.dtype} {tuple(tokens.shape)}; give one id for each of the cache's "
+            f"{cache.batch} sequences"
         )
     weight = model.embed.weight
     if cache.config != model.config or (cache.dtype, cache.device) != (weight.dtype, weight.device):
         raise ValueError(
             f"the cache is of another model ({cache.dtype} on {cache.device}, this one "
-            f"{weight.dtype} on {weight.device}); make one with prefill"
+            f"{weight.dtype} on {weight.device}); create one with prefill"
         )
-    if tokens.device.type == "cpu":  # elsewhere looking at them would wait for the device
+    if tokens.device.type == "cpu":  # elsewhere reading them would synchronize with the device
         _check_ids(model, tokens, "tokens")

@@ -1,4 +1,4 @@
-"""The model's shape as a configuration of Hugging Face's transformers."""
+"""Hugging Face configuration: `ModelConfig` as a transformers `PreTrainedConfig`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from transformers.configuration_utils import PreTrainedConfig
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
 
-# How a model is trained is not part of what it is.
+# config.json holds the shape of the model, not how it is trained.
 SHAPE = tuple(
     field.name for field in fields(ModelConfig) if field.name != "activation_checkpointing"
 )
 
 
 class NSAConfig(PreTrainedConfig):
-    """`ModelConfig`'s settings by their own names, with Hugging Face's as second names."""
+    """`ModelConfig`'s settings under their own names, with Hugging Face's names as aliases."""
 
     model_type: ClassVar[str] = "nsa"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -33,8 +33,8 @@ class NSAConfig(PreTrainedConfig):
 
     def __init__(
         self,
-        attention: dict[str, Any] | None = None,  # AttentionConfig's settings, and `spec` NSASpec's
-        max_position_embeddings: int = 2_048,  # tokens of a training sequence; it takes more
+        attention: dict[str, Any] | None = None,  # AttentionConfig's settings; `spec`: NSASpec's
+        max_position_embeddings: int = 2_048,  # training sequence length; longer inputs work
         tie_word_embeddings: bool = True,
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
@@ -55,36 +55,33 @@ class NSAConfig(PreTrainedConfig):
         self.pad_token_id = pad_token_id
         super().__init__(**kwargs)
         self.model_config().validate()
-        if self._auto_class is None:
-            _offer_model(type(self))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As transformers load it: kwargs go over what was saved, and `attention` part by part."""
+        """Load a saved configuration; kwargs override it, `attention` key by key."""
         given = kwargs.get("attention")
         if given is not None:
             saved = asdict(_attention(config_dict.get("attention") or {}))
-            given = _known(AttentionConfig, given, "attention")
-            spec = saved["spec"] | _known(NSASpec, given.get("spec") or {}, "attention.spec")
+            given = _check_names(AttentionConfig, given, "attention")
+            spec = saved["spec"] | (given.get("spec") or {})
             kwargs["attention"] = asdict(_attention({**saved, **given, "spec": spec}))
         loaded = super().from_dict(config_dict, **kwargs)
         config = loaded[0] if isinstance(loaded, tuple) else loaded
-        config.model_config().validate()  # they were set after __init__
+        config.model_config().validate()  # kwargs were applied after __init__
         return loaded
 
     @classmethod
     def of(cls, config: ModelConfig, **more: Any) -> NSAConfig:
-        """Of a model that was trained; where it is used, "auto" finds the backend."""
+        """From a trained model's configuration; the backend is reset to "auto"."""
         tree = asdict(replace(config, attention=replace(config.attention, backend="auto")))
         return cls(**{name: tree[name] for name in SHAPE}, **more)
 
     def model_config(self) -> ModelConfig:
-        """What `LanguageModel` takes."""
         shape = {name: getattr(self, name) for name in SHAPE if name != "attention"}
         return ModelConfig(**shape, attention=_attention(self.attention))
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is saved; where this package saves a model, no code lies beside it."""
+        """For config.json; the installed package saves no code, so no auto_map either."""
         tree = super().to_dict()
         if self._auto_class is None:
             tree.pop("auto_map", None)
@@ -92,31 +89,16 @@ class NSAConfig(PreTrainedConfig):
 
 
 def _attention(tree: dict[str, Any]) -> AttentionConfig:
-    tree = _known(AttentionConfig, tree, "attention")
-    spec = NSASpec(**_known(NSASpec, tree.get("spec") or {}, "attention.spec"))
+    tree = _check_names(AttentionConfig, tree, "attention")
+    spec = NSASpec(**_check_names(NSASpec, tree.get("spec") or {}, "attention.spec"))
     return AttentionConfig(**{**tree, "spec": spec})
 
 
-def _known(kind: type, tree: dict[str, Any], path: str) -> dict[str, Any]:
+def _check_names(kind: type, tree: dict[str, Any], path: str) -> dict[str, Any]:
     if not isinstance(tree, dict):
-        raise ValueError(f"{path} = {tree!r}: must be settings by their names, as a dict")
+        raise ValueError(f"{path} = {tree!r}: must be a dict of settings")
     names = [field.name for field in fields(kind)]
     for name in tree:
         if name not in names:
-            raise ValueError(
-                f"{path}.{name}: there is no such setting; choose of {', '.join(names)}"
-            )
+            raise ValueError(f"{path}.{name}: no such setting; choose one of {', '.join(names)}")
     return tree
-
-
-def _offer_model(config: type[NSAConfig]) -> None:
-    """Make AutoModelForCausalLM know the model as soon as there is a configuration of one.
-
-    Not before: with the model come seconds of transformers' imports. Code that came with weights is
-    registered by transformers itself, which sets `_auto_class`.
-    """
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
-    from nsa.model.hf import NSAForCausalLM
-
-    AutoModelForCausalLM.register(config, NSAForCausalLM, exist_ok=True)

@@ -8,26 +8,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nsa.constants import BRANCHES
+from nsa.model.activation_checkpointing import checkpoint_function
 from nsa.model.attention import NSAttention
+from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.block import Block
 from nsa.model.compressor import MLPCompressor
-from nsa.model.config import BRANCHES, ModelConfig
-from nsa.model.layout import Layout
+from nsa.model.config import ModelConfig
 from nsa.model.loss import linear_cross_entropy
-from nsa.model.segments import segment_runner
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.checks import check_documents
 
 
 class LanguageModel(nn.Module):
-    """Tokens to logits, or to a loss where labels are given.
+    """Tokens to logits, or to a loss if labels are given.
 
-    Embedding, final norm and head stay outside the checkpoint segments, and every other parameter
-    is in exactly one: that is what lets ZeRO-2 live with a reentrant backward pass. The forward
-    pass keeps no state, so running a segment again computes the same thing.
+    Embedding, final norm and head are outside the checkpoint segments, and every other parameter is
+    in exactly one: ZeRO-2 with a reentrant backward requires it. The forward pass keeps no state,
+    so recomputing a segment gives the same result.
 
-    Where ranks share a `sequence`, input_ids, labels and logits are this rank's part of each,
-    cu_seqlens is that of the whole, and the loss is the same mean on all of them.
+    With `sequence`, ranks split each sequence: input_ids, labels and logits are this rank's part,
+    cu_seqlens covers the full sequence, and the loss is the same mean on all ranks.
     """
 
     def __init__(self, config: ModelConfig, sequence: SequenceParallel | None = None) -> None:
@@ -35,22 +36,21 @@ class LanguageModel(nn.Module):
         config.validate()
         if sequence is not None and config.kv_heads % sequence.size:
             raise ValueError(
-                f"model.kv_heads = {config.kv_heads} cannot be divided over {sequence.size} ranks "
-                "that share a sequence: each attends with whole KV heads"
+                f"model.kv_heads = {config.kv_heads}: not divisible by the {sequence.size} ranks "
+                "that share a sequence; set train.sequence_parallel to a divisor"
             )
         self.config, self.sequence = config, sequence
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self._initialise()
+        self._initialize()
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Logits [B, T, V]; with `labels` [B, T] the mean loss over those that are not -100.
+        """Logits [B, T, V]; with `labels` [B, T] the mean loss over labels that are not -100, or 0.
 
-        labels[b, t] is the token that follows input_ids[b, t]: they are already shifted. Where
-        every label is -100 the loss is 0.
+        labels are already shifted: labels[b, t] is the token after input_ids[b, t].
         """
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(
@@ -65,37 +65,29 @@ class LanguageModel(nn.Module):
         )
 
     def hidden(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """What the head reads, [B, T, width]: all logits of a long text would not fit."""
-        config = self.config
+        """The head's input [B, T, width], for callers that cannot hold all logits."""
         if input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
         seq_len = input_ids.shape[1] * (1 if self.sequence is None else self.sequence.size)
         check_documents(cu_seqlens, input_ids[:, :1].expand(-1, seq_len), "input_ids")
-        layout = Layout.of(
-            seq_len,
-            cu_seqlens,
-            config.attention.spec if config.attention.kind == "nsa" else None,
-            config.head_dim,
-            config.rope_theta,
-            input_ids.device,
-            self.sequence,
+        metadata = AttentionMetadata.build(
+            self.config, seq_len, cu_seqlens, input_ids.device, self.sequence
         )
         x = self.embed(input_ids)
         recompute = torch.is_grad_enabled() and x.requires_grad
-        run = segment_runner(config.activation_checkpointing if recompute else "none")
+        run = checkpoint_function(self.config.activation_checkpointing if recompute else "none")
         for block in self.blocks:
-            x = run(partial(block, layout=layout), x)
+            x = run(partial(block, metadata=metadata), x)
         return self.norm(x)
 
     @torch.no_grad()
-    def _initialise(self) -> None:
-        """Weights at `init_std`, so that a sum over the width keeps the stream's scale near 1.
+    def _initialize(self) -> None:
+        """Initialize weights with std `init_std`, including the mlp φ's position embeddings.
 
-        Projections back into the stream are smaller by √(2·layers): that many of them add up.
-        Gates start at 0, so every branch has the weight ½ and none is favoured before it has
-        learned anything. The positions of an mlp φ start like embeddings.
+        Projections into the residual stream are scaled by 1/√(2·layers), the number of them that
+        add up. Gates start at 0: every branch has weight ½.
         """
-        std, back = self.config.init_std, (2 * self.config.layers) ** -0.5
+        std, residual_scale = self.config.init_std, (2 * self.config.layers) ** -0.5
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)
@@ -103,16 +95,13 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(module.position, std=std)
         for block in self.blocks:
             assert isinstance(block, Block)
-            block.attention.o.weight.mul_(back)
-            block.mlp.down.weight.mul_(back)
+            block.attention.o.weight.mul_(residual_scale)
+            block.mlp.down.weight.mul_(residual_scale)
             if isinstance(block.attention, NSAttention):
                 nn.init.zeros_(block.attention.gates.weight)
 
     def sparse_layers(self) -> dict[str, NSAttention]:
-        """The attention of each layer by name, for who watches it.
-
-        Empty for the dense twin, and where a branch is missing: there is no choice or mix to watch.
-        """
+        """The attention layers that an observer can record, by name: those with all branches."""
         return {
             name: module
             for name, module in self.named_modules()

@@ -1,20 +1,19 @@
-"""One sequence on several ranks, as DeepSpeed's Ulysses has it, around attention as it is.
+"""Sequence parallelism: several ranks split each sequence (Ulysses all-to-all around attention).
 
-    outside attention   a rank has 1/S of the tokens, and all heads of them
-    inside              it has all tokens, and 1/S of the heads
+    outside attention   a rank has 1/S of the tokens, and all their heads
+    inside              a rank has all tokens, and 1/S of the heads
 
-A KV head and its query heads are one rank's, with the whole sequence: compressed blocks, windows,
-selection and documents know nothing of where a rank's tokens end. Each rank computes the gradients
-of what it did; their sum over the ranks is that of one rank with everything.
+A KV head and its query heads are on one rank with the full sequence, so compressed blocks, windows,
+selection and documents are unaffected. Each rank computes the gradients of its part; they sum to
+those of a single rank.
 
-deepspeed.sequence.layer.DistributedAttention sends queries, keys and values one after the other,
-and knows neither gates nor keys of branches. Here all go in one exchange, by an operation that
-selective checkpointing can keep.
+deepspeed.sequence.layer.DistributedAttention exchanges queries, keys and values separately, and
+supports neither gates nor per-branch keys. Here one exchange sends all, by an op whose output
+selective checkpointing can save.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,46 +22,44 @@ from torch import Tensor
 
 
 class SequenceParallel:
-    """The ranks that share a sequence; `group`'s first rank has its first tokens."""
+    """The ranks that share a sequence; the group's first rank has its first tokens."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._group = group
         _groups[group.group_name] = group
 
-    def to_heads(self, *parts_BtCHD: Tensor) -> list[Tensor]:
+    def tokens_to_heads(self, *parts_BtCHD: Tensor) -> list[Tensor]:
         """[B, T/S, copies, heads, D] each to [B, T, copies, heads/S, D], in one exchange."""
-        mine = [part.unflatten(3, (self.size, -1)).movedim(3, 0) for part in parts_BtCHD]
-        packed = exchange(torch.cat([part.flatten(3) for part in mine], 3), self._group.group_name)
-        ends = [0]
-        for part in mine:
-            ends.append(ends[-1] + part[0, 0, 0].numel())
-        gathered = packed.transpose(0, 1).flatten(1, 2)
+        by_rank = [part.unflatten(3, (self.size, -1)).movedim(3, 0) for part in parts_BtCHD]
+        packed = torch.cat([part.flatten(3) for part in by_rank], 3)  # [S, B, T/S, all parts]
+        received = exchange(packed, self._group.group_name).transpose(0, 1).flatten(1, 2)
+        parts = received.split([part[0, 0, 0].numel() for part in by_rank], -1)
         return [
-            gathered[..., start:end].contiguous().unflatten(-1, part.shape[3:])
-            for part, (start, end) in zip(mine, pairwise(ends), strict=True)
+            part.contiguous().unflatten(-1, sent.shape[3:])
+            for part, sent in zip(parts, by_rank, strict=True)
         ]
 
-    def to_tokens(self, o_BTHD: Tensor) -> Tensor:
+    def heads_to_tokens(self, o_BTHD: Tensor) -> Tensor:
         """[B, T, heads/S, D] to [B, T/S, heads, D]."""
-        theirs = o_BTHD.unflatten(1, (self.size, -1)).transpose(0, 1)
-        return exchange(theirs, self._group.group_name).movedim(0, 2).flatten(2, 3)
+        by_rank = o_BTHD.unflatten(1, (self.size, -1)).transpose(0, 1)
+        return exchange(by_rank, self._group.group_name).movedim(0, 2).flatten(2, 3)
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
         """The sum of all ranks' `total`, 0-dim, over the sum of their `count`, or 0.
 
-        Its gradient is S times that of this rank's `total`, because ZeRO takes the mean of all
-        ranks' gradients where the ranks of a sequence would have to be summed.
+        Its gradient is S times that of this rank's `total`: ZeRO averages gradients over all ranks,
+        but those of a sequence's ranks must be summed.
         """
         return _Mean.apply(total, count, self._group, self.size)
 
 
-_groups: dict[str, dist.ProcessGroup] = {}  # by name: an operation takes no group
+_groups: dict[str, dist.ProcessGroup] = {}  # by name: an op takes no group
 
 
 @torch.library.custom_op("nsa::exchange", mutates_args=())
 def exchange(x: Tensor, group: str) -> Tensor:
-    """x[s] goes to rank s of the group; what comes back is by the rank that it came from."""
+    """All-to-all: x[s] goes to rank s of the group; the result is indexed by the sending rank."""
     x = x.contiguous()
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=_groups[group])

@@ -1,1 +1,1 @@
-"""Those who watch a run: TensorBoard, tables, heartbeats, health, verdicts, reports, watchdog."""
+"""Telemetry of a run: heartbeats, TensorBoard, CSV files, layer health, memory, stack dumps."""

@@ -1,4 +1,4 @@
-"""What is written down about a run, how often, and what is made of it."""
+"""Settings of telemetry, gates and the watchdog: `monitor`, `monitor.ladder`, `monitor.watch`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ ACTIONS = ("ignore", "warn", "halt")
 
 @dataclass
 class LadderConfig:
-    """The gates that a run passes, and the criteria of Go; 0 switches a criterion off."""
+    """Steps of the gates, and limits of their criteria; 0 switches a criterion off."""
 
-    sanity: int = 1  # steps after which the first gate stands
-    smoke: int = 300  # the second's; the loss has to fall by then
-    extended: int = 1_000  # the third's; memory has to be steady by then
-    min_tokens_per_s: float = 50.0  # all ranks, the median since the last gate
-    max_memory_gb: float = 60.0  # peak of any rank
-    max_memory_growth: float = 0.05  # of the peak, from the middle of the run to its end
-    max_step_spread: float = 2.0  # 90th percentile of a step's seconds, in medians
+    sanity: int = 1  # step of the first gate
+    smoke: int = 300  # step of the second gate; the loss must have fallen
+    extended: int = 1_000  # step of the third gate; peak memory must be steady
+    min_tokens_per_s: float = 50.0  # of all ranks, the median since the gate before
+    max_memory_gb: float = 60.0  # peak memory of any rank
+    max_memory_growth: float = 0.05  # growth of peak memory in the second half, a fraction
+    max_step_spread: float = 2.0  # p90 / median step time
     max_pause: float = 120.0  # seconds without a step, outside evaluation and saving
-    min_gpu_busy: float = 0.8  # mean share of the time, each rank
-    max_gpu_imbalance: float = 0.1  # difference between the busiest and the idlest rank
-    max_skipped: float = 0.01  # steps that were not applied, as a share
-    min_gate: float = 0.01  # mean gate of each branch, from the second gate on
-    require_fall: bool = True  # the loss at the second gate and later is below the first steps'
+    min_gpu_busy: float = 0.8  # mean GPU utilization of each rank, 0 to 1
+    max_gpu_imbalance: float = 0.1  # max - min GPU utilization over ranks
+    max_skipped: float = 0.01  # skipped steps, a fraction
+    min_gate: float = 0.01  # mean gate of each branch
+    require_fall: bool = True  # from the second gate on, the final loss must be below the initial
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""
@@ -39,18 +39,18 @@ class LadderConfig:
 
 @dataclass
 class WatchConfig:
-    """What `nsa watch` takes for a stall or a sickness; seconds, 0 switches a limit off."""
+    """Limits of `nsa watch` for hangs and unhealthy runs; seconds, 0 switches a limit off."""
 
-    setup: float = 1_800.0  # from the start to the first step, compiling included
-    data: float = 900.0  # waiting for a batch, beyond data.timeout's own end
+    setup: float = 1_800.0  # from the start to the first step, including compilation
+    data: float = 900.0  # waiting for a batch; longer than data.timeout
     compute: float = 600.0  # one forward, backward or optimizer step
-    evaluation: float = 1_800.0  # one look at the held-out text
+    evaluation: float = 1_800.0  # one evaluation on the validation data
     save: float = 1_800.0  # one checkpoint
-    silence: float = 60.0  # no line from a rank at all, though its process lives
+    silence: float = 60.0  # no heartbeat from a rank whose process is alive
     grace: float = 30.0  # between SIGTERM and SIGKILL
-    collapse: float = 0.2  # tokens/s below this share of the run's median for ten logged steps
+    collapse: float = 0.2  # tokens/s below this fraction of the run's median for ten logged steps
     on_collapse: str = "warn"  # ignore, warn or halt
-    dead_gate: float = 0.001  # a branch whose mean gate stays below this for ten logged steps
+    dead_gate: float = 0.001  # mean gate of a branch below this for ten logged steps
     on_dead_gate: str = "warn"  # ignore, warn or halt
 
     def validate(self) -> None:
@@ -67,14 +67,14 @@ class WatchConfig:
 
 @dataclass
 class MonitorConfig:
-    """Observers of a run; none of them can change what it computes."""
+    """Outputs of a run; none changes what it computes."""
 
-    log_every: int = 10  # steps between two logged steps; the others cost nothing
+    log_every: int = 10  # steps between logged steps; the others cost nothing
     tensorboard: bool = True  # event files under <run>/tensorboard
     csv: bool = True  # <run>/metrics.csv
     progress: bool = True  # a bar on a terminal, plain lines elsewhere
-    heartbeat: float = 5.0  # seconds between two "progress" lines of a rank; 0: no heartbeat
-    health: bool = True  # gates and selection of each layer, at logged steps
+    heartbeat: float = 5.0  # seconds between progress lines of a rank; 0: no heartbeat
+    health: bool = True  # gates and block selection of each layer, at logged steps
     report: bool = True  # report.md with its pictures, at each gate and at the end
     memory_every: int = 1_000  # steps between two memory snapshots; 0: none
     ladder: LadderConfig = field(default_factory=LadderConfig)

@@ -1,4 +1,4 @@
-"""`dtypes.txt`: in which precision parameters, gradients, outputs and optimizer states live."""
+"""`dtypes.txt`: dtypes of parameters, gradients, outputs and optimizer states."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_leaves
 from nsa.atomic_io import atomic_write_text
 from nsa.monitor.observer import warn
 
-_ACCUMULATED = ("grad_acc_dtype", "gradient_accumulation_dtype")  # DeepSpeed's own names
-_HEADS = ("module", "kind", "parameters", "gradients", "outputs")
+_ACCUMULATED = ("grad_acc_dtype", "gradient_accumulation_dtype")  # DeepSpeed's names
+_HEADER = ("module", "kind", "parameters", "gradients", "outputs")
 
 
 class DtypeReport:
-    """Listens to `module` through the first step: make it before, and let `write` end it.
+    """Hooks on `module` during its first step; `write` removes them.
 
-    Gradients are seen as they arrive at a parameter, because DeepSpeed takes them away. A dtype's
-    name is all that is kept, so that no number changes and no tensor lives longer.
+    Gradients are recorded when they arrive at a parameter, because DeepSpeed removes them later.
+    Only names of dtypes are kept, so no number changes and no tensor lives longer.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -37,15 +37,15 @@ class DtypeReport:
                     self._hooks.append(parameter.register_hook(self._gradient_hook(name)))
 
     def write(self, path: Path, optimizer: Any) -> None:
-        """Stop listening and write the table; `optimizer` is DeepSpeed's or PyTorch's."""
+        """Remove the hooks and write the table; `optimizer` is DeepSpeed's or PyTorch's."""
         self.close()
         try:
             atomic_write_text(path, self._modules() + "\n" + _optimizer_states(optimizer))
         except Exception as error:
-            warn(f"{path} was not written, the run goes on: {error!r}")
+            warn(f"{path} was not written, the run continues: {error!r}")
 
     def close(self) -> None:
-        """Stop listening; the step after this costs what it always does."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -63,23 +63,23 @@ class DtypeReport:
         return hook
 
     def _modules(self) -> str:
-        """A row for each module; those of all layers that are alike share one."""
-        alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        """Return a row for each module; equal rows of all layers become one."""
+        names_of: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for name, part in self._module.named_modules():
-            own = list(part.parameters(recurse=False))
-            if not own and not self._outputs[name]:
-                continue  # a mere list of others
+            parameters = list(part.parameters(recurse=False))
+            if not parameters and not self._outputs[name]:
+                continue  # a container
             row = (
                 re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name),
                 type(part).__name__,
-                _join(_dtypes(own)),
-                _join(self._gradients[name]) if own else "",
+                _join(_dtypes(parameters)),
+                _join(self._gradients[name]) if parameters else "",
                 _join(self._outputs[name]),
             )
-            alike[row].append(name)
-        patterns = [row[0] for row in alike]
-        rows: list[tuple[str, ...]] = [_HEADS]
-        for (pattern, *cells), names in alike.items():
+            names_of[row].append(name)
+        patterns = [row[0] for row in names_of]
+        rows: list[tuple[str, ...]] = [_HEADER]
+        for (pattern, *cells), names in names_of.items():
             shared = len(names) > 1 and patterns.count(pattern) == 1
             shown = [f"{pattern} ({len(names)})"] if shared else names
             rows += [(name or "(the model)", *cells) for name in shown]
@@ -87,21 +87,21 @@ class DtypeReport:
 
 
 def _optimizer_states(optimizer: Any) -> str:
-    """The states of the optimizer itself, under whatever DeepSpeed has wrapped around it."""
-    found: dict[str, set[str]] = defaultdict(set)
+    """Return a table of the innermost optimizer's states and of DeepSpeed's accumulators."""
+    dtypes: dict[str, set[str]] = defaultdict(set)
     wrappers = [type(optimizer).__name__]
     while hasattr(optimizer, "optimizer"):
         for name in _ACCUMULATED:
             if isinstance(dtype := getattr(optimizer, name, None), torch.dtype):
-                found["accumulated gradients"].add(_name(dtype))
+                dtypes["accumulated gradients"].add(_name(dtype))
         optimizer = optimizer.optimizer
         wrappers.append(type(optimizer).__name__)
     for updated, state in optimizer.state.items():
-        found["parameters that it updates"] |= _dtypes([updated])
+        dtypes["updated parameters"] |= _dtypes([updated])
         for name, value in state.items():
-            found[name] |= _dtypes([value])
+            dtypes[name] |= _dtypes([value])
     rows: list[tuple[str, ...]] = [("optimizer state", "dtype")]
-    rows += [(name, _join(dtypes)) for name, dtypes in found.items() if dtypes]
+    rows += [(name, _join(names)) for name, names in dtypes.items() if names]
     return f"optimizer: {' > '.join(wrappers)}\n" + _table(rows)
 
 
@@ -113,12 +113,12 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _join(dtypes: set[str]) -> str:
-    return "+".join(sorted(dtypes)) or "-"
+def _join(names: set[str]) -> str:
+    return "+".join(sorted(names)) or "-"
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows

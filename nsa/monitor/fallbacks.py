@@ -1,4 +1,4 @@
-"""`fallbacks.csv`: which backends `auto` passed over in this process, why, and how often."""
+"""`fallbacks.csv`: backends that `auto` could not use in this process, with reason and count."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from nsa.monitor.writer import BackgroundWriter
 
 FILE_NAME = "fallbacks.csv"
 COLUMNS = ("operation", "backend", "reason", "calls")
-Counts = Mapping[tuple[str, str, str], int]  # calls of each operation, backend and reason
+Counts = Mapping[tuple[str, str, str], int]  # calls by operation, backend and reason
 
 
 class Fallbacks(Observer):
-    """Writes `<run>/fallbacks.csv` at logged steps where counts have changed, and at the end.
-
-    The file is written at the end even where nothing was passed over: that is an answer too.
-    """
+    """Writes `<run>/fallbacks.csv` at logged steps where counts changed, and always at the end."""
 
     def __init__(self, writer: BackgroundWriter, counts: Callable[[], Counts]) -> None:
         self._writer = writer

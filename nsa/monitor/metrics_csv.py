@@ -1,11 +1,11 @@
-"""`metrics.csv`: a row for each logged step; one table however often the run resumes."""
+"""`metrics.csv`: one row for each logged step."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from nsa.monitor.csv_appender import CsvAppender
 from nsa.monitor.observer import Observer, RunInfo, StepRecord
-from nsa.monitor.table import Table
 from nsa.monitor.writer import BackgroundWriter
 
 FILE_NAME = "metrics.csv"
@@ -22,36 +22,35 @@ COLUMNS = (
     "memory_gb",
     "seconds",
 )
-_WHOLE_NUMBERS = ("step", "tokens")
+_INTEGERS = ("step", "tokens")
 
 
 class MetricsCsv(Observer):
-    """Appends the record of every logged step to `<run>/metrics.csv`, on the writer's thread."""
+    """Appends each logged step to `<run>/metrics.csv`, on the writer's thread."""
 
     def __init__(self, writer: BackgroundWriter) -> None:
         self._writer = writer
-        self._table = Table(Path(FILE_NAME), COLUMNS)
+        self._file = CsvAppender(Path(FILE_NAME), COLUMNS)
 
     def on_start(self, info: RunInfo) -> None:
-        """Drop the rows of steps that this run is about to take again."""
-        self._table = Table(info.run_dir / FILE_NAME, COLUMNS)
-        self._table.restart(info.start_step)
+        self._file = CsvAppender(info.run_dir / FILE_NAME, COLUMNS)
+        self._file.restart(info.start_step)
 
     def on_rollback(self, step: int) -> None:
-        self._writer.submit(lambda: self._table.restart(step))
+        self._writer.submit(lambda: self._file.restart(step))
 
     def on_step(self, record: StepRecord) -> None:
         row = [_cell(record, column) for column in COLUMNS]
-        self._writer.submit(lambda: self._table.append([row]))
+        self._writer.submit(lambda: self._file.append([row]))
 
 
 def read_metrics(path: Path) -> list[dict[str, float | int | None]]:
-    """The rows of a `metrics.csv`, oldest first; an empty cell is None."""
-    return Table(path, COLUMNS).numbers(_WHOLE_NUMBERS)
+    """Read the rows of a `metrics.csv`, oldest first; an empty cell is None."""
+    return CsvAppender(path, COLUMNS).numbers(_INTEGERS)
 
 
 def _cell(record: StepRecord, column: str) -> str:
     value = getattr(record, column)
     if value is None:
         return ""
-    return repr(int(value) if column in _WHOLE_NUMBERS else float(value))
+    return repr(int(value) if column in _INTEGERS else float(value))

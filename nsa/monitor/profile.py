@@ -1,4 +1,4 @@
-"""Traces of chosen steps, to be opened in Perfetto or chrome://tracing."""
+"""PyTorch profiler traces of chosen steps, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ if TYPE_CHECKING:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """The first and the last step of "10-12" or "10"."""
+    """Return the first and the last step of "10-12" or "10"."""
     match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
         raise ValueError(
-            f"--profile-steps {text!r}: give the first and the last step, counted from 1, "
-            "such as 10-12"
+            f"--profile-steps {text!r}: not a range of steps; give the first and the last step, "
+            "counted from 1: 10-12"
         )
     return first, last
 
 
 class StepProfiler:
-    """Traces steps `steps` into `<folder>/profile/`; None traces nothing.
+    """Traces `steps` into `<folder>/profile/`; None traces nothing.
 
-    The trace is written by the training thread, once the last of them is done: that pause, and the
-    profiler's own cost within the steps, are the price of looking.
+    The training thread writes the trace after the last step, which delays the run.
     """
 
     def __init__(self, folder: Path, rank: int, steps: tuple[int, int] | None) -> None:
@@ -40,7 +39,7 @@ class StepProfiler:
         self._first = self._last = 0
 
     def step_start(self, step: int) -> None:
-        """Step number `step`, counted from 1, is about to be done."""
+        """Step number `step`, from 1, is about to be taken."""
         if self._steps is None or not self._steps[0] <= step <= self._steps[1]:
             return
         if self._profiler is None:
@@ -53,19 +52,19 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Write what is traced so far, also where the run ends within the chosen steps."""
+        """Write what was traced, also if the run ends before the last chosen step."""
         if self._profiler is None:
             return
         profiler, self._profiler, self._steps = self._profiler, None, None
         path = self._folder / f"rank{self._rank}_steps{self._first}-{self._last}.json.gz"
-        draft = path.with_name(f".{path.name}")  # its end, .gz, has torch compress it
+        draft = path.with_name(f".{path.name}")  # torch compresses files that end with .gz
         try:
             profiler.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(draft))
             draft.replace(path)
         except Exception as error:
-            warn(f"the trace {path} was not written, the run goes on: {error!r}")
+            warn(f"the trace {path} was not written, the run continues: {error!r}")
             with contextlib.suppress(OSError):
                 draft.unlink()
 
@@ -76,11 +75,11 @@ class StepProfiler:
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         try:
-            # Without shapes: to collect them keeps Python, and so the heartbeat, up for seconds.
+            # No shapes: collecting them blocks Python, and so the heartbeat, for seconds.
             profiler = torch.profiler.profile(activities=activities)
             profiler.start()
         except Exception as error:
             self._steps = None
-            warn(f"--profile-steps: the profiler did not start, the run goes on: {error!r}")
+            warn(f"--profile-steps: the profiler did not start, the run continues: {error!r}")
             return
         self._profiler, self._first = profiler, step

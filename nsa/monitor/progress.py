@@ -1,4 +1,4 @@
-"""The run on the console: a bar on a terminal, a line now and then elsewhere."""
+"""Console progress: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tqdm import tqdm
 from nsa.monitor.observer import Observer, RunInfo, StepRecord
 from nsa.monitor.writer import BackgroundWriter
 
-_LINES_PER_RUN = 20  # however fast the run is; a slow one gets a line every `min_seconds`
+_LINES_PER_RUN = 20  # of a fast run; a slow one gets a line every `min_seconds`
 
 
 class Progress(Observer):
-    """Loss, tokens/s and the time that is left, printed by the writer's thread."""
+    """Prints loss, tokens/s and the remaining time, on the writer's thread."""
 
     def __init__(
         self, writer: BackgroundWriter, stream: TextIO | None = None, min_seconds: float = 10.0
@@ -25,44 +25,51 @@ class Progress(Observer):
         self._writer = writer
         self._stream = stream or sys.stdout
         self._min_seconds = min_seconds
-        self._on_terminal = False
+        self._has_bar = False
         self._bar: tqdm | None = None
         self._total = 0
-        self._first: tuple[int, float] | None = None  # step and time that the rest is judged by
+        self._first: tuple[int, float] | None = None  # step and time from which the ETA is measured
         self._last_step = 0
         self._last_time = 0.0
         self._unprinted: StepRecord | None = None
 
     def on_start(self, info: RunInfo) -> None:
         self._total = info.total_steps
+        steps = f"steps {info.start_step + 1} to {info.total_steps}"
+        if info.start_step >= info.total_steps:
+            steps = "no step to take"
+        count = info.parameters
+        parameters = f"{count / 1e6:.1f}M" if count >= 100_000 else f"{count:,}"
         self._print(
-            f"{info.name} ({info.profile}): {_count(info.parameters)} parameters, "
-            f"{_steps(info)} on {info.world_size} "
+            f"{info.name} ({info.profile}): {parameters} parameters, {steps} on {info.world_size} "
             f"rank{'s' if info.world_size > 1 else ''}, in {info.run_dir}"
         )
         for note in info.notes:
             self._print(note)
-        self._on_terminal = _has_columns(self._stream)
-        if self._on_terminal:
+        # A container's terminal may be 0 columns wide.
+        self._has_bar = (
+            self._stream.isatty() and os.get_terminal_size(self._stream.fileno()).columns > 0
+        )
+        if self._has_bar:
             self._writer.submit(lambda: self._open_bar(info.start_step))
 
     def on_step(self, record: StepRecord) -> None:
         now = time.monotonic()
-        if self._on_terminal:
+        if self._has_bar:
             self._writer.submit(lambda: self._move_bar(record))
-        if record.val_loss is not None or (not self._on_terminal and self._is_due(record, now)):
+        if record.val_loss is not None or (not self._has_bar and self._is_due(record, now)):
             self._print_line(record, now)
         else:
             self._unprinted = record
 
     def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
-        self._print(f"step {step}: saved {path}, training stood still for {seconds:.1f} s")
+        self._print(f"step {step}: saved {path}, training paused for {seconds:.1f} s")
 
     def on_message(self, text: str) -> None:
         self._print(text)
 
     def on_end(self, status: str) -> None:
-        if self._unprinted is not None and not self._on_terminal:
+        if self._unprinted is not None and not self._has_bar:
             self._print_line(self._unprinted, time.monotonic())
         self._writer.submit(self._close_bar)
         self._print(status)
@@ -80,16 +87,15 @@ class Progress(Observer):
         first_step, first_time = self._first
         done = record.step - first_step
         seconds = (now - first_time) / done if done else record.seconds
-        left = _clock((self._total - record.step) * seconds)
-        self._print(f"step {record.step}/{self._total}  {_describe(record)}  ETA {left}")
+        eta = tqdm.format_interval(max(0.0, (self._total - record.step) * seconds))
+        self._print(f"step {record.step}/{self._total}  {_describe(record)}  ETA {eta}")
         self._last_step, self._last_time, self._unprinted = record.step, now, None
 
     def _print(self, text: str) -> None:
-        # tqdm.write lifts an open bar of this stream out of the way, and prints where there is none
         self._writer.submit(lambda: self._write(text))
 
     def _write(self, text: str) -> None:
-        tqdm.write(text, file=self._stream)
+        tqdm.write(text, file=self._stream)  # above an open bar
         self._stream.flush()
 
     def _open_bar(self, start_step: int) -> None:
@@ -112,21 +118,6 @@ class Progress(Observer):
             self._bar.close()
 
 
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e6:.1f}M" if parameters >= 100_000 else f"{parameters:,}"
-
-
-def _steps(info: RunInfo) -> str:
-    if info.start_step >= info.total_steps:
-        return "no step to take"
-    return f"steps {info.start_step + 1} to {info.total_steps}"
-
-
-def _has_columns(stream: TextIO) -> bool:
-    """Whether a bar can be drawn; a container's terminal may well be 0 columns wide."""
-    return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
-
-
 def _describe(record: StepRecord) -> str:
     parts = [f"loss {record.loss:.4f}"]
     if record.val_loss is not None:
@@ -138,7 +129,3 @@ def _describe(record: StepRecord) -> str:
     if record.mfu is not None:
         parts.append(f"MFU {record.mfu:.1%}")
     return "  ".join(parts)
-
-
-def _clock(seconds: float) -> str:
-    return tqdm.format_interval(max(0.0, seconds))

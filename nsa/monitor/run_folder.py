@@ -1,4 +1,4 @@
-"""What a run's folder says about the machine and the code that made it."""
+"""`env.json`: hardware, software and code of a run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,14 @@ from typing import Any
 from nsa.atomic_io import atomic_write_text
 
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
-_VARIABLES = (
-    "NCCL_",
-    "GLOO_",
-    "TORCH_",
-    "PYTORCH_",
-    "CUDA_",
-    "OMP_",
-)  # never the rest: it may hold secrets
+# Only these: other environment variables may hold secrets.
+_VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_")
 
 
 def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
-    """Write `env.json`, which says what ran where, after the `facts` that the caller knows.
-
-    Such a fact is `hosts`, each rank's: only the caller can ask the other ranks.
-    """
+    """Write `env.json`: the caller's `facts`, then what this process knows."""
+    cores = os.cpu_count()
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     env = {
         **facts,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -42,10 +35,8 @@ def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
         "host": platform.node(),
         "cpu": {
             "model": _cpu_model(),
-            "cores": os.cpu_count(),
-            "usable_cores": len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(),
+            "cores": cores,
+            "usable_cores": len(affinity(0)) if affinity else cores,
             "memory_gb": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
         },
         "cuda": _cuda(),
@@ -65,19 +56,17 @@ def _version(package: str) -> str | None:
 
 
 def git_commit(source: Path) -> str | None:
-    """The commit of this code; None where it is not a checkout, "+changes" where it was edited."""
+    """Return the commit of this code, "+changes" if it was edited; None outside a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(source.parent), *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return result.stdout.strip()
 
     try:
         git("ls-files", "--error-unmatch", source.name)  # an installed copy may lie in a checkout
-        return git("rev-parse", "HEAD") + (
-            "+changes" if git("status", "--porcelain", "-uno") else ""
-        )
+        changed = git("status", "--porcelain", "-uno")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -92,7 +81,7 @@ def _cpu_model() -> str:
 
 
 def _cuda() -> dict[str, Any] | None:
-    import torch  # late: those who only read a run's folder need no torch
+    import torch  # late: readers of a run's folder need none
 
     if not torch.cuda.is_available():
         return None
@@ -108,20 +97,19 @@ def _cuda() -> dict[str, Any] | None:
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Of NVIDIA's kernel module; its tool would say the same and takes much longer."""
+    """Return the version of NVIDIA's kernel module; much faster than nvidia-smi."""
     try:
-        found = re.search(r"\b\d+\.\d+(\.\d+)*\b", file.read_text())
+        match = re.search(r"\b\d+\.\d+(\.\d+)*\b", file.read_text())
     except OSError:
         return None
-    return found[0] if found else None
+    return match[0] if match else None
 
 
 def _topology() -> list[str] | None:
-    """How the GPUs reach each other, as `nvidia-smi` draws it."""
+    """Return the links between GPUs, as `nvidia-smi topo -m` draws them."""
+    command = ["nvidia-smi", "topo", "-m"]
     try:
-        told = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True, timeout=5
-        )
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
     except (OSError, subprocess.SubprocessError):
         return None
-    return re.sub(r"\x1b\[[0-9;]*m", "", told.stdout).strip().splitlines()
+    return re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).strip().splitlines()

@@ -1,7 +1,7 @@
-"""SIGUSR1: where is every thread of this rank, and which collectives has it seen?
+"""Stack dumps on SIGUSR1, with the collectives of torch's flight recorder.
 
-stacks/rank<k>.txt                 the stacks of all threads, one dump after the other
-stacks/rank<k>_collectives.json    torch's flight record as of the last dump
+stacks/rank<k>.txt                 the stacks of all threads, dumps in order
+stacks/rank<k>_collectives.json    the flight record at the last dump
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 from nsa.monitor.flight import write_flight_record
 from nsa.monitor.observer import warn
 
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 
 
 def dump_stacks_on_signal(run_dir: Path, rank: int) -> Callable[[], None]:
-    """From now on SIGUSR1 writes down where this process is; returns how to end that.
+    """Dump the stacks of this process at each SIGUSR1; return a function that ends this.
 
-    The stacks are written by the signal's handler itself, in C, whatever holds Python up. The
-    flight record follows from a thread, which sees the file grow.
+    faulthandler writes the stacks in C, even while Python is blocked. A thread that polls the
+    file's size adds the flight record.
     """
     path = run_dir / "stacks" / f"rank{rank}.txt"
     try:
@@ -39,14 +39,13 @@ def dump_stacks_on_signal(run_dir: Path, rank: int) -> Callable[[], None]:
 
     def follow() -> None:
         seen = done = size
-        while not ended.wait(_LOOK_SECONDS):
+        while not ended.wait(_POLL_SECONDS):
             now = os.fstat(file.fileno()).st_size
-            if now == seen and now > done:  # the dump is whole
+            if now == seen and now > done:  # the dump is complete
                 try:
                     write_flight_record(path.with_name(f"rank{rank}_collectives.json"))
                     moment = datetime.now(timezone.utc).isoformat(timespec="seconds")
-                    file.write(f"-- the dump above was made by process {os.getpid()} ".encode())
-                    file.write(f"about {moment}\n\n".encode())
+                    file.write(f"-- the dump above: process {os.getpid()}, {moment}\n\n".encode())
                 except Exception as error:
                     warn(f"SIGUSR1: the flight record was not written: {error!r}")
                 done = now = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""TensorBoard through DeepSpeed's monitor, moved off the training thread."""
+"""TensorBoard: scalars, histograms and hparams, written off the training thread."""
 
 from __future__ import annotations
 
@@ -8,21 +8,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
-from nsa.monitor.observer import (
-    BRANCHES,
-    DISTANCES,
-    GATE_BINS,
-    Health,
-    Observer,
-    RunInfo,
-    StepRecord,
-)
+from nsa.constants import BRANCHES
+from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, Observer, RunInfo, StepRecord
 from nsa.monitor.writer import BackgroundWriter
 
 Event = tuple[str, float, int]  # tag, value, x
-Write = Callable[[Any], object]  # given torch's SummaryWriter
+Write = Callable[[Any], object]  # called with torch's SummaryWriter
 METRICS = ("train/loss", "eval/loss", "eval/bits_per_byte", "speed/tokens_per_s")  # of HPARAMS
-SHOWN_FIRST = (  # of its settings; the others are there to be ticked
+SHOWN_FIRST = (  # columns of HPARAMS; the user may tick the others
     "deepspeed.stage",
     "model.attention.branches",
     "model.attention.compressor",
@@ -36,32 +29,32 @@ _DISTANCE_EDGES = [math.log2(edge) for edge in (*DISTANCES, 2 * DISTANCES[-1])]
 
 @dataclass(frozen=True)
 class Histogram:
-    """Shares of what lies between each edge and the next."""
+    """The fraction of values in each bin."""
 
     tag: str
-    shares: Sequence[float]
+    fractions: Sequence[float]
     edges: Sequence[float]
     step: int
 
     def raw(self) -> dict[str, Any]:
-        """What `SummaryWriter.add_histogram_raw` takes; values stand in the middle of their bin."""
+        """Return the arguments of `add_histogram_raw`; values count as the middle of their bin."""
         middles = [(low + high) / 2 for low, high in pairwise(self.edges)]
-        found = list(zip(self.shares, middles, strict=True))
+        bins = list(zip(self.fractions, middles, strict=True))
         return {
             "tag": self.tag,
             "min": self.edges[0],
             "max": self.edges[-1],
-            "num": sum(self.shares),
-            "sum": sum(share * middle for share, middle in found),
-            "sum_squares": sum(share * middle**2 for share, middle in found),
+            "num": sum(self.fractions),
+            "sum": sum(fraction * middle for fraction, middle in bins),
+            "sum_squares": sum(fraction * middle**2 for fraction, middle in bins),
             "bucket_limits": list(self.edges[1:]),
-            "bucket_counts": list(self.shares),
+            "bucket_counts": list(self.fractions),
             "global_step": self.step,
         }
 
 
 class EventMonitor(Protocol):
-    """What DeepSpeed's engine asks of its `monitor`, and nothing more."""
+    """The interface of `engine.monitor` that DeepSpeed uses."""
 
     enabled: bool
 
@@ -69,18 +62,17 @@ class EventMonitor(Protocol):
 
 
 class Board(Protocol):
-    """What the observer needs."""
+    """The part of BackgroundMonitor that the observer uses."""
 
     def write_scalars(self, scalars: Sequence[Event]) -> None: ...
 
-    def write(self, what: Write) -> None: ...
+    def write(self, write: Write) -> None: ...
 
 
 class BackgroundMonitor:
-    """Stands in for `engine.monitor`: its events and ours, written and flushed by another thread.
+    """Replaces `engine.monitor`: another thread writes and flushes DeepSpeed's events and ours.
 
-    DeepSpeed's own monitor flushes inside `engine.step()`, and puts its figures at x = samples,
-    where ours stand at x = step; here all stand at `step()`, the steps that the engine has taken.
+    DeepSpeed's monitor flushes inside `engine.step()` and uses x = samples; here x = `step()`.
     Close the writer before the process group is destroyed.
     """
 
@@ -93,52 +85,49 @@ class BackgroundMonitor:
         self._step = step
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Queue what DeepSpeed says, under `deepspeed/`; the list may be reused by the caller."""
+        """Queue DeepSpeed's events under `deepspeed/`."""
         step = self._step()
-        found = [
-            (f"deepspeed/{tag.rpartition('/')[2]}", value, step) for tag, value, _ in event_list
-        ]
-        self.write_scalars(found)
+        self.write_scalars(
+            [(f"deepspeed/{tag.rpartition('/')[2]}", value, step) for tag, value, _ in event_list]
+        )
 
     def write_scalars(self, scalars: Sequence[Event]) -> None:
-        """Queue our own figures; the list may be reused by the caller."""
+        """Queue our scalars; the caller may reuse the list."""
         events = list(scalars)
         self._writer.submit(lambda: self._monitor.write_events(events))
 
-    def write(self, what: Write) -> None:
-        """Queue what only TensorBoard shows, past DeepSpeed's monitor, which knows scalars only.
+    def write(self, write: Write) -> None:
+        """Queue what DeepSpeed's monitor, which only takes scalars, cannot write.
 
-        It is on disk when the scalars that follow are.
+        The scalars that follow flush it to disk.
         """
         board = getattr(self._monitor, "tb_monitor", None)
         if board is not None and board.summary_writer is not None:
-            self._writer.submit(lambda: what(board.summary_writer))
+            self._writer.submit(lambda: write(board.summary_writer))
 
 
 class TensorBoardObserver(Observer):
-    """The scalars of every logged step, and histograms of every tenth, at x = step.
+    """Writes the scalars of every logged step, and histograms at every tenth.
 
-    `settings`, a tree, is what the run is listed under among others (HPARAMS); `texts` are shown
-    as they are, by name.
+    `settings`, a tree, becomes a row of HPARAMS; `texts` are shown verbatim by name.
     """
 
     def __init__(self, board: Board, settings: Mapping[str, Any], texts: Mapping[str, str]) -> None:
         self._board = board
         self._settings = settings
         self._texts = texts
-        self._healthy = 0  # records with the layers' health so far
+        self._health_records = 0
 
     def on_start(self, info: RunInfo) -> None:
-        """Drop what is shown of steps that this run is about to take again, and say what it is."""
-        # At 0 too: a run may have ended before its first checkpoint.
+        # At step 0 too: an earlier process may have ended before its first checkpoint.
         self.on_rollback(info.start_step)
-        self._board.write(lambda board: _introduce(board, info, self._settings, self._texts))
+        self._board.write(lambda board: _describe_run(board, info, self._settings, self._texts))
 
     def on_rollback(self, step: int) -> None:
         self._board.write(lambda board: _restart(board, step + 1))
 
     def on_end(self, status: str) -> None:
-        """Only success is written: TensorBoard keeps the first end, and other runs may resume."""
+        """Write only success: TensorBoard keeps the first end, and the others may be resumed."""
         if status == "finished":
             self._board.write(_succeed)
 
@@ -158,10 +147,10 @@ class TensorBoardObserver(Observer):
         }
         if record.health is not None:
             scalars |= _scalars(record.health)
-            if self._healthy % HISTOGRAMS_EVERY == 0:
+            if self._health_records % HISTOGRAMS_EVERY == 0:
                 histograms = list(_histograms(record.health, record.step))
                 self._board.write(lambda board: _add(board, histograms))
-            self._healthy += 1
+            self._health_records += 1
         self._board.write_scalars(
             [(tag, value, record.step) for tag, value in scalars.items() if value is not None]
         )
@@ -173,30 +162,30 @@ def _add(board: Any, histograms: Sequence[Histogram]) -> None:
 
 
 def _restart(board: Any, step: int) -> None:
-    """TensorBoard forgets what it has from `step` on."""
+    """Make TensorBoard drop the values from `step` on."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # late: seldom needed
 
     board.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
 
-def _introduce(
+def _describe_run(
     board: Any, info: RunInfo, settings: Mapping[str, Any], texts: Mapping[str, str]
 ) -> None:
-    """The settings as a table's row, and texts at the first step that is taken with them."""
+    """Write the settings as hparams, and the texts at the run's first step."""
     about = {"recipe": info.name, "profile": info.profile, "ranks": info.world_size}
-    for summary in _hparams(dict(_flat({"run": about, **settings})))[:2]:
+    for summary in _hparams(dict(_flatten({"run": about, **settings})))[:2]:
         board.file_writer.add_summary(summary)
     for name, text in texts.items():
         board.add_text(f"run/{name}", f"```\n{text}```", info.start_step + 1)
     board.flush()
 
 
-def _flat(tree: Mapping[str, Any], parents: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves by their whole names; what is no number and no text is shown as text."""
+def _flatten(tree: Mapping[str, Any], parents: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values; values that hparams cannot hold become text."""
     for key, value in tree.items():
         name = f"{parents}{key}"
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{name}.")
+            yield from _flatten(value, f"{name}.")
         else:
             yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
 
@@ -207,34 +196,34 @@ def _succeed(board: Any) -> None:
 
 
 def _hparams(settings: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """What the HPARAMS page reads: its columns, a run's values, and that it ended well."""
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # late: both may be
-    from torch.utils.tensorboard.summary import hparams  # switched off
+    """Return the summaries of the HPARAMS page: columns, this run's values, and its success."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # late: optional
+    from torch.utils.tensorboard.summary import hparams
 
     columns, start, end = hparams(settings, dict.fromkeys(METRICS))
-    written = columns.value[0].metadata.plugin_data
-    page = HParamsPluginData.FromString(written.content)
+    plugin_data = columns.value[0].metadata.plugin_data
+    page = HParamsPluginData.FromString(plugin_data.content)
     for column in page.experiment.hparam_infos:
-        column.differs = column.name in SHOWN_FIRST  # those come first, five are shown
-    written.content = page.SerializeToString()
+        column.differs = column.name in SHOWN_FIRST  # TensorBoard shows these by default
+    plugin_data.content = page.SerializeToString()
     return columns, start, end
 
 
 def _scalars(health: Health) -> dict[str, float | None]:
     scalars: dict[str, float | None] = {}
     for index, layer in enumerate(health.layers):
-        gates, selection = f"gates/layer{index:02}", f"selection/layer{index:02}"
         for branch in BRANCHES:
-            scalars[f"{gates}/{branch}"] = layer.gate_mean[branch]
-            scalars[f"{gates}/{branch}_std"] = layer.gate_std[branch]
-            scalars[f"{gates}/{branch}_saturated"] = layer.gate_saturated[branch]
-        for figure in ("choosing", "forced", "entropy", "overlap", "distance"):
-            scalars[f"{selection}/{figure}"] = getattr(layer, figure)
+            tag = f"gates/layer{index:02}/{branch}"
+            scalars[tag] = layer.gate_mean[branch]
+            scalars[f"{tag}_std"] = layer.gate_std[branch]
+            scalars[f"{tag}_saturated"] = layer.gate_saturated[branch]
+        for name in ("choosing", "forced", "entropy", "overlap", "distance"):
+            scalars[f"selection/layer{index:02}/{name}"] = getattr(layer, name)
     return scalars
 
 
 def _histograms(health: Health, step: int) -> Iterator[Histogram]:
-    """Under names of their own: TensorBoard takes a name for one kind of figure."""
+    """Use tags that no scalar has: TensorBoard takes one kind of value per tag."""
     for index, layer in enumerate(health.layers):
         for branch in BRANCHES:
             tag = f"gate_values/layer{index:02}/{branch}"

@@ -1,4 +1,4 @@
-"""How fast a run is, how much of the hardware it uses, and how much memory it takes."""
+"""Throughput, MFU and peak memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-# Dense tensor-core peaks in TFLOP/s: (bf16 and fp16 with fp32 accumulation, TF32). Keyed by the
-# whole name that the driver gives, less "NVIDIA": the SXM, PCIe and NVL boards of one chip differ,
-# and a MIG slice ("... MIG 3g.40gb"), a laptop chip or a custom board is none of these.
-# From NVIDIA's data sheets (figures "with sparsity" halved): A100 (nvidia-1758950), H100, H100 NVL,
-# H200, GH200, Blackwell (HGX B200, GB200), L40S, L40, L4, A10, A30, A40, RTX A6000; GeForce from
-# the GA102, Ada and RTX Blackwell architecture papers.
+# Dense tensor-core peaks in TFLOP/s: (bf16 and fp16 with fp32 accumulation, TF32), by the driver's
+# full device name without "NVIDIA": the SXM, PCIe and NVL boards of one chip differ, and MIG slices
+# ("... MIG 3g.40gb"), laptop chips and custom boards are not listed.
+# From NVIDIA's data sheets (figures "with sparsity" halved); GeForce from the GA102, Ada and RTX
+# Blackwell architecture papers.
 _PEAK_TFLOPS: dict[str, tuple[float, float]] = {
     "A100-SXM4-40GB": (312.0, 156.0),
     "A100-SXM4-80GB": (312.0, 156.0),
@@ -46,9 +45,9 @@ _PEAK_TFLOPS: dict[str, tuple[float, float]] = {
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """The most FLOP/s that one device can do in dense matrix products; None where not known.
+    """Return the peak FLOP/s of one device in dense matrix products; None if unknown.
 
-    "fp32" is held against TF32, the fastest way that these chips multiply fp32 matrices.
+    "fp32" is compared with TF32, the fastest way that these chips multiply fp32 matrices.
     """
     peaks = _PEAK_TFLOPS.get(device_name.removeprefix("NVIDIA ").strip())
     if peaks is None:
@@ -58,7 +57,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def memory_gb() -> float:
-    """Peak so far in 10^9 bytes: of the CUDA device, or of the process if it uses none."""
+    """Return the peak so far in 10^9 bytes, of the CUDA device or else of the process."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 1e9
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -67,18 +66,18 @@ def memory_gb() -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """The steps since the last reading. Without a rate where all there was is the warm-up step."""
+    """Speed since the last reading; rates are None if it only covers the warm-up step."""
 
     tokens_per_s: float | None  # all ranks together
     mfu: float | None  # 0 to 1
-    seconds: float  # of one step, the mean
+    seconds: float  # per step, the mean
 
 
 class Throughput:
-    """Measures steps between logged ones. Make it just before the loop; its clock starts then.
+    """Measures the steps between logged ones. Create it just before the loop: the clock starts.
 
-    The first step compiles, allocates and fills caches: it never counts into tokens/s or MFU, and
-    where it is all that a reading covers, these are None and `seconds` is what it took.
+    The first step compiles, allocates and fills caches, so it never counts in tokens/s and MFU. A
+    reading of this step alone has its duration in `seconds`.
     """
 
     def __init__(
@@ -100,8 +99,7 @@ class Throughput:
         self._start = self._now()
 
     def step(self, tokens: int) -> None:
-        """Count an optimizer step in which all ranks together saw `tokens`; waits for nothing,
-        but for the device after the very first step."""
+        """Count a step of `tokens` over all ranks; only the first one waits for the device."""
         if not self._warm:
             self._warm = True
             now = self._now()
@@ -112,7 +110,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what happens within (evaluation, checkpoints) out of the next reading."""
+        """Exclude the body (evaluation, checkpoints) from the next reading."""
         began = self._now()
         try:
             yield
@@ -120,7 +118,7 @@ class Throughput:
             self._start += self._now() - began
 
     def read(self) -> Speed:
-        """The speed since the last reading; waits for the device."""
+        """Return the speed since the last reading; waits for the device."""
         assert self._warm, "read() before the first step()"
         now = self._now()
         if self._steps == 0:
@@ -135,7 +133,7 @@ class Throughput:
         return speed
 
     def _now(self) -> float:
-        """The time once the device has done what it was given; otherwise queued work is missed."""
+        """Return the time after the device has finished its queued work."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return self._clock()

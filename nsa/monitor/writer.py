@@ -1,4 +1,4 @@
-"""A thread that does the writing, so that no training step ever waits for a disk or a terminal."""
+"""Background writer: a thread with a bounded queue, so that no step waits for a disk."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from nsa.monitor.observer import warn
 
 
 class BackgroundWriter:
-    """Runs jobs one after the other on a daemon thread, from a bounded queue.
+    """Runs jobs one after the other on a daemon thread.
 
-    What does not fit into the queue is dropped and counted, and a job that raises is counted: a
-    slow or full disk costs log lines, not the run. Give each destination a writer of its own, so
-    that one that hangs does not silence the others.
+    Jobs that find the queue full are dropped and counted, jobs that raise are counted: a slow or
+    full disk costs log lines, not the run. Use one writer per destination, so that one that hangs
+    does not block the others.
     """
 
     def __init__(self, name: str, capacity: int = 1024) -> None:
         self.name = name
-        self.dropped = 0  # jobs that found the queue full, or that the end came too early for
+        self.dropped = 0  # the queue was full, or they were left at the end
         self.failed = 0  # jobs that raised
         self._submitted = 0
         self._finished = 0
@@ -31,7 +31,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def submit(self, job: Callable[[], object]) -> bool:
-        """Hand over `job` and return at once; False if it was dropped."""
+        """Queue `job` and return at once; False if it was dropped."""
         if not self._closed:
             try:
                 self._jobs.put_nowait(job)
@@ -41,19 +41,14 @@ class BackgroundWriter:
                 pass
         self.dropped += 1
         if self._reporter is None:
-            # stderr may well be a file on the very disk that is slow: don't wait for it either.
+            # stderr may be a file on the same slow disk, so don't wait for it either.
             text = f"{self.name}: writing is slower than the run; dropping lines from here on"
             self._reporter = threading.Thread(target=warn, args=(text,), daemon=True)
             self._reporter.start()
         return False
 
-    def flush(self, timeout: float = 10.0) -> bool:
-        """Wait, `timeout` seconds at most, until what was submitted so far is done."""
-        reached = threading.Event()
-        return self.submit(reached.set) and reached.wait(timeout)
-
     def close(self, timeout: float = 10.0) -> None:
-        """Finish what is queued, waiting `timeout` seconds at most, and say what is lost."""
+        """Finish the queue within `timeout` seconds, and warn of what was lost."""
         if self._closed:
             return
         self._closed = True
@@ -77,5 +72,5 @@ class BackgroundWriter:
             except Exception as error:
                 self.failed += 1
                 if self.failed == 1:
-                    warn(f"{self.name}: a write failed, the run goes on: {error!r}")
+                    warn(f"{self.name}: a write failed, the run continues: {error!r}")
             self._finished += 1

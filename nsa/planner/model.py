@@ -1,6 +1,6 @@
-"""What the planner knows of a model: sizes as plain numbers, and what one micro-batch keeps alive.
+"""Planner inputs `Model` and `Batch`, and the activation memory of a micro-batch.
 
-A byte count here is a sum over the tensors that a layer saves for its backward pass, one term each.
+Byte counts are sums over the tensors that a layer saves for its backward pass, one term each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nsa.spec import NSASpec
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes that memory, traffic and time follow from. `spec` is None for dense attention."""
+    """Model sizes that memory, traffic and time depend on."""
 
     parameters: int
     vocab_size: int
@@ -24,31 +24,31 @@ class Model:
     head_dim: int
     value_dim: int
     mlp_width: int
-    spec: NSASpec | None
+    spec: NSASpec | None  # None: dense attention
     branches: tuple[str, ...] = BRANCHES
     shared_kv: bool = False
-    compressor_hidden: int | None = None  # of an mlp φ; None: the mean
-    weight_bytes: int = 2  # bf16 and fp16; 4: fp32
-    flops: float = 0.0  # forward and backward of a token, at the batch's sequence length
+    compressor_hidden: int | None = None  # hidden width of an mlp φ; None: mean
+    weight_bytes: int = 2  # 2: bf16 or fp16; 4: fp32
+    flops: float = 0.0  # forward and backward per token, at the batch's sequence length
     layers_flops: float = 0.0  # of these, the layers' forward pass
     attention_flops: float = 0.0  # of these, scores and weighted values
-    product: int = 0  # logits that the loss makes at a time
-    in_float32: int = 0  # of these, in fp32 on a GPU
-    in_cache: int = 0  # and on a CPU
+    product: int = 0  # logits per chunk of the loss
+    in_float32: int = 0  # logits in fp32 at a time, on a GPU
+    in_cache: int = 0  # logits in fp32 at a time, on a CPU
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, which is also the head: its gradient is complete last."""
+        """Parameters of the tied embedding and head, whose gradient is complete last."""
         return self.vocab_size * self.width
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer, the final norm shared out among all."""
+        """Parameters per layer, including a fraction of the final norm."""
         return (self.parameters - self.embedding) // self.layers
 
     @property
     def copies(self) -> int:
-        """Of keys and values."""
+        """Sets of keys and values."""
         return 1 if self.spec is None or self.shared_kv else len(self.branches)
 
     @property
@@ -56,48 +56,49 @@ class Model:
         return 0 if self.spec is None else len(self.branches) * self.heads
 
     @property
-    def attends_with(self) -> int:
-        """Values of a token that attention is given: queries, keys, values, gates."""
-        own = self.heads * self.head_dim + self.gates
-        return own + self.copies * self.kv_heads * (self.head_dim + self.value_dim)
+    def attention_inputs(self) -> int:
+        """Elements per token: queries, keys, values and gates."""
+        queries = self.heads * self.head_dim + self.gates
+        return queries + self.copies * self.kv_heads * (self.head_dim + self.value_dim)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank computes between two updates of the weights."""
+    """What one rank computes per optimizer step."""
 
     seq_len: int
     micro_batch: int
     accumulation: int
     checkpointing: str
-    shared_by: int = 1  # ranks that share each sequence
+    shared_by: int = 1  # ranks per sequence
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch; inside attention a rank has all of a sequence's, and fewer heads."""
+        """Per micro-batch; inside attention a rank has all tokens and fewer heads."""
         return self.seq_len * self.micro_batch // self.shared_by
 
 
 def flops_per_token(model: Model, checkpointing: str) -> float:
-    """What is executed: with checkpointing the forward pass of the layers runs again, or part."""
-    again = 0.0 if checkpointing == "none" else model.layers_flops
-    return model.flops + again - (model.attention_flops if checkpointing == "selective" else 0.0)
+    """Executed operations, including recomputation."""
+    recomputed = 0.0 if checkpointing == "none" else model.layers_flops
+    if checkpointing == "selective":
+        recomputed -= model.attention_flops
+    return model.flops + recomputed
 
 
 def exchanged(model: Model, batch: Batch) -> float:
-    """Bytes that a rank sends to those that share its sequences, in one micro-batch.
+    """Bytes that a rank sends per micro-batch to the ranks that share its sequences.
 
-    A rank keeps its own part of what it exchanges. Recomputation exchanges anew, but for
-    `selective`, which keeps what came.
+    Recomputation exchanges again, except with `selective`, which keeps the received tensors.
     """
-    values = model.attends_with + model.heads * model.value_dim
-    others = (batch.shared_by - 1) / batch.shared_by
+    elements = model.attention_inputs + model.heads * model.value_dim
+    sent = (batch.shared_by - 1) / batch.shared_by  # fraction; a rank keeps its own part
     passes = _passes(batch) * model.layers
-    return passes * others * batch.tokens * values * model.weight_bytes
+    return passes * sent * batch.tokens * elements * model.weight_bytes
 
 
 def exchanges(model: Model, batch: Batch) -> int:
-    """How often they exchange in one micro-batch; the loss's sum is one more."""
+    """Number of exchanges per micro-batch, including the sum of the loss."""
     return 2 * model.layers * _passes(batch) + 1 if batch.shared_by > 1 else 0
 
 
@@ -107,35 +108,35 @@ def _passes(batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that the backward pass of one micro-batch waits for."""
+    """Bytes that one micro-batch holds for, or during, its backward pass."""
 
-    kept_layer: int  # of each layer, from its forward pass to its backward pass
-    again: int  # what recomputation brings back of one layer
-    shared: int  # rotary tables, block grid, tokens
-    final: int  # the last norm and what it hands to the head
-    loss: int  # logits and gradients of the head, for a moment
-    in_layer: int  # gradients on their way through one layer
-    in_norm: int  # and through the last norm
-    in_head: int  # the head's gradient, and its copy scaled for the backward pass
+    kept_layer: int  # per layer, from its forward to its backward pass
+    recomputed: int  # of one layer
+    shared: int  # RoPE tables, block grid, tokens
+    final: int  # last norm and its output
+    loss: int  # logits and gradients of the head, during the loss
+    in_layer: int  # gradients inside one layer's backward pass
+    in_norm: int  # gradients inside the last norm's backward pass
+    in_head: int  # the head's gradient, and its scaled copy
 
 
 def activations(model: Model, batch: Batch, *, fused: bool = True) -> Activations:
-    """`fused`: norms as on a GPU, one kernel that saves its input; else as PyTorch on a CPU."""
+    """Count activations; `fused` norms (GPU) save their input, PyTorch's (CPU) two fp32 copies."""
     tokens, size = batch.tokens, model.weight_bytes
     stream, hidden = size * model.width * tokens, size * model.mlp_width * tokens
     norm = (stream if fused else 2 * 4 * model.width * tokens) + 4 * tokens
-    whole = 2 * (norm + stream) + 4 * hidden + _attention(model, batch)
+    layer = 2 * (norm + stream) + 4 * hidden + _attention(model, batch)
     selective = batch.checkpointing == "selective"
-    dear = _dear(model, batch) if selective else 0
-    more = _kept_besides(model, batch) if selective else 0
-    known = stream if fused or size == 4 else 0  # what the first norm saves is the layer's input
-    copies = 2 * size if fused or size == 4 else 2 * size + 2 * 4  # a CPU makes them in fp32
-    rotary = 4 * model.head_dim * batch.seq_len
+    outputs = _branch_outputs(model, batch) if selective else 0
+    extra = _selective_extra(model, batch) if selective else 0
+    already = stream if fused or size == 4 else 0  # the first norm saves the layer's input
+    copies = 2 * size if fused or size == 4 else 2 * size + 2 * 4  # a CPU uses fp32
+    rope = 4 * model.head_dim * batch.seq_len
     grid = 8 * model.spec.block_len * _blocks(model, batch.seq_len) if model.spec else 0
     return Activations(
-        kept_layer=whole if batch.checkpointing == "none" else stream + dear + more,
-        again=0 if batch.checkpointing == "none" else whole - dear - known,
-        shared=8 * tokens + rotary + grid,
+        kept_layer=layer if batch.checkpointing == "none" else stream + outputs + extra,
+        recomputed=0 if batch.checkpointing == "none" else layer - outputs - already,
+        shared=8 * tokens + rope + grid,
         final=norm + stream,
         loss=_loss(model, tokens, fused),
         in_layer=2 * hidden + 2 * stream,
@@ -145,64 +146,62 @@ def activations(model: Model, batch: Batch, *, fused: bool = True) -> Activation
 
 
 def _attention(model: Model, batch: Batch) -> int:
-    """What attention saves beside its norm: queries, keys, values, gates, outputs, φ."""
+    """Bytes that attention saves: queries, keys, values, gates, outputs, φ."""
     tokens, size = batch.tokens, model.weight_bytes
     query, output = model.heads * model.head_dim, model.heads * model.value_dim
     key, value = model.kv_heads * model.head_dim, model.kv_heads * model.value_dim
-    own = query + output  # output: the mixed one, which the last projection saves
+    saved = query + output  # the mixed output, which the last projection saves
     if model.spec is None:
-        return size * tokens * (own + key + value) + _dear(model, batch)
-    own += _turned(model) * key + model.copies * value + model.gates
+        return size * tokens * (saved + key + value) + _branch_outputs(model, batch)
+    saved += _rope_keys(model) * key + model.copies * value + model.gates
     if "cmp" not in model.branches:
-        return size * tokens * own + _dear(model, batch)
+        return size * tokens * saved + _branch_outputs(model, batch)
     compressed = key + value
     if model.compressor_hidden is not None:
         both = model.head_dim + model.value_dim
-        inside = model.spec.block_len * both + 4 * model.compressor_hidden
-        compressed += model.kv_heads * inside
+        mlp = model.spec.block_len * both + 4 * model.compressor_hidden
+        compressed += model.kv_heads * mlp
     blocks = _blocks(model, batch.seq_len) * batch.micro_batch * compressed // batch.shared_by
-    return size * (tokens * own + blocks) + _dear(model, batch)
+    return size * (tokens * saved + blocks) + _branch_outputs(model, batch)
 
 
-def _turned(model: Model) -> int:
-    """Keys that are kept: each turned once. Those of the compressed branch are not."""
-    turned = len({"sel", "win"}.intersection(model.branches))
-    return 1 if model.shared_kv and "cmp" in model.branches else turned
+def _rope_keys(model: Model) -> int:
+    """Saved sets of keys after RoPE; the compressed branch has none of its own."""
+    rotated = len({"sel", "win"}.intersection(model.branches))
+    return 1 if model.shared_kv and "cmp" in model.branches else rotated
 
 
-def _dear(model: Model, batch: Batch) -> int:
-    """Outputs of the attention's branches, their log-sums in fp32, and the blocks chosen."""
+def _branch_outputs(model: Model, batch: Batch) -> int:
+    """Bytes of the branches' outputs, their fp32 lse, and the selected blocks."""
     branches = 1 if model.spec is None else len(model.branches)
-    a_token = branches * model.heads * (model.weight_bytes * model.value_dim + 4)
+    per_token = branches * model.heads * (model.weight_bytes * model.value_dim + 4)
     if model.spec is not None and "sel" in model.branches:
-        a_token += 4 * model.kv_heads * model.spec.select_top
-    return a_token * batch.tokens
+        per_token += 4 * model.kv_heads * model.spec.select_top
+    return per_token * batch.tokens
 
 
-def _kept_besides(model: Model, batch: Batch) -> int:
-    """What `selective` keeps of operations whose results nothing saves as they are."""
-    values = 0
-    if batch.shared_by > 1:  # of both exchanges; what is saved are copies
-        values += model.attends_with + model.heads * model.value_dim
-    extra = 0
+def _selective_extra(model: Model, batch: Batch) -> int:
+    """Bytes that `selective` keeps in addition to what autograd saves."""
+    elements, lse = 0, 0
+    if batch.shared_by > 1:  # results of both exchanges; autograd saves copies
+        elements += model.attention_inputs + model.heads * model.value_dim
     if model.spec is not None and "sel" in model.branches and "cmp" not in model.branches:
-        values += model.heads * model.value_dim  # compressed attention, run for its log-sums
-        extra = 4 * model.heads
-    return (model.weight_bytes * values + extra) * batch.tokens
+        elements += model.heads * model.value_dim  # compressed attention, run for its lse
+        lse = 4 * model.heads
+    return (model.weight_bytes * elements + lse) * batch.tokens
 
 
 def _loss(model: Model, tokens: int, fused: bool) -> int:
-    """Logits of one product and the head's gradient; summed up in fp32 where there are several."""
-    products = -(-tokens * model.vocab_size // model.product)
-    logits = -(-tokens // products) * model.vocab_size
+    """Bytes of one chunk's logits and the head's gradient, summed in fp32 over several chunks."""
+    chunks = -(-tokens * model.vocab_size // model.product)
+    logits = -(-tokens // chunks) * model.vocab_size
     gradient = model.weight_bytes * model.embedding
-    if products > 1:
+    if chunks > 1:
         gradient += (4 + model.weight_bytes) * model.embedding
     rows = min(model.in_float32 if fused else model.in_cache, logits)
-    copies = (1 if fused else 2) + (logits > rows)  # a CPU converts first; the last rows' are there
+    copies = (1 if fused else 2) + (logits > rows)  # a CPU converts first; earlier rows remain
     softmax = 4 * rows * copies
-    own = model.weight_bytes * (logits + model.width * tokens)
-    return own + max(gradient, softmax)
+    return model.weight_bytes * (logits + model.width * tokens) + max(gradient, softmax)
 
 
 def _blocks(model: Model, seq_len: int) -> int:

@@ -1,4 +1,4 @@
-"""Which setting is fastest among those that fit, for one number of sequences a step."""
+"""Search: rank the settings that fit into memory, for a given number of sequences per step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from nsa.planner.model import Batch, Model
 from nsa.planner.step import Forecast, Hardware, fits, forecast
 from nsa.planner.traffic import Zero
 
-MODES = ("none", "selective", "reentrant")  # the other two cost what reentrant costs
+MODES = ("none", "selective", "reentrant")  # the other two cost the same as reentrant
 
 
 @dataclass(frozen=True)
-class Found:
-    """A setting that fits."""
+class Candidate:
+    """A DeepSpeed config and batch, with its forecast."""
 
     config: str
     batch: Batch
@@ -23,32 +23,32 @@ class Found:
 
 def search(
     model: Model, zeros: Mapping[str, Zero], batch: Batch, hardware: Hardware, ranks: int
-) -> list[Found]:
-    """Fastest first. A step keeps its sequences: a larger micro-batch means less accumulation.
+) -> list[Candidate]:
+    """Return the settings that fit, fastest first; sequences per step stay the same.
 
-    Of equally fast ones the larger micro-batch comes first, which keeps a GPU busier than `mfu`
-    knows, then the one with less memory.
+    Ties go to the larger micro-batch, which keeps a GPU busier than `mfu` models, then to less
+    memory.
     """
-    found = [
-        Found(name, other, forecast(model, zero, other, hardware, ranks))
+    candidates = [
+        Candidate(name, other, forecast(model, zero, other, hardware, ranks))
         for name, zero in zeros.items()
         for other in _batches(model, batch, ranks)
     ]
-    fitting = [one for one in found if fits(one.forecast.memory, hardware)]
+    fitting = [one for one in candidates if fits(one.forecast.memory, hardware)]
     return sorted(fitting, key=_order)
 
 
 def compare(
     model: Model, zeros: Mapping[str, Zero], batch: Batch, hardware: Hardware, ranks: int
-) -> list[Found]:
-    """Each config with the same batch, in the order of the names."""
+) -> list[Candidate]:
+    """Return each config with the same batch, by name."""
     return [
-        Found(name, batch, forecast(model, zero, batch, hardware, ranks))
+        Candidate(name, batch, forecast(model, zero, batch, hardware, ranks))
         for name, zero in sorted(zeros.items())
     ]
 
 
-def _order(one: Found) -> tuple[float, int, int]:
+def _order(one: Candidate) -> tuple[float, int, int]:
     return (
         -round(one.forecast.tokens_per_second),
         -one.batch.micro_batch,
@@ -57,11 +57,11 @@ def _order(one: Found) -> tuple[float, int, int]:
 
 
 def _batches(model: Model, batch: Batch, ranks: int) -> Iterator[Batch]:
-    """As many ranks may share a sequence as there are KV heads; each then has more of them."""
+    """Yield every split of the same sequences; up to `kv_heads` ranks may share one."""
     sequences = batch.micro_batch * batch.accumulation * (ranks // batch.shared_by)
     for shared_by in range(1, model.kv_heads + 1):
         groups = ranks // shared_by
-        if any(whole % shared_by for whole in (model.kv_heads, batch.seq_len, ranks)):
+        if any(size % shared_by for size in (model.kv_heads, batch.seq_len, ranks)):
             continue
         if sequences % groups == 0:
             each = replace(batch, shared_by=shared_by)

@@ -1,4 +1,4 @@
-"""How long a step takes: what is computed, what is sent, and how much of that nothing hides."""
+"""Forecast of a step: memory, traffic, compute, and exposed communication."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from nsa.planner.memory import Memory, memory
 from nsa.planner.model import Batch, Model, flops_per_token
 from nsa.planner.traffic import Traffic, Zero, traffic
 
-BACKWARD_SHARE = 2 / 3  # of a micro-batch without recomputation
+BACKWARD_FRACTION = 2 / 3  # of a micro-batch without recomputation
 RESERVE = 2e9  # bytes: CUDA's context, NCCL's buffers
-GAPS = 1.1  # between tensors, in the caching allocator
+FRAGMENTATION = 1.1  # of the caching allocator
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a GPU and its links can do. All of it is said by the user or assumed; none measured."""
+    """Speed of GPUs and links: set by the user or assumed, never measured."""
 
-    flops: float  # a second, dense peak in the training's dtype
-    mfu: float  # the share of it that a GPU reaches while it computes
-    link: float  # bytes a second that one GPU sends to its neighbour
-    network: float = math.inf  # bytes a second that one node sends to the next
+    flops: float  # dense peak in the training dtype, 1/s
+    mfu: float  # fraction of the peak that a GPU reaches while it computes
+    link: float  # bytes/s from one GPU to its neighbour
+    network: float = math.inf  # bytes/s from one node to the next
     nodes: int = 1
     memory: float = math.inf  # bytes of a GPU
-    start: float = 20e-6  # seconds to start a collective, times log2 of the ranks
-    overlaps: bool = True  # gloo's ranks wait for what they send; NCCL's streams do not
-    gathering: float = 1.0  # share of the rate that gathering weights reaches
+    start: float = 20e-6  # seconds to start a collective, times log2(ranks)
+    overlaps: bool = True  # False: gloo, whose sends block
+    gathering: float = 1.0  # fraction of the rate that an all-gather reaches
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Forecast:
     memory: Memory
     traffic: Traffic
     compute: float  # seconds
-    communication: float  # seconds, hidden or not
-    exposed: float  # seconds that nothing hides
-    tokens: int  # of a step, all ranks together
+    communication: float  # seconds, hidden or exposed
+    exposed: float  # seconds of communication that no computation hides
+    tokens: int  # per step, over all ranks
 
     @property
     def seconds(self) -> float:
@@ -49,21 +49,21 @@ class Forecast:
         return self.tokens / self.seconds
 
     @property
-    def exposed_share(self) -> float:
+    def exposed_fraction(self) -> float:
         return self.exposed / self.seconds
 
 
 def forecast(model: Model, zero: Zero, batch: Batch, hardware: Hardware, ranks: int) -> Forecast:
-    """Memory, bytes and seconds of one step."""
+    """Forecast one step."""
     sent = traffic(model, zero, batch, ranks)
     work = batch.tokens * flops_per_token(model, batch.checkpointing)
     micro = work / (hardware.flops * hardware.mfu)
-    whole, exposed = communication_seconds(sent, zero, batch, hardware, ranks, micro)
+    total, exposed = communication_seconds(sent, zero, batch, hardware, ranks, micro)
     return Forecast(
         memory=memory(model, zero, batch, ranks),
         traffic=sent,
         compute=micro * batch.accumulation,
-        communication=whole,
+        communication=total,
         exposed=exposed,
         tokens=batch.tokens * batch.accumulation * ranks,
     )
@@ -72,33 +72,30 @@ def forecast(model: Model, zero: Zero, batch: Batch, hardware: Hardware, ranks: 
 def communication_seconds(
     sent: Traffic, zero: Zero, batch: Batch, hardware: Hardware, ranks: int, micro: float
 ) -> tuple[float, float]:
-    """All of it, and what is exposed beside micro-batches of `micro` seconds.
+    """Return total and exposed seconds, given micro-batches of `micro` seconds.
 
-    A ring through several nodes crosses each border once in each direction, so that a node's
-    network carries what one rank sends: the slower of link and network sets the pace.
+    A ring over several nodes crosses each border once per direction, so a node's network carries
+    what one rank sends: the slower of link and network limits the rate.
     """
-    far = min(hardware.link, hardware.network)
-    rate = hardware.link if hardware.nodes == 1 else far
-    near = ranks // hardware.nodes % batch.shared_by == 0  # a node has all ranks of a sequence
+    across_nodes = min(hardware.link, hardware.network)
+    rate = hardware.link if hardware.nodes == 1 else across_nodes
+    on_one_node = ranks // hardware.nodes % batch.shared_by == 0  # all ranks of a sequence
+    exchange_rate = hardware.link if on_one_node else across_nodes
     starting = sent.collectives * hardware.start * math.log2(ranks) if ranks > 1 else 0.0
     reduce, tail = sent.reduce / rate, sent.tail / rate
     gather, fetch = (part / (rate * hardware.gathering) for part in (sent.gather, sent.fetch))
-    waited = starting + gather + sent.exchange / (hardware.link if near else far)
-    whole = waited + sent.reductions * (reduce + fetch)
+    blocking = starting + gather + sent.exchange / exchange_rate
+    total = blocking + sent.reductions * (reduce + fetch)
     if not (zero.overlap and hardware.overlaps):
-        return whole, whole
-    behind = micro * _backward_share(batch.checkpointing)
-    late = max(tail, reduce - behind)
-    if zero.stage == 3:  # the first layer's weights are waited for, the rest come ahead of use
+        return total, total
+    # Recomputation belongs to the backward pass.
+    backward = BACKWARD_FRACTION if batch.checkpointing == "none" else 3 / 4
+    late = max(tail, reduce - micro * backward)
+    if zero.stage == 3:  # weights are prefetched, except the first layer's
         late = max(tail, reduce + fetch - micro)
-    return whole, min(whole, waited + sent.reductions * late)
+    return total, min(total, blocking + sent.reductions * late)
 
 
-def fits(found: Memory, hardware: Hardware) -> bool:
-    """Whether the peak leaves room for what torch does not allocate."""
-    return found.peak * GAPS + RESERVE <= hardware.memory
-
-
-def _backward_share(checkpointing: str) -> float:
-    """Of a micro-batch's seconds; recomputation belongs to the backward pass."""
-    return BACKWARD_SHARE if checkpointing == "none" else 3 / 4
+def fits(memory: Memory, hardware: Hardware) -> bool:
+    """Return whether the peak leaves enough for what torch does not allocate."""
+    return memory.peak * FRAGMENTATION + RESERVE <= hardware.memory

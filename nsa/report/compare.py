@@ -1,29 +1,29 @@
-"""Runs beside each other: one picture of their curves, and a table of where they ended."""
+"""`nsa compare`: the curves of several runs in one picture, and a table of their final values."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from nsa.report.summary import Summary
+from nsa.report.plots import Panel, draw
+from nsa.report.summary import Summary, summarise
 
 _PANELS = (
     ("loss", "training loss (nats per token)"),
-    ("bits_per_byte", "held-out bits per byte"),
+    ("bits_per_byte", "validation bits per byte"),
     ("tokens_per_s", "tokens/s, all ranks"),
     ("grad_norm", "gradient norm"),
 )
-_HEADER = ("run", "steps", "loss", "held-out", "bits/byte", "tokens/s", "GB", "gates")
+_HEADER = ("run", "steps", "loss", "val loss", "bits/byte", "tokens/s", "GB", "gates")
 
 
 def add_parser(verbs: Any) -> None:
     """Add `compare` to the verbs of `nsa`."""
-    about = "draw the curves of runs into one picture, and print where each of them ended"
+    about = "draw the curves of runs into one picture, and print their final values"
     compare = verbs.add_parser("compare", help=about, description=about)
-    compare.add_argument("runs", type=Path, nargs="+", help="folders of runs, as runs/m7c-demo")
+    compare.add_argument("runs", type=Path, nargs="+", help="run folders, e.g. runs/m7c-demo")
     compare.add_argument(
         "--out", type=Path, help="the picture (default: compare.png beside the first run)"
     )
@@ -39,45 +39,39 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def compare_runs(runs: Sequence[Path], out: Path) -> list[str]:
-    """Draw the runs into `out`; returns the lines of a table."""
-    from nsa.report.plots import Panel, draw
-    from nsa.report.summary import summarise
-
-    found = {label: summarise(run) for label, run in labelled(runs).items()}
-    for run in found.values():
+    """Draw the runs into `out`; return the lines of a table."""
+    summaries = {label: summarise(run) for label, run in labelled(runs).items()}
+    for run in summaries.values():
         if not run.metrics.rows:
             raise ValueError(
-                f"{run.run_dir}: {run.metrics.problem}; give the folder of a run that has logged"
+                f"{run.run_dir}: {run.metrics.problem}; give the folder of a run with logged steps"
             )
     panels = []
     for column, title in _PANELS:
-        curves = {label: run.points(column) for label, run in found.items()}
+        curves = {label: run.points(column) for label, run in summaries.items()}
         if any(steps for steps, _ in curves.values()):
             panels.append(Panel(title, curves, marked=column == "bits_per_byte"))
     draw(panels, out)
-    return table([_HEADER, *(_row(label, run) for label, run in found.items())])
+    return table([_HEADER, *(_row(label, run) for label, run in summaries.items())])
 
 
 def _row(label: str, run: Summary) -> tuple[str, ...]:
-    gates = [f"{verdict.gate} {'Go' if verdict.go else 'No-Go'}" for verdict in run.verdicts[-1:]]
+    def cell(value: float | None, spec: str) -> str:
+        return "-" if value is None else format(value, spec)
+
+    gates = [f"{gate.gate} {'Go' if gate.go else 'No-Go'}" for gate in run.gates[-1:]]
     return (
         label,
         f"{run.steps:,}",
-        _shown(run.loss, ".3f"),
-        _shown(run.held_out, ".3f"),
-        _shown(run.bits_per_byte, ".3f"),
-        _shown(run.tokens_per_s, ",.0f"),
-        _shown(run.memory_gb, ".2f"),
+        *(cell(run.last(column), ".3f") for column in ("loss", "val_loss", "bits_per_byte")),
+        cell(run.tokens_per_s, ",.0f"),
+        cell(run.memory_gb, ".2f"),
         *(gates or ["-"]),
     )
 
 
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns aligned: names to the left, figures to the right."""
+    """Align columns: the first and last to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     last = len(widths) - 1
     return [
@@ -90,7 +84,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def labelled(runs: Sequence[Path]) -> dict[str, Path]:
-    """Each run once, by its folder's name; by its whole path where two are called the same."""
+    """Label each run by its folder's name, or by its path if two names are equal."""
     names = [run.resolve().name for run in runs]
     labels = names if len(set(names)) == len(names) else [str(run) for run in runs]
     return dict(zip(labels, runs, strict=True))

@@ -1,4 +1,4 @@
-"""Tables of pages that programs write."""
+"""Markdown tables."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterable, Sequence
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a Markdown table."""
+    """Return the lines of a table."""
     lines = (header, ("---",) * len(header), *rows)
     return [f"| {' | '.join(plain(cell) for cell in line)} |" for line in lines]
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """A cell of several measurements: the mean, and from where to where if they differ."""
+    """Format several measurements: the mean, and the range if they differ."""
     if not values:
         return "–"
-    mean, least, most = (
+    mean, low, high = (
         format(value, form) for value in (statistics.fmean(values), min(values), max(values))
     )
-    return mean if least == most else f"{mean} ({least} to {most})"
+    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def plain(value: object) -> str:
-    """One line that cannot break out of its cell."""
+    """Return one line that cannot end its cell."""
     return " ".join(str(value).split()).replace("|", "/")

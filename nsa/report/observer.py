@@ -1,4 +1,4 @@
-"""The report, written at each gate."""
+"""Observer that writes report.md at each gate."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 
 from nsa.monitor.observer import Observer, RunInfo
 from nsa.monitor.writer import BackgroundWriter
+from nsa.report.report import write_report
 
 
 class Reporter(Observer):
-    """Has the writer's thread make `report.md` from what is recorded by then."""
+    """Writes the report on the writer's thread."""
 
     def __init__(self, writer: BackgroundWriter) -> None:
         self._writer = writer
@@ -19,9 +20,4 @@ class Reporter(Observer):
         self._run_dir = info.run_dir
 
     def on_gate(self, name: str, go: bool) -> None:
-        self._writer.submit(self._write)
-
-    def _write(self) -> None:
-        from nsa.report.report import write_report  # late: it draws
-
-        write_report(self._run_dir)
+        self._writer.submit(lambda: write_report(self._run_dir))

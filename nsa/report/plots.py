@@ -1,4 +1,4 @@
-"""Curves over steps in panels side by side, drawn without any display and in little time."""
+"""Line plots in panels side by side, drawn with matplotlib without a display."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's colours, told apart by colour-blind readers and in print.
+# Okabe and Ito's colours, distinct for colour-blind readers and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_SMOOTHED_FROM = 50  # points; a shorter curve is drawn as it is
-_DRAWN = 600  # points of a curve at most; more than a picture can show
+_SMOOTHED_FROM = 50  # points; shorter curves are not smoothed
+_MAX_POINTS = 600  # drawn per curve; a picture cannot show more
 _COLUMNS = 4  # panels in a row
 
 Points = tuple[Sequence[float], Sequence[float]]  # steps, values
@@ -19,27 +19,29 @@ Points = tuple[Sequence[float], Sequence[float]]  # steps, values
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: curves by their labels."""
+    """One pair of axes with labelled curves."""
 
     title: str
     curves: Mapping[str, Points]
-    marked: bool = False  # few points, each worth seeing
-    ordered: bool = False  # the curves are those of layers, first to last
+    marked: bool = False  # few points: draw markers
+    ordered: bool = False  # the curves are layers, first to last: shade them
     x: str = "step"
-    x_doubles: bool = False  # each double of x takes as much room
-    errors: Mapping[str, Sequence[float]] = field(default_factory=dict)  # to either side, if marked
+    x_doubles: bool = False  # logarithmic x axis, base 2
+    errors: Mapping[str, Sequence[float]] = field(
+        default_factory=dict
+    )  # half widths of error bars, if marked
 
 
 def draw(panels: Sequence[Panel], out: Path, *, width: float = 6.0) -> None:
-    """Draw the panels into one picture; `out` names the file, and by its ending the format."""
-    from matplotlib.figure import Figure  # late: it takes a second, and training must not wait
+    """Draw the panels into one picture; the suffix of `out` sets the format."""
+    from matplotlib.figure import Figure  # late: takes a second
 
-    # A Figure of its own draws with Agg and leaves pyplot's global state, and any display, alone.
+    # A Figure without pyplot draws with Agg and touches no global state and no display.
     columns = min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(width * columns, 4.0 * rows), dpi=100)
     axes = figure.subplots(rows, columns, squeeze=False).flat
-    # Fixed margins: a layout that is computed draws everything twice.
+    # Fixed margins: automatic layouts draw everything twice.
     inch_x, inch_y = 1 / figure.get_figwidth(), 1 / figure.get_figheight()
     figure.subplots_adjust(
         0.75 * inch_x, 0.5 * inch_y, 1 - 0.1 * inch_x, 1 - 0.15 * inch_y, wspace=0.25, hspace=0.2
@@ -87,8 +89,8 @@ def _draw_curve(
     *,
     faint: bool,
 ) -> None:
-    """A line; many noisy points become a faint line, from low to high, behind their mean."""
-    stride = max(1, len(values) // _DRAWN)
+    """Draw a line; of many noisy points a running mean over a faint line of their range."""
+    stride = max(1, len(values) // _MAX_POINTS)
     if len(values) >= _SMOOTHED_FROM:
         if faint:
             parts = [values[at : at + stride] for at in range(0, len(values), stride)]
@@ -100,7 +102,7 @@ def _draw_curve(
 
 
 def running_mean(values: Sequence[float], width: int, stride: int = 1) -> list[float]:
-    """The mean around each value, `width` to either side: so it does not lag."""
+    """Return the centred mean over `width` values to either side."""
     sums, count = [0.0, *accumulate(values)], len(values)
     spans = ((max(0, at - width), min(count, at + width + 1)) for at in range(0, count, stride))
     return [(sums[end] - sums[start]) / (end - start) for start, end in spans]

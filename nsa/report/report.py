@@ -1,19 +1,21 @@
-"""`report.md` with its pictures: what was decided about a run, from what, and how the run went."""
+"""`report.md` of a run: gate results with evidence, facts, settings and plots."""
 
 from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import yaml
 
 from nsa.atomic_io import atomic_write_text
+from nsa.gates.result import NAMES, GateResult
+from nsa.monitor.artifacts import read_json, read_text
 from nsa.report.markdown import plain, table
-
-if TYPE_CHECKING:
-    from nsa.gates.ladder import Verdict
-    from nsa.report.summary import Summary
+from nsa.report.report_plots import draw_plots
+from nsa.report.summary import Summary, summarise
 
 FILE_NAME = "report.md"
 _SETTINGS = (
@@ -33,14 +35,14 @@ _SETTINGS = (
     "train.seed",
     "train.on_bad_step",
 )
-_ANSWERS = {True: "yes", False: "**NO**", None: "not measured"}
+_MET = {True: "yes", False: "**NO**", None: "not measured"}
 
 
 def add_parser(verbs: Any) -> None:
     """Add `report` to the verbs of `nsa`."""
-    about = "write report.md of runs: verdicts with their evidence, facts, pictures"
+    about = "write report.md of runs: gate results with evidence, facts, plots"
     report = verbs.add_parser("report", help=about, description=about)
-    report.add_argument("runs", type=Path, nargs="+", help="folders of runs, as runs/m7c-demo")
+    report.add_argument("runs", type=Path, nargs="+", help="run folders, for example runs/m7c-demo")
     report.set_defaults(run=_report)
 
 
@@ -51,178 +53,156 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.md` and the pictures that it shows, however far the run has come."""
-    from nsa.report.report_plots import draw_pictures
-    from nsa.report.summary import summarise
-
+    """Write `report.md` and its plots, however far the run has come."""
     run = summarise(run_dir)
     if not any((run_dir / name).exists() for name in ("config.yaml", "metrics.csv", "gates.json")):
         raise ValueError(
             f"{run_dir} holds no config.yaml, metrics.csv or gates.json; give the folder of a run"
         )
-    pictures = draw_pictures(run)
     lines = [
-        *_verdicts(run.verdicts),
-        *_not_measured(run.verdicts),
+        f"# {run.name}: {_decision(run.gates)}",
+        *_gate_sections(run.gates),
+        *_unmeasured(run.gates),
         *_facts(run),
-        *_beside_the_earlier_system(run),
+        *_comparison(run),
         *_settings(run_dir),
-        *_pictures(pictures),
     ]
-    path = run_dir / FILE_NAME
-    atomic_write_text(path, "\n".join([f"# {run.name}: {_decision(run.verdicts)}", *lines]) + "\n")
-    return path
+    for title, path in draw_plots(run):
+        lines += [*_heading(title), "", f"![{title}]({path})"]
+    atomic_write_text(run_dir / FILE_NAME, "\n".join(lines) + "\n")
+    return run_dir / FILE_NAME
 
 
-def _decision(verdicts: Sequence[Verdict]) -> str:
-    if not verdicts:
+def _decision(gates: Sequence[GateResult]) -> str:
+    if not gates:
         return "not judged yet"
-    bad = [verdict.gate for verdict in verdicts if not verdict.go]
-    return f"No-Go at {', '.join(bad)}" if bad else f"Go at {verdicts[-1].gate}"
+    failed = [gate.gate for gate in gates if not gate.go]
+    return f"No-Go at {', '.join(failed)}" if failed else f"Go at {gates[-1].gate}"
 
 
-def _verdicts(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    from nsa.gates.ladder import NAMES
-
-    for verdict in verdicts:
-        decision = "Go" if verdict.go else "No-Go"
-        yield from _heading(f"{verdict.gate}: {decision} at step {verdict.step:,}")
-        yield from ("", f"Judged {plain(verdict.time)}, from recorded data alone.")
-        yield from _table(
-            ("criterion", "met", "value", "wanted", "evidence"),
+def _gate_sections(gates: Sequence[GateResult]) -> Iterator[str]:
+    for gate in gates:
+        yield from _heading(f"{gate.gate}: {'Go' if gate.go else 'No-Go'} at step {gate.step:,}")
+        yield from ("", f"Judged {plain(gate.time)}.", "")
+        yield from table(
+            ("criterion", "met", "value", "limit", "evidence"),
             [
-                (
-                    criterion.name,
-                    _ANSWERS[criterion.ok],
-                    _figure(criterion.value),
-                    criterion.limit,
-                    criterion.evidence,
-                )
-                for criterion in verdict.criteria
+                (one.name, _MET[one.ok], _number(one.value), one.limit, one.evidence)
+                for one in gate.criteria
             ],
         )
-    judged = {verdict.gate for verdict in verdicts}
-    if missing := [name for name in NAMES if name not in judged]:
+    if missing := [name for name in NAMES if name not in {gate.gate for gate in gates}]:
         yield from ("", f"Not judged: {', '.join(missing)}.")
 
 
-def _not_measured(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """What no verdict rests on, once for each reason."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for verdict in verdicts:
-        for criterion in verdict.unmeasured:
-            found.setdefault((criterion.name, criterion.evidence), []).append(verdict.gate)
-    if found:
+def _unmeasured(gates: Sequence[GateResult]) -> Iterator[str]:
+    gates_of: dict[tuple[str, str], list[str]] = {}  # by criterion and reason
+    for gate in gates:
+        for criterion in gate.unmeasured:
+            gates_of.setdefault((criterion.name, criterion.evidence), []).append(gate.gate)
+    if gates_of:
         yield from (*_heading("Not measured"), "")
-        for (name, why), gates in found.items():
-            yield f"- {plain(name)} ({', '.join(gates)}): {plain(why)}"
+        for (name, reason), names in gates_of.items():
+            yield f"- {plain(name)} ({', '.join(names)}): {plain(reason)}"
 
 
 def _facts(run: Summary) -> Iterator[str]:
-    from nsa.monitor.artifacts import read_json
-
     env, halt = read_json(run.run_dir / "env.json"), read_json(run.run_dir / "halt.json")
-    yield from _heading("The run")
+    yield from (*_heading("Run"), "")
     rows = [
-        ("recipe, profile", _joined(env.get("recipe"), env.get("profile"))),
-        ("code", plain(env.get("git_commit") or "")),
-        ("machine", _joined(env.get("host"), *_devices(env))),
+        ("recipe, profile", _join(env.get("recipe"), env.get("profile"))),
+        ("git commit", plain(env.get("git_commit") or "")),
+        ("hardware", _join(env.get("host"), *_devices(env))),
         ("versions", _versions(env)),
         ("steps", f"{run.steps:,}"),
-        ("tokens", _shown(run.tokens, ",.0f")),
-        ("loss, last", _shown(run.loss, ".4f")),
-        ("held-out loss, last", _shown(run.held_out, ".4f")),
-        ("held-out bits per byte, last", _shown(run.bits_per_byte, ".4f")),
-        *_history(run),
-        ("steps not applied", _shown(run.skipped, ",d")),
-        ("halted by the watchdog", _halt(halt)),
-        ("kernels passed over", _fallbacks(run.run_dir)),
-        ("not read", plain(run.metrics.problem)),
+        ("tokens", _format(run.last("tokens"), ",.0f")),
+        ("final training loss", _format(run.last("loss"), ".4f")),
+        ("final validation loss", _format(run.last("val_loss"), ".4f")),
+        ("final bits per byte", _format(run.last("bits_per_byte"), ".4f")),
+        *_processes(run),
+        ("skipped steps", _format(run.skipped, ",d")),
+        (
+            "halted by the watchdog",
+            plain("; ".join(f"{key}: {value}" for key, value in halt.items())),
+        ),
+        ("backend fallbacks", _fallbacks(run.run_dir)),
+        ("unreadable", plain(run.metrics.problem)),
     ]
-    yield from _table(("", ""), [row for row in rows if row[1]])
+    yield from table(("", ""), [row for row in rows if row[1]])
     notes = env.get("notes")
     for note in notes if isinstance(notes, list) else ():
         yield from ("", plain(note))
 
 
-def _history(run: Summary) -> Iterator[tuple[str, str]]:
-    """What rank 0's heartbeats tell of the run's hours."""
+def _processes(run: Summary) -> Iterator[tuple[str, str]]:
+    """Yield wall time, resumes, pauses and the end, from heartbeats."""
     if not run.histories or not run.histories[0].lines:
         return
     history = run.histories[0]
     if history.first_time is not None and history.last_time is not None:
         passed = max(0, round(history.last_time - history.first_time))
         clock = f"{passed // 3600}:{passed // 60 % 60:02}:{passed % 60:02}"
-        yield "time from first to last heartbeat", f"{clock} on {len(run.histories)} ranks"
-    yield "times it went on", f"{max(0, history.processes - 1):,}"
-    pause = max(run.histories, key=lambda one: one.pause)
-    yield "longest pause", f"{pause.pause:.1f} s ({pause.pause_at})" if pause.pause_at else ""
+        yield "wall time", f"{clock} on {len(run.histories)} ranks"
+    yield "resumes", f"{max(0, history.processes - 1):,}"
+    worst = max(run.histories, key=lambda one: one.pause)
+    yield "longest pause", f"{worst.pause:.1f} s ({worst.pause_at})" if worst.pause_at else ""
     yield "engine", plain(history.backend)
-    yield "end", plain(history.status or "none was written: it still runs, or was killed")
+    yield "end", plain(history.status or "none recorded: still running, or killed")
 
 
 def _devices(env: dict[str, Any]) -> list[Any]:
     for part, key in (("cuda", "devices"), ("cpu", "model")):
-        found = env.get(part)
-        if isinstance(found, dict) and found.get(key):
-            return found[key] if isinstance(found[key], list) else [found[key]]
+        facts = env.get(part)
+        if isinstance(facts, dict) and facts.get(key):
+            return facts[key] if isinstance(facts[key], list) else [facts[key]]
     return []
 
 
 def _versions(env: dict[str, Any]) -> str:
     packages = env.get("packages")
-    known = packages if isinstance(packages, dict) else {}
-    wanted = ("torch", "deepspeed", "triton")
-    return ", ".join(f"{name} {plain(known[name])}" for name in wanted if known.get(name))
-
-
-def _halt(halt: dict[str, Any]) -> str:
-    return "; ".join(f"{plain(key)}: {plain(value)}" for key, value in halt.items())
+    versions = packages if isinstance(packages, dict) else {}
+    names = ("torch", "deepspeed", "triton")
+    return ", ".join(f"{name} {plain(versions[name])}" for name in names if versions.get(name))
 
 
 def _fallbacks(run_dir: Path) -> str:
-    from nsa.monitor.artifacts import read_text
-
-    rows = list(csv.DictReader((read_text(run_dir / "fallbacks.csv") or "").splitlines()))
-    known = [row for row in rows if row.get("operation") and row.get("calls")]
+    rows = csv.DictReader((read_text(run_dir / "fallbacks.csv") or "").splitlines())
+    valid = [row for row in rows if row.get("operation") and row.get("calls")]
     return "; ".join(
         plain(f"{row['operation']} on {row['backend']}: {row['reason']} ({row['calls']} calls)")
-        for row in known[:10]
+        for row in valid[:10]
     )
 
 
-def _beside_the_earlier_system(run: Summary) -> Iterator[str]:
-    """The earlier system's are of 12 layers, 2,048 tokens, bf16, two A100 80GB over PCIe."""
-    yield from _heading("Beside the earlier system")
-    yield from _table(
-        ("", "this run", "the earlier one, M7C on two A100"),
+def _comparison(run: Summary) -> Iterator[str]:
+    """The earlier system: 12 layers, 2,048 tokens, bf16, two A100 80GB over PCIe."""
+    yield from (*_heading("Compared with the earlier system"), "")
+    yield from table(
+        ("", "this run", "earlier system, M7C on two A100"),
         [
-            ("tokens/s, median", _shown(run.tokens_per_s, ",.0f"), "39 (its target: 50)"),
-            ("peak memory of a rank, GB", _shown(run.memory_gb, ".2f"), "15.6 (its limit: 40)"),
-            ("loss at step 1", _shown(run.first_loss, ".2f"), "5.67"),
+            ("median tokens/s", _format(run.tokens_per_s, ",.0f"), "39 (target: 50)"),
+            ("peak memory of a rank, GB", _format(run.memory_gb, ".2f"), "15.6 (limit: 40)"),
+            ("loss at step 1", _format(run.first_loss, ".2f"), "5.67"),
         ],
     )
 
 
 def _settings(run_dir: Path) -> Iterator[str]:
-    import yaml
-
-    from nsa.monitor.artifacts import read_json, read_text
-
     try:
         tree = yaml.safe_load(read_text(run_dir / "config.yaml") or "")
     except (yaml.YAMLError, ValueError, RecursionError):
         tree = None
-    rows = [(name, _at(tree, name)) for name in _SETTINGS]
-    zero = _at(read_json(run_dir / "ds_config.json"), "zero_optimization.stage")
-    shown = [(name, plain(value)) for name, value in [*rows, ("ZeRO stage", zero)] if value != ""]
-    if shown:
-        yield from _heading("Settings")
-        yield from _table(("setting", "value"), shown)
-        yield from ("", "All of them are in `config.yaml` and `ds_config.json`.")
+    rows = [(name, _get(tree, name)) for name in _SETTINGS]
+    rows.append(
+        ("ZeRO stage", _get(read_json(run_dir / "ds_config.json"), "zero_optimization.stage"))
+    )
+    present = [(name, plain(value)) for name, value in rows if value != ""]
+    if present:
+        yield from (*_heading("Settings"), "", *table(("setting", "value"), present))
+        yield from ("", "All settings: `config.yaml` and `ds_config.json`.")
 
 
-def _at(tree: object, name: str) -> object:
+def _get(tree: object, name: str) -> object:
     for part in name.split("."):
         if not isinstance(tree, dict) or part not in tree:
             return ""
@@ -230,26 +210,17 @@ def _at(tree: object, name: str) -> object:
     return tree
 
 
-def _pictures(pictures: Iterable[tuple[str, str]]) -> Iterator[str]:
-    for title, path in pictures:
-        yield from (*_heading(title), "", f"![{title}]({path})")
-
-
-def _heading(text: str) -> tuple[str, ...]:
+def _heading(text: str) -> tuple[str, str]:
     return ("", f"## {plain(text)}")
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    yield from ("", *table(header, rows))
-
-
-def _joined(*values: object) -> str:
+def _join(*values: object) -> str:
     return ", ".join(plain(value) for value in values if value)
 
 
-def _figure(value: float | None) -> str:
-    return _shown(value, ".4g" if value is None or abs(value) < 1_000 else ",.0f")
+def _number(value: float | None) -> str:
+    return _format(value, ".4g" if value is None or abs(value) < 1_000 else ",.0f")
 
 
-def _shown(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def _format(value: float | None, spec: str) -> str:
+    return "" if value is None else format(value, spec)

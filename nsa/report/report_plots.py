@@ -1,29 +1,29 @@
-"""The pictures of a report: each is drawn only where something of it was recorded."""
+"""Plots of a report: each is drawn only if its values were recorded."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
+from nsa.constants import BRANCHES
 from nsa.monitor.artifacts import Table, read_table
-from nsa.monitor.observer import BRANCHES
 from nsa.report.plots import Panel, Points, draw
 from nsa.report.summary import Summary
 
 FOLDER = "report"
-_MOST_STEPS = 200  # of selection.csv, which has a row for each layer of each logged step
+_MAX_STEPS = 200  # of selection.csv, which has a row for each layer of each logged step
 _SELECTION = {
     "entropy": "entropy of free picks",
-    "overlap": "picks shared with the token before",
-    "forced": "share of forced picks",
-    "distance": "mean distance of a pick, blocks",
+    "overlap": "overlap with the previous token's blocks",
+    "forced": "fraction of forced picks",
+    "distance": "mean distance of free picks, blocks",
 }
 
 
-def draw_pictures(run: Summary) -> list[tuple[str, str]]:
-    """Draw what there is into `<run>/report`; returns titles and paths as report.md links them."""
+def draw_plots(run: Summary) -> list[tuple[str, str]]:
+    """Draw into `<run>/report`; return titles and paths relative to report.md."""
     drawn = []
-    for name, title, panels in _pictures(run):
+    for name, title, panels in _plots(run):
         present = [panel for panel in panels if any(steps for steps, _ in panel.curves.values())]
         if present:
             draw(present, run.run_dir / FOLDER / f"{name}.png", width=4.5 if present[1:] else 7.0)
@@ -31,28 +31,28 @@ def draw_pictures(run: Summary) -> list[tuple[str, str]]:
     return drawn
 
 
-def _pictures(run: Summary) -> Iterator[tuple[str, str, list[Panel]]]:
-    loss = {"training": run.points("loss"), "held-out": run.points("val_loss")}
+def _plots(run: Summary) -> Iterator[tuple[str, str, list[Panel]]]:
+    loss = {"training": run.points("loss"), "validation": run.points("val_loss")}
     yield "loss", "Loss", [Panel("loss (nats per token)", loss)]
     for name, title, column in (
         ("learning_rate", "Learning rate", "lr"),
         ("gradient_norm", "Gradient norm", "grad_norm"),
-        ("tokens_per_s", "Tokens a second", "tokens_per_s"),
+        ("tokens_per_s", "Tokens/s", "tokens_per_s"),
     ):
         yield name, title, [Panel(title.lower(), {run.name: run.points(column)})]
-    yield "memory", "Memory", [Panel("peak memory, GB", _memory(run))]
+    yield "memory", "Peak memory", [Panel("peak memory, GB", _memory(run))]
     steps = [int(row["step"]) for row in run.metrics.rows]
-    stride = max(1, -(-len(steps) // _MOST_STEPS))
+    stride = max(1, -(-len(steps) // _MAX_STEPS))
     health = read_table(run.run_dir / "selection.csv", set(steps[::-1][::stride]) or None)
     gates = [_by_layer(health, f"gate_{branch}", f"mean gate, {branch}") for branch in BRANCHES]
-    yield "gates", "Gates of each layer, first (dark) to last", gates
+    yield "gates", "Mean gates by layer, first (dark) to last", gates
     selection = [_by_layer(health, column, title) for column, title in _SELECTION.items()]
-    yield "selection", "Selection of each layer, first (dark) to last", selection
+    yield "selection", "Block selection by layer, first (dark) to last", selection
 
 
 def _memory(run: Summary) -> dict[str, Points]:
-    """Of each rank by its heartbeats; else of rank 0 by its rows."""
-    heard: dict[str, Points] = {
+    """Return the peaks of each rank from heartbeats, else of rank 0 from metrics.csv."""
+    curves: dict[str, Points] = {
         f"rank {history.rank}": (
             [float(step) for step, _ in history.memory] + [float(history.step)],
             [memory for _, memory in history.memory] + [history.memory[-1][1]],
@@ -60,7 +60,7 @@ def _memory(run: Summary) -> dict[str, Points]:
         for history in run.histories
         if history.memory
     }
-    return heard or {"rank 0": run.points("memory_gb")}
+    return curves or {"rank 0": run.points("memory_gb")}
 
 
 def _by_layer(health: Table, column: str, title: str) -> Panel:

@@ -1,1 +1,1 @@
-"""The watchdog, `nsa watch`: outside the process, with what the run writes down as its eyes."""
+"""`nsa watch`: a watchdog outside the training process that reads heartbeats and ends hangs."""

@@ -1,4 +1,4 @@
-"""`nsa watch`: starts a run or finds one, and sees to it that it trains or ends, and says why."""
+"""`nsa watch`: start a run under the watchdog and restart it, or watch one that is going."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa.monitor.artifacts import read_json
 from nsa.monitor.config import WatchConfig
-from nsa.watchdog.halt import read_halt, record, say
+from nsa.watchdog.halt import log, update_halt
 
 if TYPE_CHECKING:
-    from nsa.watchdog.supervisor import SignalState, Supervisor
+    from nsa.watchdog.supervisor import SignalState
 
-FINAL = (0, 2, 3)  # exit codes after which the same command would only end the same way
-MAX_BACKOFF = 300.0
-_POLL = 0.2
+FINAL = (0, 2, 3)  # exit codes after which the same command would end the same way again
+MAX_BACKOFF_SECONDS = 300.0
+_POLL_SECONDS = 0.2
 
 
 def add_parser(verbs: Any) -> None:
-    """Add `watch` to the verbs of `nsa`."""
-    about = "watch a run from outside: end it where it hangs, and start it again on request"
+    about = "watch a run from outside: end it where it hangs, and restart it on request"
     watch = verbs.add_parser(
         "watch",
         help=about,
         description=about,
         usage="nsa watch [--status] RUN | nsa watch [--restart N] [--backoff S] -- COMMAND",
     )
-    watch.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="folder of a run")
-    watch.add_argument("--status", action="store_true", help="only say where its ranks are")
+    watch.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="a run's folder")
+    watch.add_argument("--status", action="store_true", help="print where its ranks are, and exit")
     watch.add_argument(
-        "--restart", type=int, default=0, help="how often COMMAND may be started again (default 0)"
+        "--restart", type=int, default=0, help="restart COMMAND at most this often (default 0)"
     )
     watch.add_argument(
         "--backoff",
@@ -45,11 +45,11 @@ def add_parser(verbs: Any) -> None:
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before `--` and what after it, which belongs to the command alone."""
+    """Split a `watch` command line at `--`, into its own arguments and the command."""
     if argv[:1] != ["watch"] or "--" not in argv:
         return list(argv), []
-    where = list(argv).index("--")
-    return list(argv[:where]), list(argv[where + 1 :])
+    index = list(argv).index("--")
+    return list(argv[:index]), list(argv[index + 1 :])
 
 
 def _watch(args: argparse.Namespace) -> int:
@@ -58,9 +58,9 @@ def _watch(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name} {getattr(args, name)}: must be 0 or more")
     if bool(args.command) == bool(args.folder):
         raise ValueError("give the folder of a run, or -- and the command that starts one")
+    if args.command and args.status:
+        raise ValueError("--status: needs the folder of a run, and no command")
     if args.command:
-        if args.status:
-            raise ValueError("--status: needs the folder of a run, and no command")
         return launch(args.command, restarts=args.restart, backoff=args.backoff)
     if args.restart:
         raise ValueError("--restart: needs the command to start, after --")
@@ -69,13 +69,13 @@ def _watch(args: argparse.Namespace) -> int:
     if args.status:
         print(*status_lines(args.folder), sep="\n")
         return 0
-    return attach(args.folder)
+    return attach(args.folder.resolve())
 
 
 def launch(command: Sequence[str], *, restarts: int = 0, backoff: float = 10.0) -> int:
-    """Start `command`, watch the run that it makes, and return the exit code of its ranks.
+    """Run `command` under the watchdog and return the exit code of its ranks.
 
-    Nothing that it starts outlives this call.
+    No process that it starts outlives this call.
     """
     import psutil
 
@@ -83,160 +83,131 @@ def launch(command: Sequence[str], *, restarts: int = 0, backoff: float = 10.0) 
     from nsa.watchdog.supervisor import SignalState, Supervisor
 
     adopt_orphans()
-    wish, locked = SignalState(), dict[Path, int | None]()
-    folder = _asked_folder(command)
-    steps: list[int | None] = []
-    extra: list[str] = []
+    signals, folder = SignalState(), _run_dir_of(command)
+    last_steps: list[int | None] = []  # of each attempt
+    resume: list[str] = []
     while True:
-        # Orphans become this process's children, so that its tree holds all that was started.
         launcher = subprocess.Popen(
-            [*command, *extra], stdin=subprocess.DEVNULL, start_new_session=True
+            [*command, *resume], stdin=subprocess.DEVNULL, start_new_session=True
         )
-        life = Supervisor(ProcessTree(psutil.Process()), wish, launcher=launcher, locked=locked)
-        code = life.run()
-        folder = life.folder or folder
-        if code in FINAL or wish.signal is not None or not restarts:
+        tree = ProcessTree(psutil.Process(), launcher.pid)
+        attempt = Supervisor(tree, signals, launcher=launcher)
+        code = attempt.run()
+        folder = attempt.folder or folder
+        if code in FINAL or signals.signal is not None or not restarts:
             return code
-        steps.append(life.last_step)
-        if why := _why_no_restart(steps, restarts):
-            say(f"exit code {code}, and no other restart: {why}")
-            if folder is not None and folder.is_dir():
-                record(folder, {"gave_up": why})
+        last_steps.append(attempt.last_step)
+        exists = folder is not None and folder.is_dir()
+        if reason := _why_no_restart(last_steps, restarts):
+            log(f"exit code {code}, not restarting: {reason}")
+            if folder is not None and exists:
+                update_halt(folder, {"gave_up": reason})
             return code
-        extra = _to_resume(folder)
-        seconds = min(backoff * 2 ** (len(steps) - 1), MAX_BACKOFF)
-        say(
-            f"exit code {code} after step {steps[-1]}; restart {len(steps)} of {restarts} in "
-            f"{seconds:g} s, with {' '.join(extra) or 'nothing to resume from'}"
+        resume = _resume_arguments(folder)
+        delay = min(backoff * 2 ** (len(last_steps) - 1), MAX_BACKOFF_SECONDS)
+        log(
+            f"exit code {code} after step {last_steps[-1]}; restart {len(last_steps)} of "
+            f"{restarts} in {delay:g} s, with {' '.join(resume) or 'nothing to resume from'}"
         )
-        _write_restart(folder, life, code, seconds)
-        if not _sleep(seconds, wish):
-            return 128 + (wish.signal or 0)
+        if folder is not None and exists:
+            entry = {
+                "time": time.time(),
+                "reason": attempt.report.reason if attempt.report else f"exit code {code}",
+                "exit_code": code,
+                "step": attempt.last_step,
+                "back_off": delay,
+            }
+            earlier = read_json(folder / "halt.json").get("restarts", [])
+            update_halt(folder, {"restarts": [*earlier, entry]})
+        if not _sleep(delay, signals):
+            return 128 + (signals.signal or 0)
 
 
 def attach(folder: Path) -> int:
-    """Watch a run that goes already, until it ends; the run does not need this process."""
+    """Watch a run that is already going until it ends; it does not depend on this process."""
     from nsa.watchdog.process_tree import ProcessTree
-    from nsa.watchdog.supervisor import SignalState, Supervisor, lock, read_ranks
+    from nsa.watchdog.supervisor import SignalState, Supervisor, lock, newest_heartbeats
 
-    folder = folder.resolve()
-    held = lock(folder)
-    if held is None:
+    if not lock(folder):
         raise ValueError(f"{folder} is watched already; nsa watch --status {folder} shows the run")
-    life = Supervisor(ProcessTree(), SignalState(), folder=folder, locked={folder: held})
-    patience = time.monotonic() + WatchConfig().setup
-    while not life.ranks:
-        life.look()
-        beats = read_ranks(folder)
-        if life.ranks:
-            break
+    supervisor = Supervisor(ProcessTree(), SignalState(), folder=folder)
+    deadline = time.monotonic() + WatchConfig().setup
+    while True:
+        supervisor.look()
+        beats = newest_heartbeats(folder)
+        if supervisor.ranks:
+            log(f"{folder}: watching ranks {', '.join(map(str, supervisor.ranks))}")
+            return supervisor.run()
         if beats:
-            return _tell_end(folder, beats)
-        if time.monotonic() > patience:
+            return _report_ended(folder, beats)
+        if time.monotonic() > deadline:
             raise ValueError(
-                f"{folder} has no heartbeats; it has not begun, or monitor.heartbeat is 0"
+                f"{folder} has no heartbeats: it has not started, or monitor.heartbeat = 0"
             )
-        time.sleep(_POLL)
-    say(f"{folder}: watching ranks {', '.join(map(str, life.ranks))}")
-    return life.run()
+        time.sleep(_POLL_SECONDS)
 
 
 def status_lines(folder: Path) -> list[str]:
-    """A table of where a run's ranks are, for people."""
-    from nsa.watchdog.process_tree import holder
-    from nsa.watchdog.supervisor import read_ranks
+    from nsa.watchdog.process_tree import find_holder
+    from nsa.watchdog.supervisor import newest_heartbeats
 
-    beats = read_ranks(folder)
-    if not beats:
-        return [f"{folder}: no heartbeats"]
-    columns = ("rank", "phase", "since", "step", "line", "loss", "memory", "process")
-    rows = [columns]
-    for number, beat in beats.items():
-        here = beat.get("host") == platform.node()
-        process = holder(int(beat["pid"]), folder / f"heartbeat_rank{number}.jsonl")
-        lives = "lives" if process else "is gone" if here else f"on {beat.get('host')}"
-        ended = f"ended: {beat.get('status')}"
-        clock = (time.monotonic(), beat["mono"]) if process else (time.time(), beat["time"])
+    rows = [["rank", "phase", "since", "step", "line", "loss", "memory", "process"]]
+    for number, beat in newest_heartbeats(folder).items():
+        pid, host = int(beat["pid"]), beat.get("host")
         loss, memory = beat.get("loss"), beat.get("memory_gb")
-        rows.append(
-            (
-                str(number),
-                str(beat["phase"]),
-                f"{beat['since']:.0f} s",
-                f"{beat['step']:,.0f}",
-                f"{clock[0] - clock[1]:.0f} s ago",
-                "-" if loss is None else f"{loss:.4f}",
-                "-" if memory is None else f"{memory:.2f} GB",
-                ended if beat["event"] == "end" else f"{int(beat['pid'])} {lives}",
-            )
-        )
+        process = find_holder(pid, folder / f"heartbeat_rank{number}.jsonl")
+        age = time.monotonic() - beat["mono"] if process else time.time() - beat["time"]
+        state = "lives" if process else "is gone" if host == platform.node() else f"on {host}"
+        row = [str(number), beat["phase"], f"{beat['since']:.0f} s", f"{beat['step']:,.0f}"]
+        row += [f"{age:.0f} s ago", "-" if loss is None else f"{loss:.4f}"]
+        row += ["-" if memory is None else f"{memory:.2f} GB"]
+        ended = beat["event"] == "end"
+        rows.append([*row, f"ended: {beat.get('status')}" if ended else f"{pid} {state}"])
+    if len(rows) == 1:
+        return [f"{folder}: no heartbeats"]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
-def _tell_end(folder: Path, beats: dict[int, dict[str, Any]]) -> int:
-    """What to make of a run that nobody is at work on."""
-
-    far = {str(beat.get("host")) for beat in beats.values()} - {platform.node()}
-    if far and any(beat["event"] != "end" for beat in beats.values()):
-        raise ValueError(f"{folder}: its ranks run on {', '.join(sorted(far))}; watch it there")
-    dead = [number for number, beat in beats.items() if beat["event"] != "end"]
-    if dead:
-        steps = max(int(beat["step"]) for beat in beats.values())
-        say(f"{folder} is over: rank {dead[0]} died without a word, after step {steps} at most")
-        return 1
-    ends = sorted({str(beat.get("status")) for beat in beats.values()})
-    say(f"{folder} has ended: {', '.join(ends)}")
-    return 0
-
-
-def _why_no_restart(steps: Sequence[int | None], restarts: int) -> str:
-    """Why another start would be no use, given the last step of each so far; empty: it may be."""
-    if len(steps) > 1 and steps[-1] == steps[-2]:
-        where = "before the first heartbeat" if steps[-1] is None else f"after step {steps[-1]}"
-        return f"a crash loop, it ended {where} twice in a row"
-    return f"all {restarts} are used up" if len(steps) > restarts else ""
+def _report_ended(folder: Path, beats: dict[int, dict[str, Any]]) -> int:
+    """Log how a run without running processes has ended; return the exit code for that."""
+    unfinished = [number for number, beat in beats.items() if beat["event"] != "end"]
+    if not unfinished:
+        statuses = sorted({str(beat.get("status")) for beat in beats.values()})
+        log(f"{folder} has ended: {', '.join(statuses)}")
+        return 0
+    hosts = {str(beat.get("host")) for beat in beats.values()} - {platform.node()}
+    if hosts:
+        raise ValueError(f"{folder}: its ranks run on {', '.join(sorted(hosts))}; watch it there")
+    step = max(int(beat["step"]) for beat in beats.values())
+    log(f"{folder} has ended: rank {unfinished[0]} died without a word, at or before step {step}")
+    return 1
 
 
-def _asked_folder(command: Sequence[str]) -> Path | None:
-    """The folder that a command names itself."""
-    folder = None
-    for word, value in zip(command, [*command[1:], ""], strict=True):
-        if word == "--run-dir" and value:
-            folder = Path(value)
-        elif word.startswith("--run-dir="):
-            folder = Path(word.partition("=")[2])
-    return folder
+def _why_no_restart(last_steps: Sequence[int | None], restarts: int) -> str:
+    if len(last_steps) > 1 and last_steps[-1] == last_steps[-2]:
+        step = last_steps[-1]
+        where = "before the first heartbeat" if step is None else f"after step {step}"
+        return f"crash loop, it ended {where} twice in a row"
+    return f"all {restarts} restarts are used up" if len(last_steps) > restarts else ""
 
 
-def _to_resume(folder: Path | None) -> list[str]:
-    """What a recipe has to be told to go on in `folder`; it refuses --resume where no run is."""
+def _run_dir_of(command: Sequence[str]) -> Path | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--run-dir", type=Path, nargs="?")
+    return parser.parse_known_args(command)[0].run_dir
+
+
+def _resume_arguments(folder: Path | None) -> list[str]:
+    """Return the flags that continue a run in `folder`; recipes refuse --resume without one."""
     if folder is None:
         return []
-    begun = (folder / "config.yaml").exists() or (folder / "checkpoints").exists()
-    return [*(["--resume"] if begun else []), "--run-dir", str(folder.resolve())]
+    started = (folder / "config.yaml").exists() or (folder / "checkpoints").exists()
+    return [*(["--resume"] if started else []), "--run-dir", str(folder.resolve())]
 
 
-def _write_restart(folder: Path | None, life: Supervisor, code: int, seconds: float) -> None:
-    if folder is None or not folder.is_dir():
-        return
-    reason = life.verdict.reason if life.verdict else f"it ended with exit code {code}"
-    restart = {
-        "time": time.time(),
-        "reason": reason,
-        "exit_code": code,
-        "step": life.last_step,
-        "back_off": seconds,
-    }
-    record(folder, {"restarts": [*read_halt(folder).get("restarts", []), restart]})
-
-
-def _sleep(seconds: float, wish: SignalState) -> bool:
-    """Sleep; False where a signal came first."""
+def _sleep(seconds: float, signals: SignalState) -> bool:
     deadline = time.monotonic() + seconds
-    while wish.signal is None and (left := deadline - time.monotonic()) > 0:
-        time.sleep(min(_POLL, left))
-    return wish.signal is None
+    while signals.signal is None and (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(_POLL_SECONDS, left))
+    return signals.signal is None

@@ -1,4 +1,4 @@
-"""What the watchdog says and writes down: lines on stderr, and `halt.json` in the run's folder."""
+"""Log lines of the watchdog on stderr, and `halt.json` in the run's folder."""
 
 from __future__ import annotations
 
@@ -9,29 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
+from nsa.monitor.artifacts import read_json
 
-FILE_NAME = "halt.json"
 
-
-def say(text: str) -> None:
-    """A line for people; that nobody reads it is no reason to stop watching."""
+def log(text: str) -> None:
+    """Print one line on stderr; a closed stderr does not stop the watchdog."""
     with contextlib.suppress(OSError):
         print(f"watch: {text}", file=sys.stderr, flush=True)
 
 
-def read_halt(folder: Path) -> dict[str, Any]:
-    """What halt.json holds; empty where there is none that can be read."""
+def update_halt(folder: Path, changes: dict[str, Any]) -> None:
+    """Set keys of halt.json and keep the others; a full disk costs a warning only."""
+    path = folder / "halt.json"
     try:
-        found = json.loads((folder / FILE_NAME).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def record(folder: Path, changes: dict[str, Any]) -> None:
-    """Put `changes` into halt.json and leave the rest of it; a full disk costs the file only."""
-    whole = {**read_halt(folder), **changes}
-    try:
-        atomic_write_text(folder / FILE_NAME, json.dumps(whole, indent=2) + "\n")
+        atomic_write_text(path, json.dumps({**read_json(path), **changes}, indent=2) + "\n")
     except OSError as error:
-        say(f"{folder / FILE_NAME} could not be written: {error}")
+        log(f"{path} could not be written: {error}")

@@ -1,12 +1,13 @@
-"""Is a run well? Judged by what it has written down, and by clocks that nobody can set."""
+"""Hang detection from heartbeats, and throughput collapse and dead gates from a run's tables."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from typing import Any
 import psutil
 import yaml
 
+from nsa.constants import BRANCHES
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.config import WatchConfig
-from nsa.monitor.observer import BRANCHES
-from nsa.watchdog.process_tree import is_alive
+from nsa.processes import is_alive
 
-# The setting of `monitor.watch` that limits each phase.
-LIMIT_OF = {
+# Phase of a heartbeat -> the setting of `monitor.watch` that limits it.
+LIMIT_OF_PHASE = {
     "setup": "setup",
     "data": "data",
     "forward": "compute",
@@ -30,41 +31,39 @@ LIMIT_OF = {
     "eval": "evaluation",
     "save": "save",
 }
-LOGGED = 10  # logged steps that a sickness has to last
-_PROBE = b"\0" * 4096
+WINDOW = 10  # logged steps that a collapse or a dead gate has to last
 
 
-@dataclass
-class Rank:
-    """What is known of a rank: its newest line, when that came, and its process."""
+@dataclass(eq=False)
+class WatchedRank:
+    """A rank's newest heartbeat, when it was received, and its process."""
 
     number: int
     beat: dict[str, Any]
-    received: float  # monotonic, of this process
-    process: psutil.Process | None  # None: it died young, or runs on another host
-    far: bool = False  # it runs on another host
+    received: float  # time.monotonic() of this process
+    process: psutil.Process | None  # None: it is already gone, or runs on another host
+    remote: bool = False
 
     @property
-    def lives(self) -> bool:
-        """Whether it is at work; of another host's only its lines tell."""
-        if self.far:
+    def running(self) -> bool:
+        """Whether it runs; for another host, whether its last heartbeat is still to come."""
+        if self.remote:
             return not self.ended
         return self.process is not None and is_alive(self.process)
 
     @property
     def ended(self) -> bool:
-        """Whether it has said that it ends."""
         return self.beat["event"] == "end"
 
     def age(self, now: float) -> float:
-        """Seconds since its newest line; hosts share no clock, so that there receipt counts."""
-        known = not self.far and self.beat["mono"] <= now
-        return now - (self.beat["mono"] if known else self.received)
+        """Seconds since the newest heartbeat; since its receipt where the clock is not shared."""
+        same_clock = not self.remote and self.beat["mono"] <= now
+        return now - (self.beat["mono"] if same_clock else self.received)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Why a run should end, or be looked at."""
+class HangReport:
+    """Why a run should be halted or warned about; all fields go into halt.json."""
 
     reason: str
     rank: int | None = None
@@ -74,154 +73,144 @@ class Verdict:
     limit: float | None = None
 
 
-class Judge:
-    """Holds a run to the limits in its config.yaml, and to the defaults until that is written."""
+class HangDetector:
+    """Compares a run with the limits in its config.yaml; defaults apply until that is written."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, log: Callable[[str], None]) -> None:
         self.limits = WatchConfig()
         self._folder = folder
-        self._say = say
-        self._interval = 0.0  # between two heartbeats
-        self._blind = float("-inf")  # when the folder could last not be written
-        self._warned_blind = False
-        self._seen: dict[str, tuple[int, int]] = {}
-        self._sick: set[str] = set()
+        self._log = log
+        self._interval = 0.0  # seconds between two heartbeats
+        self._unwritable = float("-inf")  # when the folder last could not be written
+        self._file_versions: dict[str, tuple[int, int]] = {}
+        self._ongoing: set[str] = set()  # problems that were reported and have not ended
 
-    def stall(self, ranks: Mapping[int, Rank], now: float) -> Verdict | None:
-        """The first rank that is stuck; a full disk silences ranks and proves nothing.
+    def find_hang(self, ranks: Mapping[int, WatchedRank], now: float) -> HangReport | None:
+        """Report the first rank above its limit, unless the disk takes no heartbeats.
 
-        `now` is from before their lines were read: that this process was held up counts for nobody.
+        `now` is from before the heartbeats were read, so a delay of this process counts for none.
         """
         self._read_limits()
-        running = [rank for rank in ranks.values() if not rank.ended]
-        found = [self._judge(rank, running, now) for rank in ranks.values()]
-        verdict = next(filter(None, found), None)
-        if verdict is not None and not _can_write(self._folder):
-            self._blind = time.monotonic()
-            if not self._warned_blind:
-                self._say(f"{self._folder} cannot be written, so that heartbeats prove nothing")
-            self._warned_blind = True
-            return None
-        return verdict
+        reports = [self._check(rank, ranks.values(), now) for rank in ranks.values()]
+        report = next(filter(None, reports), None)
+        if report is None or _is_writable(self._folder):
+            return report
+        if self._unwritable < 0:
+            self._log(f"{self._folder} cannot be written, so missing heartbeats prove nothing")
+        self._unwritable = time.monotonic()
+        return None
 
-    def sicknesses(self) -> list[tuple[Verdict, str]]:
-        """What begins to ail a run that moves, each with the action for it: warn or halt."""
-        found: dict[str, Verdict] = {}
-        if self.limits.on_collapse != "ignore" and self._changed("metrics.csv"):
-            found |= self._collapse()
-        if self.limits.on_dead_gate != "ignore" and self._changed("selection.csv"):
-            found |= self._dead_gates()
-        return [
-            (verdict, self.limits.on_collapse if name == "collapse" else self.limits.on_dead_gate)
-            for name, verdict in found.items()
-        ]
+    def find_degradation(self) -> list[tuple[HangReport, str]]:
+        """Return new problems of a run that still moves, each with its action: warn or halt."""
+        problems = []
+        on_collapse, on_dead_gate = self.limits.on_collapse, self.limits.on_dead_gate
+        if on_collapse != "ignore" and self._has_changed("metrics.csv"):
+            problems += [(report, on_collapse) for report in self._find_collapse()]
+        if on_dead_gate != "ignore" and self._has_changed("selection.csv"):
+            problems += [(report, on_dead_gate) for report in self._find_dead_gates()]
+        return problems
 
-    def _judge(self, rank: Rank, running: list[Rank], now: float) -> Verdict | None:
-        beat, age = rank.beat, min(rank.age(now), now - self._blind)
-        phase, name = beat["phase"], f"rank {rank.number}"
+    def _check(
+        self, rank: WatchedRank, ranks: Iterable[WatchedRank], now: float
+    ) -> HangReport | None:
+        beat, age = rank.beat, min(rank.age(now), now - self._unwritable)
+        name, where = f"rank {rank.number}", f"{beat['phase']} after step {beat['step']}"
         silence = self.limits.silence and max(self.limits.silence, 3 * self._interval)
         if rank.ended:
-            limit, seconds = self.limits.compute, age
-            what, setting = f"{name} has said its end and does not go", "compute"
+            setting, limit, seconds = "compute", self.limits.compute, age
+            reason, detail = f"{name} has written its last heartbeat but not exited", ""
         elif silence and age > silence:
-            limit, seconds, setting = silence, age, "silence"
-            lives = "" if rank.far else ", though its process lives,"
-            what = f"{name}{lives} has written nothing in {phase} after step {beat['step']}"
+            setting, limit, seconds = "silence", silence, age
+            reason = f"no heartbeat from {name}"
+            detail = f", in {where}" + ("" if rank.remote else "; its process is alive")
         else:
-            # The newest line itself tells how long: a rank may have moved on since, untold.
-            seconds = beat["since"] + (0.0 if silence else age)
-            setting = LIMIT_OF[phase]
+            setting = LIMIT_OF_PHASE[beat["phase"]]
             limit = getattr(self.limits, setting)
-            what = f"{name} has been in {phase} after step {beat['step']}"
+            # With `silence` on, a rank may have moved on since its last heartbeat.
+            seconds = beat["since"] + (0.0 if silence else age)
+            reason, detail = f"{name} has been in {where}", ""
         if not limit or seconds <= limit:
             return None
-        reason = f"{what} for {seconds:.0f} s; monitor.watch.{setting} is {limit:g}"
-        longest = max(running, key=lambda other: other.beat["since"] + other.age(now), default=rank)
-        if longest is not rank and longest.beat["since"] > beat["since"] + self._interval:
+        reason += f" for {seconds:.0f} s (limit monitor.watch.{setting} = {limit:g}){detail}"
+        active = [other for other in ranks if not other.ended]
+        slowest = max(active, key=lambda other: other.beat["since"] + other.age(now), default=rank)
+        if slowest is not rank and slowest.beat["since"] > beat["since"] + self._interval:
             reason += (
-                f"; rank {longest.number} has been in {longest.beat['phase']} for longer still, "
-                f"{longest.beat['since']:.0f} s, and may be what it waits for"
+                f"; rank {slowest.number} has been in {slowest.beat['phase']} for longer, "
+                f"{slowest.beat['since']:.0f} s, and may be the one it waits for"
             )
-        return Verdict(reason, rank.number, phase, int(beat["step"]), round(seconds, 1), limit)
+        phase, step = beat["phase"], int(beat["step"])
+        return HangReport(reason, rank.number, phase, step, round(seconds, 1), limit)
 
     def _read_limits(self) -> None:
-        if not self._changed("config.yaml"):
+        if not self._has_changed("config.yaml"):
             return
+        path = self._folder / "config.yaml"
         try:
-            monitor = yaml.safe_load((self._folder / "config.yaml").read_text())["monitor"]
+            monitor = yaml.safe_load(path.read_text())["monitor"]
             self._interval = float(monitor["heartbeat"])
-            known = {field.name for field in fields(WatchConfig)}
-            asked = {name: value for name, value in monitor["watch"].items() if name in known}
-            limits = WatchConfig(**asked)
+            names = {field.name for field in fields(WatchConfig)} & set(monitor["watch"])
+            limits = WatchConfig(**{name: monitor["watch"][name] for name in names})
             limits.validate()
             self.limits = limits
         except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
-            self._say(f"{self._folder / 'config.yaml'} has no limits that can be read: {error!r}")
+            self._log(f"{path}: monitor.watch cannot be read, so its limits stay: {error!r}")
 
-    def _changed(self, name: str) -> bool:
-        """Whether a file is another than at the last call."""
+    def _has_changed(self, name: str) -> bool:
         try:
             status = os.stat(self._folder / name)
         except OSError:
             return False
-        now = (status.st_mtime_ns, status.st_size)
-        before, self._seen[name] = self._seen.get(name), now
-        return now != before
+        version = (status.st_mtime_ns, status.st_size)
+        changed = self._file_versions.get(name) != version
+        self._file_versions[name] = version
+        return changed
 
-    def _collapse(self) -> dict[str, Verdict]:
-        rows = read_table(self._folder / "metrics.csv").rows
-        speeds = [row["tokens_per_s"] for row in rows if "tokens_per_s" in row]
-        if not self.limits.collapse or len(speeds) < 2 * LOGGED:
-            return {}
-        usual, limit = statistics.median(speeds), self.limits.collapse
-        fastest = max(speeds[-LOGGED:])
-        if not self._begins("collapse", fastest < limit * usual):
-            return {}
-        step = int(rows[-1]["step"])
+    def _find_collapse(self) -> list[HangReport]:
+        rows = [r for r in read_table(self._folder / "metrics.csv").rows if "tokens_per_s" in r]
+        speeds = [row["tokens_per_s"] for row in rows]
+        if len(speeds) < 2 * WINDOW:
+            return []
+        median, best, limit = statistics.median(speeds), max(speeds[-WINDOW:]), self.limits.collapse
+        if not self._is_new("collapse", best < limit * median):
+            return []
         reason = (
-            f"throughput has collapsed: at most {fastest:,.0f} tokens/s in the last {LOGGED} "
-            f"logged steps, up to step {step}, where {usual:,.0f} are usual"
+            f"throughput has collapsed: at most {best:,.0f} tokens/s in the last {WINDOW} logged "
+            f"steps, up to step {rows[-1]['step']:.0f}; the run's median is {median:,.0f} "
+            f"(limit monitor.watch.collapse = {limit:g} of it)"
         )
-        return {"collapse": Verdict(reason, step=step, limit=limit)}
+        return [HangReport(reason, step=int(rows[-1]["step"]), limit=limit)]
 
-    def _dead_gates(self) -> dict[str, Verdict]:
-        rows = read_table(self._folder / "selection.csv").rows
-        gates: dict[str, dict[int, list[float]]] = {}
-        for row in rows:
-            for branch in BRANCHES:
-                if (mean := row.get(f"gate_{branch}")) is not None:
-                    gates.setdefault(branch, {}).setdefault(int(row["step"]), []).append(mean)
-        found = {}
-        for branch, steps in gates.items():
-            means = [statistics.fmean(layers) for _, layers in sorted(steps.items())][-LOGGED:]
-            low = len(means) == LOGGED and max(means) < self.limits.dead_gate
-            if self._begins(f"gate {branch}", low):
-                step = max(steps)
+    def _find_dead_gates(self) -> list[HangReport]:
+        rows, limit = read_table(self._folder / "selection.csv").rows, self.limits.dead_gate
+        reports = []
+        for branch in BRANCHES:
+            gates: dict[int, list[float]] = {}  # of each layer, by step
+            for row in rows:
+                if (gate := row.get(f"gate_{branch}")) is not None:
+                    gates.setdefault(int(row["step"]), []).append(gate)
+            means = [statistics.fmean(gates[step]) for step in sorted(gates)[-WINDOW:]]
+            if self._is_new(branch, len(means) == WINDOW and max(means) < limit):
+                step = max(gates)
                 reason = (
                     f"the gate of branch {branch} is dead: its mean over all layers was at most "
-                    f"{max(means):.2g} in the last {LOGGED} logged steps, up to step {step}; "
-                    f"monitor.watch.dead_gate is {self.limits.dead_gate:g}"
+                    f"{max(means):.2g} in the last {WINDOW} logged steps, up to step {step} "
+                    f"(limit monitor.watch.dead_gate = {limit:g})"
                 )
-                found[branch] = Verdict(reason, step=step, limit=self.limits.dead_gate)
-        return found
+                reports.append(HangReport(reason, step=step, limit=limit))
+        return reports
 
-    def _begins(self, name: str, sick: bool) -> bool:
-        """Whether this is the first look at an episode: each is told once."""
-        begins = sick and name not in self._sick
-        (self._sick.add if sick else self._sick.discard)(name)
-        return begins
+    def _is_new(self, name: str, present: bool) -> bool:
+        """Return whether a problem has just begun: each occurrence is reported once."""
+        new = present and name not in self._ongoing
+        (self._ongoing.add if present else self._ongoing.discard)(name)
+        return new
 
 
-def _can_write(folder: Path) -> bool:
-    probe = folder / f".watch.{os.getpid()}"
-    try:
-        with probe.open("wb") as file:
-            file.write(_PROBE)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        return False
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink(missing_ok=True)
-    return True
+def _is_writable(folder: Path) -> bool:
+    """Try to write one block: a full disk takes no heartbeats."""
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(buffering=0, dir=folder) as file:
+        file.write(bytes(4096))
+        os.fsync(file.fileno())
+        return True
+    return False

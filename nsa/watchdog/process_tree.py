@@ -1,11 +1,10 @@
-"""The processes of a run: found, signalled and ended, orphans included, and never anyone else's."""
+"""The processes of a run: find, signal and kill them, orphans included."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-import re
 import signal
 import time
 from collections.abc import Iterable
@@ -13,102 +12,74 @@ from pathlib import Path
 
 import psutil
 
-HEARTBEAT = re.compile(r"heartbeat_rank(\d+)\.jsonl")
-_SUBREAPER = 36  # of Linux' prctl: orphaned descendants become our children
+from nsa.processes import is_alive
+
+_PR_SET_CHILD_SUBREAPER = 36  # Linux' prctl
 _LAUNCHERS = ("deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run")
 _PAUSE = 0.05
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever outlives its own, so that a killed launcher hides no rank."""
+    """Become the parent of orphaned descendants: ranks of a killed launcher stay in our tree."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class ProcessTree:
-    """Everything that descends from some processes, remembered even when the link between is gone.
+    """A process tree that keeps its members when a process between them has died.
 
-    psutil tells a process from a later one with the same pid, and signals none but the first.
+    psutil compares start times, so a later process with the same pid is never signalled.
     """
 
-    def __init__(self, *roots: psutil.Process) -> None:
-        self._roots = set(roots)
-        self._known: set[psutil.Process] = set()
-        self._gone: dict[int, psutil.Process] = {}
-        self.codes: dict[int, int] = {}  # exit codes of adopted orphans
+    def __init__(self, root: psutil.Process | None = None, launcher_pid: int = 0) -> None:
+        self._roots = [root] if root else []
+        self._launcher_pid = launcher_pid  # reaped by its Popen
+        self._members: dict[int, psutil.Process] = {}
+        self.exit_codes: dict[psutil.Process, int] = {}  # of orphans that were reaped here
 
-    def add(self, root: psutil.Process) -> None:
-        """Follow one more process, its descendants, and the launchers that started it."""
-        self._roots.add(root)
-        self._known.add(root)
+    def add(self, process: psutil.Process) -> None:
+        """Follow one more process, its descendants, and the launchers above it."""
+        self._roots.append(process)
+        self._members[process.pid] = process
         with contextlib.suppress(psutil.Error):
-            for parent in root.parents():
-                words = parent.cmdline()[:4]
-                if not any(Path(word).name in _LAUNCHERS for word in words):
+            for parent in process.parents():
+                if not any(Path(word).name in _LAUNCHERS for word in parent.cmdline()[:4]):
                     break
-                self._known.add(parent)
+                self._members[parent.pid] = parent
 
-    def look(self) -> None:
-        """Note who is there now; call it often, or an orphan may be lost sight of."""
+    def running(self) -> list[psutil.Process]:
+        """Update the tree, reap orphans, and return what runs. Call often, or orphans get lost."""
         for root in self._roots:
             with contextlib.suppress(psutil.Error):
-                self._known.update(root.children(recursive=True))
-
-    def living(self) -> list[psutil.Process]:
-        """Those that run still."""
-        self.look()
-        for process in [process for process in self._known if not is_alive(process)]:
-            if not _is_zombie(process):
-                self._known.remove(process)
-                self._gone[process.pid] = process
-        return [process for process in self._known if not _is_zombie(process)]
-
-    def find(self, pid: int) -> psutil.Process | None:
-        """The process of this run that has, or had, this pid."""
-        known = (process for process in self._known if process.pid == pid)
-        return next(known, self._gone.get(pid))
-
-    def reap(self, launched: int) -> None:
-        """Collect the exit codes of orphans; `launched` is the child that somebody waits for."""
-        for process in self._known:
-            if process.pid != launched and _is_zombie(process):
-                with contextlib.suppress(ChildProcessError):
+                self._members |= {child.pid: child for child in root.children(recursive=True)}
+        members = list(self._members.values())
+        for process in members:
+            with contextlib.suppress(psutil.Error, ChildProcessError):
+                zombie = process.is_running() and process.status() == psutil.STATUS_ZOMBIE
+                if zombie and process.pid != self._launcher_pid:
                     pid, status = os.waitpid(process.pid, os.WNOHANG)
                     if pid:
-                        self.codes[pid] = os.waitstatus_to_exitcode(status)
+                        self.exit_codes[process] = os.waitstatus_to_exitcode(status)
+        return [process for process in members if is_alive(process)]
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to every process."""
-        for process in self.living():
-            send(process, number)
+    def find(self, pid: int) -> psutil.Process | None:
+        self.running()
+        return self._members.get(pid)
 
-    def kill(self, patience: float = 10.0) -> int:
-        """End everything with SIGKILL, whatever is born meanwhile included; returns how many."""
+    def kill(self, seconds: float = 10.0) -> int:
+        """SIGKILL all members and what they start meanwhile; return how many that were."""
         killed: set[psutil.Process] = set()
-        deadline = time.monotonic() + patience
-        while (left := self.living()) and time.monotonic() < deadline:
-            for process in left:
+        deadline = time.monotonic() + seconds
+        while (running := self.running()) and time.monotonic() < deadline:
+            for process in running:
                 send(process, signal.SIGKILL)
-            killed.update(left)
-            wait_for(left, _PAUSE)
+            killed.update(running)
+            wait_for(running, _PAUSE)
         return len(killed)
 
 
-def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs; one that is only waiting to be reaped does not."""
-    with contextlib.suppress(psutil.Error):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-def _is_zombie(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return bool(process.is_running() and process.status() == psutil.STATUS_ZOMBIE)
-    return False
-
-
 def send(process: psutil.Process, number: signal.Signals) -> bool:
-    """Send a signal to exactly this process; False where it is gone or not ours."""
+    """Send a signal; return False where the process is gone or not ours."""
     with contextlib.suppress(psutil.Error):
         process.send_signal(number)
         return True
@@ -116,17 +87,19 @@ def send(process: psutil.Process, number: signal.Signals) -> bool:
 
 
 def wait_for(processes: Iterable[psutil.Process], seconds: float) -> bool:
-    """Wait until all have ended; False where some still run after that long."""
-    left, deadline = list(processes), time.monotonic() + seconds
-    while left := [process for process in left if is_alive(process)]:
+    """Wait until all have ended, zombies included, and leave their exit codes unread.
+
+    Return False after `seconds`. (psutil.wait_procs reaps children and waits for zombies.)
+    """
+    running, deadline = list(processes), time.monotonic() + seconds
+    while running := [process for process in running if is_alive(process)]:
         if time.monotonic() >= deadline:
             return False
         time.sleep(_PAUSE)
     return True
 
 
-def handles(process: psutil.Process, number: signal.Signals) -> bool:
-    """Whether it has a handler for a signal that would kill it otherwise."""
+def handles_signal(process: psutil.Process, number: signal.Signals) -> bool:
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         caught = next(line for line in lines if line.startswith("SigCgt:"))
@@ -134,8 +107,8 @@ def handles(process: psutil.Process, number: signal.Signals) -> bool:
     return False
 
 
-def holder(pid: int, path: Path) -> psutil.Process | None:
-    """The process of this pid, if it has `path` open: a later one with its pid has not."""
+def find_holder(pid: int, path: Path) -> psutil.Process | None:
+    """Return the process with this pid if it has `path` open, as only the real rank does."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         return process if path.resolve() in open_heartbeats(process) else None
@@ -143,8 +116,7 @@ def holder(pid: int, path: Path) -> psutil.Process | None:
 
 
 def open_heartbeats(process: psutil.Process) -> list[Path]:
-    """The heartbeat files that it has open."""
     with contextlib.suppress(psutil.Error, OSError):
         paths = [Path(file.path) for file in process.open_files()]
-        return [path for path in paths if HEARTBEAT.fullmatch(path.name)]
+        return [path for path in paths if path.name.startswith("heartbeat_rank")]
     return []

@@ -1,4 +1,4 @@
-"""The ablation command trains by the recipe, goes on where it was ended, and says what it found."""
+"""The ablations command trains with the recipe, keeps finished runs and reports the results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A tiny demo, measured with one variant and one seed; the folder, and the command."""
+    """A tiny demo measured with one variant and one seed: the folder, and the command."""
     folder = tmp_path_factory.mktemp("ablations")
     settings = [flag.removeprefix("--set=") for flag in TINY]
     text = TINY_RECIPE.format(recipes=str(ROOT / "recipes"), settings=settings)
@@ -48,23 +48,23 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
 
 @pytest.fixture
 def tiny(measured: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The same command, in the same world."""
+    """The same command, with the tiny recipe."""
     folder, command = measured
     monkeypatch.setattr(ablations, "RECIPE", folder / "tiny.py")
     monkeypatch.setattr(ablations, "COMMON", (*ablations.COMMON, "train.eval_samples=8"))
     return command
 
 
-def test_a_variant_is_trained_by_the_recipe_and_judged_by_its_last_evaluation(
+def test_a_variant_is_trained_by_the_recipe_and_reported_at_its_last_evaluation(
     measured: tuple[Path, list[str]],
 ) -> None:
     folder, _ = measured
     row = read_metrics(folder / "runs/win-seed7/metrics.csv")[-1]
-    (found,) = json.loads((folder / "figures.json").read_text())["rows"]
-    assert found["variant"] == "win"
+    (result,) = json.loads((folder / "figures.json").read_text())["rows"]
+    assert result["variant"] == "win"
     assert row["step"] == 2
-    assert found["val_loss"] == {"7": row["val_loss"]}
-    assert found["bits_per_byte"] == {"7": row["bits_per_byte"]}
+    assert result["val_loss"] == {"7": row["val_loss"]}
+    assert result["bits_per_byte"] == {"7": row["bits_per_byte"]}
     config = (folder / "runs/win-seed7/config.yaml").read_text()
     assert "branches: win" in config
     assert "seed: 7" in config
@@ -79,9 +79,7 @@ def test_a_finished_run_is_not_repeated(measured: tuple[Path, list[str]], tiny: 
     assert (metrics.stat().st_mtime_ns, len(list((folder / "runs").iterdir()))) == before
 
 
-def test_a_run_that_has_not_got_to_its_end_is_no_result(
-    measured: tuple[Path, list[str]], tmp_path: Path
-) -> None:
+def test_an_unfinished_run_has_no_result(measured: tuple[Path, list[str]], tmp_path: Path) -> None:
     rows = (measured[0] / "runs/win-seed7/metrics.csv").read_text().splitlines(keepends=True)
     for kept, finished in ((rows, True), (rows[:-1], False), ([], False)):
         (tmp_path / "metrics.csv").write_text("".join(kept))
@@ -89,42 +87,42 @@ def test_a_run_that_has_not_got_to_its_end_is_no_result(
     assert ablations.Training("win", 7, 2, tmp_path / "nowhere").result() is None
 
 
-def test_runs_of_another_length_are_not_taken_for_these(
+def test_runs_of_another_length_are_refused(
     measured: tuple[Path, list[str]], tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*tiny, "--steps=3"])
     assert ended.value.code == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert f"--runs {measured[0] / 'runs'}" in said
-    assert "--steps" in said
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"--runs {measured[0] / 'runs'}" in line
+    assert "--steps" in line
 
 
-def test_a_run_that_fails_is_told_of_and_the_others_are_kept(
+def test_a_failed_run_is_reported_and_the_others_are_kept(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     program = tmp_path / "recipe.py"
     program.write_text("raise SystemExit('no disk')\n")
     monkeypatch.setattr(ablations, "VARIANTS", {"win": ("attention.branches=win",), "nsa": ()})
-    started = ablations.Training.start
+    original = ablations.Training.start
 
     def start(self: ablations.Training, threads: int) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(ablations, "RECIPE", program)
-            return started(self, threads)
+            return original(self, threads)
 
     monkeypatch.setattr(ablations.Training, "start", start)
     with pytest.raises(SystemExit) as ended:
         main([*tiny, "--variants=win,nsa"])
     assert ended.value.code == 1
-    said = capsys.readouterr().out
-    assert "no disk\n\nnsa, seed 7 ended with exit code 1" in said
-    assert "| nsa | – |" in said
-    assert "| win | " in said
+    printed = capsys.readouterr().out
+    assert "no disk\n\nnsa, seed 7 ended with exit code 1" in printed
+    assert "| nsa | – |" in printed
+    assert "| win | " in printed
 
 
-def test_every_variant_is_a_demo_that_can_be_trained() -> None:
+def test_every_variant_is_a_valid_and_distinct_config() -> None:
     configs = {name: ablations._config(changes) for name, changes in ablations.VARIANTS.items()}
     for config in configs.values():
         config.validate()
@@ -132,7 +130,7 @@ def test_every_variant_is_a_demo_that_can_be_trained() -> None:
     assert all(models.count(model) == 1 for model in models), "two variants are the same"
 
 
-def test_the_spread_is_over_seeds_and_the_difference_is_taken_seed_by_seed() -> None:
+def test_spreads_are_over_seeds_and_differences_seed_by_seed() -> None:
     def row(name: str, losses: dict[str, float]) -> dict[str, Any]:
         return {"variant": name, "val_loss": losses, "bits_per_byte": losses, "parameters": 10,
                 "tokens_per_s": [90.0, 100.0, 110.0]}  # fmt: skip
@@ -145,13 +143,13 @@ def test_the_spread_is_over_seeds_and_the_difference_is_taken_seed_by_seed() -> 
     assert ablations.lines({"rows": [row("nsa", {"1": 2.0})]})[2].split(" | ")[1] == "2.000"
 
 
-def test_the_page_is_of_the_figures_beside_it() -> None:
+def test_the_page_shows_the_json_beside_it() -> None:
     for file in (ROOT / "docs/benchmarks").glob("ablations*.json"):
         assert file.with_suffix(".md").read_text() == ablations.page(json.loads(file.read_text()))
 
 
 @pytest.mark.parametrize(
-    ("flag", "says"),
+    ("flag", "message"),
     [
         ("--variants=nsa,half", "'half': choose from nsa, dense"),
         ("--seeds=1,x", "'x': write a whole number"),
@@ -159,10 +157,10 @@ def test_the_page_is_of_the_figures_beside_it() -> None:
         ("--rounds=1", "'1': write a whole number, 2 or more"),
     ],
 )
-def test_flags_that_cannot_work_are_refused(
-    flag: str, says: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_flags_are_refused(
+    flag: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["ablations", flag])
     assert ended.value.code == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err

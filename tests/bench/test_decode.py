@@ -1,4 +1,4 @@
-"""The cost of a token behind a cache: what is timed is decoding, and what is counted is there."""
+"""`nsa.bench decode`: what it times is decoding, and the bytes that it counts exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa.bench.__main__ import main
-from nsa.bench.decode import _dense, _graph, _tokens, filled
+from nsa.bench.decode import _decode, _dense, _graph, random_cache
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.cache import cache_bytes
 from tests.ops.cases import one_thread as one_thread
@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Three of four cases: the fourth has too many tokens."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Three of four cases; the fourth exceeds --tokens."""
     out = tmp_path_factory.mktemp("decode") / "figures.json"
     with threads(1):
         main(["decode", "--device", "cpu", "--seconds", "0.001", "--rounds", "1", "--out", str(out),
@@ -33,39 +33,39 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-def test_every_case_that_is_small_enough_is_measured(found: dict[str, Any]) -> None:
-    assert found["finished"]
-    assert found["environment"]["command"].startswith("python -m nsa.bench decode --device cpu")
-    assert {"torch", "python", "date", "processor"} <= set(found["environment"])
-    assert [(row["length"], row["batch"]) for row in found["rows"]] == [
+def test_every_case_within_the_token_limit_is_measured(results: dict[str, Any]) -> None:
+    assert results["finished"]
+    assert results["environment"]["command"].startswith("python -m nsa.bench decode --device cpu")
+    assert {"torch", "python", "date", "processor"} <= set(results["environment"])
+    assert [(row["length"], row["batch"]) for row in results["rows"]] == [
         (100, 1),
         (1100, 1),
         (100, 2),
     ]
-    for row in found["rows"]:
-        for one in row["contenders"].values():
-            assert one["why_not"] == {}
-            assert one["step_ms"] == pytest.approx(one["step_turns"]["median"] / 16)
+    for row in results["rows"]:
+        for one in row["implementations"].values():
+            assert one["errors"] == {}
+            assert one["step_ms"] == pytest.approx(one["step_timing"]["median"] / 16)
             assert one["tokens_per_s"] == pytest.approx(row["batch"] / one["step_ms"] * 1e3)
-        nsa, dense = (row["contenders"][kind] for kind in ("nsa", "dense"))
+        nsa, dense = (row["implementations"][kind] for kind in ("nsa", "dense"))
         for what, over in row["dense_over_nsa"].items():
             assert over == pytest.approx(dense[what] / nsa[what])
 
 
-def test_what_is_read_and_kept_is_counted_in_the_dtype_that_was_measured(
-    found: dict[str, Any],
+def test_bytes_read_and_cached_are_counted_in_the_measured_dtype(
+    results: dict[str, Any],
 ) -> None:
-    """M7C's pairs of a key and a value, one layer, float32."""
+    """One layer of M7C in float32."""
     pair = 2 * (64 + 64) * 4
-    _, long, batch = found["rows"]
+    _, long, batch = results["rows"]
     blocks = (1100 - 32) // 16 + 1
-    chosen = 15 * 64 + 1100 - 17 * 64  # the last block has no more yet
-    nsa, dense = (long["contenders"][kind] for kind in ("nsa", "dense"))
-    assert nsa["read_bytes_per_token"] == pair * (blocks + chosen + 512)
+    selected = 15 * 64 + 1100 - 17 * 64  # the last block is partial
+    nsa, dense = (long["implementations"][kind] for kind in ("nsa", "dense"))
+    assert nsa["read_bytes_per_token"] == pair * (blocks + selected + 512)
     assert nsa["cache_bytes"] == pair * (1100 + blocks + 512 + 32)
     assert dense["read_bytes_per_token"] == dense["cache_bytes"] == pair * 1100
     for row in (long, batch):
-        for kind, one in row["contenders"].items():
+        for kind, one in row["implementations"].items():
             config = ModelConfig(layers=1, attention=AttentionConfig(kind=kind))
             capacity = one["cache_bytes_measured"]["capacity"]
             expected = row["batch"] * cache_bytes(config, capacity, torch.float32)
@@ -85,17 +85,17 @@ def small(kind: str) -> LanguageModel:
 
 @pytest.mark.parametrize("kind", ["nsa", "dense"])
 @torch.no_grad()
-def test_each_turn_begins_behind_as_many_tokens_and_ends_so_many_later(kind: str) -> None:
+def test_every_round_decodes_the_same_tokens_from_the_same_length(kind: str) -> None:
     model = small(kind)
-    cache = filled(model.config, 90, 3, 106, torch.float32, CPU)
-    first = _tokens(model, cache, 90, 16)
+    cache = random_cache(model.config, 90, 3, 106, torch.float32, CPU)
+    first = _decode(model, cache, 90, 16)
     assert (cache.host_lengths, cache.capacity) == ([106] * 3, 106)
-    assert torch.equal(_tokens(model, cache, 90, 16), first)
+    assert torch.equal(_decode(model, cache, 90, 16), first)
     assert cache.host_lengths == [106] * 3
 
 
-def test_dense_attention_alone_is_each_heads_softmax_over_all_that_is_behind() -> None:
-    cache = filled(small("dense").config, 20, 2, 36, torch.float32, CPU)
+def test_dense_attention_alone_equals_softmax_over_the_context() -> None:
+    cache = random_cache(small("dense").config, 20, 2, 36, torch.float32, CPU)
     torch.manual_seed(3)
     o = _dense(cache, 20)()
     torch.manual_seed(3)
@@ -108,7 +108,7 @@ def test_dense_attention_alone_is_each_heads_softmax_over_all_that_is_behind() -
     torch.testing.assert_close(o.flatten(1, 2), torch.einsum("bhn,bnhd->bhd", p, v))
 
 
-def test_a_graph_keeps_what_it_reads_as_long_as_it_may_be_replayed() -> None:
+def test_a_cuda_graph_keeps_its_inputs_alive() -> None:
     lengths = torch.tensor([3])
     read = weakref.ref(lengths)
     with (

@@ -1,4 +1,4 @@
-"""A register that a product still reads is found where it is written, and nowhere else."""
+"""Overwritten operand registers are detected exactly where a running product still reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EARLY = "LDS.U16 R70, [R13+UR6+0x6000]"
 
 
 def code(*lines: str) -> str:
-    """As nvdisasm writes it: labels, and instructions with their addresses."""
+    """As nvdisasm prints it: labels, and instructions with their addresses."""
     every = (*lines, "EXIT")
     return "\n".join(
         line if line.startswith(".L") else f"        /*{16 * at:04x}*/   {line} ;"
@@ -32,7 +32,7 @@ def code(*lines: str) -> str:
         ("HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0", EARLY, "IMAD R24, R8, R9, R10"),
     ],
 )  # fmt: skip
-def test_what_is_written_behind_the_wait_or_elsewhere_is_no_finding(lines: tuple[str, ...]) -> None:
+def test_writes_after_the_wait_or_to_other_registers_are_no_hazard(lines: tuple[str, ...]) -> None:
     assert overwritten(code(*lines)) == []
 
 
@@ -48,12 +48,12 @@ def test_what_is_written_behind_the_wait_or_elsewhere_is_no_finding(lines: tuple
         ((FIRST, "@P0 BRA `(.L_x_1)", WAIT_ALL, ".L_x_1:", EARLY), EARLY),
     ],
 )
-def test_what_is_written_before_the_wait_is_found(lines: tuple[str, ...], by: str) -> None:
+def test_writes_before_the_wait_are_hazards(lines: tuple[str, ...], by: str) -> None:
     assert overwritten(code(*lines)) == [(FIRST, by)]
 
 
-def test_what_the_next_turn_of_a_loop_writes_too_soon_is_found() -> None:
-    turn = (".L_x_0:", EARLY, "LDS R60, [R13]", FIRST, WAIT_BUT_ONE, SECOND, WAIT_BUT_ONE)
-    assert overwritten(code(*turn, "@!P0 BRA `(.L_x_0)", WAIT_ALL)) == [
+def test_a_write_in_the_next_iteration_of_a_loop_is_a_hazard() -> None:
+    body = (".L_x_0:", EARLY, "LDS R60, [R13]", FIRST, WAIT_BUT_ONE, SECOND, WAIT_BUT_ONE)
+    assert overwritten(code(*body, "@!P0 BRA `(.L_x_0)", WAIT_ALL)) == [
         (SECOND, "LDS R60, [R13]"),
     ]

@@ -1,4 +1,4 @@
-"""The counts behind the floors, against masks counted one by one; and the page's tables."""
+"""Roofline counts against masks counted position by position, and the tables in docs/kernels.md."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nsa.bench.__main__ import main
-from nsa.bench.roofline import SPEEDS, token, work
-from nsa.bench.shapes import Shape
+from nsa.bench.options import Shape
+from nsa.bench.roofline import CHIPS, token, work
 from nsa.ops.reference import visible_blocks
 from nsa.spec import NSASpec
 
@@ -19,28 +19,28 @@ BATCH, SEQ_LEN = 3, 29
 PAGE = Path(__file__).parents[2] / "docs/kernels.md"
 
 
-def seen_pairs() -> dict[str, int]:
+def visible_pairs() -> dict[str, int]:
     """Query-key pairs of one head and sequence, from the definitions' masks."""
     position = torch.arange(SEQ_LEN)
     distance = position[:, None] - position
     causal = distance >= 0
-    # Which blocks are chosen depends on the scores, how many positions that makes does not.
+    # Which blocks are selected depends on the scores; the number of positions does not.
     block = position // SPEC.select_len
-    chosen = torch.where(block[:, None] < SPEC.select_top, block < SPEC.select_top, block < 2)
+    selected = torch.where(block[:, None] < SPEC.select_top, block < SPEC.select_top, block < 2)
     own = block[:, None] == block
     return {
         "compressed": int(visible_blocks(SEQ_LEN, SPEC).sum()),
         "window": int((causal & (distance < SPEC.window)).sum()),
-        "selected": int((causal & (chosen | own)).sum()),
+        "selected": int((causal & (selected | own)).sum()),
     }
 
 
 @pytest.mark.parametrize("branch", ["compressed", "window", "selected"])
-def test_operations_are_those_of_the_pairs_that_a_mask_lets_through(branch: str) -> None:
-    found = {item.kernel: item for item in work(SHAPE, BATCH, SEQ_LEN, SPEC)}
-    pairs = seen_pairs()[branch] * BATCH * SHAPE.heads
+def test_flops_are_those_of_the_visible_pairs(branch: str) -> None:
+    by_kernel = {item.kernel: item for item in work(SHAPE, BATCH, SEQ_LEN, SPEC)}
+    pairs = visible_pairs()[branch] * BATCH * SHAPE.heads
     forward, queries, keys = (
-        found[f"{branch} {kernel}"] for kernel in ("forward", "queries", "keys")
+        by_kernel[f"{branch} {kernel}"] for kernel in ("forward", "queries", "keys")
     )
     assert forward.exps == queries.exps == keys.exps == pairs
     # s and o; s, dp and dq; s, dv, dp and dk: two operations for each of the 16 or 8 elements.
@@ -49,13 +49,13 @@ def test_operations_are_those_of_the_pairs_that_a_mask_lets_through(branch: str)
     assert keys.flops == pairs * 2 * (16 + 8 + 8 + 16)
 
 
-def test_choosing_costs_nothing_while_there_is_nothing_to_choose() -> None:
+def test_selection_costs_nothing_while_every_block_is_selected() -> None:
     first, *_ = work(SHAPE, 1, SPEC.select_len * SPEC.select_top, SPEC)
     assert (first.kernel, first.flops, first.exps) == ("select", 0, 0)
 
 
-def test_a_floor_is_the_slowest_of_the_three() -> None:
-    chip = SPEEDS["A100"]
+def test_a_floor_is_the_slowest_of_products_exponentials_and_memory() -> None:
+    chip = CHIPS["A100"]
     for item in work(SHAPE, BATCH, SEQ_LEN, SPEC):
         seconds, what = item.floor(chip)
         times = {
@@ -66,14 +66,13 @@ def test_a_floor_is_the_slowest_of_the_three() -> None:
         assert times[what] == seconds == max(times.values())
 
 
-@pytest.mark.parametrize("branch", ["compressed", "window", "chosen"])
-def test_tokens_one_by_one_read_what_the_masks_let_through(branch: str) -> None:
+@pytest.mark.parametrize("branch", ["compressed", "window", "selected"])
+def test_decoding_reads_the_keys_of_the_visible_pairs(branch: str) -> None:
     read = sum(getattr(token(SHAPE, t + 1, SPEC), branch) for t in range(SEQ_LEN))
-    pairs = seen_pairs()["selected" if branch == "chosen" else branch]
-    assert read == pairs * SHAPE.kv_heads * (16 + 8) * 2
+    assert read == visible_pairs()[branch] * SHAPE.kv_heads * (16 + 8) * 2
 
 
-def test_the_table_of_a_token_is_what_the_command_prints(
+def test_the_token_tables_of_the_page_are_what_the_command_prints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     main(["roofline", "--token", "--lengths", "1k,4k,16k,64k"])

@@ -1,4 +1,4 @@
-"""Tuning keeps what was fastest, under the key that a launch looks up."""
+"""Tuning stores the fastest candidate under the key that a launch looks up."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from nsa.bench.__main__ import main
-from nsa.bench.report import Report
-from nsa.bench.tune import _row, _show, discover, key_of, tune
+from nsa.bench.results import Report
+from nsa.bench.tune import discover, key_of, print_rows, tune
 from nsa.ops.triton import configs
 from nsa.ops.triton.configs import Config, candidates, choose_config, choosing, keep_tuned
 
@@ -23,8 +23,8 @@ HALF = torch.float16
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Choices kept here are not those that anybody runs with, before or after."""
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Choices stored by these tests are invisible to everything else."""
     pytest.importorskip("triton")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     configs._tuned.cache_clear()
@@ -38,7 +38,7 @@ def report() -> Report:
 
 
 def operation(name: str, slow: Callable[[Config], bool]) -> Callable[[], None]:
-    """One whose time is decided by the tile sizes it is given."""
+    """An operation whose time depends on its tile sizes."""
 
     def run() -> None:
         time.sleep(0.02 if slow(choose_config(name, (64, 64), HALF)) else 0)
@@ -46,21 +46,21 @@ def operation(name: str, slow: Callable[[Config], bool]) -> Callable[[], None]:
     return run
 
 
-def test_the_fastest_candidate_is_kept_and_taken_by_the_next_launch() -> None:
+def test_the_fastest_candidate_is_stored_and_used_by_the_next_launch() -> None:
     first, *_, last = candidates("toy_forward", (64, 64), HALF)
     steps = {
         "one": operation("toy_forward", lambda config: config != last),
         "two": operation("toy_queries", lambda config: False),
         "three": operation("toy_forward", lambda config: config == first),
     }
-    found = discover(steps)
-    assert {name: list(asked.steps) for name, asked in found.items()} == {
+    operations = discover(steps)
+    assert {name: list(x.steps) for name, x in operations.items()} == {
         "toy_forward": ["one", "three"],
         "toy_queries": ["two"],
     }
-    results = {name: (times, best) for name, _, times, best in tune(found, report())}
-    assert results["toy_forward"][1] == last
-    assert [one["config"]["rows"] for one in results["toy_forward"][0]] == [
+    rows, best = tune(operations, report())
+    assert best["toy_forward"] == last
+    assert [one["config"]["rows"] for one in rows[0]["candidates"]] == [
         option.rows for option in candidates("toy_forward", (64, 64), HALF)
     ]
     assert choose_config("toy_forward", (64, 64), HALF) == first
@@ -72,22 +72,24 @@ def test_the_fastest_candidate_is_kept_and_taken_by_the_next_launch() -> None:
     )
 
 
-def test_whose_kernel_is_the_fastest_is_kept_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_library_with_the_fastest_kernel_is_stored_by_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def run() -> None:
         by = configs.choose("toy_branch", ["ours", "another's"], (64, 64), HALF)
         time.sleep(0.02 if by == "ours" else 0)
 
-    ((_, asked, times, best),) = tune(discover({"one": run}), report())
-    assert best == "another's"
+    (row,), best = tune(discover({"one": run}), report())
+    assert best == {"toy_branch": "another's"}
     key = key_of("toy_branch", (64, 64), HALF)
-    _show([_row(key, asked, times, best)])
+    print_rows([{"key": key, **row}])
     assert re.search(r"another's .* kept", capsys.readouterr().out)
-    keep_tuned({key: best})
+    keep_tuned({key: best["toy_branch"]})
     assert configs.choose("toy_branch", ["ours", "another's"], (64, 64), HALF) == "another's"
     assert configs.choose("toy_branch", ["ours"], (64, 64), HALF) == "ours"
 
 
-def test_a_candidate_that_cannot_be_launched_is_listed_and_not_kept() -> None:
+def test_a_candidate_that_cannot_be_launched_is_listed_and_not_stored() -> None:
     first, *_ = candidates("toy_keys", (64, 64), HALF)
 
     def run() -> None:
@@ -95,58 +97,57 @@ def test_a_candidate_that_cannot_be_launched_is_listed_and_not_kept() -> None:
             raise RuntimeError("out of resource: shared memory")
 
     tuning: list[bool] = []
-    found = discover({"one": run})
+    operations = discover({"one": run})
     tuning.append(True)
-    ((_, _, times, best),) = tune(found, report())
-    assert best is not None
-    assert best != first
-    assert "shared memory" in times[0]["why_not"]
-    assert times[0]["ms"] is None
+    (row,), best = tune(operations, report())
+    assert best["toy_keys"] != first
+    assert "shared memory" in row["candidates"][0]["error"]
+    assert row["candidates"][0]["ms"] is None
 
 
 def test_the_real_launchers_look_up_the_keys_that_tuning_writes() -> None:
-    aot = pytest.importorskip("nsa.bench.aot")
+    kernel_launches = pytest.importorskip("nsa.bench.kernel_launches")
     from nsa.ops.triton.launch import recording
 
     def launches(call: Callable[[Any], None], case: Any) -> list[Config]:
-        with recording() as started:
+        with recording() as recorded:
             call(case)
-        return [launch.config for launch in started]
+        return [launch.config for launch in recorded]
 
-    for name, call in aot.OPERATIONS.items():
-        case = aot.Case(name, 12, 2, 64, 96, 16_384, "bf16", False)
-        asked: dict[str, list[Config]] = {}
+    for name, call in kernel_launches.OPERATIONS.items():
+        case = kernel_launches.Case(name, 12, 2, 64, 96, 16_384, "bf16", False)
+        options_of: dict[str, list[Config]] = {}
 
-        def note(operation: str, options: list[Config], asked: Any = asked) -> Config:
-            return asked.setdefault(operation, options)[-1]
+        def note(operation: str, options: list[Config], seen: Any = options_of) -> Config:
+            return seen.setdefault(operation, options)[-1]
 
         with choosing(note):
             wanted = launches(call, case)
-        assert asked, name
+        assert options_of, name
         before = launches(call, case)
         keep_tuned(
             {
                 key_of(operation, (64, 128), torch.bfloat16): options[-1]
-                for operation, options in asked.items()
+                for operation, options in options_of.items()
             }
         )
         assert launches(call, case) == wanted, name
-        if any(len(options) > 1 for options in asked.values()):
+        if any(len(options) > 1 for options in options_of.values()):
             assert wanted != before, name
         keep_tuned(
             {
                 key_of(operation, (64, 128), torch.bfloat16): options[0]
-                for operation, options in asked.items()
+                for operation, options in options_of.items()
             }
         )
 
 
-def test_a_backend_without_choices_says_so(
+def test_a_backend_without_candidates_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "tune.json"
     main(["tune", "--device", "cpu", "--shapes", "2x1x16", "--lengths", "64", "--tokens", "64",
           "--out", str(out)])  # fmt: skip
     assert "backend blockwise: none of its operations" in capsys.readouterr().out
-    found = json.loads(out.read_text())
-    assert (found["rows"], found["kept_in"], found["finished"]) == ([], None, True)
+    results = json.loads(out.read_text())
+    assert (results["rows"], results["kept_in"], results["finished"]) == ([], None, True)

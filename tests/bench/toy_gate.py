@@ -1,6 +1,6 @@
-"""Run the gate on small kernels and on some of the real ones; writes what it found as JSON.
+"""Run the compile gate on toy kernels and on some real ones, and write the results as JSON.
 
-A program of its own because the tests' own process has Triton's interpreter switched on.
+A separate program because the tests' process uses Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ import torch
 import triton
 
 import nsa.ops.triton
-from nsa.bench import aot, compiled
+from nsa.bench import compile_gate, compiled, kernel_launches
 from nsa.bench.__main__ import main as bench
 from nsa.bench.compiled import CHIPS, Variant
+from nsa.bench.kernel_launches import OPERATIONS, SUBSET, Case, record
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import launch, recording
 from tests.bench import toys
 
-CASE = aot.Case("toy", 1, 1, 64, 64, 1000, "bf16", False)
+CASE = Case("toy", 1, 1, 64, 64, 1000, "bf16", False)
 
 
 def main() -> None:
-    """Write {name: what the gate said}."""
+    """Write the gate's results by name."""
     single = torch.float32
     plain = partial(toys.attention, Config(64, 64, 4, 2))
     crowded = partial(toys.attention, Config(64, 64, 1, 1), size=128)
@@ -39,7 +40,7 @@ def main() -> None:
     ieee = partial(toys.attention, Config(64, 32, 4, 1), single, precision="ieee")
     odd = partial(toys.attention, Config(64, 48, 4, 1))
     blind = partial(toys.attention, Config(64, 64, 4, 2), keys=1)
-    found = {
+    results = {
         "good": check(plain, plain, chips=tuple(CHIPS)),
         "in three passes": check(three),
         "deep": check(toys.too_deep),
@@ -52,32 +53,37 @@ def main() -> None:
         "unknown instructions": with_unknown_instructions(plain),
         "signatures": {"gate": from_the_gate(), "launch": from_a_launch()},
         "found in the cache": found_in_the_cache(),
-        "real": real(),
+        "real": one_launch_of_each_kernel(),
         "kernels": kernels(),
-        "compiled anew": compiled_anew(),
-        "refusals": [refusal(chips=["sm_85"]), refusal(operations=["attend"])],
+        "recompiled": recompiled(),
+        "refusals": [refusal("--arch", "sm_85"), refusal("--operation", "attend")],
         "exit code": exit_code_of_a_failure(),
     }
-    Path(sys.argv[1]).write_text(json.dumps(found))
+    Path(sys.argv[1]).write_text(json.dumps(results))
 
 
 def check(*starts: Callable[[], None], chips: tuple[str, ...] = ("sm_80",)) -> dict[str, Any]:
-    """What the gate says of the launches that these make."""
+    """Run the gate on these launches."""
     with recording() as launches:
         for start in starts:
             start()
-    return aot.check([(CASE, started) for started in launches], chips)
+    return gate([(CASE, launch) for launch in launches], chips)
+
+
+def gate(launches: list[tuple[Case, Any]], chips: tuple[str, ...], jobs: int = 1) -> dict[str, Any]:
+    rows, failures = compile_gate.check(launches, chips, jobs)
+    return {"rows": rows, "failures": failures}
 
 
 def with_unknown_instructions(start: Callable[[], None]) -> dict[str, Any]:
-    """What the gate says where matrix units have instructions that it does not know."""
+    """Run the gate with a chip whose matrix units have instructions that it does not know."""
     with mock.patch.object(compiled, "TENSOR_CORE", re.compile("none of them")):
         return check(start, chips=tuple(CHIPS))
 
 
 def exit_code_of_a_failure() -> object:
-    """What the command ends with where one of the operations has too large a kernel."""
-    aot.OPERATIONS["toy"] = lambda case: toys.too_deep()
+    """The command's exit code when an operation has too large a kernel."""
+    OPERATIONS["toy"] = lambda case: toys.too_deep()
     try:
         bench(["aot", "--operation", "toy", "--arch", "sm_80", "--jobs", "1"])
     except SystemExit as end:
@@ -85,54 +91,55 @@ def exit_code_of_a_failure() -> object:
     return 0
 
 
-def real() -> dict[str, Any]:
-    """The model's own shape on the first chip, every operation."""
-    shape = aot.SUBSET[0]
-    wanted = [aot.Case(operation, *shape, "bf16", False) for operation in aot.OPERATIONS]
-    return aot.check([(case, x) for case in wanted for x in aot.record(case, 1)], ["sm_80"], 2)
+def one_launch_of_each_kernel() -> dict[str, Any]:
+    """On an A100, with M7C's shape where that launches it."""
+    launches: dict[str, tuple[Case, Any]] = {}
+    for case in kernel_launches.cases(False, OPERATIONS):
+        for recorded in record(case, 1):
+            launches.setdefault(recorded.kernel.fn.__name__, (case, recorded))
+    return gate([*launches.values()], ("sm_80",))
 
 
 def kernels() -> dict[str, list[str]]:
-    """The kernels that the library has, and those that the gate's cases start."""
+    """The library's kernels, and those that the gate's cases launch."""
     modules = [
-        importlib.import_module(f"nsa.ops.triton.{found.name}")
-        for found in pkgutil.iter_modules(nsa.ops.triton.__path__)
+        importlib.import_module(f"nsa.ops.triton.{module.name}")
+        for module in pkgutil.iter_modules(nsa.ops.triton.__path__)
     ]
-    mine = {x.fn.__name__ for m in modules for x in vars(m).values() if is_kernel(x)}
-    started = {
-        x.kernel.fn.__name__ for c in aot.cases(False, [*aot.OPERATIONS]) for x in aot.record(c)
-    }
-    return {"library": sorted(mine), "gate": sorted(started)}
+    library = {x.fn.__name__ for m in modules for x in vars(m).values() if is_kernel(x)}
+    cases = kernel_launches.cases(False, OPERATIONS)
+    launched = {x.kernel.fn.__name__ for case in cases for x in record(case)}
+    return {"library": sorted(library), "gate": sorted(launched)}
 
 
 def is_kernel(x: object) -> bool:
-    """Whether a launcher starts it; what kernels call is named otherwise."""
+    """Whether a launcher starts it; functions that kernels call have other names."""
     return isinstance(x, triton.JITFunction) and x.fn.__name__.endswith("_kernel")
 
 
-def compiled_anew() -> list[str]:
-    """The kernels that another number of packed documents has compiled again."""
-    case = aot.Case("nsa_attention", *aot.SUBSET[0], "bf16", True)
+def recompiled() -> list[str]:
+    """The kernels that are compiled again for another number of packed documents."""
+    case = Case("nsa_attention", *SUBSET[0], "bf16", True)
     known: set[Variant] = set()
-    anew = []
-    for documents in (aot.DOCUMENTS, 1, 16, 37):
-        with mock.patch.object(aot, "DOCUMENTS", documents):
-            variants = {Variant.of(x, "sm_90") for x in aot.record(case, 1)}
-        anew += [variant.kernel for variant in variants - known] if known else []
+    new = []
+    for documents in (kernel_launches.DOCUMENTS, 1, 16, 37):
+        with mock.patch.object(kernel_launches, "DOCUMENTS", documents):
+            variants = {Variant.of(x, "sm_90") for x in record(case, 1)}
+        new += [variant.kernel for variant in variants - known] if known else []
         known |= variants
-    return anew
+    return new
 
 
-def refusal(**wrong: list[str]) -> str:
+def refusal(*flags: str) -> str:
     try:
-        aot.run(**{"chips": ["sm_80"], **wrong})
+        bench(["aot", *flags])
     except ValueError as error:
         return str(error)
     return ""
 
 
 def variant_of_all() -> Variant:
-    """What the gate compiles for a launch with tensors on the `meta` device."""
+    """The gate's variant of a launch with `meta` tensors."""
     with recording() as launches:
         arguments = toys.every_kind_of_argument("meta")
         launch(toys.take_all, (1,), arguments, {"WIDTH": 32}, Config(1, 1, 4, 2))
@@ -140,13 +147,13 @@ def variant_of_all() -> Variant:
 
 
 def from_the_gate() -> list[str]:
-    """What Triton is given for that."""
+    """What the gate passes to Triton for it."""
     source = variant_of_all().source()
     return [repr(x) for x in (source.signature, source.constants, source.attrs)]
 
 
 class Device:
-    """As much of a GPU's driver as Triton asks of it before it compiles."""
+    """The part of a GPU driver that Triton uses before it compiles."""
 
     get_current_device = staticmethod(lambda: 0)
     get_current_stream = staticmethod(lambda device: 0)
@@ -154,31 +161,33 @@ class Device:
 
 
 def found_in_the_cache() -> list[bool]:
-    """Of what the gate compiled and of something else: whether a launch of it need not compile."""
+    """Whether a launch hits the cache: one that the gate compiled, and another."""
     compiled.compile_variant(variant_of_all())
-    said: list[bool] = []
-    triton.knobs.compilation.listener = lambda **facts: said.append(facts["cache_hit"])
+    hits: list[bool] = []
+    triton.knobs.compilation.listener = lambda **facts: hits.append(facts["cache_hit"])
     triton.runtime.driver.set_active(Device())
     for width in (32, 16):
         arguments = toys.every_kind_of_argument("cpu")
         toys.take_all.warmup(**arguments, WIDTH=width, num_warps=4, num_stages=2, grid=(1,))
     triton.knobs.compilation.listener = None
-    return said
+    return hits
 
 
 def from_a_launch() -> list[str]:
-    """What Triton is about to compile when the kernel is started with real tensors."""
-    asked: list[dict[str, Any]] = []
+    """What Triton would compile for a launch with real tensors."""
+    hooked: list[dict[str, Any]] = []
 
-    def instead_of_compiling(*, compile: dict[str, Any], **_: Any) -> bool:
-        asked.append(compile)
+    def skip_compiling(*, compile: dict[str, Any], **_: Any) -> bool:
+        hooked.append(compile)
         return True
 
     triton.runtime.driver.set_active(Device())
-    triton.knobs.runtime.jit_cache_hook = instead_of_compiling
+    triton.knobs.runtime.jit_cache_hook = skip_compiling
     toys.take_all[(1,)](**toys.every_kind_of_argument("cpu"), WIDTH=32, num_warps=4, num_stages=2)
     triton.knobs.runtime.jit_cache_hook = None
-    return [repr(x) for x in (asked[0]["signature"], asked[0]["constants"], *asked[0]["configs"])]
+    return [
+        repr(x) for x in (hooked[0]["signature"], hooked[0]["constants"], *hooked[0]["configs"])
+    ]
 
 
 if __name__ == "__main__":

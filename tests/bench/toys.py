@@ -1,6 +1,6 @@
-"""Small attention-like kernels, each good or bad in one way, started as the library starts its own.
+"""Toy attention kernels, each good or bad in one way, launched as the library launches its own.
 
-Import it only where TRITON_INTERPRET is not set: what the interpreter takes cannot be compiled.
+Import it only without TRITON_INTERPRET: interpreted kernels cannot be compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def attend(
     rows, columns = tl.arange(0, ROWS), tl.arange(0, SIZE)
     q_tile = tl.load(q + rows[:, None] * row + columns)
     total = tl.zeros((ROWS, SIZE), tl.float32)
-    seen = tl.minimum(tl.program_id(0), keys - 1)  # of one key none, as the compiler finds out
+    seen = tl.minimum(tl.program_id(0), keys - 1)  # none of a single key, which the compiler proves
     for start in range(0, seen, KEYS):
         at = start + tl.arange(0, KEYS)
         k_tile = tl.load(k + at[:, None] * row + columns, mask=at[:, None] < keys, other=0.0)
@@ -61,7 +61,7 @@ def attention(
     precision: str = "tf32",
     keys: int = 1000,
 ) -> None:
-    """Start one tile of attention over some of the keys."""
+    """Launch one tile of attention."""
     q, k = (torch.empty(length, size, dtype=dtype, device="meta") for length in (config.rows, keys))
     o = torch.empty(config.rows, size, device="meta")
     arguments = {"q": q, "k": k, "o": o, "keys": keys, "row": size, "scale": 0.125}
@@ -70,7 +70,7 @@ def attention(
 
 
 def overwritten() -> None:
-    """A product of bytes turned into numbers, whose registers ptxas before 13.3 overwrites."""
+    """A product of converted bytes, whose registers ptxas before 13.3 overwrites."""
     x = torch.empty(64, 1024, dtype=torch.int8, device="meta")
     y = torch.empty(1024, 64, dtype=torch.bfloat16, device="meta")
     arguments = {"x": x, "y": y, "o": torch.empty(64, 64, device="meta"), "inner": 1024, "row": 64}
@@ -79,12 +79,12 @@ def overwritten() -> None:
 
 
 def too_deep() -> None:
-    """Four stages of 128 keys of 256 two-byte numbers: 192 KB, too much for sm_80 alone."""
+    """Four stages of 128 keys of 256 two-byte numbers: 192 KB, too much for sm_80 only."""
     attention(Config(64, 128, 4, 4), size=256)
 
 
 def every_kind_of_argument(device: str) -> dict[str, Any]:
-    """What `take_all` takes: all that Triton tells apart when it compiles for a launch."""
+    """Arguments of `take_all`: everything that Triton distinguishes when it compiles."""
     x = torch.empty(64, dtype=torch.bfloat16, device=device)
     return {
         "x": x,

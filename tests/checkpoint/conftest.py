@@ -1,4 +1,4 @@
-"""Checkpoints of a real engine on two real ranks, made once for all tests here."""
+"""Fixtures: checkpoints of a real engine on two ranks, saved once for all tests here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rows = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def mounts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
-    """Two small file systems, to be filled up and made read-only; none where that is forbidden."""
+    """Two small file systems, to fill up and to make read-only; none without root."""
     folders = [tmp_path_factory.mktemp(name) for name in ("full", "read_only")]
     mounted = []
     try:
@@ -34,9 +34,9 @@ def mounts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory, mounts: list[Path]) -> tuple[Path, list[Rows]]:
-    """Where the trials of saving_ranks.py saved, and what each rank told of each."""
+    """The folder of saving_ranks.py, and for each rank what each of its trials returned."""
     root = tmp_path_factory.mktemp("saved")
     worker = Path(__file__).with_name("saving_ranks.py")
     output = launch(worker, str(root), *map(str, mounts))
     rows = [[json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in output]
-    return root, [{row["name"]: row for row in told} for told in rows]
+    return root, [{row["name"]: row for row in trials} for trials in rows]

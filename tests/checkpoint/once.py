@@ -1,4 +1,4 @@
-"""Saving without a run around it."""
+"""Save a checkpoint without a run."""
 
 from __future__ import annotations
 

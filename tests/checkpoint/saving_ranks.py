@@ -1,4 +1,4 @@
-"""Runs on two ranks: an engine saved in every way and under every trouble; prints what came."""
+"""On two ranks: save an engine in every mode and under every failure; print the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ATTACHMENTS = {"config.yaml": "train: {}\n", "ds_config.json": "{}\n"}
 
 
 class Trial:
-    """One engine, and what becomes of saving it."""
+    """One engine, and the outcomes of its saves."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -50,8 +50,8 @@ class Trial:
             on_failed=lambda error: self.failed.append(str(error)),
         )
 
-    def fails(self, saver: Saver, folder: Path, number: int) -> dict[str, Any]:
-        """What an attempt to save raises, and what it leaves once all ranks are through."""
+    def attempt(self, saver: Saver, folder: Path, number: int) -> dict[str, Any]:
+        """Save; return what it raised, and what is on disk once all ranks are done."""
         error = None
         try:
             saver.save(number, {"step": number}, None)
@@ -65,8 +65,8 @@ class Trial:
         return {"error": error, "left": left, "newest": best and best.name, "notes": notes}
 
 
-def both_ways(trial: Trial) -> dict[str, Any]:
-    """The same steps, written at once, and by a thread while training goes on."""
+def both_modes(trial: Trial) -> dict[str, Any]:
+    """Save the same steps in the foreground, and in a thread while training continues."""
     for name, background in (("foreground", False), ("background", True)):
         engine = trial.engine = build(seed=1)
         saver = trial.saver(trial.root / name, background=background)
@@ -74,41 +74,41 @@ def both_ways(trial: Trial) -> dict[str, Any]:
             step(engine, index)
         seed(trial.rank)
         with slow_disk(background):
-            saver.save(3, {"step": 3}, {"place": trial.rank})
+            saver.save(3, {"step": 3}, {"cursor": trial.rank})
             for index in range(3, 6):
-                step(engine, index)  # changes in place what is still to be written
-        saver.save(6, {"step": 6}, {"place": trial.rank})
+                step(engine, index)  # changes in place what is not yet written
+        saver.save(6, {"step": 6}, {"cursor": trial.rank})
         saver.finish()
     return {"saved": trial.saved, "failed": trial.failed}
 
 
 @contextmanager
-def slow_disk(on: bool) -> Iterator[None]:
-    """Nothing is written before this ends."""
-    if not on:
+def slow_disk(enabled: bool) -> Iterator[None]:
+    """Write nothing until the block ends."""
+    if not enabled:
         yield
         return
-    turn = threading.Event()
-    usual = nsa.checkpoint.saver.write
-    nsa.checkpoint.saver.write = lambda path, content: turn.wait() and usual(path, content)
+    ready = threading.Event()
+    original = nsa.checkpoint.saver.write_file
+    nsa.checkpoint.saver.write_file = lambda path, content: ready.wait() and original(path, content)
     try:
         yield
     finally:
-        turn.set()
-        nsa.checkpoint.saver.write = usual
+        ready.set()
+        nsa.checkpoint.saver.write_file = original
 
 
 def resume(trial: Trial) -> dict[str, Any]:
-    """What is drawn and computed after loading, and what was after saving."""
-    went_on = weights(trial.engine)
-    seed(90)  # what loading must undo
+    """Compare random numbers and weights after loading with those after saving."""
+    continued = weights(trial.engine)
+    seed(90)  # loading must undo this
     assert load(trial.engine, trial.root / "foreground/step00000003") == {"step": 3}
     drawn = draw()
     seed(trial.rank)
     expected = draw()
     for index in range(3, 6):
         step(trial.engine, index)
-    same = torch.equal(weights(trial.engine), went_on)
+    same = torch.equal(weights(trial.engine), continued)
     return {"same": same, "drawn": drawn, "expected": expected}
 
 
@@ -123,24 +123,24 @@ def draw() -> list[float]:
 
 
 def one_rank_fails(trial: Trial, background: bool) -> dict[str, Any]:
-    """Rank 1 may write no file above 100 bytes, not even one that says so."""
+    """Rank 1 can write no file above 100 bytes."""
     folder = trial.root / f"one_rank_{background}"
     saver = trial.saver(folder, background=background)
-    trial.fails(saver, folder, 1)
+    trial.attempt(saver, folder, 1)
     trial.failed.clear()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if trial.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    failed = trial.fails(saver, folder, 2)
+    failed = trial.attempt(saver, folder, 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return failed | {"told": list(trial.failed), "then": trial.fails(saver, folder, 3)}
+    return failed | {"reported": list(trial.failed), "then": trial.attempt(saver, folder, 3)}
 
 
 def bad_folder(
     trial: Trial, folder: Path, spoil: Callable[[Path], None], fix: Callable[[Path], None]
 ) -> dict[str, Any]:
-    """A file system that goes bad between two checkpoints, and is fixed after the second."""
-    found: dict[str, Any] = {}
+    """Break a file system between two checkpoints, and fix it after the second."""
+    results: dict[str, Any] = {}
     for background in (False, True):
         saver = trial.saver(folder, background=background)
         rows = {}
@@ -148,13 +148,13 @@ def bad_folder(
             if act and trial.rank == 0:
                 act(folder)
             dist.barrier()
-            rows[when] = trial.fails(saver, folder, number)
-        found[f"background {background}"] = rows
-    return found
+            rows[when] = trial.attempt(saver, folder, number)
+        results[f"background {background}"] = rows
+    return results
 
 
 def fill(folder: Path) -> None:
-    """Leave room for some of a checkpoint's files, not for all."""
+    """Leave space for some of a checkpoint's files, not for all."""
     filler = folder / "filler"
     try:
         with filler.open("wb", buffering=0) as file:
@@ -168,18 +168,18 @@ def remount(folder: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
-def told_late(trial: Trial) -> dict[str, Any]:
-    """A failure behind `save` does not keep the next step from being saved."""
-    folder = trial.root / "told_late"
+def late_failure(trial: Trial) -> dict[str, Any]:
+    """A failure after `save` returned does not prevent the next save."""
+    folder = trial.root / "late_failure"
     saver = trial.saver(folder, background=True)
     trial.failed.clear()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     saver.save(1, {"step": 1}, None)
-    saver._job.sealed.wait()  # type: ignore[union-attr]
+    saver._job.part_done.wait()  # type: ignore[union-attr]
     dist.barrier()
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return trial.fails(saver, folder, 2) | {"told": trial.failed}
+    return trial.attempt(saver, folder, 2) | {"reported": trial.failed}
 
 
 def not_finite(trial: Trial) -> dict[str, Any]:
@@ -194,9 +194,9 @@ def not_finite(trial: Trial) -> dict[str, Any]:
     saver.finish()
     dist.barrier()
     left = sorted(path.name for path in folder.glob("step*"))
-    best = [newest_complete(folder)[0], newest_complete(folder, finite=True)[0]]
+    newest = [newest_complete(folder)[0], newest_complete(folder, finite=True)[0]]
     finite = [read_manifest(folder / name)["finite"] for name in left]
-    return {"left": left, "finite": finite, "newest": [path and path.name for path in best]}
+    return {"left": left, "finite": finite, "newest": [path and path.name for path in newest]}
 
 
 def main() -> None:
@@ -204,11 +204,11 @@ def main() -> None:
     deepspeed.logger.setLevel("ERROR")
     trial = Trial(Path(sys.argv[1]))
     trials: dict[str, Callable[[], dict[str, Any]]] = {
-        "both ways": lambda: both_ways(trial),
+        "both modes": lambda: both_modes(trial),
         "resume": lambda: resume(trial),
         "one rank, foreground": lambda: one_rank_fails(trial, False),
         "one rank, background": lambda: one_rank_fails(trial, True),
-        "told late": lambda: told_late(trial),
+        "late failure": lambda: late_failure(trial),
     }
     if len(sys.argv) > 2:
         full, read_only = Path(sys.argv[2]), Path(sys.argv[3])

@@ -1,4 +1,4 @@
-"""The commit of a checkpoint, cut short at every place, and what is kept afterwards."""
+"""Atomic commit: killed before every file change; and pruning."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from nsa.checkpoint.commit import (
     write_failure,
     write_part,
 )
-from nsa.checkpoint.manifest import checkpoints, complaint, manifest_text, read_manifest
+from nsa.checkpoint.manifest import find_problem, list_checkpoints, manifest_text, read_manifest
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 
 
 def save(folder: Path, step: int, *, finite: bool = True, keep: int = 0) -> Path:
-    """What two ranks do with files that stand for DeepSpeed's."""
+    """Save and prune as two ranks do, with small stand-ins for DeepSpeed's files."""
     draft = new_draft(folder, step)
     for rank in (0, 1):
         names = [f"shard{rank}.pt", f"rng_rank{rank}.pt", *["state.json"] * (rank == 0)]
@@ -47,8 +47,8 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step")) for path in folder.glob("step*"))
 
 
-def in_a_process(work: Callable[[], object]) -> int:
-    """How a process ends that does `work`: 0, or minus the signal that killed it."""
+def in_process(work: Callable[[], object]) -> int:
+    """Run `work` in a process; return 0, or minus the signal that killed it."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -60,65 +60,65 @@ def in_a_process(work: Callable[[], object]) -> int:
 
 
 def killed_before(change: int, folder: Path, work: Callable[[], object]) -> int:
-    """Do `work` in a process that is killed just before its change number `change` to `folder`."""
+    """Run `work` in a process that is killed before its change number `change` to `folder`."""
 
     def run() -> None:
-        seen = 0
+        changes = 0
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
-            nonlocal seen
+            nonlocal changes
             if event not in CHANGES or not str(arguments[0]).startswith(str(folder)):
                 return
-            seen += 1
-            if seen == change:
+            changes += 1
+            if changes == change:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(hook)
         work()
 
-    return in_a_process(run)
+    return in_process(run)
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_killed_anywhere_there_is_a_whole_checkpoint_and_the_next_run_cleans_up(
-    tmp_path: Path, there: bool
+@pytest.mark.parametrize("exists", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_kill_at_any_moment_leaves_a_valid_checkpoint_and_the_next_run_cleans_up(
+    tmp_path: Path, exists: bool
 ) -> None:
-    """Step 6 may be on disk already, damaged: a run that passed it over saves it once more."""
+    """With `exists`, a damaged step 6 is on disk, which a resumed run saves again."""
     before = tmp_path / "before"
     save(before, 3)
-    if there:
+    if exists:
         (save(before, 6) / "shard1.pt").unlink()
-    found, change, code = [], 0, -signal.SIGKILL
+    newest, change, code = [], 0, -signal.SIGKILL
     while code == -signal.SIGKILL:
         change += 1
         folder = Path(shutil.copytree(before, tmp_path / str(change)))
         code = killed_before(change, folder, lambda folder=folder: save(folder, 6, keep=1))
         path, notes = newest_complete(folder)
         assert path is not None, f"killed before change {change}: {notes}"
-        named = [other for other in checkpoints(folder) if complaint(other)]
-        assert there or named == [], "half a checkpoint bears the name of a whole one"
-        found.append(path.name)
+        damaged = [other for other in list_checkpoints(folder) if find_problem(other)]
+        assert exists or damaged == [], "an unfinished checkpoint has its final name"
+        newest.append(path.name)
         remove_drafts(folder)  # what the next run does first
-        assert {item.name for item in folder.iterdir()} <= {"latest", *map_names(3, 6)}
-        if change % 6 == 0:  # each sixth, for the time that it takes
+        assert {item.name for item in folder.iterdir()} <= {"latest", *checkpoint_names(3, 6)}
+        if change % 6 == 0:  # every sixth, to save time
             assert save(folder, 9) == newest_complete(folder)[0]
             assert (folder / "latest").read_text() == "step00000009"
     assert code == 0, "without a kill the save succeeds"
-    turn = found.index("step00000006")
-    assert turn > 10, "kills before the rename were tried"
-    assert len(found) > turn + 5, "and kills after it, while the older one is removed"
-    assert set(found[:turn]) == {"step00000003"}
-    assert set(found[turn:]) == {"step00000006"}
+    renamed = newest.index("step00000006")
+    assert renamed > 10, "kills before the rename"
+    assert len(newest) > renamed + 5, "kills after it, while the older one is removed"
+    assert set(newest[:renamed]) == {"step00000003"}
+    assert set(newest[renamed:]) == {"step00000006"}
 
 
-def map_names(*numbers: int) -> list[str]:
+def checkpoint_names(*numbers: int) -> list[str]:
     return [f"step{number:08d}" for number in numbers]
 
 
-def test_a_rank_that_failed_is_named_and_its_room_given_back(tmp_path: Path) -> None:
+def test_a_failed_ranks_error_is_reported_and_its_files_are_removed(tmp_path: Path) -> None:
     draft = new_draft(tmp_path, 3)
     (draft / "state.json").write_text("{}")
-    (draft / "shard1.pt").write_text("half of it")
+    (draft / "shard1.pt").write_text("incomplete")
     write_part(draft, 0, ["state.json"], {"finite": True})
     write_failure(draft, 1, ["shard1.pt", "never written"], "shard1.pt: the disk is full")
     assert not (draft / "shard1.pt").exists()
@@ -126,7 +126,7 @@ def test_a_rank_that_failed_is_named_and_its_room_given_back(tmp_path: Path) -> 
         wait_for_parts(draft, 2, threading.Event())
 
 
-def test_rank_0_waits_for_a_slow_rank_and_no_longer_than_it_is_told_to(tmp_path: Path) -> None:
+def test_rank_0_waits_for_a_slow_rank_until_aborted(tmp_path: Path) -> None:
     draft = new_draft(tmp_path, 3)
     write_part(draft, 0, [], {"finite": True})
     late = threading.Timer(0.1, write_part, [draft, 1, [], {"finite": False}])
@@ -139,7 +139,7 @@ def test_rank_0_waits_for_a_slow_rank_and_no_longer_than_it_is_told_to(tmp_path:
         wait_for_parts(draft, 3, abort)
 
 
-def test_one_rank_that_is_not_finite_makes_the_checkpoint_not_finite(tmp_path: Path) -> None:
+def test_a_checkpoint_is_finite_only_if_every_rank_is(tmp_path: Path) -> None:
     draft = new_draft(tmp_path, 3)
     for rank, finite in ((0, True), (1, False)):
         names = [f"rng_rank{rank}.pt", *["state.json"] * (rank == 0)]
@@ -154,17 +154,17 @@ def test_one_rank_that_is_not_finite_makes_the_checkpoint_not_finite(tmp_path: P
     )
 
 
-def test_an_older_draft_of_the_step_is_not_mixed_in(tmp_path: Path) -> None:
+def test_an_older_draft_of_the_step_is_removed(tmp_path: Path) -> None:
     draft = new_draft(tmp_path, 3)
     (draft / "left.pt").write_text("of a crash")
     write_part(draft, 1, ["left.pt"], {"finite": True})
     assert list(new_draft(tmp_path, 3).iterdir()) == []
 
 
-def made_at(path: Path, when: float) -> None:
-    """Make a checkpoint older than it is."""
+def set_time(path: Path, seconds: float) -> None:
+    """Change the time in a manifest."""
     content = read_manifest(path)
-    (path / "manifest.json").write_text(manifest_text(content | {"time": when}))
+    (path / "manifest.json").write_text(manifest_text(content | {"time": seconds}))
 
 
 @pytest.mark.parametrize(
@@ -180,24 +180,24 @@ def made_at(path: Path, when: float) -> None:
         (0, 1e-9, [5]),
     ],
 )
-def test_old_checkpoints_go_by_number_and_by_age(
+def test_pruning_by_number_and_by_age(
     tmp_path: Path, keep: int, hours: float, left: list[int]
 ) -> None:
     now = 1e9
     for step in (1, 2, 3, 4, 5):
-        made_at(save(tmp_path, step), now - 3600 * (5 - step) - 1)
+        set_time(save(tmp_path, step), now - 3600 * (5 - step) - 1)
     assert prune(tmp_path, keep, hours, now) == []
     assert steps(tmp_path) == left
 
 
-def test_the_newest_finite_checkpoint_is_never_removed(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_finite_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path, step, finite=step <= 2)
     prune(tmp_path, 1, 1e-9, time.time() + 1e6)
     assert steps(tmp_path) == [2, 4]
 
 
-def test_a_broken_checkpoint_does_not_push_a_good_one_out(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     (tmp_path / "step00000003/shard0.pt").write_text("short")
@@ -205,7 +205,7 @@ def test_a_broken_checkpoint_does_not_push_a_good_one_out(tmp_path: Path) -> Non
     assert steps(tmp_path) == [2, 3]
 
 
-def test_what_was_made_of_a_checkpoint_goes_with_it(tmp_path: Path) -> None:
+def test_the_universal_form_is_removed_with_its_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     (tmp_path / "step00000001.universal").mkdir()
@@ -214,10 +214,10 @@ def test_what_was_made_of_a_checkpoint_goes_with_it(tmp_path: Path) -> None:
     assert not draft_of(tmp_path, 1).exists()
 
 
-def test_a_checkpoint_that_cannot_be_removed_is_a_line_and_the_others_go(tmp_path: Path) -> None:
+def test_a_failed_removal_is_returned_and_the_others_are_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     (tmp_path / ".step00000001.removed.partial").write_text("a file where a folder should be")
-    (told,) = prune(tmp_path, 1, 0, time.time())
-    assert told == f"{tmp_path / 'step00000001'} could not be removed: Not a directory"
+    (error,) = prune(tmp_path, 1, 0, time.time())
+    assert error == f"{tmp_path / 'step00000001'} could not be removed: Not a directory"
     assert steps(tmp_path) == [1, 3]

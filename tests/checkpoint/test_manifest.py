@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint is found, named, and passed over for the one before."""
+"""Every kind of damage to a checkpoint is found and named, and the one before is used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FILES = (
 
 @pytest.fixture
 def folder(saved: tuple[Path, list[Rows]], tmp_path: Path) -> Path:
-    """A copy of a real folder of two checkpoints, to be damaged."""
+    """A copy of a real folder with two checkpoints, to damage."""
     return Path(shutil.copytree(saved[0] / "foreground", tmp_path / "checkpoints"))
 
 
@@ -47,11 +47,10 @@ def flip_a_bit(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_costs_its_checkpoint_and_is_named(
+def test_a_damaged_file_is_named_and_its_checkpoint_skipped(
     folder: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
-    broken = folder / "step00000006"
-    damage(broken / name)
+    damage(folder / "step00000006" / name)
     path, (note,) = newest_complete(folder)
     assert path == folder / "step00000003"
     assert note.startswith(f"step00000006: {name} ")
@@ -61,11 +60,11 @@ def test_a_damaged_file_costs_its_checkpoint_and_is_named(
     assert [note.split(":")[0] for note in notes] == ["step00000006", "step00000003"]
 
 
-def test_the_files_of_a_checkpoint_are_those_tested_here(folder: Path) -> None:
+def test_files_lists_every_file_of_a_checkpoint(folder: Path) -> None:
     assert {path.name for path in (folder / "step00000006").iterdir()} == set(FILES)
 
 
-def test_a_size_that_differs_is_told_in_bytes(folder: Path) -> None:
+def test_a_wrong_size_is_reported_in_bytes(folder: Path) -> None:
     shard = folder / "step00000006/mp_rank_00_model_states.pt"
     size = shard.stat().st_size
     truncate(shard)
@@ -81,7 +80,7 @@ def entries(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("forge", "complaint"),
+    ("forge", "problem"),
     [
         (lambda m: m.update(step=3), "is that of step 3"),
         (lambda m: m.update(step="soon"), "cannot be read: ValueError"),
@@ -98,20 +97,20 @@ def entries(manifest: dict[str, Any]) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_manifest_that_cannot_be_true_is_refused_though_its_own_hash_is_right(
-    folder: Path, forge: Callable[[dict[str, Any]], object], complaint: str
+def test_an_inconsistent_manifest_is_refused_though_its_own_hash_is_right(
+    folder: Path, forge: Callable[[dict[str, Any]], object], problem: str
 ) -> None:
     path = folder / "step00000006/manifest.json"
     content = json.loads(path.read_text())
     content.pop("sha256")
     forge(content)
     path.write_text(manifest_text(content))
-    found, (note,) = newest_complete(folder)
-    assert found == folder / "step00000003"
-    assert complaint in note
+    newest, (note,) = newest_complete(folder)
+    assert newest == folder / "step00000003"
+    assert problem in note
 
 
-def test_a_manifest_edited_by_hand_is_told_by_its_own_hash(folder: Path) -> None:
+def test_an_edited_manifest_is_refused_by_its_own_hash(folder: Path) -> None:
     path = folder / "step00000006/manifest.json"
     path.write_text(path.read_text().replace('"finite": true', '"finite": false'))
     with pytest.raises(ValueError, match="changed after it was written"):
@@ -119,34 +118,34 @@ def test_a_manifest_edited_by_hand_is_told_by_its_own_hash(folder: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "", "null", '{"files": 3}', "\x00\x00"])
-def test_a_manifest_of_another_kind_is_refused_in_words(folder: Path, text: str) -> None:
+def test_a_manifest_with_other_content_is_refused(folder: Path, text: str) -> None:
     (folder / "step00000006/manifest.json").write_text(text)
-    found, (note,) = newest_complete(folder)
-    assert found == folder / "step00000003"
+    newest, (note,) = newest_complete(folder)
+    assert newest == folder / "step00000003"
     assert note.startswith("step00000006: manifest.json cannot be read: ")
 
 
 @pytest.mark.parametrize("latest", [None, "", "step00000099", "step00000003", "../..", "\x00"])
-def test_latest_decides_nothing(folder: Path, latest: str | None) -> None:
+def test_latest_is_not_read(folder: Path, latest: str | None) -> None:
     (folder / "latest").unlink()
     if latest is not None:
         (folder / "latest").write_text(latest)
     assert newest_complete(folder) == (folder / "step00000006", [])
 
 
-def test_what_is_not_named_as_a_checkpoint_is_left_alone(folder: Path) -> None:
+def test_other_names_are_ignored(folder: Path) -> None:
     for name in (".step00000009.partial", "step00000009.universal", "mine"):
         shutil.copytree(folder / "step00000006", folder / name)
     (folder / "step00000010").write_text("a file")
     assert newest_complete(folder) == (folder / "step00000006", [])
 
 
-def test_a_copy_under_another_step_is_no_checkpoint(folder: Path) -> None:
+def test_a_copy_under_another_step_is_refused(folder: Path) -> None:
     shutil.copytree(folder / "step00000006", folder / "step00000009")
-    found, (note,) = newest_complete(folder)
-    assert found == folder / "step00000006"
+    newest, (note,) = newest_complete(folder)
+    assert newest == folder / "step00000006"
     assert note == "step00000009: manifest.json is that of step 6"
 
 
-def test_without_a_folder_there_is_no_checkpoint_and_nothing_to_say(tmp_path: Path) -> None:
+def test_a_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
     assert newest_complete(tmp_path / "checkpoints") == (None, [])

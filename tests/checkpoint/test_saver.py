@@ -1,4 +1,4 @@
-"""Saving a real engine on two ranks: what is kept, and what trouble costs."""
+"""Saver with a real engine on two ranks: content, background mode, failures."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import pytest
 from nsa.checkpoint import (
     newest_complete,
     read_manifest,
-    saved_rank_state,
-    saved_state,
-    saved_topology,
+    read_rank_state,
+    read_topology,
+    read_train_state,
 )
 from tests.checkpoint.conftest import Rows
 
 Saved = tuple[Path, list[Rows]]
 
 
-def test_a_checkpoint_holds_everything_and_says_so(saved: Saved) -> None:
+def test_a_checkpoint_holds_all_files_and_its_manifest_names_them(saved: Saved) -> None:
     root, _ = saved
     path, notes = newest_complete(root / "foreground")
     assert path == root / "foreground/step00000006"
     assert notes == []
     assert (root / "foreground/latest").read_text() == path.name
-    about = read_manifest(path)
-    assert (about["step"], about["ranks"], about["finite"]) == (6, 2, True)
-    assert set(about["files"]) == {
+    manifest = read_manifest(path)
+    assert (manifest["step"], manifest["ranks"], manifest["finite"]) == (6, 2, True)
+    assert set(manifest["files"]) == {
         *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)),
         *(f"rng_rank{rank}.pt" for rank in (0, 1)),
         *(f"rank{rank}.json" for rank in (0, 1)),
@@ -37,44 +37,44 @@ def test_a_checkpoint_holds_everything_and_says_so(saved: Saved) -> None:
         "config.yaml",
         "ds_config.json",
     }
-    assert {item.name for item in path.iterdir()} == {*about["files"], "manifest.json"}
-    assert saved_state(path) == {"step": 6}
-    assert saved_topology(path)["ranks"] == 2
-    assert [saved_rank_state(path, rank) for rank in (0, 1)] == [{"place": 0}, {"place": 1}]
+    assert {item.name for item in path.iterdir()} == {*manifest["files"], "manifest.json"}
+    assert read_train_state(path) == {"step": 6}
+    assert read_topology(path)["ranks"] == 2
+    assert [read_rank_state(path, rank) for rank in (0, 1)] == [{"cursor": 0}, {"cursor": 1}]
 
 
-def test_writing_in_the_background_changes_no_bit(saved: Saved) -> None:
+def test_background_saves_are_bit_identical(saved: Saved) -> None:
     root, _ = saved
     for step in ("step00000003", "step00000006"):
-        names = read_manifest(root / "foreground" / step)["files"]
-        assert names == read_manifest(root / "background" / step)["files"]
+        files = read_manifest(root / "foreground" / step)["files"]
+        assert files == read_manifest(root / "background" / step)["files"]
 
 
-def test_rank_0_hears_of_each_checkpoint_and_how_long_training_stood_still(saved: Saved) -> None:
+def test_rank_0_is_told_of_each_checkpoint_and_its_stall(saved: Saved) -> None:
     _, (first, second) = saved
-    told = first["both ways"]["saved"]
-    assert [row[:2] for row in told] == [[3, "step00000003"], [6, "step00000006"]] * 2
-    assert all(stall > 0 for *_, stall in told)
-    assert first["both ways"]["failed"] == second["both ways"]["saved"] == []
+    reported = first["both modes"]["saved"]
+    assert [row[:2] for row in reported] == [[3, "step00000003"], [6, "step00000006"]] * 2
+    assert all(stall > 0 for *_, stall in reported)
+    assert first["both modes"]["failed"] == second["both modes"]["saved"] == []
 
 
-def test_training_goes_on_from_a_checkpoint_bit_for_bit_random_numbers_included(
+def test_resumed_training_is_bit_identical_including_random_numbers(
     saved: Saved,
 ) -> None:
     _, ranks = saved
-    for told in ranks:
-        assert told["resume"]["same"]
-        assert told["resume"]["drawn"] == told["resume"]["expected"]
-    drawn = [told["resume"]["drawn"] for told in ranks]
+    for trials in ranks:
+        assert trials["resume"]["same"]
+        assert trials["resume"]["drawn"] == trials["resume"]["expected"]
+    drawn = [trials["resume"]["drawn"] for trials in ranks]
     assert all(one != other for one, other in zip(*drawn, strict=True)), "each rank has its own"
 
 
 @pytest.mark.parametrize("mode", ["foreground", "background"])
-def test_where_one_rank_cannot_write_all_raise_and_the_next_save_works(
+def test_if_one_rank_cannot_write_all_raise_and_the_next_save_works(
     saved: Saved, mode: str
 ) -> None:
     _, ranks = saved
-    rows = [told[f"one rank, {mode}"] for told in ranks]
+    rows = [trials[f"one rank, {mode}"] for trials in ranks]
     for row in rows:
         assert row["error"].startswith("step00000002 was not saved: ")
         assert "rank_1_mp_rank_00_optim_states.pt: File too large" in row["error"]
@@ -82,38 +82,38 @@ def test_where_one_rank_cannot_write_all_raise_and_the_next_save_works(
         assert row["left"] == ["latest", "step00000001", "zero_to_fp32.py"], "no draft is left"
         assert row["then"]["error"] is None
         assert row["then"]["newest"] == "step00000003"
-    assert rows[0]["told"] == ([rows[0]["error"]] if mode == "background" else [])
+    assert rows[0]["reported"] == ([rows[0]["error"]] if mode == "background" else [])
 
 
-def test_a_failure_that_comes_out_later_is_told_and_the_next_step_is_saved(saved: Saved) -> None:
+def test_a_late_failure_is_reported_and_the_next_step_is_saved(saved: Saved) -> None:
     _, (first, second) = saved
-    assert first["told late"]["error"] is None
-    assert first["told late"]["newest"] == "step00000002"
-    assert len(first["told late"]["told"]) == 1
-    assert first["told late"]["told"][0].startswith("step00000001 was not saved: ")
-    assert second["told late"]["told"] == []
+    assert first["late failure"]["error"] is None
+    assert first["late failure"]["newest"] == "step00000002"
+    assert len(first["late failure"]["reported"]) == 1
+    assert first["late failure"]["reported"][0].startswith("step00000001 was not saved: ")
+    assert second["late failure"]["reported"] == []
 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
-    ("trouble", "words"),
+    ("trial", "messages"),
     [
-        ("disk full", ("No space left on device", "free some room", "checkpoint.keep")),
+        ("disk full", ("No space left on device", "free some space", "checkpoint.keep")),
         ("read-only", ("Read-only file system", "fix the folder's permissions")),
     ],
 )
 def test_a_bad_disk_costs_one_checkpoint_and_no_more(
-    saved: Saved, mounts: list[Path], trouble: str, words: tuple[str, ...], background: bool
+    saved: Saved, mounts: list[Path], trial: str, messages: tuple[str, ...], background: bool
 ) -> None:
     if not mounts:
         pytest.skip("needs root and a kernel that lets it mount a tmpfs")
-    for told in saved[1]:
-        row: dict[str, Any] = told[trouble][f"background {background}"]
+    for trials in saved[1]:
+        row: dict[str, Any] = trials[trial][f"background {background}"]
         assert row["before"]["error"] is None
         good = row["before"]["newest"]
         assert row["during"]["error"].startswith("step00000002 was not saved: ")
-        for word in words:
-            assert word in row["during"]["error"]
+        for message in messages:
+            assert message in row["during"]["error"]
         assert row["during"]["error"].endswith(f"; {good} is still good")
         assert row["during"]["newest"] == good
         assert row["during"]["notes"] == []
@@ -122,17 +122,17 @@ def test_a_bad_disk_costs_one_checkpoint_and_no_more(
         assert row["after"]["newest"] == "step00000003"
 
 
-def test_a_nan_on_one_rank_is_seen_and_the_last_finite_checkpoint_outlives_keep(
+def test_a_nan_on_one_rank_is_recorded_and_the_last_finite_checkpoint_is_kept(
     saved: Saved,
 ) -> None:
-    for told in saved[1]:
-        row = told["not finite"]
+    for trials in saved[1]:
+        row = trials["not finite"]
         assert row["left"] == ["step00000001", "step00000003"], "keep = 1, and the finite one"
         assert row["finite"] == [True, False]
         assert row["newest"] == ["step00000003", "step00000001"]
 
 
-def test_states_are_written_as_people_can_read_them(saved: Saved) -> None:
+def test_state_json_names_the_topology(saved: Saved) -> None:
     root, _ = saved
     text = (root / "foreground/step00000003/state.json").read_text()
     assert json.loads(text)["saved_under"] == {

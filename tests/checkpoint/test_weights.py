@@ -1,4 +1,4 @@
-"""The weights of a checkpoint of any layout are those that were trained, to the bit."""
+"""Weights read from a checkpoint of any layout equal the trained ones, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of each stage, of two ranks."""
+    """A checkpoint of each ZeRO stage, saved by two ranks."""
     folder = tmp_path_factory.mktemp("weights")
     launch(Path(__file__).with_name("weights_ranks.py"), str(folder))
     return folder
@@ -29,43 +29,41 @@ def checkpoint(root: Path, stage: int) -> Path:
     return root / str(stage) / "step00000003"
 
 
-def same(found: Weights, wanted: Weights) -> bool:
-    assert found.keys() == wanted.keys()
+def equal(weights: Weights, expected: Weights) -> bool:
+    assert weights.keys() == expected.keys()
     return all(
-        found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name])
-        for name in wanted
+        weights[name].dtype == expected[name].dtype and torch.equal(weights[name], expected[name])
+        for name in expected
     )
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_weights_are_read_as_they_were_trained(root: Path, stage: int) -> None:
-    told = torch.load(root / f"{stage}.pt", weights_only=True)
-    assert same(read_weights(find_weights(checkpoint(root, stage))), told["trained"])
+def test_weights_equal_the_trained_ones(root: Path, stage: int) -> None:
+    expected = torch.load(root / f"{stage}.pt", weights_only=True)
+    assert equal(read_weights(find_weights(checkpoint(root, stage))), expected["trained"])
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_in_float32_they_are_those_that_the_optimizer_keeps(root: Path, stage: int) -> None:
-    told = torch.load(root / f"{stage}.pt", weights_only=True)
-    found = read_weights(checkpoint(root, stage), torch.float32)
-    assert same(found, told["exact"])
-    rounded = {name: weight.bfloat16() for name, weight in found.items()}
-    assert same(rounded, told["trained"])
-    assert not torch.equal(found["0.weight"], rounded["0.weight"].float()), "no more than rounded"
+def test_float32_weights_equal_the_optimizers_master_weights(root: Path, stage: int) -> None:
+    expected = torch.load(root / f"{stage}.pt", weights_only=True)
+    weights = read_weights(checkpoint(root, stage), torch.float32)
+    assert equal(weights, expected["master"])
+    rounded = {name: weight.bfloat16() for name, weight in weights.items()}
+    assert equal(rounded, expected["trained"])
+    assert not torch.equal(weights["0.weight"], rounded["0.weight"].float()), "only rounded weights"
 
 
-def test_weights_outlive_the_checkpoint_that_they_were_read_from(
-    root: Path, tmp_path: Path
-) -> None:
-    """A run that goes on removes its old ones."""
+def test_weights_do_not_depend_on_the_file_after_reading(root: Path, tmp_path: Path) -> None:
+    """A training run removes old checkpoints."""
     copied = tmp_path / "step00000003"
     shutil.copytree(checkpoint(root, 1), copied)
-    found = read_weights(copied)
+    weights = read_weights(copied)
     for file in copied.glob("*.pt"):
         file.write_bytes(bytes(file.stat().st_size))
-    assert same(found, torch.load(root / "1.pt", weights_only=True)["trained"])
+    assert equal(weights, torch.load(root / "1.pt", weights_only=True)["trained"])
 
 
-def test_a_broken_checkpoint_is_passed_over_with_a_word(root: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(root: Path, tmp_path: Path) -> None:
     older, newer = (tmp_path / "checkpoints" / f"step0000000{step}" for step in (3, 4))
     for path in (older, newer):
         shutil.copytree(checkpoint(root, 3), path)
@@ -79,8 +77,8 @@ def test_a_broken_checkpoint_is_passed_over_with_a_word(root: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_weights_of_safetensors_have_our_names(sharded: bool, tmp_path: Path) -> None:
-    """Of one file or several, as transformers writes them and as we do."""
+def test_safetensors_are_read_under_our_names(sharded: bool, tmp_path: Path) -> None:
+    """From one file as we write it, and from several as transformers writes them."""
     weights = {"embed.weight": torch.ones(3), "blocks.0.mlp.up.weight": torch.zeros(2)}
     if sharded:
         index = {f"model.{name}": f"model-{i}.safetensors" for i, name in enumerate(weights)}
@@ -90,12 +88,12 @@ def test_weights_of_safetensors_have_our_names(sharded: bool, tmp_path: Path) ->
         (tmp_path / "model.safetensors.index.json").write_text(text)
     else:
         save_file(weights, tmp_path / "model.safetensors")
-    assert same(read_weights(find_weights(tmp_path)), weights)
+    assert equal(read_weights(find_weights(tmp_path)), weights)
     double = read_weights(tmp_path, torch.float64)
     assert {weight.dtype for weight in double.values()} == {torch.float64}
 
 
-def test_weights_that_do_not_fit_or_are_damaged_are_refused(tmp_path: Path) -> None:
+def test_unfitting_or_damaged_weights_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(3, 2), "bias": torch.ones(3)}, file)
     with pytest.raises(ValueError, match=r"bias is \(3,\) there and None here; set model\.\*"):
@@ -112,7 +110,9 @@ def test_weights_that_do_not_fit_or_are_damaged_are_refused(tmp_path: Path) -> N
             read_weights(tmp_path)
 
 
-def test_a_folder_without_weights_is_told_what_was_looked_for(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused_with_the_names_of_what_is_missing(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ValueError, match=r"neither checkpoints/ nor model.safetensors.*name the"):
         find_weights(tmp_path)
     (tmp_path / "checkpoints").mkdir()

@@ -1,4 +1,4 @@
-"""The smallest thing that DeepSpeed trains with everything that a checkpoint must hold."""
+"""A tiny DeepSpeed engine with every kind of state that a checkpoint must hold."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-GROUPS = (lambda p: p.dim() > 1, lambda p: p.dim() == 1)  # what decays, and what does not
+GROUPS = (lambda p: p.dim() > 1, lambda p: p.dim() == 1)  # with weight decay, and without
 
 
 def build(seed: int, stage: int = 1, width: int = 64, **more: Any) -> Any:
-    """An engine of two groups of parameters, bf16 with fp32 accumulation as in production."""
+    """Build an engine with two parameter groups, bf16 with fp32 accumulation as in production."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(width, width), torch.nn.LayerNorm(width), torch.nn.Linear(width, width)
@@ -39,12 +39,12 @@ def build(seed: int, stage: int = 1, width: int = 64, **more: Any) -> Any:
 
 
 def step(engine: Any, index: int) -> float:
-    """One optimizer step on four samples, whatever the number of ranks; returns their loss."""
+    """Take one step on four samples, for any number of ranks; return their mean loss."""
     generator = torch.Generator().manual_seed(index)
     width = engine.module[0].in_features
     samples = torch.randn(4, width, generator=generator)
-    share = 4 // dist.get_world_size()
-    mine = samples[dist.get_rank() * share :][:share].bfloat16()
+    per_rank = 4 // dist.get_world_size()
+    mine = samples[dist.get_rank() * per_rank :][:per_rank].bfloat16()
     loss = (engine(mine).float() - mine.float().roll(1, dims=1)).square().mean()
     engine.backward(loss)
     engine.step()
@@ -54,5 +54,5 @@ def step(engine: Any, index: int) -> float:
 
 
 def weights(engine: Any) -> torch.Tensor:
-    """All weights in one vector."""
+    """Return all weights in one vector."""
     return torch.cat([p.detach().float().flatten() for p in engine.module.parameters()])

@@ -1,4 +1,4 @@
-"""Saves checkpoints, and goes on from those that another number of ranks has saved."""
+"""On one or two ranks: save checkpoints, and resume those of the other number of ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.checkpoint.toy import GROUPS, build, step, weights
 
 
 def optimizer_state(engine: Any) -> list[torch.Tensor]:
-    """Each group's fp32 weights and moments in one vector, put together from all ranks."""
-    optimizer, found = engine.optimizer, []
+    """Return each group's fp32 weights and moments, gathered from all ranks."""
+    optimizer, vectors = engine.optimizer, []
     for group, parameters in zip(optimizer.optimizer.param_groups, GROUPS, strict=True):
         flat = group["params"][0]
         state = optimizer.optimizer.state[flat]
@@ -27,23 +27,23 @@ def optimizer_state(engine: Any) -> list[torch.Tensor]:
         for mine in (flat.detach(), state["exp_avg"], state["exp_avg_sq"]):
             shards = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
             dist.all_gather(shards, mine)
-            found.append(torch.cat(shards)[:size])  # the rest fills the last rank's shard up
-    return found
+            vectors.append(torch.cat(shards)[:size])  # without padding
+    return vectors
 
 
 def save(root: Path, stage: int) -> None:
-    """Four steps, a checkpoint, four more."""
+    """Take four steps, save, take four more."""
     ranks = dist.get_world_size()
     engine = build(seed=1, stage=stage)
     for index in range(4):
         step(engine, index)
     once.save(engine, root / f"{stage}_from_{ranks}", 4, {"step": 4}, {"of": ranks})
-    tell(root, f"{stage}_from_{ranks}", engine, stage)
+    record(root, f"{stage}_from_{ranks}", engine, stage)
     engine.destroy()
 
 
-def go_on(root: Path, stage: int) -> None:
-    """The four more, from the checkpoint of the other number of ranks; then back to one's own."""
+def resume(root: Path, stage: int) -> None:
+    """Take the last four steps from the other number's checkpoint, then from our own."""
     ranks, name = dist.get_world_size(), f"{stage}_from_{3 - dist.get_world_size()}"
     path = root / name / "step00000004"
     if needs_universal(path, ranks):
@@ -53,18 +53,18 @@ def go_on(root: Path, stage: int) -> None:
         path = to_universal(path)
     engine = build(seed=2, stage=stage)
     assert checkpoint.load(engine, path) == {"step": 4}
-    tell(root, f"{name}_on_{ranks}", engine, stage)
+    record(root, f"{name}_on_{ranks}", engine, stage)
     checkpoint.load(engine, root / f"{stage}_from_{ranks}" / "step00000004")
-    tell(root, f"{stage}_from_{ranks}_again", engine, stage)
+    record(root, f"{stage}_from_{ranks}_again", engine, stage)
     engine.destroy()
 
 
-def tell(root: Path, name: str, engine: Any, stage: int) -> None:
-    """What the engine holds, and the losses that come of it."""
-    held = {"weights": weights(engine), "optimizer": optimizer_state(engine) if stage else []}
+def record(root: Path, name: str, engine: Any, stage: int) -> None:
+    """Save what the engine holds, and its next losses."""
+    state = {"weights": weights(engine), "optimizer": optimizer_state(engine) if stage else []}
     losses = [step(engine, index) for index in range(4, 8)]
     if dist.get_rank() == 0:
-        torch.save(held | {"losses": losses}, root / f"{name}.pt")
+        torch.save(state | {"losses": losses}, root / f"{name}.pt")
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def main() -> None:
     for job in sys.argv[2:]:
         name, _, stages = job.partition("=")
         for stage in stages.split(","):
-            {"save": save, "go_on": go_on}[name](root, int(stage))
+            {"save": save, "resume": resume}[name](root, int(stage))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Saves an engine of each ZeRO stage, and tells its weights as DeepSpeed itself gathers them."""
+"""On two ranks: save an engine of each ZeRO stage, and its weights as DeepSpeed gathers them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.checkpoint import once
 from tests.checkpoint.toy import build, step
 
 
-def exact(engine: Any, stage: int) -> dict[str, torch.Tensor]:
-    """The fp32 weights that the optimizer keeps, by name."""
+def master_weights(engine: Any, stage: int) -> dict[str, torch.Tensor]:
+    """Return the optimizer's fp32 weights by name."""
     named = dict(engine.module.named_parameters())
     if stage:
         return {name: safe_get_full_fp32_param(one).clone() for name, one in named.items()}
@@ -33,16 +33,16 @@ def main() -> None:
     start_ranks(Ranks.from_environment())
     deepspeed.logger.setLevel("ERROR")
     for stage in (0, 1, 2, 3):
-        engine = build(seed=1, stage=stage, width=31)  # odd: shards have to be filled up
+        engine = build(seed=1, stage=stage, width=31)  # odd: shards are padded
         for index in range(3):
             step(engine, index)
         once.save(engine, root / str(stage), 3, {"step": 3})
         parameters = dict(engine.module.named_parameters())
         with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=stage == 3):
             trained = {name: one.detach().clone() for name, one in parameters.items()}
-        told = {"trained": trained, "exact": exact(engine, stage)}
+        expected = {"trained": trained, "master": master_weights(engine, stage)}
         if dist.get_rank() == 0:
-            torch.save(told, root / f"{stage}.pt")
+            torch.save(expected, root / f"{stage}.pt")
         engine.destroy()
 
 

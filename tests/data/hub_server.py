@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback: a mirror of files and a small hub, well or in a bad mood."""
+"""HTTP server on loopback for tests: a file mirror and a small hub, with failure modes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PIECE = 4_096
 class HubServer(ThreadingHTTPServer):
     """Files below `root` at /<path>, and the same as versions of the dataset REPO of a hub.
 
-    A mood is "well", "slow", "silent", "hanging up", "in trouble", or "breaking off": half of every
-    answer.
+    A mood is "well", "slow", "silent", "hanging up", "in trouble" (503), or "breaking off" (half of
+    every response).
     """
 
     daemon_threads = True
@@ -28,10 +28,10 @@ class HubServer(ThreadingHTTPServer):
     def __init__(self, root: Path, mood: str = "well") -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root, self.mood = root, mood
-        self.good_answers: int | None = None  # with data, before the mood begins; None: from now on
-        self.bad_answers: int | None = None  # with data, after which it is well; None: no end
+        self.good_answers: int | None = None  # responses before the mood starts; None: none
+        self.bad_answers: int | None = None  # responses, after which it is well; None: no end
         self.versions = {"a" * 40: root}  # the last one is `main`
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     @property
     def address(self) -> str:
@@ -39,7 +39,7 @@ class HubServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that hang up are what these tests are about."""
+        """Ignore clients that hang up; the tests provoke them."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -60,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, form: bytes) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
-        self.server.asked.append(f"{self.command} {path}")
+        self.server.requests.append(f"{self.command} {path}")
         if path.startswith(f"datasets/{REPO}/resolve/"):
             version, _, name = path.partition("/resolve/")[2].partition("/")
             commit = self._commit(version)
@@ -77,8 +77,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _commit(self, version: str) -> str:
         return list(self.server.versions)[-1] if version == "main" else version
 
-    def _api(self, asked: list[str], form: bytes) -> None:
-        kind, version, name = [*asked, "", ""][:3]
+    def _api(self, parts: list[str], form: bytes) -> None:
+        kind, version, name = [*parts, "", ""][:3]
         commit = self._commit(version or "main")
         root = self.server.versions[commit]
         paths = sorted(root.rglob("*"))
@@ -118,10 +118,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound", **headers})
         content = (root / name).read_bytes() if name else b"a hub"
         headers |= {"ETag": f'"{crc32(content):x}"', "Accept-Ranges": "bytes"}
-        asked = self.headers.get("Range")
-        if not asked:
+        requested = self.headers.get("Range")
+        if not requested:
             return self._send(200, content, headers)
-        first, last = asked.removeprefix("bytes=").split("-")
+        first, last = requested.removeprefix("bytes=").split("-")
         start, stop = int(first), min(int(last or len(content)), len(content) - 1) + 1
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
         return self._send(206, content[start:stop], headers)
@@ -164,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(root: Path, mood: str = "well") -> Iterator[HubServer]:
-    """A server for as long as the block lasts."""
+    """A server within the block."""
     server = HubServer(root, mood)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()

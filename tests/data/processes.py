@@ -1,31 +1,31 @@
-"""Looking at worker processes from outside."""
+"""Data worker processes, seen from outside."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
-SECONDS = 20.0  # that a process has to end
+SECONDS = 20.0  # in which a process must end
 
 
 def workers_of(parent: int) -> list[int]:
-    """The worker processes that a process has started, oldest first."""
-    found = []
+    """The worker processes of a process, oldest first."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             stat = (folder / "stat").read_text()
             command = (folder / "cmdline").read_bytes()
         except OSError:
-            continue  # it ended meanwhile
+            continue  # it has ended
         if int(stat.rpartition(")")[2].split()[1]) == parent and b"nsa.data.worker" in command:
-            found.append(int(folder.name))
-    return sorted(found)
+            pids.append(int(folder.name))
+    return sorted(pids)
 
 
-def gone(pid: int) -> bool:
-    """Whether a process ends soon; a zombie has ended."""
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
+def ends_soon(pid: int) -> bool:
+    """Whether a process ends within SECONDS; a zombie has ended."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
         try:
             stat = Path(f"/proc/{pid}/stat").read_text()
         except OSError:

@@ -1,4 +1,4 @@
-"""Batches: a pure function of samples consumed, micro-step and rank; each sample once an epoch."""
+"""Indexed batches: a pure function of (samples consumed, micro-step, rank)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 
 from nsa.data.batches import Batch, Batches
 from nsa.data.config import DataConfig
-from nsa.data.token_store import TokenStore, open_store
+from nsa.data.factory import open_store
+from nsa.data.token_store import TokenStore
 
 EOS = 257
 SHAPE = {"seq_len": 4, "micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
 
 
 def counting(samples: int, seq_len: int = 4, **shape: int) -> Batches:
-    """Batches over 0, 1, 2, …, in which a row's first token tells which sample it is."""
+    """Batches over 0, 1, 2, …, in which a row's first token identifies its sample."""
     tokens = np.arange(samples * seq_len + 1)
     shape = {"micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 3} | shape
     return Batches([TokenStore([tokens], -1, 1.0)], seq_len=seq_len, **shape)
@@ -35,7 +36,7 @@ def at_step(batches: Batches, step: int, micro_step: int, rank: int) -> Batch:
 
 
 def samples_of(batches: Batches, step: int) -> list[int]:
-    """The samples of a whole step, in the order in which they are consumed out."""
+    """The samples of a whole step, in the order of consumption."""
     return [
         int(first) // batches.seq_len
         for micro_step in range(batches.accumulation)
@@ -45,7 +46,7 @@ def samples_of(batches: Batches, step: int) -> list[int]:
 
 
 def packed(tokens: list[int], seq_len: int, micro_batch: int = 1) -> tuple[Batch, np.ndarray]:
-    """The first packed batch over `tokens`, and the sample's number of each of its rows."""
+    """The first packed batch of `tokens`, and the sample number of each of its rows."""
     store = TokenStore([np.array(tokens, dtype=np.uint16)], EOS, 1.0)
     shape = {"seq_len": seq_len, "micro_batch": micro_batch, "accumulation": 1, "world_size": 1}
     batch = Batches([store], **shape, seed=0, packing="documents").batch(0, 0, 0)
@@ -53,10 +54,10 @@ def packed(tokens: list[int], seq_len: int, micro_batch: int = 1) -> tuple[Batch
     return batch, np.array(samples_of(order, 0))
 
 
-def digest_of_a_few_batches() -> str:
+def digest_of_batches() -> str:
     digest = hashlib.sha256()
     for packing in ("concat", "documents"):
-        for split, source in (("train", "embedded"), ("val", "embedded"), ("train", "synthetic")):
+        for split, source in (("val", "embedded"), ("train", "synthetic")):
             config = DataConfig(
                 source=source, packing=packing, seq_len=256, synthetic_bytes=100_000
             )
@@ -64,8 +65,8 @@ def digest_of_a_few_batches() -> str:
             store = open_store(config, source, split)
             assert store is not None
             batches = Batches([store], seq_len=256, packing=packing, **shape)
-            for place in ((0, 0, 0), (17, 1, 0), (10_000, 0, 1)):
-                batch = at_step(batches, *place)
+            for index in ((0, 0, 0), (17, 1, 0), (10_000, 0, 1)):
+                batch = at_step(batches, *index)
                 digest.update(batch.input_ids.numpy().tobytes() + batch.labels.numpy().tobytes())
     return digest.hexdigest()
 
@@ -73,21 +74,21 @@ def digest_of_a_few_batches() -> str:
 IN_ANOTHER_PROCESS = """
 import sys
 sys.path.insert(0, {folder!r})
-from test_batches import digest_of_a_few_batches
-print(digest_of_a_few_batches())
+from test_batches import digest_of_batches
+print(digest_of_batches())
 """
 
 
-def test_another_process_with_another_hash_seed_sees_the_same_batches() -> None:
+def test_another_process_with_another_hash_seed_gets_the_same_batches() -> None:
     code = IN_ANOTHER_PROCESS.format(folder=os.path.dirname(__file__))
     environment = {**os.environ, "PYTHONHASHSEED": "4321"}
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert run.stdout.strip() == digest_of_a_few_batches()
+    assert run.stdout.strip() == digest_of_batches()
 
 
-def test_asking_in_any_order_or_from_a_fresh_instance_gives_the_same_batch() -> None:
+def test_a_batch_does_not_depend_on_those_read_before() -> None:
     shape = {"micro_batch": 2, "accumulation": 2, "world_size": 2}
     used, keys = counting(13, **shape), [(9, 1, 0), (0, 0, 1), (9, 1, 0), (4, 0, 0)]
     seen = [at_step(used, *key).input_ids for key in keys]
@@ -119,7 +120,7 @@ def test_each_epoch_uses_every_sample_exactly_once_wherever_it_ends(
         assert sorted(consumed[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
-def test_two_ranks_and_two_micro_steps_never_see_the_same_sample_within_an_epoch() -> None:
+def test_no_sample_repeats_within_an_epoch_across_ranks_and_micro_steps() -> None:
     batches = counting(96, micro_batch=2, accumulation=3, world_size=4)
     seen = [
         {int(first) for first in at_step(batches, step, micro_step, rank).input_ids[:, 0]}
@@ -131,7 +132,7 @@ def test_two_ranks_and_two_micro_steps_never_see_the_same_sample_within_an_epoch
     assert len(set.union(*seen)) == 96
 
 
-def test_each_epoch_and_each_seed_has_an_order_of_its_own() -> None:
+def test_each_epoch_and_each_seed_has_a_different_order() -> None:
     epoch_as_step = {"micro_batch": 50}
     batches = counting(50, **epoch_as_step)
     orders = [tuple(samples_of(batches, epoch)) for epoch in range(5)]
@@ -141,18 +142,18 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own() -> None:
 
 
 def test_a_global_batch_holds_the_same_samples_however_it_is_divided() -> None:
-    whole = counting(41, micro_batch=12)
+    undivided = counting(41, micro_batch=12)
     divided = counting(41, micro_batch=2, accumulation=2, world_size=3)
     for step in range(8):
-        assert samples_of(divided, step) == samples_of(whole, step)
+        assert samples_of(divided, step) == samples_of(undivided, step)
 
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_the_order_goes_on_where_ranks_micro_batches_and_accumulation_change(
+def test_the_order_continues_if_ranks_micro_batch_or_accumulation_change(
     data: st.DataObject,
 ) -> None:
-    """Runs of different shapes, one after the other, see what one run would have seen."""
+    """Consecutive runs of different shapes read what one run would have read."""
     number = st.integers(1, 4)
     consumed: list[int] = []
     while len(consumed) < 60:
@@ -160,27 +161,27 @@ def test_the_order_goes_on_where_ranks_micro_batches_and_accumulation_change(
         shape = {name: data.draw(number, label=name) for name in names}
         batches = counting(23, **shape)
         for _ in range(data.draw(number, label="steps")):
-            done = len(consumed)
+            before = len(consumed)
             consumed += [
                 int(first) // batches.seq_len
                 for micro_step in range(batches.accumulation)
                 for rank in range(batches.world_size)
-                for first in batches.batch(done, micro_step, rank).input_ids[:, 0]
+                for first in batches.batch(before, micro_step, rank).input_ids[:, 0]
             ]
-    whole = counting(23, micro_batch=len(consumed))
-    assert consumed == samples_of(whole, 0)
+    undivided = counting(23, micro_batch=len(consumed))
+    assert consumed == samples_of(undivided, 0)
 
 
-def test_a_rank_that_goes_on_from_any_place_reads_what_it_would_have_read() -> None:
+def test_a_resumed_rank_reads_what_it_would_have_read() -> None:
     batches = counting(13, micro_batch=2, accumulation=3, world_size=2)
-    from_start = batches.of_rank(1)
+    from_start = batches.for_rank(1)
     expected = [next(from_start).input_ids for _ in range(15)]
-    resumed = batches.of_rank(1, consumed=2 * batches.samples_per_step)
+    resumed = batches.for_rank(1, consumed=2 * batches.samples_per_step)
     for ids in expected[6:]:
         assert torch.equal(next(resumed).input_ids, ids)
 
 
-def test_a_mixture_deals_each_source_its_share_and_each_of_its_samples_once_an_epoch() -> None:
+def test_a_mixture_gives_each_source_its_fraction_and_each_sample_once_an_epoch() -> None:
     stores = [
         TokenStore([np.arange(start, start + 4 * samples + 1)], -1, 1.0, name=str(start))
         for start, samples in ((0, 6_000), (1_000_000, 2_000))
@@ -214,7 +215,7 @@ def test_labels_are_the_next_tokens_and_share_no_memory_with_the_inputs(packing:
     assert (store.read(0, len(store)) >= 0).all()
 
 
-def test_concatenated_rows_keep_the_prediction_across_documents_and_have_no_boundaries() -> None:
+def test_concat_packing_predicts_across_documents_and_has_no_cu_seqlens() -> None:
     tokens = np.array([1, 2, EOS, 3, 4], dtype=np.uint16)
     shape = {"seq_len": 4, "micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
     batch = Batches([TokenStore([tokens], EOS, 1.0)], **shape).batch(0, 0, 0)
@@ -225,7 +226,7 @@ def test_concatenated_rows_keep_the_prediction_across_documents_and_have_no_boun
     assert batch.tokens == 4
 
 
-def test_a_packed_row_starts_a_document_after_each_eos_and_predicts_nothing_across() -> None:
+def test_document_packing_starts_a_document_after_each_eos_and_ignores_labels_across() -> None:
     batch, _ = packed([1, 2, EOS, 3, EOS, EOS, 4, 5], seq_len=7)
     assert batch.input_ids.tolist() == [[1, 2, EOS, 3, EOS, EOS, 4]]
     assert batch.labels.tolist() == [[2, EOS, -100, EOS, -100, -100, 5]]
@@ -234,7 +235,7 @@ def test_a_packed_row_starts_a_document_after_each_eos_and_predicts_nothing_acro
     assert batch.cu_seqlens.dtype == torch.int32
 
 
-def test_packed_rows_lie_end_to_end_and_nothing_crosses_from_one_to_the_next() -> None:
+def test_packed_rows_are_concatenated_and_no_document_crosses_a_row() -> None:
     tokens = [10, 11, 12, EOS, 20, 21, 22, 23, 30]  # the first row ends with its document
     batch, order = packed(tokens, seq_len=4, micro_batch=2)
     rows = [([10, 11, 12, EOS], [11, 12, EOS, -100]), ([20, 21, 22, 23], [21, 22, 23, 30])]
@@ -251,7 +252,7 @@ def test_packed_rows_lie_end_to_end_and_nothing_crosses_from_one_to_the_next() -
     seq_len=st.integers(1, 12),
     micro_batch=st.integers(1, 3),
 )
-def test_packed_boundaries_are_well_formed_for_any_text(
+def test_cu_seqlens_are_well_formed_for_any_text(
     tokens: list[int], seq_len: int, micro_batch: int
 ) -> None:
     if len(tokens) <= seq_len:
@@ -272,16 +273,16 @@ def test_packed_boundaries_are_well_formed_for_any_text(
         assert ids[end - 1] == EOS or end % seq_len == 0
 
 
-def test_a_batch_moves_as_a_whole() -> None:
+def test_to_moves_every_tensor_of_a_batch() -> None:
     packed_batch, _ = packed([1, 2, EOS, 3, 4], seq_len=4)
     for batch in (packed_batch, replace(packed_batch, cu_seqlens=None)):
         moved = batch.to("meta", non_blocking=True)
         for name in ("input_ids", "labels", "cu_seqlens"):
-            here, there = getattr(batch, name), getattr(moved, name)
-            assert (here is None and there is None) or there.device.type == "meta"
+            before, after = getattr(batch, name), getattr(moved, name)
+            assert (before is None and after is None) or after.device.type == "meta"
 
 
-def test_a_corpus_smaller_than_one_sample_is_refused_with_the_mend() -> None:
+def test_a_corpus_smaller_than_one_sample_is_refused_with_the_fix() -> None:
     with pytest.raises(
         ValueError, match=r"data\.seq_len = 4: tiny has 4 tokens.*lower data\.seq_len"
     ):
@@ -297,7 +298,7 @@ def test_an_unknown_packing_or_a_negative_seed_is_refused_by_name() -> None:
         Batches([store], **SHAPE | {"seed": -1})
 
 
-def test_another_corpus_order_or_seed_has_another_fingerprint() -> None:
+def test_the_fingerprint_depends_on_tokens_length_and_seed_only() -> None:
     def fingerprint(tokens: str = "a", **changes: int) -> str:
         store = TokenStore([np.arange(50)], -1, 1.0, fingerprint=tokens)
         return Batches([store], **SHAPE | changes).fingerprint

@@ -1,4 +1,4 @@
-"""Text that is always at hand: which documents there are, and that they never change."""
+"""Built-in sources: which documents they hold, and that these never change."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
-from nsa.data.source import DataError, Source, held_out, open_source
-from nsa.data.token_store import open_store
+from nsa.data.factory import open_source, open_store
+from nsa.data.source import DataError, Source, is_validation
 
 
 def texts(source: Source) -> list[bytes]:
@@ -32,7 +32,7 @@ def test_the_standard_library_is_enough_to_train_and_validate_on() -> None:
     assert len(val) > 64 * 2_048
 
 
-def test_files_come_sorted_by_path_and_without_what_distributions_differ_in(
+def test_files_are_sorted_by_path_without_those_that_distributions_change(
     tmp_path: Path,
 ) -> None:
     kept = ["abc.py", "json/decoder.py", "json/encoder.py", "zipfile/sub/tests.py", "zlib.py"]
@@ -49,24 +49,24 @@ def test_files_come_sorted_by_path_and_without_what_distributions_differ_in(
         "notes.txt",
     ]
     touch(tmp_path, *reversed(kept), *dropped)
-    (tmp_path / "json/__init__.py").write_text("")  # nothing to learn from
-    assert [document.place for document in embedded(tmp_path).read()] == sorted(kept)
+    (tmp_path / "json/__init__.py").write_text("")
+    assert [document.location for document in embedded(tmp_path).read()] == sorted(kept)
     assert texts(embedded(tmp_path))[0] == b"x = 'abc.py'\n"
 
 
-def test_a_python_without_sources_is_refused_with_the_mend(tmp_path: Path) -> None:
+def test_a_python_without_sources_is_refused_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.source = 'embedded'.*data\.source = 'synthetic'"):
         embedded(tmp_path)
 
 
 @pytest.mark.parametrize("size", [1, 999, 50_000])
-def test_synthetic_text_has_the_size_asked_for_and_never_changes(size: int) -> None:
+def test_synthetic_text_has_the_requested_size_and_is_deterministic(size: int) -> None:
     documents = texts(synthetic(size))
     assert sum(map(len, documents)) == size
     assert texts(synthetic(size)) == documents
 
 
-def test_synthetic_documents_vary_in_length_and_keep_to_words_of_their_own() -> None:
+def test_synthetic_documents_vary_in_length_and_repeat_their_own_words() -> None:
     documents = texts(synthetic(50_000))
     lengths = [len(document) for document in documents]
     assert max(lengths) > 4 * min(lengths)
@@ -75,27 +75,27 @@ def test_synthetic_documents_vary_in_length_and_keep_to_words_of_their_own() -> 
 
 
 @pytest.mark.parametrize("count", [1, 3, 1_000])
-def test_parts_hold_every_document_once(count: int) -> None:
+def test_parts_together_hold_every_document_once(count: int) -> None:
     source = open_source(DataConfig(synthetic_bytes=20_000), "synthetic")
     parts = [texts(source.part(index, count)) for index in range(count)]
     assert sorted(chain(*parts)) == sorted(texts(source))
 
 
-def test_a_pass_goes_on_where_another_one_stood() -> None:
+def test_a_pass_resumes_after_any_document() -> None:
     source = synthetic(20_000).part(1, 3)
     expected = texts(source)
     reader = source.read()
-    for given in range(len(expected)):
+    for count in range(len(expected)):
         state = json.loads(json.dumps(reader.state()))
-        assert [document.text for document in source.read(state)] == expected[given:]
-        assert next(reader).text == expected[given]
+        assert [document.text for document in source.read(state)] == expected[count:]
+        assert next(reader).text == expected[count]
     assert list(source.read(reader.state())) == []
 
 
-def test_a_share_of_the_documents_is_held_out_by_what_they_say() -> None:
+def test_validation_gets_a_fraction_of_the_documents_by_hash() -> None:
     documents = [f"document {number}".encode() for number in range(20_000)]
-    chosen = [document for document in documents if held_out(document, 0.05)]
-    assert len(chosen) == pytest.approx(1_000, abs=4 * (20_000 * 0.05 * 0.95) ** 0.5)
-    assert [held_out(document, 0.05) for document in chosen] == [True] * len(chosen)
-    more = {document for document in documents if held_out(document, 0.1)}
-    assert set(chosen) < more, "a larger share keeps what a smaller one held out"
+    selected = [document for document in documents if is_validation(document, 0.05)]
+    assert len(selected) == pytest.approx(1_000, abs=4 * (20_000 * 0.05 * 0.95) ** 0.5)
+    assert [is_validation(document, 0.05) for document in selected] == [True] * len(selected)
+    more = {document for document in documents if is_validation(document, 0.1)}
+    assert set(selected) < more, "a larger fraction includes the documents of a smaller one"

@@ -1,4 +1,4 @@
-"""`nsa data`: what a person types, and what they are told."""
+"""`nsa data`: the output of each action, and one-line errors."""
 
 from __future__ import annotations
 
@@ -27,61 +27,59 @@ def call(*arguments: object) -> int:
     return main(["data", *map(str, arguments)])
 
 
-def test_text_is_prepared_checked_and_found_damaged_in_plain_words(
+def test_prepare_and_check_report_contents_and_damage(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     source = ("--source", texts, "--text-field", "body")
     prepare = ("prepare", *source, "--tokenizer", "byte", "--out", out, "--held-out", "0.1")
     assert call(*prepare, "--workers", "1") == 0
-    said = capsys.readouterr()
-    assert f"{out} is finished\ntrain: " in said.out
-    assert "60.0k/" in said.err or "60.0kB" in said.err  # the bar
+    output = capsys.readouterr()
+    assert f"{out} is finished\ntrain: " in output.out
+    assert "60.0k/" in output.err or "60.0kB" in output.err  # the bar
     assert call(*prepare, "--workers", "2") == 0
-    said = capsys.readouterr()
-    assert f"--workers 2 has no effect: {out} was begun with 1\n" in said.out
-    assert f"{out} was finished before\n" in said.out
+    output = capsys.readouterr()
+    assert f"--workers 2 has no effect: {out} was started with 1\n" in output.out
+    assert f"{out} was already finished\n" in output.out
 
     run = ("--seq-len", "512", "--samples-per-step", "2", "--steps", "10")
     assert call("check", out, *run) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{out}: source {texts}, tokenizer byte; all is whole"
+    assert lines[0] == f"{out}: source {texts}, tokenizer byte; intact"
     assert lines[1].startswith("train: ")
     assert lines[2].startswith("val: ")
     tokens = int(lines[1].split()[1].replace(",", ""))
     assert f"{(tokens - 1) // 512} samples of 512" in lines[-1]
-    assert f"the run deals 20: {20 / ((tokens - 1) // 512):.1%}" in lines[-1]
+    assert f"the run consumes 20: {20 / ((tokens - 1) // 512):.1%}" in lines[-1]
 
     shard = out / "val-000-00000.bin"
     content = bytearray(shard.read_bytes())
     content[-20] ^= 1
     shard.write_bytes(content)
     assert call("check", out) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"nsa: {shard}: its bytes are not those that were written")
-    assert said.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"nsa: {shard}: its content changed since it was written")
+    assert output.err.count("\n") == 1
 
 
-def test_a_split_without_documents_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_split_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "one.txt").write_text("only one")
     source = ("--source", tmp_path / "one.txt", "--tokenizer", "byte", "--held-out", "1e-9")
     assert call("prepare", *source, "--out", tmp_path / "out") == 2
-    assert "val: no documents, so that no run can use" in capsys.readouterr().out
+    assert "val: no documents, so no run can use" in capsys.readouterr().out
     assert call("check", tmp_path / "out") == 0
     assert "data.held_out was 1e-09" in capsys.readouterr().out
 
 
-def test_a_tokenizer_is_trained_and_used_by_the_name_that_is_printed(
+def test_a_trained_tokenizer_loads_by_the_printed_name(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "tokenizer"
     source = ("--source", texts, "--text-field", "body")
     assert call("train-tokenizer", *source, "--vocab-size", "300", "--out", out) == 0
-    said = capsys.readouterr().out
-    assert said == f"{out}: 300 ids; use it with data.tokenizer=hf:{out}\n"
+    output = capsys.readouterr().out
+    assert output == f"{out}: 300 ids; use it with data.tokenizer=hf:{out}\n"
     assert build_tokenizer(DataConfig(tokenizer=f"hf:{out}")).vocab_size == 300
 
 
@@ -89,7 +87,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ("--out", tmp_path / "out")
-    for arguments, word in (
+    for arguments, expected in (
         (["prepare", "--source", texts, "--tokenizer", "byte", *out], "--text-field"),
         (["prepare", "--source", "synthetic", "--tokenizer", "word", *out], "--tokenizer"),
         (["check", tmp_path / "nowhere"], "nowhere"),
@@ -97,24 +95,24 @@ def test_mistakes_are_one_line_and_exit_code_2(
         (["train-tokenizer", "--source", "synthetic", "--vocab-size", "9", *out], "--vocab-size 9"),
     ):
         assert call(*arguments) == 2
-        said = capsys.readouterr()
-        assert said.out == ""
-        (line,) = (line for line in said.err.splitlines() if line.startswith("nsa: "))
-        assert word in line
+        output = capsys.readouterr()
+        assert output.out == ""
+        (line,) = (line for line in output.err.splitlines() if line.startswith("nsa: "))
+        assert expected in line
 
 
-def test_help_of_every_action_is_given_without_loading_torch() -> None:
+def test_help_of_every_action_does_not_import_torch() -> None:
     code = (
         "import sys\n"
         "from nsa.cli import main\n"
         "for action in ([], ['prepare'], ['check'], ['train-tokenizer']):\n"
         "    try:\n"
         "        main(['data', *action, '--help'])\n"
-        "    except SystemExit as ended:\n"
-        "        assert ended.code == 0\n"
+        "    except SystemExit as exited:\n"
+        "        assert exited.code == 0\n"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)\n"
     )
     command = [sys.executable, "-c", code]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for flag in ("--held-out", "--samples-per-step", "--vocab-size", "train-tokenizer"):
-        assert flag in said
+        assert flag in output

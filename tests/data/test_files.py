@@ -1,4 +1,4 @@
-"""Local files: every document once, in any number of parts, and broken ones are named."""
+"""Local files: every document once, in any number of parts, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lines(*texts: object, field: str = "text") -> bytes:
     return b"".join(json.dumps({"id": 1, field: text}).encode() + b"\n" for text in texts)
 
 
-def some(count: int, name: str = "document") -> list[str]:
+def numbered(count: int, name: str = "document") -> list[str]:
     return [f"{name} {number} " + "é" * number for number in range(count)]
 
 
@@ -48,74 +48,78 @@ def texts(source: Source) -> list[str]:
     return [document.text.decode() for document in source.read()]
 
 
-def everything(folder: Path) -> Path:
-    """A folder with each kind of file, and the blanks that are no documents."""
-    write(folder, "a.txt", b"a whole file\n\nis one document")
+def mixed_folder(folder: Path) -> Path:
+    """A folder with each kind of file, and empty lines, rows and files."""
+    write(folder, "a.txt", b"one file\n\nis one document")
     write(folder, "b/empty.txt", b"")
-    write(folder, "b/lines.jsonl", lines(*some(7)) + b"\n  \r\n" + lines("", None, "last"))
-    write(folder, "b/lines.ndjson.gz", gzip.compress(lines(*some(5, "packed"))))
+    write(folder, "b/lines.jsonl", lines(*numbered(7)) + b"\n  \r\n" + lines("", None, "last"))
+    write(folder, "b/lines.ndjson.gz", gzip.compress(lines(*numbered(5, "packed"))))
     write(folder, "c/empty.jsonl", b"")
-    write(folder, "c/lines.jsonl.zst", COMPRESS[".zst"](lines(*some(9, "squeezed"))))
-    write_parquet(folder, "d.parquet", ["", None, *some(13, "row")])
+    write(folder, "c/lines.jsonl.zst", COMPRESS[".zst"](lines(*numbered(9, "squeezed"))))
+    write_parquet(folder, "d.parquet", ["", None, *numbered(13, "row")])
     write_parquet(folder, "e.parquet", [])
     return folder
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
-def test_lines_and_whole_texts_read_the_same_however_they_are_compressed(
+def test_lines_and_plain_text_read_the_same_with_any_compression(
     tmp_path: Path, compression: str
 ) -> None:
     pack = COMPRESS[compression]
-    path = write(tmp_path, f"l.jsonl{compression}", pack(lines(*some(4)).replace(b"\n", b"\r\n")))
-    assert texts(open_files(path, "text")) == some(4)
-    assert [found.place for found in open_files(path, "text").read()][3] == f"{path.name}:4"
-    whole = write(tmp_path, f"t.txt{compression}", pack(b"as it is:\r\n \xff\xfe\n"))
-    assert list(open_files(whole, "text").read()) == [
-        Document(b"as it is:\r\n \xff\xfe\n", whole.name)
+    path = write(
+        tmp_path, f"l.jsonl{compression}", pack(lines(*numbered(4)).replace(b"\n", b"\r\n"))
+    )
+    assert texts(open_files(path, "text")) == numbered(4)
+    assert [document.location for document in open_files(path, "text").read()][
+        3
+    ] == f"{path.name}:4"
+    plain = write(tmp_path, f"t.txt{compression}", pack(b"as it is:\r\n \xff\xfe\n"))
+    assert list(open_files(plain, "text").read()) == [
+        Document(b"as it is:\r\n \xff\xfe\n", plain.name)
     ]
 
 
-def test_archives_that_were_put_one_behind_the_other_are_read_to_the_end(tmp_path: Path) -> None:
+def test_concatenated_archives_are_read_to_the_end(tmp_path: Path) -> None:
     for compression in (".gz", ".zst"):
         pack = COMPRESS[compression]
-        halves = pack(lines(*some(3))) + pack(lines(*some(2)))
+        halves = pack(lines(*numbered(3))) + pack(lines(*numbered(2)))
         path = write(tmp_path, f"two.jsonl{compression}", halves)
-        assert texts(open_files(path, "text")) == some(3) + some(2)
+        assert texts(open_files(path, "text")) == numbered(3) + numbered(2)
 
 
-def test_a_folder_gives_its_files_by_path_without_hidden_and_other_ones(tmp_path: Path) -> None:
-    everything(tmp_path)
+def test_a_folder_is_read_by_path_without_hidden_and_other_files(tmp_path: Path) -> None:
+    mixed_folder(tmp_path)
     for hidden in (".cache/x.txt", ".hidden.txt", "b/.x.jsonl", "README.md", "b/notes.json"):
-        write(tmp_path, hidden, b"no text of ours")
-    places = [document.place for document in open_files(tmp_path, "text").read()]
-    assert list(dict.fromkeys(place.split(":")[0] for place in places)) == [
+        write(tmp_path, hidden, b"not read")
+    locations = [document.location for document in open_files(tmp_path, "text").read()]
+    assert list(dict.fromkeys(location.split(":")[0] for location in locations)) == [
         "a.txt",
         "b/lines.jsonl",
         "b/lines.ndjson.gz",
         "c/lines.jsonl.zst",
         "d.parquet",
     ]
-    assert {"b/lines.jsonl:7", "b/lines.jsonl:12", "d.parquet:3", "d.parquet:15"} <= set(places)
-    assert len(places) == len(set(places)) == 1 + 8 + 5 + 9 + 13
+    assert {"b/lines.jsonl:7", "b/lines.jsonl:12", "d.parquet:3", "d.parquet:15"} <= set(locations)
+    assert len(locations) == len(set(locations)) == 1 + 8 + 5 + 9 + 13
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 40])
-def test_parts_hold_each_document_once_however_many_there_are(tmp_path: Path, count: int) -> None:
-    whole = list(open_files(everything(tmp_path), "text").read())
+def test_parts_together_hold_each_document_once(tmp_path: Path, count: int) -> None:
+    documents = list(open_files(mixed_folder(tmp_path), "text").read())
     parts = [list(open_files(tmp_path, "text").part(index, count).read()) for index in range(count)]
-    found = [document.place for part in parts for document in part]
-    assert sorted(found) == sorted(document.place for document in whole)
+    locations = [document.location for part in parts for document in part]
+    assert sorted(locations) == sorted(document.location for document in documents)
     if count == 40:
         assert max(map(len, parts)) <= 5
 
 
-def test_no_file_is_read_by_two_parts_where_there_are_enough_files(tmp_path: Path) -> None:
-    source = open_files(everything(tmp_path), "text")
-    read = [{x.place.split(":")[0] for x in source.part(index, 3).read()} for index in range(3)]
+def test_no_file_is_read_by_two_parts_with_enough_files(tmp_path: Path) -> None:
+    source = open_files(mixed_folder(tmp_path), "text")
+    read = [{x.location.split(":")[0] for x in source.part(index, 3).read()} for index in range(3)]
     assert sum(map(len, read)) == len(set.union(*read)) == 5
 
 
-def test_single_files_of_text_spread_over_more_parts_than_files(tmp_path: Path) -> None:
+def test_fewer_plain_text_files_than_parts_leave_a_part_empty(tmp_path: Path) -> None:
     for number in range(3):
         write(tmp_path, f"{number}.txt", b"text")
     source = open_files(tmp_path, "text")
@@ -123,23 +127,21 @@ def test_single_files_of_text_spread_over_more_parts_than_files(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("index", "count"), [(0, 1), (1, 3), (2, 20)])
-def test_a_pass_goes_on_from_any_document_in_a_fresh_source(
-    tmp_path: Path, index: int, count: int
-) -> None:
-    everything(tmp_path)
-    whole = list(open_files(tmp_path, "text").part(index, count).read())
-    for given in range(len(whole) + 1):
+def test_a_pass_resumes_after_any_document(tmp_path: Path, index: int, count: int) -> None:
+    mixed_folder(tmp_path)
+    documents = list(open_files(tmp_path, "text").part(index, count).read())
+    for count_read in range(len(documents) + 1):
         reader = open_files(tmp_path, "text").part(index, count).read()
-        for _ in range(given):
+        for _ in range(count_read):
             next(reader)
         state = json.loads(json.dumps(reader.state()))
         rest = open_files(tmp_path, "text").part(index, count).read(state)
-        assert list(rest) == whole[given:]
+        assert list(rest) == documents[count_read:]
         assert list(open_files(tmp_path, "text").part(index, count).read(rest.state())) == []
-        assert list(reader) == whole[given:]
+        assert list(reader) == documents[count_read:]
 
 
-def test_going_on_does_not_parse_what_was_given_before(tmp_path: Path) -> None:
+def test_resuming_does_not_parse_earlier_lines(tmp_path: Path) -> None:
     path = write(tmp_path, "l.jsonl", lines("first", "second"))
     reader = open_files(path, "text").read()
     next(reader)
@@ -151,22 +153,24 @@ def texts_from(path: Path, state: dict[str, object]) -> list[str]:
     return [document.text.decode() for document in open_files(path, "text").read(state)]
 
 
-def test_one_giant_document_comes_through_whole(tmp_path: Path) -> None:
+def test_a_giant_document_is_read_in_full(tmp_path: Path) -> None:
     giant = "0123456789abcde\n" * (50_000_000 // 16)
     write(tmp_path, "g.jsonl", lines("before", giant, "behind"))
     write_parquet(tmp_path, "g.parquet", [giant])
     write(tmp_path, "g.txt.zst", COMPRESS[".zst"](giant.encode()))
-    found = [document.text for document in open_files(tmp_path, "text").read()]
-    assert [len(text) for text in found] == [6, len(giant), 6, len(giant), len(giant)]
-    assert found[1] == found[3] == found[4] == giant.encode()
+    contents = [document.text for document in open_files(tmp_path, "text").read()]
+    assert [len(text) for text in contents] == [6, len(giant), 6, len(giant), len(giant)]
+    assert contents[1] == contents[3] == contents[4] == giant.encode()
 
 
-def test_bytes_that_are_no_text_stay_in_files_and_become_a_mark_in_lines(tmp_path: Path) -> None:
+def test_invalid_utf8_is_kept_in_plain_text_and_replaced_in_json_lines(tmp_path: Path) -> None:
     bad = b'{"text": "a\xff\xfeb"}\n{"text": "\\ud800 alone"}\n'
-    found = [x.text.decode() for x in open_files(write(tmp_path, "l.jsonl", bad), "text").read()]
-    assert found == ["a\ufffd\ufffdb", "\ufffd\ufffd\ufffd alone"]
-    marked = write(tmp_path, "bom.jsonl", b"\xef\xbb\xbf" + lines("after a mark"))
-    assert texts(open_files(marked, "text")) == ["after a mark"]
+    assert texts(open_files(write(tmp_path, "l.jsonl", bad), "text")) == [
+        "a\ufffd\ufffdb",
+        "\ufffd\ufffd\ufffd alone",
+    ]
+    marked = write(tmp_path, "bom.jsonl", b"\xef\xbb\xbf" + lines("after a byte order mark"))
+    assert texts(open_files(marked, "text")) == ["after a byte order mark"]
     raw = pa.array([b"a\xff"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": raw}), tmp_path / "r.parquet")
     assert next(open_files(tmp_path / "r.parquet", "text").read()).text == b"a\xff"
@@ -175,31 +179,31 @@ def test_bytes_that_are_no_text_stay_in_files_and_become_a_mark_in_lines(tmp_pat
 @pytest.mark.parametrize(
     "kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=["large", "dictionary"]
 )
-def test_text_in_arrow_s_other_kinds_of_column_is_text(tmp_path: Path, kind: pa.DataType) -> None:
+def test_other_text_columns_of_arrow_are_read(tmp_path: Path, kind: pa.DataType) -> None:
     table = pa.table({"body": pa.array(["one", "two", "one"]).cast(kind)})
     pq.write_table(table, tmp_path / "t.parquet")
     assert texts(open_files(tmp_path / "t.parquet", "body")) == ["one", "two", "one"]
 
 
-def test_sizes_are_known_where_nothing_is_compressed(tmp_path: Path) -> None:
+def test_sizes_are_known_without_compression(tmp_path: Path) -> None:
     write(tmp_path, "a.txt", b"x" * 1_000)
     assert open_files(tmp_path, "text").size() == 1_000
     write_parquet(tmp_path, "b.parquet", [f"{number:1000}" for number in range(200)], 200)
-    whole = open_files(tmp_path, "text").size()
-    assert whole == pytest.approx(201_000, rel=0.05)
-    assert open_files(tmp_path, "text").part(0, 4).size() == whole // 4
+    total = open_files(tmp_path, "text").size()
+    assert total == pytest.approx(201_000, rel=0.05)
+    assert open_files(tmp_path, "text").part(0, 4).size() == total // 4
     write(tmp_path, "c.txt.gz", gzip.compress(b"x"))
     assert open_files(tmp_path, "text").size() is None
 
 
-def test_a_path_that_is_not_there_is_refused_with_the_name_that_was_meant(tmp_path: Path) -> None:
+def test_a_missing_path_is_refused_with_a_similar_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'embeded': no such file.*did you mean 'embedded'\?"):
         open_files(Path("embeded"), "text")
     with pytest.raises(DataError, match=r"no such file or folder; choose embedded, synthetic, "):
         open_files(tmp_path / "nowhere", "text")
 
 
-def test_a_suffix_or_folder_without_text_is_refused_with_what_can_be_read(tmp_path: Path) -> None:
+def test_unsupported_files_are_refused_with_the_supported_formats(tmp_path: Path) -> None:
     table = write(tmp_path, "notes.csv", b"text\nhello\n")
     for path in (table, write(tmp_path, "x.parquet.gz", b"")):
         with pytest.raises(DataError, match=rf"{path.name}'.*\{path.suffix}.*\.jsonl, \.ndjson"):
@@ -212,7 +216,7 @@ def test_a_suffix_or_folder_without_text_is_refused_with_what_can_be_read(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["e.txt", "e.jsonl", "e.ndjson.gz", "e.jsonl.zst", "e.txt.gz"])
-def test_an_empty_file_gives_no_documents(tmp_path: Path, name: str) -> None:
+def test_an_empty_file_has_no_documents(tmp_path: Path, name: str) -> None:
     pack = COMPRESS.get(Path(name).suffix, bytes)
     for content in (b"", pack(b"")):
         assert texts(open_files(write(tmp_path, name, content), "text")) == []
@@ -230,7 +234,7 @@ def test_an_empty_file_gives_no_documents(tmp_path: Path, name: str) -> None:
         (b'{"text": {"en": "x"}}', r"the field 'text' holds dict, not text; set data\.text_field"),
     ],
 )
-def test_a_line_without_text_is_named_with_its_number(
+def test_the_error_of_a_bad_line_names_its_number(
     tmp_path: Path, line: bytes, complaint: str
 ) -> None:
     path = write(tmp_path, "l.jsonl", lines("good") + b"\n" + line + b"\n")
@@ -240,8 +244,8 @@ def test_a_line_without_text_is_named_with_its_number(
         next(reader)
 
 
-def test_a_table_without_a_column_of_text_is_refused_before_a_row_is_read(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path, "t.parquet", some(3))
+def test_a_parquet_file_without_a_text_column_is_refused(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path, "t.parquet", numbered(3))
     with pytest.raises(DataError, match=r"t\.parquet: no field 'body', but 'id', 'text'; set data"):
         next(open_files(path, "body").read())
     with pytest.raises(DataError, match=r"t\.parquet: the field 'id' holds int64, not text; set"):
@@ -250,7 +254,7 @@ def test_a_table_without_a_column_of_text_is_refused_before_a_row_is_read(tmp_pa
 
 @pytest.mark.parametrize("compression", [".gz", ".zst"])
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
-def test_an_archive_that_was_cut_off_is_named_instead_of_ending_early(
+def test_a_truncated_archive_is_an_error_not_an_early_end(
     tmp_path: Path, compression: str, kind: str
 ) -> None:
     packed = COMPRESS[compression](lines(*(os.urandom(500).hex() for _ in range(100))))
@@ -261,30 +265,34 @@ def test_an_archive_that_was_cut_off_is_named_instead_of_ending_early(
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.txt.zst", "x.parquet"])
-def test_a_file_that_is_not_what_its_name_says_is_named(tmp_path: Path, name: str) -> None:
+def test_a_file_of_another_format_is_refused_by_name(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, name, b"something else altogether, and long enough to look at")
     with pytest.raises(DataError, match=rf"{name}: cannot be read"):
         list(open_files(path, "text").read())
 
 
-def test_a_table_that_was_cut_off_or_damaged_within_is_named(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path, "t.parquet", some(500), group=100)
-    whole = path.read_bytes()
-    damaged = bytearray(whole)
-    damaged[len(whole) // 3 : len(whole) // 3 + 200] = bytes(200)
-    for broken in (whole[:-30], bytes(damaged)):
+def test_a_truncated_or_damaged_parquet_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path, "t.parquet", numbered(500), group=100)
+    intact = path.read_bytes()
+    damaged = bytearray(intact)
+    damaged[len(intact) // 3 : len(intact) // 3 + 200] = bytes(200)
+    for broken in (intact[:-30], bytes(damaged)):
         path.write_bytes(broken)
         with pytest.raises(DataError, match=r"t\.parquet: cannot be read"):
             list(open_files(path, "text").read())
 
 
 @pytest.mark.parametrize("name", ["b.jsonl", "b.txt", "b.jsonl.gz", "b.parquet"])
-def test_a_file_that_shrank_or_left_since_the_state_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_file_that_shrank_or_was_removed_since_the_state_is_refused(
+    tmp_path: Path, name: str
+) -> None:
     write(tmp_path, "a.txt", b"first")
     if name == "b.parquet":
-        path = write_parquet(tmp_path, name, some(8))
+        path = write_parquet(tmp_path, name, numbered(8))
     else:
-        path = write(tmp_path, name, COMPRESS[".gz" if name[-1] == "z" else ""](lines(*some(8))))
+        path = write(
+            tmp_path, name, COMPRESS[".gz" if name[-1] == "z" else ""](lines(*numbered(8)))
+        )
     reader = open_files(tmp_path, "text").read()
     next(reader)
     state = reader.state()
@@ -303,9 +311,9 @@ def test_a_file_that_shrank_or_left_since_the_state_is_refused(tmp_path: Path, n
         list(other)
 
 
-def test_a_file_replaced_while_it_is_read_is_read_to_its_end_as_it_was(tmp_path: Path) -> None:
-    path = write(tmp_path, "l.jsonl", lines(*some(2_000)))
+def test_a_file_replaced_during_reading_is_read_to_its_old_end(tmp_path: Path) -> None:
+    path = write(tmp_path, "l.jsonl", lines(*numbered(2_000)))
     reader = open_files(path, "text").read()
     first = next(reader)
     write(tmp_path, "new", lines("other text")).replace(path)
-    assert [x.text.decode() for x in (first, *reader)] == some(2_000)
+    assert [x.text.decode() for x in (first, *reader)] == numbered(2_000)

@@ -1,4 +1,4 @@
-"""Orders that are computed: permutations without a table, and mixtures that keep their weights."""
+"""Stateless order: permutations without a table, and mixtures that keep their weights."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from nsa.data.order import Mixer, key, shuffled
 
 @settings(deadline=None)
 @given(size=st.integers(1, 600), seed=st.integers(0, 2**64))
-def test_every_index_goes_to_a_place_of_its_own(size: int, seed: int) -> None:
+def test_shuffled_is_a_permutation(size: int, seed: int) -> None:
     assert sorted(shuffled(index, size, seed) for index in range(size)) == list(range(size))
 
 
-def test_a_corpus_of_any_size_is_shuffled_at_once() -> None:
+def test_a_corpus_of_any_size_is_shuffled_without_a_table() -> None:
     size = 10**15
-    places = {shuffled(index, size, 7) for index in range(1_000)}
-    assert len(places) == 1_000
-    assert max(places) > 0.99 * size
-    assert min(places) < 0.01 * size
+    indices = {shuffled(index, size, 7) for index in range(1_000)}
+    assert len(indices) == 1_000
+    assert max(indices) > 0.99 * size
+    assert min(indices) < 0.01 * size
 
 
-def test_the_order_is_the_one_that_earlier_runs_were_trained_in() -> None:
+def test_the_order_is_that_of_earlier_versions() -> None:
     first, second = (
         [shuffled(at, 10, key(1337, epoch, 0)) for at in range(10)] for epoch in (0, 1)
     )
@@ -33,7 +33,7 @@ def test_the_order_is_the_one_that_earlier_runs_were_trained_in() -> None:
     assert second == [9, 3, 1, 0, 8, 6, 5, 4, 7, 2]
 
 
-def test_first_places_and_distances_are_spread_as_chance_would_spread_them() -> None:
+def test_first_indices_and_distances_are_uniformly_distributed() -> None:
     """Chi-square over 4,000 keys; 12 values each, so 11 and 10 degrees of freedom."""
     size, draws = 12, 4_000
     orders = [[shuffled(index, size, key("chance", at)) for index in (0, 1)] for at in range(draws)]
@@ -54,37 +54,37 @@ def chi_square(counts: Counter[int], kinds: int, draws: int) -> float:
     weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=5),
     start=st.integers(0, 10**15),
 )
-def test_a_mixture_spreads_its_sources_evenly_and_counts_each_without_a_gap(
+def test_a_mixture_spreads_its_sources_evenly_and_numbers_each_without_gaps(
     weights: list[float], start: int
 ) -> None:
-    shares = [weight / sum(weights) for weight in weights]
-    mixer = Mixer(shares, [str(source) for source in range(len(shares))])
-    taken: dict[int, list[int]] = {source: [] for source in range(len(shares))}
+    fractions = [weight / sum(weights) for weight in weights]
+    mixer = Mixer(fractions, [str(source) for source in range(len(fractions))])
+    numbers: dict[int, list[int]] = {source: [] for source in range(len(fractions))}
     for position in range(start, start + 300):
-        source, index = mixer.place(position)
-        taken[source].append(index)
-    for source, indices in taken.items():
+        source, index = mixer.locate(position)
+        numbers[source].append(index)
+    for source, indices in numbers.items():
         assert indices == list(range(indices[0], indices[0] + len(indices))) if indices else True
-        assert abs(len(indices) - 300 * shares[source]) < len(shares) + 1
+        assert abs(len(indices) - 300 * fractions[source]) < len(fractions) + 1
     if start == 0:
-        assert all(indices[0] == 0 for indices in taken.values() if indices)
+        assert all(indices[0] == 0 for indices in numbers.values() if indices)
 
 
-def test_a_mixture_begins_each_source_at_its_first_sample() -> None:
+def test_a_mixture_starts_each_source_at_its_first_sample() -> None:
     mixer = Mixer([0.5, 0.3, 0.2], ["a", "b", "c"])
-    places = [mixer.place(position) for position in range(10)]
-    assert [sorted(index for source, index in places if source == at) for at in range(3)] == [
+    samples = [mixer.locate(position) for position in range(10)]
+    assert [sorted(index for source, index in samples if source == at) for at in range(3)] == [
         [0, 1, 2, 3, 4],
         [0, 1, 2],
         [0, 1],
     ]
 
 
-def test_a_share_too_small_to_keep_is_refused_by_name() -> None:
+def test_a_fraction_below_the_resolution_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"data\.source: 'rare' would get 1e-07"):
         Mixer([1 - 1e-7, 1e-7], ["common", "rare"])
 
 
-def test_keys_differ_where_any_part_differs() -> None:
+def test_keys_differ_if_any_part_differs() -> None:
     parts = [(1, 23), (12, 3), (1, 2, 3), (123,), ("1", 24), (0, 23)]
-    assert len({key(*some) for some in parts}) == len(parts)
+    assert len({key(*each) for each in parts}) == len(parts)

@@ -1,9 +1,10 @@
-"""Preparing: every document once, whatever stops the work in between."""
+"""`nsa data prepare`: every document once, whatever interrupts it."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,11 +22,12 @@ from nsa.data.builtin import synthetic
 from nsa.data.config import DataConfig
 from nsa.data.prepare import prepare
 from nsa.data.shards import INDEX, Index, open_shards, verify_shards
-from nsa.data.source import DataError, held_out
+from nsa.data.source import DataError, is_validation
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
+from tests.data.processes import ends_soon, workers_of
 
-SHARE = 0.2  # held out, so that there is some of it in every part
-PATIENCE = 60.0  # seconds after which something that was waited for is not coming
+HELD_OUT = 0.2  # so that every part has validation documents
+DEADLINE_SECONDS = 60.0
 
 
 def write_lines(path: Path, texts: Sequence[bytes]) -> Path:
@@ -34,25 +36,25 @@ def write_lines(path: Path, texts: Sequence[bytes]) -> Path:
     return path
 
 
-def words(size: int) -> list[bytes]:
+def generated(size: int) -> list[bytes]:
     return [document.text for document in synthetic(size).read()]
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three files of JSON lines with 1 MB of text, which takes a moment to prepare."""
+    """Three JSON lines files with 1 MB of text, which takes a moment to prepare."""
     folder = tmp_path_factory.mktemp("corpus")
-    texts = words(1_000_000)
+    texts = generated(1_000_000)
     for number in range(3):
         write_lines(folder / f"{number}.jsonl", texts[number::3])
     return folder
 
 
 @pytest.fixture(scope="module")
-def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What the folder holds that `begin` prepares, if nothing stops it."""
-    out = tmp_path_factory.mktemp("undisturbed") / "out"
-    config = DataConfig(source=str(corpus), held_out=SHARE)
+def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The content of a folder that `start` prepared without interruption."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "out"
+    config = DataConfig(source=str(corpus), held_out=HELD_OUT)
     prepare(config, out, shard_tokens=10_000, workers=2, progress=False)
     return contents(out)
 
@@ -63,11 +65,11 @@ def contents(out: Path) -> dict[str, bytes]:
 
 def command(corpus: Path | str, out: Path, *more: str) -> list[str]:
     flags = ["--source", str(corpus), "--tokenizer", "byte", "--out", str(out)]
-    flags += ["--held-out", str(SHARE), "--shard-tokens", "10000", "--workers", "2"]
+    flags += ["--held-out", str(HELD_OUT), "--shard-tokens", "10000", "--workers", "2"]
     return [sys.executable, "-m", "nsa", "data", "prepare", *flags, *more]
 
 
-def begin(corpus: Path, out: Path) -> subprocess.Popen[str]:
+def start(corpus: Path, out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command(corpus, out),
         stdout=subprocess.PIPE,
@@ -78,35 +80,16 @@ def begin(corpus: Path, out: Path) -> subprocess.Popen[str]:
 
 
 def wait_for_shards(process: subprocess.Popen[str], out: Path, count: int) -> None:
-    """Until there are so many in the folder, of a process that is still at work."""
-    deadline = time.monotonic() + PATIENCE
+    """Until there are `count` shards, while the process runs."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while len(list(out.glob("*.bin"))) < count:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [
-        int(child)
-        for child in children
-        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
-
-
-def wait_for_end(pids: Sequence[int]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def assert_ended(pids: Sequence[int]) -> None:
+    assert all(ends_soon(pid) for pid in pids)
 
 
 def texts_of(out: Path, split: str, tokenizer: Tokenizer) -> list[bytes]:
@@ -119,110 +102,123 @@ def texts_of(out: Path, split: str, tokenizer: Tokenizer) -> list[bytes]:
 
 
 def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path) -> None:
-    texts = words(1_000_000)
-    config = DataConfig(source=str(corpus), held_out=SHARE)
+    texts = generated(1_000_000)
+    config = DataConfig(source=str(corpus), held_out=HELD_OUT)
     index = prepare(config, tmp_path, shard_tokens=50_000, workers=4, progress=False)
     verify_shards(tmp_path, index)
     assert len(index.of("train")) > 8  # each part has several
     for split in ("train", "val"):
-        wanted = Counter(text for text in texts if held_out(text, SHARE) == (split == "val"))
-        assert Counter(texts_of(tmp_path, split, ByteTokenizer())) == wanted
+        expected = Counter(
+            text for text in texts if is_validation(text, HELD_OUT) == (split == "val")
+        )
+        assert Counter(texts_of(tmp_path, split, ByteTokenizer())) == expected
         shards = index.of(split)
-        assert sum(shard.documents for shard in shards) == wanted.total()
-        assert sum(shard.text_bytes for shard in shards) == sum(map(len, wanted.elements()))
+        assert sum(shard.documents for shard in shards) == expected.total()
+        assert sum(shard.text_bytes for shard in shards) == sum(map(len, expected.elements()))
         assert all(shard.tokens == shard.text_bytes + shard.documents for shard in shards)
 
 
-@pytest.mark.parametrize("whom", ["all of it", "only the process that was started"])
-def test_killed_again_and_again_it_ends_as_if_undisturbed(
-    corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path, whom: str
+@pytest.mark.parametrize(
+    ("target", "counts"),
+    [
+        ("process group", (1, 50)),
+        pytest.param("process group", (1, 15, 50), marks=pytest.mark.full),
+        pytest.param("parent only", (1, 15, 50), marks=pytest.mark.full),
+    ],
+)
+def test_repeated_kills_do_not_change_the_result(
+    corpus: Path,
+    uninterrupted: dict[str, bytes],
+    tmp_path: Path,
+    target: str,
+    counts: tuple[int, ...],
 ) -> None:
     out = tmp_path / "out"
     kept: dict[str, int] = {}
-    for count in (1, 15, 50):
-        process = begin(corpus, out)
+    for count in counts:
+        process = start(corpus, out)
         wait_for_shards(process, out, count)
-        workers = workers_of(process)
-        if whom == "all of it":
+        workers = workers_of(process.pid)
+        if target == "process group":
             os.killpg(process.pid, signal.SIGKILL)
         else:
             process.kill()
-        _, said = process.communicate()
-        assert "Traceback" not in said
-        wait_for_end(workers)
+        _, output = process.communicate()
+        assert "Traceback" not in output
+        assert_ended(workers)
         assert not (out / INDEX).exists()
         states = [json.loads(path.read_text()) for path in out.glob("part-*.json")]
         for shard in (shard for state in states for shard in state["shards"]):
             written = (out / shard["name"]).stat().st_mtime_ns
-            assert kept.setdefault(shard["name"], written) == written  # goes on, not over it
+            assert kept.setdefault(shard["name"], written) == written  # never rewritten
     assert len(kept) > 30
-    process = begin(corpus, out)
-    said, _ = process.communicate()
+    process = start(corpus, out)
+    output, _ = process.communicate()
     assert process.returncode == 0
-    assert f"{out} is finished" in said
-    assert contents(out) == undisturbed
+    assert f"{out} is finished" in output
+    assert contents(out) == uninterrupted
 
 
-def test_workers_that_wait_for_text_end_with_whoever_started_them(tmp_path: Path) -> None:
+def test_workers_that_wait_for_text_end_with_their_parent(tmp_path: Path) -> None:
     pipe = tmp_path / "never.jsonl"
     os.mkfifo(pipe)
-    process = begin(pipe, tmp_path / "out")
+    process = start(pipe, tmp_path / "out")
     writer = open_once_it_is_read(pipe, process)
-    workers = workers_of(process)
+    workers = workers_of(process.pid)
     process.kill()
     process.communicate()
-    wait_for_end(workers)
-    os.close(writer)  # up to here more text could have come
+    assert_ended(workers)
+    os.close(writer)  # until here the pipe was open
 
 
 def open_once_it_is_read(pipe: Path, process: subprocess.Popen[str]) -> int:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while True:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         try:
             return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # nobody reads it yet
+        except OSError:  # not open for reading yet
             time.sleep(0.01)
 
 
-def test_a_worker_that_is_killed_ends_all_and_the_same_command_goes_on(
-    corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path
+def test_after_a_killed_worker_the_same_command_resumes(
+    corpus: Path, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = begin(corpus, out)
+    process = start(corpus, out)
     wait_for_shards(process, out, 3)
-    workers = workers_of(process)
+    workers = workers_of(process.pid)
     os.kill(workers[0], signal.SIGKILL)
-    _, said = process.communicate()
+    _, output = process.communicate()
     assert process.returncode == 2
-    assert "died with exit code -9 (killed: out of memory?); run the same" in said
-    wait_for_end(workers)
+    assert re.search(r"part \d: its worker was ended by signal 9 .*memory.*; run the same", output)
+    assert_ended(workers)
     assert not list(out.glob(".*"))
-    assert begin(corpus, out).wait() == 0
-    assert contents(out) == undisturbed
+    assert start(corpus, out).wait() == 0
+    assert contents(out) == uninterrupted
 
 
-def test_ctrl_c_ends_it_in_one_line_and_the_same_command_goes_on(
-    corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path
+def test_after_ctrl_c_the_same_command_resumes(
+    corpus: Path, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    process = begin(corpus, out)
+    process = start(corpus, out)
     wait_for_shards(process, out, 3)
-    workers = workers_of(process)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everybody gets it
-    _, said = process.communicate()
+    workers = workers_of(process.pid)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, output = process.communicate()
     assert process.returncode == 130
-    assert "nsa: stopped; the same command goes on" in said
-    assert "Traceback" not in said
-    wait_for_end(workers)
+    assert "nsa: stopped; the same command resumes" in output
+    assert "Traceback" not in output
+    assert_ended(workers)
     assert not list(out.glob(".*"))
-    assert begin(corpus, out).wait() == 0
-    assert contents(out) == undisturbed
+    assert start(corpus, out).wait() == 0
+    assert contents(out) == uninterrupted
 
 
-def test_a_disk_that_fills_is_named_and_with_more_room_the_same_command_goes_on(
-    corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path
+def test_after_a_full_disk_the_same_command_resumes(
+    corpus: Path, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
     private = ["unshare", "--map-root-user", "--mount"]
     if shutil.which("unshare") is None or subprocess.run([*private, "true"]).returncode:
@@ -232,7 +228,7 @@ def test_a_disk_that_fills_is_named_and_with_more_room_the_same_command_goes_on(
     again = " ".join(command(corpus, disk / "out"))
     script = (
         f"mount -t tmpfs -o size=1m tmpfs {disk} || exit 9\n"
-        f"{again}; echo ended with $?; ls -A {disk}/out | grep draft\n"
+        f"{again}; echo ended with $?; ls -A {disk}/out | grep ^[.]\n"
         f"mount -o remount,size=64m {disk} && {again} && cp -r {disk}/out {copy}\n"
     )
     run = subprocess.run([*private, "sh", "-c", script], capture_output=True, text=True)
@@ -241,27 +237,27 @@ def test_a_disk_that_fills_is_named_and_with_more_room_the_same_command_goes_on(
     refusal = next(line for line in run.stderr.splitlines() if line.startswith("nsa: "))
     assert f"{disk}/out: the disk is full: " in refusal
     assert "are free; free some space and run the same `nsa data prepare` again" in refusal
-    assert contents(copy) == undisturbed
+    assert contents(copy) == uninterrupted
 
 
-def test_a_finished_folder_is_left_as_it_is(
-    corpus: Path, undisturbed: dict[str, bytes], tmp_path: Path
+def test_a_finished_folder_is_not_rewritten(
+    corpus: Path, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    for name, content in undisturbed.items():
+    for name, content in uninterrupted.items():
         (out / name).write_bytes(content)
-    config = DataConfig(source=str(corpus), held_out=SHARE)
+    config = DataConfig(source=str(corpus), held_out=HELD_OUT)
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     index = prepare(config, out, shard_tokens=10_000, workers=3, progress=False)
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
-    (out / INDEX).unlink()  # an index that got lost is written again
+    (out / INDEX).unlink()  # a lost index is written again
     index = prepare(config, out, shard_tokens=10_000, workers=3, progress=False)
-    assert index.parts == 2  # the number that it was begun with
-    assert contents(out) == undisturbed
+    assert index.parts == 2  # as at its start
+    assert contents(out) == uninterrupted
     (out / INDEX).unlink()
     (out / index.shards[3].name).unlink()
-    with pytest.raises(DataError, match=rf"{index.shards[3].name}: this shard is gone"):
+    with pytest.raises(DataError, match=rf"{index.shards[3].name}: this shard is missing"):
         prepare(config, out, shard_tokens=10_000, progress=False)
 
 
@@ -272,42 +268,46 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_other_text_is_never_mixed_into_a_folder(
+def test_a_folder_is_resumed_only_with_the_same_settings(
     corpus: Path, trained: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    config = DataConfig(source=str(corpus), held_out=SHARE)
-    process = begin(corpus, out)
+    config = DataConfig(source=str(corpus), held_out=HELD_OUT)
+    process = start(corpus, out)
     wait_for_shards(process, out, 1)
     with pytest.raises(DataError, match=r"another `nsa data prepare` is writing into it"):
         prepare(config, out, shard_tokens=10_000, progress=False)
     process.kill()
     process.communicate()
-    for other, shard_tokens, said in (
+    for other, shard_tokens, difference in (
         (replace(config, source="embedded"), 10_000, r"source = '.*', not 'embedded'"),
         (replace(config, held_out=0.3), 10_000, r"held_out = 0\.2, not 0\.3"),
         (replace(config, text_field="body"), 10_000, r"text_field = 'text', not 'body'"),
         (config, 7, r"shard_tokens = 10000, not 7"),
         (replace(config, tokenizer=f"hf:{trained}"), 10_000, r"tokenizer_fingerprint = '.*'"),
     ):
-        with pytest.raises(DataError, match=rf"{out} was begun with {said}.*another --out"):
+        with pytest.raises(DataError, match=rf"{out} was started with {difference}.*another --out"):
             prepare(other, out, shard_tokens=shard_tokens, progress=False)
 
 
 def test_any_tokenizer_keeps_documents_apart(trained: Path, tmp_path: Path) -> None:
-    texts = [*words(30_000), b"it says <|endoftext|> twice <|endoftext|>", "naïve 日本".encode()]
+    texts = [
+        *generated(30_000),
+        b"it says <|endoftext|> twice <|endoftext|>",
+        "naïve 日本".encode(),
+    ]
     source = write_lines(tmp_path / "texts.jsonl", texts)
-    config = DataConfig(source=str(source), tokenizer=f"hf:{trained}", held_out=SHARE)
+    config = DataConfig(source=str(source), tokenizer=f"hf:{trained}", held_out=HELD_OUT)
     index = prepare(config, tmp_path / "out", workers=2, progress=False)
     tokenizer = build_tokenizer(config)
     assert index.stamp.tokenizer_fingerprint == tokenizer.fingerprint
-    found = [
+    prepared = [
         text for split in ("train", "val") for text in texts_of(tmp_path / "out", split, tokenizer)
     ]
-    assert sorted(found) == sorted(texts)
+    assert sorted(prepared) == sorted(texts)
 
 
-def test_hostile_documents_come_through(tmp_path: Path) -> None:
+def test_giant_empty_and_binary_documents_are_prepared(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     texts = {"giant": b"x " * 3_000_000, "bytes": b"\xff\xfe\x00caf\xe9", "one": b"1", "eos": b"\n"}
@@ -315,17 +315,17 @@ def test_hostile_documents_come_through(tmp_path: Path) -> None:
         (folder / f"{name}.txt").write_bytes(text)
     config = DataConfig(source=str(folder), held_out=0.5)
     index = prepare(config, tmp_path / "out", shard_tokens=1_000, workers=2, progress=False)
-    found = [
+    prepared = [
         text
         for split in ("train", "val")
         if index.of(split)
         for text in texts_of(tmp_path / "out", split, ByteTokenizer())
     ]
-    assert sorted(found) == sorted(texts.values())
+    assert sorted(prepared) == sorted(texts.values())
 
 
-def test_a_record_that_cannot_be_read_ends_all_with_its_place(tmp_path: Path) -> None:
-    texts = words(50_000)
+def test_the_error_of_a_bad_record_names_its_location(tmp_path: Path) -> None:
+    texts = generated(50_000)
     source = write_lines(tmp_path / "texts.jsonl", texts)
     with source.open("a") as file:
         file.write('{"body": "no text"}\n')
@@ -334,10 +334,10 @@ def test_a_record_that_cannot_be_read_ends_all_with_its_place(tmp_path: Path) ->
     assert not list((tmp_path / "out").glob(".*"))
 
 
-def test_a_folder_into_which_nothing_was_written_is_free_for_the_corrected_command(
+def test_after_an_early_error_a_corrected_command_may_use_the_folder(
     tmp_path: Path,
 ) -> None:
-    source = str(write_lines(tmp_path / "texts.jsonl", words(10_000)))
+    source = str(write_lines(tmp_path / "texts.jsonl", generated(10_000)))
     wrong = DataConfig(source=source, text_field="body")
     with pytest.raises(DataError, match="no field 'body', but 'text'"):
         prepare(wrong, tmp_path / "out", workers=2, progress=False)
@@ -345,16 +345,16 @@ def test_a_folder_into_which_nothing_was_written_is_free_for_the_corrected_comma
     assert index.parts == 1
 
 
-def test_an_empty_source_is_refused_and_may_be_filled(tmp_path: Path) -> None:
+def test_an_empty_source_is_refused_and_may_be_filled_later(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "texts.jsonl", [])
     with pytest.raises(DataError, match=r"texts\.jsonl' holds no documents"):
         prepare(DataConfig(source=str(source)), tmp_path / "out", workers=2, progress=False)
-    write_lines(source, words(10_000))
+    write_lines(source, generated(10_000))
     index = prepare(DataConfig(source=str(source)), tmp_path / "out", workers=2, progress=False)
     assert index.of("train")
 
 
-def test_fewer_documents_than_workers_are_prepared_all_the_same(tmp_path: Path) -> None:
+def test_fewer_documents_than_workers_are_prepared(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "texts.jsonl", [b"only one"])
     config = DataConfig(source=str(source), held_out=1e-9)
     index: Index = prepare(config, tmp_path / "out", workers=3, progress=False)
@@ -364,9 +364,9 @@ def test_fewer_documents_than_workers_are_prepared_all_the_same(tmp_path: Path) 
         open_shards(str(tmp_path / "out"), "val")
 
 
-def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_bad_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for config, more, said in (
+    for config, more, message in (
         (DataConfig(source={"embedded": 1, "synthetic": 2}), {}, r"each source of a mixture"),
         (DataConfig(source="synthetic", held_out=0), {}, r"data\.held_out = 0"),
         (DataConfig(source="synthetic"), {"workers": 0}, r"--workers 0"),
@@ -374,10 +374,10 @@ def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path: Path) 
         (DataConfig(source="synthetic", tokenizer="hf:/no"), {}, r"no such folder"),
         (DataConfig(source=str(tmp_path / "no.jsonl")), {}, r"no such file or folder"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             prepare(config, out, progress=False, **more)
         assert not out.exists()
     out.mkdir()
     (out / "precious.txt").write_text("mine")
-    with pytest.raises(DataError, match=r"there is 'precious.txt' in it already"):
+    with pytest.raises(DataError, match=r"it already holds 'precious.txt'"):
         prepare(DataConfig(source="synthetic"), out, progress=False)

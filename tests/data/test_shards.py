@@ -1,4 +1,4 @@
-"""Prepared shards: what is read is what was written, and what is damaged is named."""
+"""Prepared shards: reads return what was written, and errors name the damaged file."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(50_257, "uint16"), (100_000, "uint32")])
-def test_tokens_and_ends_are_read_as_they_were_written(
+def test_tokens_and_document_ends_survive_a_round_trip(
     tmp_path: Path, vocab_size: int, dtype: str
 ) -> None:
     stamp = replace(STAMP, vocab_size=vocab_size, eos_id=vocab_size - 1, dtype=dtype)
@@ -90,36 +90,36 @@ def test_tokens_and_ends_are_read_as_they_were_written(
     verify_shards(folder, index)
 
 
-def test_the_fingerprint_is_of_the_tokens_of_a_split(folder: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_is_of_a_splits_tokens(folder: Path, tmp_path: Path) -> None:
     same = write_folder(tmp_path / "same")
     other = write_folder(tmp_path / "other", replace(STAMP, eos_id=7))
-    prints = [
+    fingerprints = [
         open_shards(str(path), split).fingerprint
         for path, split in ((folder, "train"), (same, "train"), (folder, "val"), (other, "train"))
     ]
-    assert prints[0] == prints[1]
-    assert len(set(prints)) == 3
+    assert fingerprints[0] == fingerprints[1]
+    assert len(set(fingerprints)) == 3
 
 
-def test_a_folder_is_known_as_prepared_by_what_is_in_it(folder: Path, tmp_path: Path) -> None:
+def test_prepared_folders_are_recognised_by_their_content(folder: Path, tmp_path: Path) -> None:
     assert is_prepared(str(folder))
     (folder / INDEX).write_bytes((folder / INDEX).read_bytes()[:-40])
-    assert is_prepared(str(folder))  # and open_shards says what is wrong with it
+    assert is_prepared(str(folder))  # open_shards reports the damage
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / INDEX).write_text('{"version": 2, "shards": []}')  # somebody else's
+    (tmp_path / "text" / INDEX).write_text('{"version": 2, "shards": []}')  # of another program
     (tmp_path / "text" / PLAN).write_text("{}")
     for other in (tmp_path / "text", tmp_path, tmp_path / "nowhere", "embedded", folder / INDEX):
         assert not is_prepared(str(other))
 
 
-def test_an_unfinished_folder_is_refused_with_the_mend(folder: Path) -> None:
+def test_an_unfinished_folder_is_refused_with_the_fix(folder: Path) -> None:
     (folder / INDEX).rename(folder / PLAN)
     assert is_prepared(str(folder))
-    with pytest.raises(DataError, match=r"unfinished: run the same `nsa data prepare` again"):
+    with pytest.raises(DataError, match=r"unfinished; run the same `nsa data prepare` again"):
         open_shards(str(folder), "train")
 
 
-def test_a_split_without_documents_is_refused_by_naming_the_share(folder: Path) -> None:
+def test_an_empty_split_is_refused_with_its_held_out(folder: Path) -> None:
     index = read_index(folder)
     write_index(folder, replace(index, shards=index.of("train")))
     with pytest.raises(DataError, match=r"no document for split 'val'.*data\.held_out = 0\.05"):
@@ -127,14 +127,14 @@ def test_a_split_without_documents_is_refused_by_naming_the_share(folder: Path) 
 
 
 def damage(path: Path, how: str) -> None:
-    """What can happen to a shard, or to an index, between two runs."""
+    """Damage a file as can happen between two runs."""
     content = bytearray(path.read_bytes())
-    if how == "gone":
+    if how == "missing":
         path.unlink()
         return
     if how == "empty":
         content = bytearray()
-    elif how == "cut off":
+    elif how == "truncated":
         del content[-1]
     elif how == "too long":
         content += b"x"
@@ -150,82 +150,78 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
-        ("gone", "this shard is gone"),
-        ("empty", "cut off: 0 bytes"),
-        ("cut off", "cut off: 4,143 bytes instead of 4,144"),
+        ("missing", "this shard is missing"),
+        ("empty", "truncated: 0 bytes"),
+        ("truncated", "truncated: 4,143 bytes instead of 4,144"),
         ("too long", "too long: 4,145 bytes instead of 4,144"),
-        ("foreign", "no shard that `nsa data prepare` wrote"),
+        ("foreign", "not a shard of `nsa data prepare`"),
         ("newer", r"a newer nsa \(format 2, this one reads 1\)"),
-        ("header", "is not the shard that index.json lists: its source is None"),
+        ("header", "not the shard that index.json lists: its source is None"),
     ],
 )
-def test_a_shard_that_is_not_what_it_was_is_named_and_refused(
-    folder: Path, how: str, said: str
-) -> None:
+def test_a_damaged_shard_is_refused_by_name(folder: Path, how: str, message: str) -> None:
     path = folder / "train-000-00000.bin"
     damage(path, how)
     for refuse in (
         lambda: open_shards(str(folder), "train"),
         lambda: verify_shards(folder, read_index(folder)),
     ):
-        with pytest.raises(DataError, match=f"{path}.*{said}") as refused:
+        with pytest.raises(DataError, match=f"{path}.*{message}") as refused:
             refuse()
         assert "\n" not in str(refused.value)
-    open_shards(str(folder), "val")  # the other split is whole
+    open_shards(str(folder), "val")  # the other split is intact
 
 
-def test_a_changed_token_is_found_by_its_checksum(folder: Path) -> None:
+def test_verify_finds_a_changed_token_by_its_checksum(folder: Path) -> None:
     damage(folder / "train-000-00000.bin", "one bit")
-    open_shards(str(folder), "train")  # which is meant to be quick
-    with pytest.raises(DataError, match=r"train-000-00000\.bin.*not those that were written"):
+    open_shards(str(folder), "train")  # does not read the content
+    with pytest.raises(DataError, match=r"train-000-00000\.bin.*its content changed"):
         verify_shards(folder, read_index(folder))
 
 
-def test_a_shard_of_another_place_or_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_shard_of_another_split_or_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "val-000-00000.bin", folder / "train-000-00001.bin")
-    with pytest.raises(DataError, match=r"train-000-00001\.bin is not.*split is 'val'"):
+    with pytest.raises(DataError, match=r"train-000-00001\.bin: not the.*split is 'val'"):
         open_shards(str(folder), "train")
     other = write_folder(tmp_path / "other", replace(STAMP, tokenizer_fingerprint="cd" * 32))
     shutil.copy(other / "train-000-00001.bin", folder / "train-000-00001.bin")
     with pytest.raises(
-        DataError, match=r"train-000-00001\.bin is not.*tokenizer_fingerprint is 'c"
+        DataError, match=r"train-000-00001\.bin: not the.*tokenizer_fingerprint is 'c"
     ):
         open_shards(str(folder), "train")
 
 
-def test_a_shard_that_nobody_listed_is_named(folder: Path) -> None:
+def test_verify_names_an_unlisted_shard(folder: Path) -> None:
     shutil.copy(folder / "train-000-00001.bin", folder / "train-000-00002.bin")
-    with pytest.raises(DataError, match=r"train-000-00002\.bin is not listed"):
+    with pytest.raises(DataError, match=r"train-000-00002\.bin: not listed"):
         verify_shards(folder, read_index(folder))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"version": 2}, "written by a newer nsa"),
-        ({"stamp": {}}, "is damaged"),
-        ({"shards": None}, "is damaged"),
+        ({"stamp": {}}, "damaged"),
+        ({"shards": None}, "damaged"),
     ],
 )
-def test_an_index_that_cannot_be_read_is_named(folder: Path, change: dict, said: str) -> None:
+def test_a_damaged_index_is_refused_by_name(folder: Path, change: dict, message: str) -> None:
     content = json.loads((folder / INDEX).read_text())
     (folder / INDEX).write_text(json.dumps({**content, **change}))
-    with pytest.raises(DataError, match=rf"index\.json.*{said}"):
+    with pytest.raises(DataError, match=rf"index\.json.*{message}"):
         open_shards(str(folder), "train")
 
 
-def test_a_shard_replaced_by_another_file_leaves_an_open_store_as_it_was(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_replacing_a_shard_does_not_change_an_open_store(folder: Path, tmp_path: Path) -> None:
     store = open_shards(str(folder), "train")
     before = store.read(0, 11).copy()
     other = write_folder(tmp_path / "other", replace(STAMP, eos_id=7))
     for name in LENGTHS:
         (other / name).replace(folder / name)
     assert np.array_equal(store.read(0, 11), before)
-    with pytest.raises(DataError, match=r"train-000-00000\.bin is not the shard"):
+    with pytest.raises(DataError, match=r"train-000-00000\.bin: not the shard"):
         open_shards(str(folder), "train")
 
 
@@ -242,10 +238,8 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize("how", ["cut", "overwritten"])
-def test_a_shard_that_is_written_to_while_in_use_is_refused_not_a_crash(
-    folder: Path, how: str
-) -> None:
+@pytest.mark.parametrize("how", ["truncated", "overwritten"])
+def test_writing_into_a_shard_in_use_is_an_error_not_a_crash(folder: Path, how: str) -> None:
     path = folder / "train-000-00000.bin"
     with subprocess.Popen(
         [sys.executable, "-c", READ_WHILE, str(folder)],
@@ -256,30 +250,30 @@ def test_a_shard_that_is_written_to_while_in_use_is_refused_not_a_crash(
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline().strip().isdigit()
-        if how == "cut":
+        if how == "truncated":
             os.truncate(path, 0)
         else:
             with path.open("r+b") as file:
                 file.seek(HEADER)
                 file.write(b"\1\0" * 9)
-        said, _ = process.communicate("go on\n")
+        output, _ = process.communicate("continue\n")
     assert process.returncode == 0
-    assert said.startswith(f"DataError {path}: overwritten or cut while in use")
+    assert output.startswith(f"DataError {path}: overwritten or truncated while in use")
 
 
-def test_a_failed_write_leaves_no_draft_and_the_file_that_was_there(folder: Path) -> None:
+def test_a_failed_write_leaves_no_draft_and_the_old_file(folder: Path) -> None:
     name = "train-000-00000.bin"
-    (folder / "sub").mkdir()  # nothing can be moved into its place
+    (folder / "sub").mkdir()  # cannot be replaced by a file
     before = {path.name: path.is_dir() or path.read_bytes() for path in folder.iterdir()}
     long = replace(STAMP, source="/long" * 1_000)
-    with pytest.raises(DataError, match=r"header has no room.*shorter paths"):
+    with pytest.raises(DataError, match=r"do not fit.*shorter paths"):
         write_shard(folder, name, "train", long, documents(name), 20)
     with pytest.raises(IsADirectoryError):
         write_shard(folder, "sub", "train", STAMP, documents(name), 20)
     assert {path.name: path.is_dir() or path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_whoever_has_a_file_open_while_it_is_written_again_reads_the_old_one(folder: Path) -> None:
+def test_an_open_reader_keeps_the_old_content_of_a_rewritten_file(folder: Path) -> None:
     before = (folder / INDEX).read_bytes()
     with (folder / INDEX).open("rb") as file:
         write_index(folder, replace(read_index(folder), parts=7))

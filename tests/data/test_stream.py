@@ -1,4 +1,4 @@
-"""Streams: which tokens come, in which order, and that a stream goes on exactly where it stood."""
+"""Token streams: their content and order, and exact resumption."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nsa.data.config import DataConfig
 from nsa.data.source import DataError
-from nsa.data.stream import PackedStream, collect
+from nsa.data.stream import PackedStream, collect_tokens
 from tests.data.texts import (
     EOS,
     HELD_OUT,
@@ -36,38 +36,40 @@ def stream(
     parts: int = 1,
     rows: int = 1,
     state: Any = None,
-    saw: Any = lambda source, place: None,
+    on_document: Any = lambda source, location: None,
     **settings_of_data: Any,
 ) -> PackedStream:
     config = DataConfig(source=source, held_out=HELD_OUT, **{"seq_len": 16, **settings_of_data})
-    return PackedStream(config, seed=seed, part=part, parts=parts, rows=rows, state=state, saw=saw)
+    return PackedStream(
+        config, seed=seed, part=part, parts=parts, rows=rows, state=state, on_document=on_document
+    )
 
 
-def take(packed: PackedStream, count: int) -> np.ndarray:
+def read(packed: PackedStream, count: int) -> np.ndarray:
     return np.stack([next(packed) for _ in range(count)])
 
 
 def passes(packed: PackedStream, count: int = 1) -> list[list[bytes]]:
-    """The documents of the first passes; a new one begins where a document comes again."""
+    """The documents of the first passes; a repeated document starts the next pass."""
     rows: list[np.ndarray] = []
     while True:
-        rows.append(take(packed, 20).reshape(-1, 17))
-        found: list[list[bytes]] = [[]]
+        rows.append(read(packed, 20).reshape(-1, 17))
+        result: list[list[bytes]] = [[]]
         for document in documents_in(tokens_of(rows)):
-            if document in found[-1]:
-                found.append([])
-            found[-1].append(document)
-        if len(found) > count:
-            return found[:count]
+            if document in result[-1]:
+                result.append([])
+            result[-1].append(document)
+        if len(result) > count:
+            return result[:count]
 
 
-def test_rows_are_windows_of_the_documents_each_closed_by_eos(tmp_path: Path) -> None:
+def test_rows_are_windows_of_the_documents_with_eos_after_each(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", texts(40))
     train, _ = split(texts(40))
     expected = np.concatenate([[*one, EOS] for one in train])
     packed = stream(source, rows=3, shuffle_documents=1)
     count = (len(expected) - 1) // 16 // 3
-    rows = take(packed, count).reshape(-1, 17)
+    rows = read(packed, count).reshape(-1, 17)
     for number, row in enumerate(rows):
         assert np.array_equal(row, expected[number * 16 : number * 16 + 17])
     assert count > 10
@@ -75,20 +77,20 @@ def test_rows_are_windows_of_the_documents_each_closed_by_eos(tmp_path: Path) ->
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("files", [1, 3])
-def test_parts_together_give_each_document_once_a_pass_and_none_that_is_held_out(
+def test_parts_together_read_each_training_document_once_a_pass(
     tmp_path: Path, parts: int, files: int
 ) -> None:
     documents = texts(120)
     for number in range(files):
         write_lines(tmp_path / f"{number}.jsonl", documents[number::files])
     train, _ = split(documents)
-    found: Counter[bytes] = Counter()
+    counts: Counter[bytes] = Counter()
     for part in range(parts):
-        found.update(passes(stream(str(tmp_path), part=part, parts=parts, shuffle_documents=7))[0])
-    assert found == Counter(train)
+        counts.update(passes(stream(str(tmp_path), part=part, parts=parts, shuffle_documents=7))[0])
+    assert counts == Counter(train)
 
 
-def test_each_pass_and_each_seed_has_an_order_of_its_own_within_blocks(tmp_path: Path) -> None:
+def test_each_pass_and_each_seed_shuffles_blocks_differently(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", texts(120))
     train, _ = split(texts(120))
     block = 10
@@ -97,11 +99,11 @@ def test_each_pass_and_each_seed_has_an_order_of_its_own_within_blocks(tmp_path:
     assert first != second
     assert first != other
     for start in range(0, len(train), block):
-        some = slice(start, start + block)
-        assert sorted(first[some]) == sorted(second[some]) == sorted(train[some])
+        rows = slice(start, start + block)
+        assert sorted(first[rows]) == sorted(second[rows]) == sorted(train[rows])
     for start in range(0, len(train) - block, block):  # the last one is short
-        some = slice(start, start + block)
-        assert first[some] != train[some]
+        rows = slice(start, start + block)
+        assert first[rows] != train[rows]
     assert passes(stream(source, shuffle_documents=1))[0] == train
 
 
@@ -117,7 +119,7 @@ def test_each_pass_and_each_seed_has_an_order_of_its_own_within_blocks(tmp_path:
     after=st.integers(1, 12),
     write=st.sampled_from([write_lines, write_parquet]),
 )
-def test_a_stream_restored_after_any_batch_gives_the_rows_that_would_have_come(
+def test_a_stream_resumes_exactly_after_any_batch(
     tmp_path: Path,
     lengths: list[int],
     shuffle_documents: int,
@@ -127,7 +129,7 @@ def test_a_stream_restored_after_any_batch_gives_the_rows_that_would_have_come(
     after: int,
     write: Any,
 ) -> None:
-    always = [b"one for each share, %d" % number for number in range(20)]
+    always = [b"one for each part, %d" % number for number in range(20)]
     documents = [text(number, length) for number, length in enumerate(lengths)]
     source = write(
         tmp_path / f"a.{'jsonl' if write is write_lines else 'parquet'}", always + documents
@@ -139,25 +141,30 @@ def test_a_stream_restored_after_any_batch_gives_the_rows_that_would_have_come(
     state = json.loads(json.dumps(undisturbed.state()))
     restored = stream(source, state=state, **same)
     assert restored.state() == undisturbed.state()
-    assert np.array_equal(take(restored, after), take(undisturbed, after))
+    assert np.array_equal(read(restored, after), read(undisturbed, after))
     assert restored.state() == undisturbed.state()
 
 
-def test_a_restored_stream_reads_one_block_again_and_keeps_no_text(tmp_path: Path) -> None:
+def test_a_resumed_stream_reads_one_block_again_and_saves_no_text(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", texts(3_000))
     packed = stream(source, shuffle_documents=50)
-    take(packed, 3_000)
+    read(packed, 3_000)
     state = packed.state()
     assert state["sources"][source]["block"] > 10
     assert len(json.dumps(state)) < 1_000
-    places: list[str] = []
+    locations: list[str] = []
     next(
-        stream(source, shuffle_documents=50, state=state, saw=lambda _, place: places.append(place))
+        stream(
+            source,
+            shuffle_documents=50,
+            state=state,
+            on_document=lambda _, location: locations.append(location),
+        )
     )
-    assert len(places) < 50 / (1 - HELD_OUT) * 1.5
+    assert len(locations) < 50 / (1 - HELD_OUT) * 1.5
 
 
-def test_a_giant_document_and_documents_without_text_come_through(tmp_path: Path) -> None:
+def test_giant_and_empty_documents_are_streamed(tmp_path: Path) -> None:
     giant = b"g" * 3_000_000
     source = write_lines(tmp_path / "a.jsonl", [b"", giant, b"", b"small"])
     config = DataConfig(source=source, held_out=1e-9, seq_len=1_000, shuffle_documents=1)
@@ -166,12 +173,12 @@ def test_a_giant_document_and_documents_without_text_come_through(tmp_path: Path
     assert documents_in(tokens_of(rows))[:4] == [giant, b"small", giant, b"small"]
 
 
-def test_a_mixture_gives_each_source_its_share_of_the_rows(tmp_path: Path) -> None:
+def test_a_mixture_gives_each_source_its_fraction_of_the_rows(tmp_path: Path) -> None:
     a = write_lines(tmp_path / "a.jsonl", [b"a" * 50 + b"%d" % number for number in range(50)])
     b = write_lines(tmp_path / "b.jsonl", [b"b" * 50 + b"%d" % number for number in range(50)])
     for part in range(2):
         packed = stream({a: 3.0, b: 1.0}, part=part, parts=2, rows=4, shuffle_documents=5)
-        rows = take(packed, 25).reshape(100, 17)
+        rows = read(packed, 25).reshape(100, 17)
         in_b = [(row == ord("b")).any() for row in rows]
         assert sum(in_b) == 25
         assert not any(
@@ -181,39 +188,39 @@ def test_a_mixture_gives_each_source_its_share_of_the_rows(tmp_path: Path) -> No
         restored = stream(
             {a: 3.0, b: 1.0}, part=part, parts=2, rows=4, shuffle_documents=5, state=state
         )
-        assert np.array_equal(take(restored, 10), take(packed, 10))
+        assert np.array_equal(read(restored, 10), read(packed, 10))
 
 
-def test_a_share_without_a_document_is_refused_with_the_mend(tmp_path: Path) -> None:
+def test_a_part_without_a_document_is_refused_with_the_fix(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", split(texts(30))[0][:2])
     for part in range(2):
         next(stream(source, part=part, parts=3))
-    with pytest.raises(DataError, match=r"a\.jsonl'.* share 3 of 3 .*lower data\.workers.*prepare"):
+    with pytest.raises(DataError, match=r"a\.jsonl'.* part 3 of 3 .*lower data\.workers.*prepare"):
         next(stream(source, part=2, parts=3))
     held_out = write_lines(tmp_path / "b.jsonl", split(texts(30))[1])
     with pytest.raises(DataError, match=r"b\.jsonl': holds no document to train on"):
         next(stream(held_out))
 
 
-def test_held_out_text_is_the_first_of_the_whole_source_and_as_much_as_was_asked_for(
+def test_validation_tokens_are_the_first_of_the_source_and_as_many_as_requested(
     tmp_path: Path,
 ) -> None:
     source = write_lines(tmp_path / "a.jsonl", texts(400))
     _, validation = split(texts(400))
     config = DataConfig(source=source, held_out=HELD_OUT)
-    places: list[str] = []
-    (store,) = collect(config, 300, lambda _, place: places.append(place))
-    found = documents_in(store.read(0, len(store)))
-    assert found == validation[: len(found)]
+    locations: list[str] = []
+    (store,) = collect_tokens(config, 300, lambda _, location: locations.append(location))
+    documents = documents_in(store.read(0, len(store)))
+    assert documents == validation[: len(documents)]
     assert 300 <= len(store) < 300 + 61
-    assert len(places) < 200  # nothing is read once there is enough
-    text_bytes = sum(map(len, found))
-    assert store.bytes_per_token == pytest.approx(text_bytes / (text_bytes + len(found)))
-    (all_there_is,) = collect(config, 10**9)
-    assert documents_in(all_there_is.read(0, len(all_there_is))) == validation
+    assert len(locations) < 200  # reading stops once there is enough
+    text_bytes = sum(map(len, documents))
+    assert store.bytes_per_token == pytest.approx(text_bytes / (text_bytes + len(documents)))
+    (everything,) = collect_tokens(config, 10**9)
+    assert documents_in(everything.read(0, len(everything))) == validation
 
 
-def test_a_source_without_held_out_documents_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_source_without_validation_documents_is_refused_by_name(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", split(texts(30))[0])
     with pytest.raises(DataError, match=r"a\.jsonl' .*split 'val'; raise data\.held_out = 0\.2"):
-        list(collect(DataConfig(source=source, held_out=HELD_OUT), 100))
+        list(collect_tokens(DataConfig(source=source, held_out=HELD_OUT), 100))

@@ -1,4 +1,4 @@
-"""Stores: one stream of tokens in which every document ends, split by what documents say."""
+"""Token stores: one stream of tokens per split, with an end of text after each document."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
 from nsa.data.coverage import coverage
-from nsa.data.source import DataError, held_out
-from nsa.data.token_store import TokenStore, open_store
+from nsa.data.factory import open_store
+from nsa.data.source import DataError, is_validation
+from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer
 
 SMALL = DataConfig(source="synthetic", synthetic_bytes=50_000)
@@ -33,26 +34,26 @@ def documents(store: TokenStore) -> list[bytes]:
     ]
 
 
-def test_both_splits_together_are_the_documents_in_their_order_each_closed_by_eos() -> None:
+def test_the_splits_hold_all_documents_in_order_each_followed_by_eos() -> None:
     train, val = documents(store_of(SMALL, "train")), documents(store_of(SMALL, "val"))
     texts = [document.text for document in synthetic(50_000).read()]
-    assert train == [text for text in texts if not held_out(text, 0.05)]
-    assert val == [text for text in texts if held_out(text, 0.05)]
+    assert train == [text for text in texts if not is_validation(text, 0.05)]
+    assert val == [text for text in texts if is_validation(text, 0.05)]
     assert train
     assert val
 
 
-def test_bytes_per_token_counts_text_against_all_tokens() -> None:
+def test_bytes_per_token_divides_text_by_all_tokens() -> None:
     store = open_store(DataConfig(), "embedded", "val")
     assert store is not None
-    texts = [document.text for document in embedded().read() if held_out(document.text, 0.05)]
+    texts = [document.text for document in embedded().read() if is_validation(document.text, 0.05)]
     size = sum(map(len, texts))
     assert store.bytes_per_token == pytest.approx(size / (size + len(texts)), rel=1e-12)
     assert store.vocab_size == ByteTokenizer.vocab_size
     assert store.read(0, len(store)).dtype == np.uint16
 
 
-def test_another_text_has_another_fingerprint() -> None:
+def test_different_tokens_have_different_fingerprints() -> None:
     stores = [store_of(SMALL, "train"), store_of(SMALL, "val")]
     stores.append(store_of(DataConfig(synthetic_bytes=50_001), "train"))
     assert len({store.fingerprint for store in stores}) == 3
@@ -61,30 +62,30 @@ def test_another_text_has_another_fingerprint() -> None:
 
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6), data=st.data())
-def test_a_stream_in_pieces_reads_as_one(lengths: list[int], data: st.DataObject) -> None:
-    whole = np.arange(sum(lengths))
-    store = TokenStore(np.split(whole, np.cumsum(lengths)[:-1]), -1, 1.0)
-    assert len(store) == len(whole)
-    if len(whole):
-        start = data.draw(st.integers(0, len(whole) - 1))
-        stop = data.draw(st.integers(start + 1, len(whole)))
-        assert store.read(start, stop).tolist() == whole[start:stop].tolist()
+def test_reads_cross_the_borders_of_pieces(lengths: list[int], data: st.DataObject) -> None:
+    tokens = np.arange(sum(lengths))
+    store = TokenStore(np.split(tokens, np.cumsum(lengths)[:-1]), -1, 1.0)
+    assert len(store) == len(tokens)
+    if len(tokens):
+        start = data.draw(st.integers(0, len(tokens) - 1))
+        stop = data.draw(st.integers(start + 1, len(tokens)))
+        assert store.read(start, stop).tolist() == tokens[start:stop].tolist()
 
 
-def test_a_wrong_split_and_a_split_without_a_document_are_refused_by_name() -> None:
+def test_an_unknown_and_an_empty_split_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"split = 'test': choose one of train, val"):
         open_store(DataConfig(), "embedded", "test")
     with pytest.raises(DataError, match=r"'synthetic' has no document for split 'val'; raise data"):
         open_store(DataConfig(synthetic_bytes=10, held_out=1e-9), "synthetic", "val")
 
 
-def test_the_plan_says_what_is_used_how_often_and_what_is_not() -> None:
+def test_coverage_reports_samples_epochs_and_left_over_tokens() -> None:
     stores = [
         TokenStore([np.arange(1_004)], -1, 1.0, name="a"),
         TokenStore([np.arange(41)], -1, 1.0),
     ]
     assert coverage(stores, [0.9, 0.1], 10, samples=100) == [
-        "a: 1,004 tokens, 100 samples of 10, no padding, and 3 tokens that fill none; "
-        "the run deals 90: 90.0% of them, once",
-        "tokens: 41 tokens, 4 samples of 10, no padding; the run deals 10: 2.50 epochs",
+        "a: 1,004 tokens, 100 samples of 10, no padding, and 3 tokens left over; "
+        "the run consumes 90: 90.0% of them, once",
+        "tokens: 41 tokens, 4 samples of 10, no padding; the run consumes 10: 2.50 epochs",
     ]

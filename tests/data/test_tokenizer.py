@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, those of the `tokenizers` library, and those that are trained here."""
+"""Tokenizers: bytes, those of the `tokenizers` library, and trained ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from nsa.data.builtin import Listed, synthetic
+from nsa.data.builtin import ListSource, synthetic
 from nsa.data.config import DataConfig
 from nsa.data.source import DataError, Document, Source
 from nsa.data.tokenizer import (
@@ -28,7 +29,7 @@ from nsa.data.tokenizer import (
     HubTokenizer,
     Tokenizer,
     build_tokenizer,
-    cut,
+    split_text,
     train_tokenizer,
 )
 
@@ -45,12 +46,12 @@ GPT4_WORDS = (
 
 
 def texts_source(texts: Sequence[bytes]) -> Source:
-    return Listed("texts", range(len(texts)), lambda at: Document(texts[at], f"text {at}"))
+    return ListSource("texts", range(len(texts)), lambda at: Document(texts[at], f"text {at}"))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small tokenizer that was trained and saved by us."""
+    """A small trained tokenizer."""
     out = tmp_path_factory.mktemp("tokenizer") / "saved"
     train_tokenizer(texts_source([PROSE.encode() * 3, b"once upon a time\n" * 9]), 420, out)
     return out
@@ -62,8 +63,8 @@ def trained(folder: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def other_words() -> HubTokenizer:
-    """One that splits text into words as GPT-4 does: newlines belong to punctuation before them."""
+def gpt4_like() -> HubTokenizer:
+    """Splits text into words as GPT-4 does: newlines belong to the punctuation before them."""
     backend = Backend(models.BPE())
     split = pre_tokenizers.Split(Regex(GPT4_WORDS), "isolated")
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -88,7 +89,7 @@ def test_any_bytes_survive_a_round_trip(text: bytes) -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_specials_are_in_the_vocabulary_and_spell_nothing(trained: Tokenizer) -> None:
+def test_specials_are_in_the_vocabulary_and_decode_to_nothing(trained: Tokenizer) -> None:
     tokenizer = ByteTokenizer()
     specials = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id]
     assert len(set(specials)) == 3
@@ -100,7 +101,7 @@ def test_specials_are_in_the_vocabulary_and_spell_nothing(trained: Tokenizer) ->
 
 @settings(deadline=None)
 @given(text=st.text(max_size=300))
-def test_any_text_survives_a_tokenizer_that_was_trained_here(trained: Tokenizer, text: str) -> None:
+def test_any_text_survives_a_trained_tokenizer(trained: Tokenizer, text: str) -> None:
     ids = trained.encode(text.encode())
     assert ids.dtype == np.uint16
     assert trained.eos_id not in ids
@@ -108,7 +109,7 @@ def test_any_text_survives_a_tokenizer_that_was_trained_here(trained: Tokenizer,
     assert trained.decode(ids) == text.encode()
 
 
-def test_many_texts_become_what_each_of_them_becomes(trained: Tokenizer) -> None:
+def test_encode_many_equals_encode(trained: Tokenizer) -> None:
     texts = [PROSE.encode(), b"", b"x", b"\xff\xfe", PROSE.encode() * 5]
     for tokenizer in (trained, ByteTokenizer()):
         alone = [tokenizer.encode(text) for text in texts]
@@ -118,71 +119,71 @@ def test_many_texts_become_what_each_of_them_becomes(trained: Tokenizer) -> None
     assert trained.encode_many([]) == []
 
 
-def test_text_that_spells_the_end_of_text_does_not_end_it(trained: Tokenizer) -> None:
+def test_text_that_spells_the_end_of_text_is_plain_text(trained: Tokenizer) -> None:
     text = b"before <|endoftext|> after<|endoftext|>"
     ids = trained.encode(text)
     assert trained.eos_id not in ids
     assert trained.decode(ids) == text
 
 
-def test_what_is_not_utf8_becomes_the_replacement_character(trained: Tokenizer) -> None:
+def test_invalid_utf8_becomes_the_replacement_character(trained: Tokenizer) -> None:
     assert trained.decode(trained.encode(b"caf\xe9 \xf0\x9f time")) == "caf� � time".encode()
 
 
 @pytest.mark.parametrize("words", ["gpt2", "gpt4"])
-def test_a_giant_text_cut_into_pieces_gives_the_ids_of_the_whole(
-    trained: Tokenizer, other_words: Tokenizer, words: str, monkeypatch: pytest.MonkeyPatch
+def test_splitting_a_giant_text_does_not_change_its_ids(
+    trained: Tokenizer, gpt4_like: Tokenizer, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = trained if words == "gpt2" else other_words
-    whole = tokenizer.encode(GIANT.encode())
+    tokenizer = trained if words == "gpt2" else gpt4_like
+    expected = tokenizer.encode(GIANT.encode())
     for longest in range(200, 250):
-        pieces = list(cut(GIANT, longest))
+        pieces = list(split_text(GIANT, longest))
         assert "".join(pieces) == GIANT
         assert max(map(len, pieces)) <= longest
         ids = tokenizer.encode_many([piece.encode() for piece in pieces])
-        assert np.array_equal(whole, np.concatenate(ids))
-    # ... and that is how encode() itself treats one that is longer than PIECE.
-    monkeypatch.setattr("nsa.data.tokenizer.AT_ONCE", 500)
-    monkeypatch.setattr("nsa.data.tokenizer.cut", lambda text: cut(text, 200))
+        assert np.array_equal(expected, np.concatenate(ids))
+    # encode() itself splits a text longer than PIECE.
+    monkeypatch.setattr("nsa.data.tokenizer.CALL", 500)
+    monkeypatch.setattr("nsa.data.tokenizer.split_text", lambda text: split_text(text, 200))
     both = tokenizer.encode_many([GIANT.encode(), b"it was"])
-    assert np.array_equal(both[0], whole)
+    assert np.array_equal(both[0], expected)
     assert np.array_equal(both[1], tokenizer.encode(b"it was"))
 
 
-def test_a_giant_text_without_a_space_is_encoded_in_bounded_pieces(
+def test_a_giant_text_without_spaces_is_encoded_in_bounded_pieces(
     trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert max(map(len, cut("語" * (2 * PIECE + 5)))) == PIECE
-    monkeypatch.setattr("nsa.data.tokenizer.cut", lambda text: cut(text, 1_000))
+    assert max(map(len, split_text("語" * (2 * PIECE + 5)))) == PIECE
+    monkeypatch.setattr("nsa.data.tokenizer.split_text", lambda text: split_text(text, 1_000))
     text = "語" * 2_005
     assert trained.decode(trained.encode(text.encode())) == text.encode()
 
 
-def test_a_tokenizer_that_marks_the_start_of_a_text_is_never_given_half_of_one(
+def test_text_is_not_split_for_a_tokenizer_that_marks_the_start_of_a_text(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = json.loads((folder / "tokenizer.json").read_text())
-    made["normalizer"] = {"type": "Prepend", "prepend": "once"}
-    tokenizer = HubTokenizer("prepending", json.dumps(made), "<|endoftext|>")
-    monkeypatch.setattr("nsa.data.tokenizer.cut", lambda text: cut(text, 100))
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    definition["normalizer"] = {"type": "Prepend", "prepend": "once"}
+    tokenizer = HubTokenizer("prepending", json.dumps(definition), "<|endoftext|>")
+    monkeypatch.setattr("nsa.data.tokenizer.split_text", lambda text: split_text(text, 100))
     assert tokenizer.decode(tokenizer.encode(PROSE.encode() * 9)) == b"once" + PROSE.encode() * 9
 
 
-def words_and_an_end(words: int) -> HubTokenizer:
-    """A tokenizer with ids for w0, w1, ... and, above them all, for the end of text."""
+def word_tokenizer(words: int) -> HubTokenizer:
+    """A tokenizer with ids for w0, w1, ... and above them one for the end of text."""
     eos = {"id": words, "content": "<eos>", "special": True, "single_word": False}
     vocabulary = {f"w{number}": number for number in range(words)}
-    made = {
+    definition = {
         "version": "1.0",
         "added_tokens": [{**eos, "lstrip": False, "rstrip": False, "normalized": False}],
         "pre_tokenizer": {"type": "Whitespace"},
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
     }
-    return HubTokenizer("words", json.dumps(made), "<eos>")
+    return HubTokenizer("words", json.dumps(definition), "<eos>")
 
 
-def test_more_ids_than_two_bytes_hold_take_four() -> None:
-    two, four = words_and_an_end(65_535), words_and_an_end(65_536)
+def test_a_vocabulary_above_65536_uses_four_bytes_per_id() -> None:
+    two, four = word_tokenizer(65_535), word_tokenizer(65_536)
     assert (two.vocab_size, two.eos_id) == (65_536, 65_535)
     assert two.encode(b"w65534").dtype == np.uint16
     assert (four.vocab_size, four.eos_id) == (65_537, 65_536)
@@ -190,24 +191,25 @@ def test_more_ids_than_two_bytes_hold_take_four() -> None:
     assert four.encode(b"w65535").tolist() == [65_535]
 
 
-def test_fingerprints_differ_where_ids_differ(
-    trained: Tokenizer, other_words: Tokenizer, folder: Path
+def test_fingerprints_differ_if_ids_differ(
+    trained: Tokenizer, gpt4_like: Tokenizer, folder: Path
 ) -> None:
-    made = json.loads((folder / "tokenizer.json").read_text())
-    same = HubTokenizer("elsewhere", json.dumps(made), "<|endoftext|>")
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    same = HubTokenizer("elsewhere", json.dumps(definition), "<|endoftext|>")
     assert same.fingerprint == trained.fingerprint
-    fewer = {**made, "model": {**made["model"], "merges": made["model"]["merges"][:-1]}}
-    prints = {
+    merges = definition["model"]["merges"][:-1]
+    fewer = {**definition, "model": {**definition["model"], "merges": merges}}
+    fingerprints = {
         trained.fingerprint,
         ByteTokenizer.fingerprint,
-        other_words.fingerprint,
+        gpt4_like.fingerprint,
         HubTokenizer("fewer", json.dumps(fewer), "<|endoftext|>").fingerprint,
     }
-    assert len(prints) == 4
-    assert all(re.fullmatch("[0-9a-f]{64}", found) for found in prints)
+    assert len(fingerprints) == 4
+    assert all(re.fullmatch("[0-9a-f]{64}", each) for each in fingerprints)
 
 
-def test_another_process_gets_the_same_tokenizer_without_its_files(trained: Tokenizer) -> None:
+def test_a_pickled_tokenizer_needs_no_files(trained: Tokenizer) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         text = PROSE.encode() + b"<|endoftext|>"
         ids = pool.apply(trained.encode, (text,))
@@ -236,67 +238,80 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(folder: Path, tmp_path: P
         build_tokenizer(DataConfig(tokenizer=f"hf:{tmp_path}"))
 
 
-def test_a_tokenizer_that_no_text_can_spell_the_end_of_is_required(folder: Path) -> None:
-    made = json.loads((folder / "tokenizer.json").read_text())
-    for token in made["added_tokens"]:
+def test_a_tokenizer_whose_end_of_text_can_be_spelled_is_refused(folder: Path) -> None:
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    for token in definition["added_tokens"]:
         token["special"] = False
     with pytest.raises(DataError, match=r"'<\|endoftext\|>' would end the document"):
-        HubTokenizer("careless", json.dumps(made), "<|endoftext|>")
+        HubTokenizer("careless", json.dumps(definition), "<|endoftext|>")
 
 
-def test_a_folder_is_loaded_without_any_network_or_warning(folder: Path, tmp_path: Path) -> None:
-    code = (
-        "import socket, sys\n"
-        "def refuse(*_): raise SystemExit('it asked the network')\n"
-        "socket.socket.connect = socket.getaddrinfo = refuse\n"
-        "from nsa.data.config import DataConfig\n"
-        "from nsa.data.tokenizer import build_tokenizer\n"
-        f"tokenizer = build_tokenizer(DataConfig(tokenizer='hf:{folder}'))\n"
-        "print(len(tokenizer.encode(b'once upon a time ' * 9_000)) > 9_000)\n"
-    )
+def test_a_folder_is_loaded_without_network_or_warning(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")  # not cached
+    for name in ("socket.socket.connect", "socket.getaddrinfo"):
+        monkeypatch.setattr(name, lambda *_: pytest.fail("it used the network"))
+    tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{copy}"))
+    assert len(tokenizer.encode(b"once upon a time " * 9_000)) > 9_000
+    assert capfd.readouterr() == ("", "")
+    assert not list(recwarn)
+
+
+LOAD_OFFLINE = """
+import socket, sys
+def refuse(*_): raise SystemExit("it used the network")
+socket.socket.connect = socket.getaddrinfo = refuse
+from nsa.data.config import DataConfig
+from nsa.data.tokenizer import build_tokenizer
+tokenizer = build_tokenizer(DataConfig(tokenizer=f"hf:{sys.argv[1]}"))
+print(len(tokenizer.encode(b"once upon a time " * 9_000)) > 9_000)
+"""
+
+
+@pytest.mark.full
+def test_a_fresh_process_loads_a_folder_without_network_or_warning(
+    folder: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", LOAD_OFFLINE, str(folder)]
     environment = {**os.environ, "HF_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", code]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (run.stdout, run.stderr, run.returncode) == ("True\n", "", 0)
 
 
-def test_an_unreachable_hub_is_said_within_30_seconds(tmp_path: Path, free_port: int) -> None:
-    code = (
-        "from nsa.data.config import DataConfig\n"
-        "from nsa.data.tokenizer import build_tokenizer\n"
-        "try:\n"
-        "    build_tokenizer(DataConfig(tokenizer='hf:nobody/nothing'))\n"
-        "except ValueError as error:\n"
-        "    print(error)\n"
-    )
-    environment = {**os.environ, "HF_HOME": str(tmp_path)}
-    environment["HF_ENDPOINT"] = f"http://127.0.0.1:{free_port}"
-    began = time.monotonic()
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert time.monotonic() - began < 30
-    assert "data.tokenizer = 'hf:nobody/nothing'" in run.stdout
-    assert f"http://127.0.0.1:{free_port}" in run.stdout
-    assert "cannot be reached" in run.stdout
-    assert "hf:<folder>" in run.stdout
+def test_an_unreachable_hub_is_reported_within_30_seconds(
+    monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    hub = f"http://127.0.0.1:{free_port}"
+    monkeypatch.setenv("HF_ENDPOINT", hub)
+    start = time.monotonic()
+    with pytest.raises(DataError) as refused:
+        build_tokenizer(DataConfig(tokenizer="hf:nobody/nothing"))
+    assert time.monotonic() - start < 30
+    for part in ("data.tokenizer = 'hf:nobody/nothing'", hub, "cannot be reached", "hf:<folder>"):
+        assert part in str(refused.value)
 
 
-def test_training_again_gives_the_same_tokenizer(tmp_path: Path) -> None:
-    for name in ("first", "again"):
-        learned = train_tokenizer(synthetic(50_000), 500, tmp_path / name)
-        assert learned.vocab_size == 500
-    first, again = (tmp_path / name / "tokenizer.json" for name in ("first", "again"))
-    assert first.read_bytes() == again.read_bytes()
+def test_training_is_deterministic(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        trained = train_tokenizer(synthetic(50_000), 500, tmp_path / name)
+        assert trained.vocab_size == 500
+    first, second = (tmp_path / name / "tokenizer.json" for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
     text = b" ".join(document.text for document in synthetic(50_000).read())
-    assert len(learned.encode(text)) < 0.8 * len(text)
-    assert learned.decode(learned.encode(text)) == text
+    assert len(trained.encode(text)) < 0.8 * len(text)
+    assert trained.decode(trained.encode(text)) == text
 
 
-def test_training_refuses_what_cannot_become_a_tokenizer(folder: Path, tmp_path: Path) -> None:
+def test_training_refuses_bad_sizes_folders_and_sources(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"--vocab-size 256: must be 257 or more"):
         train_tokenizer(synthetic(1_000), 256, tmp_path / "small")
-    with pytest.raises(DataError, match=r"there are files in it already"):
+    with pytest.raises(DataError, match=r"the folder is not empty"):
         train_tokenizer(synthetic(1_000), 300, folder)
-    with pytest.raises(DataError, match=r"texts has no documents to learn from"):
+    with pytest.raises(DataError, match=r"texts has no documents to train on"):
         train_tokenizer(texts_source([]), 300, tmp_path / "empty")
     assert not list(tmp_path.iterdir())

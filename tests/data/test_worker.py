@@ -1,4 +1,4 @@
-"""Workers: what passes through the pipes, and how they end."""
+"""Data worker processes: what passes through the pipes, and how they end."""
 
 from __future__ import annotations
 
@@ -15,87 +15,90 @@ import pytest
 
 from nsa.data.source import DataError
 from nsa.data.worker import Worker
-from tests.data import works
-from tests.data.processes import gone, workers_of
+from tests.data import worker_tasks
+from tests.data.processes import ends_soon, workers_of
 
 
-def test_what_a_worker_makes_comes_whole_however_much_libraries_print(
+def test_items_arrive_intact_whatever_libraries_print(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with closing(Worker(partial(works.chatter, 5), "books")) as worker:
+    with closing(Worker(partial(worker_tasks.print_and_yield, 5), "books")) as worker:
         for number in range(5):
-            made = next(worker)
-            assert made.shape == (50_000,)
-            assert (made == number).all()
-    said = capfd.readouterr()
-    assert "a progress bar 4" in said.err
-    assert not said.out
+            item = next(worker)
+            assert item.shape == (50_000,)
+            assert (item == number).all()
+        with pytest.raises(StopIteration):
+            next(worker)
+    output = capfd.readouterr()
+    assert "a progress bar 4" in output.err
+    assert not output.out
 
 
-def test_a_worker_that_dies_is_named_with_its_signal_and_last_words() -> None:
-    with closing(Worker(works.die, "data.source = 'books', rank 3")) as worker:
+def test_the_error_of_a_crash_names_the_worker_its_signal_and_its_last_output() -> None:
+    with closing(Worker(worker_tasks.abort, "data.source = 'books', rank 3")) as worker:
         assert next(worker) == 1
         with pytest.raises(DataError, match=r"'books', rank 3: .*SIGABRT.*the disk is on fire"):
             next(worker)
 
 
-def test_a_worker_that_is_killed_is_named_with_what_may_have_killed_it() -> None:
-    with closing(Worker(partial(works.read_slowly, 60.0, 1), "books")) as worker:
+def test_the_error_of_a_kill_names_memory_as_a_likely_reason() -> None:
+    with closing(Worker(partial(worker_tasks.read_slowly, 60.0, 1), "books")) as worker:
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(DataError, match=r"signal 9 \(SIGKILL\).*memory.*data\.workers"):
             next(worker)
 
 
-def test_an_error_that_nobody_foresaw_comes_with_its_kind_and_its_traceback(
+def test_an_unexpected_exception_is_reported_with_its_type_and_traceback(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with closing(Worker(works.fail, "books")) as worker:
+    with closing(Worker(worker_tasks.fail, "books")) as worker:
         assert next(worker) == 1
-        with pytest.raises(DataError, match=r"KeyError: 'no such thing'"):
+        with pytest.raises(DataError, match=r"KeyError: 'no such key'"):
             next(worker)
     assert "Traceback" in capfd.readouterr().err
 
 
-def test_a_worker_says_where_it_stands_before_anything_is_made() -> None:
-    with closing(Worker(partial(works.read_slowly, 0.4, 4), "books")) as worker:
-        begun = worker.heard
-        assert next(worker) == "found"
+def test_a_worker_reports_progress_before_its_first_item() -> None:
+    with closing(Worker(partial(worker_tasks.read_slowly, 0.4, 4), "books")) as worker:
+        start = worker.last_progress
+        assert next(worker) == "item"
         assert worker.source == "books"
-        assert worker.place.startswith("books.jsonl:")
-        assert worker.heard > begun
+        assert worker.location.startswith("books.jsonl:")
+        assert worker.last_progress > start
 
 
-def test_a_worker_starts_without_what_only_training_needs() -> None:
-    with closing(Worker(works.list_modules, "books")) as worker:
+def test_a_worker_starts_without_slow_imports() -> None:
+    with closing(Worker(worker_tasks.list_modules, "books")) as worker:
         heavy = {"torch", "deepspeed", "transformers", "datasets", "pyarrow", "pandas"}
         assert not heavy & set(next(worker))
 
 
-def test_a_worker_finds_the_package_from_any_folder(
+def test_a_worker_imports_the_package_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if sys.version_info >= (3, 11):  # before that, Python always looks into the folder first
-        (tmp_path / "numpy.py").write_text("raise ImportError('not this one')")
+    if sys.version_info >= (3, 11):  # earlier versions always search the working directory first
+        (tmp_path / "numpy.py").write_text("raise ImportError('wrong numpy')")
     monkeypatch.chdir(tmp_path)
-    with closing(Worker(partial(works.chatter, 1), "books")) as worker:
+    with closing(Worker(partial(worker_tasks.print_and_yield, 1), "books")) as worker:
         assert len(next(worker)) == 50_000
 
 
-@pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["its pipe is full", "its source is slow"])
-def test_a_worker_ends_with_the_process_that_started_it(seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["full pipe", "slow source"])
+def test_a_worker_ends_with_its_parent(seconds: float) -> None:
     program = (
         "import time\nfrom functools import partial\n"
-        "from nsa.data.worker import Worker\nfrom tests.data import works\n"
+        "from nsa.data.worker import Worker\nfrom tests.data import worker_tasks\n"
         f"slow = {seconds}\n"
-        "work = partial(works.read_slowly, slow, 2) if slow else partial(works.chatter, 10**6)\n"
+        "full = partial(worker_tasks.print_and_yield, 10**6)\n"
+        "work = partial(worker_tasks.read_slowly, slow, 2) if slow else full\n"
         "worker = Worker(work, 'books')\nprint('started', flush=True)\ntime.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     assert parent.stdout.readline() == "started\n"
-    time.sleep(1.0)  # into its work
+    time.sleep(1.0)  # so that it is at work
     (worker,) = workers_of(parent.pid)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    assert gone(worker)
+    assert ends_soon(worker)

@@ -1,4 +1,4 @@
-"""Documents for tests of data, written to files as users have them, and found again in tokens."""
+"""Documents for data tests: generated, written to files, and decoded from tokens."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from nsa.data.source import held_out
+from nsa.data.source import is_validation
 from nsa.data.tokenizer import ByteTokenizer
 
 EOS = ByteTokenizer.eos_id
-HELD_OUT = 0.2  # of the texts below, so that a few of them are
+HELD_OUT = 0.2  # fraction for validation, so that a few of the texts below are in it
 
 
 def text(number: int, length: int) -> bytes:
-    """A text like no other, whose parts are not like each other either."""
+    """A unique text without repetition."""
     words = (
         hashlib.blake2b(b"%d/%d" % (number, at)).hexdigest() for at in range(length // 128 + 1)
     )
@@ -25,18 +25,18 @@ def text(number: int, length: int) -> bytes:
 
 
 def texts(count: int, longest: int = 60) -> list[bytes]:
-    """So many different texts of different lengths."""
+    """`count` unique texts of different lengths."""
     return [text(number, number * 37 % longest) for number in range(count)]
 
 
 def write_lines(path: Path, documents: Iterable[bytes]) -> str:
-    """A file of JSON lines that holds these documents; its name, as data.source takes it."""
+    """Write JSON lines; returns the value for data.source."""
     path.write_text("".join(json.dumps({"text": text.decode()}) + "\n" for text in documents))
     return str(path)
 
 
 def write_parquet(path: Path, documents: Iterable[bytes]) -> str:
-    """A Parquet file that holds these documents; its name, as data.source takes it."""
+    """Write a Parquet file; returns the value for data.source."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -45,19 +45,21 @@ def write_parquet(path: Path, documents: Iterable[bytes]) -> str:
     return str(path)
 
 
-def split(documents: Sequence[bytes], share: float = HELD_OUT) -> tuple[list[bytes], list[bytes]]:
-    """Those for training, and those for validation."""
-    train = [text for text in documents if not held_out(text, share)]
-    return train, [text for text in documents if held_out(text, share)]
+def split(
+    documents: Sequence[bytes], fraction: float = HELD_OUT
+) -> tuple[list[bytes], list[bytes]]:
+    """The documents for training, and those for validation."""
+    train = [text for text in documents if not is_validation(text, fraction)]
+    return train, [text for text in documents if is_validation(text, fraction)]
 
 
 def tokens_of(rows: Iterable[np.ndarray]) -> np.ndarray:
-    """The stream that rows of T + 1 tokens were cut from, without the last token of the last."""
+    """The stream of which batches of rows of T + 1 tokens were cut, without its last token."""
     return np.concatenate([row[:-1] for batch in rows for row in batch])
 
 
 def documents_in(tokens: np.ndarray) -> list[bytes]:
-    """The whole documents that a stream begins with; one that its end cuts is left out."""
+    """The complete documents at the start of a stream."""
     ends = np.flatnonzero(tokens == EOS)
     starts = [0, *(ends[:-1] + 1)]
     return [

@@ -24,7 +24,8 @@ from deepspeed.launcher import runner
 
 from nsa import cli
 from nsa.bench.__main__ import main as bench_main
-from nsa.engine.recipe import Recipe, _parser, make_plan
+from nsa.engine.command_line import build_parser, resolve_request
+from nsa.engine.recipe import Recipe
 from nsa.watchdog.command import split_command
 from tests.ranks import ROOT, start_ranks
 
@@ -64,11 +65,11 @@ def recipe(script: str, arguments: list[str], ranks: int = 1) -> None:
     """Plan a recipe's run. The run that `--resume` goes on with, and the reader's device, are not
     here: they are left out."""
     found = _recipe_of(ROOT / script)
-    flags = _parser(found).parse_args(arguments)
+    flags = build_parser(found).parse_args(arguments)
     flags.resume = flags.universal = False
-    any_device = mock.patch("nsa.engine.recipe._check_precision")
+    any_device = mock.patch("nsa.engine.command_line._check_precision")
     with mock.patch.dict(os.environ, WORLD_SIZE=str(ranks)), any_device:
-        make_plan(found, flags)
+        resolve_request(found, flags)
 
 
 def nsa(arguments: list[str]) -> str | None:

@@ -1,6 +1,6 @@
-"""Two ranks go through the rank checks: first as they should be, then in four kinds of trouble.
+"""Worker of test_ranks.py: two ranks run the rank checks, healthy and with four faults.
 
-Each prints a JSON object: the name of a situation, and the checks that it was given.
+Each prints a JSON object: fault → checks.
 """
 
 import json
@@ -11,27 +11,28 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
+from nsa.doctor import ranks
 from nsa.doctor.check import Check
-from nsa.doctor.command import code_fingerprint, rank_checks
+from nsa.doctor.ranks import rank_checks
 
 CPU = torch.device("cpu")
 all_reduce = dist.all_reduce
 
 
 def wrong_sum(buffer: torch.Tensor) -> None:
-    """A link that spoils some of what one rank is sent."""
+    """A link that corrupts some of what rank 1 receives."""
     all_reduce(buffer)
     if rank == 1:
         buffer[1_000:1_003] += 1
 
 
 def hang(buffer: torch.Tensor) -> None:
-    """A link over which nothing comes back."""
+    """A link without an answer."""
     threading.Event().wait()
 
 
 def broken(buffer: torch.Tensor) -> None:
-    """A library that gives up, on one rank; the other waits for it."""
+    """An error on one rank, while the other waits."""
     if rank == 1:
         raise RuntimeError("NCCL error: unhandled system error\nlast error: ...")
     hang(buffer)
@@ -40,30 +41,30 @@ def broken(buffer: torch.Tensor) -> None:
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 other = rank == 1
-code, config = code_fingerprint(), "train:\n  steps: 300\n  seed: 1\n"
-found = {
-    "well": rank_checks(
-        fingerprint=code,
+config = "train:\n  steps: 300\n  seed: 1\n"
+results = {
+    "healthy": rank_checks(
         config=config,
         device=CPU,
-        machine=[] if other else [Check("disk", "warn", "nearly full", "free some")],
-    ),
-    "unlike": rank_checks(
-        fingerprint="0123456789ab" if other else code,
-        config=config.replace("300", "400") if other else config,
-        device=CPU,
-        megabytes=1,
-        clock=lambda: time.time() + 5 * other,
+        node=[] if other else [Check("disk", "warn", "nearly full", "free some")],
     ),
 }
-for situation, link, patience in (
+if other:
+    ranks.code_fingerprint = lambda: "0123456789ab"
+results["different"] = rank_checks(
+    config=config.replace("300", "400") if other else config,
+    device=CPU,
+    megabytes=1,
+    clock=lambda: time.time() + 5 * other,
+)
+for fault, link, limit in (
     ("wrong sum", wrong_sum, 60.0),
     ("hang", hang, 0.2),
     ("broken", broken, 60.0 if other else 0.2),
 ):
     dist.all_reduce = link
-    found[situation] = rank_checks(fingerprint=code, device=CPU, megabytes=1, seconds=patience)
+    results[fault] = rank_checks(device=CPU, megabytes=1, seconds=limit)
 dist.all_reduce = all_reduce
-print(json.dumps({name: [asdict(check) for check in checks] for name, checks in found.items()}))
+print(json.dumps({name: [asdict(check) for check in checks] for name, checks in results.items()}))
 dist.barrier()
 dist.destroy_process_group()

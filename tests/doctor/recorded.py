@@ -1,6 +1,6 @@
-"""What programs print on machines with GPUs, in the form of such machines."""
+"""Recorded output of nvidia-smi and lspci on machines with GPUs."""
 
-# Two A100 PCIe boards under one host bridge; the heading is underlined, as on a terminal.
+# Two A100 PCIe boards under one host bridge; heading underlined, as on a terminal.
 TOPO_PHB = """\
 \t\x1b[4mGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
 GPU0\t X \tPHB\t0-31\t0\t\tN/A
@@ -13,7 +13,7 @@ Legend:
   PHB  = Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)
 """
 
-# Four boards, two on each processor, and a network card that is no GPU.
+# Four boards, two per CPU, and a network card.
 TOPO_SYS = """\
 \tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
 GPU0\t X \tPIX\tSYS\tSYS\tNODE\t0-31,64-95\t0\t\tN/A
@@ -34,32 +34,15 @@ GPU1\tNV12\t X \t0-63\t0\t\tN/A
 """
 
 UUIDS = ("0c1d6a3b-5e0f-4d0a-8e57-2f8a53a2c001", "7b90e3f2-11cc-4a53-9d5e-61f0a7e2c002")
-A100 = (
-    "{index}, GPU-{uuid}, NVIDIA A100 80GB PCIe, 81920, {used}, {driver}, {persistence}, {ecc}, "
-    "{width}, 16, {reasons}\n"
-)
-WELL = {
-    "used": 4,
-    "driver": "580.65.06",
-    "persistence": "Enabled",
-    "ecc": 0,
-    "width": 16,
-    "reasons": "0x0000000000000001",  # idle
-}
 
 
-def nvidia_smi(**second: object) -> str:
-    """Two A100s that are well, but for what is said of the second."""
-    return A100.format(index=0, uuid=UUIDS[0], **WELL) + A100.format(
-        index=1, uuid=UUIDS[1], **{**WELL, **second}
+def nvidia_smi(name: str = "NVIDIA A100 80GB PCIe", used: object = 4) -> str:
+    """Return the rows of two A100s, with values of the second."""
+    return (
+        f"0, GPU-{UUIDS[0]}, NVIDIA A100 80GB PCIe, 81920, 4\n"
+        f"1, GPU-{UUIDS[1]}, {name}, 81920, {used}\n"
     )
 
-
-# A card for the desktop: no ECC memory, and a driver that gives no persistence mode.
-GEFORCE = (
-    f"0, GPU-{UUIDS[0]}, NVIDIA GeForce RTX 4090, 24564, 512, 580.65.06, [N/A], [N/A], 16, 16, "
-    "0x0000000000000000\n"
-)
 
 LSPCI_ACS = """\
 16:00.0 PCI bridge: Broadcom / LSI PEX880xx PCIe Gen 4 Switch (rev b0) (prog-if 00 [Normal decode])

@@ -1,65 +1,54 @@
-"""Versions, compiler, memory, disk and limits: refused where a run would die."""
+"""Node checks: versions, compiler, shared memory and disk."""
 
 from __future__ import annotations
 
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 
+from nsa.doctor import node
 from nsa.doctor.check import FAIL, OK, WARN
 from nsa.doctor.node import (
     GB,
     MIB,
-    Disk,
     compiler_check,
-    deepspeed_check,
-    disk_checks,
-    limits_checks,
-    memory_check,
-    python_check,
+    disk_check,
+    kept_checkpoints,
     shm_check,
-    torch_check,
     triton_check,
+    version_check,
 )
 
 PINNED = ["filelock", 'triton==3.7.1; platform_system == "Linux" and platform_machine == "x86_64"']
 
 
 @pytest.mark.parametrize(
-    ("version", "status"),
+    ("package", "version", "status"),
     [
-        (None, FAIL),
-        ("0.16.9", WARN),
-        ("0.17.5", WARN),
-        ("0.17.6", FAIL),
-        ("0.18.2+7f3d1a", FAIL),
-        ("0.18.3", FAIL),
-        ("0.19.3", FAIL),
-        ("0.19.4", OK),
-        ("0.19.8", OK),
-        ("0.20.0", OK),
+        ("deepspeed", None, FAIL),
+        ("deepspeed", "0.16.9", WARN),
+        ("deepspeed", "0.17.5", WARN),
+        ("deepspeed", "0.17.6", FAIL),
+        ("deepspeed", "0.18.2+7f3d1a", FAIL),
+        ("deepspeed", "0.18.3", FAIL),
+        ("deepspeed", "0.19.3", FAIL),
+        ("deepspeed", "0.19.4", OK),
+        ("deepspeed", "0.19.8", OK),
+        ("deepspeed", "0.20.0", OK),
+        ("torch", None, FAIL),
+        ("torch", "2.7.1+cu128", FAIL),
+        ("torch", "2.8.0", OK),
+        ("torch", "2.13.0+cpu", OK),
+        ("torch", "3.0.0", OK),
     ],
 )
-def test_deepspeeds_that_compute_something_wrong_are_refused(
-    version: str | None, status: str
+def test_old_and_broken_versions_are_refused(
+    package: str, version: str | None, status: str
 ) -> None:
-    found = deepspeed_check(version)
+    found = version_check(package, version)
     assert found.status == status
     assert bool(found.fix) == (status != OK)
-
-
-@pytest.mark.parametrize(
-    ("version", "status"),
-    [(None, FAIL), ("2.7.1+cu128", FAIL), ("2.8.0", OK), ("2.13.0+cpu", OK), ("3.0.0", OK)],
-)
-def test_old_torches_are_refused(version: str | None, status: str) -> None:
-    assert torch_check(version).status == status
-
-
-def test_old_pythons_are_refused() -> None:
-    assert python_check((3, 9, 18)).status == FAIL
-    assert python_check((3, 10, 0)).status == OK
-    assert python_check((4, 0, 0)).status == OK
 
 
 @pytest.mark.parametrize(
@@ -69,13 +58,13 @@ def test_old_pythons_are_refused() -> None:
         ("2.13.0+cu130", "3.7.1+git1234", PINNED, OK),
         ("2.13.0+cu130", "3.6.0", PINNED, FAIL),
         ("2.13.0+cu130", None, PINNED, FAIL),
-        ("2.12.0", "3.6.0", ["triton==3.7.1"], FAIL),  # torch's own word, of any torch
+        ("2.12.0", "3.6.0", ["triton==3.7.1"], FAIL),  # torch's requirement counts
         ("2.13.0+cpu", "3.7.1", ["filelock"], OK),
         ("2.13.0+cpu", "3.4.0", ["filelock"], FAIL),
-        ("2.11.0+cpu", "3.4.0", ["filelock"], OK),  # nobody says which it wants
+        ("2.11.0+cpu", "3.4.0", ["filelock"], OK),  # no version is required
     ],
 )
-def test_triton_is_the_one_that_torch_asks_for(
+def test_triton_must_be_the_version_that_torch_requires(
     torch: str, triton: str | None, requirements: list[str], status: str
 ) -> None:
     found = triton_check(torch, triton, requirements, gpus=1)
@@ -85,7 +74,7 @@ def test_triton_is_the_one_that_torch_asks_for(
     assert without_gpu.status == (WARN if status == FAIL else OK)
 
 
-def test_a_missing_compiler_or_header_stops_a_run_on_gpus_only(tmp_path: Path) -> None:
+def test_a_missing_compiler_or_header_fails_on_gpus_only(tmp_path: Path) -> None:
     header = tmp_path / "Python.h"
     assert compiler_check("/usr/bin/cc", header, gpus=2).status == FAIL
     header.touch()
@@ -97,7 +86,7 @@ def test_a_missing_compiler_or_header_stops_a_run_on_gpus_only(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("free", "gpus", "peer_access", "status"),
     [
-        (64 * MIB, 2, False, FAIL),  # what Docker gives
+        (64 * MIB, 2, False, FAIL),  # Docker's default
         (64 * MIB, 2, True, WARN),
         (64 * MIB, 1, False, WARN),
         (512 * MIB, 2, False, WARN),
@@ -106,7 +95,7 @@ def test_a_missing_compiler_or_header_stops_a_run_on_gpus_only(tmp_path: Path) -
         (None, 0, False, WARN),
     ],
 )
-def test_shared_memory_is_needed_where_gpus_do_not_reach_each_other(
+def test_shared_memory_is_required_without_peer_access(
     free: int | None, gpus: int, peer_access: bool, status: str
 ) -> None:
     found = shm_check(free, gpus, peer_access)
@@ -115,31 +104,29 @@ def test_shared_memory_is_needed_where_gpus_do_not_reach_each_other(
 
 
 @pytest.mark.parametrize(("free", "status"), [(21, FAIL), (23, WARN), (27, OK)])
-def test_all_checkpoints_that_will_be_kept_have_to_fit(free: int, status: str) -> None:
-    disk = Disk(Path("/data"), free * GB, 10**6, None)
-    found = disk_checks(disk, checkpoint_bytes=2 * GB, checkpoints=10)[1]
+def test_all_kept_checkpoints_must_fit(
+    free: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "free")(free * GB)
+    monkeypatch.setattr(node.shutil, "disk_usage", lambda folder: usage)
+    found = disk_check(tmp_path / "run", checkpoint_bytes=2 * GB, checkpoints=10)
     assert found.status == status
     assert "10 checkpoints of 2.00 GB and logs take 22.0 GB" in found.detail
 
 
-def test_few_inodes_are_warned_of_and_none_at_all_are_not() -> None:
-    few = disk_checks(Disk(Path("/data"), 10**12, 200, None), 1, 1)
-    assert [check.status for check in few] == [OK, OK, WARN]
-    endless = disk_checks(Disk(Path("/data"), 10**12, None, None), 1, 1)
-    assert [check.status for check in endless] == [OK, OK]
-
-
-def test_memory_is_counted_for_each_rank() -> None:
-    assert memory_check(200 * GB, ranks=2, checkpoint_bytes=2 * GB).status == OK
-    assert memory_check(5 * GB, ranks=2, checkpoint_bytes=2 * GB).status == WARN
-    assert memory_check(5 * GB, ranks=1, checkpoint_bytes=2 * GB).status == OK
-    assert memory_check(1 * GB, ranks=2, checkpoint_bytes=2 * GB).status == FAIL
-
-
-def test_limits_of_the_shell_that_a_run_would_hit_are_found() -> None:
-    assert [check.status for check in limits_checks({"files": None, "file_size": None}, GB)] == [OK]
-    tight = limits_checks({"files": 256, "file_size": 10**6}, GB)
-    assert [(check.status, check.fix) for check in tight] == [
-        (WARN, "ulimit -n 65536"),
-        (FAIL, "ulimit -f unlimited"),
-    ]
+@pytest.mark.parametrize(
+    ("steps", "every", "keep", "done", "count"),
+    [
+        (50_000, 5_000, 0, 0, 10),
+        (50_000, 5_000, 3, 0, 4),  # the fourth exists until the first is removed
+        (50_000, 5_000, 0, 45_000, 1),
+        (300, 5_000, 0, 0, 1),
+        (301, 100, 0, 0, 4),  # the last step is always saved
+        (300, 0, 0, 0, 1),
+        (300, 100, 0, 300, 1),
+    ],
+)
+def test_checkpoints_on_disk_are_counted(
+    steps: int, every: int, keep: int, done: int, count: int
+) -> None:
+    assert kept_checkpoints(steps, every, keep, done) == count

@@ -1,18 +1,18 @@
-"""Two ranks, of which the second has an error at the second step; each says what it saw."""
+"""Runs on two ranks; rank 1 passes an error to the second barrier. Each prints what it sees."""
 
 import torch.distributed as dist
 
 from nsa.engine.consensus import Consensus
 
 dist.init_process_group("gloo")
-agreement = Consensus(slowest=60)
-agreement.raise_together(None)
-print("went on")
+consensus = Consensus(slowest=60)
+consensus.raise_together(None)
+print("passed")
 try:
     error = ValueError("rank 1 got no batch") if dist.get_rank() == 1 else None
-    agreement.raise_together(error)
+    consensus.raise_together(error)
 except ValueError as raised:
     print("raised:", raised)
-agreement.raise_together(None)
-print("still together")
+consensus.raise_together(None)
+print("passed again")
 dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""Runs under a launcher: DeepSpeed's engine with resolved configs and a tiny stack of layers.
+"""Worker of test_ds_config_engine.py: DeepSpeed's engine with a tiny stack of layers.
 
-`steps` trains every shipped config on one process and then lets a parameter fire twice; `missing`
-leaves one rank of two without a gradient. Each line of the output is one JSON object.
+`steps` trains each config on one process, with the middle layer used once and twice; `missing`
+leaves one rank of two without its gradient. Prints one JSON list per case.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Stack(nn.Module):
-    """Three layers; the middle one can be used twice, in two segments, or left out."""
+    """Three layers; the middle one is used once, twice (two checkpoint segments), or never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Stack(nn.Module):
         return third(x).float().square().mean()
 
 
-def engine(name: str, precision: str) -> Any:
-    """DeepSpeed's engine for a shipped config and three layers."""
+def build(name: str, precision: str) -> Any:
+    """Return DeepSpeed's engine for a shipped config."""
     config = RunConfig()
     config.train.precision, config.train.accumulation = precision, 1
     config.train.learning_rate = 1e-2
@@ -52,31 +52,31 @@ def engine(name: str, precision: str) -> Any:
         load_ds_config(DS_CONFIGS / f"{name}.json"), config, world_size=world_size
     )
     model = Stack()
-    made, *_ = deepspeed.initialize(
+    built, *_ = deepspeed.initialize(
         model=model,
         model_parameters=list(model.parameters()),
         config=resolved,
         dist_init_required=False,
     )
-    return made
+    return built
 
 
-def step(made: Any, precision: str, middle: str) -> float:
-    """One step on a fixed batch; returns its loss."""
+def step(engine: Any, precision: str, middle: str) -> float:
+    """Take one step on a fixed batch and return its loss."""
     x = torch.linspace(-1, 1, 2 * WIDTH).reshape(2, WIDTH)
-    loss = made(x.to(DTYPES[precision]), middle)
-    made.backward(loss)
-    made.step()
+    loss = engine(x.to(DTYPES[precision]), middle)
+    engine.backward(loss)
+    engine.step()
     return loss.item()
 
 
-def train(made: Any, precision: str, middle: str) -> dict[str, Any]:
-    """Which optimizer DeepSpeed chose, and the losses of a few steps or how they ended."""
+def train(engine: Any, precision: str, middle: str) -> dict[str, Any]:
+    """Return the optimizer's class and the losses of a few steps, or the error."""
     try:
-        losses = [step(made, precision, middle) for _ in range(STEPS)]
+        losses = [step(engine, precision, middle) for _ in range(STEPS)]
     except (AssertionError, AttributeError) as error:
-        return {"optimizer": type(made.optimizer).__name__, "error": str(error)}
-    return {"optimizer": type(made.optimizer).__name__, "losses": losses}
+        return {"optimizer": type(engine.optimizer).__name__, "error": str(error)}
+    return {"optimizer": type(engine.optimizer).__name__, "losses": losses}
 
 
 def main() -> None:
@@ -85,13 +85,13 @@ def main() -> None:
         for name in sys.argv[2:]:
             for precision in ("bf16", "fp32"):
                 for middle in ("once", "twice"):
-                    made = engine(name, precision)
-                    print(json.dumps([name, precision, middle, train(made, precision, middle)]))
+                    engine = build(name, precision)
+                    print(json.dumps([name, precision, middle, train(engine, precision, middle)]))
     else:
         for name in sys.argv[2:]:
-            made = engine(name, "bf16")
-            step(made, "bf16", middle="never" if dist.get_rank() else "once")
-            print(json.dumps([name, float(made.get_global_grad_norm())]))
+            engine = build(name, "bf16")
+            step(engine, "bf16", middle="never" if dist.get_rank() else "once")
+            print(json.dumps([name, float(engine.get_global_grad_norm())]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Runs on two ranks: each cell of ZeRO x checkpointing x accumulation x dtype against one process.
 
-The optimizer is SGD with momentum, without clipping: parameters then move in proportion to the
-gradients, so that a lost micro-batch or a wrong scale shows, which Adam would divide away.
+The optimizer is SGD with momentum and no clipping: parameters move in proportion to the gradients,
+so a lost micro-batch or a wrong scale shows, which Adam would normalize away.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from functools import cache
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
+from nsa.dtypes import DTYPES
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.spec import NSASpec
 
-STEPS, SEQ_LEN, VOCABULARY = 2, 48, 64  # the second step is the momentum's first
+STEPS, SEQ_LEN, VOCABULARY = 2, 48, 64  # momentum acts from the second step on
 LEARNING_RATE, MOMENTUM = 0.1, 0.9
 ZERO = {
     "0": ({"stage": 0}, None),
@@ -31,9 +33,8 @@ ZERO = {
 }
 
 
-def model(checkpointing: str) -> LanguageModel:
-    """`shared reentrant`: both layers are one block, whose parameters then fire twice."""
-    shared, checkpointing = checkpointing[:7] == "shared ", checkpointing.removeprefix("shared ")
+def build(checkpointing: str) -> LanguageModel:
+    """`shared <mode>`: both layers are one block, whose parameters are used twice."""
     torch.manual_seed(7)
     spec = NSASpec(
         block_len=8, block_stride=4, select_len=8, select_top=4, local_blocks=1, window=12
@@ -47,13 +48,13 @@ def model(checkpointing: str) -> LanguageModel:
         head_dim=8,
         mlp_width=48,
         attention=AttentionConfig(compressor="mlp", spec=spec),
-        init_std=0.3,  # so that every tensor, φ included, has a gradient worth comparing
-        activation_checkpointing=checkpointing,
+        init_std=0.3,  # so that every tensor, the compressor's too, has a gradient to compare
+        activation_checkpointing=checkpointing.removeprefix("shared "),
     )
-    net = LanguageModel(config)
-    if shared:
-        net.blocks[1] = net.blocks[0]
-    return net
+    model = LanguageModel(config)
+    if checkpointing.startswith("shared "):
+        model.blocks[1] = model.blocks[0]
+    return model
 
 
 def tokens(step: int, micro_step: int, rank: int) -> torch.Tensor:
@@ -61,13 +62,14 @@ def tokens(step: int, micro_step: int, rank: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (1, SEQ_LEN), generator=generator)
 
 
+@cache
 def single_process(
     checkpointing: str, accumulation: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """The same steps in plain PyTorch: weights and sums in fp32, the model in `dtype`."""
-    master = model(checkpointing)
+    master = build(checkpointing)
     optimizer = torch.optim.SGD(master.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    share = 1 / (accumulation * dist.get_world_size())
+    scale = 1 / (accumulation * dist.get_world_size())
     for step in range(STEPS):
         worker = copy.deepcopy(master).to(dtype)
         optimizer.zero_grad()
@@ -76,7 +78,7 @@ def single_process(
                 ids = tokens(step, micro_step, rank)
                 gradients = torch.autograd.grad(worker(ids, labels=ids), list(worker.parameters()))
                 for parameter, gradient in zip(master.parameters(), gradients, strict=True):
-                    scaled = gradient.float() * share
+                    scaled = gradient.float() * scale
                     parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
         optimizer.step()
     return {name: p.detach().to(dtype).float() for name, p in master.named_parameters()}
@@ -85,7 +87,7 @@ def single_process(
 def with_deepspeed(
     zero: str, checkpointing: str, accumulation: int, precision: str
 ) -> dict[str, torch.Tensor]:
-    section, accumulate_in = ZERO[zero]
+    section, accumulation_dtype = ZERO[zero]
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
@@ -95,64 +97,64 @@ def with_deepspeed(
         "zero_optimization": {**section, "reduce_bucket_size": 3_000},
         "bf16": {"enabled": precision == "bf16"},
     }
-    if accumulate_in:
-        config["data_types"] = {"grad_accum_dtype": accumulate_in}
-    net = model(checkpointing)
+    if accumulation_dtype:
+        config["data_types"] = {"grad_accum_dtype": accumulation_dtype}
+    model = build(checkpointing)
     engine, *_ = deepspeed.initialize(
-        model=net, model_parameters=net.parameters(), config=config, dist_init_required=False
+        model=model, model_parameters=model.parameters(), config=config, dist_init_required=False
     )
     for step in range(STEPS):
         for micro_step in range(accumulation):
             ids = tokens(step, micro_step, dist.get_rank())
             engine.backward(engine(ids, labels=ids))
             engine.step()
-    result = {}
+    parameters = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=zero == "3"):
-            result[name] = parameter.detach().float().clone()
+            parameters[name] = parameter.detach().float().clone()
     engine.destroy()
-    return result
+    return parameters
 
 
-def worst(
-    found: dict[str, torch.Tensor],
+def worst_error(
+    parameters: dict[str, torch.Tensor],
     expected: dict[str, torch.Tensor],
-    start: LanguageModel,
+    initial: LanguageModel,
     eps: float,
 ) -> float:
-    """The largest error of a tensor, in multiples of what rounding to the dtype may cost.
+    """Return the largest error of a tensor, in multiples of what rounding to the dtype costs.
 
     A weight of size |p| is stored to eps/2·|p|, and a sum of a few gradients that were each rounded
-    once or twice moves it by a few eps of how far it moved at all.
+    once or twice changes its update by a few eps of the update's size.
     """
-    initial = dict(start.named_parameters())
-    ratios = []
-    for name, parameter in expected.items():
-        moved = (parameter - initial[name].detach()).norm()
-        assert moved > 0, f"{name} did not move"
-        ratios.append((found[name] - parameter).norm() / (eps * (parameter.norm() + 4 * moved)))
-    return float(max(ratios))
+    start = dict(initial.named_parameters())
+    errors = []
+    for name, value in expected.items():
+        update = (value - start[name].detach()).norm()
+        assert update > 0, f"{name} did not change"
+        errors.append((parameters[name] - value).norm() / (eps * (value.norm() + 4 * update)))
+    return float(max(errors))
 
 
 def main() -> None:
     cells = json.loads(sys.argv[1])
     start_ranks(Ranks.from_environment())
-    expected = {}
     for zero, checkpointing, accumulation, precision in cells:
-        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
-        plain = "shared none" if checkpointing[:7] == "shared " else "none"
-        for micro_batches in (accumulation, 3 - accumulation):
-            key = (plain, micro_batches, precision)
-            if key not in expected:
-                expected[key] = single_process(plain, micro_batches, dtype)
-        found = with_deepspeed(zero, checkpointing, accumulation, precision)
-        right, lost = (
-            worst(found, expected[plain, count, precision], model(plain), torch.finfo(dtype).eps)
-            for count in (accumulation, 3 - accumulation)
+        dtype = DTYPES[precision]
+        plain = "shared none" if checkpointing.startswith("shared ") else "none"
+        parameters = with_deepspeed(zero, checkpointing, accumulation, precision)
+        error, wrong = (
+            worst_error(
+                parameters,
+                single_process(plain, micro_batches, dtype),
+                build(plain),
+                torch.finfo(dtype).eps,
+            )
+            for micro_batches in (accumulation, 3 - accumulation)
         )
-        # `lost`: against a run with a micro-batch more or less, as if one were lost.
+        # `wrong`: against a reference with one micro-batch more or less.
         cell = [zero, checkpointing, accumulation, precision]
-        print(json.dumps({"cell": cell, "error": right, "wrong": lost}), flush=True)
+        print(json.dumps({"cell": cell, "error": error, "wrong": wrong}), flush=True)
 
 
 if __name__ == "__main__":

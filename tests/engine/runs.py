@@ -1,7 +1,7 @@
-"""Starting recipes as users do, and reading what they leave behind.
+"""Starts recipes on real ranks as a user does, without a launcher, and reads their losses.
 
-`launched` starts them as a user's shell does. `deepspeed` and `alone` fork them from a process
-that has imported their modules: they are told and tell the same, many seconds sooner.
+Ranks are forked from a process that has imported their modules, which saves seconds per run.
+tests/faults/test_launched.py uses DeepSpeed's launcher.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 from nsa.monitor.metrics_csv import read_metrics
-from tests.ranks import ROOT, free_port, start_ranks, started_programs_environment
+from tests.ranks import ROOT, start_ranks
 
 BIN = Path(sys.executable).parent
 LIMIT = 300.0  # seconds that a run may take
-# The demo made tiny: seconds on a busy machine, the same path through the house.
+# A tiny model on the code path of the demo.
 TINY = [
     f"--set={setting}"
     for setting in (
@@ -31,44 +31,31 @@ TINY = [
         "train.eval_samples=8",
         "train.warmup_steps=2",
         "checkpoint.every=3",
-        "monitor.report=false",  # seconds of drawing; the tests of the report ask for it
+        "monitor.report=false",  # takes seconds; tests/report covers it
     )
 ]
 Finished = subprocess.CompletedProcess[str]
 
 
-def launched(recipe: str, *arguments: str, folder: Path, port: int | None = None) -> Finished:
-    """Start a recipe on two ranks with DeepSpeed's launcher, as a user does, in `folder`."""
-    command = [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", str(port or free_port())]
-    return subprocess.run(
-        [*command, str(ROOT / "recipes" / recipe), *arguments],
-        cwd=folder,
-        env=started_programs_environment() | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-
-
 def deepspeed(recipe: str, *arguments: str, folder: Path, port: int | None = None) -> Finished:
-    """What `launched` gives, from ranks that are looked after here as the launcher does it."""
-    return _forked(recipe, arguments, folder, 2, port, None)
+    """Run a recipe on two ranks in `folder`."""
+    return _run(recipe, arguments, folder, ranks=2, port=port)
 
 
 def alone(
     recipe: str, *arguments: str, folder: Path, environment: dict[str, str] | None = None
 ) -> Finished:
-    """Run a recipe in one process, without a launcher."""
-    return _forked(recipe, arguments, folder, 0, None, environment)
+    """Run a recipe in one process without a launcher."""
+    return _run(recipe, arguments, folder, ranks=0, environment=environment)
 
 
-def _forked(
+def _run(
     recipe: str,
     arguments: tuple[str, ...],
     folder: Path,
     ranks: int,
-    port: int | None,
-    environment: dict[str, str] | None,
+    port: int | None = None,
+    environment: dict[str, str] | None = None,
 ) -> Finished:
     run = start_ranks(
         ROOT / "recipes" / recipe,
@@ -89,11 +76,11 @@ def _forked(
 
 
 def succeed(result: Finished) -> str:
-    """What a run said that ended well."""
+    """Return the stdout of a run that exited with 0; fail otherwise."""
     assert result.returncode == 0, result.stdout[-3_000:] + result.stderr[-3_000:]
     return result.stdout
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    """The logged loss of each step."""
+    """Return the logged loss of each step."""
     return {int(row["step"]): row["loss"] for row in read_metrics(run_dir / "metrics.csv")}

@@ -1,4 +1,4 @@
-"""A rank that takes "steps" and waits for data in between, as the training loop does."""
+"""A rank that alternates "steps" and waiting for data, as the training loop does."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ import sys
 import time
 
 from nsa.engine import shutdown
+from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.shutdown import Interrupted, ShutdownMonitor
 
 shutdown.PEER_LOSS_GRACE_SECONDS = 0.5
 
 
-def main(limit: str, neighbour: str, waits: str) -> None:
-    told = ShutdownMonitor(float(limit) or None).install()
-    if int(neighbour):
-        told.watch_neighbours({1: (os.uname().nodename, int(neighbour))})
-    if waits != "data":
+def main(time_limit: str, peer: str, waits_in: str) -> None:
+    monitor = ShutdownMonitor(float(time_limit) or None)
+    monitor.start()
+    if int(peer):
+        host = os.uname().nodename
+        monitor.watch([RankProcess(host, os.getpid()), RankProcess(host, int(peer))], {})
+    if waits_in != "data":
         print("ready", flush=True)
-    begun = time.monotonic()
-    while told.reason is None and time.monotonic() < begun + 60:
-        if waits == "data":
+    started = time.monotonic()
+    while monitor.reason is None and time.monotonic() < started + 60:
+        if waits_in == "data":
             try:
-                with told.may_interrupt():
-                    print("ready", flush=True)  # a signal before this would find nobody waiting
+                with monitor.interruptible():
+                    print("ready", flush=True)  # not earlier: a signal must find it waiting
                     time.sleep(60)
             except Interrupted:
                 print("interrupted", flush=True)
-        elif waits == "collective":
+        elif waits_in == "collective":
             ctypes.CDLL(None).pause()
         else:
             time.sleep(0.05)
-    print(told.reason, flush=True)
+    print(monitor.reason, flush=True)
 
 
 if __name__ == "__main__":

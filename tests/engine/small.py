@@ -1,4 +1,4 @@
-"""The smallest run that has everything: two layers, all three branches, every kind of parameter."""
+"""The smallest config with every part: two layers, all three branches, each kind of parameter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from nsa.spec import NSASpec
 
 
 def small(checkpointing: str = "reentrant") -> RunConfig:
-    """M7C with the numbers of a toy, for tests on two ranks."""
+    """Return M7C's config with a toy model."""
     config = RunConfig()
     config.model.vocab_size, config.model.layers, config.model.width = 272, 2, 32
     config.model.heads, config.model.kv_heads, config.model.head_dim = 6, 2, 8

@@ -1,4 +1,4 @@
-"""Runs on two ranks: a checkpoint of each DeepSpeed config loaded under each other one."""
+"""Runs on two ranks: saves a checkpoint under each DeepSpeed config, loads it under each other."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel
 from tests.checkpoint.once import save
 from tests.engine.small import small
-
-CONFIGS = Path(__file__).parents[2] / "ds_configs"
+from tests.ranks import ROOT
 
 
 def build(name: str, seed: int) -> Any:
     config = small()
     config.train.accumulation, config.train.learning_rate = 1, 1e-2
     torch.manual_seed(seed)
-    source = CONFIGS / f"{name}.json"
+    source = ROOT / f"ds_configs/{name}.json"
     resolved = resolve_ds_config(
         load_ds_config(source), config, world_size=dist.get_world_size(), source=source.name
     )
@@ -49,7 +48,7 @@ def weights(engine: Any) -> torch.Tensor:
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     start_ranks(Ranks.from_environment())
-    saved, after = {}, {}
+    saved, next_step = {}, {}
     for name in names:
         engine = build(name, seed=1)
         for index in range(3):
@@ -57,7 +56,7 @@ def main() -> None:
         save(engine, folder / name, 3, {"step": 3})
         saved[name] = weights(engine)
         step(engine, 3)
-        after[name] = weights(engine)
+        next_step[name] = weights(engine)
         engine.destroy()
     for source in names:
         for target in names:
@@ -68,8 +67,8 @@ def main() -> None:
                 assert state == {"step": 3}
                 row["weights"] = bool(torch.equal(weights(engine), saved[source]))
                 step(engine, 3)
-                moved = (after[source] - saved[source]).norm()
-                row["next_step"] = float((weights(engine) - after[source]).norm() / moved)
+                update = (next_step[source] - saved[source]).norm()
+                row["next_step"] = float((weights(engine) - next_step[source]).norm() / update)
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {error}"[:300]
             print(json.dumps(row), flush=True)

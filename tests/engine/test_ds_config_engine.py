@@ -1,4 +1,4 @@
-"""DeepSpeed's engine with the shipped configs: it trains, and does what the checks count on."""
+"""DeepSpeed's engine with the shipped configs: it trains and behaves as the checks assume."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.ranks import launch
 
 WORKER = Path(__file__).with_name("ds_config_ranks.py")
 FOLDER = Path(__file__).parents[2] / "ds_configs"
-NOISE = {"bf16": 0.05, "fp32": 1e-5}  # of a loss after a few steps
-Found = dict[tuple[str, str, str], dict[str, Any]]
+NOISE = {"bf16": 0.05, "fp32": 1e-5}  # relative, of the loss after a few steps
+Results = dict[tuple[str, str, str], dict[str, Any]]
 
-TOLERATED = {  # shipped config: (a gradient that arrives twice, one that a rank lacks)
+TOLERATED = {  # shipped config: (double_fire, missing_on_some_ranks)
     "zero0_debug": Tolerance(True, True),
     "zero1_pcie": Tolerance(True, False),
     "zero1_bf16acc": Tolerance(True, False),
@@ -38,36 +38,38 @@ def rows(output: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def trained() -> Found:
-    """What DeepSpeed's engine did with each config, dtype and number of uses of a layer."""
+def trained() -> Results:
+    """Losses or error of each config, precision and number of uses of the middle layer."""
     (output,) = launch(WORKER, "steps", *TOLERATED, world_size=1, timeout=120)
-    return {(name, precision, middle): found for name, precision, middle, found in rows(output)}
+    return {(name, precision, middle): result for name, precision, middle, result in rows(output)}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", TOLERATED)
-def test_the_engine_trains_with_a_shipped_config(trained: Found, name: str, precision: str) -> None:
+def test_the_engine_trains_with_a_shipped_config(
+    trained: Results, name: str, precision: str
+) -> None:
     losses = trained[name, precision, "once"]["losses"]
     assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", TOLERATED)
-def test_the_engine_tolerates_a_second_gradient_exactly_where_the_config_says_so(
-    trained: Found, name: str, precision: str
+def test_a_second_gradient_is_tolerated_exactly_where_tolerance_says_so(
+    trained: Results, name: str, precision: str
 ) -> None:
     assert tolerance(resolved(name, precision)) == TOLERATED[name]
-    found = trained[name, precision, "twice"]
+    result = trained[name, precision, "twice"]
     if not TOLERATED[name].double_fire:
-        assert "error" in found
-    elif found["optimizer"] != "FP16_UnfusedOptimizer":  # whose Adam is a step ahead, see below
-        # Stage 0 in fp32 leaves the gradient to autograd, so it is the true one.
-        true = trained["zero0_debug", "fp32", "twice"]["losses"]
-        assert found["losses"] == pytest.approx(true, rel=NOISE[precision])
+        assert "error" in result
+    elif result["optimizer"] != "FP16_UnfusedOptimizer":  # its Adam is one step ahead, see below
+        # Stage 0 in fp32 leaves the gradient to autograd: the reference.
+        reference = trained["zero0_debug", "fp32", "twice"]["losses"]
+        assert result["losses"] == pytest.approx(reference, rel=NOISE[precision])
 
 
-def test_adam_starts_one_step_ahead_in_stage_0_with_bf16(trained: Found) -> None:
-    """DeepSpeed steps once with zero gradients at start, which ds_configs/README.md warns of."""
+def test_adam_starts_one_step_ahead_in_stage_0_with_bf16(trained: Results) -> None:
+    """DeepSpeed steps once with zero gradients at start (see ds_configs/README.md)."""
     ahead, others = (
         trained[name, "bf16", "once"]["losses"] for name in ("zero0_debug", "zero1_bf16acc")
     )
@@ -85,8 +87,8 @@ def test_adam_starts_one_step_ahead_in_stage_0_with_bf16(trained: Found) -> None
         ("zero3", "bf16", "DeepSpeedZeroOptimizer_Stage3"),
     ],
 )
-def test_deepspeed_picks_the_optimizer_whose_keys_were_checked(
-    trained: Found, name: str, precision: str, optimizer: str
+def test_deepspeed_builds_the_optimizer_that_the_refusals_assume(
+    trained: Results, name: str, precision: str, optimizer: str
 ) -> None:
     assert trained[name, precision, "once"]["optimizer"] == optimizer
     in_buckets = "DeepSpeedZero" in optimizer
@@ -94,7 +96,7 @@ def test_deepspeed_picks_the_optimizer_whose_keys_were_checked(
     assert ("reduce_bucket_size" in zero) == in_buckets
 
 
-def test_only_stage_0_agrees_on_the_norm_when_a_rank_lacks_a_gradient() -> None:
+def test_only_stage_0_agrees_on_grad_norm_when_a_rank_lacks_a_gradient() -> None:
     first, second = (
         dict(rows(output))
         for output in launch(WORKER, "missing", "zero0_debug", "zero1_pcie", timeout=120)

@@ -1,4 +1,4 @@
-"""A trained run is opened for use: as it was trained, by itself, and left as it is."""
+"""load_run: same loss as in training, without DeepSpeed, and the folder stays untouched."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from safetensors.torch import save_file
 from nsa.checkpoint.weights import read_weights
 from nsa.cli import main
 from nsa.data.config import DataConfig
-from nsa.data.loader import open_validation
+from nsa.data.factory import open_source
 from nsa.data.prepare import prepare
 from nsa.data.shards import read_index, write_index
-from nsa.data.source import DataError, open_source
+from nsa.data.source import DataError
 from nsa.data.tokenizer import ByteTokenizer, build_tokenizer, train_tokenizer
+from nsa.data.validation import open_validation
 from nsa.engine.config import RunConfig
-from nsa.engine.load_run import config_of, load_run, open_tokenizer
+from nsa.engine.load_run import load_run, read_config, run_tokenizer
 from nsa.engine.resolve import resolve_config, to_yaml
-from nsa.export.tokenizer import write_tokenizer
+from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.monitor.metrics_csv import read_metrics
 from tests.data.texts import texts, write_lines
 from tests.engine.runs import TINY, alone, succeed
@@ -30,16 +31,16 @@ from tests.engine.runs import TINY, alone, succeed
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps on prepared text, saved at the third and the last."""
-    folder = tmp_path_factory.mktemp("opened")
-    prepared = write_prepared(folder, 400)
+    """Four steps on a prepared dataset, with checkpoints at steps 3 and 4."""
+    folder = tmp_path_factory.mktemp("load_run")
+    prepared = prepare_dataset(folder, documents=400)
     flags = ("--steps=4", "--run-dir=run", f"--set=data.source={prepared}")
     succeed(alone("m7c.py", *TINY, *flags, folder=folder))
     return folder / "run"
 
 
-def write_prepared(folder: Path, documents: int) -> Path:
-    """Text in tokens of its own; `data.tokenizer` of a run on it stays what it was: byte."""
+def prepare_dataset(folder: Path, documents: int) -> Path:
+    """A dataset with a trained tokenizer, though `data.tokenizer` of a run on it stays "byte"."""
     source = write_lines(folder / "lines.jsonl", texts(documents, 200))
     config = DataConfig(source=source, held_out=0.2)
     config.tokenizer = train_tokenizer(open_source(config, source), 300, folder / "bpe").name
@@ -47,42 +48,42 @@ def write_prepared(folder: Path, documents: int) -> Path:
     return folder / "prepared"
 
 
-def state_of(folder: Path) -> dict[Path, tuple[int, int]]:
+def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
 
 
-def test_it_judges_text_as_the_trainer_did(run: Path) -> None:
-    opened = load_run(run)
-    config = opened.config
-    text = open_validation(
+def test_loaded_model_has_the_validation_loss_that_training_logged(run: Path) -> None:
+    loaded = load_run(run)
+    config = loaded.config
+    validation = open_validation(
         config.data, sequences=config.train.eval_samples, micro_batch=8, world_size=1
     )
-    (batch,) = text.batches(0)
+    (batch,) = validation.batches(0)
     with torch.no_grad():
-        loss = opened.model(batch.input_ids, labels=batch.labels).item()
+        loss = loaded.model(batch.input_ids, labels=batch.labels).item()
     assert loss == pytest.approx(read_metrics(run / "metrics.csv")[-1]["val_loss"], rel=1e-5)
-    assert (opened.step, opened.place, opened.model.training) == (4, run, False)
-    assert opened.weights == run / "checkpoints" / "step00000004"
-    assert opened.model.embed.weight.dtype == torch.bfloat16
+    assert (loaded.step, loaded.folder, loaded.model.training) == (4, run, False)
+    assert loaded.weights_folder == run / "checkpoints" / "step00000004"
+    assert loaded.model.embed.weight.dtype == torch.bfloat16
 
 
-def test_neither_deepspeed_nor_ranks_are_needed_and_the_folder_stays_as_it_is(
+def test_loading_needs_no_deepspeed_and_no_ranks_and_writes_nothing(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = state_of(run)
+    before = snapshot(run)
     monkeypatch.chdir(run / "checkpoints")
-    monkeypatch.setitem(sys.modules, "deepspeed", None)  # an import of it raises
-    opened = load_run("step00000004")
-    assert opened.place == run
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # importing it raises
+    loaded = load_run("step00000004")
+    assert loaded.folder == run
     with torch.no_grad():
-        opened.model(torch.arange(20)[None])
+        loaded.model(torch.arange(20)[None])
     assert not torch.distributed.is_initialized()
-    assert state_of(run) == before
+    assert snapshot(run) == before
 
 
-def test_in_float32_the_optimizers_weights_are_opened(run: Path) -> None:
+def test_float32_loads_the_optimizers_master_weights(run: Path) -> None:
     exact, trained = load_run(run, dtype=torch.float32), load_run(run)
-    wanted = read_weights(trained.weights, torch.float32)
+    wanted = read_weights(trained.weights_folder, torch.float32)
     for name, weight in exact.model.state_dict().items():
         assert torch.equal(weight, wanted[name])
     high, low = exact.model.embed.weight, trained.model.embed.weight
@@ -90,11 +91,11 @@ def test_in_float32_the_optimizers_weights_are_opened(run: Path) -> None:
     assert torch.equal(high.bfloat16(), low)
 
 
-def test_a_checkpoint_is_opened_by_its_name_and_a_broken_one_is_passed_over(
+def test_a_named_checkpoint_is_loaded_and_a_broken_one_is_skipped(
     run: Path, tmp_path: Path
 ) -> None:
     named = load_run(run / "checkpoints" / "step00000003")
-    assert (named.step, named.place) == (3, run)
+    assert (named.step, named.folder) == (3, run)
     copied = tmp_path / "run"
     shutil.copytree(run, copied)
     file = copied / "checkpoints/step00000004/mp_rank_00_model_states.pt"
@@ -105,72 +106,74 @@ def test_a_checkpoint_is_opened_by_its_name_and_a_broken_one_is_passed_over(
     assert torch.equal(other.model.embed.weight, named.model.embed.weight)
 
 
-def test_settings_are_found_beside_the_weights_or_in_the_runs_folder(
+def test_config_comes_from_beside_the_weights_or_from_the_runs_folder(
     run: Path, tmp_path: Path
 ) -> None:
-    """DeepSpeed's converter leaves them out."""
+    """DeepSpeed's universal converter does not copy config.yaml."""
     converted = tmp_path / "checkpoints" / "step00000004.universal"
     converted.mkdir(parents=True)
     shutil.copyfile(run / "config.yaml", tmp_path / "config.yaml")
-    assert config_of(converted) == resolve_config(RunConfig(), run / "config.yaml")
-    (converted / "model.safetensors").touch()  # somebody else's, who may have another model
+    assert read_config(converted) == resolve_config(RunConfig(), run / "config.yaml")
+    (converted / "model.safetensors").touch()  # foreign weights, maybe of another model
     with pytest.raises(ValueError, match=r"has no config.yaml$"):
-        config_of(converted)
+        read_config(converted)
     (converted / "config.json").touch()
     with pytest.raises(ValueError, match=r"has no config.yaml; .* nsa import .*universal --to"):
-        config_of(converted)
+        read_config(converted)
 
 
-def test_prepared_text_and_files_beside_the_weights_name_the_tokenizer(tmp_path: Path) -> None:
-    """`data.tokenizer` counts for neither."""
-    prepared = write_prepared(tmp_path, 40)
+def test_tokenizer_comes_from_files_beside_the_weights_or_the_prepared_dataset(
+    tmp_path: Path,
+) -> None:
+    """Both take precedence over `data.tokenizer`."""
+    prepared = prepare_dataset(tmp_path, 40)
     config, bpe = DataConfig(source=str(prepared)), tmp_path / "bpe"
     trained = build_tokenizer(DataConfig(tokenizer=f"hf:{bpe}"))
     plain = DataConfig(source=str(tmp_path / "lines.jsonl"))
 
-    assert open_tokenizer(plain, tmp_path).name == "byte"
-    of_text = open_tokenizer(config, tmp_path)
-    beside = open_tokenizer(DataConfig(tokenizer="hf:not/here"), bpe)
-    assert of_text.fingerprint == beside.fingerprint == trained.fingerprint
+    assert run_tokenizer(plain, tmp_path).name == "byte"
+    of_dataset = run_tokenizer(config, tmp_path)
+    beside = run_tokenizer(DataConfig(tokenizer="hf:not/here"), bpe)
+    assert of_dataset.fingerprint == beside.fingerprint == trained.fingerprint
 
     index = read_index(prepared)
-    other = replace(index.stamp, tokenizer_fingerprint="of what it was")
+    other = replace(index.stamp, tokenizer_fingerprint="changed")
     write_index(prepared, replace(index, stamp=other))
-    with pytest.raises(DataError, match=r"made with a tokenizer .* no longer the same"):
-        open_tokenizer(config, tmp_path)
+    with pytest.raises(DataError, match=r"was tokenized with .*, which has changed since"):
+        run_tokenizer(config, tmp_path)
 
     prepared.rename(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=r"prepared' is not there, and which tokenizer made its"):
-        open_tokenizer(config, tmp_path)
-    assert open_tokenizer(config, bpe).fingerprint == trained.fingerprint
+    with pytest.raises(
+        DataError, match=r"prepared': not found, and nothing else records which tokenizer"
+    ):
+        run_tokenizer(config, tmp_path)
+    assert run_tokenizer(config, bpe).fingerprint == trained.fingerprint
     write_tokenizer(ByteTokenizer(), tmp_path / "bytes", 96)
-    assert open_tokenizer(config, tmp_path / "bytes").fingerprint == ByteTokenizer.fingerprint
+    assert run_tokenizer(config, tmp_path / "bytes").fingerprint == ByteTokenizer.fingerprint
 
 
-def test_a_run_and_its_export_keep_the_tokenizer_of_text_that_is_out_of_sight(
+def test_a_run_and_its_export_keep_their_tokenizer_when_the_dataset_is_gone(
     run: Path, tmp_path: Path
 ) -> None:
     prepared = run.parent / "prepared"
-    trained = open_tokenizer(DataConfig(source=str(prepared)), tmp_path)
+    trained = run_tokenizer(DataConfig(source=str(prepared)), tmp_path)
     prepared.rename(run.parent / "elsewhere")
     try:
         assert main(["export", str(run), "--to", str(tmp_path / "exported")]) == 0
         for place in (run, tmp_path / "exported"):
-            opened = load_run(place)
-            assert opened.tokenizer is not None
-            assert opened.tokenizer.fingerprint == trained.fingerprint
-            assert opened.config.data.tokenizer == trained.name
+            loaded = load_run(place)
+            assert loaded.tokenizer is not None
+            assert loaded.tokenizer.fingerprint == trained.fingerprint
+            assert loaded.config.data.tokenizer == trained.name
     finally:
         (run.parent / "elsewhere").rename(prepared)
 
 
-def test_a_run_is_opened_without_its_tokenizer_where_that_is_gone(
-    run: Path, tmp_path: Path
-) -> None:
-    opened = load_run(run)
-    save_file(read_weights(opened.weights), tmp_path / "model.safetensors")
-    opened.config.data.source, opened.config.data.tokenizer = "embedded", "hf:./gone"
-    (tmp_path / "config.yaml").write_text(to_yaml(opened.config))
+def test_a_run_loads_without_its_tokenizer_after_a_warning(run: Path, tmp_path: Path) -> None:
+    loaded = load_run(run)
+    save_file(read_weights(loaded.weights_folder), tmp_path / "model.safetensors")
+    loaded.config.data.source, loaded.config.data.tokenizer = "embedded", "hf:./gone"
+    (tmp_path / "config.yaml").write_text(to_yaml(loaded.config))
     with pytest.warns(UserWarning, match="no tokenizer: data.tokenizer = 'hf:./gone': there is no"):
-        opened = load_run(tmp_path)
-    assert (opened.tokenizer, opened.step, opened.place) == (None, None, tmp_path)
+        loaded = load_run(tmp_path)
+    assert (loaded.tokenizer, loaded.step, loaded.folder) == (None, None, tmp_path)

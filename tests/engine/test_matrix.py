@@ -1,4 +1,4 @@
-"""ZeRO stage x activation checkpointing x accumulation x dtype: the single-process parameters."""
+"""F1: ZeRO stage x activation checkpointing x accumulation x dtype against a single process."""
 
 from __future__ import annotations
 
@@ -17,52 +17,46 @@ Cell = tuple[str, str, int, str]
 EVERYTHING: list[Cell] = list(
     itertools.product(ZERO, ACTIVATION_CHECKPOINTING, (1, 2), ("fp32", "bf16"))
 )
-# Every stage meets every kind of checkpointing; accumulation and dtype change from cell to cell so
-# that each pair of values of any two dimensions occurs.
+# Every stage with every checkpointing mode; accumulation and dtype alternate so that each pair of
+# values of any two dimensions occurs.
 COVERING: list[Cell] = [
     (zero, checkpointing, 1 + (row + column) % 2, ("fp32", "bf16")[(row + column // 2) % 2])
     for row, zero in enumerate(ZERO)
     for column, checkpointing in enumerate(ACTIVATION_CHECKPOINTING)
 ]
-BOUND = 3  # in units of the error that rounding accounts for, see matrix_ranks.worst
+# Every stage with reentrant checkpointing, and with one other mode.
+REENTRANT = [cell for cell in COVERING if cell[1] == "reentrant"]
+OTHERS = [COVERING[5 * row + (0, 2, 3, 4)[row % 4]] for row in range(len(ZERO))]
+# A block that two segments share, which crashes DDP (test_gradient_check.py).
+SHARED: list[Cell] = [
+    *((zero, "shared reentrant", 2, "fp32") for zero in ("0", "1", "1-fp32acc")),
+    *((zero, "shared non_reentrant", 1, "fp32") for zero in ZERO if zero != "3"),
+]
+BOUND = 3  # in multiples of the rounding error, see matrix_ranks.worst_error
 
 
-def run(cells: list[Cell]) -> list[dict]:
+@pytest.mark.parametrize(
+    "cells",
+    [
+        pytest.param([*REENTRANT, *OTHERS, *SHARED], id="every stage"),
+        pytest.param(COVERING, id="every pair", marks=pytest.mark.full),
+        pytest.param(EVERYTHING, id="everything", marks=pytest.mark.full),
+    ],
+)
+def test_two_ranks_end_with_the_parameters_of_one_process(cells: list[Cell]) -> None:
     output = launch(Path(__file__).with_name("matrix_ranks.py"), json.dumps(cells), timeout=900)
-    rows = [[json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in output]
-    assert rows[0] == rows[1], "the ranks ended with different parameters"
-    assert [tuple(row["cell"]) for row in rows[0]] == cells
-    for row in rows[0]:
-        print(row)
-    return rows[0]
-
-
-def check(cells: list[Cell]) -> None:
-    rows = run(cells)
+    rows, other_rows = (
+        [json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in output
+    )
+    assert rows == other_rows, "the ranks ended with different parameters"
+    assert [tuple(row["cell"]) for row in rows] == cells
     assert [row for row in rows if row["error"] > BOUND] == []
     assert [row for row in rows if row["wrong"] < 2 * BOUND] == [], "a lost batch would pass"
 
 
-def test_the_covering_cells_hold_every_pair_of_values() -> None:
+def test_the_cells_cover_what_they_claim() -> None:
+    assert {cell[0] for cell in REENTRANT} == set(ZERO)
+    assert {cell[1] for cell in OTHERS} == set(ACTIVATION_CHECKPOINTING) - {"reentrant"}
     for first, second in itertools.combinations(range(4), 2):
         pairs = {(cell[first], cell[second]) for cell in EVERYTHING}
         assert {(cell[first], cell[second]) for cell in COVERING} == pairs
-
-
-def test_two_ranks_end_with_the_parameters_of_one_process() -> None:
-    check(COVERING)
-
-
-@pytest.mark.full
-def test_two_ranks_end_with_the_parameters_of_one_process_in_every_cell() -> None:
-    check(EVERYTHING)
-
-
-def test_stages_that_tolerate_it_train_a_block_shared_by_two_reentrant_segments() -> None:
-    """The model that DDP dies of (test_preflight.py) gets its single-process gradients here."""
-    tolerant = ("0", "1", "1-fp32acc")
-    check([(zero, "shared reentrant", 2, "fp32") for zero in tolerant])
-
-
-def test_every_stage_trains_a_shared_block_without_reentrant_checkpointing() -> None:
-    check([(zero, "shared non_reentrant", 1, "fp32") for zero in ZERO if zero != "3"])

@@ -1,4 +1,4 @@
-"""How a machine shows that it is gone, and by which network machines talk."""
+"""Peer hosts: detecting a lost one, and the network interface to use."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import socket
 import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from nsa.engine import peer_hosts
-from nsa.engine.peer_hosts import interface_towards, why_gone
+from nsa.engine.peer_hosts import find_lost_host, interface_towards
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
@@ -22,69 +24,63 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield one, other
 
 
-def test_a_machine_is_gone_once_its_connection_closes_and_not_while_it_is_silent(
+def test_a_host_is_lost_when_its_connection_closes_but_not_while_it_is_silent(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     one, other = ends
-    assert why_gone({}) is None
-    assert why_gone({"far": one}) is None
+    assert find_lost_host({}) is None
+    assert find_lost_host({"far": one}) is None
     other.close()
-    assert why_gone({"far": one}) == "machine far has ended its part of the run"
+    assert find_lost_host({"far": one}) == "host far closed its connection"
 
 
-def test_the_kernel_asks_often_enough_to_know_within_the_limit(
-    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("limit", [60, 3])
+def test_keep_alive_probes_detect_a_silent_host_within_the_limit(
+    limit: int, ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, _ = ends
-    for limit in (60, 3):
-        monkeypatch.setattr(peer_hosts, "UNREACHABLE_SECONDS", limit)
-        peer_hosts._keep_alive(one)
-        idle, every, times = (
-            one.getsockopt(socket.IPPROTO_TCP, option)
-            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-        )
-        assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        assert idle + every * times == limit
+    monkeypatch.setattr(peer_hosts, "UNREACHABLE_SECONDS", limit)
+    peer_hosts._enable_keep_alive(one)
+    idle, interval, probes = (
+        one.getsockopt(socket.IPPROTO_TCP, option)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    )
+    assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert idle + interval * probes == limit
 
 
-def test_a_stranger_that_calls_is_not_taken_for_a_machine() -> None:
+def test_a_connection_without_the_token_is_not_accepted_as_a_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        where = server.getsockname()
-        found: dict[str, socket.socket] = {}
+        address = server.getsockname()
+        accepted: dict[str, socket.socket] = {}
         accept = threading.Thread(
-            target=lambda: found.update(peer_hosts._accept(server, "secret", {2: "far"}))
+            target=lambda: accepted.update(peer_hosts._accept(server, "secret", {2: "far"}))
         )
         accept.start()
         callers = []
-        for said in (b"", b"GET / HTTP/1.1\r\n", b"guess 2", b"secret 7", b"secret 2"):
-            caller = socket.create_connection(where)
+        for message in (b"", b"GET / HTTP/1.1\r\n", b"guess 2", b"secret 7", b"secret 2"):
+            caller = socket.create_connection(address)
             callers.append(caller)
-            if said:
-                caller.sendall(said)
+            if message:
+                caller.sendall(message)
             else:
                 caller.close()
         accept.join(30)
-        assert list(found) == ["far"]
-        assert found["far"].getpeername() == callers[-1].getsockname()
-        for connection in (*callers, *found.values()):
+        assert list(accepted) == ["far"]
+        assert accepted["far"].getpeername() == callers[-1].getsockname()
+        for connection in (*callers, *accepted.values()):
             connection.close()
 
 
-def test_ranks_of_one_machine_are_left_to_the_loopback() -> None:
-    for address in ("127.0.0.1", "localhost", "nowhere.invalid"):
-        assert interface_towards(address) is None
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "nowhere.invalid"])
+def test_ranks_on_one_host_use_the_loopback(address: str) -> None:
+    assert interface_towards(address) is None
 
 
-def test_the_interface_that_has_the_address_is_found() -> None:
-    import psutil
-
-    own = [
-        (name, known.address)
-        for name, addresses in psutil.net_if_addrs().items()
-        for known in addresses
-        if known.family == socket.AF_INET and not known.address.startswith("127.")
-    ]
-    if not own:
-        pytest.skip("this machine has no network interface but the loopback")
-    name, address = own[0]
-    assert interface_towards(address) == name
+def test_the_interface_with_the_address_is_found() -> None:
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family == socket.AF_INET and not entry.address.startswith("127."):
+                assert interface_towards(entry.address) == name
+                return
+    pytest.skip("this machine has no network interface but the loopback")

@@ -1,4 +1,4 @@
-"""Configuration: recipe < file < --set, with every mistake named."""
+"""Config resolution: recipe < --config < --set, and the error for every kind of mistake."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config, to_yaml
 
 
-def test_the_command_line_overrules_the_file_which_overrules_the_recipe(tmp_path: Path) -> None:
+def test_set_overrides_the_file_and_the_file_overrides_the_recipe(tmp_path: Path) -> None:
     recipe = RunConfig()
     recipe.train.steps, recipe.train.seed, recipe.train.clip = 10, 11, 0.5
     file = tmp_path / "more.yaml"
     file.write_text("train:\n  seed: 21\n  steps: 20\n")
     config = resolve_config(recipe, file, ["train.steps=30"])
     assert (config.train.steps, config.train.seed, config.train.clip) == (30, 21, 0.5)
-    assert recipe.train.steps == 10, "the recipe's own values stay as they are"
+    assert recipe.train.steps == 10, "the recipe is not modified"
 
 
-def test_a_written_configuration_reads_back_equal(tmp_path: Path) -> None:
+def test_yaml_round_trip_gives_an_equal_config(tmp_path: Path) -> None:
     config = resolve_config(
         RunConfig(), None, ["train.learning_rate=3e-4", "model.attention.spec.window=256"]
     )
@@ -30,7 +30,7 @@ def test_a_written_configuration_reads_back_equal(tmp_path: Path) -> None:
     assert resolve_config(RunConfig(), file) == config
 
 
-def test_attention_is_a_short_name_for_the_models_attention(tmp_path: Path) -> None:
+def test_attention_is_short_for_model_attention(tmp_path: Path) -> None:
     file = tmp_path / "dense.yaml"
     file.write_text("attention:\n  kind: dense\n")
     assert resolve_config(RunConfig(), file).model.attention.kind == "dense"
@@ -39,14 +39,14 @@ def test_attention_is_a_short_name_for_the_models_attention(tmp_path: Path) -> N
     assert config.model.layers == 2
 
 
-def test_a_mixture_is_a_value_whose_keys_are_the_users(tmp_path: Path) -> None:
+def test_a_mixture_is_one_value_with_free_keys(tmp_path: Path) -> None:
     config = resolve_config(RunConfig(), None, ["data.source={/data/a.b: 3, hf:c: 1}"])
     assert config.data.parts() == {"/data/a.b": 0.75, "hf:c": 0.25}
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
     assert resolve_config(RunConfig(), file) == config
-    over = resolve_config(config, None, ["data.source={embedded: 1}"])
-    assert over.data.parts() == {"embedded": 1.0}, "a mixture is overruled whole"
+    overridden = resolve_config(config, None, ["data.source={embedded: 1}"])
+    assert overridden.data.parts() == {"embedded": 1.0}, "a mixture is overridden as a whole"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_mixture_is_a_value_whose_keys_are_the_users(tmp_path: Path) -> None:
         ("monitor.csv=1", ["monitor.csv", "1", "true or false"]),
         ("data.source={a: 1", ["--set data.source={a: 1", "not YAML"]),
         ("data.source={a: many}", ["data.source: a", "'many'", "a number"]),
-        ("data.source={a:0.7, b:0.3}", ["data.source", "a blank behind each colon"]),
+        ("data.source={a:0.7, b:0.3}", ["data.source", "a space after each colon"]),
         ("data.source={a: 0}", ["data.source", "'a' weighs 0"]),
         ("data.source=", ["data.source", "text or names with weights"]),
         ("data.tokenizer=gpt2", ["data.tokenizer", "'gpt2'", "hf:gpt2"]),
@@ -83,14 +83,16 @@ def test_a_mixture_is_a_value_whose_keys_are_the_users(tmp_path: Path) -> None:
         ("model.activation_checkpointing=some", ["activation_checkpointing", "selective"]),
     ],
 )
-def test_a_mistake_is_named_with_its_value_and_the_mend(assignment: str, words: list[str]) -> None:
+def test_an_error_names_the_setting_its_value_and_the_fix(
+    assignment: str, words: list[str]
+) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         resolve_config(RunConfig(), None, [assignment])
     for word in words:
         assert word in str(caught.value)
 
 
-def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_config_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         resolve_config(RunConfig(), tmp_path / "none.yaml")
     broken = tmp_path / "broken.yaml"

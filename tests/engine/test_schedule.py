@@ -1,4 +1,4 @@
-"""The learning rate is a function of the step: warm-up, cosine, and never 0."""
+"""Learning-rate schedule: linear warm-up, cosine, never 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsa.engine.schedule import learning_rate
 TRAIN = TrainConfig(steps=1_000, warmup_steps=100, learning_rate=1.0, min_learning_rate=0.1)
 
 
-def test_warm_up_is_linear_and_its_first_step_already_moves() -> None:
+def test_warm_up_is_linear_and_starts_above_0() -> None:
     rates = [learning_rate(step, TRAIN) for step in range(100)]
     assert rates[0] == pytest.approx(0.01)
     assert rates[99] == pytest.approx(1.0)
@@ -29,7 +29,7 @@ def test_the_cosine_falls_from_the_peak_to_the_minimum() -> None:
 
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 @pytest.mark.parametrize("steps", [1, 2, 7, 8])
-def test_no_step_has_a_rate_of_zero(warmup: int, steps: int) -> None:
+def test_no_step_has_a_rate_of_0(warmup: int, steps: int) -> None:
     train = TrainConfig(steps=steps, warmup_steps=warmup, min_learning_rate=0.0)
     rates = [learning_rate(step, train) for step in range(steps)]
     assert min(rates) > 0

@@ -1,4 +1,4 @@
-"""A signal, the clock and a lost launcher ask a run to stop; a lost neighbour ends a rank."""
+"""ShutdownMonitor: signals, the time limit and a dead launcher stop a run; a lost peer ends it."""
 
 from __future__ import annotations
 
@@ -16,75 +16,74 @@ import pytest
 from nsa.engine.shutdown import parse_time
 from tests.ranks import ROOT, Ranks, start_ranks
 
-RANK = Path(__file__).with_name("shutdown_rank.py")
-LIMIT = 30.0  # seconds that an end may take
+PROGRAM = Path(__file__).with_name("shutdown_rank.py")
+LIMIT = 30.0  # seconds
 
 
 @contextmanager
-def rank(limit: float = 0, neighbour: int = 0, waits: str = "step") -> Iterator[Ranks]:
-    """One that has begun."""
-    started = start_ranks(RANK, str(limit), str(neighbour), waits, ranks=0)
+def ready_rank(time_limit: float = 0, peer: int = 0, waits_in: str = "step") -> Iterator[Ranks]:
+    rank = start_ranks(PROGRAM, str(time_limit), str(peer), waits_in, ranks=0)
     try:
         deadline = time.monotonic() + LIMIT
-        while "ready\n" not in started.text("out"):
-            assert started.codes(0.01) == [None], started.text("err")
+        while "ready\n" not in rank.text("out"):
+            assert rank.codes(0.01) == [None], rank.text("err")
             assert time.monotonic() < deadline
-        yield started
+        yield rank
     finally:
-        started.end(signal.SIGKILL)
+        rank.end(signal.SIGKILL)
 
 
-def said(process: Ranks, code: int = 0) -> str:
-    """What it has said since it began, once it has ended."""
-    assert process.codes(LIMIT) == [code], process.text("err")
-    return process.text("out").removeprefix("ready\n")
+def output(rank: Ranks, code: int = 0) -> str:
+    """Wait for the end; return what the rank printed after "ready"."""
+    assert rank.codes(LIMIT) == [code], rank.text("err")
+    return rank.text("out").removeprefix("ready\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_the_reason_and_the_step_is_finished(number: signal.Signals) -> None:
-    with rank() as process:
-        process.started[0].kill(number)
-        assert said(process) == f"{number.name}\n"
+    with ready_rank() as rank:
+        rank.started[0].kill(number)
+        assert output(rank) == f"{number.name}\n"
 
 
-def test_waiting_for_data_ends_at_once() -> None:
-    with rank(waits="data") as process:
-        process.started[0].kill(signal.SIGTERM)
-        assert said(process) == "interrupted\nSIGTERM\n"
+def test_a_signal_interrupts_waiting_for_data() -> None:
+    with ready_rank(waits_in="data") as rank:
+        rank.started[0].kill(signal.SIGTERM)
+        assert output(rank) == "interrupted\nSIGTERM\n"
 
 
-def test_the_time_limit_is_a_reason_also_for_who_waits_for_data() -> None:
-    with rank(limit=1, waits="data") as process:
-        assert said(process) == "interrupted\n--time-limit\n"
+def test_the_time_limit_interrupts_waiting_for_data() -> None:
+    with ready_rank(time_limit=1, waits_in="data") as rank:
+        assert output(rank) == "interrupted\n--time-limit\n"
 
 
-def test_a_signal_twice_at_once_as_launchers_send_it_still_finishes_the_step() -> None:
-    with rank() as process:
+def test_repeated_signals_of_a_launcher_still_let_the_step_finish() -> None:
+    with ready_rank() as rank:
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
-            os.kill(process.pids[0], number)
-        assert said(process) in ("SIGINT\n", "SIGTERM\n")
+            os.kill(rank.pids[0], number)
+        assert output(rank) in ("SIGINT\n", "SIGTERM\n")
 
 
-def test_a_rank_whose_neighbour_was_killed_ends_though_it_hangs() -> None:
-    neighbour = subprocess.Popen(["sleep", "60"])
-    with rank(neighbour=neighbour.pid, waits="collective") as process:
-        os.kill(neighbour.pid, signal.SIGKILL)
-        assert said(process, code=1) == ""
-    neighbour.wait()
-    assert f"rank 1 (process {neighbour.pid}) is gone" in process.text("err")
+def test_a_rank_whose_peer_was_killed_ends_even_in_a_collective() -> None:
+    peer = subprocess.Popen(["sleep", "60"])
+    with ready_rank(peer=peer.pid, waits_in="collective") as rank:
+        os.kill(peer.pid, signal.SIGKILL)
+        assert output(rank, code=1) == ""
+    peer.wait()
+    assert f"lost rank 1 (process {peer.pid})" in rank.text("err")
 
 
-def test_a_launcher_that_is_killed_is_a_reason_to_stop() -> None:
-    """The process that starts the rank carries the name of DeepSpeed's launcher."""
-    rank_command = [sys.executable, str(RANK), "0", "0", "step"]
+def test_a_killed_launcher_is_a_reason_to_stop() -> None:
+    """The parent process has the name of DeepSpeed's launcher in its command."""
+    rank_command = [sys.executable, str(PROGRAM), "0", "0", "step"]
     start = f"import subprocess, time; subprocess.Popen({rank_command!r}); time.sleep(60)"
     command = [sys.executable, "-c", start, "deepspeed.launcher.launch"]
-    shell = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=shell, stdout=subprocess.PIPE, text=True) as launcher:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == "ready\n"
         launcher.kill()
-        assert launcher.stdout.readline() == "the launcher is gone\n"
+        assert launcher.stdout.readline() == "launcher exited\n"
 
 
 @pytest.mark.parametrize(
@@ -98,11 +97,11 @@ def test_a_launcher_that_is_killed_is_a_reason_to_stop() -> None:
         ("0:00:20", 20),
     ],
 )
-def test_times_are_read_as_people_write_them(text: str, seconds: int) -> None:
+def test_a_time_is_parsed(text: str, seconds: int) -> None:
     assert parse_time(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "soon", "5 m", "1h60", "-3", "1:2"])
-def test_a_time_that_is_none_is_refused_with_examples(text: str) -> None:
+def test_a_malformed_time_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match=r"--time-limit .*2h30m"):
         parse_time(text)

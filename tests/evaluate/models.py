@@ -1,4 +1,4 @@
-"""Models that nothing was trained for, in folders that open as runs do."""
+"""Untrained models in folders that load like runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.engine.runs import TINY
 
 
 def write_model(folder: Path, *settings: str) -> Path:
-    """A tiny model whose guesses are far apart; its folder is like one of `nsa import`."""
+    """Write a tiny random model with diverse predictions, as `nsa import` writes one."""
     tiny = [setting.removeprefix("--set=") for setting in TINY]
     more = ["model.vocab_size=320", "model.init_std=0.3"]
     config = resolve_config(RunConfig(), None, [*tiny, *more, *settings])

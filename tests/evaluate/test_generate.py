@@ -1,4 +1,4 @@
-"""`nsa generate` prints what a run writes, as it comes, and ends as programs of a shell do."""
+"""`nsa generate` streams text as it is generated, and ends like other shell programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nsa.cli import main
 from nsa.data.tokenizer import ByteTokenizer, HubTokenizer
 from nsa.engine.load_run import load_run
 from nsa.engine.resolve import to_yaml
-from nsa.evaluate.generate import Spelling, show_as_it_comes
+from nsa.evaluate.generate import StreamDecoder, stream_texts
 from nsa.model import LanguageModel
 from nsa.model.decode import generate
 from tests.engine.small import small
@@ -34,7 +34,7 @@ STOP = ByteTokenizer.eos_id
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model's weights; they are random, and so are the bytes that it writes."""
+    """A folder with random weights of a byte-level model."""
     folder = tmp_path_factory.mktemp("run")
     config = small("none")
     config.data.source, config.data.tokenizer = "embedded", "byte"
@@ -44,8 +44,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def written(run: Path, *prompts: str, **sampling: float) -> list[str]:
-    """The texts that go on with the prompts."""
+def expected_texts(run: Path, *prompts: str, **sampling: float) -> list[str]:
+    """Generate continuations of the prompts without the command."""
     opened = load_run(run)
     ids = [torch.tensor(list(prompt.encode())) for prompt in prompts]
     steps = generate(opened.model, ids, stop=STOP, **sampling)
@@ -54,35 +54,35 @@ def written(run: Path, *prompts: str, **sampling: float) -> list[str]:
     return [opened.tokenizer.decode(row).decode(errors="replace") for row in rows]
 
 
-def test_it_prints_what_the_run_goes_on_with(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_the_continuation(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--max-new-tokens", "30", "--temperature", "0.7", "--top-p", "0.9", "--seed", "4"]
     assert main(["generate", str(run), "--prompt", PROMPTS[1], *flags]) == 0
     sampling = {"max_new_tokens": 30, "temperature": 0.7, "top_p": 0.9, "seed": 4}
-    assert capsys.readouterr().out == written(run, PROMPTS[1], **sampling)[0] + "\n"
+    assert capsys.readouterr().out == expected_texts(run, PROMPTS[1], **sampling)[0] + "\n"
 
 
-def test_several_prompts_go_at_once_and_are_printed_one_after_the_other(
+def test_several_prompts_are_one_batch_and_printed_one_after_the_other(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPTS[1])
     both = ["--file", str(file), "--prompt", PROMPTS[0]]
     assert main(["generate", str(run), *both, "--max-new-tokens", "9"]) == 0
-    first, second = written(run, *PROMPTS, max_new_tokens=9)
+    first, second = expected_texts(run, *PROMPTS, max_new_tokens=9)
     expected = f"==> {PROMPTS[0]!r} <==\n{first}\n\n==> {file} <==\n{second}\n"
     assert capsys.readouterr().out == expected
 
 
-def test_text_is_printed_as_it_comes() -> None:
-    """The first at once; the others are written meanwhile, and printed when it has ended."""
+def test_text_is_printed_as_it_is_generated() -> None:
+    """The first text at once; the others are buffered until it has ended."""
     terminal = io.BytesIO()
 
     def new() -> str:
-        """What has reached the terminal, and not only a buffer, since this was last asked."""
-        said = terminal.getvalue().decode()
+        """Return what has reached the terminal since the last call."""
+        output = terminal.getvalue().decode()
         terminal.seek(0)
         terminal.truncate()
-        return said
+        return output
 
     def steps() -> Iterator[Tensor]:
         for printed, tokens in (
@@ -97,39 +97,39 @@ def test_text_is_printed_as_it_comes() -> None:
             yield torch.tensor(tokens)
 
     with redirect_stdout(io.TextIOWrapper(terminal, encoding="utf-8")):
-        show_as_it_comes(steps(), ["1", "2", "3"], ByteTokenizer())
+        stream_texts(steps(), ["1", "2", "3"], ByteTokenizer())
         assert new() == "ö\n"
 
 
-def spelled(tokens: list[int], tokenizer: ByteTokenizer | HubTokenizer) -> list[str]:
-    spelling = Spelling(tokenizer)
-    return [*(spelling.add(token) for token in tokens), spelling.rest()]
+def decode_stream(tokens: list[int], tokenizer: ByteTokenizer | HubTokenizer) -> list[str]:
+    decoder = StreamDecoder(tokenizer)
+    return [*(decoder.add(token) for token in tokens), decoder.flush()]
 
 
-def test_a_character_of_several_bytes_is_printed_whole() -> None:
+def test_a_character_of_several_bytes_is_printed_at_once() -> None:
     text = "Zoë: 😀, 世界"
-    pieces = spelled(list(text.encode()), ByteTokenizer())
+    pieces = decode_stream(list(text.encode()), ByteTokenizer())
     assert [piece for piece in pieces if piece] == list(text)
 
 
-def test_bytes_that_are_no_text_are_shown_as_such() -> None:
+def test_invalid_bytes_are_printed_as_replacement_characters() -> None:
     for wrong in (b"\xc3(", b"a\xff\xfeb", b"\x80\xf0\x9f\x98\x80", b"\xf0\x9f\x98", b"\xff" * 9):
-        pieces = spelled(list(wrong), ByteTokenizer())
+        pieces = decode_stream(list(wrong), ByteTokenizer())
         assert "".join(pieces) == wrong.decode(errors="replace")
 
 
-def test_tokens_that_are_part_of_a_character_or_of_a_word_join_as_the_whole_text_does() -> None:
+def test_streamed_pieces_join_to_the_decoded_text() -> None:
     for tokenizer in (with_bytes(), with_words(), with_bytes_for_the_unknown()):
         text = "the cat 😀 the ca t"
         tokens = tokenizer.encode(text.encode()).tolist()
         assert len(tokens) > 5
-        pieces = spelled([*tokens[:3], tokenizer.eos_id, *tokens[3:]], tokenizer)
+        pieces = decode_stream([*tokens[:3], tokenizer.eos_id, *tokens[3:]], tokenizer)
         assert "".join(pieces) == tokenizer.decode(tokens).decode()
         assert "\ufffd" not in "".join(pieces)
 
 
 def with_bytes() -> HubTokenizer:
-    """As GPT-2's: an emoji is several tokens."""
+    """Like GPT-2's: an emoji is several tokens."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -138,7 +138,7 @@ def with_bytes() -> HubTokenizer:
 
 
 def with_words() -> HubTokenizer:
-    """As Llama's: a text's first space is left out, and where a text begins it is not known."""
+    """Like Llama's: the first space of a text is dropped."""
     backend = Backend(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
@@ -146,7 +146,7 @@ def with_words() -> HubTokenizer:
 
 
 def with_bytes_for_the_unknown() -> HubTokenizer:
-    """As Llama 2's: a letter that has no token is spelled in bytes, each of them a mark alone."""
+    """Like Llama 2's: unknown letters become byte tokens, each a replacement mark alone."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     vocab = {token: at for at, token in enumerate(["<unk>", "</s>", *bytes_, *"▁theca"])}
     backend = Backend(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
@@ -163,13 +163,13 @@ def trained(backend: Backend, trainer: trainers.BpeTrainer) -> HubTokenizer:
     return HubTokenizer("test", backend.to_str(), "</s>")
 
 
-def test_what_cannot_be_asked_is_refused_before_anything_is_opened(
+def test_wrong_flags_are_one_line_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt = ["--prompt", "It"]
     for flags, message in (
-        ([], "there is nothing to go on with; give --prompt TEXT or --file F"),
-        (["--prompt", ""], "the prompt '' is empty; a run goes on with a text's beginning"),
+        ([], "there is no prompt; give --prompt TEXT or --file F"),
+        (["--prompt", ""], "the prompt '' is empty; give at least one character"),
         ([*prompt, "--max-new-tokens", "0"], "max_new_tokens = 0: must be 1 or more"),
         ([*prompt, "--temperature", "-1"], "temperature = -1.0: must be 0 (the likeliest token)"),
         ([*prompt, "--top-p", "1.5"], "top_p = 1.5: must be above 0 and at most 1"),
@@ -178,28 +178,28 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_opened(
         (prompt, "no-run"),
     ):
         assert main(["generate", str(tmp_path / "no-run"), *flags]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("nsa: ")
-        assert message in said
-        assert said.count("\n") == 1
+        stderr = capsys.readouterr().err
+        assert stderr.startswith("nsa: ")
+        assert message in stderr
+        assert stderr.count("\n") == 1
 
 
 @pytest.fixture
 def started() -> Iterator[list[Ranks]]:
-    """What a test starts is ended with it."""
+    """Processes that end with the test."""
     processes: list[Ranks] = []
     yield processes
     for process in processes:
         process.end(signal.SIGKILL)
 
 
-def test_it_ends_quietly_when_its_reader_has_read_enough(run: Path, started: list[Ranks]) -> None:
+def test_it_ends_quietly_when_its_reader_closes_the_pipe(run: Path, started: list[Ranks]) -> None:
     program = ROOT / "tests/evaluate/generate_into_head.py"
     flags = ("--prompt", PROMPTS[0], "--max-new-tokens", "100000")
     started.append(start_ranks(program, "generate", str(run), *flags, ranks=0))
     assert started[0].codes(timeout=120) == [0]
     assert started[0].text("err") == ""
-    assert len(started[0].text("out")) >= 5  # 20 bytes, some of which are half a character
+    assert len(started[0].text("out")) >= 5  # 20 bytes, some of which are incomplete characters
 
 
 def test_it_ends_quietly_on_ctrl_c(run: Path, started: list[Ranks]) -> None:

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness runs the tasks of docs/evaluate.md on an export, and finds what we find."""
+"""lm-evaluation-harness on an export: the tasks of docs/evaluate.md agree with our own losses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import yaml
 
 from nsa.data.config import DataConfig
 from nsa.engine.load_run import LoadedRun, load_run
-from nsa.evaluate.perplexity import judge
-from nsa.evaluate.text import open_text, pieces
+from nsa.evaluate import perplexity
+from nsa.evaluate.data import eval_batches, open_eval_data
 from nsa.export.to_hf import export
 from nsa.model.loss import token_losses
 from tests.data.texts import text, write_lines
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedRun:
-    """The model that was exported; the working folder is the reader's, the caches are no one's."""
+    """The exported model, in a working folder and cache of this test."""
     from datasets import config
 
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -50,7 +50,7 @@ def opened(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loa
 
 
 def evaluate(task: str) -> dict[str, Any]:
-    """What the page's command gives for a task of the page, with samples."""
+    """Run a task of the page as the page's command does; return the results with samples."""
     from lm_eval.tasks import TaskManager
 
     (yaml_of_task,) = (
@@ -72,21 +72,21 @@ def evaluate(task: str) -> dict[str, Any]:
     )
 
 
-def test_choices_are_as_likely_as_our_model_says_and_the_likeliest_is_taken(
+def test_likelihoods_of_choices_equal_ours_and_the_likeliest_is_the_answer(
     opened: LoadedRun, tmp_path: Path
 ) -> None:
     (lines,) = (block.text for block in blocks(PAGE) if block.language == "json")
     (tmp_path / "brackets.jsonl").write_text(lines)
     questions = [json.loads(line) for line in lines.splitlines()]
-    found = evaluate("brackets")
-    right = 0
-    for question, sample in zip(questions, found["samples"]["brackets"], strict=True):
+    results = evaluate("brackets")
+    correct = 0
+    for question, sample in zip(questions, results["samples"]["brackets"], strict=True):
         assert sample["doc"]["code"] == question["code"]
-        said = [float(answer[0]) for answer in sample["filtered_resps"]]
+        theirs = [float(answer[0]) for answer in sample["filtered_resps"]]
         ours = [log_likelihood(opened, question["code"], end) for end in question["choices"]]
-        assert said == pytest.approx(ours, rel=1e-5)
-        right += ours.index(max(ours)) == question["answer"]
-    assert found["results"]["brackets"]["acc,none"] == pytest.approx(right / len(questions))
+        assert theirs == pytest.approx(ours, rel=1e-5)
+        correct += ours.index(max(ours)) == question["answer"]
+    assert results["results"]["brackets"]["acc,none"] == pytest.approx(correct / len(questions))
 
 
 @torch.no_grad()
@@ -99,21 +99,24 @@ def log_likelihood(run: LoadedRun, start: str, end: str) -> float:
     return -token_losses(hidden, run.model.embed.weight, labels).sum().item()
 
 
-def test_bits_per_byte_are_those_of_nsa_eval_on_the_same_windows(
+def test_bits_per_byte_equal_those_of_nsa_eval_on_the_same_windows(
     opened: LoadedRun, tmp_path: Path
 ) -> None:
-    """A document is judged behind an end of text, and ours lie behind another document's."""
+    """They evaluate a document after an end of text; ours follows another document."""
     first, second = text(1, SEQ_LEN)[:SEQ_LEN], text(2, 3 * SEQ_LEN)[: 3 * SEQ_LEN]
     write_lines(tmp_path / "bytes.jsonl", [second])
-    found = evaluate("bytes")["results"]["bytes"]
+    results = evaluate("bytes")["results"]["bytes"]
 
     source = write_lines(tmp_path / "both.jsonl", [first, second])
     assert opened.tokenizer is not None
-    ours = open_text(DataConfig(source=source, seq_len=SEQ_LEN), "all", 10**6, opened.tokenizer)
-    judged = judge(opened.model, pieces(ours, SEQ_LEN, SEQ_LEN, 2), ours.count, SEQ_LEN)
-    starts = torch.tensor([ours.samples.place(sample)[1] for sample in range(ours.count)])
+    ours = open_eval_data(
+        DataConfig(source=source, seq_len=SEQ_LEN), "all", 10**6, opened.tokenizer
+    )
+    batches = eval_batches(ours, SEQ_LEN, SEQ_LEN, 2)
+    losses = perplexity.evaluate(opened.model, batches, ours.count, SEQ_LEN)
+    starts = torch.tensor([ours.samples.locate(sample)[1] for sample in range(ours.count)])
     assert sorted(starts.tolist()) == [0, 32, 64, 96]
-    total = judged.losses.sum(1)[starts >= SEQ_LEN].sum().item()
+    total = losses.sums.sum(1)[starts >= SEQ_LEN].sum().item()
     bits = total / math.log(2) / len(second)
-    assert found["bits_per_byte,none"] == pytest.approx(bits, rel=1e-6)
-    assert found["byte_perplexity,none"] == pytest.approx(2**bits, rel=1e-6)
+    assert results["bits_per_byte,none"] == pytest.approx(bits, rel=1e-6)
+    assert results["byte_perplexity,none"] == pytest.approx(2**bits, rel=1e-6)

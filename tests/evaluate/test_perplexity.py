@@ -1,4 +1,4 @@
-"""`nsa eval`: the trainer's own figure, every token once, and its loss by what stands before it."""
+"""`nsa eval`: equals the trainer's figures; each token once; losses by position in the context."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from nsa.cli import main
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batches
 from nsa.data.config import DataConfig
-from nsa.data.source import open_source
+from nsa.data.factory import open_source
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer, train_tokenizer
 from nsa.evaluate import perplexity
-from nsa.evaluate.command import share_text
-from nsa.evaluate.perplexity import Judged, Mean, bucket_edges, judge
-from nsa.evaluate.text import Text, open_text, pieces
+from nsa.evaluate.command import share_source
+from nsa.evaluate.data import EvalData, eval_batches, open_eval_data
+from nsa.evaluate.perplexity import Losses, Mean, bucket_edges
 from nsa.model import loss
 from nsa.monitor.metrics_csv import read_metrics
 from tests.data.texts import split, texts, write_lines
@@ -42,10 +42,10 @@ END = 60
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs, on embedded text and on a file that is streamed, and another file."""
+    """Two runs, on embedded data and on a streamed file, and another file."""
     folder = tmp_path_factory.mktemp("runs")
     source = write_lines(folder / "lines.jsonl", LINES)
-    write_lines(folder / "other.jsonl", LINES[:30])
+    write_lines(folder / "other.jsonl", LINES[:12])
     streamed = (f"--set=data.source={source}", "--set=data.packing=documents")
     succeed(alone("m7c.py", *ARGUMENTS, "--run-dir=nsa", folder=folder))
     succeed(alone("m7c_dense.py", *ARGUMENTS, *streamed, "--run-dir=dense", folder=folder))
@@ -53,83 +53,84 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(folder: Path, *arguments: str, code: int = 0) -> list[dict]:
-    """What `nsa eval` writes for a run and others beside it."""
-    out = folder / "found"
+    """Run `nsa eval`; return the results in eval.json."""
+    out = folder / "results"
     assert main(["eval", *arguments, "--out", str(out), "--device", "cpu"]) == code
     return json.loads((out / "eval.json").read_text())["results"]
 
 
 @pytest.mark.parametrize("run", ["nsa", "dense"])
-def test_the_trainers_own_figures_come_out_again(
+def test_results_equal_the_trainers_own_figures(
     folder: Path, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (found,) = evaluate(folder, str(folder / run))
+    (result,) = evaluate(folder, str(folder / run))
     last = read_metrics(folder / run / "metrics.csv")[-1]
-    assert found["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
-    assert found["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-    assert found["step"] == 2
-    assert f"{found['loss']:.4f}" in capsys.readouterr().out
+    assert result["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
+    assert result["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-6)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+    assert result["step"] == 2
+    assert f"{result['loss']:.4f}" in capsys.readouterr().out
 
 
-def test_runs_are_judged_beside_each_other_on_the_same_tokens_at_every_length(
+def test_runs_and_lengths_are_compared_on_the_same_tokens(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--seq-len", "48", "192", "--stride", "48", "--tokens", "768")
     both = [str(folder / "nsa"), "--compare", str(folder / "dense")]
-    found = evaluate(folder, *both, *flags)
-    assert [(each["run"], each["seq_len"]) for each in found] == [
+    results = evaluate(folder, *both, *flags)
+    assert [(each["run"], each["seq_len"]) for each in results] == [
         ("nsa", 48),
         ("nsa", 192),
         ("dense", 48),
         ("dense", 192),
     ]
-    assert {each["tokens"] for each in found} == {768}
-    assert found[0]["over"] is None
+    assert {each["tokens"] for each in results} == {768}
+    assert results[0]["over"] is None
     for number, other in ((1, 0), (2, 0), (3, 1)):
-        over, beside = found[number]["over"], found[other]
+        over, beside = results[number]["over"], results[other]
         assert (over["run"], over["seq_len"]) == (beside["run"], beside["seq_len"])
-        assert over["loss"] == pytest.approx(found[number]["loss"] - beside["loss"])
-        assert 0 < over["standard_error"] < found[number]["standard_error"]
-    said = capsys.readouterr().out
-    assert "dense: sees 192 tokens at once, and saw 96 in training" in said
-    assert "768 tokens in 4 samples" in said
-    rows = list(csv.DictReader((folder / "found/positions.csv").open()))
-    assert len(rows) == sum(len(each["positions"]) for each in found)
-    assert float(rows[0]["loss"]) == found[0]["positions"][0]["loss"]
-    assert pixels(folder / "found/positions.png", BLUE) > 20
-    assert pixels(folder / "found/positions.png", ORANGE) > 20
+        assert over["loss"] == pytest.approx(results[number]["loss"] - beside["loss"])
+        assert 0 < over["standard_error"] < results[number]["standard_error"]
+    output = capsys.readouterr().out
+    assert "dense: sees 192 tokens at once, and saw 96 in training" in output
+    assert "768 tokens in 4 samples" in output
+    rows = list(csv.DictReader((folder / "results/positions.csv").open()))
+    assert len(rows) == sum(len(each["positions"]) for each in results)
+    assert float(rows[0]["loss"]) == results[0]["positions"][0]["loss"]
+    assert pixels(folder / "results/positions.png", BLUE) > 20
+    assert pixels(folder / "results/positions.png", ORANGE) > 20
 
 
-def test_of_text_that_the_run_never_saw_all_documents_are_judged_as_far_as_they_go(
+def test_of_unseen_data_all_documents_are_evaluated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = str(folder / "other.jsonl")
-    (found,) = evaluate(folder, str(folder / "nsa"), "--source", other, "--tokens", "1000000")
-    there = sum(len(text) + 1 for text in LINES[:30])
-    assert found["tokens"] == (there - 1) // 96 * 96
-    said = capsys.readouterr().out
-    assert f"{other}, split all" in said
-    assert "has no more of the 1,000,000 that were asked for" in said
-    evaluate(folder, str(folder / "nsa"), "--set", f"data.source={{{other}: 1}}")
+    (result,) = evaluate(folder, str(folder / "nsa"), "--source", other, "--tokens", "1000000")
+    total = sum(len(text) + 1 for text in LINES[:12])
+    assert result["tokens"] == (total - 1) // 96 * 96
+    output = capsys.readouterr().out
+    assert f"{other}, split all" in output
+    assert "has no more of the 1,000,000 requested" in output
+    evaluate(folder, str(folder / "nsa"), "--set", f"data.source={{{other}: 1}}", "--tokens", "96")
     assert f"{other}, split all" in capsys.readouterr().out
 
 
-def test_documents_held_out_here_that_training_has_seen_are_told_of(
+def test_held_out_documents_that_were_trained_on_are_reported(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    for share, told in (("0.05", False), ("0.04", False), ("0.06", True)):
+    for fraction, reported in (("0.05", False), ("0.04", False), ("0.06", True)):
         both = (str(folder / "nsa"), "--compare", str(folder / "dense"))
-        own = ("--source", "./lines.jsonl", "--set", f"data.held_out={share}", "--tokens", "96")
+        own = ("--source", "./lines.jsonl", "--set", f"data.held_out={fraction}", "--tokens", "96")
         evaluate(folder, *both, *own)
-        said = capsys.readouterr().out
-        assert "./lines.jsonl, split held_out" in said  # the second run's, and spelled otherwise
-        assert (f"dense: data.held_out = {share}, and 0.05 in training: some" in said) == told
-        assert "nsa: data.held_out" not in said
+        output = capsys.readouterr().out
+        assert "./lines.jsonl, split held_out" in output  # the second run's, and spelled otherwise
+        warning = f"dense: data.held_out = {fraction}, and 0.05 in training: some"
+        assert (warning in output) == reported
+        assert "nsa: data.held_out" not in output
 
 
-def test_a_text_is_known_by_its_place_and_by_the_folder_that_it_lies_in(
+def test_sources_are_compared_by_resolved_path_and_by_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -143,27 +144,30 @@ def test_a_text_is_known_by_its_place_and_by_the_folder_that_it_lies_in(
         ("hf:a/b", "hf:a/c", False),
         ("embedded", f"{tmp_path}/embedded", False),
     ):
-        assert share_text(DataConfig(source=one), DataConfig(source=other)) == shared, (one, other)
+        assert share_source(DataConfig(source=one), DataConfig(source=other)) == shared, (
+            one,
+            other,
+        )
         mixture = {"synthetic": 0.5, other: 0.5}
-        assert share_text(DataConfig(source=mixture), DataConfig(source=one)) == shared
+        assert share_source(DataConfig(source=mixture), DataConfig(source=one)) == shared
 
 
-def test_a_prepared_folder_is_judged_by_what_it_holds_out(
+def test_of_prepared_data_the_held_out_split_is_evaluated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, prepared = str(folder / "lines.jsonl"), str(folder / "prepared")
-    made = ["--tokenizer", "byte", "--held-out", "0.2", "--workers", "1"]
-    assert main(["data", "prepare", "--source", source, *made, "--out", prepared]) == 0
+    flags = ["--tokenizer", "byte", "--held-out", "0.05", "--workers", "1"]
+    assert main(["data", "prepare", "--source", source, *flags, "--out", prepared]) == 0
     flags = [str(folder / "nsa"), "--source", prepared, "--tokens", "1000000"]
-    (found,) = evaluate(folder, *flags)
-    held_out = sum(len(text) + 1 for text in split(LINES)[1])
-    assert found["tokens"] == (held_out - 1) // 96 * 96
+    (result,) = evaluate(folder, *flags)
+    held_out = sum(len(text) + 1 for text in split(LINES, 0.05)[1])
+    assert result["tokens"] == (held_out - 1) // 96 * 96
     capsys.readouterr()
     assert main(["eval", *flags, "--split", "all"]) == 2
     assert "was divided when it was prepared" in capsys.readouterr().err
 
 
-def test_runs_with_other_tokenizers_read_the_text_in_their_own_tokens(folder: Path) -> None:
+def test_each_run_reads_the_data_with_its_own_tokenizer(folder: Path) -> None:
     lines, other = str(folder / "lines.jsonl"), folder / "other, in words"
     source = open_source(DataConfig(source=lines), lines)
     tokenizer = train_tokenizer(source, 300, folder / "tokenizer")
@@ -177,11 +181,11 @@ def test_runs_with_other_tokenizers_read_the_text_in_their_own_tokens(folder: Pa
     assert second["bytes_per_token"] == pytest.approx(text_bytes / tokens, 0.05)
     bits = second["loss"] / math.log(2) / second["bytes_per_token"]
     assert second["bits_per_byte"] == pytest.approx(bits)
-    rows = csv.DictReader((folder / "found/positions.csv").open())
+    rows = csv.DictReader((folder / "results/positions.csv").open())
     assert {row["run"] for row in rows} == {"nsa", "other, in words"}
 
 
-def test_results_lie_in_the_runs_folder_where_no_other_is_named(folder: Path) -> None:
+def test_results_are_in_the_runs_folder_by_default(folder: Path) -> None:
     assert main(["eval", str(folder / "nsa"), "--tokens", "96"]) == 0
     assert {path.name for path in (folder / "nsa/eval").iterdir()} == {
         "eval.json",
@@ -190,7 +194,7 @@ def test_results_lie_in_the_runs_folder_where_no_other_is_named(folder: Path) ->
     }
 
 
-def test_results_are_written_where_nobody_reads_what_is_printed(
+def test_results_are_written_though_stdout_is_closed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, writer = os.pipe()
@@ -204,7 +208,7 @@ def test_results_are_written_where_nobody_reads_what_is_printed(
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--source", "lines.jsonl", "--set", "data.held_out=1e-9", "--split", "held_out"],
          "no document for split 'val'; raise data.held_out = 1e-09"),
@@ -217,121 +221,119 @@ def test_results_are_written_where_nobody_reads_what_is_printed(
         (["--set", "model.layers=1"], "--set model.layers=1: only data.*"),
         (["--set", "data.tokenizer=hf:x"], "data.tokenizer=hf:x: each run reads with its own"),
         (["--device", "tpu9"], "--device tpu9: "),
-        (["--device", "meta"], "--device meta: nothing is computed there; name one such as cpu"),
+        (["--device", "meta"], "--device meta: nothing is computed there; choose cpu or cuda"),
         (["--compare", "nowhere"], "'nowhere': there is no such folder"),
-        (["--out", "lines.jsonl"], "--out lines.jsonl: no folder can be made there (File exists)"),
+        (["--out", "lines.jsonl"], "--out lines.jsonl: the folder cannot be created (File exists)"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_judged_is_one_line_and_exit_code_2(
+def test_wrong_flags_and_data_are_one_line_and_exit_code_2(
     folder: Path,
     flags: list[str],
-    said: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(perplexity, "judge", None)  # takes long: all of these are refused before
+    monkeypatch.setattr(perplexity, "evaluate", None)  # slow: all are refused before
     assert main(["eval", "nsa", *flags]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 
-def text(seq_len: int, samples: int, packing: str = "concat") -> Text:
-    """Samples of a text of 61 ids, in which every tenth token or so ends a document."""
+def eval_data(seq_len: int, samples: int, packing: str = "concat") -> EvalData:
+    """Samples of 61 ids; about every tenth token ends a document."""
     tokens = np.random.default_rng(0).integers(0, 61, 4000)
     store = TokenStore([np.where(tokens < 6, END, tokens)], END, 1.0)
     shape = {"micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
-    return Text(Batches([store], seq_len=seq_len, packing=packing, **shape), samples, None)
+    return EvalData(Batches([store], seq_len=seq_len, packing=packing, **shape), samples, None)
 
 
 @pytest.mark.parametrize("packing", ["concat", "documents"])
-def test_lengths_and_strides_change_what_stands_before_a_token_and_not_which_are_judged(
+def test_lengths_and_strides_change_the_context_but_not_the_evaluated_tokens(
     packing: str,
 ) -> None:
-    found = text(64, 50, packing)
-    judged = []
+    data = eval_data(64, 50, packing)
+    evaluated = []
     for seq_len, stride in ((64, 64), (16, 16), (64, 8), (16, 4), (8, 1)):
         seen: Counter[tuple[int, int]] = Counter()
-        behind = []
-        for piece in pieces(found, seq_len, stride, rows=7):
-            labels = piece.batch.labels.flatten()
+        context = []
+        for item in eval_batches(data, seq_len, stride, rows=7):
+            labels = item.batch.labels.flatten()
             kept = labels != IGNORE_INDEX
-            seen.update(zip(piece.sample[kept].tolist(), labels[kept].tolist(), strict=True))
-            behind += piece.position[kept].tolist()
+            seen.update(zip(item.sample[kept].tolist(), labels[kept].tolist(), strict=True))
+            context += item.position[kept].tolist()
             if packing == "documents":
-                starts = torch.isin(torch.arange(len(labels)), piece.batch.cu_seqlens[:-1])
-                assert torch.equal(piece.position == 0, starts)
-        assert max(behind) < seq_len
+                starts = torch.isin(torch.arange(len(labels)), item.batch.cu_seqlens[:-1])
+                assert torch.equal(item.position == 0, starts)
+        assert max(context) < seq_len
         if packing == "concat":  # only at the start of the text is there less
-            assert sum(before < seq_len - stride for before in behind) < seq_len
-        judged.append(seen)
-    assert all(seen == judged[0] for seen in judged)
+            assert sum(before < seq_len - stride for before in context) < seq_len
+        evaluated.append(seen)
+    assert all(seen == evaluated[0] for seen in evaluated)
     ends = sum(
         int((store.read(start, start + 64) == END).sum())
-        for store, start in map(found.samples.place, range(50))
+        for store, start in map(data.samples.locate, range(50))
     )
-    assert judged[0].total() == found.tokens - (ends if packing == "documents" else 0)
+    assert evaluated[0].total() == data.tokens - (ends if packing == "documents" else 0)
 
 
 @pytest.mark.parametrize("attention", ["mean", "dense"])
-def test_each_loss_is_that_of_the_token_behind_its_context_alone(
-    attention: str,
-) -> None:
-    few = text(24, 2)
+def test_each_loss_depends_on_the_tokens_context_alone(attention: str) -> None:
+    few = eval_data(12, 2)
     model = build(tiny(attention))
-    found = judge(model, pieces(few, 12, 4, rows=5), 2, 12)
+    losses = perplexity.evaluate(model, eval_batches(few, 8, 4, rows=5), 2, 8)
     expected = np.zeros(2)
     for sample in range(2):
-        store, start = few.samples.place(sample)
-        for at in range(start, start + 24):
-            begin = max(0, at - at % 4 + 4 - 12)
+        store, start = few.samples.locate(sample)
+        for at in range(start, start + 12):
+            begin = max(0, at - at % 4 + 4 - 8)
             context = torch.from_numpy(store.read(begin, at + 2).astype(np.int64))
             logits = model(context[None, :-1])[0, -1]
             expected[sample] += F.cross_entropy(logits, context[-1]).item()
-    assert found.losses.sum(1).numpy() == pytest.approx(expected, rel=1e-9)
-    assert found.tokens == 48
+    assert losses.sums.sum(1).numpy() == pytest.approx(expected, rel=1e-9)
+    assert losses.tokens == 24
 
 
-def test_positions_are_counted_in_buckets_that_double() -> None:
+def test_position_buckets_double() -> None:
     assert bucket_edges(512) == [0, 64, 128, 256, 512]
     assert bucket_edges(500) == [0, 64, 128, 256, 500]
     assert bucket_edges(64) == [0, 64]
     assert bucket_edges(7) == [0, 7]
 
 
-def test_the_loss_of_a_bucket_is_that_of_its_positions() -> None:
-    few, model = text(160, 3), build(tiny())
-    found = judge(model, pieces(few, 160, 160, rows=2), 3, 160)
-    (whole,) = (piece.batch for piece in pieces(few, 160, 160, rows=3))
-    logits = model(whole.input_ids).flatten(0, 1)
-    each = F.cross_entropy(logits, whole.labels.flatten(), reduction="none")
+def test_a_buckets_loss_is_the_mean_over_its_positions() -> None:
+    few, model = eval_data(160, 3), build(tiny())
+    losses = perplexity.evaluate(model, eval_batches(few, 160, 160, rows=2), 3, 160)
+    (batch,) = (item.batch for item in eval_batches(few, 160, 160, rows=3))
+    logits = model(batch.input_ids).flatten(0, 1)
+    each = F.cross_entropy(logits, batch.labels.flatten(), reduction="none")
     by_position = each.detach().view(3, 160)
-    for positions, tokens, mean in found.buckets():
+    for positions, tokens, mean in losses.buckets():
         assert tokens == 3 * len(positions)
         assert mean.value == pytest.approx(by_position[:, positions].mean().item(), rel=1e-9)
-    assert [positions for positions, *_ in found.buckets()] == [
+    assert [positions for positions, *_ in losses.buckets()] == [
         range(64),
         range(64, 128),
         range(128, 160),
     ]
 
 
-def test_the_standard_error_is_that_of_samples_and_of_differences_for_two_runs() -> None:
+def test_standard_errors_are_over_samples_and_over_paired_differences() -> None:
     random = np.random.default_rng(0)
     hard = random.normal(3.0, 0.5, 200)  # of each sample
     counts = torch.full((200, 1), 64.0, dtype=torch.float64)
-    one = Judged(torch.from_numpy(64 * hard)[:, None], counts, [0, 64])
-    other = Judged(torch.from_numpy(64 * (hard + 0.1))[:, None], counts, [0, 64])
-    assert one.loss == Mean(
+    one = Losses(torch.from_numpy(64 * hard)[:, None], counts, [0, 64])
+    other = Losses(torch.from_numpy(64 * (hard + 0.1))[:, None], counts, [0, 64])
+    assert one.mean == Mean(
         pytest.approx(hard.mean()), pytest.approx(hard.std(ddof=1) / math.sqrt(200))
     )
-    assert other.less(one) == Mean(pytest.approx(0.1), pytest.approx(0.0, abs=1e-9))
-    alone = Judged(one.losses[:1], counts[:1], [0, 64])
-    assert alone.loss.error is None
+    assert other.minus(one) == Mean(pytest.approx(0.1), pytest.approx(0.0, abs=1e-9))
+    alone = Losses(one.sums[:1], counts[:1], [0, 64])
+    assert alone.mean.error is None
 
 
-def test_logits_of_some_tokens_at_a_time_give_the_same_losses(
+def test_losses_in_chunks_are_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
@@ -346,15 +348,15 @@ def test_logits_of_some_tokens_at_a_time_give_the_same_losses(
         return linear(*arguments)
 
     monkeypatch.setattr(F, "linear", watched)
-    monkeypatch.setattr(loss, "PRODUCT", 61 * 7)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 61 * 7)
     assert torch.allclose(loss.token_losses(hidden, weight, labels), expected, atol=1e-12)
     assert max(largest) == 7
 
 
-def test_text_of_other_tokens_than_the_runs_is_refused_by_name(folder: Path) -> None:
+def test_data_of_another_tokenizer_is_refused(folder: Path) -> None:
     config = DataConfig(source=str(folder / "lines.jsonl"), seq_len=16)
     other = ByteTokenizer()
     other.fingerprint = "another"
     with pytest.raises(ValueError, match=r"the tokens of .*lines\.jsonl.* were made by"):
-        open_text(config, "val", 64, other)
-    assert open_text(config, "val", 64, ByteTokenizer()).count == 4
+        open_eval_data(config, "val", 64, other)
+    assert open_eval_data(config, "val", 64, ByteTokenizer()).count == 4

@@ -1,4 +1,4 @@
-"""`nsa export`: what transformers load is what was trained, with the package and without it."""
+"""`nsa export`: transformers loads the trained model, with this package and without it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from transformers.dynamic_module_utils import get_imports
 
 from nsa.cli import main
 from nsa.data.config import DataConfig
-from nsa.data.source import open_source
+from nsa.data.factory import open_source
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
-from nsa.export.bundle import bundle
-from nsa.export.tokenizer import write_tokenizer
+from nsa.export.hf_tokenizer import write_tokenizer
+from nsa.export.remote_code import remote_code
 from nsa.monitor.metrics_csv import read_metrics
 from tests.engine.runs import TINY, alone, succeed
 from tests.ranks import ROOT
@@ -41,7 +41,7 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six steps with checkpoints at the third and the sixth."""
+    """A run of six steps with checkpoints at steps 3 and 6."""
     folder = tmp_path_factory.mktemp("runs")
     succeed(alone("m7c.py", "--profile=demo", "--steps=6", *TINY, "--run-dir=tiny", folder=folder))
     return folder / "tiny"
@@ -55,106 +55,108 @@ def exported(run: Path) -> Path:
 
 
 def card(folder: Path) -> dict[str, str]:
-    """The rows of a README's tables."""
+    """The rows of the model card's tables."""
     rows = re.findall(r"^\| (.+?) \| (.+?) \|$", (folder / "README.md").read_text(), re.M)
     return dict(rows)
 
 
-def test_the_logits_are_the_trainers_to_the_bit(run: Path, exported: Path) -> None:
+def test_exported_logits_are_the_trainers_bit_for_bit(run: Path, exported: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(exported)
-    opened = load_run(run, device="cpu")
-    assert model.dtype == opened.model.embed.weight.dtype == torch.bfloat16
-    assert torch.equal(model(TOKENS).logits, opened.model(TOKENS))
-    assert model.config.max_position_embeddings == opened.config.data.seq_len
+    loaded = load_run(run, device="cpu")
+    assert model.dtype == loaded.model.embed.weight.dtype == torch.bfloat16
+    assert torch.equal(model(TOKENS).logits, loaded.model(TOKENS))
+    assert model.config.max_position_embeddings == loaded.config.data.seq_len
 
 
-def test_fp32_weights_are_those_that_the_optimizer_kept(run: Path, tmp_path: Path) -> None:
+def test_fp32_weights_are_the_optimizers_master_weights(run: Path, tmp_path: Path) -> None:
     assert main(["export", str(run), "--to", str(tmp_path / "wide"), "--dtype", "fp32"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
-    opened = load_run(run, device="cpu", dtype=torch.float32)
-    assert torch.equal(model(TOKENS).logits, opened.model(TOKENS))
+    loaded = load_run(run, device="cpu", dtype=torch.float32)
+    assert torch.equal(model(TOKENS).logits, loaded.model(TOKENS))
     weight = model.model.embed.weight
     assert not torch.equal(weight, weight.bfloat16().float())
 
 
-def test_the_cards_figures_are_those_of_the_exported_step(run: Path, tmp_path: Path) -> None:
+def test_the_cards_figures_belong_to_the_exported_step(run: Path, tmp_path: Path) -> None:
     checkpoint = run / "checkpoints" / "step00000003"
     assert main(["export", str(checkpoint), "--to", str(tmp_path / "third")]) == 0
     rows = [row for row in read_metrics(run / "metrics.csv") if row["step"] <= 3]
-    said, last = card(tmp_path / "third"), rows[-1]
-    assert said["steps"] == "3 of 6"
-    assert said["tokens seen"].split()[0] == f"{last['tokens']:,}"
-    assert said["training loss (nats a token)"].split()[0] == f"{last['loss']:.4f}"
-    assert said["data.source"] == "embedded"
-    assert said["torch"] == torch.__version__
+    figures, last = card(tmp_path / "third"), rows[-1]
+    assert figures["steps"] == "3 of 6"
+    assert figures["tokens seen"].split()[0] == f"{last['tokens']:,}"
+    assert figures["training loss (nats a token)"].split()[0] == f"{last['loss']:.4f}"
+    assert figures["data.source"] == "embedded"
+    assert figures["torch"] == torch.__version__
     text = (tmp_path / "third" / "README.md").read_text()
     assert "Not recorded by the run: held-out loss" in text  # the first is at step 4
 
 
-def test_the_card_names_the_versions_that_its_code_needs(exported: Path) -> None:
-    said = re.findall(r"(transformers|torch) ≥ ([\d.]+)", (exported / "README.md").read_text())
+def test_the_card_names_the_required_versions(exported: Path) -> None:
+    named = re.findall(r"(transformers|torch) ≥ ([\d.]+)", (exported / "README.md").read_text())
     needed = re.findall(r'"(torch|transformers)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
-    assert said
-    assert dict(said) == dict(needed)
+    assert named
+    assert dict(named) == dict(needed)
 
 
-def test_a_run_without_records_says_so_and_makes_nothing_up(exported: Path, tmp_path: Path) -> None:
+def test_the_card_lists_what_the_run_did_not_record(exported: Path, tmp_path: Path) -> None:
     assert main(["export", str(exported), "--to", str(tmp_path / "again")]) == 0
-    said, text = card(tmp_path / "again"), (tmp_path / "again" / "README.md").read_text()
-    assert "tokens seen" not in said
+    figures, text = card(tmp_path / "again"), (tmp_path / "again" / "README.md").read_text()
+    assert "tokens seen" not in figures
     assert "Not recorded by the run: steps, tokens seen, training loss" in text
-    assert said["torch"] == "not recorded"
+    assert figures["torch"] == "not recorded"
     for name in ("model.safetensors", "config.json", "config.yaml", "tokenizer.json"):
         assert (tmp_path / "again" / name).read_bytes() == (exported / name).read_bytes()
 
 
-def test_the_settings_and_the_weights_can_be_read_by_others(run: Path, exported: Path) -> None:
-    read = [yaml.safe_load((place / "config.yaml").read_text()) for place in (run, exported)]
+def test_exported_files_share_permissions_and_keep_the_runs_config(
+    run: Path, exported: Path
+) -> None:
+    read = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in (run, exported)]
     assert read[0] == read[1]
     modes = {stat.S_IMODE(file.stat().st_mode) for file in exported.iterdir()}
     assert len(modes) == 1  # safetensors leaves its file to the owner alone
 
 
 @pytest.mark.parametrize("kind", ["byte", "learned"])
-def test_the_tokenizer_gives_our_ids_for_any_text(kind: str, tmp_path: Path) -> None:
+def test_the_exported_tokenizer_gives_the_runs_ids_for_any_text(kind: str, tmp_path: Path) -> None:
     tokenizer: Tokenizer = ByteTokenizer()
     if kind == "learned":
         source = open_source(DataConfig(synthetic_bytes=30_000), "synthetic")
         tokenizer = train_tokenizer(source, 300, tmp_path / "learned")
     write_tokenizer(tokenizer, tmp_path / "written", 96)
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "written")
-    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.eos_id
-    assert len(theirs) == tokenizer.vocab_size
+    written = AutoTokenizer.from_pretrained(tmp_path / "written")
+    assert written.eos_token_id == written.bos_token_id == tokenizer.eos_id
+    assert len(written) == tokenizer.vocab_size
     for text in TEXTS:
-        ids = theirs(text)["input_ids"]
+        ids = written(text)["input_ids"]
         assert ids == tokenizer.encode(text.encode()).tolist()
-        assert theirs.decode(ids) == text
+        assert written.decode(ids) == text
     ended = [*tokenizer.encode(b"end").tolist(), tokenizer.eos_id]
-    assert theirs.decode(ended, skip_special_tokens=True) == "end"
-    if kind == "learned":  # so that a run can go on from an export
+    assert written.decode(ended, skip_special_tokens=True) == "end"
+    if kind == "learned":  # so training can continue from an export
         again = build_tokenizer(DataConfig(tokenizer=f"hf:{tmp_path / 'written'}"))
         assert again.fingerprint == tokenizer.fingerprint
-    assert theirs(["a", "abc"], padding=True)["attention_mask"][0][0] == 0
-    # Who fine-tunes with markers of a chat asks for tokens that text can name.
+    assert written(["a", "abc"], padding=True)["attention_mask"][0][0] == 0
+    # Fine-tuning on chats needs special tokens that are recognized in text.
     marked = AutoTokenizer.from_pretrained(tmp_path / "written", split_special_tokens=False)
     marked.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     marked.save_pretrained(tmp_path / "marked")
     for chat in (marked, AutoTokenizer.from_pretrained(tmp_path / "marked")):
-        said = chat(f"<|im_start|>hi{chat.eos_token}")["input_ids"]
-        assert said == [tokenizer.vocab_size, *tokenizer.encode(b"hi").tolist(), tokenizer.eos_id]
+        ids = chat(f"<|im_start|>hi{chat.eos_token}")["input_ids"]
+        assert ids == [tokenizer.vocab_size, *tokenizer.encode(b"hi").tolist(), tokenizer.eos_id]
 
 
-def test_a_folder_that_is_in_use_is_refused_by_name(
+def test_a_non_empty_target_or_a_missing_run_is_refused_by_name(
     run: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(run), "--to", str(exported)]) == 2
-    assert f"--to {exported}: there is something already" in capsys.readouterr().err
+    assert f"--to {exported}: already exists" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nowhere"), "--to", str(tmp_path / "new")]) == 2
     assert "nowhere': there is no such folder" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
-def test_a_full_disk_leaves_nothing_behind(
+def test_a_full_disk_leaves_no_files(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -168,17 +170,17 @@ def test_a_full_disk_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_bundled_code_needs_torch_and_transformers_alone(tmp_path: Path) -> None:
-    files = bundle()
-    assert files == bundle()
+def test_the_remote_code_needs_only_torch_and_transformers(tmp_path: Path) -> None:
+    files = remote_code()
+    assert files == remote_code()
     allowed = {"torch", "transformers", *sys.stdlib_module_names}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
         assert set(get_imports(tmp_path / name)) <= allowed, name  # transformers refuses others
-        wanted = re.findall(r"^\s*from \.(\w+) import", text, re.M)
-        assert {f"{other}.py" for other in wanted} <= files.keys(), name
+        imported = re.findall(r"^\s*from \.(\w+) import", text, re.M)
+        assert {f"{other}.py" for other in imported} <= files.keys(), name
         assert not re.search(r"^\s*(from|import) nsa\b", text, re.M), name
-        assert '"nsa::' not in text  # operations of the package, or of another bundle, stay theirs
+        assert '"nsa::' not in text  # no clash with the package's or another export's ops
 
 
 WITHOUT_THE_PACKAGE = """
@@ -190,7 +192,7 @@ from transformers import AutoConfig
 if os.fork() == 0:  # transformers first, then nsa
     sys.path.append(root)
     import nsa
-    assert "transformers.modeling_utils" not in sys.modules  # seconds, where models are wanted
+    assert "transformers.modeling_utils" not in sys.modules  # takes seconds
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     os._exit(type(config).__module__ != "nsa.model.hf_config")
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
@@ -198,7 +200,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True)
-found = {
+outputs = {
     "logits": model(torch.arange(96)[None]).logits,
     "text": model.generate(**prompts, max_new_tokens=5, do_sample=False),
 }
@@ -210,21 +212,21 @@ for file in os.listdir(folder):  # kernels among them, which only a GPU would ne
 assert "nsa" not in sys.modules
 sys.path.append(root)
 import nsa
-ours = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-found["package"] = type(ours).__module__
-found["beside"] = ours(torch.arange(96)[None]).logits
-torch.save(found, os.path.join(out, "found.pt"))
+local = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+outputs["package"] = type(local).__module__
+outputs["beside"] = local(torch.arange(96)[None]).logits
+torch.save(outputs, os.path.join(out, "outputs.pt"))
 """
 
 
-def test_it_works_where_the_package_is_not_installed(exported: Path, tmp_path: Path) -> None:
-    """And where it is after all, and imported, its own classes serve."""
-    elsewhere = tmp_path / "taken-along"
+def test_an_export_works_without_this_package(exported: Path, tmp_path: Path) -> None:
+    """And once the package is imported, its classes replace the remote code."""
+    elsewhere = tmp_path / "copied"
     shutil.copytree(exported, elsewhere)
     site = sysconfig.get_path("purelib")
     arguments = [site, str(ROOT), str(elsewhere), str(tmp_path)]
     done = subprocess.run(
-        # -I and -S: neither this folder nor what is installed here is found by itself.
+        # -I and -S: neither the working directory nor site-packages is on the path.
         [sys.executable, "-I", "-S", "-c", WITHOUT_THE_PACKAGE, *arguments],
         cwd=tmp_path,
         env={**os.environ, "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"},
@@ -233,20 +235,21 @@ def test_it_works_where_the_package_is_not_installed(exported: Path, tmp_path: P
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    found = torch.load(tmp_path / "found.pt")
+    outputs = torch.load(tmp_path / "outputs.pt")
     model = AutoModelForCausalLM.from_pretrained(exported)
-    assert torch.equal(found["logits"], model(TOKENS).logits)
-    assert torch.equal(found["beside"], found["logits"])
-    assert found["package"] == "nsa.model.hf"
+    assert torch.equal(outputs["logits"], model(TOKENS).logits)
+    assert torch.equal(outputs["beside"], outputs["logits"])
+    assert outputs["package"] == "nsa.model.hf"
     tokenizer = AutoTokenizer.from_pretrained(exported)
     prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True)
-    assert torch.equal(found["text"], model.generate(**prompts, max_new_tokens=5, do_sample=False))
+    text = model.generate(**prompts, max_new_tokens=5, do_sample=False)
+    assert torch.equal(outputs["text"], text)
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert saved["auto_map"] == json.loads((exported / "config.json").read_text())["auto_map"]
-    assert {path.name for path in (tmp_path / "saved").glob("*.py")} == bundle().keys()
+    assert {path.name for path in (tmp_path / "saved").glob("*.py")} == remote_code().keys()
 
 
-def test_what_the_package_saves_again_promises_no_code(exported: Path, tmp_path: Path) -> None:
+def test_saving_with_the_package_drops_auto_map(exported: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(exported).save_pretrained(tmp_path)
     assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16

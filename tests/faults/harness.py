@@ -1,4 +1,4 @@
-"""A tiny run on two real ranks that suffers a fault, and the same run going on afterwards."""
+"""A tiny run on two real ranks, with or without a planted fault, and the same run resumed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from nsa import checkpoint
-from nsa.monitor.heartbeat import read_heartbeats
 from tests.engine.runs import BIN, LIMIT, TINY, deepspeed, losses, succeed
+from tests.monitor.heartbeats import read_heartbeats
 from tests.ranks import ROOT, Ranks, start_ranks
 
 STEPS, EVERY = 12, 4  # of a run, and between its checkpoints
@@ -32,42 +32,40 @@ SETTINGS = [
 
 @dataclass
 class Run:
-    """Ranks at work, or what they have left behind."""
+    """The ranks of a run, running or ended; its run folder is `folder`/run."""
 
-    folder: Path  # the run's is run/ within
+    folder: Path
     ranks: Ranks
     codes: list[int | None] = field(default_factory=list)
 
     @property
     def dir(self) -> Path:
-        """The run's own folder."""
         return self.folder / "run"
 
     def beats(self, rank: int) -> list[dict[str, Any]]:
-        """A rank's heartbeat so far."""
+        """Return a rank's heartbeats so far."""
         return read_heartbeats(self.dir).get(rank, []) if self.dir.exists() else []
 
-    def wait_for(self, what: Callable[[], object], why: str) -> None:
-        """Wait until something is so."""
+    def wait_for(self, condition: Callable[[], object], failure: str) -> None:
         deadline = time.monotonic() + LIMIT
-        while not what():
+        while not condition():
             over = None not in self.ranks.codes() or time.monotonic() > deadline
-            assert not over, f"{why}\n{self.ranks.text('err')[-2_000:]}"
+            assert not over, f"{failure}\n{self.ranks.text('err')[-2_000:]}"
             time.sleep(0.01)
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until both ranks have begun a step."""
+        """Wait until both ranks have started a step."""
         for rank in range(len(self.ranks.pids)):
             self.wait_for(
                 lambda rank=rank: any(
                     beat["event"] == "step_start" and beat["step"] + 1 >= step
                     for beat in self.beats(rank)
                 ),
-                f"rank {rank} did not come to step {step}",
+                f"rank {rank} did not reach step {step}",
             )
 
     def end(self) -> Run:
-        """Let the ranks end: all of them, once one has failed, as the launcher does it."""
+        """Wait for the end; once one rank has failed, end the others as the launcher does."""
         try:
             self.ranks.wait_for_failure(time.monotonic() + LIMIT)
         finally:
@@ -77,84 +75,84 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The steps that were done."""
+        """The number of steps done."""
         return max((beat["step"] for rank in (0, 1) for beat in self.beats(rank)), default=0)
 
     @property
-    def said(self) -> str:
-        """Everything that was printed."""
+    def output(self) -> str:
         return self.ranks.text("out") + self.ranks.text("err")
 
 
-def start(folder: Path, *arguments: str, program: Path | None = None, **more: str) -> Run:
-    """Start the run in `folder`, on two ranks."""
+def start(folder: Path, *arguments: str, program: Path | None = None, **environment: str) -> Run:
+    """Start the run in `folder` on two ranks."""
     program = program or ROOT / "recipes/m7c.py"
-    return Run(folder, start_ranks(program, *SETTINGS, *arguments, folder=folder, environment=more))
+    arguments = (*SETTINGS, *arguments)
+    return Run(folder, start_ranks(program, *arguments, folder=folder, environment=environment))
 
 
 def start_faulty(
     folder: Path,
-    do: str,
+    action: str,
     where: str,
     *arguments: str,
     step: int = 6,
     ranks: Sequence[int] = (1,),
     number: int = 1,
 ) -> Run:
-    """Start the run with a fault planted; `faulty.py` knows which there are."""
-    fault = {"do": do, "where": where, "step": step, "ranks": list(ranks), "number": number}
-    fault["mark"] = str(folder / "suffered")
+    """Start the run with a fault planted; see faulty.py."""
+    fault = {"action": action, "where": where, "step": step, "number": number}
+    fault |= {"ranks": list(ranks), "mark": str(folder / "happened")}
     return start(folder, *arguments, program=FAULTY, FAULT=json.dumps(fault))
 
 
-def suffered(run: Run) -> float:
-    """When the fault happened; an AssertionError where it did not."""
-    marks = list(run.folder.glob("suffered.*"))
-    assert marks, f"the fault did not happen\n{run.said[-2_000:]}"
+def fault_time(run: Run) -> float:
+    """Return when the fault happened; fail if it did not."""
+    marks = list(run.folder.glob("happened.*"))
+    assert marks, f"the fault did not happen\n{run.output[-2_000:]}"
     return min(float(mark.read_text()) for mark in marks)
 
 
 def watch(run: Run) -> Ranks:
-    """`nsa watch` on a run that goes."""
+    """Start `nsa watch` on a running run."""
     run.wait_for(lambda: run.beats(0) and run.beats(1), "no heartbeat")
     return start_ranks(BIN / "nsa", "watch", str(run.dir), folder=run.folder, ranks=0)
 
 
 @dataclass
 class Resumed:
-    """What became of a run that went on."""
+    """A run that was resumed and has finished."""
 
-    step: int  # where
+    step: int  # that it was resumed from
     losses: dict[int, float]
     weights: str
-    said: str
+    output: str
 
 
 def resume(folder: Path, *arguments: str) -> Resumed:
-    """Let the run go on to its end."""
-    said = succeed(deepspeed("m7c.py", "--run-dir=run", "--resume", *arguments, folder=folder))
-    match = re.search(r"steps (\d+) to", said)
-    assert match, said
-    return Resumed(int(match[1]) - 1, losses(folder / "run"), weights(folder / "run"), said)
+    """Resume the run and let it finish."""
+    output = succeed(deepspeed("m7c.py", "--run-dir=run", "--resume", *arguments, folder=folder))
+    match = re.search(r"steps (\d+) to", output)
+    assert match, output
+    return Resumed(int(match[1]) - 1, losses(folder / "run"), weights(folder / "run"), output)
 
 
 def weights(run_dir: Path) -> str:
-    """A hash of what the run has learnt, to the last bit."""
+    """Return a hash of all tensors in the last checkpoint."""
     path, notes = checkpoint.newest_complete(run_dir / "checkpoints")
     assert path is not None, notes
     assert path.name == f"step{STEPS:08d}"
     digest = hashlib.sha256()
     for file in sorted(path.glob("*states.pt")):
-        _feed(digest, torch.load(file, map_location="cpu", weights_only=False))
+        _hash(digest, torch.load(file, map_location="cpu", weights_only=False))
     return digest.hexdigest()
 
 
-def _feed(digest: Any, value: Any) -> None:
+def _hash(digest: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
-            _feed(digest, value[key])
+            _hash(digest, value[key])
     elif isinstance(value, list | tuple):
         for item in value:
-            _feed(digest, item)
+            _hash(digest, item)

@@ -1,9 +1,8 @@
-"""What happened at each fault that was tried, kept for the table in docs/reliability.md."""
+"""Outcomes of tested faults, kept for the table in docs/design/evidence.md."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,37 +11,36 @@ FILE = Path(__file__).parents[2] / ".pytest_cache" / "faults.json"
 
 @dataclass(frozen=True)
 class Outcome:
-    """One fault, once."""
+    """One fault, tested once."""
 
-    fault: str  # a name of the catalogue
+    fault: str  # a name in the catalogue
     variant: str
     codes: tuple[int | None, ...] = ()  # exit codes
     seconds: float | None = None  # from the fault to the end of all ranks
-    lost: int | None = None  # steps that had to be taken again
-    exact: bool = False  # the losses and weights in the end were the uninterrupted run's
+    lost: int | None = None  # steps that had to be repeated
+    exact: bool = False  # losses and weights equal those of the uninterrupted run
 
 
 class Outcomes:
-    """Collects them."""
+    """The outcomes of this session."""
 
     def __init__(self) -> None:
-        self.found: list[Outcome] = []
+        self._outcomes: list[Outcome] = []
 
-    def tell(self, fault: str, variant: str, **what: object) -> None:
-        """Note what happened."""
-        self.found.append(Outcome(fault, variant, **what))  # type: ignore[arg-type]
+    def record(self, fault: str, variant: str, **values: object) -> None:
+        self._outcomes.append(Outcome(fault, variant, **values))  # type: ignore[arg-type]
 
     def write(self) -> None:
-        """Keep this session's, and of earlier ones those faults that it did not try."""
-        tried = {(outcome.fault, outcome.variant) for outcome in self.found}
-        earlier = [found for found in read() if (found.fault, found.variant) not in tried]
+        """Write these outcomes, and keep earlier ones of faults that this session did not test."""
+        tested = {(outcome.fault, outcome.variant) for outcome in self._outcomes}
+        earlier = [old for old in read_outcomes() if (old.fault, old.variant) not in tested]
         FILE.parent.mkdir(exist_ok=True)
-        FILE.write_text(json.dumps([asdict(one) for one in [*earlier, *self.found]], indent=1))
+        FILE.write_text(json.dumps([asdict(one) for one in [*earlier, *self._outcomes]], indent=1))
 
 
-def read() -> Iterable[Outcome]:
-    """What was kept."""
+def read_outcomes() -> list[Outcome]:
+    """Return the outcomes of all sessions."""
     if not FILE.exists():
         return []
-    found = json.loads(FILE.read_text())
-    return [Outcome(**{**one, "codes": tuple(one["codes"])}) for one in found]
+    rows = json.loads(FILE.read_text())
+    return [Outcome(**{**row, "codes": tuple(row["codes"])}) for row in rows]

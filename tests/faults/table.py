@@ -1,4 +1,4 @@
-"""Writes the table of docs/design/evidence.md from what the tests have seen.
+"""Writes the table of docs/design/evidence.md from the outcomes of the tests.
 
 python -m pytest tests/faults --full && python -m tests.faults.table
 """
@@ -9,25 +9,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.faults.catalogue import FAULTS
-from tests.faults.outcomes import Outcome, read
+from tests.faults.outcomes import Outcome, read_outcomes
 
-PAGE = Path(__file__).parents[2] / "docs" / "design" / "evidence.md"
+PAGE = Path(__file__).parents[2] / "docs" / "design/evidence.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 HEAD = (
-    "| fault | what is promised | tried | seconds to the end | steps taken again | exit codes "
-    "| bit for bit |\n| --- | --- | ---: | ---: | ---: | --- | --- |\n"
+    "| fault | promise | tested | seconds to the end | steps repeated | exit codes "
+    "| bit-exact |\n| --- | --- | ---: | ---: | ---: | --- | --- |\n"
 )
 
 
 def row(fault: str, outcomes: Sequence[Outcome]) -> str:
-    """What was seen of one fault; the worst where it was tried often."""
-    what, promise = FAULTS[fault]
+    """Return the row of one fault, with the worst of its outcomes."""
+    description, promise = FAULTS[fault]
     seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
     lost = [outcome.lost for outcome in outcomes if outcome.lost is not None]
     codes = sorted({code for outcome in outcomes for code in outcome.codes if code is not None})
     exact = sum(outcome.exact for outcome in outcomes)
     cells = (
-        what,
+        description,
         promise,
         f"{len(outcomes)}×",
         f"{max(seconds):.1f}" if any(seconds) else "–",
@@ -39,22 +39,21 @@ def row(fault: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A row for each fault of the catalogue; a ValueError where one was not tried."""
+    """Return the table; raise ValueError if a fault of the catalogue was not tested."""
     rows = []
     for fault in FAULTS:
-        found = [outcome for outcome in outcomes if outcome.fault == fault]
-        if not found:
-            raise ValueError(f"{fault}: not tried; run pytest tests/faults --full first")
-        rows.append(row(fault, found))
+        of_fault = [outcome for outcome in outcomes if outcome.fault == fault]
+        if not of_fault:
+            raise ValueError(f"{fault}: not tested; run pytest tests/faults --full first")
+        rows.append(row(fault, of_fault))
     return HEAD + "".join(rows)
 
 
 def main() -> None:
-    """Put the table into the page."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
+    """Write the table into the page."""
+    before, rest = PAGE.read_text().split(BEGIN)
     _, after = rest.split(END)
-    PAGE.write_text(before + BEGIN + table(list(read())) + END + after)
+    PAGE.write_text(before + BEGIN + table(read_outcomes()) + END + after)
 
 
 if __name__ == "__main__":

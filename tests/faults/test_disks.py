@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, and disks that take no more."""
+"""Damaged checkpoints, full disks and read-only disks."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import pytest
 
 from nsa import checkpoint
 from tests.engine.runs import losses
-from tests.faults.conftest import Aftermath, Golden
-from tests.faults.harness import EVERY, STEPS, Run, resume, start, start_faulty, suffered
+from tests.faults.conftest import CheckResumed, Golden
+from tests.faults.harness import EVERY, STEPS, Run, fault_time, resume, start, start_faulty
 from tests.faults.outcomes import Outcomes
 
 full = pytest.mark.full
-ROOMY = "4g"  # what the checks before a run want
-SCRAPS = 64 * 1024  # bytes that a full disk still has, too few for a checkpoint
+DISK_SIZE = "4g"  # enough for the preflight checks
+FREE_BYTES = 64 * 1024  # on a full disk, too few for a checkpoint
 MESSAGE = {"disk-full": "No space left", "read-only": "Read-only"}
 
 
 def truncate(path: Path) -> None:
-    """Cut a file's second half off."""
+    """Cut off the second half of a file."""
     os.truncate(path, path.stat().st_size // 2)
 
 
 def flip(path: Path) -> None:
-    """Turn one bit round in the middle of a file."""
+    """Flip one bit in the middle of a file."""
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)[0]
@@ -40,9 +40,9 @@ def flip(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, golden: Golden) -> Run:
-    """A run that was ended in step 11; its newest checkpoint is of step 8."""
+    """A run killed in step 11, with checkpoints of steps 4 and 8."""
     run = start_faulty(tmp_path_factory.mktemp("saved"), "kill", "forward", step=11).end()
-    suffered(run)
+    fault_time(run)
     assert sorted(path.name for path in (run.dir / "checkpoints").glob("step*")) == [
         "step00000004",
         "step00000008",
@@ -51,7 +51,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, golden: Golden) -> Run:
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
-def test_damage_to_any_file_of_a_checkpoint_is_found_and_the_one_before_is_taken(
+def test_damage_to_any_file_of_a_checkpoint_is_detected_and_the_one_before_is_used(
     damage: Callable[[Path], None], saved: Run, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoints"
@@ -60,8 +60,8 @@ def test_damage_to_any_file_of_a_checkpoint_is_found_and_the_one_before_is_taken
     for name in names:
         shutil.copytree(saved.dir / "checkpoints", folder)
         damage(folder / "step00000008" / name)
-        found, notes = checkpoint.newest_complete(folder)
-        assert found == folder / "step00000004", name
+        path, notes = checkpoint.newest_complete(folder)
+        assert path == folder / "step00000004", name
         assert any("step00000008" in note for note in notes)
         shutil.rmtree(folder)
 
@@ -75,25 +75,29 @@ def test_damage_to_any_file_of_a_checkpoint_is_found_and_the_one_before_is_taken
         pytest.param(Path.unlink, "state.json", marks=full),
     ],
 )
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
-    damage: Callable[[Path], None], name: str, saved: Run, tmp_path: Path, aftermath: Aftermath
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
+    damage: Callable[[Path], None],
+    name: str,
+    saved: Run,
+    tmp_path: Path,
+    check_resumed: CheckResumed,
 ) -> None:
     shutil.copytree(saved.folder, tmp_path / "copy")
     run = Run(tmp_path / "copy", saved.ranks, saved.codes)
     damage(run.dir / "checkpoints/step00000008" / name)
     now = time.time()
-    resumed = aftermath("damage", f"{damage.__name__} {name}", run, now, now)
+    resumed = check_resumed("damage", f"{damage.__name__} {name}", run, now, now)
     assert resumed.step == 4
-    assert "step00000008" in resumed.said
-    assert name in resumed.said
+    assert "step00000008" in resumed.output
+    assert name in resumed.output
 
 
 @contextmanager
 def disk(folder: Path) -> Iterator[Path]:
-    """A file system of its own, in memory."""
+    """Mount a file system in memory."""
     folder.mkdir()
-    asked = ["mount", "-t", "tmpfs", "-o", f"size={ROOMY}", "tmpfs", str(folder)]
-    mounted = subprocess.run(asked, capture_output=True, text=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     try:
@@ -103,54 +107,54 @@ def disk(folder: Path) -> Iterator[Path]:
 
 
 def mount(*arguments: str) -> None:
-    """Change what is mounted."""
     subprocess.run(["mount", *arguments], check=True)
 
 
 def spoil(how: str, folder: Path, checkpoints: Path) -> None:
-    """Have a disk shrink to what is on it, more or less, or a folder on it take no more."""
+    """Shrink the disk to its contents, or make the checkpoints' folder read-only."""
     if how == "disk-full":
-        room = os.statvfs(folder)
-        used = (room.f_blocks - room.f_bfree) * room.f_frsize
-        mount("-o", f"remount,size={used + SCRAPS}", str(folder))
+        disk = os.statvfs(folder)
+        used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+        mount("-o", f"remount,size={used + FREE_BYTES}", str(folder))
     else:
         mount("--bind", str(checkpoints), str(checkpoints))
         mount("-o", "remount,bind,ro", str(checkpoints))
 
 
 def fix(how: str, folder: Path, checkpoints: Path) -> None:
-    """Put it right again."""
     if how == "disk-full":
-        mount("-o", f"remount,size={ROOMY}", str(folder))
+        mount("-o", f"remount,size={DISK_SIZE}", str(folder))
     else:
         subprocess.run(["umount", str(checkpoints)], check=True)
 
 
 @pytest.mark.parametrize("how", ["disk-full", pytest.param("read-only", marks=full)])
-def test_a_disk_that_takes_no_more_costs_checkpoints_and_not_the_run(
+def test_a_failing_disk_costs_checkpoints_and_not_the_run(
     how: str, tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
     with disk(tmp_path / "disk") as folder:
         run = start(folder)
-        run.wait_for(lambda: (run.dir / "checkpoints/step00000004").exists(), "no checkpoint came")
+        run.wait_for(lambda: (run.dir / "checkpoints/step00000004").exists(), "no checkpoint")
         spoil(how, folder, run.dir / "checkpoints")
         failed = time.time()
         run.end()
         ended = time.time()
-        assert all(code not in (0, -9, None) for code in run.codes), "its end was not saved"
-        assert "not saved" in run.said.lower()
-        assert MESSAGE[how] in run.said
+        assert all(code not in (0, -9, None) for code in run.codes), (
+            "the last step could not be saved"
+        )
+        assert "not saved" in run.output.lower()
+        assert MESSAGE[how] in run.output
         fix(how, folder, run.dir / "checkpoints")
-        found, _ = checkpoint.newest_complete(run.dir / "checkpoints")
-        assert found is not None
-        done = int(found.name[4:])
+        path, _ = checkpoint.newest_complete(run.dir / "checkpoints")
+        assert path is not None
+        done = int(path.name[4:])
         assert done in (EVERY, 2 * EVERY)
         resumed = resume(folder)
         assert resumed.step == done
-        # Rows of metrics.csv that the disk refused are gone; none of the others may differ.
+        # metrics.csv lacks the rows that the disk refused; the others must not differ.
         kept = losses(run.dir)
         assert kept.items() <= golden.losses.items()
         assert set(range(done + 1, STEPS + 1)) <= set(kept)
         assert resumed.weights == golden.weights
         seconds, lost = round(ended - failed, 1), STEPS - done
-        outcomes.tell(how, "", codes=run.codes, seconds=seconds, lost=lost, exact=True)
+        outcomes.record(how, "", codes=run.codes, seconds=seconds, lost=lost, exact=True)

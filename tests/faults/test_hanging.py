@@ -1,4 +1,4 @@
-"""Ranks that hang: the watchdog ends them, says who and where, and nothing else is lost."""
+"""Ranks that hang: the watchdog ends the run and reports which rank hung where."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import Aftermath
-from tests.faults.harness import start_faulty, suffered, watch
+from tests.faults.conftest import CheckResumed
+from tests.faults.harness import fault_time, start_faulty, watch
 
 LIMITS = {"data": 5.0, "compute": 5.0, "silence": 3.0, "grace": 3.0}
 SETTINGS = [f"--set=monitor.watch.{name}={seconds:g}" for name, seconds in LIMITS.items()]
 HALTED = 4
+full = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    ("do", "where", "phase"),
+    ("action", "where", "phase"),
     [
         ("hang", "forward", "forward"),
-        pytest.param("hang", "data", "data", marks=pytest.mark.full),
-        pytest.param("hang", "collective", "data", marks=pytest.mark.full),
-        ("stop", "backward", None),
+        pytest.param("hang", "data", "data", marks=full),
+        pytest.param("hang", "collective", "data", marks=full),
+        pytest.param("stop", "backward", None, marks=full),
     ],
 )
-def test_a_rank_that_hangs_is_told_of_and_the_run_is_ended(
-    do: str, where: str, phase: str | None, tmp_path: Path, aftermath: Aftermath
+def test_a_rank_that_hangs_is_reported_and_the_run_is_ended(
+    action: str, where: str, phase: str | None, tmp_path: Path, check_resumed: CheckResumed
 ) -> None:
-    run = start_faulty(tmp_path, do, where, *SETTINGS, ranks=[1])
+    run = start_faulty(tmp_path, action, where, *SETTINGS, ranks=[1])
     watchdog = watch(run)
     run.ranks.codes(120)
     ended = time.time()
@@ -36,9 +37,9 @@ def test_a_rank_that_hangs_is_told_of_and_the_run_is_ended(
     assert watchdog.codes(60) == [HALTED], watchdog.text("err")
     halt = json.loads((run.dir / "halt.json").read_text())
     assert halt["reason"] in watchdog.text("err")
-    if do == "stop":  # nobody has heard of where it stopped
+    if action == "stop":  # no heartbeat says where
         assert (halt["rank"], halt["limit"]) == (1, LIMITS["silence"])
-    elif where == "data":  # once it is asked to end it waits for data no longer, and saves
+    elif where == "data":  # SIGTERM interrupts waiting for data, so the run saves
         assert (halt["phase"], halt["step"]) == (phase, 5)
         assert run.codes == [0, 0]
     else:
@@ -46,4 +47,4 @@ def test_a_rank_that_hangs_is_told_of_and_the_run_is_ended(
         assert (rank["phase"], rank["step"]) == (phase, 5)
         assert halt["limit"] == LIMITS["compute"]
         assert "faulty.py" in (run.dir / "stacks/rank1.txt").read_text(), "where it hangs"
-    aftermath("stop" if do == "stop" else "hang", where, run, suffered(run), ended)
+    check_resumed("stop" if action == "stop" else "hang", where, run, fault_time(run), ended)

@@ -1,4 +1,4 @@
-"""A run as it is started for production: DeepSpeed's launcher under `nsa watch`."""
+"""Production start: DeepSpeed's launcher under `nsa watch`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from tests.faults.conftest import Golden
 from tests.faults.harness import EVERY, FAULTY, SETTINGS, resume, weights
 from tests.faults.outcomes import Outcomes
 from tests.faults.processes import LAUNCHER, descendants, find
-from tests.ranks import free_port, started_programs_environment
+from tests.ranks import free_port, user_environment
 
-SLOW = {"do": "slow", "where": "forward", "step": 6, "ranks": [0, 1], "mark": "/nowhere"}
+# Slow enough to be hit.
+SLOW = {"action": "slow", "where": "forward", "step": 6, "ranks": [0, 1], "mark": "/nowhere"}
 
 
 @contextmanager
 def watched(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A run that is slow enough to be hit, under a watchdog; nothing of it outlives this."""
+    """Start a slow run under a watchdog; kill what is left of it at the end."""
     launcher = [str(BIN / "deepspeed"), "--num_gpus=2", f"--master_port={free_port()}"]
     environment = {"OMP_NUM_THREADS": "1", "FAULT": json.dumps(SLOW)}
     with (
-        (folder / "said").open("wb") as said,
+        (folder / "output").open("wb") as output,
         subprocess.Popen(
             [str(BIN / "nsa"), "watch", *flags, "--", *launcher, str(FAULTY), *SETTINGS],
             cwd=folder,
-            env=started_programs_environment() | environment,
-            stdout=said,
-            stderr=said,
+            env=user_environment() | environment,
+            stdout=output,
+            stderr=output,
         ) as watchdog,
     ):
         try:
@@ -46,34 +47,33 @@ def watched(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_for_checkpoint(folder: Path, watchdog: subprocess.Popen[bytes]) -> None:
-    """Wait until one is there."""
     deadline = time.monotonic() + 240
     while not (folder / "run/checkpoints" / f"step{EVERY:08d}").exists():
         ended = watchdog.poll() is not None or time.monotonic() > deadline
-        assert not ended, (folder / "said").read_text()[-3_000:]
+        assert not ended, (folder / "output").read_text()[-3_000:]
         time.sleep(0.01)
 
 
-def test_a_run_whose_rank_is_killed_is_started_again_and_repeats_the_uninterrupted_one(
+def test_a_run_whose_rank_is_killed_is_restarted_and_repeats_the_uninterrupted_one(
     tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
     with watched(tmp_path, "--restart=2", "--backoff=0.1") as watchdog:
         wait_for_checkpoint(tmp_path, watchdog)
         os.kill(find(watchdog.pid, "1"), 9)
         killed = time.time()
-        assert watchdog.wait(240) == 0, (tmp_path / "said").read_text()[-3_000:]
+        assert watchdog.wait(240) == 0, (tmp_path / "output").read_text()[-3_000:]
     seconds = round(time.time() - killed, 1)
     restarts = json.loads((tmp_path / "run/halt.json").read_text())["restarts"]
-    assert len(restarts) == 1, f"{restarts}\n{(tmp_path / 'said').read_text()[-6_000:]}"
+    assert len(restarts) == 1, f"{restarts}\n{(tmp_path / 'output').read_text()[-6_000:]}"
     (restart,) = restarts
     assert losses(tmp_path / "run") == golden.losses
     assert weights(tmp_path / "run") == golden.weights
     lost = restart["step"] - EVERY
-    outcomes.tell("kill-launched", "", codes=[0], seconds=seconds, lost=lost, exact=True)
+    outcomes.record("kill-launched", "", codes=[0], seconds=seconds, lost=lost, exact=True)
 
 
 @pytest.mark.full
-def test_the_ranks_of_a_launcher_that_is_killed_save_and_end(
+def test_the_ranks_of_a_killed_launcher_save_and_exit(
     tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
     with watched(tmp_path) as watchdog:
@@ -81,11 +81,11 @@ def test_the_ranks_of_a_launcher_that_is_killed_save_and_end(
         os.kill(find(watchdog.pid, LAUNCHER), 9)
         killed = time.time()
         code = watchdog.wait(240)
-    said = (tmp_path / "said").read_text()
-    assert "the launcher is gone" in said, said[-3_000:]
+    output = (tmp_path / "output").read_text()
+    assert "launcher exited" in output, output[-3_000:]
     seconds = round(time.time() - killed, 1)
     resumed = resume(tmp_path)
-    assert resumed.step > EVERY, "more was saved than before"
+    assert resumed.step > EVERY, "nothing was saved after the kill"
     assert resumed.losses == golden.losses
     assert resumed.weights == golden.weights
-    outcomes.tell("kill-launcher", "", codes=[code], seconds=seconds, lost=0, exact=True)
+    outcomes.record("kill-launcher", "", codes=[code], seconds=seconds, lost=0, exact=True)

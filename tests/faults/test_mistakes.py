@@ -1,4 +1,4 @@
-"""What is wrong around a run: its settings, a second run beside it, rubbish in its files."""
+"""Mistakes around a run: its DeepSpeed JSON, a second run in its folder, garbage in its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tests.faults.outcomes import Outcomes
 from tests.ranks import ROOT
 
 GOOD = (ROOT / "ds_configs/zero1_pcie.json").read_text()
-full = pytest.mark.full
 MISTAKES = {
     "no JSON": ("{", "config.json"),
     "empty": ("", "config.json"),
@@ -50,11 +49,11 @@ def test_a_mistake_in_the_json_is_refused_in_one_line(
     assert line.startswith("m7c: ")
     assert word in line
     assert "Traceback" not in result.stderr
-    assert list(tmp_path.iterdir()) == [path], "no run was begun"
-    outcomes.tell("json", mistake, codes=[result.returncode])
+    assert list(tmp_path.iterdir()) == [path], "no run folder"
+    outcomes.record("json", mistake, codes=[result.returncode])
 
 
-def test_a_second_run_in_a_folder_and_rubbish_in_a_heartbeat_do_not_harm_the_first(
+def test_a_second_run_and_garbage_in_a_heartbeat_do_not_affect_the_first(
     tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
     run = start(tmp_path)
@@ -64,14 +63,14 @@ def test_a_second_run_in_a_folder_and_rubbish_in_a_heartbeat_do_not_harm_the_fir
         file.write(b'{"event": "step_end", "step"\n\xff\xfe\x00[[[[[\n{"step": null}\n"torn')
     second = alone("m7c.py", *SETTINGS, "--resume", folder=tmp_path)
     assert second.returncode == 2
-    assert str(run.ranks.pids[0]) in second.stderr, "who has it"
+    assert str(run.ranks.pids[0]) in second.stderr, "names the owner"
     assert "--run-dir" in second.stderr
     run.end()
-    assert run.codes == [0, 0], run.said[-3_000:]
+    assert run.codes == [0, 0], run.output[-3_000:]
     assert watchdog.codes(60) == [0], watchdog.text("err")
     assert losses(run.dir) == golden.losses
     assert weights(run.dir) == golden.weights
     assert run.beats(1)[-1]["event"] == "end"
     assert os.listdir(tmp_path) == ["run"]
-    outcomes.tell("two-runs", "", codes=[second.returncode])
-    outcomes.tell("heartbeat", "", codes=run.codes, lost=0, exact=True)
+    outcomes.record("two-runs", "", codes=[second.returncode])
+    outcomes.record("heartbeat", "", codes=run.codes, lost=0, exact=True)

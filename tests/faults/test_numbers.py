@@ -1,4 +1,4 @@
-"""Numbers that are none: on one rank alone, they keep all ranks from the step, as was declared."""
+"""NaN and inf on one rank: all ranks skip the step, abort or roll back, as configured."""
 
 from __future__ import annotations
 
@@ -8,95 +8,103 @@ from pathlib import Path
 import pytest
 
 from tests.engine.runs import losses
-from tests.faults.conftest import Aftermath, Golden
-from tests.faults.harness import EVERY, Run, resume, start_faulty, suffered, weights
+from tests.faults.conftest import CheckResumed, Golden
+from tests.faults.harness import EVERY, Run, fault_time, resume, start_faulty, weights
 from tests.faults.outcomes import Outcomes
 
-BAD = 6
+BAD_STEP = 6
 full = pytest.mark.full
-PLACES = [
-    pytest.param("nan", "loss", 1, marks=full),
-    ("inf", "gradient", 0),
-    pytest.param("inf", "loss", 0, marks=full),
-    pytest.param("nan", "gradient", 1, marks=full),
-]
 
 
-def suffer(folder: Path, policy: str, do: str, where: str, rank: int) -> Run:
-    """A run that meets the number at step BAD, to its end."""
+def run_with(folder: Path, policy: str, number: str, where: str, rank: int) -> Run:
+    """Run to the end, with a bad number at BAD_STEP."""
     settings = [
         f"--set=train.on_bad_step={policy}",
-        "--set=monitor.log_every=5",  # a loss that is not finite is No-Go where it is logged
-        "--set=monitor.ladder.max_skipped=0.1",  # one step of twelve
+        "--set=monitor.log_every=5",  # a logged loss that is not finite is a No-Go
+        "--set=monitor.ladder.max_skipped=0.1",  # of all steps; one of twelve is skipped
     ]
-    run = start_faulty(folder, do, where, *settings, step=BAD, ranks=[rank]).end()
-    suffered(run)
+    run = start_faulty(folder, number, where, *settings, step=BAD_STEP, ranks=[rank]).end()
+    fault_time(run)
     return run
 
 
-@pytest.mark.parametrize(("do", "where", "rank"), PLACES)
-def test_a_bad_number_of_one_rank_is_left_out_by_all_or_ends_the_run_before_the_weights_see_it(
-    do: str, where: str, rank: int, tmp_path: Path, golden: Golden, outcomes: Outcomes
+def assert_differs_after_bad_step(by_step: dict[int, float], golden: Golden) -> None:
+    assert sorted(by_step) == [1, 5, 10, 12]
+    assert {step for step in by_step if by_step[step] == golden.losses[step]} == {1, 5}
+
+
+@pytest.mark.parametrize(
+    ("number", "where", "rank"),
+    [
+        ("inf", "gradient", 0),
+        pytest.param("nan", "loss", 1, marks=full),
+        pytest.param("inf", "loss", 0, marks=full),
+        pytest.param("nan", "gradient", 1, marks=full),
+    ],
+)
+def test_a_bad_number_on_one_rank_is_skipped_by_all_or_aborts_before_the_update(
+    number: str, where: str, rank: int, tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
     folders = {policy: tmp_path / policy for policy in ("skip", "abort")}
     for folder in folders.values():
         folder.mkdir()
-    skipped = suffer(folders["skip"], "skip", do, where, rank)
-    assert skipped.codes == [0, 0], skipped.said[-3_000:]
-    assert f"step {BAD}: " in skipped.said
-    assert "not finite" in skipped.said
+    skipped = run_with(folders["skip"], "skip", number, where, rank)
+    assert skipped.codes == [0, 0], skipped.output[-3_000:]
+    assert f"step {BAD_STEP}: " in skipped.output
+    assert "not finite" in skipped.output
     assert skipped.beats(0)[-1]["skipped"] == 1
-    found = losses(skipped.dir)
-    assert sorted(found) == [1, 5, 10, 12]
-    same = {step for step in found if found[step] == golden.losses[step]}
-    assert same == {1, 5}, "a step was left out"
-    outcomes.tell("nan-skip", f"{do} {where}", codes=skipped.codes, lost=0)
+    by_step = losses(skipped.dir)
+    assert_differs_after_bad_step(by_step, golden)
+    outcomes.record("nan-skip", f"{number} {where}", codes=skipped.codes, lost=0)
 
-    aborted = suffer(folders["abort"], "abort", do, where, rank)
+    aborted = run_with(folders["abort"], "abort", number, where, rank)
     assert aborted.codes == [3, 3]
     ended = time.time()
     resumed = resume(folders["abort"])
-    assert resumed.step == BAD, "a checkpoint was saved"
-    assert resumed.losses == found
+    assert resumed.step == BAD_STEP, "a checkpoint was saved"
+    assert resumed.losses == by_step
     assert resumed.weights == weights(skipped.dir)
-    seconds = round(ended - suffered(aborted), 1)
-    outcomes.tell(
-        "nan-abort", f"{do} {where}", codes=aborted.codes, lost=0, seconds=seconds, exact=True
+    outcomes.record(
+        "nan-abort",
+        f"{number} {where}",
+        codes=aborted.codes,
+        lost=0,
+        seconds=round(ended - fault_time(aborted), 1),
+        exact=True,
     )
 
 
 @pytest.mark.parametrize(
-    ("do", "where", "rank"), [("nan", "gradient", 1), pytest.param("inf", "loss", 0, marks=full)]
+    ("number", "where", "rank"),
+    [("nan", "loss", 1), pytest.param("inf", "gradient", 0, marks=full)],
 )
-def test_a_rollback_goes_back_to_the_last_save_and_passes_the_samples_over(
-    do: str, where: str, rank: int, tmp_path: Path, golden: Golden, outcomes: Outcomes
+def test_a_rollback_returns_to_the_last_save_and_skips_the_bad_samples(
+    number: str, where: str, rank: int, tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
-    run = suffer(tmp_path, "rollback", do, where, rank)
-    assert run.codes == [0, 0], run.said[-3_000:]
-    assert f"back to step {EVERY}" in run.said
-    found = losses(run.dir)
-    assert sorted(found) == [1, 5, 10, 12]
-    same = {step for step in found if found[step] == golden.losses[step]}
-    assert same == {1, 5}, "other samples came after these"
-    outcomes.tell("nan-rollback", f"{do} {where}", codes=run.codes, lost=BAD - EVERY)
+    run = run_with(tmp_path, "rollback", number, where, rank)
+    assert run.codes == [0, 0], run.output[-3_000:]
+    assert f"rolled back to step {EVERY}" in run.output
+    assert_differs_after_bad_step(losses(run.dir), golden)
+    outcomes.record("nan-rollback", f"{number} {where}", codes=run.codes, lost=BAD_STEP - EVERY)
 
 
-def test_an_exception_of_one_rank_is_seen_first_and_ends_the_run(
-    tmp_path: Path, aftermath: Aftermath
+def test_an_exception_on_one_rank_is_reported_and_ends_the_run(
+    tmp_path: Path, check_resumed: CheckResumed
 ) -> None:
     run = start_faulty(tmp_path, "raise", "backward", ranks=[1]).end()
     ended = time.time()
     assert run.codes[1] == 1
     assert run.codes[0] not in (0, None)
     assert "RuntimeError: planted in backward" in run.ranks.started[1].text("err")
-    aftermath("crash", "backward", run, suffered(run), ended)
+    check_resumed("crash", "backward", run, fault_time(run), ended)
 
 
-def test_a_token_that_the_vocabulary_does_not_have_ends_the_run(
-    tmp_path: Path, aftermath: Aftermath
+@pytest.mark.full
+def test_a_token_outside_the_vocabulary_ends_the_run(
+    tmp_path: Path, check_resumed: CheckResumed
 ) -> None:
     run = start_faulty(tmp_path, "wrong token", "tokens", ranks=[0]).end()
     ended = time.time()
     assert run.codes[0] == 1
     assert "index out of range" in run.ranks.started[0].text("err")
-    aftermath("wrong-token", "forward", run, suffered(run), ended)
+    check_resumed("wrong-token", "forward", run, fault_time(run), ended)

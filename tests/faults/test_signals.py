@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and a clock that jumps: the run ends in good order, or does not notice."""
+"""SIGTERM, SIGINT and a clock that jumps: the run saves and exits, or is not affected."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.runs import losses
-from tests.faults.conftest import Aftermath, Golden
-from tests.faults.harness import Run, start_faulty, suffered, weights
+from tests.faults.conftest import CheckResumed, Golden
+from tests.faults.harness import fault_time, start_faulty, weights
 from tests.faults.outcomes import Outcomes
 
 full = pytest.mark.full
@@ -17,11 +17,11 @@ ONE, BOTH = [1], [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("do", "where", "ranks"),
+    ("signal", "where", "ranks"),
     [
         ("term", "forward", ONE),
         ("int", "eval", BOTH),
-        ("term", "save", [0]),
+        pytest.param("term", "save", [0], marks=full),
         pytest.param("term", "data", ONE, marks=full),
         pytest.param("term", "backward", BOTH, marks=full),
         pytest.param("term", "step", [0], marks=full),
@@ -30,34 +30,30 @@ ONE, BOTH = [1], [0, 1]
         pytest.param("int", "data", BOTH, marks=full),
     ],
 )
-def test_a_run_that_is_asked_to_end_finishes_its_step_and_saves(
-    do: str, where: str, ranks: list[int], tmp_path: Path, aftermath: Aftermath
+def test_a_signalled_run_finishes_its_step_and_saves(
+    signal: str, where: str, ranks: list[int], tmp_path: Path, check_resumed: CheckResumed
 ) -> None:
     step = 5 if where == "eval" else 8 if where in ("save", "file") else 6
-    run = start_faulty(tmp_path, do, where, step=step, ranks=ranks)
-    assert run.ranks.codes(120) == [0, 0], run.said[-3_000:]
+    run = start_faulty(tmp_path, signal, where, step=step, ranks=ranks)
+    assert run.ranks.codes(120) == [0, 0], run.output[-3_000:]
     ended = time.time()
     run.end()
-    assert "preempted" in run.said
-    resumed = aftermath("signal", f"SIG{do.upper()} {where}", run, suffered(run), ended)
-    assert resumed.step == run_ended_at(run)
-
-
-def run_ended_at(run: Run) -> int:
-    """The step in the last heartbeat: nothing done is lost."""
+    assert "preempted" in run.output
+    resumed = check_resumed("signal", f"SIG{signal.upper()} {where}", run, fault_time(run), ended)
     ends = [beat for beat in run.beats(0) if beat["event"] == "end"]
     assert len(ends) == 2, "of the run and of the resumed one"
     assert ends[0]["status"].startswith("preempted")
-    return int(ends[0]["step"])
+    assert resumed.step == int(ends[0]["step"]), "no step is lost"
 
 
-@pytest.mark.parametrize("do", ["clock back", pytest.param("clock on", marks=full)])
+@pytest.mark.full
+@pytest.mark.parametrize("jump", ["clock back", "clock forward"])
 def test_a_clock_that_jumps_changes_nothing(
-    do: str, tmp_path: Path, golden: Golden, outcomes: Outcomes
+    jump: str, tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
-    run = start_faulty(tmp_path, do, "forward", ranks=[0]).end()
-    suffered(run)
-    assert run.codes == [0, 0], run.said[-3_000:]
+    run = start_faulty(tmp_path, jump, "forward", ranks=[0]).end()
+    fault_time(run)
+    assert run.codes == [0, 0], run.output[-3_000:]
     assert losses(run.dir) == golden.losses
     assert weights(run.dir) == golden.weights
-    outcomes.tell("clock", do, codes=run.codes, lost=0, exact=True)
+    outcomes.record("clock", jump, codes=run.codes, lost=0, exact=True)

@@ -1,4 +1,4 @@
-"""docs/reliability.md tells of every fault that is tried, and of no other."""
+"""docs/design/evidence.md has a row for every tested fault and no other."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from tests.faults.outcomes import Outcome
 from tests.faults.table import BEGIN, END, HEAD, PAGE, row, table
 
 
-def test_the_page_holds_a_row_for_each_fault_as_the_catalogue_words_it() -> None:
+def test_the_page_has_a_row_for_each_fault_in_the_words_of_the_catalogue() -> None:
     text = PAGE.read_text().split(BEGIN)[1].split(END)[0]
     assert text.startswith(HEAD)
     cells = [line.split(" | ")[:2] for line in text.removeprefix(HEAD).splitlines()]
-    assert cells == [[f"| {what}", promise] for what, promise in FAULTS.values()]
+    assert cells == [[f"| {description}", promise] for description, promise in FAULTS.values()]
 
 
-def test_every_fault_of_the_catalogue_is_tried_by_a_test() -> None:
+def test_every_fault_of_the_catalogue_is_tested() -> None:
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     assert [fault for fault in FAULTS if not re.search(f'"{fault}"', tests)] == []
 
 
-def test_a_row_tells_the_worst_of_what_was_seen() -> None:
-    told = row(
+def test_a_row_shows_the_worst_outcome() -> None:
+    shown = row(
         "hang",
         [
             Outcome("hang", "a", codes=(1, -9), seconds=2.0, lost=0, exact=True),
             Outcome("hang", "b", codes=(1, 1), seconds=7.25, lost=3, exact=False),
         ],
     )
-    assert told.endswith("| 2× | 7.2 | 3 | -9, 1 | 1 of 2 |\n")
-    with pytest.raises(ValueError, match="kill-rank: not tried"):
+    assert shown.endswith("| 2× | 7.2 | 3 | -9, 1 | 1 of 2 |\n")
+    with pytest.raises(ValueError, match="kill-rank: not tested"):
         table([])

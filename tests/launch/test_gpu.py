@@ -1,4 +1,4 @@
-"""`launch/gpu.sh`: all that needs a GPU in one command, and no stage costs the others theirs."""
+"""`launch/gpu.sh` runs everything that needs a GPU; a failing stage does not stop the others."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from nsa.bench.__main__ import _parser
+from nsa.bench.__main__ import parser
 from tests.ranks import ROOT
 
-WATCHED = "tests/ops/triton/test_gpu.py::test_compute_sanitizer_finds_nothing"
+SANITIZER = "tests/ops/triton/test_gpu.py::test_compute_sanitizer_finds_nothing"
 
 
 def gpu_sh(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -25,17 +25,17 @@ def gpu_sh(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_every_benchmark_of_the_gpu_script_is_one_that_exists(tmp_path: Path) -> None:
+def test_the_script_only_runs_benchmarks_and_flags_that_exist(tmp_path: Path) -> None:
     for flags in ([], ["--rehearse"]):
         done = gpu_sh("--dry-run", "--out", str(tmp_path / "x"), *flags, PYTHON="python")
         assert done.returncode == 0, done.stderr
         commands = [line.split() for line in done.stdout.splitlines()]
         assert len(commands) == 8
-        assert f"--deselect={WATCHED}" in commands[0]
+        assert f"--deselect={SANITIZER}" in commands[0]
         limits = 0.0
         for words in commands:
             if words[:3] == ["python", "-m", "nsa.bench"]:
-                limits += getattr(_parser().parse_args(words[3:]), "limit", 0)
+                limits += getattr(parser(words[3:]).parse_args(words[3:]), "limit", 0)
         assert 0 < limits < 600
     assert not (tmp_path / "x").exists()
 
@@ -50,49 +50,49 @@ sys.exit(pytest.main(["--collect-only", *sys.argv[1:]]))
 """
 
 
-def test_its_tests_are_all_that_need_a_gpu_and_ask_for_nothing_that_training_needs() -> None:
-    said = gpu_sh("--dry-run", "--stage", "tests", "--stage", "sanitizer").stdout
-    tests, sanitizer = (line.split()[3:] for line in said.splitlines())
+def test_its_tests_are_all_gpu_tests_and_import_without_training_packages() -> None:
+    printed = gpu_sh("--dry-run", "--stage", "tests", "--stage", "sanitizer").stdout
+    tests, sanitizer = (line.split()[3:] for line in printed.splitlines())
     marked = {
         path
-        for room in ("ops", "model", "bench")
-        for path in (ROOT / "tests" / room).rglob("test_*.py")
+        for package in ("ops", "model", "bench")
+        for path in (ROOT / "tests" / package).rglob("test_*.py")
         if "mark.gpu" in path.read_text()
     }
-    given = [ROOT / word for word in tests if word.startswith("tests/")]
-    assert all(any(path.is_relative_to(root) for root in given) for path in marked)
+    roots = [ROOT / word for word in tests if word.startswith("tests/")]
+    assert all(any(path.is_relative_to(root) for root in roots) for path in marked)
     done = subprocess.run([sys.executable, "-c", NEEDED_FOR_TRAINING, *tests],
                           capture_output=True, text=True, cwd=ROOT)  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert "test_gpu.py::test_the_loss_of_precision" in done.stdout
     assert "sanitizer" not in done.stdout
-    assert sanitizer[-1] == WATCHED
+    assert sanitizer[-1] == SANITIZER
 
 
-def test_a_package_that_it_lacks_is_named_before_anything_runs(tmp_path: Path) -> None:
+def test_a_missing_package_is_reported_before_anything_runs(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
-    for path, said in ((python, "lacks torch: install it"),
+    for path, message in ((python, "lacks torch: install it"),
                        (tmp_path / "none", "is no program; name a Python in PYTHON")):  # fmt: skip
         done = gpu_sh("--rehearse", "--out", str(tmp_path / "out"), PYTHON=str(path))
         assert done.returncode == 2
-        assert f"{path} {said}" in done.stderr
+        assert f"{path} {message}" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_stage_of_the_gpu_script_leaves_its_figures(tmp_path: Path) -> None:
+def test_a_stage_saves_its_results(tmp_path: Path) -> None:
     done = gpu_sh("--rehearse", "--stage", "kernels", "--out", str(tmp_path / "out"),
                   PYTHON=sys.executable)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "out/kernels.json").read_text())
-    assert found["finished"]
+    results = json.loads((tmp_path / "out/kernels.json").read_text())
+    assert results["finished"]
     assert "nsa_attention blockwise" in (tmp_path / "out/gpu.log").read_text()
     assert "kernels" in done.stdout.splitlines()[-1]
 
 
-def test_a_stage_that_hangs_or_fails_costs_the_others_nothing(tmp_path: Path) -> None:
-    """Not even where it leaves a process behind that holds its output open."""
+def test_a_stage_that_hangs_or_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    """Not even if it leaves a process behind that holds its output open."""
     python = tmp_path / "python"
     python.write_text(
         "#!/usr/bin/env bash\n"
@@ -103,18 +103,18 @@ def test_a_stage_that_hangs_or_fails_costs_the_others_nothing(tmp_path: Path) ->
         "esac\n"
     )
     python.chmod(0o755)
-    began = time.monotonic()
-    with (tmp_path / "said").open("w") as said:
+    start = time.monotonic()
+    with (tmp_path / "log").open("w") as log:
         done = subprocess.run(
             ["bash", ROOT / "launch/gpu.sh", "--rehearse", "--limit", "1", "--out", tmp_path / "o",
              "--stage", "tune", "--stage", "kernels", "--stage", "train"],
-            stdout=said, env={**os.environ, "PYTHON": str(python)},
+            stdout=log, env={**os.environ, "PYTHON": str(python)},
         )  # fmt: skip
-    assert time.monotonic() - began < 7
+    assert time.monotonic() - start < 7
     assert done.returncode == 1
-    *_, tune, kernels, last = (tmp_path / "said").read_text().splitlines()
+    *_, tune, kernels, last = (tmp_path / "log").read_text().splitlines()
     assert "ENDED by its limit" in tune
     assert "FAILED with exit code 3" in kernels
     assert last.startswith("gpu: train")
     assert last.endswith("done")
-    assert "reached" in (tmp_path / "said").read_text()
+    assert "reached" in (tmp_path / "log").read_text()

@@ -16,7 +16,7 @@ import pytest
 from nsa.bench import netns
 from tests.engine.runs import LIMIT, TINY, deepspeed, losses, succeed
 from tests.launch.clone import run
-from tests.ranks import ROOT, Ranks, free_port, start_ranks, started_programs_environment
+from tests.ranks import ROOT, Ranks, free_port, start_ranks, user_environment
 
 SECONDS = 90.0  # far below any time-out of a collective
 SHORT = 3  # seconds without an answer, after which a machine is gone
@@ -26,7 +26,7 @@ RECIPE = f"""\
 import runpy, sys
 from nsa.engine import peer_hosts, process_group, shutdown
 peer_hosts.UNREACHABLE_SECONDS = {SHORT}
-shutdown.PEER_LOSS_GRACE_SECONDS = process_group.SECONDS_FOR_THE_CULPRIT = 1
+shutdown.PEER_LOSS_GRACE_SECONDS = process_group.ROOT_CAUSE_GRACE_SECONDS = 1
 sys.path.insert(0, "{ROOT}/recipes")
 runpy.run_path("{ROOT}/recipes/m7c.py", run_name="__main__")
 """
@@ -82,7 +82,7 @@ def test_two_machines_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
         f'exec {second} "hostname node1; ${{@: -1}}"\n'
     )
     ssh.chmod(0o755)
-    environment = started_programs_environment() | {"OMP_NUM_THREADS": "1"}
+    environment = user_environment() | {"OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
     script = "hostname node0; exec bash launch/multinode.sh hosts --run-dir run "
     with (folder / "said").open("w") as said:
@@ -99,8 +99,8 @@ def test_two_machines_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
         process.wait()
     text = (folder / "said").read_text()
     assert code == 1, text[-3_000:]
-    assert f"machine node0 has not answered for {SHORT} s" in text
-    assert f"machine node1 has not answered for {SHORT} s" in text
+    assert f"host node0 has not answered for {SHORT} s" in text
+    assert f"host node1 has not answered for {SHORT} s" in text
 
     succeed(deepspeed("m7c.py", *SETTINGS, "--until=5", "--run-dir=one", folder=folder))
     both = losses(folder / "run")

@@ -1,3 +1,3 @@
-"""The models of these tests are small, so one thread computes them."""
+"""One thread: the models of these tests are small."""
 
 from tests.ops.cases import one_thread as one_thread

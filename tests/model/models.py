@@ -1,4 +1,4 @@
-"""Small models that the tests of the model share."""
+"""Small models and inputs for the model tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.spec import NSASpec
 
-SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)  # one block of three is chosen by importance
+SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)  # one block of three is selected by importance
 # Every kind of attention that a model can have.
 ATTENTIONS = {
     "dense": AttentionConfig(kind="dense"),
@@ -24,7 +24,7 @@ ATTENTIONS = {
 
 
 def tiny(attention: str | AttentionConfig = "mean", **changes: Any) -> ModelConfig:
-    """Two layers, two query heads for each of two KV heads, keys and values of other sizes."""
+    """Two layers, two KV heads with two query heads each, and different key and value sizes."""
     config = ModelConfig(
         vocab_size=61,
         layers=2,
@@ -40,7 +40,7 @@ def tiny(attention: str | AttentionConfig = "mean", **changes: Any) -> ModelConf
 
 
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> LanguageModel:
-    """The same model every time, with gates off ½ so that their order matters."""
+    """Build a reproducible model whose gates differ from ½, so that their order matters."""
     torch.manual_seed(seed)
     model = LanguageModel(config)
     for layer in model.sparse_layers().values():

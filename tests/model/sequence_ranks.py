@@ -1,4 +1,4 @@
-"""Runs on two ranks that share a sequence: losses and gradients against one rank with all of it."""
+"""Sequence parallelism on two ranks: losses and gradients against a single rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nsa.model.sequence_parallel import SequenceParallel
 from nsa.spec import NSASpec
 from tests.model.models import build, packed, tiny, tokens
 
-# Some document has its tokens on both ranks, and so have blocks and windows inside of it.
+# One document, with its blocks and windows, crosses the border between the ranks.
 DOCUMENTS = {2_048: packed(350, 3, 1_250, 0, 445), 512: packed(70, 3, 250, 0, 189)}
 SPEC = NSASpec(32, 16, 64, 6, 1, 2, 96)
 ATTENTIONS = {
@@ -27,10 +27,10 @@ ATTENTIONS = {
 
 
 def labels_of(ids: Tensor, text: str) -> Tensor:
-    """The next tokens, most of the first rank's ignored: its mean is not the other's."""
+    """The next tokens, most of the first rank's ignored, so that the ranks' means differ."""
     labels = ids.roll(-1, 1)
     labels[:, : int(0.45 * ids.shape[1])] = -100
-    if text == "nothing to learn":
+    if text == "all ignored":
         labels[:] = -100
     return labels
 
@@ -45,7 +45,7 @@ def step(model: LanguageModel, ids: Tensor, labels: Tensor, cu_seqlens: Tensor |
 def compare(
     attention: str, mode: str, text: str, length: int, sequence: SequenceParallel
 ) -> dict[str, object]:
-    """How far loss and gradients are from one rank's, over the size of what they are to be."""
+    """The largest relative error of loss and gradients against a single rank."""
     config = replace(tiny(ATTENTIONS[attention]), init_std=0.3)
     cu_seqlens = DOCUMENTS[length] if text == "documents" else None
     ids = tokens(length, batch=2 if text == "rows" else 1)
@@ -55,15 +55,15 @@ def compare(
     shared = LanguageModel(replace(config, activation_checkpointing=mode), sequence).double()
     shared.load_state_dict(alone.state_dict())
     part = slice(sequence.rank * length // 2, (sequence.rank + 1) * length // 2)
-    found = step(shared, ids[:, part], labels[:, part], cu_seqlens)
-    errors = {"loss": float((found - expected).abs())}
+    loss = step(shared, ids[:, part], labels[:, part], cu_seqlens)
+    errors = {"loss": float((loss - expected).abs())}
     wanted = dict(alone.named_parameters())
     for name, parameter in shared.named_parameters():
         assert parameter.grad is not None, name
         dist.all_reduce(parameter.grad)
         gradient, size = wanted[name].grad, 1.0
         assert gradient is not None
-        if text != "nothing to learn":
+        if text != "all ignored":
             size = float(gradient.norm())
             assert size > 0, name
         errors[name] = float((parameter.grad / 2 - gradient).norm()) / size  # as ZeRO averages

@@ -1,4 +1,4 @@
-"""The attention modules against an assembly by hand from their weights and the definitions."""
+"""Attention layers against the definitions, computed by hand from the layers' weights."""
 
 from __future__ import annotations
 
@@ -10,27 +10,23 @@ from torch.nn import functional as F
 
 from nsa.model import LanguageModel
 from nsa.model.attention import DenseAttention, NSAttention
-from nsa.model.layout import Layout
+from nsa.model.attention_metadata import AttentionMetadata
 from tests.model.models import ATTENTIONS, SPEC, build, tiny
-from tests.model.test_layout import by_hand
+from tests.model.test_rotary import by_hand
 from tests.ops import naive
 
 LENGTH = 21
 NSA = [name for name in ATTENTIONS if name != "dense"]
 
 
-def first_layer(model: LanguageModel) -> tuple[NSAttention | DenseAttention, Layout]:
-    config = model.config
+def first_layer(model: LanguageModel) -> tuple[NSAttention | DenseAttention, AttentionMetadata]:
     attention = model.blocks[0].attention
     assert isinstance(attention, NSAttention | DenseAttention)
-    layout = Layout.of(
-        LENGTH, None, config.attention.spec, config.head_dim, config.rope_theta, torch.device("cpu")
-    )
-    return attention, layout
+    return attention, AttentionMetadata.build(model.config, LENGTH, None, torch.device("cpu"))
 
 
 def rotated(x: Tensor, positions: list[int]) -> Tensor:
-    """[B, T, H, D] turned by hand."""
+    """[B, T, H, D] rotated by hand."""
     return torch.stack([by_hand(x[:, i], p) for i, p in enumerate(positions)], 1)
 
 
@@ -50,7 +46,7 @@ def compressed(attention: NSAttention, k: Tensor, v: Tensor, kind: str) -> tuple
 
 
 def perceptron(phi: torch.nn.Module, block: Tensor) -> Tensor:
-    """φ of one block [B, l, K, D]: positions added, its vectors end to end, two layers."""
+    """φ of one block [B, l, K, D]: add positions, concatenate the vectors, apply two layers."""
     heads = []
     for h in range(block.shape[2]):
         x = (block[:, :, h] + phi.position).flatten(1)
@@ -60,9 +56,9 @@ def perceptron(phi: torch.nn.Module, block: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", NSA)
 @torch.no_grad()
-def test_nsa_is_its_three_branches_mixed_by_their_gates(name: str) -> None:
+def test_nsa_is_the_gated_sum_of_its_three_branches(name: str) -> None:
     config = ATTENTIONS[name]
-    attention, layout = first_layer(build(tiny(name)))
+    attention, metadata = first_layer(build(tiny(name)))
     assert isinstance(attention, NSAttention)
     x = 3 * torch.randn(1, LENGTH, 24, dtype=torch.float64)
     everywhere = list(range(LENGTH))
@@ -86,12 +82,12 @@ def test_nsa_is_its_three_branches_mixed_by_their_gates(name: str) -> None:
     gates = torch.sigmoid(x @ attention.gates.weight.T).view(1, LENGTH, 4, 3).numpy()
     o = np.einsum("bthc,cbthd->bthd", gates, np.stack(branches))
     expected = torch.from_numpy(o).flatten(2) @ attention.o.weight.T
-    torch.testing.assert_close(attention(x, layout), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(attention(x, metadata), expected, rtol=1e-5, atol=1e-7)
 
 
 @torch.no_grad()
 def test_dense_is_plain_causal_attention() -> None:
-    attention, layout = first_layer(build(tiny("dense")))
+    attention, metadata = first_layer(build(tiny("dense")))
     x = 3 * torch.randn(1, LENGTH, 24, dtype=torch.float64)
     everywhere = list(range(LENGTH))
     q = rotated((x @ attention.q.weight.T).view(1, LENGTH, 4, 6), everywhere).numpy()
@@ -99,7 +95,7 @@ def test_dense_is_plain_causal_attention() -> None:
     v = (x @ attention.v.weight.T).view(1, LENGTH, 2, 5).numpy()
     o = naive.window_attention(q, k, v, LENGTH, 6**-0.5)
     expected = torch.from_numpy(o).flatten(2) @ attention.o.weight.T
-    torch.testing.assert_close(attention(x, layout), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(attention(x, metadata), expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", NSA)

@@ -1,4 +1,4 @@
-"""Models with fewer branches, against the same weights in a model that has all three."""
+"""Branch subsets against the same weights in a model with all three branches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa.constants import BRANCHES
 from nsa.model import AttentionConfig, LanguageModel, flops_per_token
 from nsa.model.attention import NSAttention
-from nsa.model.config import BRANCHES, SUBSETS
+from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.config import SUBSETS
 from tests.model.models import SPEC, build, packed, tiny, tokens
 from tests.model.test_count import counted
 
@@ -22,7 +24,7 @@ def few(branches: str, **changes: object) -> AttentionConfig:
     return AttentionConfig(spec=SPEC, branches=branches, **changes)
 
 
-def turn_on(model: LanguageModel) -> list[NSAttention]:
+def randomize_gates(model: LanguageModel) -> list[NSAttention]:
     layers = [block.attention for block in model.blocks]
     for layer in layers:
         torch.nn.init.normal_(layer.gates.weight, std=0.3)
@@ -32,77 +34,68 @@ def turn_on(model: LanguageModel) -> list[NSAttention]:
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "shared"])
 @pytest.mark.parametrize("branches", FEWER)
 @torch.no_grad()
-def test_fewer_branches_are_all_three_with_the_others_gated_away(
+def test_a_subset_equals_all_branches_with_the_others_gated_to_zero(
     branches: str, shared: bool
 ) -> None:
-    some = build(tiny(few(branches, shared_kv=shared)))
-    layer, names = turn_on(some)[0], branches.split("+")
-    whole = build(tiny(few("cmp+sel+win", shared_kv=shared))).blocks[0].attention
-    whole.q, whole.o = layer.q, layer.o
-    # Without a compressed branch blocks are chosen by the means of the selected branch's keys.
+    subset = build(tiny(few(branches, shared_kv=shared)))
+    layer, names = randomize_gates(subset)[0], branches.split("+")
+    full = build(tiny(few("cmp+sel+win", shared_kv=shared))).blocks[0].attention
+    full.q, full.o = layer.q, layer.o
+    # Without a compressed branch blocks are selected by the means of the selected branch's keys.
     source = [name if name in names else "sel" for name in BRANCHES]
     rows = [0] if shared else [names.index(n) if n in names else 0 for n in source]
     for name in ("k", "v"):
         weight = getattr(layer, name).weight.unflatten(0, (1 if shared else len(names), -1))
-        getattr(whole, name).weight.copy_(weight[rows].flatten(0, 1))
+        getattr(full, name).weight.copy_(weight[rows].flatten(0, 1))
 
     open_gates: list[Tensor] = []
 
     def gated_away(module: torch.nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        own = layer.gates(inputs[0]).unflatten(-1, (-1, len(names)))
-        missing = torch.full_like(own[..., 0], -torch.inf)  # the sigmoid of which is 0
-        open_gates.append(own)
-        each = [own[..., names.index(n)] if n in names else missing for n in BRANCHES]
+        logits = layer.gates(inputs[0]).unflatten(-1, (-1, len(names)))
+        missing = torch.full_like(logits[..., 0], -torch.inf)  # sigmoid 0
+        open_gates.append(logits)
+        each = [logits[..., names.index(n)] if n in names else missing for n in BRANCHES]
         return torch.stack(each, -1).flatten(-2)
 
-    whole.gates.register_forward_hook(gated_away)
+    full.gates.register_forward_hook(gated_away)
     for cu_seqlens in (None, packed(16, 1, 20)):
-        model_of = {"layer": layer, "whole": whole}
+        model_of = {"layer": layer, "full": full}
         x = torch.randn(1, LENGTH, 24, dtype=torch.float64)
-        layout = layout_of(some, cu_seqlens)
-        out = {name: attention(x, layout) for name, attention in model_of.items()}
-        torch.testing.assert_close(out["layer"], out["whole"], rtol=0, atol=1e-12)
+        metadata = AttentionMetadata.build(subset.config, LENGTH, cu_seqlens, x.device)
+        out = {name: attention(x, metadata) for name, attention in model_of.items()}
+        torch.testing.assert_close(out["layer"], out["full"], rtol=0, atol=1e-12)
     assert len(open_gates) == 2
 
 
-def layout_of(model: LanguageModel, cu_seqlens: Tensor | None):
-    from nsa.model.layout import Layout
-
-    config = model.config
-    return Layout.of(
-        LENGTH, cu_seqlens, SPEC, config.head_dim, config.rope_theta, torch.device("cpu")
-    )
-
-
 @pytest.mark.parametrize("branches", FEWER)
-def test_every_parameter_of_fewer_branches_has_a_gradient_at_any_length(branches: str) -> None:
+def test_every_parameter_of_a_subset_has_a_gradient_at_any_length(branches: str) -> None:
     compressors = ["mean", "mlp"] if "cmp" in branches else ["mean"]
     for compressor in compressors:
         for length in (1, LENGTH):
             model = build(tiny(few(branches, compressor=compressor)))
-            turn_on(model)
+            randomize_gates(model)
             model(tokens(length), labels=tokens(length, seed=1)).backward()
             missing = [name for name, p in model.named_parameters() if p.grad is None]
             assert not missing, (compressor, length)
 
 
 @pytest.mark.parametrize("branches", FEWER)
-def test_fewer_branches_cost_less_and_are_counted_so(branches: str) -> None:
-    """By PyTorch's count, of three tokens: no block is complete and every pair is a branch's own.
+def test_flops_of_a_subset_are_what_pytorch_counts(branches: str) -> None:
+    """For three tokens no block is complete, so selected and window branches see all pairs.
 
-    The reference computes the pairs above the diagonal too, which are taken off.
+    The reference also computes the pairs above the diagonal, which are subtracted.
     """
     config, length = tiny(few(branches)), 3
     inside = len([name for name in branches.split("+") if name != "cmp"])
     masked = 3 * 2 * config.heads * (config.head_dim + 5) * inside * (length**2 - 6)
     executed = counted(config, length) - config.layers * masked
     assert flops_per_token(config, length) * length == pytest.approx(executed, rel=1e-12)
-    whole = replace(config, attention=few("cmp+sel+win"))
-    assert flops_per_token(config, LENGTH) < flops_per_token(whole, LENGTH)
+    full = replace(config, attention=few("cmp+sel+win"))
+    assert flops_per_token(config, LENGTH) < flops_per_token(full, LENGTH)
 
 
-def test_choosing_without_a_compressed_branch_costs_its_softmax_all_the_same() -> None:
-    """Beside what is masked: scores and values of the compressed keys forward, scores once more."""
+def test_selection_without_a_compressed_branch_still_costs_its_softmax() -> None:
+    """Unmasked pairs only: scores and values of the compressed keys forward, scores once more."""
     config = tiny(few("sel"))
     pairs = sum(map(SPEC.visible_compressed, range(LENGTH)))
     without = replace(config, attention=few("win"))
@@ -110,13 +103,13 @@ def test_choosing_without_a_compressed_branch_costs_its_softmax_all_the_same() -
     selected = sum(map(spec.visible_selected, range(LENGTH)))
     window = sum(map(spec.visible_window, range(LENGTH)))
     per_pair = 2 * config.heads * (config.head_dim + 5)
-    choosing = config.layers * pairs * (per_pair + 2 * config.heads * config.head_dim)
+    selection = config.layers * pairs * (per_pair + 2 * config.heads * config.head_dim)
     attended = config.layers * 3 * per_pair * (selected - window)
     difference = flops_per_token(config, LENGTH) - flops_per_token(without, LENGTH)
-    assert difference * LENGTH == pytest.approx(choosing + attended, rel=1e-12)
+    assert difference * LENGTH == pytest.approx(selection + attended, rel=1e-12)
 
 
-def test_nobody_listens_to_a_mix_that_is_not_whole() -> None:
+def test_layers_without_all_branches_are_not_observed() -> None:
     assert not build(tiny(few("cmp+sel"))).sparse_layers()
 
 
@@ -126,6 +119,6 @@ def test_an_unknown_set_of_branches_is_refused(branches: str) -> None:
         tiny(few(branches)).validate()
 
 
-def test_an_mlp_that_nothing_would_teach_is_refused() -> None:
+def test_an_mlp_compressor_without_a_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'sel\+win' lacks; set the compressor to mean$"):
         tiny(few("sel+win", compressor="mlp")).validate()

@@ -1,4 +1,4 @@
-"""A model that cannot work is refused before it is built: setting, value and fix."""
+"""Model configuration: errors name the setting, its value and the fix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"heads": 12, "kv_heads": 5},
         r"^model\.heads = 12 is not a multiple of model\.kv_heads = 5; every KV head must serve",
     ),
-    ({"head_dim": 7}, r"^model\.head_dim = 7: RoPE turns pairs; make it even$"),
+    ({"head_dim": 7}, r"^model\.head_dim = 7: RoPE rotates pairs; make it even$"),
     ({"value_dim": 0}, r"^model\.value_dim = 0: must be a whole number, 1 or more, or null$"),
     ({"value_dim": 4.5}, r"^model\.value_dim = 4\.5: "),
     ({"value_dim": "64"}, r"^model\.value_dim = '64': "),
@@ -61,13 +61,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for i, (_, m) in enumerate(REFUSED)
     ],
 )
-def test_a_setting_that_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_setting_is_refused(changes: dict[str, Any], message: str) -> None:
     config = replace(tiny(), **changes)
     with pytest.raises(ValueError, match=message):
         config.validate()
 
 
-def test_a_model_is_not_built_from_a_refused_config() -> None:
+def test_building_a_model_validates_its_config() -> None:
     with pytest.raises(ValueError, match=r"model\.head_dim = 5"):
         LanguageModel(tiny(head_dim=5))
 
@@ -80,7 +80,7 @@ def test_every_documented_choice_is_allowed(kind: str, compressor: str, mode: st
     ModelConfig(attention=attention, activation_checkpointing=mode).validate()
 
 
-def test_one_models_config_is_not_anothers() -> None:
+def test_configs_do_not_share_their_attention() -> None:
     first, second = ModelConfig(), ModelConfig()
     first.attention.kind = "dense"
     assert second.attention.kind == "nsa"

@@ -1,4 +1,4 @@
-"""Parameters and floating-point operations, held against built models and counted products."""
+"""Parameter and FLOP counts against built models and PyTorch's counter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ attentions = pytest.mark.parametrize("attention", ATTENTIONS)
 
 
 def counted(config: ModelConfig, length: int) -> int:
-    """Operations of a real forward and backward pass over one document, by PyTorch's counter."""
+    """FLOPs of a forward and backward pass over one document, by PyTorch's counter."""
     attention = replace(config.attention, backend="reference")
     model, ids = build(replace(config, attention=attention), torch.float32), tokens(length)
     with FlopCounterMode(display=False) as counter:
@@ -30,12 +30,12 @@ def test_m7c_has_124_to_126_million_parameters() -> None:
 
 
 @attentions
-def test_the_count_is_that_of_the_built_model(attention: str) -> None:
+def test_parameter_count_equals_the_built_models(attention: str) -> None:
     config = tiny(attention)
     assert parameter_count(config) == sum(p.numel() for p in build(config).parameters())
 
 
-def test_the_count_adds_up_by_hand_for_m7c() -> None:
+def test_parameter_count_of_m7c_by_hand() -> None:
     """Per layer q, o, three k and v, gates, SwiGLU and two norms; the tied embedding once."""
     q_and_o, kv, gates = 2 * 768 * 768, 3 * 2 * 768 * 128, 768 * 36
     layer = q_and_o + kv + gates + 3 * 768 * 2368 + 2 * 768
@@ -43,7 +43,7 @@ def test_the_count_adds_up_by_hand_for_m7c() -> None:
 
 
 def test_counting_allocates_nothing() -> None:
-    """A model of a hundred thousand million parameters is counted on any machine."""
+    """100 billion parameters are counted on any machine."""
     config = ModelConfig(
         layers=96, width=12288, heads=96, kv_heads=8, head_dim=128, mlp_width=32768
     )
@@ -52,13 +52,13 @@ def test_counting_allocates_nothing() -> None:
 
 @pytest.mark.parametrize("length", [3, 6, 37])  # no compressed block, two, and many
 @attentions
-def test_many_tokens_cost_what_pytorch_counts_without_the_masked_pairs(
+def test_flops_are_what_pytorch_counts_without_the_masked_pairs(
     attention: str, length: int
 ) -> None:
-    """The reference computes all pairs and masks; what it would not have to compute is taken off.
+    """The reference computes all pairs and masks some; the masked ones are subtracted.
 
-    A pair costs Dk + Dv multiplications a head forward and twice that backward; choosing blocks
-    multiplies queries and compressed keys once more, without a backward pass.
+    A pair costs Dk + Dv multiplications a head forward and twice that backward; block selection
+    multiplies queries and compressed keys once more, forward only.
     """
     config = tiny(attention)
     score, pair = 2 * config.heads * config.head_dim, 2 * config.heads * (config.head_dim + 5)
@@ -69,19 +69,19 @@ def test_many_tokens_cost_what_pytorch_counts_without_the_masked_pairs(
 
 
 def _pairs(length: int, attention: str) -> tuple[list[int], list[int]]:
-    """(query, key) pairs by branch, compressed first: all there are, and those that are seen."""
+    """(query, key) pairs by branch, compressed first: all, and the visible ones."""
     causal = length * (length + 1) // 2
     if attention == "dense":
         # PyTorch counts causal attention as if all pairs were seen.
         return [0, length**2], [0, causal]
     blocks = len(naive.compressed_blocks(length, SPEC))
-    # Which blocks are chosen changes no count: the query's own is always among them.
-    chosen = naive.select_blocks(np.zeros((1, length, 1, -(-length // SPEC.select_len))), SPEC)[
+    # The selection does not change the count: the query's own block is always selected.
+    selected = naive.select_blocks(np.zeros((1, length, 1, -(-length // SPEC.select_len))), SPEC)[
         0, :, 0
     ]
     seen = [
         sum(len(naive.compressed_seen(t, length, SPEC)) for t in range(length)),
-        sum(len(naive.selected_seen(t, length, chosen[t], SPEC)) for t in range(length)),
+        sum(len(naive.selected_seen(t, length, selected[t], SPEC)) for t in range(length)),
         sum(len(naive.window_seen(t, length, SPEC.window)) for t in range(length)),
     ]
     return [length * blocks, length**2, length**2], seen
@@ -89,23 +89,20 @@ def _pairs(length: int, attention: str) -> tuple[list[int], list[int]]:
 
 @attentions
 @pytest.mark.parametrize("length", [1, 37, 2048])
-def test_dense_equivalent_operations_are_those_of_the_dense_twin(
-    attention: str, length: int
-) -> None:
+def test_dense_equivalent_flops_are_those_of_the_dense_twin(attention: str, length: int) -> None:
     config = tiny(attention)
     twin = replace(config, attention=replace(config.attention, kind="dense"))
     assert flops_per_token(config, length, dense_equivalent=True) == flops_per_token(twin, length)
 
 
-def test_the_sparse_pattern_pays_at_length() -> None:
-    """At M7C's size: a token costs less than the dense twin's once sequences are long."""
+def test_sparse_attention_is_cheaper_for_long_sequences() -> None:
     config = ModelConfig()
     for length, cheaper in ((512, False), (65_536, True)):
         dense = flops_per_token(config, length, dense_equivalent=True)
         assert (flops_per_token(config, length) < dense) is cheaper
 
 
-def test_a_built_model_can_be_counted_from_its_own_config() -> None:
+def test_parameter_count_works_from_a_built_models_config() -> None:
     with torch.device("meta"):
         model = LanguageModel(ModelConfig())
     assert parameter_count(model.config) == sum(p.numel() for p in model.parameters())

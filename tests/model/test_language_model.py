@@ -1,19 +1,26 @@
-"""What the language model promises about its logits, its loss and its gradients."""
+"""Language model: causality, packed documents, loss, gradients and initialization."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from nsa.model import LanguageModel, ModelConfig
+from nsa.monitor.health import HealthRecorder
 from nsa.spec import NSASpec
 from tests.model.models import ATTENTIONS, build, packed, tiny, tokens
 
 attentions = pytest.mark.parametrize("attention", ATTENTIONS)
+
+
+def further(*values: object) -> Any:
+    """Parameters of the full matrix."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 @attentions
@@ -61,12 +68,12 @@ def test_the_blockwise_model_is_the_reference_model(attention: str) -> None:
 
 
 @attentions
-@pytest.mark.parametrize("length", [1, 5, 31, 32, 33, 200])
+@pytest.mark.parametrize("length", [1, further(5), 31, 32, further(33), 200])
 @pytest.mark.parametrize("documents", ["one", "packed"])
 def test_every_parameter_gets_a_gradient_whatever_the_length(
     attention: str, length: int, documents: str
 ) -> None:
-    """A parameter without one on some rank is what made two ranks wait for each other."""
+    """A rank with a missing gradient would make the others wait for it forever."""
     config = tiny(attention)
     config.attention.spec = NSASpec()
     model = build(config, torch.float32)
@@ -84,7 +91,7 @@ def test_every_parameter_gets_a_gradient_whatever_the_length(
 
 
 @attentions
-def test_labels_of_minus_100_are_left_out_of_the_mean(attention: str) -> None:
+def test_ignored_labels_are_excluded_from_the_mean(attention: str) -> None:
     model, ids = build(tiny(attention)), tokens(20, batch=2)
     labels = ids.roll(-1, 1)
     labels[0, 5:] = -100
@@ -94,8 +101,8 @@ def test_labels_of_minus_100_are_left_out_of_the_mean(attention: str) -> None:
 
 
 @attentions
-def test_the_loss_learns_what_the_logits_teach(attention: str) -> None:
-    """The embedding, which is also the head, has the gradients of both."""
+def test_gradients_of_the_loss_are_those_through_the_logits(attention: str) -> None:
+    """The tied embedding accumulates both of its gradients."""
     model, ids = build(tiny(attention)), tokens(20, batch=2)
     labels = ids.roll(-1, 1)
     plain = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
@@ -110,20 +117,24 @@ def test_the_loss_learns_what_the_logits_teach(attention: str) -> None:
 @pytest.mark.parametrize(
     ("attention", "checkpointing", "documents"),
     [
-        ("dense", "none", (40,)),
-        ("mlp", "non_reentrant", (40,)),
-        ("mlp", "none", (9, 0, 2, 29)),
+        further("dense", "none", (40,)),
+        further("mlp", "non_reentrant", (40,)),
+        further("mlp", "none", (9, 0, 2, 29)),
         ("mean", "selective", (9, 0, 2, 29)),
     ],
 )
-def test_the_whole_model_compiles_as_one_graph_with_the_same_results(
+def test_the_model_compiles_as_one_graph_with_the_same_results(
     attention: str, checkpointing: str, documents: tuple[int, ...]
 ) -> None:
     config = tiny(attention, layers=1, activation_checkpointing=checkpointing)
     model, ids = build(config, torch.float32), tokens(40)
     cu_seqlens = packed(*documents) if len(documents) > 1 else None
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    losses = [f(ids, labels=ids.roll(-1, 1), cu_seqlens=cu_seqlens) for f in (model, compiled)]
+    recorder = HealthRecorder(model.sparse_layers(), config.attention.spec)
+    losses = [model(ids, labels=ids.roll(-1, 1), cu_seqlens=cu_seqlens)]
+    recorder.arm()
+    losses.append(compiled(ids, labels=ids.roll(-1, 1), cu_seqlens=cu_seqlens))
+    assert recorder.read() is None, "compiled layers are not observed"
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
     gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
     for a, b in zip(*gradients, strict=True):
@@ -131,7 +142,7 @@ def test_the_whole_model_compiles_as_one_graph_with_the_same_results(
 
 
 @attentions
-def test_a_batch_without_any_label_has_loss_zero_and_zero_gradients(attention: str) -> None:
+def test_a_batch_with_all_labels_ignored_has_zero_loss_and_gradients(attention: str) -> None:
     model, ids = build(tiny(attention)), tokens(20)
     loss = model(ids, labels=torch.full_like(ids, -100))
     loss.backward()
@@ -143,8 +154,8 @@ def test_a_batch_without_any_label_has_loss_zero_and_zero_gradients(attention: s
 
 
 @attentions
-def test_an_untrained_model_guesses_evenly(attention: str) -> None:
-    """Its loss is ln(vocabulary): the initial weights prefer nothing."""
+def test_an_untrained_model_has_the_uniform_loss(attention: str) -> None:
+    """ln(vocabulary): the initial weights prefer no token."""
     torch.manual_seed(0)
     model = LanguageModel(tiny(attention, vocab_size=500, width=96, mlp_width=256))
     ids = torch.randint(500, (4, 100))
@@ -153,18 +164,18 @@ def test_an_untrained_model_guesses_evenly(attention: str) -> None:
 
 
 def test_gates_start_at_exactly_one_half_for_every_branch() -> None:
-    """Also in the middle of the model: o is ½ · (compressed + selected + window) everywhere."""
+    """In every layer: o is ½ · (compressed + selected + window)."""
     torch.manual_seed(0)
     model = LanguageModel(tiny("mlp"))
     seen = []
     for layer in model.sparse_layers().values():
-        layer.listener = lambda gates, _blocks, _documents: seen.append(gates)
+        layer.observer = lambda gates, _blocks, _documents: seen.append(gates)
     model(tokens(30))
     assert [gates.shape for gates in seen] == [(1, 30, 4, 3)] * 2
     assert all(bool((gates == 0.5).all()) for gates in seen)
 
 
-def test_gates_move_with_the_first_step() -> None:
+def test_gates_have_a_gradient_at_the_first_step() -> None:
     torch.manual_seed(0)
     model = LanguageModel(tiny())
     ids = tokens(40)
@@ -173,7 +184,7 @@ def test_gates_move_with_the_first_step() -> None:
         assert bool((layer.gates.weight.grad.unflatten(0, (4, 3)) != 0).any(-1).all())
 
 
-def test_projections_into_the_stream_start_smaller_by_the_root_of_their_number() -> None:
+def test_residual_projections_are_initialized_smaller_by_the_root_of_their_number() -> None:
     torch.manual_seed(0)
     model = LanguageModel(tiny(layers=8, width=64, mlp_width=128, head_dim=16, value_dim=16))
     block = model.blocks[3]
@@ -194,7 +205,7 @@ def test_every_parameter_but_embedding_and_last_norm_is_in_exactly_one_block(
     assert outside == {"embed.weight", "norm.weight"}
 
 
-def test_only_nsa_layers_can_be_listened_to() -> None:
+def test_only_nsa_layers_can_be_observed() -> None:
     names = list(build(tiny("mean")).sparse_layers())
     assert names == ["blocks.0.attention", "blocks.1.attention"]
     assert build(tiny("dense")).sparse_layers() == {}
@@ -209,7 +220,7 @@ def test_input_ids_of_another_shape_are_refused(shape: tuple[int, ...], message:
         build(tiny())(torch.zeros(shape, dtype=torch.long))
 
 
-def test_documents_that_do_not_divide_the_tokens_are_refused_before_any_work() -> None:
+def test_invalid_cu_seqlens_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cu_seqlens goes from 0 to 6; .* T = 7"):
         build(tiny())(tokens(7), cu_seqlens=packed(2, 4))
     elsewhere = packed(2, 5).to("meta")

@@ -1,4 +1,4 @@
-"""The loss from hidden states is the plain one, and needs neither its memory nor its time."""
+"""Fused cross-entropy against the plain loss: values, gradients, rounding and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """As a user would write it."""
+    """The unfused loss."""
     logits = F.linear(hidden, weight)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, labels, reduction="sum") / (labels != -100).sum().clamp(min=1)
@@ -33,7 +33,7 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def inputs(
     dtype: torch.dtype, tokens: int = TOKENS, width: int = WIDTH, vocabulary: int = VOCABULARY
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, a weight and labels of which some are left out."""
+    """Hidden states, a weight, and labels of which some are ignored."""
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=draw, dtype=torch.float64)
     weight = torch.randn(vocabulary, width, generator=draw, dtype=torch.float64) / 4
@@ -45,21 +45,21 @@ def inputs(
 def with_gradients(
     function: Function, hidden: Tensor, weight: Tensor, labels: Tensor
 ) -> list[Tensor]:
-    """The loss and its gradients, from above scaled by what no power of two is."""
+    """The loss and its gradients, scaled from above by 1/3."""
     value = function(hidden, weight, labels)
     return [value.detach(), *torch.autograd.grad(value / 3, (hidden, weight))]
 
 
-@pytest.fixture(params=[1, 5], ids=["one product", "five products"])
-def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Into how many products the tokens are divided; 700 by five, and others leave a rest."""
+@pytest.fixture(params=[1, 5], ids=["one chunk", "five chunks"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The number of chunks; five divide 700 tokens, but not 697."""
     if request.param > 1:
-        monkeypatch.setattr(loss, "PRODUCT", TOKENS * VOCABULARY // request.param)
+        monkeypatch.setattr(loss, "CHUNK_LOGITS", TOKENS * VOCABULARY // request.param)
     return request.param
 
 
 @pytest.mark.parametrize("tokens", [1, 697, TOKENS])
-def test_it_is_the_plain_loss(products: int, tokens: int) -> None:
+def test_loss_and_gradients_are_those_of_the_plain_loss(chunks: int, tokens: int) -> None:
     arguments = inputs(torch.float64, tokens)
     actual, expected = (with_gradients(f, *arguments) for f in (linear_cross_entropy, plain))
     for a, e in zip(actual, expected, strict=True):
@@ -67,9 +67,9 @@ def test_it_is_the_plain_loss(products: int, tokens: int) -> None:
         torch.testing.assert_close(a, e, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("product", [loss.PRODUCT, 40])
-def test_its_gradient_is_that_of_its_value(monkeypatch: pytest.MonkeyPatch, product: int) -> None:
-    monkeypatch.setattr(loss, "PRODUCT", product)
+@pytest.mark.parametrize("product", [loss.CHUNK_LOGITS, 40])
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch, product: int) -> None:
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", product)
     hidden, weight, labels = inputs(torch.float64, 9, 4, 11)
     assert torch.autograd.gradcheck(
         lambda hidden, weight: linear_cross_entropy(hidden, weight, labels), (hidden, weight)
@@ -77,9 +77,7 @@ def test_its_gradient_is_that_of_its_value(monkeypatch: pytest.MonkeyPatch, prod
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_it_loses_no_more_than_twice_what_the_plain_loss_loses(
-    products: int, dtype: torch.dtype
-) -> None:
+def test_rounding_error_is_at_most_twice_the_plain_losss(chunks: int, dtype: torch.dtype) -> None:
     """Against float64, plus the noise of a float32 sum over the tokens in another order."""
     hidden, weight, labels = inputs(dtype)
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
@@ -90,11 +88,11 @@ def test_it_loses_no_more_than_twice_what_the_plain_loss_loses(
     floor = TOKENS**0.5 * torch.finfo(torch.float32).eps / 2
     for kind, a, u, e in zip((torch.float32, dtype, dtype), actual, usual, exact, strict=True):
         assert a.dtype == kind
-        lost, usually = (float((x.double() - e).norm() / e.norm()) for x in (a, u))
-        assert lost <= 2 * usually + floor, (lost, usually)
+        error, plain_error = (float((x.double() - e).norm() / e.norm()) for x in (a, u))
+        assert error <= 2 * plain_error + floor
 
 
-def test_what_the_loss_is_divided_by_is_not_rounded_to_bf16() -> None:
+def test_the_divisor_of_the_mean_is_not_rounded_to_bf16() -> None:
     """1/1,800 in bf16 would make every gradient a quarter of a percent larger."""
     hidden, weight, labels = inputs(torch.bfloat16)
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
@@ -103,8 +101,8 @@ def test_what_the_loss_is_divided_by_is_not_rounded_to_bf16() -> None:
         assert float((a.double() * e).sum() / e.square().sum()) == pytest.approx(1, abs=5e-4)
 
 
-def test_a_token_that_is_nearly_certain_keeps_its_small_gradient() -> None:
-    """p − 1 of a p that bf16 rounds to 1."""
+def test_a_nearly_certain_token_keeps_its_small_gradient() -> None:
+    """p − 1 for a p that rounds to 1 in bf16."""
     hidden, weight = torch.tensor([[7.0]]), torch.tensor([[1.0], [0.0]])
     arguments = [x.bfloat16().requires_grad_() for x in (hidden, weight)]
     label = torch.tensor([0])
@@ -114,7 +112,7 @@ def test_a_token_that_is_nearly_certain_keeps_its_small_gradient() -> None:
         torch.testing.assert_close(a, e, rtol=1e-2, atol=0)
 
 
-def test_without_any_label_the_loss_is_zero_and_so_are_the_gradients(products: int) -> None:
+def test_all_labels_ignored_gives_zero_loss_and_gradients(chunks: int) -> None:
     hidden, weight, labels = inputs(torch.bfloat16)
     value, *gradients = with_gradients(
         linear_cross_entropy, hidden, weight, torch.full_like(labels, -100)
@@ -124,30 +122,30 @@ def test_without_any_label_the_loss_is_zero_and_so_are_the_gradients(products: i
 
 
 @pytest.mark.parametrize("label", [-1, -99, VOCABULARY])
-def test_a_label_that_is_no_token_is_refused(label: int) -> None:
+def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
     hidden, weight, labels = inputs(torch.float32)
     labels[3] = label
     with pytest.raises(RuntimeError, match="out of bounds"):
         linear_cross_entropy(hidden, weight, labels)
 
 
-def test_gradients_are_computed_once_and_for_learning_only(products: int) -> None:
-    """Products of matrices: one for the logits, two for their gradients."""
+def test_gradients_are_computed_once_and_only_if_needed(chunks: int) -> None:
+    """Matrix products: one for the logits, two for the gradients."""
     hidden, weight, labels = inputs(torch.float32)
 
-    def multiplied(learns: bool, *tensors: Tensor) -> int:
-        with profile(activities=[ProfilerActivity.CPU]) as seen, torch.set_grad_enabled(learns):
+    def multiplied(grad: bool, *tensors: Tensor) -> int:
+        with profile(activities=[ProfilerActivity.CPU]) as seen, torch.set_grad_enabled(grad):
             value = linear_cross_entropy(*tensors, labels)
             if value.requires_grad:
                 value.backward()
         return sum(event.count for event in seen.key_averages() if event.key == "aten::mm")
 
-    assert multiplied(True, hidden, weight) == 3 * products
-    assert multiplied(False, hidden, weight) == products
-    assert multiplied(True, hidden.detach(), weight.detach()) == products
+    assert multiplied(True, hidden, weight) == 3 * chunks
+    assert multiplied(False, hidden, weight) == chunks
+    assert multiplied(True, hidden.detach(), weight.detach()) == chunks
 
 
-def test_pytorchs_counter_sees_its_operations() -> None:
+def test_the_flop_counter_includes_the_op() -> None:
     hidden, weight, labels = inputs(torch.float32)
     counts = []
     for function in (linear_cross_entropy, plain):
@@ -157,7 +155,7 @@ def test_pytorchs_counter_sees_its_operations() -> None:
     assert counts[0] == counts[1]
 
 
-def test_it_is_the_same_to_the_bit_each_time(products: int) -> None:
+def test_it_is_deterministic(chunks: int) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         first, second = (
@@ -169,7 +167,7 @@ def test_it_is_the_same_to_the_bit_each_time(products: int) -> None:
         assert torch.equal(a, b)
 
 
-def test_it_is_not_changed_by_autocast() -> None:
+def test_autocast_has_no_effect() -> None:
     usual = with_gradients(linear_cross_entropy, *inputs(torch.float32))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = with_gradients(linear_cross_entropy, *inputs(torch.float32))
@@ -178,7 +176,7 @@ def test_it_is_not_changed_by_autocast() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_op_is_what_it_declares(products: int, dtype: torch.dtype) -> None:
+def test_opcheck(chunks: int, dtype: torch.dtype) -> None:
     hidden, weight, labels = inputs(dtype)
     kinds = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(loss_and_gradients, (hidden, weight, labels, True), test_utils=kinds)
@@ -195,8 +193,8 @@ def test_it_compiles_as_one_graph_with_the_same_results() -> None:
             assert torch.equal(a, e)
 
 
-# As in tests/ops/test_memory.py: VmHWM is this process's own, and a small first call pays for what
-# is loaded and kept. It only rises, so what needs least goes first.
+# VmHWM belongs to one process and only rises, so the smallest measurement comes first. A small
+# first call pays for what is loaded and kept. See tests/ops/test_memory.py.
 MEASURE = """
 import torch
 from nsa.model import loss
@@ -209,10 +207,10 @@ def kilobytes(name):
 torch.set_num_threads(1)
 for function, dtype, product in (
     (loss.linear_cross_entropy, torch.float32, 2**22),
-    (loss.linear_cross_entropy, torch.bfloat16, loss.PRODUCT),
-    (plain, torch.bfloat16, loss.PRODUCT),
+    (loss.linear_cross_entropy, torch.bfloat16, loss.CHUNK_LOGITS),
+    (plain, torch.bfloat16, loss.CHUNK_LOGITS),
 ):
-    loss.PRODUCT = product
+    loss.CHUNK_LOGITS = product
     function(*inputs(dtype, 8, 8, 8)).backward()
     arguments = inputs(dtype, 2_048, 16, 8_192)
     before = kilobytes("VmRSS")
@@ -221,8 +219,8 @@ for function, dtype, product in (
 """
 
 
-def test_the_logits_of_all_tokens_are_never_in_memory_in_float32() -> None:
-    """Nor, in any dtype, those of more than one product; the plain loss would break both bounds."""
+def test_peak_memory_excludes_the_float32_logits_of_all_tokens() -> None:
+    """And the logits of more than one chunk in any dtype; the plain loss breaks both bounds."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
     printed = subprocess.run(
         [sys.executable, "-c", MEASURE],
@@ -231,8 +229,8 @@ def test_the_logits_of_all_tokens_are_never_in_memory_in_float32() -> None:
         text=True,
         check=True,
     ).stdout
-    four_products, one_product, usual = map(int, printed.split())
+    four_chunks, one_chunk, usual = map(int, printed.split())
     logits = 4 * 2_048 * 8_192
-    assert 0 < four_products < 0.45 * logits  # a quarter, and a few rows' softmax
-    assert 0 < one_product < 0.8 * logits  # two bytes each, and a few rows' softmax
+    assert 0 < four_chunks < 0.45 * logits  # one chunk, and the softmax of a few rows
+    assert 0 < one_chunk < 0.8 * logits  # bf16, and the softmax of a few rows
     assert usual > 2 * logits

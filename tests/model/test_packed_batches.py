@@ -1,4 +1,4 @@
-"""Batches of packed documents, as the data room makes them, through a model."""
+"""Packed batches from the data loader through a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EOS = 60
 
 
 def batch(packing: str) -> Batch:
-    """Two rows of 40 tokens, of documents that are 5 to 30 tokens long."""
+    """Two rows of 40 tokens, from documents of 5 to 30 tokens."""
     random = np.random.RandomState(0)
     lengths = random.randint(5, 31, 8)
     tokens = np.concatenate([np.append(random.randint(0, EOS, length), EOS) for length in lengths])
@@ -27,8 +27,8 @@ def batch(packing: str) -> Batch:
 
 
 @pytest.mark.parametrize("attention", ["mean", "mlp", "dense"])
-def test_no_document_of_a_packed_batch_hears_of_another(attention: str) -> None:
-    """What a document's logits depend on, by the gradient that reaches each token's embedding."""
+def test_documents_of_a_packed_batch_do_not_affect_each_other(attention: str) -> None:
+    """A document's logits have a gradient for its own token embeddings only."""
     packed = batch("documents")
     assert packed.cu_seqlens is not None
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def test_no_document_of_a_packed_batch_hears_of_another(attention: str) -> None:
         assert (touched[end:] == 0).all()
 
 
-def test_nothing_is_learnt_from_the_step_from_one_document_to_the_next() -> None:
+def test_the_last_token_of_a_document_has_no_loss() -> None:
     packed = batch("documents")
     ends = packed.input_ids[0] == EOS
     assert ends.any()

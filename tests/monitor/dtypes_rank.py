@@ -1,4 +1,4 @@
-"""One rank: a step of each DeepSpeed config with the dtype report listening, and one without."""
+"""One rank: a step of each DeepSpeed config with and without the dtype report."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CONFIGS = Path(__file__).parents[2] / "ds_configs"
 
 
 def steps(name: str, report: Path | None) -> list[float]:
-    """The losses of three steps; the first one's dtypes go to `report`."""
+    """Return the losses of three steps; write the dtypes of the first to `report`."""
     config = small("reentrant")
     source = CONFIGS / f"{name}.json"
     resolved = resolve_ds_config(load_ds_config(source), config, world_size=1, source=source.name)
     torch.manual_seed(0)
     engine = initialise(LanguageModel(config.model), config, resolved)
-    listening = DtypeReport(engine.module) if report else None
+    dtypes = DtypeReport(engine.module) if report else None
     losses = []
     for index in range(3):
         for micro in range(config.train.accumulation):
@@ -34,8 +34,8 @@ def steps(name: str, report: Path | None) -> list[float]:
             engine.backward(loss)
             engine.step()
         losses.append(loss.item())
-        if listening and report and index == 0:
-            listening.write(report, engine.optimizer)
+        if dtypes and report and index == 0:
+            dtypes.write(report, engine.optimizer)
     engine.destroy()
     return losses
 
@@ -43,8 +43,8 @@ def steps(name: str, report: Path | None) -> list[float]:
 def main(folder: Path, names: list[str]) -> None:
     start_ranks(Ranks.from_environment())
     for name in names:
-        heard, alone = steps(name, folder / f"{name}.txt"), steps(name, None)
-        print(name, "same" if heard == alone else f"{heard} is not {alone}", flush=True)
+        reported, alone = steps(name, folder / f"{name}.txt"), steps(name, None)
+        print(name, "same" if reported == alone else f"{reported} is not {alone}", flush=True)
 
 
 if __name__ == "__main__":

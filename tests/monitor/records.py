@@ -1,4 +1,4 @@
-"""Records and helpers that the monitor's tests share."""
+"""Records and helpers of the telemetry tests."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from nsa.monitor.observer import (
 )
 from nsa.monitor.writer import BackgroundWriter
 
-PATIENCE = 60.0  # seconds after which a wait that should end at once has failed
+PATIENCE = 60.0  # seconds until a wait that should be short has failed
 
 
 def make_info(run_dir: Path, **changes: Any) -> RunInfo:
-    """A run that is about to start."""
+    """Return the facts of a run that is about to start."""
     values: dict[str, Any] = {"name": "m7c", "profile": "demo", "total_steps": 300}
     return RunInfo(run_dir=run_dir, **{**values, **changes})
 
 
 def make_record(step: int, **changes: Any) -> StepRecord:
-    """A logged step with figures that no float32 and no short decimal can hold."""
+    """Return a logged step with values that need full float64 precision."""
     values: dict[str, Any] = {
         "tokens": 4096 * step,
         "loss": 5.0 / (step + 2),
@@ -44,7 +44,7 @@ def make_record(step: int, **changes: Any) -> StepRecord:
 
 
 def make_health(layers: int = 2, **changes: Any) -> Health:
-    """Layers that all differ; gates of a tenth, two tenths … and free picks near and far."""
+    """Return layers with different gates, and free picks near and far."""
     return Health([make_layer(index, **changes) for index in range(layers)])
 
 
@@ -65,7 +65,7 @@ def make_layer(index: int, **changes: Any) -> LayerHealth:
 
 
 def drain(writer: BackgroundWriter) -> None:
-    """Wait until everything submitted so far has been tried."""
+    """Wait until all submitted jobs have run."""
     done = threading.Event()
     assert writer.submit(done.set)
     assert done.wait(PATIENCE)
@@ -73,7 +73,7 @@ def drain(writer: BackgroundWriter) -> None:
 
 @contextlib.contextmanager
 def files_no_longer_than(size: int) -> Iterator[None]:
-    """A disk that is full for this process: no file grows past `size` bytes."""
+    """Simulate a full disk: no file of this process grows past `size` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

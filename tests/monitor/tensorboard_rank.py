@@ -58,7 +58,7 @@ def main(run_dir: Path, disk: str) -> None:
     for number in range(1, 4):
         step(number)
     if disk == "full":
-        # Enough first that the limit stops the event file and not what this prints.
+        # Large enough that the limit hits the event file, not this output.
         engine.monitor.write_events([(f"filler/{index}", 0.0, 0) for index in range(2000)])
         drain(writer)
         (event_file,) = (run_dir / "tb").iterdir()

@@ -25,7 +25,7 @@ def read(run_dir: Path) -> list[list[str]]:
     return rows
 
 
-def test_what_was_passed_over_can_be_read_while_the_run_goes_and_at_its_end(tmp_path: Path) -> None:
+def test_fallbacks_are_written_during_the_run_and_at_its_end(tmp_path: Path) -> None:
     counts: Counts = {}
     observer, writer = start(tmp_path, counts)
     observer.on_step(make_record(1))
@@ -43,7 +43,7 @@ def test_what_was_passed_over_can_be_read_while_the_run_goes_and_at_its_end(tmp_
     assert read(tmp_path) == [expected[0], [*expected[1], "3"]]
 
 
-def test_steps_without_news_write_nothing(tmp_path: Path) -> None:
+def test_steps_without_new_fallbacks_write_nothing(tmp_path: Path) -> None:
     observer, writer = start(tmp_path, {("select_blocks", "triton", REASON): 1})
     observer.on_step(make_record(1))
     drain(writer)
@@ -54,7 +54,7 @@ def test_steps_without_news_write_nothing(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_a_run_in_which_nothing_was_passed_over_says_so(tmp_path: Path) -> None:
+def test_a_run_without_fallbacks_writes_an_empty_table(tmp_path: Path) -> None:
     observer, writer = start(tmp_path, {})
     observer.on_end("finished")
     writer.close()

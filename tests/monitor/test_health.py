@@ -26,17 +26,17 @@ def make_gates(batch: int, length: int, seed: int = 0) -> Tensor:
 
 
 def starts_of(length: int, cu_seqlens: Tensor | None) -> list[int]:
-    """Where the document of each position begins."""
+    """Return the start of each position's document."""
     if cu_seqlens is None:
         return [0] * length
     ends = cu_seqlens.tolist()
     return [max(start for start in ends[:-1] if start <= t) for t in range(length)]
 
 
-def choose(
+def make_blocks(
     batch: int, length: int, spec: NSASpec, cu_seqlens: Tensor | None = None, seed: int = 0
 ) -> Tensor:
-    """Forced blocks and random others, ascending, padded with -1: as selection writes them."""
+    """Return forced and random blocks in the format of selection: ascending, padded with -1."""
     draw = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(batch):
@@ -55,10 +55,10 @@ def is_forced(block: int, own: int, spec: NSASpec) -> bool:
     return block < spec.init_blocks or block > own - spec.local_blocks
 
 
-def by_hand(
+def reference(
     gates: Tensor, blocks: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, stride: int = 1
 ) -> LayerHealth:
-    """The definitions of docs/health.md, one number at a time."""
+    """Compute the definitions of docs/health.md one value at a time."""
     batch, length = gates.shape[:2]
     starts = starts_of(length, cu_seqlens)
     sampled = range(0, length, stride)
@@ -66,7 +66,7 @@ def by_hand(
         branch: gates[:, ::stride, :, index].double().flatten().tolist()
         for index, branch in enumerate(BRANCHES)
     }
-    means = {branch: sum(found) / len(found) for branch, found in values.items()}
+    means = {branch: sum(samples) / len(samples) for branch, samples in values.items()}
     all_picks = forced = compared = shared = 0
     free: list[tuple[int, int, int]] = []  # head, block, distance
     for b in range(batch):
@@ -96,19 +96,19 @@ def by_hand(
     return LayerHealth(
         gate_mean=means,
         gate_std={
-            branch: math.sqrt(sum((one - means[branch]) ** 2 for one in found) / len(found))
-            for branch, found in values.items()
+            branch: math.sqrt(sum((one - means[branch]) ** 2 for one in samples) / len(samples))
+            for branch, samples in values.items()
         },
         gate_saturated={
-            branch: sum(one < 0.05 or one >= 0.95 for one in found) / len(found)
-            for branch, found in values.items()
+            branch: sum(one < 0.05 or one >= 0.95 for one in samples) / len(samples)
+            for branch, samples in values.items()
         },
         gate_bins={
             branch: [
-                sum(int(one * GATE_BINS) == bin_ for one in found) / len(found)
+                sum(int(one * GATE_BINS) == bin_ for one in samples) / len(samples)
                 for bin_ in range(GATE_BINS)
             ]
-            for branch, found in values.items()
+            for branch, samples in values.items()
         },
         choosing=sum((t - starts[t]) // spec.select_len >= spec.select_top for t in sampled)
         / len(sampled),
@@ -125,7 +125,7 @@ def by_hand(
     )
 
 
-def figures(layer: LayerHealth) -> list[Any]:
+def flat_values(layer: LayerHealth) -> list[Any]:
     parts: list[Any] = []
     for value in vars(layer).values():
         for part in value.values() if isinstance(value, dict) else [value]:
@@ -137,53 +137,58 @@ def assert_same(actual: Health | None, expected: list[LayerHealth]) -> None:
     assert actual is not None
     assert len(actual.layers) == len(expected)
     for mine, other in zip(actual.layers, expected, strict=True):
-        assert figures(mine) == pytest.approx(figures(other), abs=2e-6)
+        assert flat_values(mine) == pytest.approx(flat_values(other), abs=2e-6)
 
 
-def listen(layers: int, spec: NSASpec = SPEC) -> tuple[HealthRecorder, list[Any]]:
-    """A recorder that is armed, and the layers that it listens to."""
-    found = [SimpleNamespace(listener=None) for _ in range(layers)]
-    recorder = HealthRecorder({f"layer {i}": layer for i, layer in enumerate(found)}, spec)
+def armed_recorder(layers: int, spec: NSASpec = SPEC) -> tuple[HealthRecorder, list[Any]]:
+    """Return an armed recorder and its layers."""
+    observed = [SimpleNamespace(observer=None) for _ in range(layers)]
+    recorder = HealthRecorder({f"layer {i}": layer for i, layer in enumerate(observed)}, spec)
     recorder.arm()
-    return recorder, found
+    return recorder, observed
 
 
 @pytest.mark.parametrize("spec", [SPEC, NSASpec(4, 2, 4, 4, 0, 1, 6), NSASpec(8, 4, 8, 6, 2, 3)])
 @pytest.mark.parametrize(
     ("batch", "documents"), [(2, (90,)), (1, (3, 41, 0, 26, 1, 60)), (1, (9, 11))], ids=str
 )
-def test_every_figure_is_the_one_counted_by_hand(
+def test_all_statistics_match_a_loop_over_single_values(
     spec: NSASpec, batch: int, documents: tuple[int, ...]
 ) -> None:
     length = sum(documents)
     cu_seqlens = packed(*documents) if len(documents) > 1 else None
-    recorder, layers = listen(2, spec)
-    told = []
+    recorder, layers = armed_recorder(2, spec)
+    expected = []
     for seed, layer in enumerate(layers):
-        said = make_gates(batch, length, seed), choose(batch, length, spec, cu_seqlens, seed)
-        layer.listener(*said, cu_seqlens)
-        told.append(by_hand(*said, spec, cu_seqlens))
-    heard = recorder.read()
-    assert_same(heard, told)
-    assert heard is not None
-    for branch, mean in heard.gates.items():
-        assert mean == pytest.approx(sum(layer.gate_mean[branch] for layer in told) / 2, abs=1e-6)
+        outputs = (
+            make_gates(batch, length, seed),
+            make_blocks(batch, length, spec, cu_seqlens, seed),
+        )
+        layer.observer(*outputs, cu_seqlens)
+        expected.append(reference(*outputs, spec, cu_seqlens))
+    health = recorder.read()
+    assert_same(health, expected)
+    assert health is not None
+    for branch, mean in health.gates.items():
+        assert mean == pytest.approx(
+            sum(layer.gate_mean[branch] for layer in expected) / 2, abs=1e-6
+        )
 
 
 @pytest.mark.parametrize(("batch", "most", "stride"), [(1, 40, 3), (2, 60, 4), (1, 120, 1)])
-def test_of_a_long_sequence_queries_at_a_fixed_distance_are_taken(
+def test_long_sequences_are_sampled_at_a_fixed_stride(
     batch: int, most: int, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health, "MOST_QUERIES", most)
     documents = packed(9, 50, 61) if batch == 1 else None
-    recorder, (layer,) = listen(1)
-    said = make_gates(batch, 120), choose(batch, 120, SPEC, documents)
-    layer.listener(*said, documents)
-    assert_same(recorder.read(), [by_hand(*said, SPEC, documents, stride)])
+    recorder, (layer,) = armed_recorder(1)
+    outputs = make_gates(batch, 120), make_blocks(batch, 120, SPEC, documents)
+    layer.observer(*outputs, documents)
+    assert_same(recorder.read(), [reference(*outputs, SPEC, documents, stride)])
 
 
-def choose_always(own_to_picks: Any, length: int = 400) -> Tensor:
-    """The same for each head: the forced ones, and what the function says of a query's block."""
+def make_blocks_at(own_to_picks: Any, length: int = 400) -> Tensor:
+    """Return for all heads the forced blocks and those that the function selects."""
     rows = []
     for t in range(length):
         own = t // SPEC.select_len
@@ -193,100 +198,105 @@ def choose_always(own_to_picks: Any, length: int = 400) -> Tensor:
     return torch.tensor([rows], dtype=torch.int32)
 
 
-def test_collapsed_selection_shows_as_no_entropy_and_whole_overlap() -> None:
-    recorder, (layer,) = listen(1)
-    layer.listener(make_gates(1, 400), choose_always(lambda own: (1, 2)), None)
-    (found,) = recorder.read().layers
-    assert found.entropy == pytest.approx(0, abs=1e-6)
-    assert found.overlap == 1
-    assert found.distance > 40
+def test_collapsed_selection_has_entropy_0_and_overlap_1() -> None:
+    recorder, (layer,) = armed_recorder(1)
+    layer.observer(make_gates(1, 400), make_blocks_at(lambda own: (1, 2)), None)
+    (layer_health,) = recorder.read().layers
+    assert layer_health.entropy == pytest.approx(0, abs=1e-6)
+    assert layer_health.overlap == 1
+    assert layer_health.distance > 40
 
 
-def test_selection_that_follows_the_query_shows_in_the_distances_and_not_in_the_entropy() -> None:
-    recorder, (layer,) = listen(1)
-    layer.listener(make_gates(1, 400), choose_always(lambda own: (own - 3, own - 2)), None)
-    (found,) = recorder.read().layers
-    assert found.entropy > 0.95
-    assert found.distance == 2.5
-    assert list(found.distances) == [0, 1] + [0] * 8
+def test_selection_at_a_fixed_distance_is_visible_in_distances_not_in_entropy() -> None:
+    recorder, (layer,) = armed_recorder(1)
+    layer.observer(make_gates(1, 400), make_blocks_at(lambda own: (own - 3, own - 2)), None)
+    (layer_health,) = recorder.read().layers
+    assert layer_health.entropy > 0.95
+    assert layer_health.distance == 2.5
+    assert list(layer_health.distances) == [0, 1] + [0] * 8
 
 
-def test_shut_and_open_gates_count_as_saturated() -> None:
-    recorder, (layer,) = listen(1)
+def test_closed_and_open_gates_count_as_saturated() -> None:
+    recorder, (layer,) = armed_recorder(1)
     gates = make_gates(1, 90)
     gates[..., 0], gates[..., 1], gates[..., 2] = 0.0, 1.0, 0.5
-    layer.listener(gates, choose(1, 90, SPEC), None)
-    (found,) = recorder.read().layers
-    assert found.gate_mean == {"cmp": 0, "sel": 1, "win": 0.5}
-    assert found.gate_saturated == {"cmp": 1, "sel": 1, "win": 0}
-    assert found.gate_std == {"cmp": 0, "sel": 0, "win": 0}
+    layer.observer(gates, make_blocks(1, 90, SPEC), None)
+    (layer_health,) = recorder.read().layers
+    assert layer_health.gate_mean == {"cmp": 0, "sel": 1, "win": 0.5}
+    assert layer_health.gate_saturated == {"cmp": 1, "sel": 1, "win": 0}
+    assert layer_health.gate_std == {"cmp": 0, "sel": 0, "win": 0}
 
 
 @pytest.mark.parametrize("length", [1, 3, 20])
-def test_where_no_query_can_choose_nothing_is_said_of_choices(length: int) -> None:
-    recorder, (layer,) = listen(1)
-    layer.listener(make_gates(1, length), choose(1, length, SPEC), None)
-    (found,) = recorder.read().layers
-    assert (found.choosing, found.entropy, found.overlap, found.distance) == (0, None, None, None)
-    assert found.distances == []
-    assert 0 < found.forced <= 1
+def test_without_free_picks_their_statistics_are_none(length: int) -> None:
+    recorder, (layer,) = armed_recorder(1)
+    layer.observer(make_gates(1, length), make_blocks(1, length, SPEC), None)
+    (layer_health,) = recorder.read().layers
+    assert (
+        layer_health.choosing,
+        layer_health.entropy,
+        layer_health.overlap,
+        layer_health.distance,
+    ) == (0, None, None, None)
+    assert layer_health.distances == []
+    assert 0 < layer_health.forced <= 1
 
 
 def test_bfloat16_gates_are_averaged_in_float32() -> None:
-    recorder, (layer,) = listen(1)
+    recorder, (layer,) = armed_recorder(1)
     gates = make_gates(8, 500).bfloat16()
-    layer.listener(gates, choose(1, 500, SPEC).expand(8, -1, -1, -1), None)
+    layer.observer(gates, make_blocks(1, 500, SPEC).expand(8, -1, -1, -1), None)
     expected = gates.double().mean((0, 1, 2)).tolist()
     assert list(recorder.read().gates.values()) == pytest.approx(expected, abs=1e-5)
 
 
 def test_only_the_first_pass_since_arming_counts() -> None:
-    recorder, (layer,) = listen(1)
-    said = make_gates(1, 90), choose(1, 90, SPEC)
-    layer.listener(*said, None)
-    layer.listener(make_gates(1, 90, seed=5), choose(1, 90, SPEC, seed=5), None)
-    assert_same(recorder.read(), [by_hand(*said, SPEC, None)])
-    assert layer.listener is None
-    assert recorder.read() is None, "a reading is of what came since the last"
+    recorder, (layer,) = armed_recorder(1)
+    outputs = make_gates(1, 90), make_blocks(1, 90, SPEC)
+    layer.observer(*outputs, None)
+    layer.observer(make_gates(1, 90, seed=5), make_blocks(1, 90, SPEC, seed=5), None)
+    assert_same(recorder.read(), [reference(*outputs, SPEC, None)])
+    assert layer.observer is None
+    assert recorder.read() is None, "a reading covers the passes since the last"
 
 
-def test_a_recorder_without_layers_has_nothing_to_say() -> None:
+def test_a_recorder_without_layers_returns_none() -> None:
     recorder = HealthRecorder({}, None)
     recorder.arm()
     assert recorder.read() is None
 
 
-def test_listening_keeps_no_activation_alive() -> None:
-    recorder, (layer,) = listen(1)
-    gates, blocks = make_gates(1, 90), choose(1, 90, SPEC)
+def test_samples_keep_no_activation_alive() -> None:
+    recorder, (layer,) = armed_recorder(1)
+    gates, blocks = make_gates(1, 90), make_blocks(1, 90, SPEC)
     storages = [StorageWeakRef(x.untyped_storage()) for x in (gates, blocks)]
-    layer.listener(gates, blocks, None)
+    layer.observer(gates, blocks, None)
     del gates, blocks
     assert all(storage.expired() for storage in storages)
     assert recorder.read() is not None
 
 
 def test_measuring_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On `meta` fetching a value is an error; the reading is one tensor's transfer."""
-    recorder, layers = listen(3)
-    gates, blocks = make_gates(1, 90).to("meta"), choose(1, 90, SPEC).to("meta")
+    """On `meta`, fetching a value is an error; reading transfers one tensor."""
+    recorder, layers = armed_recorder(3)
+    gates, blocks = make_gates(1, 90).to("meta"), make_blocks(1, 90, SPEC).to("meta")
     transfers = []
     monkeypatch.setattr(Tensor, "tolist", lambda rows: transfers.append(rows.shape) or [])
     for layer in layers:
-        layer.listener(gates, blocks, packed(40, 50).to("meta"))
+        layer.observer(gates, blocks, packed(40, 50).to("meta"))
     assert recorder.read() == Health([])
     assert len(transfers) == 1
 
 
-def test_what_cannot_be_measured_costs_the_figures_and_not_the_run(
+def test_an_error_while_measuring_costs_the_statistics_and_not_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    recorder, layers = listen(2)
-    layers[0].listener(make_gates(1, 90), torch.zeros(0, dtype=torch.int32), None)
-    assert [layer.listener for layer in layers] == [None, None]
+    recorder, layers = armed_recorder(2)
+    layers[0].observer(make_gates(1, 90), torch.zeros(0, dtype=torch.int32), None)
+    assert [layer.observer for layer in layers] == [None, None]
     assert recorder.read() is None
     recorder.arm()
-    assert [layer.listener for layer in layers] == [None, None]
+    assert [layer.observer for layer in layers] == [None, None]
     assert recorder.read() is None
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("nsa: the health of layers is off for the rest of the run: ")
+    assert line.startswith("nsa: layer health is off for the rest of the run: ")

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from nsa.monitor import heartbeat
-from nsa.monitor.heartbeat import Heartbeat, last_beat, read_heartbeats
+from nsa.monitor.heartbeat import Heartbeat, last_beat
 from tests.engine.runs import deepspeed, succeed
+from tests.monitor.heartbeats import read_heartbeats
 from tests.monitor.records import PATIENCE, files_no_longer_than
 
 OFTEN = 0.01  # seconds between two progress lines
@@ -26,21 +27,21 @@ def beating(folder: Path, **changes: Any) -> Heartbeat:
 
 def wait_for(what: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + PATIENCE
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it did not come about"
+    while not (result := what()):
+        assert time.monotonic() < deadline, "the condition was never met"
         time.sleep(0.005)
-    return found
+    return result
 
 
 def path_of(folder: Path, rank: int = 0) -> Path:
     return folder / f"heartbeat_rank{rank}.jsonl"
 
 
-def steps_told(folder: Path, event: str = "step_end") -> list[int]:
+def recorded_steps(folder: Path, event: str = "step_end") -> list[int]:
     return [beat["step"] for beat in read_heartbeats(folder).get(0, []) if beat["event"] == event]
 
 
-def test_each_step_leaves_its_start_and_end_and_the_end_says_how_the_run_ended(
+def test_each_step_has_a_start_and_an_end_line_and_the_last_line_holds_the_status(
     tmp_path: Path,
 ) -> None:
     beat = beating(tmp_path, rank=3, seconds=100)
@@ -52,8 +53,8 @@ def test_each_step_leaves_its_start_and_end_and_the_end_says_how_the_run_ended(
         beat.logged(5.0 / step)
     beat.close("finished")
     beats = read_heartbeats(tmp_path)[3]
-    told = [(beat["event"], beat["step"], beat["tokens"], beat["skipped"]) for beat in beats]
-    assert told == [
+    recorded = [(beat["event"], beat["step"], beat["tokens"], beat["skipped"]) for beat in beats]
+    assert recorded == [
         ("start", 0, 0, 0),
         ("step_start", 0, 0, 0),
         ("step_end", 1, 4096, 0),
@@ -68,16 +69,16 @@ def test_each_step_leaves_its_start_and_end_and_the_end_says_how_the_run_ended(
     assert {beat["backend"] for beat in beats} == {"deepspeed-zero1"}
 
 
-def test_a_run_that_goes_on_says_from_its_first_line_where_it_stands(tmp_path: Path) -> None:
-    """Who judges the step that it stands at would else wait for a step that nobody takes."""
+def test_the_first_line_of_a_resumed_run_holds_its_step(tmp_path: Path) -> None:
+    """A gate at the resumed step must not wait for another step."""
     beating(tmp_path, seconds=100, step=7, tokens=28_672, skipped=1).close("finished")
     beats = read_heartbeats(tmp_path)[0]
     assert [beat["event"] for beat in beats] == ["start", "end"]
     assert {(beat["step"], beat["tokens"], beat["skipped"]) for beat in beats} == {(7, 28_672, 1)}
 
 
-def test_nothing_follows_the_end_though_a_line_was_due(tmp_path: Path) -> None:
-    """Who reads a line behind it takes the rank for one that lives, or died without a word."""
+def test_no_line_follows_the_end_line(tmp_path: Path) -> None:
+    """The watchdog would take a rank with a later line for one that is alive or was killed."""
     for rank in range(20):
         beat = beating(tmp_path, rank=rank, seconds=1e-4)
         time.sleep(0.002)
@@ -85,18 +86,7 @@ def test_nothing_follows_the_end_though_a_line_was_due(tmp_path: Path) -> None:
     assert {beats[-1]["event"] for beats in read_heartbeats(tmp_path).values()} == {"end"}
 
 
-def test_lines_are_written_at_once_for_who_is_about_to_read_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heartbeat, "_BATCH_SECONDS", 10 * PATIENCE)
-    beat = beating(tmp_path, seconds=100 * PATIENCE)
-    beat.step_end(1, 0, 0)
-    beat.write_soon()
-    wait_for(lambda: steps_told(tmp_path) == [1])
-    beat.close("finished")
-
-
-def test_progress_goes_on_and_names_the_phase_while_the_training_thread_hangs_in_c(
+def test_progress_lines_name_the_phase_while_the_training_thread_hangs_in_c(
     tmp_path: Path,
 ) -> None:
     beat = beating(tmp_path)
@@ -118,7 +108,7 @@ def test_progress_goes_on_and_names_the_phase_while_the_training_thread_hangs_in
 
     looking = threading.Thread(target=look)
     looking.start()
-    os.read(reading, 1)  # hangs in the kernel until others have seen enough
+    os.read(reading, 1)  # blocks in the kernel until `look` has seen enough lines
     looking.join()
     beat.close("finished")
     assert len(seen) >= 5
@@ -129,7 +119,7 @@ def test_progress_goes_on_and_names_the_phase_while_the_training_thread_hangs_in
     assert seen[-1]["memory_gb"] > 0.01
 
 
-def test_without_seconds_nothing_is_written_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_zero_seconds_switch_the_heartbeat_off(tmp_path: Path) -> None:
     threads = threading.active_count()
     beat = beating(tmp_path, seconds=0)
     for step in range(1, 4):
@@ -141,12 +131,12 @@ def test_without_seconds_nothing_is_written_and_nothing_is_kept(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_costs_one_warning_and_no_half_lines_and_lines_come_back(
+def test_a_full_disk_causes_one_warning_and_delays_lines_without_tearing_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     beat = beating(tmp_path)
     beat.step_end(1, 0, 0)
-    wait_for(lambda: path_of(tmp_path).exists() and 1 in steps_told(tmp_path))
+    wait_for(lambda: path_of(tmp_path).exists() and 1 in recorded_steps(tmp_path))
     complaints = ""
     with files_no_longer_than(path_of(tmp_path).stat().st_size + 100):
         beat.step_end(2, 0, 0)
@@ -154,20 +144,20 @@ def test_a_full_disk_costs_one_warning_and_no_half_lines_and_lines_come_back(
         def complained() -> bool:
             nonlocal complaints
             complaints += capsys.readouterr().err
-            return "a write failed, the run goes on" in complaints
+            return "a write failed, the run continues" in complaints
 
         wait_for(complained)
         beat.step_end(3, 0, 0)
-        time.sleep(10 * OFTEN)  # a few more tries that fail
+        time.sleep(10 * OFTEN)  # a few more failing attempts
         assert path_of(tmp_path).read_bytes().endswith(b"\n")
-    wait_for(lambda: 3 in steps_told(tmp_path))
+    wait_for(lambda: 3 in recorded_steps(tmp_path))
     beat.close("finished")
-    assert steps_told(tmp_path) == [1, 2, 3]
+    assert recorded_steps(tmp_path) == [1, 2, 3]
     assert all(json.loads(line) for line in path_of(tmp_path).read_text().splitlines())
     assert (complaints + capsys.readouterr().err).count("a write failed") == 1
 
 
-def test_a_disk_that_stays_full_loses_the_oldest_lines_and_says_how_many(
+def test_a_disk_that_stays_full_loses_the_oldest_lines_and_counts_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "_BATCH_SECONDS", OFTEN)
@@ -176,25 +166,25 @@ def test_a_disk_that_stays_full_loses_the_oldest_lines_and_says_how_many(
     for step in range(1, 3001):
         beat.step_end(step, 0, 0)
         if step % 500 == 0:
-            wait_for(lambda: not beat._events)
+            wait_for(lambda: not beat._lines)
     beat.close("finished")
     err = capsys.readouterr().err
     assert "No space left on device" in err
     assert "2002 lines lost" in err, "all but the newest 1000 of 3000 steps, a start and an end"
 
 
-def test_a_disk_that_hangs_is_left_behind_at_the_end(
+def test_closing_does_not_wait_for_a_disk_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "_CLOSE_SECONDS", 0.05)
     beat = beating(tmp_path, seconds=100)
-    let_go = threading.Event()
-    monkeypatch.setattr(beat._log, "write", lambda events: let_go.wait(PATIENCE))
+    released = threading.Event()
+    monkeypatch.setattr(beat._file, "write", lambda events: released.wait(PATIENCE))
     closing = threading.Thread(target=lambda: beat.close("finished"), daemon=True)
     closing.start()
     closing.join(PATIENCE / 2)
     gave_up = not closing.is_alive()
-    let_go.set()
+    released.set()
     assert gave_up, "close waited for the disk"
 
 
@@ -208,7 +198,7 @@ def test_a_long_file_is_rotated_without_losing_a_line_and_stays_open(
     while not rotated.exists():
         step += 1
         beat.step_end(step, 0, 0)
-        wait_for(lambda step=step: step in steps_told(tmp_path))
+        wait_for(lambda step=step: step in recorded_steps(tmp_path))
     assert 8 < step < 14, "a line has some 350 bytes"
     opened = psutil.Process().open_files
     wait_for(lambda: str(path_of(tmp_path)) in {file.path for file in opened()})
@@ -216,12 +206,12 @@ def test_a_long_file_is_rotated_without_losing_a_line_and_stays_open(
     assert newest is not None, "just after the rotation the newest line is in the older file"
     assert newest["step"] == step
     beat.step_end(step + 1, 0, 0)
-    wait_for(lambda: step + 1 in steps_told(tmp_path))
-    assert steps_told(tmp_path) == list(range(1, step + 2))
+    wait_for(lambda: step + 1 in recorded_steps(tmp_path))
+    assert recorded_steps(tmp_path) == list(range(1, step + 2))
     beat.close("finished")
 
 
-def test_the_folder_may_come_late_and_the_file_may_go(
+def test_the_folder_may_be_created_late_and_the_file_deleted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -229,15 +219,15 @@ def test_the_folder_may_come_late_and_the_file_may_go(
     beat.step_end(1, 0, 0)
     time.sleep(3 * OFTEN)
     folder.mkdir()
-    wait_for(lambda: path_of(folder).exists() and steps_told(folder) == [1])
+    wait_for(lambda: path_of(folder).exists() and recorded_steps(folder) == [1])
     path_of(folder).unlink()
     beat.step_end(2, 0, 0)
-    wait_for(lambda: path_of(folder).exists() and 2 in steps_told(folder))
+    wait_for(lambda: path_of(folder).exists() and 2 in recorded_steps(folder))
     beat.close("finished")
     assert capsys.readouterr().err == ""
 
 
-def test_a_resumed_run_appends_behind_a_line_that_a_crash_tore(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_after_a_torn_line(tmp_path: Path) -> None:
     for step in (1, 2):
         beat = beating(tmp_path, seconds=100)
         beat.step_end(step, 0, 0)
@@ -246,7 +236,7 @@ def test_a_resumed_run_appends_behind_a_line_that_a_crash_tore(tmp_path: Path) -
             file.write('{"time": 1, "event": "step_e')
     beats = read_heartbeats(tmp_path)[0]
     assert [beat["event"] for beat in beats] == 2 * ["start", "step_end", "end"]
-    assert steps_told(tmp_path) == [1, 2]
+    assert recorded_steps(tmp_path) == [1, 2]
     newest = last_beat(path_of(tmp_path))
     assert newest is not None
     assert newest == beats[-1]
@@ -264,7 +254,7 @@ def test_a_resumed_run_appends_behind_a_line_that_a_crash_tore(tmp_path: Path) -
         b"",
     ],
 )
-def test_corrupt_lines_are_left_out_wherever_they_stand(tmp_path: Path, damage: bytes) -> None:
+def test_corrupt_lines_are_skipped_anywhere_in_the_file(tmp_path: Path, damage: bytes) -> None:
     beat = beating(tmp_path, seconds=100)
     beat.step_end(1, 0, 0)
     beat.step_end(2, 0, 0)
@@ -285,7 +275,7 @@ def test_corrupt_lines_are_left_out_wherever_they_stand(tmp_path: Path, damage: 
 def test_the_newest_line_of_a_huge_file_is_found_at_its_end(tmp_path: Path) -> None:
     assert last_beat(path_of(tmp_path)) is None
     with path_of(tmp_path).open("wb") as file:
-        file.truncate(2**40)  # a hole: nobody has room to read this
+        file.truncate(2**40)  # a sparse file, too large to read
     beat = beating(tmp_path, seconds=100, limit=2**50)
     beat.step_end(5, 0, 0)
     beat.close("finished")
@@ -294,7 +284,7 @@ def test_the_newest_line_of_a_huge_file_is_found_at_its_end(tmp_path: Path) -> N
     assert (newest["event"], newest["step"]) == ("end", 5)
 
 
-def test_a_wall_clock_that_jumps_does_not_touch_durations(
+def test_a_wall_clock_jump_does_not_change_durations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beat = beating(tmp_path, seconds=100)
@@ -308,10 +298,10 @@ def test_a_wall_clock_that_jumps_does_not_touch_durations(
     assert 0 <= end["since"] < PATIENCE
 
 
-def test_a_rank_that_waits_in_a_collective_says_in_which_and_dumps_it_on_a_signal(
+def test_a_rank_that_waits_in_a_collective_names_it_and_dumps_it_on_a_signal(
     tmp_path: Path,
 ) -> None:
-    """Rank 1 keeps rank 0 waiting until it has seen both, and then lets it go on."""
+    """Rank 1 joins the collective only after it has seen both."""
     program = Path(__file__).with_name("waiting_ranks.py")
     succeed(deepspeed(str(program), str(tmp_path), folder=tmp_path))
     beats = read_heartbeats(tmp_path)[0]

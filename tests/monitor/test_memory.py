@@ -15,32 +15,32 @@ def lines(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def error_of_too_large_a_tensor() -> RuntimeError:
+def tensor_error() -> RuntimeError:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55, dtype=torch.uint8)
     return caught.value
 
 
-def error_of_too_large_an_object() -> MemoryError:
+def object_error() -> MemoryError:
     with pytest.raises(MemoryError) as caught:
         bytearray(2**60)
     return caught.value
 
 
-def test_a_resumed_run_is_measured_around_its_first_step_and_every_so_many(tmp_path: Path) -> None:
+def test_snapshots_are_taken_around_the_first_step_and_every_tenth(tmp_path: Path) -> None:
     memory = MemorySnapshots(tmp_path, rank=2, every=10)
     for step in range(7, 24):
         memory.before(step)
         memory.after(step)
     memory.close()
-    told = [(line["step"], line["when"]) for line in lines(tmp_path, rank=2)]
-    assert told == [(step, when) for step in (7, 10, 20) for when in ("before", "after")]
+    advice = [(line["step"], line["when"]) for line in lines(tmp_path, rank=2)]
+    assert advice == [(step, when) for step in (7, 10, 20) for when in ("before", "after")]
     for line in lines(tmp_path, rank=2):
         assert 0.01 < line["resident_gb"] < line["resident_gb"] + line["available_gb"] < 1e5
         assert {"time", "allocated_gb", "reserved_gb", "peak_gb"} <= line.keys()
 
 
-def test_what_a_step_takes_is_seen_in_the_line_after_it(tmp_path: Path) -> None:
+def test_memory_allocated_in_a_step_is_visible_after_it(tmp_path: Path) -> None:
     memory = MemorySnapshots(tmp_path, rank=0, every=1)
     memory.before(1)
     held = torch.ones(50_000_000)
@@ -51,7 +51,7 @@ def test_what_a_step_takes_is_seen_in_the_line_after_it(tmp_path: Path) -> None:
     assert held[0] == 1
 
 
-def test_without_an_interval_nothing_is_written(tmp_path: Path) -> None:
+def test_an_interval_of_0_writes_nothing(tmp_path: Path) -> None:
     memory = MemorySnapshots(tmp_path, rank=0, every=0)
     memory.before(1)
     memory.after(1)
@@ -62,20 +62,20 @@ def test_without_an_interval_nothing_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        error_of_too_large_a_tensor(),
-        error_of_too_large_an_object(),
+        tensor_error(),
+        object_error(),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
     ],
 )
-def test_running_out_of_memory_leaves_a_last_line_and_says_what_to_change(
+def test_running_out_of_memory_writes_a_snapshot_and_advice(
     tmp_path: Path, error: Exception
 ) -> None:
     memory = MemorySnapshots(tmp_path, rank=1, every=0)
     memory.before(17)
-    told = memory.out_of_memory(error)
-    assert told is not None
-    assert "\n" not in told
+    advice = memory.out_of_memory(error)
+    assert advice is not None
+    assert "\n" not in advice
     for part in (
         "rank 1",
         "step 17",
@@ -84,20 +84,20 @@ def test_running_out_of_memory_leaves_a_last_line_and_says_what_to_change(
         "data.seq_len",
         "memory/rank1.jsonl",
     ):
-        assert part in told
+        assert part in advice
     (line,) = lines(tmp_path, rank=1)
     assert (line["step"], line["when"]) == (17, "out of memory")
 
 
-def test_the_advice_comes_also_where_the_last_line_cannot_be_written(tmp_path: Path) -> None:
+def test_the_advice_is_given_even_if_the_snapshot_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "memory").write_text("a file where the folder should be")
-    told = MemorySnapshots(tmp_path, rank=0, every=0).out_of_memory(MemoryError())
-    assert told is not None
-    assert "train.micro_batch" in told
-    assert "could not be written" in told
+    advice = MemorySnapshots(tmp_path, rank=0, every=0).out_of_memory(MemoryError())
+    assert advice is not None
+    assert "train.micro_batch" in advice
+    assert "could not be written" in advice
 
 
-def test_other_errors_are_left_alone(tmp_path: Path) -> None:
+def test_other_errors_get_no_advice(tmp_path: Path) -> None:
     memory = MemorySnapshots(tmp_path, rank=0, every=0)
     for error in (
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),

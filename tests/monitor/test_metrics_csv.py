@@ -24,7 +24,7 @@ def log(run_dir: Path, records: list[StepRecord], start_step: int = 0) -> str:
     return (run_dir / "metrics.csv").read_text()
 
 
-def test_every_figure_reads_back_exactly_and_a_missing_one_is_an_empty_cell(
+def test_values_read_back_exactly_and_missing_ones_are_empty_cells(
     tmp_path: Path,
 ) -> None:
     full = make_record(2, val_loss=2 / 3, bits_per_byte=math.pi, mfu=0.1)
@@ -41,16 +41,16 @@ def test_every_figure_reads_back_exactly_and_a_missing_one_is_an_empty_cell(
 
 def test_a_resumed_run_reads_as_an_uninterrupted_one(tmp_path: Path) -> None:
     records = [make_record(step) for step in range(1, 9)]
-    whole = log(tmp_path / "whole", records)
+    uninterrupted = log(tmp_path / "uninterrupted", records)
     log(
         tmp_path / "resumed",
         [make_record(step, loss=9.0 if step > 4 else 5 / (step + 2)) for step in range(1, 7)],
     )
     resumed = log(tmp_path / "resumed", records[4:], start_step=4)
-    assert resumed == whole
+    assert resumed == uninterrupted
 
 
-def test_a_row_that_a_crash_tore_is_gone_after_the_resume(tmp_path: Path) -> None:
+def test_a_torn_row_is_dropped_on_resume(tmp_path: Path) -> None:
     records = [make_record(step) for step in range(1, 5)]
     text = log(tmp_path, records)
     for torn_at in (len(text) - 1, len(text) - 9, len(text) - 60):
@@ -64,7 +64,7 @@ def test_a_fresh_run_in_an_old_folder_starts_an_empty_table(tmp_path: Path) -> N
     assert log(tmp_path, []) == HEADER + "\n"
 
 
-def test_a_row_that_does_not_fit_on_the_disk_leaves_no_part_behind(
+def test_a_row_that_does_not_fit_on_the_disk_is_not_torn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer = BackgroundWriter("metrics.csv")
@@ -83,7 +83,7 @@ def test_a_row_that_does_not_fit_on_the_disk_leaves_no_part_behind(
 
 
 @pytest.mark.parametrize("start_step", [0, 1])
-def test_a_table_with_other_columns_is_never_overwritten(
+def test_a_file_with_other_columns_is_never_overwritten(
     tmp_path: Path, start_step: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.csv").write_text("step,loss\n1,2.0\n")
@@ -93,4 +93,4 @@ def test_a_table_with_other_columns_is_never_overwritten(
     observers.on_step(make_record(2))
     writer.close()
     assert (tmp_path / "metrics.csv").read_text() == "step,loss\n1,2.0\n"
-    assert "has the columns 'step,loss'" in capsys.readouterr().err
+    assert "the columns are 'step,loss'" in capsys.readouterr().err

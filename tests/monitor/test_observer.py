@@ -9,14 +9,14 @@ from tests.monitor.records import make_info, make_record
 
 
 class Diary(Observer):
-    """Writes what it is told into a file, at once."""
+    """Writes each call into a file, unbuffered."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def note(self, text: str) -> None:
-        self.told.append(text)
+        self.calls.append(text)
         with self.path.open("a") as file:
             file.write(text)
 
@@ -51,13 +51,13 @@ def tell_a_whole_run(observers: Observer, info: RunInfo) -> None:
 WHOLE_RUN = ["start", "step 1", "checkpoint 1", "hello", "done"]
 
 
-def test_an_observer_whose_disk_is_full_is_reported_once_and_the_others_hear_everything(
+def test_an_observer_whose_disk_is_full_is_reported_once_and_the_others_continue(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     healthy, full = Diary(tmp_path / "diary"), Diary(Path("/dev/full"))
     tell_a_whole_run(Observers([full, healthy]), make_info(tmp_path))
-    assert healthy.told == WHOLE_RUN
-    assert full.told == ["start"]
+    assert healthy.calls == WHOLE_RUN
+    assert full.calls == ["start"]
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "Diary failed and is off for the rest of the run" in err
@@ -67,7 +67,7 @@ def test_an_observer_whose_disk_is_full_is_reported_once_and_the_others_hear_eve
 def test_a_full_stderr_cannot_stop_the_run_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # unbuffered below, so that nothing is left to be flushed when the file is closed
+    # unbuffered, so that closing has nothing to flush
     with open("/dev/full", "wb", buffering=0) as raw:
 
         class Full:
@@ -81,8 +81,8 @@ def test_a_full_stderr_cannot_stop_the_run_either(
         tell_a_whole_run(Observers([Diary(Path("/dev/full"))]), make_info(tmp_path))
 
 
-def test_ranks_other_than_0_tell_only_the_observers_of_every_rank(tmp_path: Path) -> None:
+def test_other_ranks_call_only_observers_of_every_rank(tmp_path: Path) -> None:
     one, every = Diary(tmp_path / "one"), PerRankDiary(tmp_path / "every")
     tell_a_whole_run(Observers([one, every]), make_info(tmp_path, rank=1, world_size=2))
-    assert one.told == []
-    assert every.told == WHOLE_RUN
+    assert one.calls == []
+    assert every.calls == WHOLE_RUN

@@ -21,19 +21,19 @@ def run(profiler: StepProfiler, first: int = 1, last: int = 4) -> None:
 
 
 def traced(path: Path) -> set[str]:
-    """Which of the steps' operations a trace holds."""
+    """Return the steps' operations in a trace."""
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     return {event["name"] for event in events} & {f"aten::{op.__name__}" for op in STEPS.values()}
 
 
-def test_the_chosen_steps_are_traced_and_no_others(tmp_path: Path) -> None:
+def test_only_the_chosen_steps_are_traced(tmp_path: Path) -> None:
     run(StepProfiler(tmp_path, rank=1, steps=(2, 3)))
     (path,) = (tmp_path / "profile").iterdir()
     assert path.name == "rank1_steps2-3.json.gz"
     assert traced(path) == {"aten::cos", "aten::tan"}
 
 
-def test_a_run_that_begins_and_ends_within_the_chosen_steps_traces_what_it_took(
+def test_a_run_inside_the_chosen_steps_traces_its_steps(
     tmp_path: Path,
 ) -> None:
     run(StepProfiler(tmp_path, rank=0, steps=(1, 50)), first=3)
@@ -43,27 +43,27 @@ def test_a_run_that_begins_and_ends_within_the_chosen_steps_traces_what_it_took(
 
 
 @pytest.mark.parametrize("steps", [None, (9, 9)])
-def test_where_no_step_is_chosen_nothing_is_made(
+def test_without_chosen_steps_nothing_is_written(
     tmp_path: Path, steps: tuple[int, int] | None
 ) -> None:
     run(StepProfiler(tmp_path, rank=0, steps=steps))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_trace_that_cannot_be_written_costs_the_trace_and_not_the_run(
+def test_an_unwritable_trace_does_not_stop_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "profile").write_text("a file where the folder should be")
     run(StepProfiler(tmp_path, rank=0, steps=(1, 1)))
-    assert "was not written, the run goes on" in capsys.readouterr().err
+    assert "was not written, the run continues" in capsys.readouterr().err
 
 
-def test_steps_are_read_from_the_flag() -> None:
+def test_the_flag_takes_one_step_or_a_range() -> None:
     assert parse_steps("10-12") == (10, 12)
     assert parse_steps(" 7 ") == (7, 7)
 
 
 @pytest.mark.parametrize("text", ["", "12-10", "0-3", "a-b", "1,2", "-5", "3-"])
-def test_steps_that_make_no_sense_are_refused_by_the_flag_s_name(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--profile-steps .*such as 10-12"):
+def test_invalid_ranges_are_refused_with_the_flags_name(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--profile-steps .*counted from 1: 10-12"):
         parse_steps(text)

@@ -26,7 +26,7 @@ def show(stream: TextIO, records: list[StepRecord], run_dir: Path) -> Background
     return writer
 
 
-def test_a_demo_that_logs_every_step_prints_few_lines_and_those_that_matter(
+def test_a_short_run_that_logs_every_step_prints_few_lines(
     tmp_path: Path,
 ) -> None:
     records = [
@@ -45,7 +45,7 @@ def test_a_demo_that_logs_every_step_prints_few_lines_and_those_that_matter(
     assert all("142,857 tokens/s" in line for line in steps)
     assert lines[0].startswith("m7c (demo): 3.0M parameters, steps 1 to 300 on 1 rank, in ")
     assert lines[1] == "no accelerator: the demo"
-    saved = f"step 300: saved {tmp_path / 'checkpoints'}, training stood still for 0.2 s"
+    saved = f"step 300: saved {tmp_path / 'checkpoints'}, training paused for 0.2 s"
     assert lines[-2] == saved
     assert lines[-1] == "done"
 
@@ -60,14 +60,14 @@ def test_the_last_step_of_a_run_that_ends_early_is_printed(tmp_path: Path) -> No
 
 
 def show_on_terminal(columns: int, run_dir: Path) -> str:
-    """What a real terminal gets to show: what goes into one end comes out of the other."""
+    """Return what a pseudo-terminal displays."""
     there, here = os.openpty()
     fcntl.ioctl(here, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with os.fdopen(here, "w") as stream:
         show(stream, [make_record(1), make_record(2, val_loss=2.5), make_record(3)], run_dir)
     shown = b""
-    with contextlib.suppress(OSError):  # the other end is closed, and everything has been read
-        while part := os.read(there, 1_000_000):  # it comes in pieces, when the kernel likes
+    with contextlib.suppress(OSError):  # the other end is closed and drained
+        while part := os.read(there, 1_000_000):  # the kernel delivers it in pieces
             shown += part
     os.close(there)
     return shown.decode()
@@ -89,7 +89,7 @@ def test_a_terminal_without_a_width_gets_plain_lines(tmp_path: Path) -> None:
     assert "step 3/300" in shown
 
 
-def test_a_console_that_is_full_does_not_stop_the_run(tmp_path: Path) -> None:
+def test_a_full_console_does_not_stop_the_run(tmp_path: Path) -> None:
     with open("/dev/full", "wb", buffering=0) as raw:
 
         class Full:

@@ -12,7 +12,7 @@ from nsa.monitor.run_folder import driver_version, git_commit, write_env
 from tests.monitor.records import files_no_longer_than
 
 
-def test_env_json_says_what_ran_where_and_keeps_secrets_out(
+def test_env_json_records_hardware_and_code_but_no_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
@@ -34,14 +34,14 @@ def test_env_json_says_what_ran_where_and_keeps_secrets_out(
 @pytest.mark.parametrize(
     "kind", ["x86_64 Kernel Module  550.54.15", "Open Kernel Module for x86_64  550.54.15"]
 )
-def test_the_driver_tells_its_version_in_both_of_its_kinds(tmp_path: Path, kind: str) -> None:
+def test_the_driver_version_is_read_from_both_formats(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "version"
     assert driver_version(file) is None
     file.write_text(f"NVRM version: NVIDIA UNIX {kind}  Tue Mar  5 22:23:56 UTC 2024\n")
     assert driver_version(file) == "550.54.15"
 
 
-def test_the_commit_is_that_of_the_code_itself(tmp_path: Path) -> None:
+def test_the_commit_is_read_from_the_checkout_of_the_code(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         names = ("-c", "user.name=a", "-c", "user.email=a@b.c")
         command = ["git", "-C", str(tmp_path), *names, *arguments]
@@ -56,12 +56,12 @@ def test_the_commit_is_that_of_the_code_itself(tmp_path: Path) -> None:
     git("commit", "-q", "-m", "one")
     head = git("rev-parse", "HEAD")
     assert git_commit(source) == head
-    assert git_commit(installed) is None, "it lies in a checkout, but is not part of it"
+    assert git_commit(installed) is None, "an untracked copy inside a checkout"
     source.write_text("2\n")
     assert git_commit(source) == f"{head}+changes"
 
 
-def test_a_write_that_fails_leaves_the_old_file_whole_and_no_litter(tmp_path: Path) -> None:
+def test_a_failed_atomic_write_keeps_the_old_file_and_leaves_no_draft(tmp_path: Path) -> None:
     path = tmp_path / "file"
     atomic_write_text(path, "old")
     with files_no_longer_than(2), pytest.raises(OSError, match="too large"):

@@ -24,7 +24,7 @@ def log(run_dir: Path, records: list[StepRecord], start_step: int = 0) -> None:
     assert (writer.dropped, writer.failed) == (0, 0)
 
 
-def test_every_logged_step_has_a_row_a_layer_and_figures_read_back(tmp_path: Path) -> None:
+def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) -> None:
     unchosen = make_health(1, entropy=None, overlap=None, distance=None, distances=[])
     log(tmp_path, [healthy(1), make_record(7, health=unchosen)])
     rows = read_selection(tmp_path / "selection.csv")
@@ -42,12 +42,12 @@ def test_every_logged_step_has_a_row_a_layer_and_figures_read_back(tmp_path: Pat
 
 
 def test_a_resumed_run_reads_as_an_uninterrupted_one(tmp_path: Path) -> None:
-    log(tmp_path / "whole", [healthy(step) for step in range(1, 9)])
+    log(tmp_path / "uninterrupted", [healthy(step) for step in range(1, 9)])
     log(tmp_path / "resumed", [healthy(step) for step in range(1, 7)])
     table = tmp_path / "resumed/selection.csv"
     table.write_text(table.read_text() + "7,0,0.1")
     log(tmp_path / "resumed", [healthy(step) for step in range(5, 9)], start_step=4)
-    assert table.read_text() == (tmp_path / "whole/selection.csv").read_text()
+    assert table.read_text() == (tmp_path / "uninterrupted/selection.csv").read_text()
 
 
 def test_a_run_without_sparse_layers_gets_no_file(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_run_without_sparse_layers_gets_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_step_that_does_not_fit_on_the_disk_leaves_none_of_its_rows(
+def test_a_step_that_does_not_fit_on_the_disk_writes_none_of_its_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     writer = BackgroundWriter("selection.csv")

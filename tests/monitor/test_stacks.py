@@ -14,31 +14,31 @@ from nsa.monitor.stacks import dump_stacks_on_signal
 from tests.monitor.records import PATIENCE
 from tests.ranks import ROOT
 
-# The sum never ends, and neither lets other threads run nor looks for signals.
+# The sum never ends, holds the GIL and handles no signals.
 STUCK_IN_C = """
 import itertools
-def count_for_ever():
+def count_forever():
     print("ready", flush=True)
     sum(itertools.repeat(1))  # line 8
-count_for_ever()
+count_forever()
 """
 WAITING = """
 import signal, time
 def stop(*_):
-    print("stopped in good order", flush=True)
+    print("stopped cleanly", flush=True)
     raise SystemExit(0)
 signal.signal(signal.SIGTERM, stop)
-def wait_for_ever():
+def wait_forever():
     print("ready", flush=True)
     while True:
         time.sleep(100)
-wait_for_ever()
+wait_forever()
 """
 
 
 @contextmanager
 def rank(run_dir: Path, code: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that listens for the signal and runs `code`."""
+    """Start a process that dumps on the signal and runs `code`."""
     start = (
         "from pathlib import Path\nfrom nsa.monitor.stacks import dump_stacks_on_signal\n"
         f"dump_stacks_on_signal(Path({str(run_dir)!r}), 5)\n"
@@ -62,25 +62,25 @@ def rank(run_dir: Path, code: str) -> Iterator[subprocess.Popen[str]]:
 def wait_for(what: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not what():
-        assert time.monotonic() < deadline, "it did not come about"
+        assert time.monotonic() < deadline, "the condition was never met"
         time.sleep(0.01)
 
 
-def test_stacks_are_written_while_c_code_holds_python_up(tmp_path: Path) -> None:
+def test_stacks_are_written_while_c_code_blocks_python(tmp_path: Path) -> None:
     with rank(tmp_path, STUCK_IN_C) as process:
         path = tmp_path / "stacks/rank5.txt"
         assert [entry.name for entry in path.parent.iterdir()] == ["rank5.txt"]
         assert path.read_text() == ""
 
         def found_counting() -> bool:
-            process.send_signal(signal.SIGUSR1)  # the first may come before the counting begins
-            return "line 8 in count_for_ever" in path.read_text()
+            process.send_signal(signal.SIGUSR1)  # the first may arrive before the counting starts
+            return "line 8 in count_forever" in path.read_text()
 
         wait_for(found_counting)
         assert process.poll() is None
 
 
-def test_each_signal_adds_a_dump_and_the_process_goes_on_to_its_own_handlers(
+def test_each_signal_adds_a_dump_and_other_handlers_still_work(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "stacks/rank5.txt"
@@ -89,14 +89,14 @@ def test_each_signal_adds_a_dump_and_the_process_goes_on_to_its_own_handlers(
             process.send_signal(signal.SIGUSR1)
             wait_for(lambda number=number: path.read_text().count("-- the dump above") == number)
         process.send_signal(signal.SIGTERM)
-        said, complaints = process.communicate(timeout=PATIENCE)
-    assert (said, complaints, process.returncode) == ("stopped in good order\n", "", 0)
-    assert path.read_text().count("in wait_for_ever") == 2
+        output, errors = process.communicate(timeout=PATIENCE)
+    assert (output, errors, process.returncode) == ("stopped cleanly\n", "", 0)
+    assert path.read_text().count("in wait_forever") == 2
     assert f"process {process.pid}" in path.read_text()
-    assert not (tmp_path / "stacks/rank5_collectives.json").exists(), "it had joined no group"
+    assert not (tmp_path / "stacks/rank5_collectives.json").exists(), "it joined no process group"
 
 
-def test_a_folder_that_cannot_be_written_costs_the_stacks_and_not_the_run(
+def test_an_unwritable_stacks_folder_does_not_stop_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "stacks").write_text("a file where the folder should be")

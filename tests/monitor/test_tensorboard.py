@@ -41,7 +41,7 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def read_texts(folder: Path) -> dict[str, list[tuple[int, str]]]:
-    """As the TEXT page has them: the other accumulator forgets no text."""
+    """Return the texts as the TEXT page shows them: this accumulator keeps all of them."""
     events = plugin_event_accumulator.EventAccumulator(str(folder))
     events.Reload()
     return {
@@ -55,16 +55,16 @@ def read_texts(folder: Path) -> dict[str, list[tuple[int, str]]]:
 
 @dataclass
 class Row:
-    """A run in the table of the HPARAMS page."""
+    """A row of the HPARAMS page."""
 
-    columns: list[str]  # of the settings; the first five are shown unasked
+    columns: list[str]  # of the settings; the first five are shown by default
     settings: dict[str, object]
     figures: dict[str, float]
     status: str
 
 
 def read_hparams(folder: Path) -> list[Row]:
-    """What TensorBoard's own plugin answers its page."""
+    """Return the rows that TensorBoard's plugin sends to its page."""
     runs = EventMultiplexer().AddRunsFromDirectory(str(folder))
     runs.Reload()
     provider = MultiplexerDataProvider(runs, str(folder))
@@ -77,10 +77,10 @@ def read_hparams(folder: Path) -> list[Row]:
         *(api_pb2.ColParams(metric=one.name) for one in experiment.metric_infos),
         *(api_pb2.ColParams(hparam=one.name) for one in experiment.hparam_infos),
     ]
-    asked = api_pb2.ListSessionGroupsRequest(
+    query = api_pb2.ListSessionGroupsRequest(
         allowed_statuses=statuses, col_params=columns, start_index=0, slice_size=99
     )
-    groups = Handler(request, context, "", asked).run().session_groups
+    groups = Handler(request, context, "", query).run().session_groups
     return [
         Row(
             [one.name for one in experiment.hparam_infos],
@@ -92,10 +92,10 @@ def read_hparams(folder: Path) -> list[Row]:
     ]
 
 
-def test_the_event_files_hold_every_scalar_and_deepspeeds_own(tmp_path: Path) -> None:
+def test_the_event_files_hold_our_scalars_and_deepspeeds(tmp_path: Path) -> None:
     outputs = launch(RANK, str(tmp_path), "healthy", world_size=2)
     assert all(output.endswith("steps 3 failed False\n") for output in outputs)
-    assert len(list((tmp_path / "tb").iterdir())) == 1, "rank 0 alone writes"
+    assert len(list((tmp_path / "tb").iterdir())) == 1, "only rank 0 writes"
     scalars = read_scalars(tmp_path / "tb")
     single = pytest.approx  # event files hold float32
     steps = (1, 2, 3)
@@ -166,10 +166,10 @@ def test_the_event_files_hold_every_scalar_and_deepspeeds_own(tmp_path: Path) ->
     }
 
 
-def test_a_run_that_takes_steps_again_shows_each_once_with_the_settings_it_had(
+def test_steps_taken_again_are_shown_once_and_hparams_keep_the_first_settings(
     tmp_path: Path,
 ) -> None:
-    """Three steps, and nothing saved; ten; then from step 6 on, and once more from step 8 on."""
+    """Three steps without a checkpoint, then ten, then again from steps 6 and 8."""
     begun = ((0, [1, 2, 3]), (0, range(1, 11)), (6, [7, 8, 9, 10, None, 9, 10, 11]))
     for number, (start, taken) in enumerate(begun):
         writer = BackgroundWriter("TensorBoard")
@@ -190,13 +190,13 @@ def test_a_run_that_takes_steps_again_shows_each_once_with_the_settings_it_had(
         (row,) = read_hparams(tmp_path)
         assert row.status == ("STATUS_SUCCESS" if start else "STATUS_UNKNOWN")
     events = read_events(tmp_path / "tensorboard")
-    found = read_scalars(tmp_path / "tensorboard")["train/loss"]
-    assert found == [(step, step if step <= 6 else 6 + step) for step in range(1, 12)]
+    points = read_scalars(tmp_path / "tensorboard")["train/loss"]
+    assert points == [(step, step if step <= 6 else 6 + step) for step in range(1, 12)]
     assert [one.step for one in events.Histograms("selection_distance_log2/layer00")] == [1, 7]
     assert read_texts(tmp_path / "tensorboard") == {
         "run/config.yaml": [(1, "```\nbegan at 0\n```"), (7, "```\nbegan at 6\n```")]
     }
-    assert row.settings["train.learning_rate"] == 0.5, "a run is listed once, as it began"
+    assert row.settings["train.learning_rate"] == 0.5, "a run has one row, with its first settings"
     assert row.figures["train/loss"] == 17
 
 
@@ -215,7 +215,7 @@ class ScalarMonitor:
 
 
 class KeptEvents:
-    """A board that keeps what it is given."""
+    """A board that keeps its events."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -231,9 +231,7 @@ class KeptEvents:
         self.histograms.append((tag.split("/")[0], global_step))
 
 
-def test_histograms_come_with_every_tenth_logged_step_and_what_was_not_measured_is_left_out() -> (
-    None
-):
+def test_every_tenth_logged_step_has_histograms_and_missing_values_have_no_scalar() -> None:
     board = KeptEvents()
     observer = TensorBoardObserver(board, {}, {})
     silent = make_health(1, entropy=None, overlap=None, distance=None, distances=[])
@@ -260,16 +258,16 @@ def test_a_disk_that_fills_up_under_tensorboard_costs_events_and_not_the_run(
 
 
 class HangingMonitor:
-    """A monitor on a disk that hangs until it is let go."""
+    """A monitor on a disk that hangs until released."""
 
     enabled = True
 
     def __init__(self) -> None:
-        self.let_go = threading.Event()
+        self.released = threading.Event()
         self.written: list[Event] = []
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        self.let_go.wait(PATIENCE)
+        self.released.wait(PATIENCE)
         self.written.extend(event_list)
 
 
@@ -284,7 +282,7 @@ def test_writing_events_returns_while_the_disk_hangs_and_the_caller_may_reuse_it
     training.join(PATIENCE / 2)
     waited = training.is_alive()
     events.clear()
-    disk.let_go.set()
+    disk.released.set()
     writer.close()
     assert not waited, "write_events waited for the disk"
     assert disk.written == [("deepspeed/lr", 1.0, 3)]

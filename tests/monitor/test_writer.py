@@ -19,16 +19,16 @@ def test_everything_submitted_is_written_in_order_by_the_end(tmp_path: Path) -> 
     assert (writer.dropped, writer.failed) == (0, 0)
 
 
-def test_submitting_returns_while_a_write_hangs_and_what_does_not_fit_is_counted(
+def test_submitting_returns_while_a_write_hangs_and_dropped_jobs_are_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     writer = BackgroundWriter("slow disk", capacity=2)
-    hanging, let_go = threading.Event(), threading.Event()
+    hanging, released = threading.Event(), threading.Event()
     written: list[int] = []
 
     def hang() -> None:
         hanging.set()
-        let_go.wait(PATIENCE)
+        released.wait(PATIENCE)
 
     writer.submit(hang)
     assert hanging.wait(PATIENCE)
@@ -45,7 +45,7 @@ def test_submitting_returns_while_a_write_hangs_and_what_does_not_fit_is_counted
     assert answers == [True, True, False, False, False]
     assert writer.dropped == 3
 
-    let_go.set()
+    released.set()
     writer.close()
     assert written == [0, 1]
     err = capsys.readouterr().err
@@ -53,24 +53,24 @@ def test_submitting_returns_while_a_write_hangs_and_what_does_not_fit_is_counted
     assert "slow disk: 3 writes dropped and 0 failed" in err
 
 
-def test_closing_gives_up_on_a_write_that_hangs_and_counts_what_it_leaves(
+def test_closing_gives_up_on_a_write_that_hangs_and_counts_the_rest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     writer = BackgroundWriter("dead disk", capacity=8)
-    let_go = threading.Event()
-    writer.submit(lambda: let_go.wait(PATIENCE))
+    released = threading.Event()
+    writer.submit(lambda: released.wait(PATIENCE))
     writer.submit(lambda: None)
     closing = threading.Thread(target=lambda: writer.close(timeout=0.05), daemon=True)
     closing.start()
     closing.join(PATIENCE / 2)
     gave_up = not closing.is_alive()
-    let_go.set()
+    released.set()
     assert gave_up, "close waited for the hanging write"
     assert writer.dropped == 2
     assert "dead disk: 2 writes dropped" in capsys.readouterr().err
 
 
-def test_a_line_after_the_end_is_counted_as_lost() -> None:
+def test_a_job_after_closing_counts_as_dropped() -> None:
     writer = BackgroundWriter("log")
     writer.close()
     assert not writer.submit(lambda: None)

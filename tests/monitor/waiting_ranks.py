@@ -1,4 +1,4 @@
-"""Two ranks; rank 1 comes to a collective only once rank 0 was seen waiting for it."""
+"""Two ranks; rank 1 joins a collective only after it has seen rank 0 waiting in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ["TORCH_FR_BUFFER_SIZE"] = "100"  # as the recipes set it, before a group is joined
+os.environ["TORCH_FR_BUFFER_SIZE"] = "100"  # as recipes do, before the process group exists
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ def reduce_gradients(values: torch.Tensor) -> None:
 
 
 def watch(run_dir: Path) -> None:
-    """What a watchdog does, from outside rank 0."""
+    """Wait for and signal rank 0 from outside, as the watchdog does."""
     while True:
         beat = last_beat(run_dir / "heartbeat_rank0.jsonl")
         if beat and beat["phase"] == "backward" and "gloo:" in (beat["collective"] or ""):

@@ -1,4 +1,4 @@
-"""Folders of runs as their writers leave them, with the trouble that a test asks for."""
+"""Run folders as their writers leave them, with chosen faults."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nsa.monitor.config import LadderConfig
 from nsa.monitor.metrics_csv import MetricsCsv
 from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, LayerHealth, StepRecord
 from nsa.monitor.selection_csv import SelectionCsv
@@ -14,6 +15,7 @@ from nsa.monitor.writer import BackgroundWriter
 from tests.monitor.records import make_info, make_record
 
 Beat = dict[str, Any]
+CONFIG = LadderConfig(min_gate=0.0)  # the runs below have no gates
 
 
 def write_metrics(
@@ -24,7 +26,7 @@ def write_metrics(
     log_every: int = 10,
     change: Callable[[int], dict[str, Any]] = lambda step: {},
 ) -> None:
-    """metrics.csv from its own writer: a loss that falls, steady steps, held-out every 50."""
+    """Write metrics.csv: a falling loss, steady steps, a validation loss every 50."""
     writer = BackgroundWriter("metrics.csv")
     observer = MetricsCsv(writer)
     observer.on_start(make_info(run_dir, start_step=start, total_steps=steps))
@@ -97,7 +99,7 @@ def beats(
 
 
 def write_beats(run_dir: Path, *processes: list[Beat]) -> None:
-    """Append the lines of processes to the files of their ranks."""
+    """Append the lines of processes to the heartbeat files of their ranks."""
     run_dir.mkdir(parents=True, exist_ok=True)
     for lines in processes:
         with (run_dir / f"heartbeat_rank{lines[0]['rank']}.jsonl").open("a") as file:
@@ -107,7 +109,7 @@ def write_beats(run_dir: Path, *processes: list[Beat]) -> None:
 def write_selection(
     run_dir: Path, steps: int = 300, *, gates: dict[str, float], layers: int = 2
 ) -> None:
-    """selection.csv from its own writer, with the same gates in every layer."""
+    """Write selection.csv with the same gates in every layer."""
     health = Health(
         [
             LayerHealth(
@@ -134,7 +136,7 @@ def write_selection(
 
 
 def write_run(run_dir: Path, steps: int = 300, ranks: int = 2, **values: Any) -> Path:
-    """A healthy run of two ranks."""
+    """Write the files of a healthy run."""
     write_metrics(run_dir, steps)
     write_beats(run_dir, *(beats(steps, rank=rank, **values) for rank in range(ranks)))
     return run_dir

@@ -1,7 +1,7 @@
-"""What PyTorch's CPU allocator gave out and took back, as its own profiler records it.
+"""Memory and collectives within named spans, recorded by PyTorch's profiler on the CPU.
 
-What a thread of gloo's happens to free last is not recorded: what is in use is only right from a
-span's start on, and what lies there before is counted from the live tensors.
+Frees by gloo's threads are not recorded, so usage is relative to a span's start; what is in use
+before is counted from live tensors (`live_bytes`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class Allocations:
-    """Bytes that came into use within each span, and its collectives, while it watches."""
+    """Allocated bytes and collectives of each span."""
 
     def __init__(self) -> None:
-        self.most: dict[str, int] = {}  # at most
-        self.left: dict[str, int] = {}  # as the span ended
-        self.collectives: dict[str, int] = {}  # started within the span
+        self.most: dict[str, int] = {}  # peak
+        self.left: dict[str, int] = {}  # at the end of the span
+        self.collectives: dict[str, int] = {}
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     @contextmanager
-    def watching(self) -> Iterator[Allocations]:
+    def recording(self) -> Iterator[Allocations]:
         with self._profile:
             yield self
         events = self._profile.profiler.kineto_results.events()
@@ -46,10 +46,10 @@ class Allocations:
 
 
 def live_bytes() -> int:
-    """Of all tensors that Python knows, each storage once."""
+    """Return the bytes of all tensors known to Python, each storage once."""
     storages = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
-            storage = thing.untyped_storage()
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor):
+            storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -1,8 +1,7 @@
-"""Runs on two ranks: what DeepSpeed's engine allocates in one step, config by config.
+"""Worker of test_plan_memory.py on two ranks: what DeepSpeed's engine allocates in one step.
 
-Each argument is a config's name, a way of checkpointing, the ranks that share a sequence and the
-kind of attention, and gives one line of JSON: the bytes in use between steps, the most within the
-step, its collectives, and the bytes sent by those that share sequences.
+Each argument is config:checkpointing:ranks per sequence:attention and prints one line of JSON:
+bytes in use between steps, peak, collectives, and bytes of sequence-parallel exchanges.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
 
 
 class Exchanges:
-    """Bytes that leave this rank in exchanges, which go on as they were.
+    """Counts the bytes that this rank sends in all-to-all exchanges.
 
-    What gloo lets go of last, in a thread of its own, would count as never freed: each exchange is
-    given other names of its tensors, and waits until gloo has forgotten them.
+    Tensors that gloo's thread releases last would count as never freed, so each exchange gets
+    views and waits until gloo has released them.
     """
 
     def __init__(self) -> None:
@@ -41,13 +40,13 @@ class Exchanges:
 
     def _count(self, received: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
         self.sent += x.nbytes * (1 - 1 / dist.get_world_size(group))
-        before = _names(received), _names(x)
+        before = _references(received), _references(x)
         self._real(received.view_as(received), x.view_as(x), group=group)
-        while (_names(received), _names(x)) != before:
+        while (_references(received), _references(x)) != before:
             time.sleep(0)
 
 
-def _names(x: Tensor) -> int:
+def _references(x: Tensor) -> int:
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
@@ -72,7 +71,7 @@ def measured(
     gc.collect()
     before = live_bytes()
     seen = Allocations()
-    with seen.watching():
+    with seen.recording():
         engine = initialise(build_model(config, torch.device("cpu")), config, resolved)
         step(config, engine)
         gc.collect()

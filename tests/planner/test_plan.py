@@ -1,4 +1,4 @@
-"""Bytes, seconds and choices of `nsa plan`, held to what was measured."""
+"""`nsa plan`: traffic and step time against measurements, search, command line."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from nsa.planner.traffic import Traffic, Zero, traffic
 from tests.ranks import ROOT
 
 MEASURED = json.loads((ROOT / "docs/benchmarks/comm.json").read_text())
-ROWS = [row for row in MEASURED["rows"] if not row["changes"]]  # else it is another config
+ROWS = [row for row in MEASURED["rows"] if not row["changes"]]  # unchanged shipped configs
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
 A100 = Hardware(flops=312e12, mfu=0.25, link=12e9, memory=80e9)
 
 
-def as_measured(row: dict[str, Any]) -> tuple[Model, Zero, Batch]:
-    """The setting of a row of the benchmark's file."""
+def setting_of(row: dict[str, Any]) -> tuple[Model, Zero, Batch]:
+    """Return the setting of a benchmark row."""
     model, zero, batch = _measured_config(row["config"], row["accumulation"])
     reduced = {"bf16": 2, "fp32": 4}[row["reduce_dtype"]]
     return model, replace(zero, reduce_bytes=reduced), batch
@@ -55,7 +55,7 @@ def m7c(config: str, **changes: Any) -> tuple[Model, Zero, Batch]:
 
 
 def plan(*flags: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `nsa plan`."""
+    """Return exit code, stdout and stderr of `nsa plan`."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.main(["plan", *flags])
@@ -63,20 +63,20 @@ def plan(*flags: str) -> tuple[int, str, str]:
 
 
 def sent_over_gloo(row: dict[str, Any]) -> Traffic:
-    """gloo's reduce-scatter, which stage 3 calls, sends as much as an all-reduce."""
-    model, zero, batch = as_measured(row)
+    """Return planned traffic; gloo's reduce-scatter (stage 3) sends as much as an all-reduce."""
+    model, zero, batch = setting_of(row)
     sent = traffic(model, zero, batch, MEASURED["ranks"])
     return replace(sent, reduce=2 * sent.reduce) if zero.stage == 3 else sent
 
 
-def seconds_a_byte(name: str, rate: float) -> float:
-    """Of a collective by itself, as it was timed over the throttled link."""
-    found = [c for c in MEASURED["collectives"] if (c["name"], c["rate_gbit"]) == (name, rate)]
-    share = {"all_reduce": 1.0, "all_gather": 0.5}[name]  # of its bf16 elements, from each rank
-    return found[0]["seconds"] / (2 * share * found[0]["bf16_elements"])
+def seconds_per_byte(name: str, rate: float) -> float:
+    """Return the measured cost of a single collective over the throttled link."""
+    rows = [c for c in MEASURED["collectives"] if (c["name"], c["rate_gbit"]) == (name, rate)]
+    sent = {"all_reduce": 1.0, "all_gather": 0.5}[name]  # fraction of its bf16 elements, per rank
+    return rows[0]["seconds"] / (2 * sent * rows[0]["bf16_elements"])
 
 
-def test_bytes_are_within_2_percent_of_those_that_crossed_the_link() -> None:
+def test_bytes_are_within_2_percent_of_those_measured_on_the_link() -> None:
     assert {row["config"] for row in ROWS} >= {path.stem for path in SHIPPED}
     for row in ROWS:
         parameters = MEASURED["parameters"]
@@ -84,27 +84,27 @@ def test_bytes_are_within_2_percent_of_those_that_crossed_the_link() -> None:
         assert planned == pytest.approx(row["bytes_per_parameter_per_step"], rel=0.02), row
 
 
-def test_bytes_are_within_2_percent_of_what_deepspeed_gives_its_collectives() -> None:
-    """Turned into those of a ring, which NCCL uses."""
+def test_bytes_are_within_2_percent_of_deepspeeds_collective_payloads() -> None:
+    """Payloads converted to the bytes of a ring, which NCCL uses."""
     for row in ROWS:
-        model, zero, batch = as_measured(row)
+        model, zero, batch = setting_of(row)
         planned = traffic(model, zero, batch, MEASURED["ranks"]).bytes_per_step / model.parameters
-        given = row["payload_bytes_per_parameter_per_step"]
-        assert planned == pytest.approx(given, rel=0.02), (row["config"], row["accumulation"])
+        measured = row["payload_bytes_per_parameter_per_step"]
+        assert planned == pytest.approx(measured, rel=0.02), (row["config"], row["accumulation"])
 
 
-def test_throttled_steps_are_within_15_percent_of_those_that_were_timed() -> None:
-    """As the median of each config, given what a step computes and a collective's own speed.
+def test_throttled_steps_are_within_15_percent_of_measured_steps() -> None:
+    """Median per config, given measured compute time and the speed of single collectives.
 
-    Rows by themselves: four in five within 20 percent. Two ranks of one machine wait for each
-    other's slower moments, and a step of one row differs from the next by as much.
+    Single rows: four in five within 20 percent. Two ranks on one machine wait for each other, so
+    the steps of one row vary by as much.
     """
-    apart = defaultdict(list)
+    errors_of = defaultdict(list)
     for row in ROWS:
         if row["rate_gbit"]:
-            _, zero, batch = as_measured(row)
+            _, zero, batch = setting_of(row)
             reduces, gathers = (
-                seconds_a_byte(name, row["rate_gbit"]) for name in ("all_reduce", "all_gather")
+                seconds_per_byte(name, row["rate_gbit"]) for name in ("all_reduce", "all_gather")
             )
             gloo = Hardware(
                 flops=1,
@@ -116,25 +116,25 @@ def test_throttled_steps_are_within_15_percent_of_those_that_were_timed() -> Non
             )
             micro = row["compute_seconds"] / batch.accumulation
             _, exposed = communication_seconds(sent_over_gloo(row), zero, batch, gloo, 2, micro)
-            apart[row["config"]].append(
+            errors_of[row["config"]].append(
                 (row["compute_seconds"] + exposed) / row["step_seconds"] - 1
             )
-    for config, errors in apart.items():
+    for config, errors in errors_of.items():
         assert abs(statistics.median(errors)) < 0.15, (config, errors)
-    all_errors = [abs(error) for errors in apart.values() for error in errors]
+    all_errors = [abs(error) for errors in errors_of.values() for error in errors]
     assert statistics.median(all_errors) < 0.10
     assert statistics.quantiles(all_errors, n=5)[-1] < 0.20
     assert max(all_errors) < 0.30
 
 
-def test_more_ranks_send_what_a_ring_of_them_sends() -> None:
+def test_traffic_scales_with_ranks_like_a_ring() -> None:
     model, zero, batch = m7c("zero1_pcie")
     assert traffic(model, zero, batch, 1).bytes_per_step == 0
     many = traffic(model, zero, batch, 512).bytes_per_step / model.parameters
     assert many == pytest.approx(6 * 511 / 512)
 
 
-def test_stage_2_pays_for_accumulation_and_stage_1_does_not() -> None:
+def test_accumulation_multiplies_traffic_in_stage_2_but_not_in_stage_1() -> None:
     for accumulation in (1, 8):
         model, one, batch = m7c("zero1_pcie", accumulation=accumulation)
         _, two, _ = m7c("zero2_pcie")
@@ -143,50 +143,50 @@ def test_stage_2_pays_for_accumulation_and_stage_1_does_not() -> None:
         assert (first, second) == (3, 1 + 2 * accumulation)
 
 
-def test_overlap_hides_behind_the_backward_pass_and_no_further() -> None:
-    """What is complete only at its end is exposed on any link, and so is the rest on a slow one."""
+def test_overlap_hides_at_most_the_backward_pass() -> None:
+    """The tail is exposed on any link, everything beyond the backward pass on a slow one."""
     model, zero, batch = m7c("zero2_overlap", micro_batch=8)
     slow, fast = replace(A100, link=1e8), replace(A100, link=1e12)
     for link in (slow, A100, fast):
-        found = forecast(model, zero, batch, link, 2)
+        step = forecast(model, zero, batch, link, 2)
         blocking = forecast(model, replace(zero, overlap=False), batch, link, 2)
-        assert found.exposed <= found.communication == blocking.exposed
-        sent = found.traffic
-        assert found.exposed > (sent.gather + sent.reductions * sent.tail) / link.link
+        assert step.exposed <= step.communication == blocking.exposed
+        sent = step.traffic
+        assert step.exposed > (sent.gather + sent.reductions * sent.tail) / link.link
     backward = 0.75 * forecast(model, zero, batch, slow, 2).compute
-    found = forecast(model, zero, batch, slow, 2)
-    assert found.communication - found.exposed == pytest.approx(backward)
+    step = forecast(model, zero, batch, slow, 2)
+    assert step.communication - step.exposed == pytest.approx(backward)
 
 
-def test_a_network_between_nodes_sets_the_pace_where_it_is_slower() -> None:
+def test_a_slower_network_between_nodes_limits_the_rate() -> None:
     model, zero, batch = m7c("zero1_pcie")
     near = forecast(model, zero, batch, replace(A100, network=1e9, nodes=1), 8)
     far = forecast(model, zero, batch, replace(A100, network=1e9, nodes=2), 8)
     assert far.exposed > 10 * near.exposed
 
 
-def test_sharing_sequences_is_paid_for_on_the_link_and_hidden_by_nothing() -> None:
+def test_sequence_parallel_exchanges_are_fully_exposed() -> None:
     model, zero, batch = m7c("zero2_overlap", micro_batch=4)
     shared = replace(batch, shared_by=2)
-    alone, found = (forecast(model, zero, each, A100, 2) for each in (batch, shared))
-    assert found.tokens * 2 == alone.tokens
-    assert found.memory.peak < alone.memory.peak
-    assert found.exposed > found.traffic.exchange / A100.link
+    alone, step = (forecast(model, zero, each, A100, 2) for each in (batch, shared))
+    assert step.tokens * 2 == alone.tokens
+    assert step.memory.peak < alone.memory.peak
+    assert step.exposed > step.traffic.exchange / A100.link
     kept = forecast(model, zero, replace(shared, checkpointing="selective"), A100, 2)
-    assert kept.traffic.exchange * 3 == pytest.approx(found.traffic.exchange * 2)
+    assert kept.traffic.exchange * 3 == pytest.approx(step.traffic.exchange * 2)
 
 
-def test_ranks_that_share_a_sequence_use_the_network_only_from_node_to_node() -> None:
+def test_sequence_parallel_uses_the_network_only_across_nodes() -> None:
     model, zero, batch = m7c("zero1_pcie", micro_batch=4, shared_by=2)
     slow = replace(A100, network=1e8, start=0)
     for nodes, pace in ((2, slow.link), (4, slow.network)):
-        found = forecast(model, zero, batch, replace(slow, nodes=nodes), 4)
-        zero_alone = found.traffic.bytes_per_step - found.traffic.exchange
-        seconds = zero_alone / slow.network + found.traffic.exchange / pace
-        assert found.communication == pytest.approx(seconds)
+        step = forecast(model, zero, batch, replace(slow, nodes=nodes), 4)
+        zero_alone = step.traffic.bytes_per_step - step.traffic.exchange
+        seconds = zero_alone / slow.network + step.traffic.exchange / pace
+        assert step.communication == pytest.approx(seconds)
 
 
-def test_checkpointing_costs_the_forward_pass_once_more() -> None:
+def test_checkpointing_costs_one_more_forward_pass() -> None:
     model, zero, batch = m7c("zero1_pcie")
     costs = {
         mode: forecast(model, zero, replace(batch, checkpointing=mode), A100, 2).compute
@@ -195,60 +195,60 @@ def test_checkpointing_costs_the_forward_pass_once_more() -> None:
     assert costs["none"] < costs["selective"] < costs["reentrant"] < 4 / 3 * costs["none"]
 
 
-def test_a_search_keeps_the_sequences_of_a_step_and_leaves_out_what_does_not_fit() -> None:
+def test_search_keeps_sequences_per_step_and_omits_what_does_not_fit() -> None:
     model, _, batch = m7c("zero1_pcie", micro_batch=8, accumulation=4)
     zeros = {path.stem: zero_of(path, RunConfig(), 2) for path in SHIPPED}
     small = replace(A100, memory=6e9)
-    found = search(model, zeros, batch, small, 2)
-    assert {one.forecast.tokens for one in found} == {2 * 32 * batch.seq_len}
-    assert all(fits(one.forecast.memory, small) for one in found)
+    fitting = search(model, zeros, batch, small, 2)
+    assert {one.forecast.tokens for one in fitting} == {2 * 32 * batch.seq_len}
+    assert all(fits(one.forecast.memory, small) for one in fitting)
     everything = search(model, zeros, batch, A100, 2)
-    assert len(found) < len(everything) == 6 * 3 * (6 + 7), "32 for each rank, or 64 for both"
+    assert len(fitting) < len(everything) == 6 * 3 * (6 + 7), "32 for each rank, or 64 for both"
     assert {one.batch.shared_by for one in everything} == {1, 2}
-    speeds = [round(one.forecast.tokens_per_second) for one in found]
+    speeds = [round(one.forecast.tokens_per_second) for one in fitting]
     assert speeds == sorted(speeds, reverse=True)
 
 
-def test_the_command_plans_the_recipe_that_it_is_given() -> None:
-    code, said, _ = plan("--set", "train.micro_batch=2", "--set", "train.accumulation=8")
+def test_the_command_plans_the_given_recipe_and_profile() -> None:
+    code, output, _ = plan("--set", "train.micro_batch=2", "--set", "train.accumulation=8")
     assert code == 0
-    assert "2×2048 ×8" in said
-    assert "377.1  3.00 bytes a parameter" in said
-    assert "assumed" in said
+    assert "2×2048 ×8" in output
+    assert "377.1  3.00 bytes per parameter" in output
+    assert "assumed" in output
     _, demo, _ = plan("--profile", "demo")
     assert "2×512 ×1" in demo
 
 
-def test_what_is_shown_of_memory_adds_up_to_its_peak() -> None:
-    _, said, _ = plan()
-    rows, _ = said.split("GB\n")[1].split("a step\n")
+def test_memory_rows_add_up_to_the_peak() -> None:
+    _, output, _ = plan()
+    rows, _ = output.split("GB\n")[1].split("a step\n")
     sizes = [float(line.rsplit(None, 1)[1]) for line in rows.splitlines()]
     assert len(sizes) > 4
     assert sum(sizes[:-1]) == pytest.approx(sizes[-1], abs=0.0005 * len(sizes))
 
 
-def test_the_command_plans_shared_sequences() -> None:
-    code, said, _ = plan("--recipe", str(ROOT / "recipes/m7c_32k.py"))
+def test_the_command_plans_sequence_parallelism() -> None:
+    code, output, _ = plan("--recipe", str(ROOT / "recipes/m7c_32k.py"))
     assert code == 0
-    assert ", 2 ranks each\n" in said
-    assert "tokens                65,536\n" in said
+    assert ", 2 ranks per sequence\n" in output
+    assert "tokens                65,536\n" in output
     _, alone, _ = plan(
         "--recipe", str(ROOT / "recipes/m7c_32k.py"), "--set", "train.sequence_parallel=1"
     )
     assert "tokens               131,072\n" in alone
-    assert "to share sequences" in said
-    assert "to share sequences" not in alone
+    assert "sequence-parallel exchanges" in output
+    assert "sequence-parallel exchanges" not in alone
 
 
-def test_the_command_says_that_a_run_does_not_fit() -> None:
-    code, said, _ = plan("--memory", "2")
-    assert (code, "does not fit into 2 GB" in said) == (1, True)
-    code, said, _ = plan("--memory", "2", "--search")
-    assert (code, said) == (1, "nothing fits into 2 GB\n")
+def test_a_run_that_does_not_fit_exits_with_1() -> None:
+    code, output, _ = plan("--memory", "2")
+    assert (code, "does not fit into 2 GB" in output) == (1, True)
+    code, output, _ = plan("--memory", "2", "--search")
+    assert (code, output) == (1, "nothing fits into 2 GB\n")
 
 
 @pytest.mark.parametrize(
-    ("flags", "complaint"),
+    ("flags", "message"),
     [
         ("--gpus 0", "--gpus 0: must be above 0"),
         ("--gpus 3 --nodes 2", "--gpus 3: not a multiple of --nodes 2"),
@@ -259,21 +259,21 @@ def test_the_command_says_that_a_run_does_not_fit() -> None:
         ("--link pcie9", "--link pcie9: write pcie3"),
         ("--link -1", "--link -1: write pcie3"),
         ("--device v100", "--device v100: write a100"),
-        ("--mfu 40", "--mfu 40.0: a share of the peak"),
+        ("--mfu 40", "--mfu 40.0: a fraction of the peak"),
         ("--memory nan", "--memory nan: must be above 0"),
         ("--profile nowhere", "--profile nowhere: "),
-        ("--recipe recipes/nowhere.py", "--recipe recipes/nowhere.py: there is no such file"),
+        ("--recipe recipes/nowhere.py", "--recipe recipes/nowhere.py: no such file"),
         ("--set train.micro_batch=0", "train.micro_batch = 0"),
         ("--deepspeed_config ds_configs/nowhere.json", "ds_configs/nowhere.json: no such file"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_it(flags: str, complaint: str) -> None:
-    code, said, complained = plan(*flags.split())
-    assert (code, said) == (2, "")
-    assert complained.startswith(f"nsa: {complaint}"), complained
-    assert complained.count("\n") == 1
+def test_an_error_is_one_line_that_names_the_flag(flags: str, message: str) -> None:
+    code, output, error = plan(*flags.split())
+    assert (code, output) == (2, "")
+    assert error.startswith(f"nsa: {message}"), error
+    assert error.count("\n") == 1
 
 
 def test_the_dense_recipe_can_be_planned() -> None:
-    code, said, _ = plan("--recipe", str(ROOT / "recipes/m7c_dense.py"))
-    assert (code, "125,688,576" not in said) == (0, True)
+    code, output, _ = plan("--recipe", str(ROOT / "recipes/m7c_dense.py"))
+    assert (code, "125,688,576" not in output) == (0, True)

@@ -1,15 +1,15 @@
-"""A model small enough to be measured, in which no part outweighs all others."""
+"""A model small enough to measure, in which no part dominates memory."""
 
 from __future__ import annotations
 
 from nsa.engine.config import RunConfig
 from nsa.spec import NSASpec
 
-BUCKET = 2**17  # elements; a bucket must be small beside the model, as it is beside M7C
+BUCKET = 2**17  # elements; small relative to the model, as for M7C
 
 
 def toy(checkpointing: str = "none", kind: str = "dense", shared_by: int = 1) -> RunConfig:
-    """Dense by default: the tiles of a CPU's sparse attention would be most of its memory."""
+    """Dense by default: on a CPU, sparse attention's tiles would dominate."""
     config = RunConfig()
     model, attention = config.model, config.model.attention
     model.vocab_size, model.layers, model.width, model.mlp_width = 768, 3, 192, 544
@@ -18,7 +18,7 @@ def toy(checkpointing: str = "none", kind: str = "dense", shared_by: int = 1) ->
     attention.kind, attention.backend = kind, "blockwise"
     model.activation_checkpointing = checkpointing
     long = shared_by > 1 and kind == "dense"
-    config.data.seq_len = 800 if long else 160  # activations are then most
+    config.data.seq_len = 800 if long else 160  # so that activations dominate
     config.train.micro_batch, config.train.accumulation = 1, 2
     config.train.sequence_parallel = shared_by
     return config

@@ -1,4 +1,4 @@
-"""What can be seen in a picture."""
+"""Pixel counts of a picture."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ BLUE, ORANGE = (0, 114, 178), (213, 94, 0)  # the first curve and the second
 
 
 def pixels(path: Path, colour: tuple[int, int, int]) -> int:
-    """How many are of that colour."""
+    """Count the pixels of a colour."""
     return int((np.abs(_image(path) - colour) <= 2).all(-1).sum())
 
 
 def height_of(path: Path, colour: tuple[int, int, int]) -> int:
-    """The rows between the highest and the lowest pixel of that colour."""
+    """Return the rows between the highest and the lowest pixel of a colour."""
     rows = np.nonzero((np.abs(_image(path) - colour) <= 2).all(-1).any(-1))[0]
     return int(rows.max() - rows.min())
 
 
 def size(path: Path) -> tuple[int, int]:
-    """Width and height."""
+    """Return width and height."""
     height, width = _image(path).shape[:2]
     return width, height
 

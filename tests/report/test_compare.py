@@ -4,30 +4,31 @@ from pathlib import Path
 
 import pytest
 
-from nsa.gates.ladder import Gate, judge, record
+from nsa.gates.result import record
 from nsa.monitor.config import LadderConfig
 from nsa.report.compare import compare_runs
+from tests.gates.evidence import gate_at, judge_files
 from tests.monitor.written import write_metrics, write_run
 from tests.report.pictures import BLUE, ORANGE, pixels
 
 
-def test_runs_are_drawn_into_one_picture_and_listed_with_where_they_ended(tmp_path: Path) -> None:
+def test_runs_share_one_picture_and_a_table_of_their_final_values(tmp_path: Path) -> None:
     nsa, dense = write_run(tmp_path / "nsa"), tmp_path / "dense"
     write_metrics(dense, 200, change=lambda step: {"loss": 4.0 + 1 / step, "tokens_per_s": 1e5})
-    record(nsa, judge(nsa, Gate("production", 300), LadderConfig(), patience=0))
+    record(nsa, judge_files(nsa, gate_at("production", 300), LadderConfig()))
     lines = compare_runs([nsa, dense], tmp_path / "out" / "both.png")
     assert pixels(tmp_path / "out" / "both.png", BLUE) > 500
     assert pixels(tmp_path / "out" / "both.png", ORANGE) > 500
     header, first, second = (line.split("  ") for line in lines)
     cells = [[cell.strip() for cell in line if cell.strip()] for line in (header, first, second)]
     assert cells == [
-        ["run", "steps", "loss", "held-out", "bits/byte", "tokens/s", "GB", "gates"],
+        ["run", "steps", "loss", "val loss", "bits/byte", "tokens/s", "GB", "gates"],
         ["nsa", "300", "3.010", "3.110", "1.110", "142,857", "10.00", "production Go"],
         ["dense", "200", "4.005", "3.115", "1.115", "100,000", "2.23", "-"],
     ]
 
 
-def test_one_run_named_twice_is_one_and_two_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_a_run_given_twice_is_one_row_and_equal_names_become_paths(tmp_path: Path) -> None:
     write_metrics(tmp_path / "a" / "run", 20)
     write_metrics(tmp_path / "b" / "run", 20)
     runs = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"]
@@ -37,10 +38,10 @@ def test_one_run_named_twice_is_one_and_two_of_one_name_are_told_apart(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("nowhere", "there is no such folder"), ("empty", r"metrics\.csv cannot be read")],
+    ("name", "message"),
+    [("nowhere", "no such folder"), ("empty", r"metrics\.csv cannot be read")],
 )
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path, name: str, said: str) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=f"{name}: .*{said}"):
+    with pytest.raises(ValueError, match=f"{name}: .*{message}"):
         compare_runs([tmp_path / name], tmp_path / "out.png")

@@ -9,24 +9,24 @@ from nsa.report.plots import Panel, draw, running_mean
 from tests.report.pictures import BLUE, ORANGE, height_of, pixels, size
 
 
-def test_a_mean_does_not_lag_behind_what_it_smooths() -> None:
+def test_the_running_mean_does_not_lag() -> None:
     line = [float(value) for value in range(100)]
     assert running_mean(line, 5)[5:-5] == line[5:-5]
     assert running_mean(line, 5, 10)[1:-1] == line[10:-10:10]
     assert running_mean([1.0, 2.0, 6.0], 1) == [1.5, 3.0, 4.0]
 
 
-def test_a_spike_of_one_step_in_fifty_thousand_is_seen(tmp_path: Path) -> None:
+def test_a_spike_of_one_step_in_fifty_thousand_is_visible(tmp_path: Path) -> None:
     steps = range(50_000)
     spiky = [3.0 + 20 * (step == 33_333) for step in steps]
     draw([Panel("loss", {"run": (steps, spiky)})], tmp_path / "spike.png")
     image = imread(tmp_path / "spike.png")[..., :3]
-    there = image[:, 411:423]  # two thirds of the way; the running mean's edges lie outside
-    blue = (there[..., 2] - there[..., 0] > 0.1).any(-1)
-    assert blue.sum() > 200, "the faint line goes up through the picture"
+    column = image[:, 411:423]  # two thirds of the way; the running mean's edges lie outside
+    blue = (column[..., 2] - column[..., 0] > 0.1).any(-1)
+    assert blue.sum() > 200, "the faint line rises through the picture"
 
 
-def test_curves_share_axes_and_panels_stand_side_by_side(tmp_path: Path) -> None:
+def test_curves_share_axes_and_panels_are_side_by_side(tmp_path: Path) -> None:
     line = ([0.0, 1.0], [0.0, 1.0])
     draw([Panel("a", {"one": line})], tmp_path / "one.png")
     both = Panel("a", {"one": line, "$two_{": ([0.0, 1.0], [1.0, 0.0])}, marked=True)
@@ -38,6 +38,6 @@ def test_curves_share_axes_and_panels_stand_side_by_side(tmp_path: Path) -> None
     assert size(tmp_path / "two.png")[0] == 2 * size(tmp_path / "one.png")[0]
 
 
-def test_a_picture_of_no_known_kind_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_picture_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"x\.xyz: .*(xyz|Format)"):
         draw([Panel("a", {"one": ([0.0], [0.0])})], tmp_path / "x.xyz")

@@ -5,29 +5,30 @@ from pathlib import Path
 
 import pytest
 
-from nsa.gates.ladder import Gate, judge, record
+from nsa.gates.result import record
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.run_folder import write_env
 from nsa.report.report import write_report
+from tests.gates.evidence import gate_at, judge_files
 from tests.monitor.written import beats, write_beats, write_metrics, write_run, write_selection
 from tests.report.pictures import BLUE, ORANGE, pixels, size
 
 
 def table(text: str, heading: str) -> dict[str, list[str]]:
-    """The rows of the table under a heading, by their first cell."""
+    """The rows of the table under a heading, by first cell."""
     section = text.partition(f"\n## {heading}")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
 
 
-def pictures(run_dir: Path) -> set[str]:
+def plots(run_dir: Path) -> set[str]:
     return {path.name for path in (run_dir / "report").glob("*.png")}
 
 
-def test_a_report_begins_with_the_verdicts_and_their_evidence(tmp_path: Path) -> None:
+def test_a_report_begins_with_the_gate_results_and_their_evidence(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "mine", waits={200: ("forward", 200.0)})
-    for gate in (Gate("sanity", 1), Gate("smoke", 300)):
-        record(run_dir, judge(run_dir, gate, LadderConfig(), patience=0))
+    for gate in (gate_at("sanity", 1), gate_at("smoke", 300)):
+        record(run_dir, judge_files(run_dir, gate, LadderConfig()))
     path = write_report(run_dir)
     text = path.read_text()
     assert path == run_dir / "report.md"
@@ -35,13 +36,15 @@ def test_a_report_begins_with_the_verdicts_and_their_evidence(tmp_path: Path) ->
     smoke = table(text, "smoke: No-Go at step 300")
     assert smoke["longest pause, seconds"][:3] == ["**NO**", "200.5", "at most 120"]
     assert "before step 201" in smoke["longest pause, seconds"][3]
-    assert smoke["tokens/s, median"][:3] == ["yes", "142,857", "at least 50"]
-    assert smoke["lowest mean gate of a branch"][0] == "not measured"
-    assert "- lowest mean gate of a branch (smoke): selection.csv cannot be read" in text
+    assert smoke["median tokens/s"][:3] == ["yes", "142,857", "at least 50"]
+    assert smoke["min mean gate"][0] == "not measured"
+    assert "- min mean gate (smoke): selection.csv cannot be read" in text
     assert "Not judged: preflight, extended, production." in text
 
 
-def test_a_report_tells_how_the_run_went_beside_the_earlier_system(tmp_path: Path) -> None:
+def test_a_report_holds_facts_settings_and_a_comparison_with_the_earlier_system(
+    tmp_path: Path,
+) -> None:
     write_metrics(tmp_path)
     lines = beats(300, start=150, pid=900, mono=1_000.0)
     write_beats(tmp_path, beats(160), [*lines, {**lines[-1], "event": "end", "status": "done"}])
@@ -53,72 +56,74 @@ def test_a_report_tells_how_the_run_went_beside_the_earlier_system(tmp_path: Pat
     )
     (tmp_path / "config.yaml").write_text("train: {precision: bf16}\nmodel: {layers: 4}\n")
     text = write_report(tmp_path).read_text()
-    run = table(text, "The run")
+    run = table(text, "Run")
     assert run["recipe, profile"] == ["m7c, demo"]
     assert run["steps"] == ["300"]
-    assert run["times it went on"] == ["1"]
+    assert run["resumes"] == ["1"]
     assert run["end"] == ["done"]
     assert run["halted by the watchdog"][0].startswith("time: now; reason: no step for 600 s")
-    assert run["kernels passed over"] == ["selected_attention on triton: no GPU, here (12 calls)"]
-    assert run["steps not applied"] == ["0"]
+    assert run["backend fallbacks"] == ["selected_attention on triton: no GPU, here (12 calls)"]
+    assert run["skipped steps"] == ["0"]
     assert "torch 2" in run["versions"][0]
     assert "\na / note\n" in text
     settings = table(text, "Settings")
     assert (settings["train.precision"], settings["model.layers"]) == (["bf16"], ["4"])
-    earlier = table(text, "Beside the earlier system")
-    assert earlier["tokens/s, median"] == ["142,857", "39 (its target: 50)"]
-    assert earlier["peak memory of a rank, GB"] == ["10.00", "15.6 (its limit: 40)"]
+    earlier = table(text, "Compared with the earlier system")
+    assert earlier["median tokens/s"] == ["142,857", "39 (target: 50)"]
+    assert earlier["peak memory of a rank, GB"] == ["10.00", "15.6 (limit: 40)"]
     assert earlier["loss at step 1"] == ["6.00", "5.67"]
 
 
-def test_pictures_show_what_was_recorded_and_nothing_else(tmp_path: Path) -> None:
-    bare, whole = tmp_path / "bare", tmp_path / "whole"
+def test_only_recorded_values_are_plotted(tmp_path: Path) -> None:
+    bare, full = tmp_path / "bare", tmp_path / "full"
     write_metrics(bare, 20, start=5)
-    write_run(whole)
-    write_selection(whole, gates={"cmp": 0.3, "sel": 0.6, "win": 0.5})
+    write_run(full)
+    write_selection(full, gates={"cmp": 0.3, "sel": 0.6, "win": 0.5})
     write_report(bare)
-    write_report(whole)
+    write_report(full)
     always = {"loss.png", "learning_rate.png", "gradient_norm.png", "tokens_per_s.png"}
-    assert pictures(bare) == {*always, "memory.png"}
-    assert pictures(whole) == {*always, "memory.png", "gates.png", "selection.png"}
-    assert pixels(whole / "report/loss.png", BLUE) > 300
-    assert pixels(whole / "report/loss.png", ORANGE) > 300, "the held-out loss"
+    assert plots(bare) == {*always, "memory.png"}
+    assert plots(full) == {*always, "memory.png", "gates.png", "selection.png"}
+    assert pixels(full / "report/loss.png", BLUE) > 300
+    assert pixels(full / "report/loss.png", ORANGE) > 300, "the validation loss"
     assert pixels(bare / "report/loss.png", ORANGE) == 0
-    assert size(whole / "report/gates.png")[0] > size(whole / "report/loss.png")[0]
-    text = (whole / "report.md").read_text()
-    for name in pictures(whole):
+    assert size(full / "report/gates.png")[0] > size(full / "report/loss.png")[0]
+    text = (full / "report.md").read_text()
+    for name in plots(full):
         assert f"](report/{name})" in text
     text = (bare / "report.md").read_text()
     assert "gates.png" not in text
-    assert table(text, "Beside the earlier system")["loss at step 1"][0] == "", "not step 10's"
+    assert table(text, "Compared with the earlier system")["loss at step 1"][0] == "", (
+        "not of step 10"
+    )
 
 
-def test_a_run_that_died_before_its_first_step_has_a_report_too(tmp_path: Path) -> None:
+def test_a_run_that_failed_before_its_first_step_has_a_report(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("train: [\n")
     text = write_report(tmp_path).read_text()
     assert ": not judged yet\n" in text
-    assert table(text, "The run")["steps"] == ["0"]
-    assert pictures(tmp_path) == set()
+    assert table(text, "Run")["steps"] == ["0"]
+    assert plots(tmp_path) == set()
 
 
 @pytest.mark.parametrize(
     "garbage", [b"\x00\xff" * 500, b"[1, 2]\n", b'{"packages": 3, "cuda": []}']
 )
-def test_spoilt_files_cost_their_part_of_the_report_alone(tmp_path: Path, garbage: bytes) -> None:
+def test_corrupt_files_cost_only_their_part_of_the_report(tmp_path: Path, garbage: bytes) -> None:
     write_metrics(tmp_path)
-    record(tmp_path, judge(tmp_path, Gate("sanity", 1), LadderConfig(), patience=0))
+    record(tmp_path, judge_files(tmp_path, gate_at("sanity", 1), LadderConfig()))
     for name in ("env.json", "halt.json", "config.yaml", "ds_config.json", "fallbacks.csv"):
         (tmp_path / name).write_bytes(garbage)
     for name in ("selection.csv", "heartbeat_rank0.jsonl"):
         (tmp_path / name).write_bytes(garbage)
     text = write_report(tmp_path).read_text()
     assert text.startswith(f"# {tmp_path.name}: Go at sanity")
-    assert table(text, "The run")["steps"] == ["300"]
-    assert "loss.png" in pictures(tmp_path)
+    assert table(text, "Run")["steps"] == ["300"]
+    assert "loss.png" in plots(tmp_path)
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere: there is no such folder"):
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere: no such folder"):
         write_report(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"holds no config\.yaml, metrics\.csv or gates\.json"):
         write_report(tmp_path)

@@ -1,9 +1,9 @@
-"""A run in small, for the watchdog: a launcher, and ranks that write heartbeats and misbehave.
+"""A toy run for the watchdog: a launcher and two ranks that write heartbeats and misbehave.
 
-    python toy_run.py FOLDER DEED ... [--resume] [--run-dir FOLDER]
+    python toy_run.py FOLDER FAULT ... [--resume] [--run-dir FOLDER]
 
-There are two ranks. A DEED is `0:hang` for a deed of rank 0, `launcher:die` for one of the
-launcher. Only the standard library is imported, so that it starts in no time.
+A FAULT is `0:hang` for rank 0, or `launcher:die`. Only the standard library is imported, so that
+it starts fast.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ FOREVER = 600.0
 
 
 class ToyRank:
-    """Writes what a rank writes."""
+    """Writes the heartbeats of a rank."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self.number, self.clock = number, 0.0
         self.path = folder / f"heartbeat_rank{number}.jsonl"
         self.file = self.path.open("ab", buffering=0)
-        self.phase, self.began, self.step = "setup", time.monotonic(), 0
-        self.tell("start")
+        self.phase, self.entered, self.step = "setup", time.monotonic(), 0
+        self.write("start")
 
     def enter(self, phase: str, ago: float = 0.0) -> None:
-        self.phase, self.began = phase, time.monotonic() - ago
+        self.phase, self.entered = phase, time.monotonic() - ago
 
-    def tell(self, event: str, **more: object) -> None:
+    def write(self, event: str, **more: object) -> None:
         now = time.monotonic()
         line = {
             "time": time.time() + self.clock,
@@ -45,7 +45,7 @@ class ToyRank:
             "pid": os.getpid(),
             "host": platform.node(),
             "phase": self.phase,
-            "since": now - self.began,
+            "since": now - self.entered,
             "step": self.step,
             "micro_step": 0,
             "tokens": 64 * self.step,
@@ -56,81 +56,85 @@ class ToyRank:
         self.file.write((json.dumps({**line, **more}) + "\n").encode())
 
     def wait(self, seconds: float = FOREVER) -> None:
-        """Do nothing, while a heartbeat's thread goes on."""
+        """Do nothing but write heartbeats."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(min(INTERVAL, seconds))
-            self.tell("progress")
+            self.write("progress")
 
     def steps(self, upto: int) -> None:
         while self.step < upto:
             self.enter("forward")
-            self.tell("step_start")
+            self.write("step_start")
             self.wait(INTERVAL)
             self.step += 1
-            self.tell("step_end")
+            self.write("step_end")
 
     def end(self, status: str, code: int) -> None:
-        self.tell("end", status=status)
+        self.write("end", status=status)
         os._exit(code)
 
 
-def be_rank(folder: Path, number: int, deeds: list[str], resumed: bool) -> None:
+def run_rank(folder: Path, number: int, faults: list[str], resumed: bool) -> None:
     rank = ToyRank(folder, number)
     signal.signal(signal.SIGTERM, lambda *_: rank.end("preempted: SIGTERM", 0))
-    if "deaf" in deeds:
+    if "deaf" in faults:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if "stacks" in deeds:
+    if "stacks" in faults:
         stacks = folder / "stacks" / f"rank{number}.txt"
         stacks.parent.mkdir(exist_ok=True)
         signal.signal(signal.SIGUSR1, lambda *_: stacks.write_text("a stack\n") and None)
-    if "worker" in deeds:  # one that leaves its family, and hears no SIGTERM
+    if "worker" in faults:  # in a session of its own, ignores SIGTERM
         code = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
         child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
         (folder / f"worker{number}").write_text(str(child.pid))
-    rank.steps(4 if "further" in deeds and resumed else 3)
-    if "clock" in deeds:
+    deadline = time.monotonic() + 20.0
+    while not (folder / ".watch.lock").exists() and time.monotonic() < deadline:
+        time.sleep(INTERVAL)
+    rank.wait(0.4)  # long enough for a busy watchdog to find the ranks after a restart
+    rank.steps(4 if "further" in faults and resumed else 3)
+    if "clock" in faults:
         rank.clock = -86_400.0
-    if "hang" in deeds:
+    if "hang" in faults:
         rank.enter("forward", ago=100)
         rank.wait()
-    if "slow-save" in deeds:
+    if "slow-save" in faults:
         rank.enter("save", ago=100)
         rank.wait(1.2)
-    if "stop" in deeds:
+    if "stop" in faults:
         os.kill(os.getpid(), signal.SIGSTOP)
-    if "train" in deeds:
+    if "train" in faults:
         rank.enter("backward")
         rank.wait()
-    if "killed" in deeds:
+    if "killed" in faults:
         os.kill(os.getpid(), signal.SIGKILL)
-    if "crash-once" in deeds and not resumed:
+    if "crash-once" in faults and not resumed:
         rank.end("failed", 1)
-    if "linger" in deeds:
-        rank.tell("end", status="finished")
+    if "linger" in faults:
+        rank.write("end", status="finished")
         time.sleep(FOREVER)
-    for deed, status, code in (("failed", "failed", 1), ("mistake", "failed", 2)):
-        if deed in deeds:
+    for fault, status, code in (("failed", "failed", 1), ("mistake", "failed", 2)):
+        if fault in faults:
             rank.end(status, code)
-    if "no-go" in deeds:
+    if "no-go" in faults:
         rank.end("no-go: the loss is not finite", 3)
     rank.end("finished", 0)
 
 
-def launch(folder: Path, deeds: list[str], resumed: bool) -> None:
-    """As deepspeed's launcher does: end the others when one fails, and exit with its code.
+def launch(folder: Path, faults: list[str], resumed: bool) -> None:
+    """Like DeepSpeed's launcher: when a rank fails, end the others and exit with its code.
 
-    Told to end, it kills them; without the 30 s that the real one waits before.
+    On SIGTERM it kills its ranks at once; the real one waits 30 s.
     """
     ranks: list[int] = []
     for number in range(2):
-        own = [deed.partition(":")[2] for deed in deeds if deed.startswith(f"{number}:")]
+        own = [fault.partition(":")[2] for fault in faults if fault.startswith(f"{number}:")]
         pid = os.fork()
         if pid == 0:
-            be_rank(folder, number, own, resumed)
+            run_rank(folder, number, own, resumed)
         ranks.append(pid)
     signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGKILL) for pid in ranks])
-    if "launcher:die" in deeds:
+    if "launcher:die" in faults:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     for _ in range(2):

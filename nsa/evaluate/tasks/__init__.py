@@ -1,1 +1,1 @@
-"""Tasks that small models learn in minutes, and that only attention to what is far solves."""
+"""`nsa tasks`: synthetic recall tasks that only long-range attention solves."""

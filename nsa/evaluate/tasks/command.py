@@ -1,9 +1,8 @@
-"""`nsa tasks`: can a model answer from far back? NSA beside dense and window-only attention."""
+"""`nsa tasks`: long-range recall of NSA, dense and window-only attention."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,15 +12,14 @@ from nsa.atomic_io import atomic_write_text
 
 
 def add_parser(verbs: Any) -> None:
-    """Add `tasks` to the verbs of `nsa`."""
     about = (
-        "train small models on associative recall, NSA beside dense and window-only, and search "
-        "them for needles in haystacks: minutes on a processor"
+        "train small models on associative recall, NSA beside dense and window-only attention, and "
+        "test them on needles in haystacks; takes minutes on a CPU"
     )
     parser = verbs.add_parser("tasks", help=about, description=about)
     parser.add_argument("--steps", type=int, default=1_000, help="of each model (%(default)s)")
     parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="each trains all of them (1 2 3)"
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="each trains all models (1 2 3)"
     )
     parser.add_argument(
         "--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)"
@@ -39,28 +37,25 @@ def _tasks(args: argparse.Namespace) -> int:
     for name in ("steps", "seq_len", "jobs"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
-    from nsa.evaluate.results import new_folder
-    from nsa.evaluate.tasks import examination, pictures
-    from nsa.evaluate.tasks.learning import lengths
+    from nsa.evaluate.results import make_folder
+    from nsa.evaluate.tasks import evaluate, plots
+    from nsa.evaluate.tasks.train import training_lengths
 
-    lengths(args.seq_len)  # refuses what cannot be, before anything is trained
-    new_folder(args.out)
+    training_lengths(args.seq_len)  # refuses a wrong --seq-len before anything is trained
+    make_folder(args.out)
+    log = partial(_log_step, args.steps)
     result = {
         "command": " ".join(["nsa", *sys.argv[1:]]),
-        **examination.examine(
-            args.seq_len, args.steps, args.seeds, args.jobs, partial(_tell, args.steps)
-        ),
+        **evaluate.evaluate_variants(args.seq_len, args.steps, args.seeds, args.jobs, log),
     }
-    atomic_write_text(args.out / "tasks.json", json.dumps(result, indent=1) + "\n")
-    pictures.draw_recall(result, args.out / "recall.png")
-    pictures.draw_needle(result, args.out / "needle.png")
-    print("\n".join(examination.lines(result)))
-    for name in ("tasks.json", "recall.png", "needle.png"):
-        print(args.out / name)
+    atomic_write_text(args.out / "tasks.json", evaluate.summary_json(result))
+    plots.draw_recall(result, args.out / "recall.png")
+    plots.draw_needle(result, args.out / "needle.png")
+    files = [str(args.out / name) for name in ("tasks.json", "recall.png", "needle.png")]
+    print(*evaluate.lines(result), *files, sep="\n")
     return 0
 
 
-def _tell(steps: int, name: str, seed: int, step: int, loss: float) -> None:
-    """Say now and then how far a model has come."""
+def _log_step(steps: int, variant: str, seed: int, step: int, loss: float) -> None:
     if step % max(1, steps // 4) == 0 or step == steps:
-        print(f"{name}, seed {seed}: step {step}/{steps}, loss {loss:.3f}", flush=True)
+        print(f"{variant}, seed {seed}: step {step}/{steps}, loss {loss:.3f}", flush=True)

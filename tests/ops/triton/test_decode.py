@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa.constants import BRANCHES
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
-from nsa.model.config import BRANCHES, SUBSETS
+from nsa.model.config import SUBSETS
 from nsa.model.decode import prefill, step
 from nsa.ops import nsa_attention
 from nsa.ops.decode import decode_attention

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.bench import aot
+from nsa.bench import compile_gate, kernel_launches
 from nsa.ops import fallback_counts, nsa_attention, reset_fallback_counts
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
@@ -60,24 +60,24 @@ def compiled(request: pytest.FixtureRequest) -> None:
         if "compiled" in item.fixturenames
         for call in calls_of(REAL[item.callspec.params["name"]], item.callspec.params["dtype"])
     }
-    compile_all((call, launch) for call in calls for launch in aot.record(call, 1))
+    compile_all((call, launch) for call in calls for launch in kernel_launches.record(call, 1))
 
 
-def compile_all(launches: Iterable[tuple[aot.Case, Launch]]) -> None:
+def compile_all(launches: Iterable[tuple[kernel_launches.Case, Launch]]) -> None:
     """Into Triton's cache, for the GPU that is here."""
     chip = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    if chip in aot.CHIPS:
-        aot.check(launches, [chip], jobs=min(os.cpu_count() or 1, 16))
+    if chip in compile_gate.CHIPS:
+        compile_gate.check(launches, [chip], jobs=min(os.cpu_count() or 1, 16))
 
 
-def calls_of(case: Case, dtype: torch.dtype) -> list[aot.Case]:
+def calls_of(case: Case, dtype: torch.dtype) -> list[kernel_launches.Case]:
     """What a case calls, as what is compiled ahead of time is named."""
     heads, sizes = (case.heads, case.kv_heads), (case.key_dim, case.value_dim)
-    name = next(name for name, known in aot.DTYPES.items() if known == dtype)
+    name = next(name for name, known in kernel_launches.DTYPES.items() if known == dtype)
     packed = case.offsets is not None
     return [
-        aot.Case(operation, *heads, *sizes, case.seq_len, name, packed, case.spec)
-        for operation in aot.OPERATIONS
+        kernel_launches.Case(operation, *heads, *sizes, case.seq_len, name, packed, case.spec)
+        for operation in kernel_launches.OPERATIONS
         if operation != "decode_attention"
     ]
 

@@ -1,0 +1,259 @@
+"""Baselines for NSA: PyTorch's SDPA and FlexAttention, fla, native-sparse-attention-pytorch.
+
+The last two are optional and imported on use; if one is missing, the reason is its result. Notes
+say where an implementation computes something different from NSA.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from nsa.bench.implementations import Implementation, Unsupported
+from nsa.bench.inputs import Inputs
+from nsa.bench.options import Shape
+from nsa.ops import NSASpec, window_attention
+
+DENSE = ("sdpa-flash", "sdpa-cudnn", "flex-causal")  # dense causal attention
+KERNELS = {
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+FLEX_BLOCK = 128  # the only block size that all of FlexAttention's tile sizes divide
+# Optional library: its module, its distribution.
+LIBRARIES = {
+    "fla": ("fla.ops.nsa", "fla-core"),
+    "native-sparse-attention-pytorch": (
+        "native_sparse_attention_pytorch",
+        "native-sparse-attention-pytorch",
+    ),
+}
+# fla always selects a query's own block, the one before it and the first: NSASpec's defaults.
+FLA_SPEC = NSASpec(block_len=64, block_stride=64, select_len=64)
+
+
+def sdpa(kernel: str, inputs: Inputs, shape: Shape) -> Implementation:
+    """Causal scaled_dot_product_attention, forced to one kernel.
+
+    If the kernel rejects grouped heads or values narrower than keys, keys are repeated for every
+    head or values padded before timing starts, as a user would have to.
+    """
+    q, k, v = inputs.q, inputs.k_sel, inputs.v_sel
+    padded = F.pad(v, (0, shape.key - shape.value)) if shape.key > shape.value else v
+    errors = []
+    for pad in dict.fromkeys((False, shape.key != shape.value)):
+        for repeat in (False, True):
+            keys, values = k, padded if pad else v
+            if repeat:
+                keys, values = (x.repeat_interleave(shape.group, 2) for x in (k, values))
+            function = partial(_sdpa, kernel, shape.value)
+            probe = Implementation(function, *(x[:1, :128] for x in (q, keys, values)))
+            try:
+                probe.forward_backward()
+            except RuntimeError as error:
+                errors.append(" ".join(str(error).split()))
+                continue
+            notes = ["values padded to the keys' size"] * pad
+            notes += ["keys and values repeated"] * repeat
+            return Implementation(function, q, keys, values, note="; ".join(notes))
+    raise RuntimeError(f"{kernel} supports none of these layouts: {errors[0]}")
+
+
+def _sdpa(kernel: str, value_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    with sdpa_kernel(KERNELS[kernel]):
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return o.transpose(1, 2)[..., :value_size]
+
+
+def flex(inputs: Inputs, spec: NSASpec | None) -> Implementation:
+    """FlexAttention, compiled on a GPU: dense causal or, with a spec, a block-sparse mask.
+
+    The mask has as many selected positions as NSA and its window, but 128 neighbouring queries and
+    all heads share it, because FlexAttention skips blocks of 128 x 128. Without a compressed
+    branch it is a lower bound of what the pattern could cost there.
+    """
+    device, seq_len = inputs.q.device, inputs.q.shape[1]
+    mask = block_mask(seq_len, spec, device)
+    attend: Callable[..., Tensor] = flex_attention
+    if device.type == "cuda":
+        attend = compiled_flex()
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return attend(q, k, v, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    note = "" if spec is None else "selection shared by 128 queries and all heads, no compression"
+    return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel, note=note)
+
+
+def compiled_flex() -> Callable[..., Tensor]:
+    """FlexAttention compiled separately for each length, mask and mode.
+
+    One kernel for all lengths would mask every tile. `fullgraph` turns the silent fallback to T x T
+    scores into an error.
+    """
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False)
+
+
+def block_mask(seq_len: int, spec: NSASpec | None, device: torch.device) -> BlockMask:
+    """Build the mask from its block table; `create_block_mask` would write a T x T mask first."""
+    count = -(-seq_len // FLEX_BLOCK)
+    row, column = torch.arange(count, device=device)[:, None], torch.arange(count, device=device)
+    full = (column < row).expand(count, count)
+    if spec is not None:
+        selected = -(-spec.select_top * spec.select_len // FLEX_BLOCK)
+        score = torch.rand(count, count, device=device).masked_fill(column >= row, -1)
+        kept = score >= score.topk(min(selected, count), -1).values[:, -1:]
+        near = column > row - 1 - -(-spec.window // FLEX_BLOCK)
+        full = full & (kept | near)
+    visible = full | (column == row)
+
+    def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """The full mask, as FlexAttention requires; kernels read it on the diagonal only."""
+        return (query >= key) & visible[query // FLEX_BLOCK, key // FLEX_BLOCK]
+
+    partial_count, partial_index = _kv_blocks(column == row)
+    return BlockMask.from_kv_blocks(
+        partial_count,
+        partial_index,
+        *_kv_blocks(full),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=_causal if spec is None else mask,
+        seq_lengths=(seq_len, seq_len),
+    )
+
+
+def _kv_blocks(table: Tensor) -> tuple[Tensor, Tensor]:
+    """The number of blocks in each row, and all blocks with the row's first; [1, 1, rows, ...]."""
+    order = table.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
+    return table.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
+
+
+def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+def versions() -> dict[str, dict[str, str | None]]:
+    """Each optional library's version, or why it is missing."""
+    result: dict[str, dict[str, str | None]] = {}
+    for name, (_, distribution) in LIBRARIES.items():
+        try:
+            load(name)
+            result[name] = {"version": importlib.metadata.version(distribution), "error": None}
+        except ImportError as error:
+            result[name] = {"version": None, "error": str(error)}
+    return result
+
+
+def load(name: str) -> ModuleType:
+    """Import an optional library; raise ImportError for whatever goes wrong meanwhile."""
+    module, distribution = LIBRARIES[name]
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ImportError(f"{distribution} cannot be imported: {reason}") from error
+
+
+def fla(inputs: Inputs, shape: Shape, spec: NSASpec, *, window: bool) -> Implementation:
+    """fla's NSA, mean pooling included; its window needs flash-attn, else ours replaces it."""
+    if not spec.block_len == spec.block_stride == spec.select_len:
+        raise Unsupported("fla has one block size for compression, stride and selection")
+    _check_group(shape)
+    parallel_nsa = load("fla").parallel_nsa
+    fla_window = window and find_spec("flash_attn") is not None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        g_cmp, g_sel, g_win = gates.unbind(-1)
+        o = parallel_nsa(
+            q,
+            k,
+            v,
+            g_cmp=g_cmp,
+            g_slc=g_sel,
+            g_swa=g_win if fla_window else None,
+            block_counts=spec.select_top,
+            block_size=spec.select_len,
+            window_size=spec.window if fla_window else 0,
+        )
+        if fla_window or not window:
+            return o
+        return torch.addcmul(o, window_attention(q, k, v, spec.window), g_win[..., None])
+
+    note = "keys and values shared by its branches; mean pooling included"
+    if window and not fla_window:
+        note += "; flash-attn is missing, so its window is nsa.ops.window_attention"
+    return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates, note=note)
+
+
+def fla_selected(inputs: Inputs, shape: Shape, spec: NSASpec, index: Tensor) -> Implementation:
+    """fla's selected branch alone, with given blocks."""
+    _check_group(shape)
+    parallel_nsa = load("fla").parallel_nsa
+
+    def run(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
+        sizes = {"block_counts": spec.select_top, "block_size": spec.select_len}
+        return parallel_nsa(q, k, v, block_indices=index, **sizes)
+
+    note = "pools keys and values too, though nothing reads that"
+    return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel, index, note=note)
+
+
+def _check_group(shape: Shape) -> None:
+    if shape.group < 16 or shape.group & (shape.group - 1):
+        raise Unsupported(f"fla needs a group of 16, 32, ... query heads; here it is {shape.group}")
+
+
+class _Mean(nn.Module):
+    """φ over blocks [..., l, D]."""
+
+    def forward(self, blocks: Tensor) -> Tensor:
+        return blocks.mean(-2)
+
+
+def pytorch_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
+    """native-sparse-attention-pytorch's module without its projections, φ a mean."""
+    on_gpu = inputs.q.device.type == "cuda"
+    if shape.key != shape.value:
+        raise Unsupported("its keys and values have one size")
+    if on_gpu and (shape.key > 128 or 16 % shape.group):
+        raise Unsupported("its kernel takes heads of up to 128, and groups that divide 16")
+    sparse_attention = load("native-sparse-attention-pytorch").SparseAttention
+    packed = torch.cat([x.flatten(2) for x in (inputs.q, inputs.k_sel, inputs.v_sel)], -1)
+    module = sparse_attention(
+        dim=packed.shape[-1],
+        dim_head=shape.key,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        sliding_window_size=spec.window,
+        compress_block_size=spec.block_len,
+        compress_block_sliding_stride=spec.block_stride,
+        selection_block_size=spec.select_len,
+        num_selected_blocks=spec.select_top - 1,  # it adds a query's own block
+        causal=True,
+        norm=False,
+        compress_mlp=_Mean(),
+        use_triton_kernel=on_gpu,
+    )
+    module.to_qkv, module.combine_heads = nn.Identity(), nn.Identity()
+    module.to(packed)
+
+    def run(qkv: Tensor) -> Tensor:
+        return module(qkv).unflatten(-1, (shape.heads, shape.key))
+
+    note = "takes packed q, k and v; RoPE and the gate projection included; no forced first block"
+    note += "; its selected branch computes in fp16" * on_gpu
+    return Implementation(run, packed, note=note)

@@ -1,0 +1,106 @@
+"""Compile kernel launches for several chips and check shared memory, spills and tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, astuple
+from multiprocessing import get_context
+from typing import Any
+
+import triton
+
+from nsa.bench.compiled import CHIPS, Chip, Facts, Variant, compile_variant
+from nsa.bench.kernel_launches import Case
+from nsa.ops.triton.launch import Launch
+
+# Bytes per thread on the stack. 24 registers, such as pointers and bounds saved around a loop, cost
+# nothing measurable; a part of a tile there means that the tile is too large.
+MAX_SPILLED = 96
+# float32 is for checks, not for training: its products take three passes, and both parts of heads
+# larger than 128 do not fit the registers with any tile.
+MAX_SPILLED_FP32 = 320
+
+_COLUMNS = "{:<26} {:<58} {:>13} {:<6} {:>9} {:>4} {:>6} {:>6} {:>7}  {}"
+_HEADER = _COLUMNS.format(
+    "kernel", "call", "config", "chip", "shared KB", "regs", "spill", "tensor", "blocks", ""
+)
+
+
+def check(
+    launches: Iterable[tuple[Case, Launch]], chips: Sequence[str], jobs: int = 1
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Compile each distinct launch for each chip, print a table; return its rows and failures."""
+    assert not triton.knobs.runtime.interpret, "interpreted kernels cannot be compiled"
+    variants: dict[Variant, tuple[Case, Launch]] = {}
+    for case, launch in launches:
+        for chip in chips:
+            variants.setdefault(Variant.of(launch, chip), (case, launch))
+    print(_HEADER)
+    rows, failures = [], []
+    with _mapping(jobs) as over:
+        compiled = zip(variants.items(), over(_try_compile, variants), strict=True)
+        for (variant, (case, launch)), facts in compiled:
+            config = "/".join(str(number) for number in astuple(launch.config))
+            if isinstance(facts, str):
+                errors, figures = [f"does not compile: {facts}"], {}
+            else:
+                errors, figures = _exceeded(facts, CHIPS[variant.chip], case), asdict(facts)
+            print(_line(variant, case, config, facts, errors), flush=True)
+            failures += [f"{variant.kernel} {case} {config} {variant.chip}: {x}" for x in errors]
+            names = {"kernel": variant.kernel, "chip": variant.chip, "config": config}
+            call = asdict(case) | {"spec": case.pattern}
+            rows.append({**names, **call, **figures, "failures": errors})
+    print(f"{len(rows)} compiled, {len(failures)} failures", *failures, sep="\n")
+    return rows, failures
+
+
+def _exceeded(facts: Facts, chip: Chip, case: Case) -> list[str]:
+    wide = case.dtype == "fp32" and max(case.key, case.value) > 128
+    errors = [
+        f"{figure:,} {what}, limit {limit:,}"
+        for what, figure, limit in (
+            ("bytes of shared memory a block", facts.shared, chip.shared),
+            ("columns of tensor memory a block", facts.tensor_memory, chip.tensor_memory),
+            ("bytes spilled a thread", facts.spilled, MAX_SPILLED_FP32 if wide else MAX_SPILLED),
+            ("matrix products without tensor cores", facts.plain_products, 0),
+            ("products whose operand is overwritten while they run", facts.overwritten, 0),
+        )
+        if figure > limit
+    ]
+    if facts.products and facts.multiplies and not facts.tensor_core:
+        errors.append("matrix products, and no tensor-core instruction")
+    return errors
+
+
+def _try_compile(variant: Variant) -> Facts | str:
+    try:
+        return compile_variant(variant)
+    except Exception as error:  # any compiler error is this variant's failure
+        return " ".join(f"{type(error).__name__}: {error.__cause__ or error}".split())
+
+
+@contextmanager
+def _mapping(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """`map` over `jobs` processes."""
+    if jobs == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield pool.map
+
+
+def _line(variant: Variant, case: Case, config: str, facts: Facts | str, errors: list[str]) -> str:
+    names = (variant.kernel, str(case), config, variant.chip)
+    if isinstance(facts, str):
+        return _COLUMNS.format(*names, "", "", "", "", "", errors[0])
+    return _COLUMNS.format(
+        *names,
+        f"{facts.shared / 1024:.1f}",
+        facts.registers,
+        facts.spilled,
+        facts.tensor_core,
+        facts.blocks_per_sm,
+        "; ".join(errors),
+    )

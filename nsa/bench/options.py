@@ -1,0 +1,131 @@
+"""Command-line flags shared by several benchmarks, their value types, and named head shapes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nsa.dtypes import DTYPES
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Query heads, key/value heads, key size, value size."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    key: int
+    value: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.heads, self.kv_heads, self.key, self.value]
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("m7c", 12, 2, 64, 64),
+        Shape("16x4x64", 16, 4, 64, 64),
+        Shape("64x4x128", 64, 4, 128, 128),
+        Shape("paper", 64, 4, 192, 128),
+    )
+}
+
+
+def names(text: str) -> list[str]:
+    """Comma-separated words without duplicates."""
+    return list(dict.fromkeys(name for name in text.split(",") if name))
+
+
+def choice(*known: str) -> Callable[[str], list[str]]:
+    """Comma-separated names out of `known`."""
+
+    def parse(text: str) -> list[str]:
+        for name in names(text):
+            if name not in known:
+                raise argparse.ArgumentTypeError(
+                    f"{name!r}: choose from {', '.join(known)}, separated by commas"
+                )
+        return names(text)
+
+    return parse
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """An integer with a lower bound."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: write a whole number, {least} or more")
+        return int(text)
+
+    return parse
+
+
+def shapes(text: str) -> list[Shape]:
+    """ "m7c,64x4x128": names, or heads x KV heads x key size [x value size]."""
+    return [_shape(name) for name in names(text)]
+
+
+def _shape(name: str) -> Shape:
+    if name in SHAPES:
+        return SHAPES[name]
+    numbers = [int(number) for number in name.split("x") if number.isdigit()]
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,3}", name) is None or numbers[0] % numbers[1]:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is not a shape; use one of {', '.join(SHAPES)}, or heads x KV heads x key "
+            "size [x value size], for example 12x2x64, heads a multiple of KV heads"
+        )
+    return Shape(name, numbers[0], numbers[1], numbers[2], numbers[-1])
+
+
+def lengths(text: str) -> list[int]:
+    """ "1k,2k,500": token counts, k = 1,024."""
+    for name in names(text):
+        if re.fullmatch(r"[1-9]\d*k?", name) is None:
+            raise argparse.ArgumentTypeError(f"{name!r} is not a length; use 500, or 8k for 8,192")
+    return [int(n.rstrip("k")) * (1024 if n.endswith("k") else 1) for n in names(text)]
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, help="write the results to this file, as JSON")
+
+
+def add_gpu_flags(
+    parser: argparse.ArgumentParser,
+    lengths_default: str,
+    *,
+    shapes_default: str = "",
+    tokens: int = 65_536,
+    tokens_help: str = "tokens per batch, about (%(default)s)",
+    backend: bool = True,
+) -> None:
+    """The flags of a GPU benchmark; either head shapes or a model's size."""
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--dtype", choices=tuple(DTYPES), help="default: bf16, on a CPU fp32")
+    add("--seconds", type=float, default=0.5, help="per figure, about; at least three rounds")
+    add("--rounds", type=int, default=30, help="most rounds per figure")
+    add("--limit", type=float, help="start no new case after this many seconds")
+    add_out(parser)
+    if shapes_default:
+        about = "m7c, 16x4x64, 64x4x128, paper, or heads x KV heads x sizes (%(default)s)"
+        add("--shapes", type=shapes, default=shapes_default, help=about)
+    else:
+        add("--layers", type=int, default=12, help="transformer blocks")
+        add("--vocab", type=int, default=50_304, help="rows of the embedding")
+    add("--lengths", type=lengths, default=lengths_default, help="sequence lengths (%(default)s)")
+    add("--tokens", type=int, default=tokens, help=tokens_help)
+    if backend:
+        about = "NSA's backend; default: triton on a GPU, blockwise on a CPU"
+        add("--backend", choices=("auto", "triton", "blockwise", "reference"), help=about)

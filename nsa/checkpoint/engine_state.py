@@ -1,0 +1,117 @@
+"""The DeepSpeed engine's side of a checkpoint: capture what it saves, and load it back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nsa.checkpoint.manifest import rng_file
+from nsa.checkpoint.rng import restore_rng
+from nsa.checkpoint.state_file import ANY, LAYOUT_OF_STAGE, check_loadable, read_state_file
+
+
+def capture(engine: Any, draft: Path) -> dict[str, Any]:
+    """Return this rank's files by name, with the engine's own tensors. All ranks must call it.
+
+    DeepSpeed writes between its collectives, so a rank with a full disk would raise while the
+    others wait for it. Here its checkpoint engine only records the files; they are written later.
+    """
+    files: dict[str, Any] = {}
+    original = engine.checkpoint_engine
+    recorder = copy.copy(original)
+    recorder.makedirs = lambda path, exist_ok=False: None
+    recorder.save = lambda state_dict, path: files.update({Path(path).name: state_dict})
+    engine.checkpoint_engine = recorder
+    engine._copy_recovery_script = lambda path: None  # copied after the commit
+    try:
+        engine.save_checkpoint(str(draft.parent), tag=draft.name, save_latest=False)
+    finally:
+        engine.checkpoint_engine = original
+        del engine._copy_recovery_script
+    return files
+
+
+def all_finite(files: dict[str, Any]) -> bool:
+    """Return whether no tensor holds NaN or inf; one device synchronization each."""
+    extremes: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in _tensors(files):
+        if tensor.is_floating_point() and tensor.numel():
+            pair = torch.stack(tensor.detach().aminmax()).float()  # a NaN makes both NaN
+            extremes.setdefault(tensor.device, []).append(pair)
+    return all(bool(torch.stack(pairs).isfinite().all()) for pairs in extremes.values())
+
+
+def copy_to_host(files: dict[str, Any]) -> dict[str, Any]:
+    """Copy all tensors to host memory, for a thread to write while training changes the originals.
+
+    Tensors that share a storage still share it, as they do in a file of torch.save.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies: dict[int, Any] = {}
+    for tensor in _tensors(files):
+        source = tensor.untyped_storage()
+        if source._cdata not in storages:
+            flat = torch.empty(0, dtype=torch.uint8, device=source.device).set_(source)
+            pinned = source.device.type == "cuda"
+            host = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+            host.copy_(flat, non_blocking=True)
+            storages[source._cdata] = host.untyped_storage()
+        copied = torch.empty(0, dtype=tensor.dtype).set_(
+            storages[source._cdata], tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+        if isinstance(tensor, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, tensor.requires_grad)
+        copies[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return copy.deepcopy(files, copies)
+
+
+def write_file(path: Path, content: Any) -> None:
+    """Write one file of a checkpoint: text, or objects as DeepSpeed reads them."""
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+        return
+    with path.open("wb") as file:  # given a path, torch.save hides why a write failed
+        torch.save(content, file)
+
+
+def load(engine: Any, checkpoint: Path) -> dict[str, Any]:
+    """Restore weights, optimizer and random numbers on every rank; return the training state."""
+    content = read_state_file(checkpoint)
+    check_loadable(checkpoint, content["saved_under"], engine_topology(engine))
+    # Read by DeepSpeed at each load: an engine that loaded a universal checkpoint may go back.
+    engine._config.load_universal_checkpoint = content["saved_under"]["ranks"] == ANY
+    with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints what looks like errors
+        path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    if path is None:
+        raise ValueError(f"{checkpoint} could not be loaded; see DeepSpeed's warning above")
+    rng = checkpoint / rng_file(dist.get_rank())
+    if rng.exists():  # the saved run may have had fewer ranks
+        restore_rng(rng)
+    return content["state"]
+
+
+def engine_topology(engine: Any) -> dict[str, Any]:
+    """Return what decides whether a checkpoint of `engine` loads into another engine."""
+    bf16, fp16 = engine.bfloat16_enabled(), engine.fp16_enabled()
+    return {
+        "layout": LAYOUT_OF_STAGE[engine.zero_optimization_stage()],
+        "precision": "bf16" if bf16 else "fp16" if fp16 else "fp32",
+        "ranks": dist.get_world_size(),
+    }
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)

@@ -1,0 +1,85 @@
+"""Hub probe: fail within seconds when the Hugging Face hub is down.
+
+`datasets` and `huggingface_hub` retry for minutes, so the server is probed before and while they
+work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+from nsa.data.source import SourceUnreachable
+
+HUB = "https://huggingface.co"
+PROBE_SECONDS = 5.0  # of silence after which a server counts as down
+SERVER_ERRORS = (500, 502, 503, 504)
+WITHOUT_HUB = (
+    "run `nsa data prepare` where there is a network and set data.source to the folder that it "
+    "wrote; or use a source that needs no network: --set data.source=embedded; or copy HF_HOME "
+    "from a machine that loaded the whole dataset (not streamed), and set HF_HUB_OFFLINE=1"
+)
+
+
+def hub_url() -> str:
+    return os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+
+
+def probe(what: str, url: str, fix: str = WITHOUT_HUB) -> None:
+    """Raise SourceUnreachable, naming `what` was wanted, unless the server of `url` responds.
+
+    Any response will do except a server error.
+    """
+    from huggingface_hub.utils import get_session  # configured with proxies and certificates
+
+    def head() -> int:
+        return get_session().head(url, timeout=PROBE_SECONDS).status_code
+
+    try:
+        status = with_timeout(1.5 * PROBE_SECONDS, head)  # name resolution has no limit of its own
+    except Exception as error:  # the exception types of the client differ between versions
+        raise SourceUnreachable(
+            f"{what}: {url} cannot be reached ({one_line(error)}); {fix}"
+        ) from None
+    if status in SERVER_ERRORS:
+        raise SourceUnreachable(f"{what}: {url} has a server error (HTTP status {status}); {fix}")
+
+
+def with_timeout(seconds: float, work: Callable[[], Any]) -> Any:
+    """Return what `work` returns; raise TimeoutError after `seconds`, whatever blocks it."""
+    background = Background(work)
+    if not background.wait(seconds):
+        raise TimeoutError(f"no response within {seconds:g} seconds")
+    return background.result()
+
+
+class Background:
+    """Work in a daemon thread, which can be abandoned."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ended within `seconds`."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._error = error
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")

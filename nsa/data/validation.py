@@ -1,0 +1,120 @@
+"""Validation data: the same samples of the validation split on any number of ranks."""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from queue import Empty
+
+from nsa.constants import IGNORE_INDEX
+from nsa.data.batch_source import PREPARE, build_batches, open_batches, source_names
+from nsa.data.batches import Batch, Batches
+from nsa.data.config import DataConfig
+from nsa.data.prefetch import Prefetcher
+from nsa.data.source import DataError
+from nsa.data.stream import NO_DOCUMENT, collect_tokens
+from nsa.data.token_store import TokenStore
+from nsa.data.worker import Worker
+
+# A fixed seed: every run is evaluated on the same samples, whatever train.seed is.
+VALIDATION_SHAPE = {"micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
+
+
+class ValidationData:
+    """The first `requested` samples of the validation split, divided among the ranks."""
+
+    def __init__(
+        self, source: _StreamedSamples | Batches, requested: int, micro_batch: int, world_size: int
+    ) -> None:
+        self._source, self._requested = source, requested
+        self._micro_batch, self._world_size = micro_batch, world_size
+
+    @cached_property
+    def _samples(self) -> Batches:
+        return self._source if isinstance(self._source, Batches) else self._source.wait()
+
+    @cached_property
+    def _repeat(self) -> tuple[int, str] | None:
+        return self._samples.first_repeat(self._requested)
+
+    @property
+    def sequences(self) -> int:
+        """How many there are: fewer than requested if a source ends before."""
+        return self._requested if self._repeat is None else self._repeat[0]
+
+    @property
+    def note(self) -> str | None:
+        """What the user should know; None if there are as many as requested."""
+        if self._repeat is None:
+            return None
+        sequences, source = self._repeat
+        return (
+            f"validation: {sequences} of the {self._requested} sequences of train.eval_samples, "
+            f"where the validation split of {source} ends; for more, raise data.held_out (of a "
+            "prepared folder: prepare it with a larger --held-out), or take a larger source"
+        )
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of text per token; converts loss to bits per byte."""
+        return self._samples.bytes_per_token
+
+    def batches(self, rank: int) -> list[Batch]:
+        """One rank's batches, as many as every other rank's; ignored rows fill the last ones."""
+        total, ranks = self.sequences, self._world_size
+        positions = range(rank * total // ranks, (rank + 1) * total // ranks)
+        most = -(-total // ranks)
+        starts = range(0, most, self._micro_batch)
+        return [self._batch(positions[start : start + self._micro_batch]) for start in starts]
+
+    def _batch(self, positions: range) -> Batch:
+        missing = self._micro_batch - len(positions)
+        batch = self._samples.rows([*positions, *[0] * missing])
+        batch.labels.view(self._micro_batch, -1)[len(positions) :] = IGNORE_INDEX
+        return batch
+
+    def close(self) -> None:
+        """Stop the background process of a streamed source."""
+        if not isinstance(self._source, Batches):
+            self._source.close()
+
+
+class _StreamedSamples:
+    """Validation samples of streamed sources, collected in a background process."""
+
+    def __init__(self, config: DataConfig, sequences: int) -> None:
+        self._config = config
+        work = partial(collect_tokens, config, sequences * config.seq_len + 1)
+        self._worker = Worker(work, f"data.source = {source_names(config)!r}, validation")
+        self._stores: Prefetcher[TokenStore] = Prefetcher(self._worker, len(config.parts()))
+
+    def wait(self) -> Batches:
+        """Return the samples; raise a DataError after data.timeout seconds without a document."""
+        timeout, worker = self._config.timeout, self._worker
+        try:
+            stores = [
+                self._stores.next(timeout, lambda: worker.last_progress)
+                for _ in self._config.parts()
+            ]
+        except Empty:
+            source = worker.source or source_names(self._config)
+            raise DataError(
+                f"data.source = {source!r}: no document for {timeout:g} seconds (data.timeout) "
+                "while reading the validation split; the last document read was "
+                f"{worker.location or NO_DOCUMENT}. Raise data.timeout, or {PREPARE}"
+            ) from None
+        self.close()
+        return build_batches(stores, self._config, **VALIDATION_SHAPE)
+
+    def close(self) -> None:
+        self._stores.stop()
+        self._worker.close()
+        self._stores.join()
+
+
+def open_validation(
+    config: DataConfig, *, sequences: int, micro_batch: int, world_size: int
+) -> ValidationData:
+    """Open the first `sequences` validation samples, in an order independent of train.seed."""
+    batches = open_batches(config, "val", **VALIDATION_SHAPE)
+    source = _StreamedSamples(config, sequences) if batches is None else batches
+    return ValidationData(source, sequences, micro_batch, world_size)

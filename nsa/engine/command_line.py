@@ -1,0 +1,181 @@
+"""Command line of every recipe: its flags, and how they resolve to a RunRequest."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+
+from nsa.dtypes import DTYPES
+from nsa.engine.config import RunConfig
+from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
+from nsa.engine.resolve import resolve_config
+from nsa.engine.run_dir import choose_run_dir
+from nsa.engine.run_request import Recipe, RunRequest
+from nsa.engine.shutdown import parse_time
+from nsa.gates.ladder import until
+from nsa.monitor.profile import parse_steps
+from nsa.resources import resource_path
+
+DEFAULT_DS_CONFIG = resource_path("ds_configs/zero1_pcie.json")
+
+
+def build_parser(recipe: Recipe) -> argparse.ArgumentParser:
+    """Return the parser of a recipe's flags."""
+    parser = argparse.ArgumentParser(
+        prog=f"{recipe.name}.py",
+        description=recipe.description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Precedence: recipe < --config < --set. DeepSpeed settings: --deepspeed_config.",
+    )
+    add = parser.add_argument
+    add(
+        "--profile",
+        choices=sorted(recipe.profiles),
+        help="set of values (default: production on an accelerator, demo without one)",
+    )
+    add("--steps", type=int, help="number of training steps; also the length of the LR schedule")
+    add(
+        "--until",
+        metavar="STEP|GATE",
+        help="stop after this step or gate (preflight, sanity, smoke, extended, production); the "
+        "LR schedule is unchanged",
+    )
+    add("--time-limit", metavar="TIME", help="save and exit after this time: 45m, 2h30m, seconds")
+    add("--run-dir", type=Path, help="output folder (default: runs/<recipe>-<profile>)")
+    add("--resume", action="store_true", help="resume from the newest checkpoint in the run folder")
+    add(
+        "--universal",
+        action="store_true",
+        help="with --resume: convert a checkpoint saved by another number of ranks",
+    )
+    add("--config", type=Path, help="YAML file that overrides the recipe")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one setting, e.g. train.learning_rate=3e-4; repeatable",
+    )
+    add(
+        "--deepspeed_config",
+        type=Path,
+        help="DeepSpeed JSON (default: ds_configs/zero1_pcie.json)",
+    )
+    add("--profile-steps", metavar="10-12", help="trace these steps into <run>/profile")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="build everything, run one step on random tokens, print a summary and exit",
+    )
+    add("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    return parser
+
+
+def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
+    """Resolve and validate all that needs no process group; raise ValueError on a mistake."""
+    profile, notes = _choose_profile(flags.profile)
+    run_dir = choose_run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
+    base = recipe.profiles[profile]()
+    resumed = flags.resume and (run_dir / "config.yaml").exists()
+    if resumed:
+        base = resolve_config(base, run_dir / "config.yaml")
+    steps = [] if flags.steps is None else [f"train.steps={flags.steps}"]
+    config = resolve_config(base, flags.config, [*flags.set, *steps])
+    if resumed:
+        _check_resumable(base, config, run_dir)
+    if config.train.warmup_steps >= config.train.steps:
+        notes.append(
+            f"train.warmup_steps = {config.train.warmup_steps}: not below train.steps = "
+            f"{config.train.steps}, so the learning rate never decays"
+        )
+    _check_precision(config.train.precision)
+    ds_config_path = flags.deepspeed_config or DEFAULT_DS_CONFIG
+    if resumed and not flags.deepspeed_config:
+        ds_config_path = run_dir / "ds_config.json"
+        ds_config = leave_to_recipe(load_ds_config(ds_config_path))
+    else:
+        ds_config = load_ds_config(ds_config_path)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    _check_world_size(config.train.sequence_parallel, world_size)
+    ds_config = resolve_ds_config(
+        ds_config, config, world_size=world_size, run_dir=run_dir, source=str(ds_config_path)
+    )
+    stop_step = config.train.steps
+    if flags.until is not None:
+        stop_step = until(flags.until, config.monitor.ladder, config.train.steps)
+    if flags.universal and not flags.resume:
+        raise ValueError("--universal: requires --resume; add it")
+    return RunRequest(
+        recipe=recipe.name,
+        profile=profile,
+        config=config,
+        ds_config=ds_config,
+        run_dir=run_dir,
+        resume=flags.resume,
+        data_changed=resumed and _data_settings(base) != _data_settings(config),
+        stop_step=stop_step,
+        notes=notes,
+        time_limit=None if flags.time_limit is None else parse_time(flags.time_limit),
+        profile_steps=None if flags.profile_steps is None else parse_steps(flags.profile_steps),
+        universal=flags.universal,
+    )
+
+
+def _choose_profile(requested: str | None) -> tuple[str, list[str]]:
+    """Return the profile, and a note where the absence of an accelerator decided it."""
+    if requested is not None:
+        return requested, []
+    if get_accelerator().device_name() != "cpu":
+        return "production", []
+    return "demo", [
+        "NO ACCELERATOR FOUND: running the `demo` profile, a small model on short sequences, "
+        "instead of the 125M production run; --profile production overrides this"
+    ]
+
+
+def _data_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings that determine which tokens a run sees, in which order."""
+    settings = asdict(config.data) | {"seed": config.train.seed}
+    for irrelevant in ("packing", "workers", "prefetch", "timeout"):
+        del settings[irrelevant]
+    return settings
+
+
+def _check_resumable(saved: RunConfig, config: RunConfig, run_dir: Path) -> None:
+    """Refuse changes that the checkpoints, or the position in the data, do not allow."""
+    settings = []
+    for one in (saved, config):
+        model = asdict(one.model)
+        del model["activation_checkpointing"], model["attention"]["backend"]  # may change
+        settings.append({f"model.{name}": value for name, value in model.items()})
+        settings[-1]["train.sequence_parallel"] = one.train.sequence_parallel
+    for name, value in settings[1].items():
+        if value != settings[0][name]:
+            raise ValueError(
+                f"{name} = {value!r}: {run_dir} was created with {settings[0][name]!r}; drop the "
+                "change, or start a fresh run in another folder"
+            )
+
+
+def _check_world_size(sequence_parallel: int, world_size: int) -> None:
+    if world_size % sequence_parallel:
+        raise ValueError(
+            f"train.sequence_parallel = {sequence_parallel}: does not divide the world size, "
+            f"{world_size}; launch a multiple of it (deepspeed --num_gpus {sequence_parallel}), or "
+            "set train.sequence_parallel=1"
+        )
+
+
+def _check_precision(precision: str) -> None:
+    accelerator = get_accelerator()
+    supported = [name for name, dtype in DTYPES.items() if dtype in accelerator.supported_dtypes()]
+    if precision not in supported:
+        raise ValueError(
+            f"train.precision = {precision!r}: DeepSpeed does not support it on "
+            f"{accelerator.device_name()} here; set train.precision to {' or '.join(supported)}"
+        )

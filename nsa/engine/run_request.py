@@ -1,0 +1,55 @@
+"""RunRequest: one run, resolved and validated before anything expensive starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nsa.engine.config import RunConfig
+from nsa.engine.resolve import to_yaml
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A name and its profiles, among them always `production` and `demo`."""
+
+    name: str
+    description: str
+    profiles: Mapping[str, Callable[[], RunConfig]]
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """Values, folder, start and stop of one run."""
+
+    recipe: str
+    profile: str
+    config: RunConfig
+    ds_config: dict[str, Any]  # DeepSpeed's, with every "auto" filled in
+    run_dir: Path
+    resume: bool
+    data_changed: bool  # a resumed run with another dataset or another order of it
+    stop_step: int
+    notes: list[str]  # for the log
+    time_limit: float | None = None  # seconds
+    profile_steps: tuple[int, int] | None = None  # first and last step to trace
+    universal: bool = False  # convert a checkpoint of another number of ranks
+
+    @property
+    def zero_stage(self) -> int:
+        return int(self.ds_config["zero_optimization"]["stage"])
+
+    @property
+    def saved_ds_config(self) -> dict[str, Any]:
+        """DeepSpeed's config without the TensorBoard section, which every run adds."""
+        return {key: value for key, value in self.ds_config.items() if key != "tensorboard"}
+
+    def config_files(self) -> dict[str, str]:
+        """Contents by file name, enough to start the same run again."""
+        return {
+            "config.yaml": to_yaml(self.config),
+            "ds_config.json": json.dumps(self.saved_ds_config, indent=2) + "\n",
+        }

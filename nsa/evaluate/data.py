@@ -1,0 +1,118 @@
+"""Evaluation data: the samples to evaluate, and windows with a given context over them.
+
+    a sample:                 |----------------- the longest --seq-len -----------------|
+    at half of that length:   |============================|============================|
+    with --stride as well:    |============================|
+                                         ...context...     |========|
+                                                  ...context...     |========|
+
+All lengths and strides evaluate the same tokens, each one once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+
+from nsa.constants import IGNORE_INDEX
+from nsa.data.batch_source import build_batches, open_batches
+from nsa.data.batches import Batch, Batches, to_batch
+from nsa.data.config import DataConfig
+from nsa.data.source import ALL, DataError
+from nsa.data.stream import collect_tokens
+from nsa.data.tokenizer import TokenArray, Tokenizer
+from nsa.data.validation import VALIDATION_SHAPE
+
+
+@dataclass(frozen=True)
+class EvalData:
+    """The first samples of a dataset, in the order of validation in training."""
+
+    samples: Batches
+    count: int  # samples
+    exhausted: str | None  # the source that has no more, where more was requested
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are read; an end of text may have no next token to predict."""
+        return self.count * self.samples.seq_len
+
+
+@dataclass(frozen=True)
+class EvalBatch:
+    """A batch, and for each of its labels, flattened, the sample and the position."""
+
+    batch: Batch
+    sample: torch.Tensor
+    position: torch.Tensor  # tokens of context before it
+
+
+Window = tuple[int, TokenArray, slice]  # sample, tokens [T + 1], labels to evaluate
+
+
+def open_eval_data(config: DataConfig, split: str, tokens: int, tokenizer: Tokenizer) -> EvalData:
+    """Return the first `tokens` tokens of `data.source`, in samples of `data.seq_len`.
+
+    An indexed source is cut into samples as in training; a streamed one is read until it suffices.
+    """
+    from nsa.data.shards import is_prepared
+
+    for name in config.parts():
+        if split == ALL and is_prepared(name):
+            raise DataError(
+                f"--split all: data.source = {name!r} was divided when it was prepared; choose "
+                "held_out or train"
+            )
+    count = max(1, tokens // config.seq_len)
+    samples = open_batches(config, split, **VALIDATION_SHAPE)
+    if samples is None:
+        stores = list(collect_tokens(config, count * config.seq_len + 1, split=split))
+        samples = build_batches(stores, config, **VALIDATION_SHAPE)
+    for store in samples.stores:
+        if store.tokenizer != tokenizer.fingerprint:
+            raise DataError(
+                f"data.source: the tokens of {store.name} were made by the tokenizer "
+                f"{store.tokenizer_name!r}, the run's is {tokenizer.name!r}; name text that is not "
+                "prepared, or prepare it with the run's tokenizer"
+            )
+    return EvalData(samples, *(samples.first_repeat(count) or (count, None)))
+
+
+def eval_batches(data: EvalData, seq_len: int, stride: int, rows: int) -> Iterator[EvalBatch]:
+    """Yield all of `data` in windows of `seq_len` tokens, `rows` at a time.
+
+    Each window evaluates `stride` more labels.
+    """
+    windows = _windows(data, seq_len, stride)
+    while group := list(islice(windows, rows)):
+        yield _to_eval_batch(data, group)
+
+
+def _windows(data: EvalData, seq_len: int, stride: int) -> Iterator[Window]:
+    for sample in range(data.count):
+        store, start = data.samples.locate(sample)
+        for first in range(start, start + data.samples.seq_len, stride):
+            begin = max(0, first + stride - seq_len)
+            evaluated = slice(first - begin, first - begin + stride)
+            yield sample, store.read(begin, begin + seq_len + 1), evaluated
+
+
+def _to_eval_batch(data: EvalData, windows: list[Window]) -> EvalBatch:
+    samples, tokens, evaluated = zip(*windows, strict=True)
+    rows = np.stack(tokens)
+    batch = to_batch(rows, data.samples.stores[0].eos_id, data.samples.packing)
+    labels = batch.labels.view(len(windows), -1)
+    for row, kept in zip(labels, evaluated, strict=True):
+        row[: kept.start] = row[kept.stop :] = IGNORE_INDEX
+    length = labels.shape[1]
+    index = torch.arange(labels.numel())
+    starts = torch.arange(0, len(index), length)
+    if batch.cu_seqlens is not None:
+        starts = batch.cu_seqlens[:-1].long()
+    sample = torch.tensor(samples).repeat_interleave(length)
+    position = index - starts[torch.searchsorted(starts, index, right=True) - 1]
+    return EvalBatch(batch, sample, position)

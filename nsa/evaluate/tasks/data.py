@@ -1,0 +1,86 @@
+"""Associative recall and needle-in-a-haystack sequences.
+
+    recall   · f f · f · · f  k k k k k k k k     facts in the first half, questions in the second
+    needle   · · · · f · · · · · · · f · · k      one fact at a given depth; the end asks for it
+
+A fact is one token that stands for a key and a value. A question is a key; its label is the value
+that this sequence's fact with that key gives it. Keys, values and positions are random for each
+sequence and answers are never shown, so only the fact reveals the value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa.constants import IGNORE_INDEX
+
+KEYS = VALUES = FILLERS = 16
+_FACTS = KEYS + VALUES + FILLERS  # the first token that is a fact
+VOCABULARY = _FACTS + KEYS * VALUES
+
+
+@dataclass(frozen=True)
+class TaskBatch:
+    """Sequences of one length, [B, T] each."""
+
+    input_ids: Tensor
+    labels: Tensor  # the value at a question, else IGNORE_INDEX
+    distance: Tensor  # at a question, positions back to its fact; else 0
+
+
+def recall(rng: torch.Generator, batch: int, seq_len: int, facts: int) -> TaskBatch:
+    """Multi-query associative recall: every position of the second half asks for a fact."""
+    half = seq_len // 2
+    if facts > min(half, KEYS):
+        raise ValueError(
+            f"{facts} facts: the first half of {seq_len} positions holds {half}, and there are "
+            f"{KEYS} keys; take fewer facts"
+        )
+    questions = torch.arange(half, seq_len).expand(batch, -1)
+    which = torch.randint(facts, questions.shape, generator=rng)
+    return _build(rng, seq_len, _distinct(rng, batch, half, facts), questions, which)
+
+
+def needle(rng: torch.Generator, batch: int, seq_len: int, facts: int, depth: float) -> TaskBatch:
+    """A needle among filler and other facts, at the fraction `depth` of the context.
+
+    The last position asks for it.
+    """
+    context = seq_len - 1
+    if facts > min(context, KEYS):
+        raise ValueError(
+            f"{facts} facts: {context} positions come before the question, and there are {KEYS} "
+            "keys; take fewer facts, or a longer context"
+        )
+    positions = _distinct(rng, batch, context, facts)
+    target = round(depth * (context - 1))
+    # A fact that lies at the target swaps positions with the needle, which is the first fact.
+    positions[:, 1:] = positions[:, 1:].where(positions[:, 1:] != target, positions[:, :1])
+    positions[:, 0] = target
+    question = torch.full((batch, 1), context)
+    return _build(rng, seq_len, positions, question, torch.zeros_like(question))
+
+
+def _build(
+    rng: torch.Generator, seq_len: int, positions: Tensor, questions: Tensor, which: Tensor
+) -> TaskBatch:
+    """Place facts at `positions` [B, facts] and questions at `questions` for the facts `which`."""
+    batch, facts = positions.shape
+    keys = _distinct(rng, batch, KEYS, facts)
+    values = torch.randint(VALUES, keys.shape, generator=rng)
+    ids = KEYS + VALUES + torch.randint(FILLERS, (batch, seq_len), generator=rng)
+    ids.scatter_(1, positions, _FACTS + keys * VALUES + values)
+    ids.scatter_(1, questions, keys.gather(1, which))
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    labels.scatter_(1, questions, KEYS + values.gather(1, which))
+    distance = torch.zeros_like(ids)
+    distance.scatter_(1, questions, questions - positions.gather(1, which))
+    return TaskBatch(ids, labels, distance)
+
+
+def _distinct(rng: torch.Generator, batch: int, below: int, count: int) -> Tensor:
+    """Return `count` distinct random numbers below `below`, for each of the batch."""
+    return torch.rand(batch, below, generator=rng).argsort(1)[:, :count]

@@ -1,0 +1,187 @@
+"""Train every variant with every seed, and evaluate recall and needles in haystacks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import signal
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+from nsa.evaluate.tasks.data import VALUES, needle, recall
+from nsa.evaluate.tasks.train import (
+    REACH,
+    SPEC,
+    VARIANTS,
+    TrainedModel,
+    check_answers,
+    model_config,
+    one_thread,
+    train,
+    training_lengths,
+)
+from nsa.model import LanguageModel, parameter_count
+from nsa.report.markdown import spread, table
+
+WITHOUT_SELECTION = "nsa, no choice"  # the trained "nsa" with forced blocks only
+FACTS = (2, 4, 8, 16)
+HAYSTACK_FACTS = 4  # including the needle
+DEPTHS = tuple(eighth / 8 for eighth in range(9))
+SEQUENCES = 32  # of each cell
+SEED = 1_000_003  # of the evaluated sequences; none of them is trained on
+
+OnStep = Callable[[str, int, int, float], None]  # variant, seed, step, loss
+Pair = tuple[int, str]  # seed, variant
+Rows = list[dict[str, Any]]
+
+
+def evaluate_variants(
+    longest: int, steps: int, seeds: Sequence[int], jobs: int, on_step: OnStep
+) -> dict[str, Any]:
+    """Train every variant with every seed, and ask all of them the same questions.
+
+    With several `jobs`, each model is trained in a process of its own, which calls `on_step`.
+    """
+    run = partial(_evaluate_pair, longest, steps, on_step)
+    pairs = [(seed, variant) for seed in seeds for variant in VARIANTS]
+    results = [run(pair) for pair in pairs] if jobs == 1 else _run_parallel(run, pairs, jobs)
+    return {
+        "torch": torch.__version__,
+        "seq_len": longest,
+        "steps": steps,
+        "seeds": list(seeds),
+        "reach": REACH,
+        "chance": 1 / VALUES,
+        "spec": asdict(SPEC),
+        "rows": [row for rows in results for row in rows],
+    }
+
+
+def _run_parallel(run: Callable[[Pair], Rows], pairs: Sequence[Pair], jobs: int) -> list[Rows]:
+    """Run each pair in a process; SIGINT and SIGTERM end them all at once."""
+    others = set(multiprocessing.active_children())
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        try:
+            # Starting workers must not be interrupted, and workers inherit the blocked signals:
+            # a terminal sends Ctrl-C to them as well.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            futures = [pool.submit(run, pair) for pair in pairs]
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            return [future.result() for future in futures]
+        except BaseException:
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()  # pending pairs are then not started either
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _evaluate_pair(longest: int, steps: int, on_step: OnStep, pair: Pair) -> Rows:
+    seed, variant = pair
+    trained = train(variant, longest, steps, seed, partial(on_step, variant, seed))
+    rows = [_row(variant, variant, seed, trained, trained.model, longest)]
+    if variant == "nsa":
+        model = trained.without_selection()
+        rows.append(_row(WITHOUT_SELECTION, variant, seed, trained, model, longest))
+    return rows
+
+
+@one_thread()
+def _row(
+    name: str, variant: str, seed: int, trained: TrainedModel, model: LanguageModel, longest: int
+) -> dict[str, Any]:
+    """Evaluate one model: accuracy by facts, by distance, and of needles by length and depth."""
+    by_facts, results = [], []
+    rng = torch.Generator().manual_seed(SEED)
+    for facts in FACTS:
+        correct, distance = check_answers(model, recall(rng, SEQUENCES, longest, facts))
+        far = distance > REACH
+        by_facts.append({"facts": facts, "all": _mean(correct), "far": _mean(correct[far])})
+        results.append((correct, distance))
+    needles = []
+    for length, depth in itertools.product(training_lengths(longest), DEPTHS):
+        batch = needle(rng, SEQUENCES, length, HAYSTACK_FACTS, depth)
+        correct, distance = check_answers(model, batch)
+        cell = {"seq_len": length, "depth": depth, "distance": int(distance[0])}
+        needles.append({**cell, "right": _mean(correct)})
+    correct, distance = (torch.cat(parts) for parts in zip(*results, strict=True))
+    edges = [1, *(2**power for power in range(3, longest.bit_length()))]
+    return {
+        "model": name,
+        "seed": seed,
+        "parameters": parameter_count(model_config(variant)),
+        "seconds": round(trained.seconds, 1),
+        "loss": statistics.fmean(trained.losses[-20:]),
+        "by_facts": by_facts,
+        "by_distance": [
+            {"from": low, "below": high, "right": _mean(correct[inside])}
+            for low, high in zip(edges, [*edges[1:], longest], strict=True)
+            if (inside := (distance >= low) & (distance < high)).any()
+        ],
+        "needle": needles,
+    }
+
+
+def _mean(correct: torch.Tensor) -> float:
+    return correct.double().mean().item()
+
+
+def by_model(result: Mapping[str, Any]) -> dict[str, Rows]:
+    rows: dict[str, Rows] = {}
+    for row in result["rows"]:
+        rows.setdefault(row["model"], []).append(row)
+    return rows
+
+
+def far_needles(row: Mapping[str, Any], seq_len: int, reach: int) -> float | None:
+    """Return the accuracy on needles beyond a window's reach, at one length."""
+    far = [c["right"] for c in row["needle"] if c["seq_len"] == seq_len and c["distance"] > reach]
+    return statistics.fmean(far) if far else None
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """Return a Markdown table of the accuracy beyond a window's reach."""
+    longest, reach = result["seq_len"], result["reach"]
+    facts = [f"{facts} facts" for facts in FACTS]
+    header = ["model", *facts, f"needles of {longest} tokens", "parameters", "seconds"]
+    cells = []
+    for name, rows in by_model(result).items():
+        far = [[row["by_facts"][index]["far"] for row in rows] for index in range(len(FACTS))]
+        needles = [far_needles(row, longest, reach) or 0.0 for row in rows]
+        seconds = statistics.fmean(row["seconds"] for row in rows)
+        accuracies = [spread(values, ".1%") for values in [*far, needles]]
+        cells.append([name, *accuracies, f"{rows[0]['parameters']:,}", f"{seconds:.0f}"])
+    return table(header, cells)
+
+
+def summary_json(result: Mapping[str, Any]) -> str:
+    """Return tasks.json: final results of each model and seed, one row a line.
+
+    Of the needles it keeps the accuracy at each length, over all depths and beyond the reach.
+    """
+    rows = []
+    for row in result["rows"]:
+        accuracies: dict[int, list[float]] = {}  # by length
+        for cell in row["needle"]:
+            accuracies.setdefault(cell["seq_len"], []).append(cell["right"])
+        needles = [
+            {
+                "seq_len": length,
+                "all": statistics.fmean(values),
+                "far": far_needles(row, length, result["reach"]),
+            }
+            for length, values in accuracies.items()
+        ]
+        text = json.dumps({**row, "needle": needles})
+        rounded = json.loads(text, parse_float=lambda number: round(float(number), 4))
+        rows.append(f"  {json.dumps(rounded)}")
+    fields = [f" {json.dumps(key)}: {json.dumps(result[key])}" for key in result if key != "rows"]
+    return "{\n" + ",\n".join([*fields, ' "rows": [\n' + ",\n".join(rows) + "\n ]"]) + "\n}\n"

@@ -1,0 +1,149 @@
+"""Small models that are trained on recall, one for each kind of attention.
+
+All see the same sequences, with the same sizes and number of steps, in plain PyTorch. A window's
+reach grows by its width with each layer; the tasks put facts further back than all layers reach.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from nsa.constants import IGNORE_INDEX
+from nsa.evaluate.tasks.data import VOCABULARY, TaskBatch, recall
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.model.attention import NSAttention
+from nsa.spec import NSASpec
+
+SPEC = NSASpec(
+    block_len=4,
+    block_stride=2,
+    select_len=4,
+    select_top=8,
+    init_blocks=1,
+    local_blocks=1,
+    window=16,
+)
+LAYERS = 2
+REACH = LAYERS * (SPEC.window - 1)  # positions back that a window alone can see
+NSA = AttentionConfig(spec=SPEC, backend="reference")  # the fastest backend at these lengths
+VARIANTS = {
+    "dense": AttentionConfig(kind="dense"),
+    # With shared keys, what the selected branch learns to find also selects the blocks.
+    "nsa": replace(NSA, shared_kv=True),
+    # With its own keys, selection is learned through the compressed branch alone: slower.
+    "nsa, own keys": NSA,
+    "cmp+win": replace(NSA, branches="cmp+win"),
+    "win": replace(NSA, branches="win"),
+}
+BATCH = 2_048  # tokens of a step
+LEARNING_RATE = 5e-3
+WARMUP = 30
+SHORTEST = 32  # tokens; at most a quarter are facts
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model, and the cost of training it."""
+
+    model: LanguageModel
+    losses: list[float]  # of each step
+    seconds: float  # of CPU time
+
+    def without_selection(self) -> LanguageModel:
+        """Return the same weights with only the blocks that are always selected."""
+        assert self.model.config.attention.kind == "nsa"
+        model = LanguageModel(self.model.config)
+        model.load_state_dict(self.model.state_dict())
+        for block in model.blocks:
+            attention = block.get_submodule("attention")
+            assert isinstance(attention, NSAttention)
+            forced = attention.spec.init_blocks + attention.spec.local_blocks
+            attention.spec = replace(attention.spec, select_top=forced)
+        return model.eval()
+
+
+def training_lengths(longest: int) -> list[int]:
+    """Return the sequence lengths, shortest first: the longest, its half, and so on."""
+    if longest < 2 * SHORTEST or longest % SHORTEST:
+        raise ValueError(
+            f"--seq-len {longest}: take a multiple of {SHORTEST}, {2 * SHORTEST} or more"
+        )
+    lengths = [longest]
+    while lengths[0] // 2 >= SHORTEST:
+        lengths.insert(0, lengths[0] // 2)
+    return lengths
+
+
+def model_config(variant: str) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=VOCABULARY,
+        layers=LAYERS,
+        width=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        mlp_width=64,
+        init_std=0.125,  # 1 / √width: with 0.02 so small a model barely learns at first
+        attention=VARIANTS[variant],
+    )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: with tensors this small a second one only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
+def train(
+    variant: str, longest: int, steps: int, seed: int, on_step: Callable[[int, float], None]
+) -> TrainedModel:
+    """Train a variant on recall at all lengths; `on_step` receives each step and its loss."""
+    torch.manual_seed(seed)
+    model = LanguageModel(model_config(variant))
+    rng = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    start, losses = time.process_time(), []
+    for step in range(steps):
+        rate = LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - 0.9 * step / steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        batch = training_batch(rng, training_lengths(longest))
+        loss = model(batch.input_ids, labels=batch.labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        on_step(step + 1, losses[-1])
+    return TrainedModel(model.eval(), losses, time.process_time() - start)
+
+
+def training_batch(rng: torch.Generator, lengths: list[int]) -> TaskBatch:
+    """Return the sequences of one step, with a random length and number of facts."""
+    seq_len = lengths[_below(rng, len(lengths))]
+    facts = 2 ** (1 + _below(rng, 3 if seq_len < 2 * SHORTEST else 4))
+    return recall(rng, max(1, BATCH // seq_len), seq_len, facts)
+
+
+@torch.no_grad()
+def check_answers(model: LanguageModel, batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return for each question whether the likeliest token is its answer, and the distance."""
+    questions = batch.labels != IGNORE_INDEX
+    answers = model(batch.input_ids).argmax(-1)
+    return (answers == batch.labels)[questions], batch.distance[questions]
+
+
+def _below(rng: torch.Generator, count: int) -> int:
+    return int(torch.randint(count, (), generator=rng))

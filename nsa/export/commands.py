@@ -1,0 +1,83 @@
+"""Command lines of `nsa export` (Hugging Face export) and `nsa import`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_export_parser(verbs: Any) -> None:
+    about = "write a run as a folder that transformers loads, with or without nsa installed"
+    parser = verbs.add_parser("export", help=about, description=about)
+    parser.add_argument(
+        "run_path",
+        type=Path,
+        metavar="run",
+        help="a run, one of its checkpoints, or a folder that `nsa import` wrote",
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp32"),
+        help="of the weights; fp32: the optimizer's master weights (default: as trained)",
+    )
+    parser.set_defaults(run=_export)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from transformers.utils import logging
+
+    from nsa.export.to_hf import export
+
+    logging.disable_progress_bar()
+    folder = export(args.run_path, args.to, args.dtype)
+    size = (folder / "model.safetensors").stat().st_size
+    print(f"{folder}: {size / 1e6:,.1f} MB of weights; README.md explains how to load them")
+    if not (folder / "tokenizer.json").exists():
+        print("no tokenizer: the run's tokenizer is not available here")
+    return 0
+
+
+def add_import_parser(verbs: Any) -> None:
+    about = "make a folder that training starts from, of an export, a Llama or a dense run"
+    parser = verbs.add_parser("import", help=about, description=about)
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="dir",
+        help="what `nsa export` or transformers' save_pretrained wrote (model_type nsa or llama), "
+        "or a run or checkpoint of this package",
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="RUN", help="a new folder")
+    parser.add_argument(
+        "--attention",
+        choices=("nsa", "dense"),
+        help="kind of attention (default: nsa for a Llama, else unchanged)",
+    )
+    parser.add_argument("--config", type=Path, help="YAML of settings, as for a recipe")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one setting, such as attention.spec.window=256; may be repeated",
+    )
+    parser.add_argument(
+        "--shares",
+        metavar="S,S,S",
+        help="each branch's share of the dense output at the start (default: 0,0.5,0.5; see "
+        "docs/import.md)",
+    )
+    parser.add_argument(
+        "--gap",
+        metavar="SOURCE",
+        help="compare the result with the dense model on the validation split of this data.source",
+    )
+    parser.set_defaults(run=_import)
+
+
+def _import(args: argparse.Namespace) -> int:
+    from nsa.export.import_run import import_run
+
+    return import_run(args)

@@ -1,0 +1,80 @@
+"""Dense-to-NSA weight conversion: NSA training starts near the dense model's outputs.
+
+    gates 0, so each ½:             o = ½ (o_cmp + o_sel + o_win)
+    K_c = K and V_c = 2 s_c V:      o = s_cmp · A_cmp V + s_sel · A_sel V + s_win · A_win V
+
+On texts that the selected branch (select_top · select_len tokens) and the window see completely,
+s_cmp = 0 and s_sel + s_win = 1 reproduce the dense model; on longer texts they approximate it. The
+compressed branch selects blocks from the start, by the means of the dense model's keys. It adds
+nothing to the output at first, but learns: its values have a non-zero gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nsa.model.config import AttentionConfig, ModelConfig
+
+Weights = dict[str, Tensor]
+
+
+def default_shares(attention: AttentionConfig) -> dict[str, float]:
+    """Each branch's share s of the dense output; they sum to 1."""
+    names = attention.branch_names
+    exact = [name for name in names if name != "cmp"] or list(names)
+    if attention.shared_kv:  # one V for all branches: none can have the share 0
+        exact = list(names)
+    return {name: (name in exact) / len(exact) for name in names}
+
+
+def widen_mlp_compressor(config: ModelConfig) -> None:
+    """Set an mlp φ's hidden size so that it can represent the mean: two units for each output."""
+    attention = config.attention
+    if attention.compressor != "mlp":
+        return
+    needed = 2 * max(config.head_dim, config.value_dim or config.head_dim)
+    attention.compressor_hidden = attention.compressor_hidden or needed
+    if attention.compressor_hidden < needed:
+        raise ValueError(
+            f"model.attention.compressor_hidden = {attention.compressor_hidden}: a φ that starts "
+            f"as the mean needs {needed} or more; leave it null"
+        )
+
+
+def dense_to_nsa(
+    weights: Weights, config: ModelConfig, shares: dict[str, float] | None = None
+) -> Weights:
+    """Convert a dense model's weights to those of the NSA model `config`.
+
+    Everything but the attention must have the same shape.
+    """
+    attention = config.attention
+    shares = default_shares(attention) if shares is None else shares
+    copies = 1 if attention.shared_kv else len(attention.branch_names)
+    converted = dict(weights)
+    layers = [name.removesuffix(".k.weight") for name in weights if name.endswith(".k.weight")]
+    for layer in layers:
+        k, v = weights[f"{layer}.k.weight"], weights[f"{layer}.v.weight"]
+        converted[f"{layer}.k.weight"] = k.repeat(copies, 1)
+        scaled = [2 * shares[branch] * v for branch in attention.branch_names]
+        converted[f"{layer}.v.weight"] = torch.cat(scaled[:copies])
+        gates = config.heads * len(attention.branch_names)
+        converted[f"{layer}.gates.weight"] = v.new_zeros(gates, config.width)
+        if attention.compressor == "mlp":
+            sizes = {"key": config.head_dim, "value": config.value_dim or config.head_dim}
+            for part, size in sizes.items():
+                for name, value in _mean_mlp(attention, size, v).items():
+                    converted[f"{layer}.compress.{part}.{name}"] = value
+    return converted
+
+
+def _mean_mlp(attention: AttentionConfig, size: int, like: Tensor) -> Weights:
+    """Weights of an mlp φ that computes the mean: gelu(z) − gelu(−z) = z."""
+    length, hidden = attention.spec.block_len, attention.compressor_hidden or 2 * size
+    one = torch.eye(size, dtype=like.dtype)
+    mean = one.repeat(1, length) / length
+    up, down = like.new_zeros(hidden, length * size), like.new_zeros(size, hidden)
+    up[: 2 * size] = torch.cat([mean, -mean])
+    down[:, : 2 * size] = torch.cat([one, -one], 1)
+    return {"position": like.new_zeros(length, size), "up.weight": up, "down.weight": down}

@@ -1,0 +1,51 @@
+"""Hugging Face tokenizer files for a run: AutoTokenizer gives the run's own ids for any text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from nsa.data.tokenizer import END_OF_TEXT, ByteTokenizer, HubTokenizer, Tokenizer
+
+PAD = "<|pad|>"
+BYTE_SPECIALS = {
+    "<|startoftext|>": ByteTokenizer.bos_id,  # reserved; the model was never trained on it
+    END_OF_TEXT: ByteTokenizer.eos_id,
+    PAD: ByteTokenizer.pad_id,
+}
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json into `folder`."""
+    if isinstance(tokenizer, HubTokenizer):
+        _, serialized, eos = tokenizer.definition
+        backend, pad = Backend.from_str(serialized), eos
+    else:
+        backend, eos, pad = _byte_backend(), END_OF_TEXT, PAD
+    # As in training: no special tokens around a text, and none recognized inside of it.
+    backend.post_processor = None
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        split_special_tokens=True,
+        model_max_length=seq_len,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",  # generate() appends after the last column
+        model_input_names=["input_ids", "attention_mask"],
+        bos_token=eos,  # a text starts with the token that ended the previous one
+        eos_token=eos,
+        pad_token=pad,
+    ).save_pretrained(folder)
+
+
+def _byte_backend() -> Backend:
+    """Byte-level BPE without merges; a byte's id is its value."""
+    vocab = {letter: byte for byte, letter in bytes_to_unicode().items()} | BYTE_SPECIALS
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(name, normalized=False) for name in BYTE_SPECIALS])
+    return backend

@@ -1,0 +1,109 @@
+"""Result of a gate, and `gates.json`, which holds the results of a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from nsa.atomic_io import atomic_write_text
+from nsa.monitor.artifacts import number, read_text
+
+FILE_NAME = "gates.json"
+PREFLIGHT = "preflight"
+NAMES = (PREFLIGHT, "sanity", "smoke", "extended", "production")
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One criterion of a gate; `ok` None: not measured, which never fails a gate."""
+
+    name: str
+    ok: bool | None
+    value: float | None
+    limit: str  # "at most 2"
+    evidence: str  # where the value comes from, or why it was not measured
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """Go or No-Go at a gate, with all criteria."""
+
+    gate: str
+    step: int
+    go: bool
+    time: str
+    criteria: tuple[Criterion, ...]
+
+    @property
+    def failed(self) -> list[Criterion]:
+        return [criterion for criterion in self.criteria if criterion.ok is False]
+
+    @property
+    def unmeasured(self) -> list[Criterion]:
+        return [criterion for criterion in self.criteria if criterion.ok is None]
+
+    @property
+    def summary(self) -> str:
+        """One line for the console: the decision and what failed."""
+        passed = sum(criterion.ok is True for criterion in self.criteria)
+        count = f"{passed} of {len(self.criteria)} criteria met"
+        if self.unmeasured:
+            count += f", {len(self.unmeasured)} not measured"
+        if self.go:
+            return f"gate {self.gate} at step {self.step:,}: Go ({count})"
+        reasons = "; ".join(_reason(criterion) for criterion in self.failed)
+        return f"gate {self.gate} at step {self.step:,}: No-Go ({count}): {reasons}"
+
+
+def conclude(gate: str, step: int, criteria: list[Criterion]) -> GateResult:
+    """Go unless a criterion failed."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    go = all(criterion.ok is not False for criterion in criteria)
+    return GateResult(gate, step, go, now, tuple(criteria))
+
+
+def record(run_dir: Path, result: GateResult) -> None:
+    """Write the result into `gates.json`, in place of an earlier one of the same gate."""
+    results = [other for other in read_gates(run_dir) if other.gate != result.gate] + [result]
+    results.sort(key=lambda other: (NAMES.index(other.gate), other.step))
+    text = json.dumps([asdict(one) for one in results], indent=2, allow_nan=False)
+    atomic_write_text(run_dir / FILE_NAME, text + "\n")
+
+
+def read_gates(run_dir: Path) -> list[GateResult]:
+    """Read the results so far, in the order of the gates; skip what cannot be read."""
+    try:
+        entries = json.loads(read_text(run_dir / FILE_NAME) or "[]")
+    except (ValueError, RecursionError):
+        return []
+    results = [_parse(entry) for entry in entries] if isinstance(entries, list) else []
+    return [result for result in results if result is not None]
+
+
+def _parse(entry: Any) -> GateResult | None:
+    try:
+        criteria = tuple(
+            Criterion(
+                name=str(one["name"]),
+                ok=one["ok"] if one["ok"] is None else bool(one["ok"]),
+                value=number(one["value"]),
+                limit=str(one["limit"]),
+                evidence=str(one["evidence"]),
+            )
+            for one in entry["criteria"]
+        )
+        result = GateResult(
+            str(entry["gate"]), int(entry["step"]), bool(entry["go"]), str(entry["time"]), criteria
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    return result if result.gate in NAMES else None
+
+
+def _reason(criterion: Criterion) -> str:
+    value = "" if criterion.value is None else f" {criterion.value:.4g}"
+    limit = f" (limit: {criterion.limit})" if criterion.limit else ""
+    return f"{criterion.name}{value}{limit}: {criterion.evidence}"

@@ -1,0 +1,61 @@
+"""The five activation-checkpointing modes. Each block of the model is one checkpoint segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+Segment = Callable[[Tensor], Tensor]
+
+# "selective" saves these: attention outputs, lse and block indices are cheap to store and expensive
+# to recompute. By name, because a backend that was never imported registers no ops.
+SAVED_OPS = {
+    "nsa::blockwise_attention",
+    "nsa::blockwise_select_blocks",
+    "nsa::triton_band",
+    "nsa::triton_select",
+    "nsa::triton_selected",
+    "nsa::triton_gated",
+    "nsa::exchange",  # sequence parallelism: communicate once
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+}
+
+
+def checkpoint_function(mode: str) -> Callable[[Segment, Tensor], Tensor]:
+    """Return the function that runs a segment on its input under this mode.
+
+    The forward pass draws no random numbers, so no generator state is saved for recomputation.
+    """
+    if mode == "none":
+        return lambda segment, x: segment(x)
+    if mode == "reentrant":
+        return partial(checkpoint, use_reentrant=True, preserve_rng_state=False)
+    if mode == "non_reentrant":
+        return partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    if mode == "selective":
+        return partial(
+            checkpoint,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=partial(create_selective_checkpoint_contexts, _policy),
+        )
+    assert mode == "deepspeed"
+    import deepspeed  # takes seconds to import
+
+    return deepspeed.checkpointing.checkpoint
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op.name() in SAVED_OPS
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,71 @@
+"""Attention metadata: positions, RoPE tables and the compressed-block grid, built once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa.model.config import ModelConfig
+from nsa.model.rotary import Rotary
+from nsa.model.sequence_parallel import SequenceParallel
+from nsa.ops.documents import compressed_cu_seqlens
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """What all layers of a step share; it covers full sequences even when ranks split them."""
+
+    cu_seqlens: Tensor | None
+    rotary: Rotary  # of every token; positions restart with each document
+    block_tokens: Tensor | None = None  # [N, l], of each compressed block; None: dense attention
+    block_rotary: Rotary | None = None  # of each block's last position
+    sequence: SequenceParallel | None = None  # the ranks that split each sequence
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        seq_len: int,
+        cu_seqlens: Tensor | None,
+        device: torch.device,
+        sequence: SequenceParallel | None = None,
+    ) -> AttentionMetadata:
+        """Positions and blocks restart with each document."""
+        spec, head_dim, theta = config.attention.spec, config.head_dim, config.rope_theta
+        position = torch.arange(seq_len, device=device)
+        if cu_seqlens is not None:
+            position = position - _repeat_per_document(cu_seqlens[:-1], cu_seqlens, seq_len)
+        rotary = Rotary.at(position, head_dim, theta)
+        if config.attention.kind == "dense":
+            return cls(cu_seqlens, rotary, sequence=sequence)
+        if cu_seqlens is None:
+            start = torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
+            offset = start
+        else:
+            blocks = compressed_cu_seqlens(cu_seqlens, spec)
+            count = int(blocks[-1])  # the step's only host synchronization
+            number = torch.arange(count, device=device)
+            number = number - _repeat_per_document(blocks[:-1], blocks, count)
+            start = number * spec.block_stride
+            offset = start + _repeat_per_document(cu_seqlens[:-1], blocks, count)
+        inside = torch.arange(spec.block_len, device=device)
+        last = Rotary.at(start + spec.block_len - 1, head_dim, theta)
+        return cls(cu_seqlens, rotary, offset[:, None] + inside, last, sequence)
+
+    def tokens_to_heads(self, *parts_BtCHD: Tensor) -> Sequence[Tensor]:
+        """All tokens of this rank's heads; the inputs unchanged on one rank."""
+        if self.sequence is None:
+            return parts_BtCHD
+        return self.sequence.tokens_to_heads(*parts_BtCHD)
+
+    def heads_to_tokens(self, o_BTHD: Tensor) -> Tensor:
+        """All heads of this rank's tokens; the input unchanged on one rank."""
+        return o_BTHD if self.sequence is None else self.sequence.heads_to_tokens(o_BTHD)
+
+
+def _repeat_per_document(values: Tensor, offsets: Tensor, count: int) -> Tensor:
+    """Repeat each document's value for each of the `count` entries between its offsets."""
+    return values.long().repeat_interleave((offsets[1:] - offsets[:-1]).long(), output_size=count)

@@ -1,0 +1,69 @@
+"""History of a run's logged steps in rank 0's memory: what its gates judge beside `RankHistory`."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+from nsa.constants import BRANCHES
+from nsa.monitor import metrics_csv, selection_csv
+from nsa.monitor.artifacts import Row, Table, read_table
+from nsa.monitor.observer import Observer, RunInfo, StepRecord
+
+NEWEST = 5  # logged steps whose gates are kept
+
+
+class RunHistory(Observer):
+    """Keeps the rows of metrics.csv and the newest gates of selection.csv.
+
+    A resumed run reads the rows of earlier processes once, at its start. 50,000 steps logged every
+    10 take about 4 MB.
+    """
+
+    def __init__(self, *, csv: bool = True, health: bool = True) -> None:
+        self._csv, self._health = csv, health
+        self.metrics = Table(metrics_csv.FILE_NAME, problem="" if csv else "monitor.csv is off")
+        self._gates: deque[list[Row]] = deque(maxlen=NEWEST)  # of each step: a row for each layer
+        self._gates_problem = "" if health else "monitor.health is off"
+
+    @property
+    def selection(self) -> Table:
+        """The newest gate means of each layer, with the columns of selection.csv."""
+        rows = [row for layers in self._gates for row in layers]
+        return Table(selection_csv.FILE_NAME, rows, self._gates_problem)
+
+    def on_start(self, info: RunInfo) -> None:
+        if info.start_step:
+            self.load(info.run_dir, info.start_step)
+
+    def load(self, run_dir: Path, step: int) -> None:
+        """Read the rows up to `step` that earlier processes wrote."""
+        if self._csv:
+            self.metrics = read_table(run_dir / metrics_csv.FILE_NAME)
+            self.on_rollback(step)
+        if self._health:
+            steps = {int(row["step"]) for row in self.metrics.rows[-NEWEST:]}
+            table = read_table(run_dir / selection_csv.FILE_NAME, steps)
+            self._gates.extend(
+                [row for row in table.rows if row["step"] == at] for at in sorted(steps)
+            )
+            self._gates_problem = table.problem
+
+    def on_rollback(self, step: int) -> None:
+        self.metrics.rows = [row for row in self.metrics.rows if 1 <= row["step"] <= step]
+        kept = [layers for layers in self._gates if layers and layers[0]["step"] <= step]
+        self._gates = deque(kept, NEWEST)
+
+    def on_step(self, record: StepRecord) -> None:
+        if self._csv:
+            values = {column: getattr(record, column) for column in metrics_csv.COLUMNS}
+            row = {name: float(value) for name, value in values.items() if value is not None}
+            self.metrics.rows.append(row)
+        if self._health and record.health is not None:
+            self._gates.append(
+                [
+                    {"step": float(record.step), "layer": float(layer)}
+                    | {f"gate_{branch}": health.gate_mean[branch] for branch in BRANCHES}
+                    for layer, health in enumerate(record.health.layers)
+                ]
+            )

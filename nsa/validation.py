@@ -1,0 +1,41 @@
+"""Range checks for config sections: each raises a ValueError that names the setting and its value.
+
+at_least(1, "train", self, "steps", "micro_batch")    # train.steps = 0: must be 1 or more
+one_of("train", self, precision=PRECISIONS)           # train.precision = 'x': choose one of …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def at_least(low: int, section: str, config: object, *names: str) -> None:
+    """Require each of `config`'s fields to be `low` or more; NaN is refused too."""
+    for name in names:
+        value = getattr(config, name)
+        if not value >= low:
+            raise ValueError(f"{section}.{name} = {value}: must be {low} or more")
+
+
+def above_zero(section: str, config: object, *names: str) -> None:
+    """Require each of `config`'s fields to be above 0."""
+    for name in names:
+        value = getattr(config, name)
+        if not value > 0:
+            raise ValueError(f"{section}.{name} = {value}: must be above 0")
+
+
+def whole_numbers(low: int, section: str, config: object, *names: str) -> None:
+    """Like `at_least`, for configs that are built from unchecked values: int and nothing else."""
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int or value < low:
+            raise ValueError(f"{section}.{name} = {value!r}: must be a whole number, {low} or more")
+
+
+def one_of(section: str, config: object, **choices: Sequence[str]) -> None:
+    """Require each named field to be one of its `choices`."""
+    for name, allowed in choices.items():
+        value = getattr(config, name)
+        if value not in allowed:
+            raise ValueError(f"{section}.{name} = {value!r}: choose one of {', '.join(allowed)}")

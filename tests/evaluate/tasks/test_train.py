@@ -1,0 +1,114 @@
+"""Task models: how far each variant sees, training, and scoring of answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nsa.constants import IGNORE_INDEX
+from nsa.evaluate.tasks import train as training
+from nsa.evaluate.tasks.data import recall
+from nsa.evaluate.tasks.train import (
+    LAYERS,
+    REACH,
+    SPEC,
+    VARIANTS,
+    TrainedModel,
+    check_answers,
+    model_config,
+    one_thread,
+    train,
+    training_batch,
+    training_lengths,
+)
+from nsa.model import LanguageModel
+
+LENGTH = 64
+
+
+def visible_distances(model: LanguageModel) -> list[int]:
+    """Return from how many positions back one token changes the last position's output."""
+    ids = torch.randint(40, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    others = ids + torch.eye(LENGTH, dtype=torch.int64).flip(1)  # row n: changed n back
+    with one_thread(), torch.no_grad():
+        outputs = model(torch.cat([ids, others]))[:, -1]
+    return [back for back in range(LENGTH) if not outputs[0].equal(outputs[1 + back])]
+
+
+def build(name: str) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(model_config(name)).eval()
+
+
+def test_a_window_sees_up_to_its_reach() -> None:
+    assert visible_distances(build("win")) == list(range(REACH + 1))
+
+
+@pytest.mark.parametrize("name", ["dense", "nsa", "nsa, own keys", "cmp+win"])
+def test_the_other_variants_see_everything(name: str) -> None:
+    assert visible_distances(build(name)) == list(range(LENGTH))
+
+
+def test_without_selection_weights_are_the_same_and_only_forced_blocks_are_selected() -> None:
+    trained = TrainedModel(build("nsa"), [], 0.0)
+    model = trained.without_selection()
+    for name, weight in trained.model.state_dict().items():
+        assert model.state_dict()[name].equal(weight)
+    tops = [
+        [block.attention.spec.select_top for block in one.blocks] for one in (trained.model, model)
+    ]
+    assert tops == [[SPEC.select_top] * LAYERS, [SPEC.init_blocks + SPEC.local_blocks] * LAYERS]
+
+
+def test_variants_differ_in_attention_only() -> None:
+    configs = [model_config(name) for name in VARIANTS]
+    for config in configs[1:]:
+        config.attention = configs[0].attention
+    assert all(config == configs[0] for config in configs)
+
+
+def test_training_lowers_the_loss_and_is_a_function_of_the_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(training, "BATCH", 256)
+    reported: list[tuple[int, float]] = []
+    first = train("win", 64, 40, 5, lambda step, loss: reported.append((step, loss)))
+    assert reported == list(enumerate(first.losses, 1))
+    assert sum(first.losses[-10:]) / 10 < first.losses[0] - 1
+    assert train("win", 64, 3, 5, lambda *_: None).losses[0] == first.losses[0]
+
+
+def test_training_batches_have_every_length_and_the_same_tokens() -> None:
+    rng = torch.Generator().manual_seed(0)
+    shapes = {training_batch(rng, training_lengths(256)).input_ids.shape for _ in range(60)}
+    assert shapes == {(training.BATCH // length, length) for length in (32, 64, 128, 256)}
+
+
+class Oracle(nn.Module):
+    """A model that returns given answers."""
+
+    def __init__(self, answers: Tensor) -> None:
+        super().__init__()
+        self.answers = answers
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return nn.functional.one_hot(self.answers, 320).float()
+
+
+def test_only_questions_are_scored() -> None:
+    batch = recall(torch.Generator().manual_seed(0), 4, 32, 4)
+    answers = batch.labels.where(batch.labels != IGNORE_INDEX, 0)
+    correct, distance = check_answers(Oracle(answers), batch)
+    assert correct.all()
+    assert len(correct) == 4 * 16
+    assert distance.equal(batch.distance[:, 16:].flatten())
+    answers[:, 24:] += 1
+    correct, _ = check_answers(Oracle(answers), batch)
+    assert correct.double().mean() == 0.5
+
+
+@pytest.mark.parametrize("longest", [0, 32, 100, -64])
+def test_lengths_that_cannot_be_halved_are_refused(longest: int) -> None:
+    with pytest.raises(ValueError, match=rf"--seq-len {longest}: take a multiple of 32"):
+        training_lengths(longest)

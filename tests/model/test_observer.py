@@ -1,0 +1,133 @@
+"""Observers of attention layers record each layer once and never change what it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa.model import LanguageModel
+from nsa.model.config import ACTIVATION_CHECKPOINTING
+from nsa.monitor.health import HealthRecorder
+from nsa.monitor.observer import Health
+from tests.model.models import SPEC, build, packed, tiny, tokens
+
+modes = pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
+IDS, DOCUMENTS = tokens(70), packed(3, 41, 0, 26)
+
+
+def recorder_of(model: LanguageModel) -> HealthRecorder:
+    return HealthRecorder(model.sparse_layers(), SPEC)
+
+
+def forward(model: LanguageModel, ids: Tensor = IDS) -> Tensor:
+    return model(ids, labels=ids.roll(-1, 1), cu_seqlens=DOCUMENTS)
+
+
+def gradients(model: LanguageModel) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def health_without_checkpointing() -> Health | None:
+    model = build(tiny("mean"), torch.float32)
+    recorder = recorder_of(model)
+    recorder.arm()
+    with torch.no_grad():
+        forward(model)
+    return recorder.read()
+
+
+@modes
+def test_recomputation_and_a_second_micro_batch_do_not_change_the_recorded_health(
+    mode: str,
+) -> None:
+    expected = health_without_checkpointing()
+    model = build(tiny("mean", activation_checkpointing=mode), torch.float32)
+    recorder = recorder_of(model)
+    recorder.arm()
+    for ids in (IDS, tokens(70, seed=1)):
+        forward(model, ids).backward()
+    assert recorder.read() == expected
+    assert expected is not None
+    assert len({str(layer) for layer in expected.layers}) == 2, "each layer has its own figures"
+    assert expected.layers[0].choosing > 0.5
+
+
+@modes
+@pytest.mark.parametrize(
+    "when",
+    [
+        "throughout",
+        pytest.param("in the forward only", marks=pytest.mark.full),
+        pytest.param("in the backward only", marks=pytest.mark.full),
+    ],
+)
+def test_observing_never_changes_loss_or_gradients(mode: str, when: str) -> None:
+    alone = build(tiny("mlp", activation_checkpointing=mode), torch.float32)
+    loss = forward(alone)
+    loss.backward()
+    model = build(tiny("mlp", activation_checkpointing=mode), torch.float32)
+    recorder = recorder_of(model)
+    if when != "in the backward only":
+        recorder.arm()
+    observed = forward(model)
+    if when == "in the forward only":
+        assert recorder.read() is not None
+    elif when == "in the backward only":
+        recorder.arm()
+    observed.backward()
+    assert torch.equal(observed, loss)
+    for a, b in zip(gradients(model), gradients(alone), strict=True):
+        assert torch.equal(a, b)
+
+
+class CountOperations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_between_logged_steps_nothing_is_computed_or_kept() -> None:
+    model = build(tiny("mean"), torch.float32)
+
+    def operations() -> int:
+        with CountOperations() as counted:
+            forward(model)
+        return counted.count
+
+    bare = operations()
+    recorder = recorder_of(model)
+    assert operations() == bare
+    assert recorder.read() is None
+    recorder.arm()
+    forward(model)
+    assert recorder.read() is not None
+    assert operations() == bare
+    assert recorder.read() is None
+
+
+@pytest.mark.full
+@torch.no_grad()
+def test_an_observed_model_compiles_as_one_graph_and_is_not_recorded() -> None:
+    model = build(tiny("mean", layers=1), torch.float32)
+    recorder = recorder_of(model)
+    expected = forward(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        loss = compiled(IDS, labels=IDS.roll(-1, 1), cu_seqlens=DOCUMENTS)
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        assert recorder.read() is None
+        recorder.arm()
+
+
+def test_the_dense_twin_has_no_health() -> None:
+    model = build(tiny("dense"), torch.float32)
+    recorder = recorder_of(model)
+    recorder.arm()
+    forward(model)
+    assert recorder.read() is None

@@ -1,0 +1,129 @@
+"""Histories in memory: equal to those read from files, resumable, and of bounded size."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+from nsa.gates.ladder import Gate
+from nsa.monitor.heartbeat import Heartbeat
+from nsa.monitor.history import MAX_LOSSES, HistoryRecorder, read_rank
+from nsa.monitor.metrics_csv import MetricsCsv
+from nsa.monitor.run_history import RunHistory
+from nsa.monitor.selection_csv import SelectionCsv
+from nsa.monitor.writer import BackgroundWriter
+from tests.gates.evidence import judge_files
+from tests.monitor.records import make_health, make_info, make_record
+from tests.monitor.written import CONFIG, beats, write_beats, write_metrics
+
+
+def beating(folder: Path, history: HistoryRecorder, **changes: Any) -> Heartbeat:
+    values: dict[str, Any] = {"rank": 0, "backend": "deepspeed-zero1", "seconds": 0.01}
+    return Heartbeat(folder, history=history, **{**values, **changes})
+
+
+def test_a_step_is_in_the_history_at_once_though_no_line_is_on_disk(tmp_path: Path) -> None:
+    history = HistoryRecorder(tmp_path, 0, [(0, 2), (2, 4)])
+    heartbeat = beating(tmp_path / "no" / "folder", history, seconds=100)
+    for step in (1, 2, 3):
+        heartbeat.step_start(step)
+        heartbeat.enter("forward")
+        heartbeat.step_end(step, tokens=64 * step, skipped=step // 2)
+    assert (history.history(2).step, history.history(2).done) == (2, [(0, 2)])
+    later = history.history(4)
+    assert (later.step, later.done, later.skipped, later.processes) == (3, [(0, 3)], 1, 1)
+    heartbeat.close("finished")
+
+
+def test_a_resumed_process_continues_the_history_that_earlier_ones_wrote(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 4, log_every=1)
+    for start in (0, 2):
+        history = HistoryRecorder(tmp_path, 0, [(0, 4)])
+        heartbeat = beating(tmp_path, history, step=start)
+        for step in range(start + 1, start + 3):
+            heartbeat.step_start(step)
+            heartbeat.enter("forward")
+            heartbeat.step_end(step, tokens=64 * step, skipped=1)
+        heartbeat.close("finished")
+    stored = HistoryRecorder(tmp_path, 0, [(0, 4)]).history(4)
+    assert stored == history.history(4)
+    assert (stored.done, stored.processes, stored.status) == ([(0, 2), (2, 4)], 2, "finished")
+    assert stored.backend == "deepspeed-zero1"
+    result = judge_files(tmp_path, Gate("smoke", 4), CONFIG)
+    criteria = {criterion.name: criterion for criterion in result.criteria}
+    assert criteria["steps recorded"].ok
+    assert criteria["slowest rank's step"].value == 4
+    assert criteria["skipped-step fraction"].value == 0.25
+
+
+def test_a_process_that_only_wrote_where_it_resumes_has_done_nothing(tmp_path: Path) -> None:
+    """A killed run that resumes at 200 without having recorded steps 101 to 200."""
+    late = beats(300, start=200, pid=900)
+    late[0]["step"] = 0
+    write_beats(tmp_path, beats(100), late)
+    assert read_rank(tmp_path, 0).done == [(0, 100), (200, 300)]
+
+
+def test_a_rollback_within_a_process_is_not_another_process(tmp_path: Path) -> None:
+    lines = beats(100) + [line for line in beats(300, start=60, mono=100.0) if line["step"]][1:]
+    write_beats(tmp_path, lines)
+    history = read_rank(tmp_path, 0)
+    assert (history.processes, history.done, history.step) == (1, [(0, 100), (60, 300)], 300)
+
+
+def test_memory_snapshots_count_up_to_the_step_of_their_gate(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/rank0.jsonl").write_text('{"step": 10, "peak_gb": 20.0}\n{"st')
+    history = HistoryRecorder(tmp_path, 0, [(0, 10), (10, 20)])
+    history.add_snapshot({"step": 15, "peak_gb": 30.0})
+    history.add_snapshot({"step": 25, "peak_gb": 40.0})
+    assert [history.history(step).snapshot_gb for step in (10, 20)] == [20.0, 30.0]
+
+
+def test_a_history_of_fifty_thousand_steps_stays_small(tmp_path: Path) -> None:
+    history = HistoryRecorder(tmp_path, 0, [(0, 50_000)])
+    line = beats(0)[0]
+    for step in range(1, 50_001):
+        moved = {"event": "step_end", "step": step, "mono": float(step), "loss": 5 / step}
+        history.add({**line, **moved, "phase": "step", "gpu_busy": step % 100 / 100})
+    full = history.history(50_000)
+    assert full.done == [(0, 50_000)]
+    assert sum(full.gpu_busy.values()) == 50_000
+    assert len(full.losses) <= MAX_LOSSES
+    assert (full.losses[0], full.losses[-1]) == ((1, 5.0), (50_000, 5 / 50_000))
+    assert len(pickle.dumps(full)) < 50_000
+
+
+def test_rows_in_memory_equal_those_that_a_resumed_run_reads(tmp_path: Path) -> None:
+    writers = [BackgroundWriter(name) for name in ("metrics.csv", "selection.csv")]
+    live = RunHistory()
+    observers = [live, MetricsCsv(writers[0]), SelectionCsv(writers[1])]
+    for observer in observers:
+        observer.on_start(make_info(tmp_path))
+    for step in (*range(1, 9), -4, *range(5, 13)):
+        for observer in observers:
+            if step < 0:
+                observer.on_rollback(-step)
+            else:
+                loss = {"val_loss": 2.5, "mfu": 0.5} if step % 4 == 0 else {"tokens_per_s": None}
+                observer.on_step(make_record(step, health=make_health(), **loss))
+    for writer in writers:
+        writer.close()
+    resumed = RunHistory()
+    resumed.on_start(make_info(tmp_path, start_step=12))
+    assert resumed.metrics == live.metrics
+    assert [row["step"] for row in live.metrics.rows] == [*range(1, 13)]
+    shown = [{name: row[name] for name in live.selection.rows[0]} for row in resumed.selection.rows]
+    assert json.dumps(shown) == json.dumps(live.selection.rows)
+
+
+def test_what_is_switched_off_is_not_judged(tmp_path: Path) -> None:
+    off = RunHistory(csv=False, health=False)
+    off.on_step(make_record(1, health=make_health()))
+    assert (off.metrics.rows, off.selection.rows) == ([], [])
+    assert (off.metrics.problem, off.selection.problem) == (
+        "monitor.csv is off",
+        "monitor.health is off",
+    )

@@ -1,0 +1,74 @@
+"""HangDetector: limits on heartbeats, throughput collapse, dead gates."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+
+from nsa.watchdog.hang_detector import HangDetector, WatchedRank
+from tests.monitor.heartbeats import a_line, write_limits
+
+
+def test_silence_is_no_hang_while_the_disk_takes_no_heartbeats(tmp_path: Path) -> None:
+    folder, logged = tmp_path / "run", list[str]()
+    write_limits(folder)
+    beat = a_line(0, mono=time.monotonic() - 100)
+    ranks = {0: WatchedRank(0, beat, 0.0, psutil.Process())}
+    detector = HangDetector(folder, logged.append)
+    report = detector.find_hang(ranks, time.monotonic())
+    assert report is not None
+    assert report.reason == (
+        "no heartbeat from rank 0 for 100 s (limit monitor.watch.silence = 10), in forward after "
+        "step 7; its process is alive"
+    )
+    folder.rename(tmp_path / "elsewhere")
+    assert detector.find_hang(ranks, time.monotonic()) is None
+    (tmp_path / "elsewhere").rename(folder)
+    assert detector.find_hang(ranks, time.monotonic()) is None, "no time to write since"
+    assert logged == [f"{folder} cannot be written, so missing heartbeats prove nothing"]
+
+
+def test_a_rank_stuck_for_longer_is_named_as_a_possible_cause(tmp_path: Path) -> None:
+    write_limits(tmp_path, compute=10, data=1_000)
+    ranks = {
+        number: WatchedRank(number, a_line(number, phase=phase, since=since), 0.0, psutil.Process())
+        for number, phase, since in ((0, "forward", 11.0), (1, "data", 60.0))
+    }
+    report = HangDetector(tmp_path, print).find_hang(ranks, time.monotonic())
+    assert report is not None
+    assert report.rank == 0
+    assert "rank 1 has been in data for longer, 60 s" in report.reason
+
+
+def test_each_throughput_collapse_is_reported_once(tmp_path: Path) -> None:
+    speeds = [1000.0] * 30
+    detector = HangDetector(tmp_path, print)
+    detector.find_hang({}, 0.0)
+    reported = []
+    for speed in [*[100.0] * 12, *[1000.0] * 5, *[100.0] * 12]:
+        speeds.append(speed)
+        rows = [f"{10 * number},{speed}\n" for number, speed in enumerate(speeds, 1)]
+        (tmp_path / "metrics.csv").write_text("step,tokens_per_s\n" + "".join(rows))
+        reported += [(len(speeds), *problem) for problem in detector.find_degradation()]
+    assert [(rows, action) for rows, _, action in reported] == [(40, "warn"), (57, "warn")]
+    reason = reported[0][1].reason
+    assert "at most 100 tokens/s in the last 10 logged steps, up to step 400" in reason
+
+
+def test_a_gate_is_dead_when_its_mean_over_layers_stays_low(tmp_path: Path) -> None:
+    write_limits(tmp_path, on_dead_gate="halt")
+    detector = HangDetector(tmp_path, print)
+    detector.find_hang({}, 0.0)
+    for low, actions in ((9, []), (10, ["halt"])):
+        rows = [
+            f"{step},{layer},0.5,{0.5 if layer and step <= 12 - low else 0.0001},0.0,0.5\n"
+            for step in range(1, 13)
+            for layer in range(2)
+        ]
+        header = "step,layer,gate_cmp,gate_sel,gate_sel_std,gate_win\n"
+        (tmp_path / "selection.csv").write_text(header + "".join(rows))
+        problems = detector.find_degradation()
+        assert [action for _, action in problems] == actions
+    assert "the gate of branch sel is dead" in problems[0][0].reason
