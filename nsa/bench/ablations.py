@@ -266,7 +266,7 @@ def page(result: Mapping[str, Any]) -> str:
         [
             "# Ablations, measured\n",
             f"Written by `{env['command']}` on {env['date'][:10]}: {env['processor']}, torch "
-            f"{env['torch']}. `docs/ablations.md` explains the columns and draws conclusions.\n",
+            f"{env['torch']}. `docs/design/evidence.md` explains the columns and draws conclusions.\n",
             f"{result['steps']:,} steps of the demo with seeds "
             f"{', '.join(map(str, result['seeds']))}: means, with minimum and maximum in "
             f"brackets. Speed: medians and quartiles of {result['rounds']} steps.\n",

@@ -67,7 +67,7 @@ def add_import_parser(verbs: Any) -> None:
         "--shares",
         metavar="S,S,S",
         help="each branch's share of the dense output at the start (default: 0,0.5,0.5; see "
-        "docs/import.md)",
+        "docs/guides/hugging-face.md)",
     )
     parser.add_argument(
         "--gap",

@@ -33,7 +33,7 @@ DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # blocks: lower edges of th
 
 @dataclass(frozen=True, kw_only=True)
 class LayerHealth:
-    """Gates and block selection of one layer; docs/health.md defines each value.
+    """Gates and block selection of one layer; docs/reference/metrics.md defines each value.
 
     Values about free picks are None if no query had more candidates than it may select.
     """

@@ -1,4 +1,4 @@
-"""The functions of Native Sparse Attention on tensors; see docs/nsa.md for the definitions.
+"""The functions of Native Sparse Attention on tensors; see docs/design/nsa.md for the definitions.
 
 Sizes: q [B, T, Hq, Dk]; keys [B, T or N, Hkv, Dk]; values [..., Dv]; gates [B, T, Hq, 3] in the
 order compressed, selected, window, each 0 or more. `scale` defaults to Dk^-0.5. `lse` is float32

@@ -1,4 +1,4 @@
-"""Roofline counts against masks counted position by position, and the tables in docs/kernels.md."""
+"""Roofline counts against masks counted position by position, and the tables in docs/design/kernels.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nsa.spec import NSASpec
 SPEC = NSASpec(4, 2, 4, 3, 1, 1, 7)
 SHAPE = Shape("toy", 4, 2, 16, 8)
 BATCH, SEQ_LEN = 3, 29
-PAGE = Path(__file__).parents[2] / "docs/kernels.md"
+PAGE = Path(__file__).parents[2] / "docs/design/kernels.md"
 
 
 def visible_pairs() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on an export: the tasks of docs/evaluate.md agree with our own losses."""
+"""lm-evaluation-harness on an export: the tasks of docs/guides/evaluate.md agree with our own losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ lm_eval = pytest.importorskip(
     "lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[eval]'"
 )
 
-PAGE = ROOT / "docs/evaluate.md"
+PAGE = ROOT / "docs/guides/evaluate.md"
 SEQ_LEN = 32
 
 

@@ -58,7 +58,7 @@ def is_forced(block: int, own: int, spec: NSASpec) -> bool:
 def reference(
     gates: Tensor, blocks: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, stride: int = 1
 ) -> LayerHealth:
-    """Compute the definitions of docs/health.md one value at a time."""
+    """Compute the definitions of docs/reference/metrics.md one value at a time."""
     batch, length = gates.shape[:2]
     starts = starts_of(length, cu_seqlens)
     sampled = range(0, length, stride)
