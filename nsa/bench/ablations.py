@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from nsa.atomic_io import atomic_write_text
 from nsa.bench.environment import environment
 from nsa.bench.health import TimedModel
 from nsa.bench.options import add_out, at_least, choice
@@ -147,7 +146,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Train unfinished runs, measure speed, print the table and save it with a page beside it.
+    """Train unfinished runs, measure speed, print the table and save the figures.
 
     Exit codes: 0; 1 if a run failed; 2 for a mistake, with a line on stderr.
     """
@@ -161,8 +160,6 @@ def run(flags: argparse.Namespace) -> None:
         raise SystemExit(130) from None
     print("\n".join(lines(result)))
     save(flags.out, result)
-    if flags.out is not None:
-        atomic_write_text(flags.out.with_suffix(".md"), page(result))
     if result["failures"]:
         raise SystemExit(1)
 
@@ -259,29 +256,11 @@ def tokens_per_s(configs: Mapping[str, RunConfig], rounds: int) -> dict[str, lis
     }
 
 
-def page(result: Mapping[str, Any]) -> str:
-    """The table as a Markdown page, with what it was measured on."""
-    env = result["environment"]
-    return "\n".join(
-        [
-            "# Ablations, measured\n",
-            f"Written by `{env['command']}` on {env['date'][:10]}: {env['processor']}, torch "
-            f"{env['torch']}. `docs/design/evidence.md` explains the columns and draws conclusions.\n",
-            f"{result['steps']:,} steps of the demo with seeds "
-            f"{', '.join(map(str, result['seeds']))}: means, with minimum and maximum in "
-            f"brackets. Speed: medians and quartiles of {result['rounds']} steps.\n",
-            *lines(result),
-            *(f"\n**{failure}**" for failure in result["failures"]),
-            "",
-        ]
-    )
-
-
 def lines(result: Mapping[str, Any]) -> list[str]:
     """The rows as a Markdown table."""
     losses = {row["variant"]: row["val_loss"] for row in result["rows"]}
     base = losses.get("nsa", {})
-    heads = ["variant", "validation loss", "minus nsa's", "bits a byte", "tokens/s", "parameters"]
+    heads = ["variant", "validation loss", "minus nsa's", "bits per byte", "tokens/s", "parameters"]
     cells = []
     for row in result["rows"]:
         loss, (low, middle, high) = row["val_loss"], row["tokens_per_s"]

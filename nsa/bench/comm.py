@@ -25,6 +25,7 @@ from nsa.bench import comm_report
 from nsa.bench.comm_pair import RANKS, RankPair, rank_pair
 from nsa.bench.environment import environment
 from nsa.bench.netns import LinkError, link
+from nsa.bench.results import save
 from nsa.resources import resource_path
 
 CONFIGS = resource_path("ds_configs")
@@ -210,7 +211,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--variants", action="store_true", help="measure other buckets and owners instead"
     )
-    parser.add_argument("--out", type=Path, help="save as JSON there, with a page and a picture")
+    parser.add_argument("--out", type=Path, help="save as JSON there")
     parser.add_argument("--show", type=Path, help="only print the table of configs of this file")
 
 
@@ -246,7 +247,7 @@ def run(flags: argparse.Namespace) -> None:
                     rows.append(row)
                     comm_report.print_row(row)
                 if flags.out is not None:
-                    comm_report.write({**header, "rows": rows}, flags.out)
+                    save(flags.out, {**header, "rows": rows})
     except LinkError as error:
         print(
             f"comm needs two GPUs, or root on Linux with ip and tc (iproute2): {error}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from nsa.bench import comm_report
 from nsa.bench.__main__ import main
 from nsa.bench.comm import Bench, Case, throttled
 from nsa.bench.netns import INTERFACE, PREFIX, link, missing, remove_leftovers
@@ -141,14 +139,6 @@ def test_missing_tools_are_named(
         main(["comm"])
     assert ended.value.code == 2
     assert "ip and tc not found; install iproute2" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["comm", "comm_variants"])
-def test_the_page_and_the_chart_show_the_json_beside_them(name: str) -> None:
-    file = MEASURED.with_name(f"{name}.json")
-    result = json.loads(file.read_text())
-    assert file.with_suffix(".md").read_text() == comm_report.page(result, name)
-    assert file.with_suffix(".svg").read_text() == comm_report.chart(result)
 
 
 def test_the_readme_of_ds_configs_has_the_measured_table(

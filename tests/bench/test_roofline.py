@@ -1,4 +1,4 @@
-"""Roofline counts against masks counted position by position, and the tables in docs/design/kernels.md."""
+"""Roofline counts against masks counted position by position, and the tables of the kernels page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on an export: the tasks of docs/guides/evaluate.md agree with our own losses."""
+"""lm-evaluation-harness on an export: the tasks of the evaluation guide agree with our losses."""
 
 from __future__ import annotations
 
