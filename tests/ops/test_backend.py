@@ -135,7 +135,7 @@ def test_triton_by_name_raises_and_says_why_it_cannot_serve(
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     call = Call.valid()
-    with pytest.raises(ValueError, match=f"'triton' cannot serve {name}: {ON_CPU}; use 'auto'"):
+    with pytest.raises(ValueError, match=f"'triton' does not support {name}: {ON_CPU}; use 'auto'"):
         call.function(name)(backend="triton")
     assert fallback_counts() == {}
 
@@ -173,7 +173,9 @@ def test_what_the_kernels_cannot_compute_is_refused_by_name(
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q = torch.zeros(1, 1, heads, size, dtype=dtype)
     k = torch.zeros(1, 1, 1, size, dtype=dtype)
-    with pytest.raises(ValueError, match=f"cannot serve window_attention: {reason}; use 'auto'"):
+    with pytest.raises(
+        ValueError, match=f"does not support window_attention: {reason}; use 'auto'"
+    ):
         window_attention(q, k, k[..., :1], 5, backend="triton")
 
 
@@ -211,7 +213,7 @@ SPOILT: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
     (
         "compressed_attention",
         {"k_cmp": lambda c: c.x.k_cmp[:, 1:], "v_cmp": lambda c: c.x.v_cmp[:, 1:]},
-        r"^k_cmp has length 8; block_len 4 at T = 20 asks for 9",
+        r"^k_cmp has length 8; block_len 4 at T = 20 requires 9",
     ),
     ("compressed_attention", {"k_cmp": lambda c: c.x.k_cmp[..., :7]}, r"^k_cmp has head size 7"),
     ("compressed_attention", {"k_cmp": lambda c: three_heads(c.x.k_cmp)}, r"^k_cmp has 3 heads"),
@@ -230,12 +232,12 @@ SPOILT: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
         r"^lse has shape \(1, 19, 4\); .*\(1, 20, 4\)",
     ),
     ("select_blocks", {"seq_len": lambda c: 19}, r"^seq_len = 19 does not fit q's 20"),
-    ("select_blocks", {"seq_len": lambda c: 40}, r"^k_cmp has length 9; .* T = 40 asks for 19"),
+    ("select_blocks", {"seq_len": lambda c: 40}, r"^k_cmp has length 9; .* T = 40 requires 19"),
     ("selected_attention", {"k": lambda c: c.x.k_sel[:, 1:]}, r"^k is .* and v is "),
     (
         "selected_attention",
         {"k": lambda c: c.x.k_sel[:, 1:], "v": lambda c: c.x.v_sel[:, 1:]},
-        r"^k has length 19; q asks for 20",
+        r"^k has length 19; q requires 20",
     ),
     ("selected_attention", {"v": lambda c: c.x.v_sel.bfloat16()}, r"^v is torch.bfloat16"),
     (
@@ -313,5 +315,5 @@ def test_packed_documents_are_one_row(name: str) -> None:
 def test_decoding_inside_packed_documents_is_refused() -> None:
     call = Call.valid()
     cu_seqlens = torch.tensor([0, 20], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"seq_len = 40.*with cu_seqlens it must be left out"):
+    with pytest.raises(ValueError, match=r"seq_len = 40.*leave it out with cu_seqlens"):
         call.function("select_blocks")(seq_len=40, cu_seqlens=cu_seqlens)

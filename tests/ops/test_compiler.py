@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tests.ops.cases import Case, Inputs, selection, with_gradients
 from tests.ops.cases import one_thread as one_thread
 
 SPEC = NSASpec(4, 2, 3, 2, 0, 1, 5)
-PATTERN = list(astuple(SPEC))
+PATTERN = SPEC.to_ints()
 CASES = [
     Case(SPEC, (20,), batch=2, group=3, value_dim=5),
     Case(SPEC, (20,), kv_heads=1, group=2),
@@ -33,8 +32,9 @@ def check_declarations(inputs: tuple[Tensor, ...], *static: Any) -> None:
     forward = (*(x.detach().requires_grad_() for x in inputs), *static)
     torch.library.opcheck(blockwise.blockwise_attention, forward, test_utils=DECLARATIONS)
     o, lse = blockwise.blockwise_attention(*inputs, *static)
-    backward = (torch.ones_like(o), torch.ones_like(lse), *inputs, o, lse, *static)
-    torch.library.opcheck(blockwise.blockwise_attention_backward, backward, test_utils=DECLARATIONS)
+    backward = (torch.ones_like(o), torch.ones_like(lse), *inputs, *static, o, lse)
+    backward_op = torch.ops.nsa.blockwise_attention_backward.default
+    torch.library.opcheck(backward_op, backward, test_utils=DECLARATIONS)
 
 
 @cases
@@ -43,8 +43,7 @@ def test_attention_ops_are_what_they_declare(case: Case, branch: str) -> None:
     x = Inputs.of(case, torch.float32)
     keys = {"compressed": (x.k_cmp, x.v_cmp), "selected": (x.k_sel, x.v_sel)}
     index = selection(x, case, "blockwise") if branch == "selected" else None
-    pattern = [SPEC.window] if branch == "window" else PATTERN
-    static = (index, case.cu_seqlens, branch, pattern, case.scale)
+    static = (index, case.cu_seqlens, branch, PATTERN, case.scale)
     check_declarations((x.q, *keys.get(branch, (x.k_win, x.v_win))), *static)
 
 
@@ -52,7 +51,7 @@ def test_attention_ops_are_what_they_declare_for_inputs_laid_out_by_head() -> No
     """Queries and keys that are [B, H, T, D] in memory, as other attentions want them."""
     x = Inputs.of(CASES[0], torch.float32)
     inputs = tuple(y.transpose(1, 2).contiguous().transpose(1, 2) for y in (x.q, x.k_win, x.v_win))
-    check_declarations(inputs, None, None, "window", [SPEC.window], CASES[0].scale)
+    check_declarations(inputs, None, None, "window", PATTERN, CASES[0].scale)
 
 
 def test_gradients_through_the_compilers_dispatch_equal_the_eager_ones() -> None:

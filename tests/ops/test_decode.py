@@ -208,8 +208,8 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 WRONG = {
-    r"^branches = \('cmp', 'sel', 'win'\): k_win and v_win are not given$": {"k_win": None},
-    r"^k_cmp is not given; the selected branch chooses blocks by it$": {
+    r"^branches = \('cmp', 'sel', 'win'\): give k_win and v_win$": {"k_win": None},
+    r"^k_cmp is not given; give it, as the selected branch selects by it$": {
         "k_cmp": None,
         "branches": ("sel",),
     },
@@ -234,5 +234,7 @@ def test_a_backend_by_name_serves_or_says_why_not() -> None:
     sequences = Sequences(replace(NSASpec(), window=8), [9])
     for name in ("reference", "blockwise"):
         assert torch.equal(sequences.decoded(backend=name), sequences.decoded())
-    with pytest.raises(ValueError, match=r"^backend = 'triton' cannot serve decode_attention: "):
+    with pytest.raises(
+        ValueError, match=r"^backend = 'triton' does not support decode_attention: "
+    ):
         sequences.decoded(backend="triton")

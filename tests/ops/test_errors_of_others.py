@@ -41,7 +41,7 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
         check.compressed_blocks_are_seen_once_they_have_ended,
     ),
     "window of w + 1": (
-        Plant(blockwise, "_walk", "pattern[0],", "pattern[0] + 1,"),
+        Plant(blockwise, "Branch.tiles", "spec.window,", "spec.window + 1,"),
         check.the_window_holds_exactly_w_positions,
     ),
     "window of w + 1 in the reference": (
@@ -76,7 +76,9 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
         check.large_logits_neither_overflow_nor_underflow,
     ),
     "importances cubed in fp16 before ranking": (
-        Plant(blockwise, "_select", "top_blocks(importance,", "top_blocks(importance.half() ** 3,"),
+        Plant(
+            blockwise, "_fill_index", "top_blocks(importance,", "top_blocks(importance.half() ** 3,"
+        ),
         check.small_importances_are_still_ranked,
     ),
     "bf16 partial sums for dK": (
@@ -149,9 +151,9 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
     "documents leak through the window and the selected blocks": (
         Plant(
             blockwise,
-            "_walk",
-            "document_slices(seq_len, cu_seqlens)",
-            "document_slices(seq_len, cu_seqlens if branch == 'compressed' else None)",
+            "Branch.tiles",
+            "document_slices(seq_len, self.cu_seqlens)",
+            "document_slices(seq_len, self.cu_seqlens if self.name == 'compressed' else None)",
         ),
         check.documents_do_not_see_each_other,
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import DEVICE, inputs
 
 SPEC = NSASpec(4, 2, 4, 2, 0, 1, 5)
-PATTERN = list(astuple(SPEC))
+PATTERN = SPEC.to_ints()
 CASES = [
     Case(SPEC, (13,), batch=2, group=3, value_dim=5),
     Case(SPEC, (9, 2, 0, 5), kv_heads=1, group=2),
@@ -57,19 +56,15 @@ def forward_calls(case: Case) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 def backward_call(name: str, op: Any, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The op that is a forward op's backward pass, with what autograd gives it."""
+    """The op that is a forward op's backward pass, with the arguments that autograd passes."""
     results = op(*given)
-    do = torch.ones_like(results[0])
+    do, saved = torch.ones_like(results[0]), results
     if name == "gated":
-        *tensors, cu, pattern, scale = given
-        backward = (do, *tensors, *results[1:], cu, pattern, scale)
-        return gated.triton_gated_backward, backward
+        return torch.ops.nsa.triton_gated_backward.default, (do, *given, *saved[1:])
     if name == "selected":
-        q, k, v, *rest = given
-        return selected_op.triton_selected_backward, (do, q, k, v, *results, *rest)
-    q, k, v, *rest = given
+        return torch.ops.nsa.triton_selected_backward.default, (do, *given, *saved)
     dlse = torch.ones_like(results[1])
-    return band_op.triton_band_backward, (do, dlse, q, k, v, *results, *rest)
+    return torch.ops.nsa.triton_band_backward.default, (do, dlse, *given, *saved)
 
 
 def with_gradient(given: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.ops import nsa_attention, nsa_attention_and_blocks
-from nsa.ops.triton.gated import gated_backward, gated_forward
+from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Inputs, branches, random_cases, selection, with_gradients
@@ -99,9 +99,10 @@ def test_five_runs_give_the_same_bits() -> None:
 def test_nothing_that_is_launched_waits_for_a_value(lengths: tuple[int, ...]) -> None:
     """Tensors of the `meta` device have none: reading one raises."""
     case = Case(SPEC, lengths)
-    q, *pairs, gates = (x.to("meta") for x in Inputs.of(case, torch.float32).tensors())
+    tensors = (x.to("meta") for x in Inputs.of(case, torch.float32).tensors())
     cu = None if case.cu_seqlens is None else case.cu_seqlens.to("meta")
     with recording() as launches:
-        o, index, *rest = gated_forward(q, pairs, gates, cu, SPEC, 1.0)
-        gated_backward(o, q, pairs, gates, index, rest[::2], rest[1::2], cu, SPEC, 1.0)
+        x = Gated(*tensors, cu, SPEC, 1.0)
+        o, *saved = gated_forward(x)
+        gated_backward(o, x, *saved)
     assert len({launch.kernel for launch in launches}) == 10

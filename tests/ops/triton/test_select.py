@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa.ops import compressed_attention, select_blocks
-from nsa.ops.triton.configs import Config, choosing
+from nsa.ops.triton.configs import Config, override_choices
 from nsa.spec import NSASpec
 from tests.ops import checks_of_others as check
 from tests.ops.cases import Case, exact_score, random_cases, same_selection, selection
@@ -35,7 +35,7 @@ PATTERNS = [
 @pytest.fixture
 def small_tiles() -> Iterator[None]:
     """More than one tile of blocks, so that what was kept competes with what comes later."""
-    with choosing(lambda *_: Config(16, 16, 4, 1)):
+    with override_choices(lambda *_: Config(16, 16, 4, 1)):
         yield
 
 

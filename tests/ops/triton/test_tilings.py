@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa.ops.triton.configs import Config, candidates, choosing
+from nsa.ops.triton.configs import Config, candidates, override_choices
 from nsa.spec import NSASpec
 from tests.ops.cases import Case
 from tests.ops.cases import one_thread as one_thread
@@ -49,7 +49,7 @@ def all_choices() -> list[dict[str, tuple[int, int]]]:
 
 
 def assert_parity_with(sizes: dict[str, tuple[int, int]], case: Case, branch: str) -> None:
-    with choosing(lambda kernel, _: Config(*sizes[kernel], warps=4, stages=1)):
+    with override_choices(lambda kernel, _: Config(*sizes[kernel], warps=4, stages=1)):
         assert_parity(case, branch)
 
 
