@@ -19,7 +19,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (check.compressed_blocks_are_seen_once_they_have_ended, ("blockwise", "reference")),
     (check.the_window_holds_exactly_w_positions, ("blockwise", "reference")),
     (check.documents_do_not_see_each_other, ("blockwise", "reference")),
-    (check.the_last_blocks_are_always_chosen, ("blockwise", "reference")),
+    (check.the_last_blocks_are_always_selected, ("blockwise", "reference")),
     (check.large_logits_neither_overflow_nor_underflow, ("blockwise", "reference")),
     (check.small_importances_are_still_ranked, ("blockwise", "reference")),
     (check.key_and_value_gradients_are_rounded_to_bf16_once, ("blockwise", "reference")),
@@ -55,7 +55,7 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
             "block > own - spec.local_blocks",
             "(block > own - spec.local_blocks) & (own < 128)",
         ),
-        check.the_last_blocks_are_always_chosen,
+        check.the_last_blocks_are_always_selected,
     ),
     "local blocks not forced past 128 in the reference": (
         Plant(
@@ -64,9 +64,9 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
             "block > own - spec.local_blocks",
             "(block > own - spec.local_blocks) & (own < 128)",
         ),
-        check.the_last_blocks_are_always_chosen,
+        check.the_last_blocks_are_always_selected,
     ),
-    "one maximum for a whole tile": (
+    "one maximum for a tile": (
         Plant(
             tiles,
             "attend",
@@ -173,9 +173,9 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
     "selection compared by index": (
         Plant(
             cases,
-            "_chosen_scores",
-            "chosen = score.gather(-1, index.long().clamp(min=0))",
-            "chosen = index.double()",
+            "_selected_scores",
+            "selected = score.gather(-1, index.long().clamp(min=0))",
+            "selected = index.double()",
         ),
         check.near_ties_are_judged_by_score,
     ),

@@ -99,7 +99,8 @@ def band_forward_kernel(
     )
     first_row = tile * ROWS
     if first_row < length * GROUP:
-        t0, local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
+        t0 = first_row // GROUP
+        local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
         valid = first_row + tl.arange(0, ROWS) < length * GROUP
         t = t0 + local
         row = ((token + t0) * HEADS + head) * GROUP
@@ -148,7 +149,8 @@ def band_queries_kernel(
     )
     first_row = tile * ROWS
     if first_row < length * GROUP:
-        t0, local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
+        t0 = first_row // GROUP
+        local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
         valid = first_row + tl.arange(0, ROWS) < length * GROUP
         t = t0 + local
         row = ((token + t0) * HEADS + head) * GROUP
@@ -195,7 +197,8 @@ def _keys_step(
         PHASE == 2 or (PHASE == 0 and WINDOW <= KEYS + ROWS // GROUP)
     )
     valid = (first_row + tl.arange(0, ROWS) < end_row) if PHASE != 1 else None
-    t0, local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
+    t0 = first_row // GROUP
+    local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
     row = tl.cast(t0, tl.int64) * (HEADS * GROUP)
     q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
     do_tile = load_rows(do + row * VALUE, at, VALUE, VALUE, VALUE_P, valid)  # [ROWS, VALUE_P]

@@ -79,17 +79,16 @@ def visible(t, LEN: tl.constexpr, STRIDE: tl.constexpr):
 @triton.jit
 def group_rows(first_row, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
                ALIGNED: tl.constexpr):  # fmt: skip
-    """A tile of rows: its first query, each row's query after that, and its offset in memory.
+    """Rows [ROWS] of a tile: queries after the tile's first query, and offsets in memory.
 
-    ALIGNED: the tile begins with a query's first head.
+    ALIGNED: the tile begins with a query's first head, so that `first_row` does not matter.
     """
     i = tl.arange(0, ROWS)
-    t0 = first_row // GROUP
     if ALIGNED:
         local, h = i // GROUP, i % GROUP
     else:
-        local, h = (first_row + i) // GROUP - t0, (first_row + i) % GROUP
-    return t0, local, local * (HEADS * GROUP) + h
+        local, h = (first_row + i) // GROUP - first_row // GROUP, (first_row + i) % GROUP
+    return local, local * (HEADS * GROUP) + h
 
 
 @triton.jit

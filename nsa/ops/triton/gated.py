@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.triton.band_op import Band, band_forward, band_gradients
-from nsa.ops.triton.common import binary_lse, kernel, load_rows, store_rows
+from nsa.ops.triton.common import binary_lse, kernel
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import launch
 from nsa.ops.triton.select import Selection, select_forward
@@ -29,11 +29,10 @@ ELEMENTS = 4096  # of one output that a program takes in
 
 
 @triton.jit
-def _gated_rows(o, gates, row, valid, BRANCH: tl.constexpr, SIZE: tl.constexpr,
-                PADDED: tl.constexpr):  # fmt: skip
+def _gated(o, gates, row, at, valid, inside, BRANCH: tl.constexpr):
     """One branch's gate times its output [ROWS, PADDED], float32."""
     gate = tl.load(gates + row * 3 + BRANCH, mask=valid, other=0.0).to(tl.float32)
-    return gate[:, None] * load_rows(o, row, SIZE, SIZE, PADDED, valid).to(tl.float32)
+    return gate[:, None] * tl.load(o + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @kernel
@@ -43,19 +42,21 @@ def mix_kernel(
 ):  # fmt: skip
     """Σ gates · outputs."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, PADDED)
     valid = row < rows
-    total = _gated_rows(o_cmp, gates, row, valid, 0, SIZE, PADDED)
-    total += _gated_rows(o_sel, gates, row, valid, 1, SIZE, PADDED)
-    total += _gated_rows(o_win, gates, row, valid, 2, SIZE, PADDED)
-    store_rows(out, row, SIZE, total, SIZE, PADDED, valid)
+    inside = valid[:, None] & (d < SIZE)[None, :]
+    at = (row * SIZE)[:, None] + d[None, :]  # [ROWS, PADDED]
+    total = _gated(o_cmp, gates, row, at, valid, inside, 0)
+    total += _gated(o_sel, gates, row, at, valid, inside, 1)
+    total += _gated(o_win, gates, row, at, valid, inside, 2)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _branch_rows(
-    do, o, gates, lse, dgates, sums, lse2, row, valid, rows,
-    BRANCH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    do, o, gates, lse, dgates, sums, lse2, row, at, valid, inside, rows, BRANCH: tl.constexpr
 ):  # fmt: skip
-    total = tl.sum(load_rows(o, row, SIZE, SIZE, PADDED, valid).to(tl.float32) * do, 1)
+    total = tl.sum(tl.load(o + at, mask=inside, other=0.0).to(tl.float32) * do, 1)
     gate = tl.load(gates + row * 3 + BRANCH, mask=valid, other=0.0).to(tl.float32)
     row_lse = tl.load(lse + row, mask=valid, other=float("-inf"))
     # A closed gate gives +inf and so p = 0, as for a row that saw nothing.
@@ -74,17 +75,14 @@ def gate_rows_kernel(
 ):  # fmt: skip
     """Σ do · o of each branch: the gates' gradients and row sums; and lse - ln gate in base 2."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, PADDED)
     valid = row < rows
-    do = load_rows(do, row, SIZE, SIZE, PADDED, valid).to(tl.float32)
-    _branch_rows(
-        do, o_cmp, gates, lse_cmp, dgates, sums, lse2, row, valid, rows, 0, SIZE, PADDED
-    )  # fmt: skip
-    _branch_rows(
-        do, o_sel, gates, lse_sel, dgates, sums, lse2, row, valid, rows, 1, SIZE, PADDED
-    )  # fmt: skip
-    _branch_rows(
-        do, o_win, gates, lse_win, dgates, sums, lse2, row, valid, rows, 2, SIZE, PADDED
-    )  # fmt: skip
+    inside = valid[:, None] & (d < SIZE)[None, :]
+    at = (row * SIZE)[:, None] + d[None, :]  # [ROWS, PADDED]
+    x = tl.load(do + at, mask=inside, other=0.0).to(tl.float32)
+    _branch_rows(x, o_cmp, gates, lse_cmp, dgates, sums, lse2, row, at, valid, inside, rows, 0)
+    _branch_rows(x, o_sel, gates, lse_sel, dgates, sums, lse2, row, at, valid, inside, rows, 1)
+    _branch_rows(x, o_win, gates, lse_win, dgates, sums, lse2, row, at, valid, inside, rows, 2)
 
 
 def _launch_by_row(kernel: triton.JITFunction, tensors: dict[str, Tensor], like: Tensor) -> None:

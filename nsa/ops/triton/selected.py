@@ -35,7 +35,7 @@ def union_kernel(
     heads = tl.num_programs(1)
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
-    _, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, QUERIES)
+    _document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, QUERIES)
     row = tl.arange(0, QUERIES_P)
     valid = (row < QUERIES) & (tile * QUERIES + row < length)
     top = tl.arange(0, TOP_P)
@@ -109,9 +109,10 @@ def selected_forward_kernel(
     slot = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest lists first
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
-    _, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, QUERIES)
+    _document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, QUERIES)
     if tile * QUERIES < length:
-        t0, local, at = group_rows(tile * QUERIES * GROUP, HEADS, GROUP, ROWS, True)
+        t0 = tile * QUERIES
+        local, at = group_rows(0, HEADS, GROUP, ROWS, True)
         t = t0 + local
         valid = (local < QUERIES) & (t < length)
         token = batch * seq_len + start
@@ -146,9 +147,10 @@ def selected_queries_kernel(
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
-    _, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, QUERIES)
+    _document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, QUERIES)
     if tile * QUERIES < length:
-        t0, local, at = group_rows(tile * QUERIES * GROUP, HEADS, GROUP, ROWS, True)
+        t0 = tile * QUERIES
+        local, at = group_rows(0, HEADS, GROUP, ROWS, True)
         t = t0 + local
         valid = (local < QUERIES) & (t < length)
         token = batch * seq_len + start

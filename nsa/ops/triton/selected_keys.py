@@ -48,7 +48,7 @@ def selected_keys_kernel(
     block, begin, end, chunk = locate(offsets, total_blocks, tl.program_id(0), 1, CHUNK)
     low = begin + chunk * CHUNK
     high = tl.minimum(end, low + CHUNK)
-    _, j, start, length = document_tile(cu, documents, block, seq_len, 1, SELECT)
+    _document, j, start, length = document_tile(cu, documents, block, seq_len, 1, SELECT)
     if (j * SELECT < length) & ((low < high) | (chunk == 0)):
         i = part * KEYS + tl.arange(0, KEYS)
         n = j * SELECT + i
@@ -115,7 +115,7 @@ def add_parts_kernel(
     offsets += (batch * HEADS + head) * (total_blocks + 1)
     begin = tl.load(offsets + block)
     end = tl.load(offsets + block + 1)
-    _, j, start, length = document_tile(cu, documents, block, seq_len, 1, SELECT)
+    _document, j, start, length = document_tile(cu, documents, block, seq_len, 1, SELECT)
     if end - begin > CHUNK:
         i = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
         n = j * SELECT + i

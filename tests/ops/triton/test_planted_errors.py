@@ -1,4 +1,4 @@
-"""What the parity tests are worth: an error planted into a kernel or launcher is noticed."""
+"""Mutation tests of the parity checks: each error planted in a kernel or launcher fails one."""
 
 from __future__ import annotations
 
@@ -26,16 +26,24 @@ from nsa.ops.triton import (
 )
 from nsa.ops.triton.configs import Config, override_choices
 from nsa.spec import NSASpec
-from tests.ops.cases import Case, branches, exact_score, same_selection, selection, with_gradients
+from tests.ops.cases import (
+    Case,
+    branches,
+    default,
+    exact_score,
+    same_selection,
+    selection,
+    with_gradients,
+)
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import (
     DEVICE,
     RULE,
     assert_exact_enough,
     assert_parity,
-    chosen,
     computed,
     inputs,
+    reference_blocks,
     settings,
 )
 
@@ -49,7 +57,7 @@ Check = Callable[[], None]
 
 
 def parity(branch: str, case: Case = CASE, **how: int) -> Check:
-    """Small tiles, so that there are several of each kind."""
+    """Parity in small tiles, so that there are several of each kind."""
 
     def check() -> None:
         with settings(**how), override_choices(lambda *_: Config(16, 16, 4, 1)):
@@ -58,20 +66,20 @@ def parity(branch: str, case: Case = CASE, **how: int) -> Check:
     return check
 
 
-def the_choice_is_as_good() -> None:
+def selection_is_as_good() -> None:
     specs = NSASpec(7, 3, 4, 4, 2, 1, 5), NSASpec(4, 2, 4, 4, 0, 1, 5)
     for case in (PACKED, *(replace(CASE, lengths=(90,), spec=spec) for spec in specs)):
         x = inputs(case)
         index = selection(x, case, "triton")
-        assert same_selection(exact_score(x, case), index, chosen(case))
+        assert same_selection(exact_score(x, case), index, reference_blocks(case))
 
 
-def whole_tiles_are_seen_whole() -> None:
+def unmasked_tiles_are_fully_visible() -> None:
     case = Case(NSASpec(20, 2, 2, 4, 0, 1, 5), (121,), kv_heads=1, group=1)
     x = inputs(case)
     with override_choices(lambda *_: Config(16, 16, 4, 1)):
         index = selection(x, case, "triton")
-    assert same_selection(exact_score(x, case), index, chosen(case))
+    assert same_selection(exact_score(x, case), index, reference_blocks(case))
 
 
 def ties_go_to_the_lower_index() -> None:
@@ -83,14 +91,14 @@ def ties_go_to_the_lower_index() -> None:
         assert selection(x, case, "triton")[0, -1, 0].tolist() == [0, 1, 2, 16]
 
 
-def the_last_positions_choose_as_in_the_whole() -> None:
+def the_last_positions_select_as_in_the_full_sequence() -> None:
     x = inputs(CASE)
     lse = torch.zeros(1, 3, 2)
     index = select_blocks(x.q[:, -3:], x.k_cmp, lse, CASE.spec, seq_len=24, backend="triton")
     assert index[0, :, 0, -1].tolist() == [4, 4, 4]
 
 
-def any_block_index_is_served() -> None:
+def any_block_index_is_valid() -> None:
     index = torch.full((1, 24, 1, 2), -1, dtype=torch.int32)
     index[:, ::2], index[:, 5], index[:, 9] = 1, 3, 30
     index[:, :8, :, 1] = index[:, 15:, :, 1] = 3  # by more queries before it than it has positions
@@ -104,7 +112,7 @@ def any_block_index_is_served() -> None:
         )
 
 
-def gates_may_be_shut() -> None:
+def gates_may_be_closed() -> None:
     x = inputs(CASE)
     x.gates[:, ::2] = 0
     assert_exact_enough(*(computed(CASE, "mixed", backend, x.to(dtype)) for backend, dtype in RULE))
@@ -121,7 +129,7 @@ DOCUMENTS = [parity(branch, PACKED) for branch in ("compressed", "selected", "wi
 class Plant:
     """One replacement in one function, and the check that has to notice it.
 
-    It must not write where it shouldn't, which would end the process sooner or later.
+    It must not write out of bounds, which would crash the process sooner or later.
     """
 
     module: ModuleType
@@ -211,7 +219,7 @@ PLANTS = {
     ),
     "a block named twice counts twice": Plant(
         selected_op, "_without_repeats", "repeated | future", "future",
-        any_block_index_is_served,
+        any_block_index_is_valid,
     ),
     "all heads of a group read one head's lse": Plant(
         selected_keys, "selected_keys_kernel", "tl.load(lse2 + at,", "tl.load(lse2 + at - h,",
@@ -225,9 +233,9 @@ PLANTS = {
         PARTS,
     ),
     "a block that begins after a query counts for it": Plant(
-        selected_op, "_without_repeats", "repeated | future", "repeated", any_block_index_is_served
+        selected_op, "_without_repeats", "repeated | future", "repeated", any_block_index_is_valid
     ),
-    "dk of chosen blocks lacks the scale": Plant(
+    "dk of selected blocks lacks the scale": Plant(
         selected_keys, "selected_keys_kernel", "dk_acc *= scale_out", "dk_acc *= 1.0", SELECTED
     ),
     "parts of two lists are kept in one place": Plant(
@@ -248,31 +256,31 @@ PLANTS = {
     ),
     "overlaps all weigh the same": Plant(
         select, "_importance", "overlap(i, j, LEN, STRIDE, SELECT)",
-        "tl.minimum(overlap(i, j, LEN, STRIDE, SELECT), 1.0)", the_choice_is_as_good,
+        "tl.minimum(overlap(i, j, LEN, STRIDE, SELECT), 1.0)", selection_is_as_good,
     ),
     "overlaps that are alike for every block all weigh the same": Plant(
         select, "_importance", "STRIDE, SELECT) + c", "STRIDE, SELECT) + 1",
-        the_choice_is_as_good,
+        selection_is_as_good,
     ),
     "the first overlapping block is left out": Plant(
         select, "_importance", "for c in range(COUNT)", "for c in range(1, COUNT)",
-        the_choice_is_as_good,
+        selection_is_as_good,
     ),
     "a tile of blocks that some queries do not see is not masked": Plant(
         select,
         "select_kernel",
         "tl.min(visible(t, LEN, STRIDE), 0) - 1",
         "tl.min(visible(t, LEN, STRIDE), 0) + 9",
-        whole_tiles_are_seen_whole,
+        unmasked_tiles_are_fully_visible,
     ),
     "only one head of the group counts": Plant(
-        select, "_importance", "for h in range(GROUP)", "for h in range(1)", the_choice_is_as_good
+        select, "_importance", "for h in range(GROUP)", "for h in range(1)", selection_is_as_good
     ),
     "the first blocks are not forced": Plant(
-        select, "select_kernel", "(j < INIT)", "(j < 0)", the_choice_is_as_good
+        select, "select_kernel", "(j < INIT)", "(j < 0)", selection_is_as_good
     ),
     "one local block too few is forced": Plant(
-        select, "select_kernel", "own - LOCAL", "own - LOCAL + 1", the_choice_is_as_good
+        select, "select_kernel", "own - LOCAL", "own - LOCAL + 1", selection_is_as_good
     ),
     "ties go to the higher index": Plant(
         select, "_keep_best", "tl.min(tl.where(score == top[:, None], j[None, :], NONE), 1)",
@@ -284,16 +292,16 @@ PLANTS = {
     ),
     "decoding begins at the document's first position": Plant(
         select, "select_kernel", "before = seq_len - q_len", "before = 0",
-        the_last_positions_choose_as_in_the_whole,
+        the_last_positions_select_as_in_the_full_sequence,
     ),
     "a branch is mixed in by another's gate": Plant(
-        gated, "mix_kernel", "valid, 2,", "valid, 1,", MIXED
+        gated, "mix_kernel", "inside, 2)", "inside, 1)", MIXED
     ),
     "a gate enters its branch's gradients upside down": Plant(
         gated, "_branch_rows", "- tl.log2", "+ tl.log2", MIXED
     ),
-    "a shut gate lets gradients through": Plant(
-        gated, "_branch_rows", 'closed, float("inf")', "closed, 0.0", gates_may_be_shut
+    "a closed gate lets gradients through": Plant(
+        gated, "_branch_rows", 'closed, float("inf")', "closed, 0.0", gates_may_be_closed
     ),
     "a branch's gradient of queries replaces the others'": Plant(
         common, "store_query_gradient", "x += load_rows(dq", "x += 0.0 * load_rows(dq", MIXED
@@ -302,13 +310,13 @@ PLANTS = {
 
 
 @pytest.mark.parametrize("check", {plant.check: None for plant in PLANTS.values()})
-def test_the_code_as_it_is_passes_every_check(check: Check) -> None:
+def test_the_code_passes_every_check(check: Check) -> None:
     check()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what NumPy says of NaN and overflow
-@pytest.mark.parametrize("name", PLANTS)
-def test_an_error_that_is_planted_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", default(15, [*PLANTS][::3] + [*PLANTS][1::3] + [*PLANTS][2::3]))
+def test_a_planted_error_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant = PLANTS[name]
     plant.into(monkeypatch)
     with pytest.raises(AssertionError):
