@@ -66,7 +66,7 @@ def _importance(
     low = first_overlap(j, LEN, STRIDE, SELECT)
     seen_by = visible(t, LEN, STRIDE)
     high = tl.max(seen_by, 0)
-    row = tl.arange(0, QUERIES) * (HEADS * GROUP)
+    row = tl.arange(0, QUERIES)
     total = tl.zeros([QUERIES, BLOCKS], tl.float32)
     for c in range(COUNT):
         i = low + c
@@ -77,8 +77,8 @@ def _importance(
         else:
             weight = overlap(i, j, LEN, STRIDE, SELECT)[None, :]
         for h in range(GROUP):
-            q_tile = load_rows(q + h * KEY, row, KEY, KEY, KEY_P, valid)  # [QUERIES, KEY_P]
-            row_lse = tl.load(lse + row + h, mask=valid, other=float("-inf"))
+            q_tile = load_rows(q + h * KEY, row, HEADS * GROUP * KEY, KEY, KEY_P, valid)
+            row_lse = tl.load(lse + row * (HEADS * GROUP) + h, mask=valid, other=float("-inf"))
             s = dot(q_tile, tl.trans(k_tile))
             if MASKED:
                 seen = (i >= 0)[None, :] & (i[None, :] < seen_by[:, None])

@@ -54,7 +54,11 @@ def selected_keys_kernel(
         n = j * SELECT + i
         inside = (i < SELECT) & (n < length)
         token = batch * seq_len + start
-        first = (token * HEADS + head) * GROUP  # the document's first row
+        row_at = (token * HEADS + head) * GROUP  # the document's first row
+        q += row_at * KEY
+        do += row_at * VALUE
+        lse2 += row_at
+        delta += row_at
         k += (token * HEADS + head) * KEY
         v += token * v_t + head * VALUE
         key_at = n.to(tl.int64)
@@ -78,11 +82,13 @@ def selected_keys_kernel(
                 t = next_t - start  # positions in the batch's row; the document's begin at `start`
                 after = row + ROWS + i_row
                 next_t = tl.load(queries + after // GROUP, mask=after < rows, other=0)
-                at = first + t.to(tl.int64) * (HEADS * GROUP) + h
-                q_tile = load_rows(q, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
-                do_tile = load_rows(do, at, VALUE, VALUE, VALUE_P, valid)  # [ROWS, VALUE_P]
-                row_lse = tl.load(lse2 + at, mask=valid, other=float("inf"))
-                row_delta = tl.load(delta + at, mask=valid, other=0.0)
+                # Offsets of tiles and of single numbers have different layouts, and are computed
+                # apart: to convert one to the other takes registers and shared memory.
+                at = t.to(tl.int64) * (HEADS * GROUP)
+                q_tile = load_rows(q, at * KEY + h * KEY, 1, KEY, KEY_P, valid)  # [ROWS, KEY_P]
+                do_tile = load_rows(do, at * VALUE + h * VALUE, 1, VALUE, VALUE_P, valid)
+                row_lse = tl.load(lse2 + at + h, mask=valid, other=float("inf"))
+                row_delta = tl.load(delta + at + h, mask=valid, other=0.0)
                 s = dot(k_tile, tl.trans(q_tile))  # [KEYS, ROWS]
                 if phase == 0:
                     s = tl.where(n[:, None] <= t[None, :], s, float("-inf"))

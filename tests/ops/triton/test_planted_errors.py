@@ -222,7 +222,7 @@ PLANTS = {
         any_block_index_is_valid,
     ),
     "all heads of a group read one head's lse": Plant(
-        selected_keys, "selected_keys_kernel", "tl.load(lse2 + at,", "tl.load(lse2 + at - h,",
+        selected_keys, "selected_keys_kernel", "tl.load(lse2 + at + h,", "tl.load(lse2 + at,",
         SELECTED,
     ),
     "a block's own queries see all of it, in dk and dv": Plant(
