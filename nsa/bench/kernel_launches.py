@@ -14,12 +14,13 @@ from torch import Tensor
 
 from nsa.bench.options import SHAPES
 from nsa.dtypes import DTYPES
+from nsa.ops.selection import Selection
 from nsa.ops.triton.band_op import Band, band_backward, band_forward
 from nsa.ops.triton.configs import Choice, override_choices
 from nsa.ops.triton.decode import Token, decode_forward
 from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
 from nsa.ops.triton.launch import Launch, recording
-from nsa.ops.triton.select import Selection, select_forward
+from nsa.ops.triton.select import select_forward
 from nsa.ops.triton.selected_op import Selected, selected_backward, selected_forward
 from nsa.spec import NSASpec
 

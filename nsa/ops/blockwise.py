@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.documents import compressed_slices, document_slices
+from nsa.ops.selection import Selection
 from nsa.ops.tiles import (
     HEADS,
     Tile,
@@ -139,18 +140,6 @@ blockwise_attention = register(
 )
 
 
-class Selection(NamedTuple):
-    """Inputs of the selection op; the queries are the last ones of `seq_len` positions."""
-
-    q: Tensor  # [B, T, H, Dk]
-    k_cmp: Tensor  # [B, N, K, Dk]
-    lse: Tensor  # [B, T, H]
-    cu_seqlens: Tensor | None
-    spec: NSASpec
-    seq_len: int
-    scale: float
-
-
 def _select(x: Selection) -> Tensor:
     """The blocks that each query attends to, int32 [B, T, K, n]."""
     groups, (batch, queries) = x.k_cmp.shape[2], x.q.shape[:2]
@@ -198,7 +187,7 @@ def _fill_index(
 
 def sum_overlaps(p: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
     """Importance [.., M] from probabilities [.., N] of compressed blocks and an overlap table."""
-    padded = torch.nn.functional.pad(p, (0, 1))  # column N holds the 0 of blocks beyond
+    padded = torch.nn.functional.pad(p, (0, 1))  # column N is the 0 of blocks beyond
     total = p.new_zeros(*p.shape[:-1], blocks.shape[1])
     for index, weight in zip(blocks, weights, strict=True):  # in order: ties stay exact
         total += padded.index_select(-1, index.clamp(max=p.shape[-1])) * weight
@@ -208,8 +197,8 @@ def sum_overlaps(p: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
 def top_blocks(importance: Tensor, own: Tensor, spec: NSASpec) -> Tensor:
     """The n blocks of each row of `importance` [K, R, M], M > n, ascending and padded with -1.
 
-    `topk` alone may take either of two equal scores, so it only finds the n-th score; what lies
-    above it is in, and what equals it is taken from the lowest index on.
+    `topk` alone may take either of two equal scores, so it only finds the n-th score. Blocks
+    above it are selected, and of those equal to it the lowest.
     """
     block = torch.arange(importance.shape[-1], device=importance.device)
     always = (block < spec.init_blocks) | (block > own - spec.local_blocks)
@@ -240,12 +229,7 @@ def overlap_table(
 
 
 blockwise_select_blocks = register(
-    "nsa::blockwise_select_blocks",
-    Selection,
-    _select,
-    fake=lambda x: x.q.new_empty(
-        *x.q.shape[:2], x.k_cmp.shape[2], x.spec.select_top, dtype=torch.int32
-    ),
+    "nsa::blockwise_select_blocks", Selection, _select, fake=Selection.empty_index
 )
 
 

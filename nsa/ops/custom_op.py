@@ -33,8 +33,8 @@ class Gradient(NamedTuple):
     """
 
     backward: Callable[..., tuple[Tensor, ...]]
-    inputs: int  # the first so many inputs have a gradient
-    outputs: int  # the first so many outputs have one
+    inputs: int  # how many of the first inputs have a gradient
+    outputs: int  # how many of the first outputs have one
     saved: slice = slice(None)  # the outputs that `backward` reads
 
 

@@ -189,9 +189,9 @@ def _keys_step(
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv with those of one tile of rows."""
-    # Rows of the last phase see all keys but those that their window has left behind; those of the
-    # first may do so too, where the window is not longer than a tile is wide.
+    """Add one tile of rows to dk and dv."""
+    # Rows of the last phase see all keys but those before their window, as rows of the first may
+    # where the window is not longer than a tile is wide.
     FUTURE: tl.constexpr = PHASE == 0
     FAR: tl.constexpr = WINDOW > 0 and (
         PHASE == 2 or (PHASE == 0 and WINDOW <= KEYS + ROWS // GROUP)

@@ -182,7 +182,7 @@ def binary_lse(lse):
 
 @triton.jit
 def add_query_gradient(s, k, v, do, lse2, delta, dq, scale):
-    """dq [ROWS, KEY] plus that of one tile of keys, from its scores [ROWS, KEYS]."""
+    """Add one tile of keys to dq [ROWS, KEY], from its scores [ROWS, KEYS]."""
     p = tl.exp2(s * scale - lse2[:, None])
     dp = dot(do, tl.trans(v))
     ds = p * (dp - delta[:, None])
@@ -191,7 +191,7 @@ def add_query_gradient(s, k, v, do, lse2, delta, dq, scale):
 
 @triton.jit
 def add_key_gradients(s, v, q, do, lse2, delta, dk, dv, scale):
-    """dk, dv [KEYS, ..] plus those of one tile of rows, from its scores [KEYS, ROWS]."""
+    """Add one tile of rows to dk and dv [KEYS, ..], from its scores [KEYS, ROWS]."""
     p = tl.exp2(s * scale - lse2[None, :])
     dv = dot(p.to(do.dtype), do, dv)
     dp = dot(v, tl.trans(do))

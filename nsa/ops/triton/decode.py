@@ -92,7 +92,7 @@ def decode_forward(x: Token) -> Tensor:
 def _constants(
     x: Token, k: Tensor, v: Tensor, branches: Sequence[str]
 ) -> tuple[dict[str, Any], Config]:
-    """Compile-time constants; parts are those of blocks, of the window, of compressed keys."""
+    """Compile-time constants. Parts are numbered: blocks, then the window, then compressed keys."""
     spec, sizes = x.spec, (padded_size(x.q.shape[2]), padded_size(v.shape[3]))
     config = choose_config("gathered_decode", sizes, x.q.dtype)
     group = x.q.shape[1] // k.shape[2]

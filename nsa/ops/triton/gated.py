@@ -17,15 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
+from nsa.ops.selection import Selection
 from nsa.ops.triton.band_op import Band, band_forward, band_gradients
 from nsa.ops.triton.common import binary_lse, kernel
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import launch
-from nsa.ops.triton.select import Selection, select_forward
+from nsa.ops.triton.select import select_forward
 from nsa.ops.triton.selected_op import Selected, selected_forward, selected_gradients
 from nsa.spec import NSASpec
 
-ELEMENTS = 4096  # of one output that a program takes in
+ELEMENTS = 4096  # of one output that a program reads
 
 
 @triton.jit
@@ -114,6 +115,11 @@ class Gated(NamedTuple):
         band = [self.spec.block_len, self.spec.block_stride, 0]
         return Band(self.q, self.k_cmp, self.v_cmp, self.cu_seqlens, band, self.scale)
 
+    def selection(self, lse: Tensor) -> Selection:
+        """Block selection from the compressed branch's lse."""
+        rest = self.cu_seqlens, self.spec, self.q.shape[1], self.scale
+        return Selection(self.q, self.k_cmp, lse, *rest)
+
     def selected(self, block_index: Tensor) -> Selected:
         """The selected branch alone."""
         rest = block_index, self.cu_seqlens, self.spec, self.scale
@@ -128,8 +134,7 @@ class Gated(NamedTuple):
 def gated_forward(x: Gated) -> tuple[Tensor, ...]:
     """(o, block_index, then o and lse of the compressed, selected and window branch)."""
     o_cmp, lse_cmp = band_forward(x.compressed())
-    selection = Selection(x.q, x.k_cmp, lse_cmp, x.cu_seqlens, x.spec, x.q.shape[1], x.scale)
-    index = select_forward(selection)
+    index = select_forward(x.selection(lse_cmp))
     o_sel, lse_sel = selected_forward(x.selected(index))
     o_win, lse_win = band_forward(x.window())
     o = torch.empty_like(o_cmp)
@@ -165,13 +170,10 @@ def gate_rows(
 
 
 def _fake(x: Gated) -> tuple[Tensor, ...]:
-    index = (*x.q.shape[:2], x.k_cmp.shape[2], x.spec.select_top)
-    results = [x.q.new_empty(*x.q.shape[:3], x.v_cmp.shape[-1])]
-    results.append(x.q.new_empty(index, dtype=torch.int32))
-    for _ in range(3):
-        results.append(torch.empty_like(results[0]))
-        results.append(x.q.new_empty(x.q.shape[:3], dtype=torch.float32))
-    return tuple(results)
+    lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
+    index, o = x.selection(lse).empty_index(), x.q.new_empty(*x.q.shape[:3], x.v_cmp.shape[-1])
+    branches = (torch.empty_like(y) for _ in range(3) for y in (o, lse))
+    return o, index, *branches
 
 
 triton_gated = register(

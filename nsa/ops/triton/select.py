@@ -3,19 +3,17 @@
 Selection block j gathers the compressed blocks that overlap it. There are at most COUNT of them,
 and number c of block j is low(j) + c. So for each c one tile of keys, a row for each j of a tile,
 gives that overlap's softmax for all j at once: heads and overlaps add up in registers, whatever
-the sizes. A running top-n takes in each tile of importance.
+the sizes. Each tile of importance is merged into a running top-n.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import register
+from nsa.ops.selection import Selection
 from nsa.ops.triton.common import (
     LOG2E,
     document_arguments,
@@ -32,7 +30,6 @@ from nsa.ops.triton.common import (
 )
 from nsa.ops.triton.configs import choose_config
 from nsa.ops.triton.launch import launch
-from nsa.spec import NSASpec
 
 NONE = tl.constexpr(1 << 30)  # an index that no block has
 
@@ -167,22 +164,10 @@ def select_kernel(
         )
 
 
-class Selection(NamedTuple):
-    """Inputs of the op; `seq_len` is the document's length where q holds its last positions."""
-
-    q: Tensor  # [B, T, Hq, Dk]
-    k_cmp: Tensor  # [B, N, Hkv, Dk]
-    lse: Tensor  # [B, T, Hq]
-    cu_seqlens: Tensor | None
-    spec: NSASpec
-    seq_len: int
-    scale: float
-
-
 def select_forward(x: Selection) -> Tensor:
     """The blocks that each query attends to: int32 [B, T, Hkv, n]."""
     (batch, queries, heads, size), groups, spec = x.q.shape, x.k_cmp.shape[2], x.spec
-    out = index_like(x)
+    out = x.empty_index()
     config = choose_config("select", (padded_size(size), 0), x.q.dtype)
     blocks = max(16, triton.next_power_of_2(spec.select_blocks_len(x.seq_len)))
     launch(
@@ -203,10 +188,6 @@ def select_forward(x: Selection) -> Tensor:
     return out
 
 
-def index_like(x: Selection) -> Tensor:
-    """The op's output without its values."""
-    shape = (*x.q.shape[:2], x.k_cmp.shape[2], x.spec.select_top)
-    return x.q.new_empty(shape, dtype=torch.int32)
-
-
-triton_select = register("nsa::triton_select", Selection, select_forward, fake=index_like)
+triton_select = register(
+    "nsa::triton_select", Selection, select_forward, fake=Selection.empty_index
+)

@@ -78,8 +78,8 @@ def _scores(
 ):  # fmt: skip
     """Keys and values [KEYS, ..] of one step of a tile's list, and their scores [ROWS, KEYS].
 
-    Whether a block is a query's own and what of it is in the past are one bound a row: a
-    comparison for each score.
+    A bound for each row says both whether the block is its own and what of it is in the past, so
+    a mask costs one comparison a score.
     """
     PARTS: tl.constexpr = (SELECT + KEYS - 1) // KEYS
     first = tl.load(blocks + step // PARTS) * SELECT + step % PARTS * KEYS
