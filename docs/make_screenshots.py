@@ -3,8 +3,8 @@
     python docs/make_screenshots.py RUNS      writes docs/img/tensorboard_<page>.png
 
 RUNS is a folder of runs, as for `tensorboard --logdir`. Needs Chromium (Debian, Ubuntu: apt install
-chromium) and Playwright (the extra `docs`). What docs/guides/monitoring.md says of a page must be visible
-on it before its picture is taken; where it does not come this ends with exit code 1 and says so.
+chromium) and Playwright (the extra `docs`). Waits until the page shows what the monitoring guide
+names; exits with code 1 if it does not appear.
 """
 
 from __future__ import annotations

@@ -1,32 +1,33 @@
-"""The sparse pattern of Native Sparse Attention: seven numbers and the rules that bind them."""
+"""NSASpec: the sparse pattern of Native Sparse Attention, seven validated integers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
 
 
 @dataclass(frozen=True)
 class NSASpec:
-    """Which keys a query may see in each branch; pure data, checked when it is made.
+    """Which keys a query sees in each branch.
 
     The defaults are the paper's: 32/16/64, 16 blocks (1 initial, 2 local), window 512.
     """
 
     block_len: int = 32  # l: positions that one compressed key covers
-    block_stride: int = 16  # d: distance between the starts of two compressed keys
+    block_stride: int = 16  # d: distance between the starts of two compressed blocks
     select_len: int = 64  # l': positions of one selection block
-    select_top: int = 16  # n: selection blocks that a query attends to
-    init_blocks: int = 1  # first blocks of the document, always among the n
-    local_blocks: int = 2  # blocks that end with the query's own, always among the n
+    select_top: int = 16  # n: selection blocks per query
+    init_blocks: int = 1  # first blocks of the document, always selected
+    local_blocks: int = 2  # last blocks up to the query's own, always selected
     window: int = 512  # w: positions of the sliding window, the query's own included
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name == "init_blocks" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            minimum = 0 if field.name == "init_blocks" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
                 raise ValueError(
-                    f"NSASpec.{field.name} = {value!r}: must be a whole number, {least} or more"
+                    f"NSASpec.{field.name} = {value!r}: must be a whole number, {minimum} or more"
                 )
         if self.block_stride > self.block_len:
             raise ValueError(
@@ -41,32 +42,41 @@ class NSASpec:
                 "raise select_top"
             )
 
+    def to_ints(self) -> list[int]:
+        """The seven integers in field order: how custom ops pass a spec."""
+        return list(astuple(self))
+
+    @classmethod
+    def from_ints(cls, numbers: Sequence[int]) -> NSASpec:
+        """The inverse of `to_ints`; the compiler's symbolic integers become plain ones."""
+        return cls(*map(int, numbers))
+
     def compressed_len(self, seq_len: int) -> int:
-        """N: the compressed blocks that fit into a document of `seq_len` positions."""
+        """N: compressed blocks of a document of `seq_len` positions."""
         if seq_len < self.block_len:
             return 0
         return (seq_len - self.block_len) // self.block_stride + 1
 
     def select_blocks_len(self, seq_len: int) -> int:
-        """The selection blocks of a document of `seq_len` positions, the last one maybe partial."""
+        """Selection blocks of a document of `seq_len` positions; the last may be partial."""
         return -(-seq_len // self.select_len)
 
     @property
-    def touching(self) -> int:
-        """How many compressed blocks overlap one selection block, at the most."""
+    def max_overlaps(self) -> int:
+        """The most compressed blocks that overlap one selection block."""
         if self.select_len % self.block_stride == 0:
             return self.select_len // self.block_stride - (-self.block_len // self.block_stride) - 1
         return -(-(self.block_len + self.select_len - 1) // self.block_stride)
 
     def visible_compressed(self, position: int) -> int:
-        """How many compressed blocks end at or before `position`."""
+        """Compressed blocks that end at or before `position`."""
         return self.compressed_len(position + 1)
 
     def visible_selected(self, position: int) -> int:
-        """How many positions the selected branch sees from `position`, whichever are chosen."""
+        """Positions that the selected branch sees at `position`, whichever blocks are selected."""
         before = min(position // self.select_len, self.select_top - 1) * self.select_len
         return before + position % self.select_len + 1
 
     def visible_window(self, position: int) -> int:
-        """How many positions the window holds at `position`."""
+        """Positions in the window at `position`."""
         return min(position + 1, self.window)

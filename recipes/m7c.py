@@ -22,7 +22,7 @@ def production() -> RunConfig:
     """bf16 on 2×A100 over PCIe: 50,000 steps of 64 sequences, 131,072 tokens.
 
     A step sends 377 MB over PCIe whatever its batch; 32 sequences on each GPU keep that below a
-    tenth of its time. See docs/guides/zero-and-pcie.md for the arithmetic, m7c_classic.py for a small batch.
+    tenth of its time: docs/guides/zero-and-pcie.md. m7c_classic.py has a small batch.
     """
     return RunConfig(
         model=ModelConfig(

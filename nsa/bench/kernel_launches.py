@@ -14,13 +14,14 @@ from torch import Tensor
 
 from nsa.bench.options import SHAPES
 from nsa.dtypes import DTYPES
-from nsa.ops.triton.band_op import band_backward, band_forward
-from nsa.ops.triton.configs import Choice, choosing
-from nsa.ops.triton.decode import decode_forward
-from nsa.ops.triton.gated import gated_backward, gated_forward
+from nsa.ops.selection import Selection
+from nsa.ops.triton.band_op import Band, band_backward, band_forward
+from nsa.ops.triton.configs import Choice, override_choices
+from nsa.ops.triton.decode import Token, decode_forward
+from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
 from nsa.ops.triton.launch import Launch, recording
 from nsa.ops.triton.select import select_forward
-from nsa.ops.triton.selected_op import selected_backward, selected_forward
+from nsa.ops.triton.selected_op import Selected, selected_backward, selected_forward
 from nsa.spec import NSASpec
 
 MAX_CANDIDATES = 4  # per operation, as nsa.ops.triton.configs promises
@@ -78,41 +79,43 @@ def _window(case: Case) -> None:
 
 def _band(case: Case, keys: int, band: list[int]) -> None:
     q, k, v, cu_seqlens = case.tensors(keys)
-    o, lse = band_forward(q, k, v, cu_seqlens, band, SCALE)
-    band_backward(o, lse, q, k, v, o, lse, cu_seqlens, band, SCALE)
+    x = Band(q, k, v, cu_seqlens, band, SCALE)
+    o, lse = band_forward(x)
+    band_backward(o, lse, x, o, lse)
 
 
 def _select(case: Case) -> None:
     q, k, _, cu_seqlens = case.tensors(case.spec.compressed_len(case.seq_len))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    select_forward(q, k, lse, cu_seqlens, case.spec, case.seq_len, SCALE)
+    select_forward(Selection(q, k, lse, cu_seqlens, case.spec, case.seq_len, SCALE))
 
 
 def _selected(case: Case) -> None:
     q, k, v, cu_seqlens = case.tensors(case.seq_len)
     index = k.new_empty(*k.shape[:3], case.spec.select_top, dtype=torch.int32)
-    o, lse = selected_forward(q, k, v, index, cu_seqlens, case.spec, SCALE)
-    selected_backward(o, q, k, v, o, lse, index, cu_seqlens, case.spec, SCALE)
+    x = Selected(q, k, v, index, cu_seqlens, case.spec, SCALE)
+    o, lse = selected_forward(x)
+    selected_backward(o, x, o, lse)
 
 
 def _gated(case: Case) -> None:
     q, k, v, cu_seqlens = case.tensors(case.seq_len)
     _, k_cmp, v_cmp, _ = case.tensors(case.spec.compressed_len(case.seq_len))
-    keys_values, gates = [k_cmp, v_cmp, k, v, k, v], q.new_empty(*q.shape[:3], 3)
-    rest = cu_seqlens, case.spec, SCALE
-    o, index, *branches = gated_forward(q, keys_values, gates, *rest)
-    gated_backward(o, q, keys_values, gates, index, branches[::2], branches[1::2], *rest)
+    gates = q.new_empty(*q.shape[:3], 3)
+    x = Gated(q, k_cmp, v_cmp, k, v, k, v, gates, cu_seqlens, case.spec, SCALE)
+    o, *saved = gated_forward(x)
+    gated_backward(o, x, *saved)
 
 
 def _decode(case: Case) -> None:
     """One token, with caches of capacity `seq_len`; documents are not packed."""
     q, k, v, _ = case.tensors(case.seq_len)
     _, k_cmp, v_cmp, _ = case.tensors(case.spec.compressed_len(case.seq_len))
-    window = slice(case.spec.window)
-    pairs = {"cmp": (k_cmp, v_cmp), "sel": (k, v), "win": (k[:, window], v[:, window])}
-    gates = q.new_empty(1, case.heads, len(pairs))
+    window, branches = slice(case.spec.window), "cmp+sel+win"
+    pairs = k_cmp, v_cmp, k, v, k[:, window], v[:, window]
+    gates = q.new_empty(1, case.heads, 3)
     lengths = torch.empty(1, dtype=torch.int64, device="meta")
-    decode_forward(q[:, -1], pairs, gates, lengths, case.spec, list(pairs), SCALE)
+    decode_forward(Token(q[:, -1], *pairs, gates, lengths, case.spec, branches, SCALE))
 
 
 # Every public operation, forward and backward.
@@ -177,7 +180,7 @@ def record(case: Case, candidates: int = MAX_CANDIDATES) -> list[Launch]:
     """Every launch of a call, for each of the first `candidates` configs."""
     launches: list[Launch] = []
     for number in range(candidates):
-        with choosing(_candidate(number)), recording() as recorded:
+        with override_choices(_candidate(number)), recording() as recorded:
             OPERATIONS[case.operation](case)
         launches += recorded
     return launches

@@ -22,7 +22,7 @@ from nsa.bench.options import Shape, add_gpu_flags
 from nsa.bench.results import Report, cell, print_errors, print_table
 from nsa.ops import NSASpec
 from nsa.ops.decode import decode_attention
-from nsa.ops.triton.configs import Config, choosing, keep_tuned, tuning_key
+from nsa.ops.triton.configs import Config, override_choices, save_tuned, tuning_key
 
 SPEC = NSASpec()
 Option = Config | str  # tile sizes, or the library whose kernel runs
@@ -66,7 +66,7 @@ def _case(sizes: tuple[int, int], shapes: list[Shape], report: Report) -> None:
         report.add({"key": keys[row["operation"]], **row})
     if best:
         options = {keys[name]: option for name, option in best.items()}
-        report.data["kept_in"] = str(keep_tuned(options))
+        report.data["kept_in"] = str(save_tuned(options))
 
 
 def _padded(size: int) -> int:
@@ -117,7 +117,7 @@ def discover(steps: Mapping[str, Step]) -> dict[str, Operation]:
         return options[0]
 
     for label, step in steps.items():
-        with choosing(partial(note, label)):
+        with override_choices(partial(note, label)):
             step()
     return operations
 
@@ -159,7 +159,7 @@ def tune(
 
 
 def _run_with(configs: Mapping[str, Option], operation: Operation) -> None:
-    with choosing(lambda name, options: configs.get(name, options[0])):
+    with override_choices(lambda name, options: configs.get(name, options[0])):
         for step in operation.steps.values():
             step()
 

@@ -45,6 +45,13 @@ class NSACache(Cache):
         """Columns of input_ids, as generate() counts; a padded sequence is shorter."""
         return self.columns
 
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1  # unlimited
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.kv is None else self.kv.batch
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 

@@ -1,4 +1,4 @@
-"""The functions of Native Sparse Attention on tensors; see docs/design/nsa.md for the definitions.
+"""The functions of Native Sparse Attention on tensors; docs/design/nsa.md has the definitions.
 
 Sizes: q [B, T, Hq, Dk]; keys [B, T or N, Hkv, Dk]; values [..., Dv]; gates [B, T, Hq, 3] in the
 order compressed, selected, window, each 0 or more. `scale` defaults to Dk^-0.5. `lse` is float32
@@ -8,17 +8,18 @@ document stands alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from nsa.ops import triton
-from nsa.ops.backend import choose, fallback_counts, fused, reset_fallback_counts
+from nsa.ops.backend import dispatch, fallback_counts, reset_fallback_counts, runs_fused
 from nsa.ops.checks import (
     check_compressed,
     check_documents,
     check_heads,
     check_length,
     check_pair,
-    check_same,
     check_scale,
 )
 from nsa.ops.documents import compressed_cu_seqlens
@@ -50,14 +51,16 @@ def compressed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend over the compressed keys that end at or before each query; returns (o, lse).
 
-    A query that no block is visible to gets o = 0 and lse = -inf.
+    A query that sees no block gets o = 0 and lse = -inf.
     """
     check_heads(q, k_cmp=k_cmp, v_cmp=v_cmp)
     check_pair(k_cmp, v_cmp, "_cmp")
     check_documents(cu_seqlens, q)
     check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
-    serve = choose(backend, "compressed_attention", q, v_cmp).compressed_attention
-    return serve(q, k_cmp, v_cmp, spec, scale=check_scale(q, scale), cu_seqlens=cu_seqlens)
+    implementation = dispatch(backend, "compressed_attention", q, v_cmp)
+    return implementation.compressed_attention(
+        q, k_cmp, v_cmp, spec, scale=check_scale(q, scale), cu_seqlens=cu_seqlens
+    )
 
 
 def select_blocks(
@@ -71,31 +74,26 @@ def select_blocks(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Choose each query's blocks from the compressed softmax: int32 [B, T, Hkv, n].
+    """Select each query's blocks from the compressed softmax: int32 [B, T, Hkv, n].
 
     `seq_len` is the document's length where q holds only its last positions (decoding). No
-    gradient passes through the choice.
+    gradient passes through the selection.
     """
     check_heads(q, k_cmp=k_cmp)
     check_documents(cu_seqlens, q)
     length = q.shape[1] if seq_len is None else seq_len
     if length < q.shape[1] or (cu_seqlens is not None and length != q.shape[1]):
         raise ValueError(
-            f"seq_len = {seq_len} does not fit q's {q.shape[1]} positions; it is the whole "
-            "document's length, and with cu_seqlens it must be left out"
+            f"seq_len = {seq_len} does not fit q's {q.shape[1]} positions; give the document's "
+            "full length, and leave it out with cu_seqlens"
         )
     check_compressed(k_cmp, length, spec, cu_seqlens)
     if lse.shape != q.shape[:3]:
         raise ValueError(f"lse has shape {tuple(lse.shape)}; it must be {tuple(q.shape[:3])}")
-    serve = choose(backend, "select_blocks", q).select_blocks
-    return serve(
-        q.detach(),
-        k_cmp.detach(),
-        lse.detach(),
-        spec,
-        seq_len=length,
-        scale=check_scale(q, scale),
-        cu_seqlens=cu_seqlens,
+    inputs, scale = (q.detach(), k_cmp.detach(), lse.detach()), check_scale(q, scale)
+    implementation = dispatch(backend, "select_blocks", q)
+    return implementation.select_blocks(
+        *inputs, spec, seq_len=length, scale=scale, cu_seqlens=cu_seqlens
     )
 
 
@@ -110,7 +108,7 @@ def selected_attention(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attend over the positions at or before each query inside its chosen blocks."""
+    """Attend over the positions at or before each query inside its selected blocks."""
     check_heads(q, k=k, v=v)
     check_pair(k, v, "")
     check_length("k", k, q.shape[1], "q")
@@ -121,8 +119,10 @@ def selected_attention(
             f"block_index has shape {tuple(block_index.shape)}; it must be {expected}: "
             "[B, T, Hkv, select_top]"
         )
-    serve = choose(backend, "selected_attention", q, v).selected_attention
-    return serve(q, k, v, block_index, spec, scale=check_scale(q, scale), cu_seqlens=cu_seqlens)
+    implementation = dispatch(backend, "selected_attention", q, v)
+    return implementation.selected_attention(
+        q, k, v, block_index, spec, scale=check_scale(q, scale), cu_seqlens=cu_seqlens
+    )
 
 
 def window_attention(
@@ -142,8 +142,10 @@ def window_attention(
     check_documents(cu_seqlens, q)
     if window < 1:
         raise ValueError(f"window = {window}: a query sees at least itself; make it 1 or more")
-    serve = choose(backend, "window_attention", q, v).window_attention
-    return serve(q, k, v, window, scale=check_scale(q, scale), cu_seqlens=cu_seqlens)
+    implementation = dispatch(backend, "window_attention", q, v)
+    return implementation.window_attention(
+        q, k, v, window, scale=check_scale(q, scale), cu_seqlens=cu_seqlens
+    )
 
 
 def nsa_attention(
@@ -163,7 +165,8 @@ def nsa_attention(
 ) -> Tensor:
     """All three branches, mixed by their gates: Σ gate_c · o_c.
 
-    Gates are 0 or more. Below 0 the kernels' gradients are NaN: to check would be to wait for them.
+    Gates must be 0 or more; nothing checks it, which would wait for the device. Below 0 the
+    kernels' gradients are NaN.
     """
     pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
     return nsa_attention_and_blocks(
@@ -186,7 +189,7 @@ def nsa_attention_and_blocks(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`nsa_attention`, and the blocks that each query chose, for those who watch the choice."""
+    """`nsa_attention`, and each query's selected blocks, for telemetry."""
     if gates.shape != (*q.shape[:3], 3):
         raise ValueError(
             f"gates has shape {tuple(gates.shape)}; it must be {(*q.shape[:3], 3)}: [B, T, Hq, 3]"
@@ -194,26 +197,23 @@ def nsa_attention_and_blocks(
     check_heads(q, k_cmp=k_cmp, v_cmp=v_cmp, k_sel=k_sel, v_sel=v_sel, k_win=k_win, v_win=v_win)
     for name, k, v in (("_cmp", k_cmp, v_cmp), ("_sel", k_sel, v_sel), ("_win", k_win, v_win)):
         check_pair(k, v, name)
-        check_same(f"v{name}", v, v_cmp, "v_cmp")
+        if v.shape[2:] != v_cmp.shape[2:]:
+            raise ValueError(
+                f"v{name} has heads and size {tuple(v.shape[2:])} and v_cmp has "
+                f"{tuple(v_cmp.shape[2:])}; branches must agree in both"
+            )
         if name != "_cmp":
             check_length(f"k{name}", k, q.shape[1], "q")
     scale = check_scale(q, scale)
-    if fused(backend, q, v_cmp):
+    options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens, "backend": backend}
+    if runs_fused(backend, q, v_cmp):
         check_documents(cu_seqlens, q)
         check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
-        pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
-        return triton.nsa_attention(q, *pairs, gates, spec, scale=scale, cu_seqlens=cu_seqlens)
-    o_cmp, lse = compressed_attention(
-        q, k_cmp, v_cmp, spec, scale=scale, cu_seqlens=cu_seqlens, backend=backend
-    )
-    block_index = select_blocks(
-        q, k_cmp, lse, spec, scale=scale, cu_seqlens=cu_seqlens, backend=backend
-    )
-    o_sel = selected_attention(
-        q, k_sel, v_sel, block_index, spec, scale=scale, cu_seqlens=cu_seqlens, backend=backend
-    )
-    o_win = window_attention(
-        q, k_win, v_win, spec.window, scale=scale, cu_seqlens=cu_seqlens, backend=backend
-    )
+        tensors = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates
+        return triton.nsa_attention(q, *tensors, spec=spec, scale=scale, cu_seqlens=cu_seqlens)
+    o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, spec, **options)
+    block_index = select_blocks(q, k_cmp, lse, spec, **options)
+    o_sel = selected_attention(q, k_sel, v_sel, block_index, spec, **options)
+    o_win = window_attention(q, k_win, v_win, spec.window, **options)
     g_cmp, g_sel, g_win = (gate[..., None] for gate in gates.unbind(-1))
     return g_cmp * o_cmp + g_sel * o_sel + g_win * o_win, block_index

@@ -1,4 +1,4 @@
-"""Who serves a call: `auto` takes the fastest backend that can, and counts each one passed over."""
+"""Backend dispatch: `auto` takes the fastest backend that supports a call, and counts fallbacks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _fallbacks: Counter[tuple[str, str, str]] = Counter()
 
 
-def choose(backend: str, operation: str, q: Tensor, *others: Tensor) -> ModuleType:
-    """The module that computes `operation`; a backend asked for by name serves or raises."""
+def dispatch(backend: str, operation: str, q: Tensor, *others: Tensor) -> ModuleType:
+    """The module that implements `operation`; a backend requested by name is returned or raises."""
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
     if q.dtype not in DTYPES:
@@ -29,11 +29,11 @@ def choose(backend: str, operation: str, q: Tensor, *others: Tensor) -> ModuleTy
         return reference
     if backend == "blockwise":
         return blockwise
-    reason = triton.why_not(q, *others, by_name=backend == "triton")
+    reason = triton.unsupported_reason(q, *others, by_name=backend == "triton")
     if reason is None:
         return triton
     if backend == "triton":
-        raise ValueError(f"backend = 'triton' cannot serve {operation}: {reason}; use 'auto'")
+        raise ValueError(f"backend = 'triton' does not support {operation}: {reason}; use 'auto'")
     _count(operation, "triton", reason)
     return blockwise
 
@@ -43,14 +43,16 @@ def _count(operation: str, backend: str, reason: str) -> None:
     _fallbacks[operation, backend, reason] += 1
 
 
-def fused(backend: str, q: Tensor, *others: Tensor) -> bool:
-    """Whether the branches came from the kernels, so that a kernel may mix them too."""
+def runs_fused(backend: str, q: Tensor, *others: Tensor) -> bool:
+    """Whether the kernels run all branches, so that one operation can also mix them."""
     by_name = backend == "triton"
-    return (by_name or backend == "auto") and not triton.why_not(q, *others, by_name=by_name)
+    return (by_name or backend == "auto") and not triton.unsupported_reason(
+        q, *others, by_name=by_name
+    )
 
 
 def fallback_counts() -> dict[tuple[str, str, str], int]:
-    """How often `auto` passed a backend over, by (operation, backend, reason).
+    """How often `auto` could not take a backend, by (operation, backend, reason).
 
     Compiled code counts when it is compiled.
     """
@@ -58,5 +60,5 @@ def fallback_counts() -> dict[tuple[str, str, str], int]:
 
 
 def reset_fallback_counts() -> None:
-    """Start counting again."""
+    """Set all counts to zero."""
     _fallbacks.clear()

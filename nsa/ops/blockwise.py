@@ -1,76 +1,78 @@
-"""Native Sparse Attention in plain PyTorch, tile by tile: any device, memory linear in T.
+"""Blockwise backend: Native Sparse Attention in PyTorch, tile by tile; any device, memory O(T).
 
-Five layers: the loops over tiles (`tiles.py`), the walk over batch, documents and KV heads, the
-custom ops with their autograd, and at the end the functions that every backend has.
+Layers: the loops over tiles (`tiles.py`), the walk over documents and KV heads, the custom ops with
+their gradient, and at the end the functions that every backend has. Sizes in names: B batch, T
+queries, N keys, H query heads, K key/value heads, G query heads of each, M selection blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nsa.ops.custom_op import Gradient, register
 from nsa.ops.documents import compressed_slices, document_slices
+from nsa.ops.selection import Selection
 from nsa.ops.tiles import (
     HEADS,
     Tile,
     attend,
     attend_backward,
     compressed_tiles,
+    queries_per_tile,
     selected_tiles,
-    tile_step,
     window_tiles,
 )
 from nsa.spec import NSASpec
 
 
-def _walk(
-    branch: str,
-    pattern: list[int],
-    heads: _Heads,
-    block_index: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], Iterable[Tile]]]:
-    """Where some KV heads of each document find their rows and keys, and the tiles between."""
-    count, seq_len, group = heads.q.shape[:3]
-    documents = document_slices(seq_len, cu_seqlens)
-    keys = documents
-    if branch == "compressed":
-        keys = compressed_slices(seq_len, cu_seqlens, NSASpec(*pattern))
-    for rows, run in zip(documents, keys, strict=True):
-        length, device = rows.stop - rows.start, heads.q.device
-        step = tile_step(min(count, HEADS), group)
-        tiles: Iterable[Tile] = []
-        if branch == "compressed":
-            tiles = compressed_tiles(length, NSASpec(*pattern), step, device)
-        elif branch == "window":
-            tiles = window_tiles(length, pattern[0], step, device)
-        for some in head_slices(count):
-            if block_index is not None:
-                tiles = selected_tiles(block_index[some, rows], NSASpec(*pattern), group)
-            yield (some, rows), (some, run), tiles
+class Branch(NamedTuple):
+    """Inputs of the attention op."""
+
+    q: Tensor  # [B, T, H, Dk]
+    k: Tensor  # [B, N, K, Dk]
+    v: Tensor  # [B, N, K, Dv]
+    block_index: Tensor | None  # int32 [B, T, K, n]; of the selected branch
+    cu_seqlens: Tensor | None
+    name: str  # compressed, selected or window
+    spec: NSASpec
+    scale: float
+
+    def by_head(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q · scale [B*K, T, G, Dk], k [B*K, N, Dk] and v, in the accumulator's dtype."""
+        q = by_group(self.q, self.k.shape[2]).mul(self.scale)
+        return q, by_group(self.k)[:, :, 0], by_group(self.v)[:, :, 0]
+
+    def tiles(self) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], Iterable[Tile]]]:
+        """For some KV heads of each document: their rows, their keys, and the tiles of the two."""
+        (batch, seq_len, heads, _), spec, device = self.q.shape, self.spec, self.q.device
+        count, group = batch * self.k.shape[2], heads // self.k.shape[2]
+        step = queries_per_tile(min(count, HEADS), group)
+        keys = documents = document_slices(seq_len, self.cu_seqlens)
+        if self.name == "compressed":
+            keys = compressed_slices(seq_len, self.cu_seqlens, spec)
+        elif self.block_index is not None:
+            index = self.block_index.transpose(1, 2).flatten(0, 1)  # [B*K, T, n]
+        for rows, run in zip(documents, keys, strict=True):
+            length = rows.stop - rows.start
+            tiles: Iterable[Tile] = []
+            if self.name == "compressed":
+                tiles = compressed_tiles(length, spec, step, device)
+            elif self.name == "window":
+                tiles = window_tiles(length, spec.window, step, device)
+            for kv_heads in head_slices(count):
+                if self.name == "selected":
+                    tiles = selected_tiles(index[kv_heads, rows], spec, group)
+                yield (kv_heads, rows), (kv_heads, run), tiles
 
 
 def head_slices(count: int) -> list[slice]:
-    """The KV heads, a few at a time."""
+    """The KV heads, HEADS at a time."""
     return [slice(start, start + HEADS) for start in range(0, count, HEADS)]
-
-
-@dataclass
-class _Heads:
-    """Inputs by KV head (of every sequence), in the dtype of sums; the scale is folded into q."""
-
-    q: Tensor  # [K, T, G, Dk]
-    k: Tensor  # [K, N, Dk]
-    v: Tensor  # [K, N, Dv]
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, scale: float) -> _Heads:
-        return cls(by_group(q, k.shape[2]).mul(scale), by_group(k)[:, :, 0], by_group(v)[:, :, 0])
 
 
 def by_group(x_BTHD: Tensor, groups: int | None = None) -> Tensor:
@@ -81,165 +83,88 @@ def by_group(x_BTHD: Tensor, groups: int | None = None) -> Tensor:
 
 
 def by_token(x_KTGD: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
-    """The way back: [B*K, T, G, D] to contiguous [B, T, H, D]."""
+    """The inverse: [B*K, T, G, D] to contiguous [B, T, H, D]."""
     x = x_KTGD.unflatten(0, (batch, -1)).permute(0, 2, 1, 3, 4)
     return x.flatten(2, 3).to(dtype).contiguous()
 
 
-def _by_head(block_index_BTKn: Tensor | None) -> Tensor | None:
-    if block_index_BTKn is None:
-        return None
-    return block_index_BTKn.transpose(1, 2).flatten(0, 1)
+def _forward(x: Branch) -> tuple[Tensor, Tensor]:
+    with torch.autocast(x.q.device.type, enabled=False):
+        q, k, v = x.by_head()
+        o = q.new_zeros(*q.shape[:3], v.shape[-1])
+        lse = q.new_full(q.shape[:3], -torch.inf)
+        for rows, run, tiles in x.tiles():
+            attend(q[rows], k[run], v[run], tiles, o[rows], lse[rows])
+        batch = len(x.q)
+        return by_token(o, batch, x.q.dtype), by_token(lse[..., None], batch, lse.dtype)[..., 0]
 
 
-@torch.library.custom_op("nsa::blockwise_attention", mutates_args=())
-def blockwise_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_index: Tensor | None,
-    cu_seqlens: Tensor | None,
-    branch: str,
-    pattern: list[int],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """One branch's (o, lse). `pattern` holds the spec's seven numbers; the window alone for it."""
-    with torch.autocast(q.device.type, enabled=False):
-        heads = _Heads.of(q, k, v, scale)
-        o = heads.q.new_zeros(*heads.q.shape[:3], v.shape[-1])
-        lse = heads.q.new_full(heads.q.shape[:3], -torch.inf)
-        index = _by_head(block_index)
-        for rows, run, tiles in _walk(branch, pattern, heads, index, cu_seqlens):
-            attend(heads.q[rows], heads.k[run], heads.v[run], tiles, o[rows], lse[rows])
-        batch = q.shape[0]
-        return by_token(o, batch, q.dtype), by_token(lse[..., None], batch, lse.dtype)[..., 0]
-
-
-@blockwise_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_index: Tensor | None,
-    cu_seqlens: Tensor | None,
-    branch: str,
-    pattern: list[int],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype)
-
-
-@torch.library.custom_op("nsa::blockwise_attention_backward", mutates_args=())
-def blockwise_attention_backward(
-    do: Tensor,
-    dlse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    block_index: Tensor | None,
-    cu_seqlens: Tensor | None,
-    branch: str,
-    pattern: list[int],
-    scale: float,
+def _backward(
+    do: Tensor, dlse: Tensor, x: Branch, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v of one branch, from the same tiles as the forward pass."""
-    with torch.autocast(q.device.type, enabled=False):
-        heads = _Heads.of(q, k, v, scale)
-        groups = k.shape[2]
+    with torch.autocast(x.q.device.type, enabled=False):
+        q, k, v = x.by_head()
+        groups, batch = x.k.shape[2], len(x.q)
         lse = by_group(lse[..., None], groups)
         blind = lse == -torch.inf
         do = by_group(do, groups).masked_fill(blind, 0)
         delta = (do * by_group(o, groups)).sum(-1, keepdim=True) - by_group(dlse[..., None], groups)
         delta = delta.masked_fill(blind, 0)
-        grads = [torch.zeros_like(x) for x in (heads.q, heads.k, heads.v)]
-        index = _by_head(block_index)
-        for rows, run, tiles in _walk(branch, pattern, heads, index, cu_seqlens):
+        dq, dk, dv = (torch.zeros_like(y) for y in (q, k, v))
+        for rows, run, tiles in x.tiles():
             attend_backward(
                 (do[rows], delta[rows][..., 0], lse[rows][..., 0]),
-                (heads.q[rows], heads.k[run], heads.v[run]),
+                (q[rows], k[run], v[run]),
                 tiles,
-                (grads[0][rows], grads[1][run], grads[2][run]),
+                (dq[rows], dk[run], dv[run]),
             )
-        dq, dk, dv = grads[0].mul_(scale), grads[1][:, :, None], grads[2][:, :, None]
-        batch = q.shape[0]
         return (
-            by_token(dq, batch, q.dtype),
-            by_token(dk, batch, k.dtype),
-            by_token(dv, batch, v.dtype),
+            by_token(dq.mul_(x.scale), batch, x.q.dtype),
+            by_token(dk[:, :, None], batch, x.k.dtype),
+            by_token(dv[:, :, None], batch, x.v.dtype),
         )
 
 
-@blockwise_attention_backward.register_fake
-def _(
-    do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _fake(x: Branch) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+    return x.q.new_empty(*x.q.shape[:3], x.v.shape[-1]), x.q.new_empty(x.q.shape[:3], dtype=dtype)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, block_index, cu_seqlens, *ctx.static = inputs
-    ctx.save_for_backward(q, k, v, *output, block_index, cu_seqlens)
+blockwise_attention = register(
+    "nsa::blockwise_attention",
+    Branch,
+    _forward,
+    _fake,
+    outputs=2,
+    gradient=Gradient(_backward, inputs=3, outputs=2),
+)
 
 
-def _backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    grads = blockwise_attention_backward(do, dlse, *ctx.saved_tensors, *ctx.static)
-    return *grads, None, None, None, None, None
-
-
-blockwise_attention.register_autograd(_backward, setup_context=_setup_context)
-
-
-@torch.library.custom_op("nsa::blockwise_select_blocks", mutates_args=())
-def blockwise_select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor | None,
-    pattern: list[int],
-    seq_len: int,
-    scale: float,
-) -> Tensor:
+def _select(x: Selection) -> Tensor:
     """The blocks that each query attends to, int32 [B, T, K, n]."""
-    spec, groups = NSASpec(*pattern), k_cmp.shape[2]
-    with torch.autocast(q.device.type, enabled=False):
-        heads = _Heads.of(q, k_cmp, k_cmp, scale)
-        lse = by_group(lse[..., None], groups)[..., 0]
-        batch, queries = q.shape[:2]
-        index = torch.full((batch * groups, queries, spec.select_top), -1, device=q.device)
-        documents = document_slices(queries, cu_seqlens)
-        blocks = compressed_slices(seq_len, cu_seqlens, spec)
+    groups, (batch, queries) = x.k_cmp.shape[2], x.q.shape[:2]
+    with torch.autocast(x.q.device.type, enabled=False):
+        q, k = by_group(x.q, groups).mul(x.scale), by_group(x.k_cmp)[:, :, 0]
+        lse = by_group(x.lse[..., None], groups)[..., 0]
+        index = torch.full((batch * groups, queries, x.spec.select_top), -1, device=q.device)
+        documents = document_slices(queries, x.cu_seqlens)
+        blocks = compressed_slices(x.seq_len, x.cu_seqlens, x.spec)
         for rows, run in zip(documents, blocks, strict=True):
-            length = seq_len if cu_seqlens is None else rows.stop - rows.start
-            for some in head_slices(batch * groups):
-                q_some, lse_some = heads.q[some, rows], lse[some, rows]
-                _select(q_some, heads.k[some, run], lse_some, spec, length, index[some, rows])
+            length = x.seq_len if x.cu_seqlens is None else rows.stop - rows.start
+            for heads in head_slices(batch * groups):
+                inputs = q[heads, rows], k[heads, run], lse[heads, rows]
+                _fill_index(*inputs, x.spec, length, index[heads, rows])
         index = index.unflatten(0, (batch, groups)).transpose(1, 2)
         return index.to(torch.int32).contiguous()
 
 
-@blockwise_select_blocks.register_fake
-def _(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor | None,
-    pattern: list[int],
-    seq_len: int,
-    scale: float,
-) -> Tensor:
-    return q.new_empty(*q.shape[:2], k_cmp.shape[2], pattern[3], dtype=torch.int32)
-
-
-def _select(
+def _fill_index(
     q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, seq_len: int, index: Tensor
 ) -> None:
-    """Fill `index` [K, T, n] for some KV heads of one document; the queries are its last ones."""
+    """Fill `index` [K, T, n] for some KV heads of one document."""
     heads, queries, group = q.shape[:3]
-    step = tile_step(heads, group)
-    blocks, weights = fold(seq_len, spec, q.dtype, q.device)
+    step = queries_per_tile(heads, group)
+    blocks, weights = overlap_table(seq_len, spec, q.dtype, q.device)
     for start in range(0, queries, step):
         stop = min(start + step, queries)
         first = seq_len - queries + start
@@ -253,43 +178,49 @@ def _select(
         seen = spec.visible_compressed(first + stop - start - 1)
         score = q[:, start:stop].flatten(1, 2) @ k_cmp[:, :seen].mT
         p = score.sub_(lse[:, start:stop].flatten(1)[..., None]).exp_()
-        p = p.unflatten(1, (-1, group)).sum(2)
+        p = p.unflatten(1, (-1, group)).sum(2)  # [K, R, N]
         end = torch.arange(seen, device=q.device) * spec.block_stride + spec.block_len - 1
-        p = torch.nn.functional.pad(p.masked_fill_(end > position, 0), (0, 1))
-        importance = p.new_zeros(heads, stop - start, candidates)
-        for near, weight in zip(blocks, weights, strict=True):  # in order: ties stay exact
-            column = near[:candidates].clamp(max=seen)  # column `seen` holds the 0 of unseen blocks
-            importance += p.index_select(-1, column) * weight[:candidates]
+        p = p.masked_fill_(end > position, 0)
+        importance = sum_overlaps(p, blocks[:, :candidates], weights[:, :candidates])
         index[:, start:stop] = top_blocks(importance, own, spec)
+
+
+def sum_overlaps(p: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
+    """Importance [.., M] from probabilities [.., N] of compressed blocks and an overlap table."""
+    padded = torch.nn.functional.pad(p, (0, 1))  # column N is the 0 of blocks beyond
+    total = p.new_zeros(*p.shape[:-1], blocks.shape[1])
+    for index, weight in zip(blocks, weights, strict=True):  # in order: ties stay exact
+        total += padded.index_select(-1, index.clamp(max=p.shape[-1])) * weight
+    return total
 
 
 def top_blocks(importance: Tensor, own: Tensor, spec: NSASpec) -> Tensor:
     """The n blocks of each row of `importance` [K, R, M], M > n, ascending and padded with -1.
 
-    `topk` alone may take either of two equal scores, so it only finds the n-th score; what lies
-    above it is in, and what equals it is taken from the lowest index on.
+    `topk` alone may take either of two equal scores, so it only finds the n-th score. Blocks
+    above it are selected, and of those equal to it the lowest.
     """
     block = torch.arange(importance.shape[-1], device=importance.device)
     always = (block < spec.init_blocks) | (block > own - spec.local_blocks)
     score = importance.masked_fill(always, torch.inf).masked_fill(block > own, -torch.inf)
     least = score.topk(spec.select_top, -1).values[..., -1:]
     above, equal = score > least, score == least
-    room = spec.select_top - above.sum(-1, keepdim=True)
-    chosen = (above | (equal & (equal.cumsum(-1) <= room))) & (block <= own)
-    index = torch.where(chosen, block, importance.shape[-1])
+    left = spec.select_top - above.sum(-1, keepdim=True)
+    selected = (above | (equal & (equal.cumsum(-1) <= left))) & (block <= own)
+    index = torch.where(selected, block, importance.shape[-1])
     index = index.topk(spec.select_top, -1, largest=False).values.sort(-1).values
     return torch.where(index < importance.shape[-1], index, -1)
 
 
 @lru_cache(maxsize=16)
-def fold(
+def overlap_table(
     seq_len: int, spec: NSASpec, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """For each selection block, the compressed blocks that touch it and overlap/d: both [c, M]."""
+    """The compressed blocks that overlap each selection block, and overlap/d: both [c, M]."""
     length, stride, size = spec.block_len, spec.block_stride, spec.select_len
     first = torch.arange(spec.select_blocks_len(seq_len), device=device) * size
     low = torch.div(first - length, stride, rounding_mode="floor") + 1
-    block = low + torch.arange(spec.touching, device=device)[:, None]
+    block = low + torch.arange(spec.max_overlaps, device=device)[:, None]
     start = block * stride
     shared = torch.minimum(start + length, first + size) - torch.maximum(start, first)
     valid = (block >= 0) & (block < spec.compressed_len(seq_len))
@@ -297,19 +228,17 @@ def fold(
     return block.clamp(min=0), weight
 
 
+blockwise_select_blocks = register(
+    "nsa::blockwise_select_blocks", Selection, _select, fake=Selection.empty_index
+)
+
+
 def compressed_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    spec: NSASpec,
-    *,
-    scale: float,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec, scale: float, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Each query over the compressed keys of blocks that end at or before it; (o, lse)."""
-    return blockwise_attention(
-        q, k_cmp, v_cmp, None, cu_seqlens, "compressed", list(astuple(spec)), scale
-    )
+    """Attention over the compressed keys of blocks that end at or before each query; (o, lse)."""
+    rest = cu_seqlens, "compressed", spec.to_ints(), scale
+    return blockwise_attention(q, k_cmp, v_cmp, None, *rest)
 
 
 def select_blocks(
@@ -317,13 +246,12 @@ def select_blocks(
     k_cmp: Tensor,
     lse: Tensor,
     spec: NSASpec,
-    *,
     seq_len: int,
     scale: float,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None,
 ) -> Tensor:
     """The blocks that each query attends to, ascending, padded with -1: int32 [B, T, K, n]."""
-    return blockwise_select_blocks(q, k_cmp, lse, cu_seqlens, list(astuple(spec)), seq_len, scale)
+    return blockwise_select_blocks(q, k_cmp, lse, cu_seqlens, spec.to_ints(), seq_len, scale)
 
 
 def selected_attention(
@@ -332,23 +260,17 @@ def selected_attention(
     v: Tensor,
     block_index: Tensor,
     spec: NSASpec,
-    *,
     scale: float,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None,
 ) -> Tensor:
-    """Each query over the positions at or before it inside its chosen blocks."""
-    pattern = list(astuple(spec))
-    return blockwise_attention(q, k, v, block_index, cu_seqlens, "selected", pattern, scale)[0]
+    """Attention over the positions at or before each query inside its selected blocks."""
+    rest = cu_seqlens, "selected", spec.to_ints(), scale
+    return blockwise_attention(q, k, v, block_index, *rest)[0]
 
 
 def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int,
-    *,
-    scale: float,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """Each query over the last `window` positions, its own included."""
-    return blockwise_attention(q, k, v, None, cu_seqlens, "window", [window], scale)[0]
+    """Attention over the last `window` positions, the query's own included."""
+    spec = NSASpec(window=window).to_ints()  # of which the branch reads the window alone
+    return blockwise_attention(q, k, v, None, cu_seqlens, "window", spec, scale)[0]

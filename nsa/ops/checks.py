@@ -1,4 +1,4 @@
-"""Shapes that cannot be attended over are refused before any work, by the argument's name."""
+"""Argument checks of the public functions: errors name the argument, before any work is done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nsa.spec import NSASpec
 
 
 def check_heads(q: Tensor, **keys_or_values: Tensor) -> None:
-    """q and every key and value are [B, length, heads, size] of one dtype, heads dividing q's."""
+    """q, keys and values are [B, length, heads, size] of one dtype; heads divide q's."""
     for name, x in {"q": q, **keys_or_values}.items():
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [B, T, heads, size]")
@@ -30,47 +30,38 @@ def check_heads(q: Tensor, **keys_or_values: Tensor) -> None:
 
 
 def check_scale(q: Tensor, scale: float | None) -> float:
-    """What scores are multiplied by: above 0, or Dk^-0.5 where None."""
+    """The factor of scores: above 0, or Dk^-0.5 where None."""
     if scale is None:
         return q.shape[-1] ** -0.5
-    if not 1e-30 < scale < 1e30:  # beyond, float32 has 0 or infinity for it
+    if not 1e-30 < scale < 1e30:  # outside, it is 0 or infinite in float32
         raise ValueError(f"scale is {scale}; give one from 1e-30 to 1e30, or None for Dk^-0.5")
     return scale
 
 
-def check_pair(k: Tensor, v: Tensor, name: str) -> None:
-    """A branch's keys and values belong together."""
+def check_pair(k: Tensor, v: Tensor, suffix: str) -> None:
+    """A branch's keys and values agree in all but head size."""
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"k{name} is {tuple(k.shape)} and v{name} is {tuple(v.shape)}; "
+            f"k{suffix} is {tuple(k.shape)} and v{suffix} is {tuple(v.shape)}; "
             "they may differ in the last size only"
         )
 
 
-def check_same(name: str, x: Tensor, other: Tensor, other_name: str) -> None:
-    """Two branches have as many heads, of one size."""
-    if x.shape[2:] != other.shape[2:]:
-        raise ValueError(
-            f"{name} has heads and size {tuple(x.shape[2:])} and {other_name} has "
-            f"{tuple(other.shape[2:])}; branches must agree in both"
-        )
-
-
-def check_length(name: str, x: Tensor, length: int, why: str) -> None:
+def check_length(name: str, x: Tensor, length: int, required_by: str) -> None:
     """x has `length` entries along its second dimension."""
     if x.shape[1] != length:
-        raise ValueError(f"{name} has length {x.shape[1]}; {why} asks for {length}")
+        raise ValueError(f"{name} has length {x.shape[1]}; {required_by} requires {length}")
 
 
 def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> None:
-    """cu_seqlens is int32 (or int64) [documents + 1], from 0 up to T, where x [1, T, ..] is."""
+    """cu_seqlens is int32 (or int64) [documents + 1], from 0 to T, for an x of [1, T, ..]."""
     if cu_seqlens is None:
         return
     batch, seq_len = x.shape[:2]
     if batch != 1:
         raise ValueError(f"cu_seqlens packs documents into one row, but the batch is {batch}")
-    whole = cu_seqlens.dtype in (torch.int32, torch.int64)
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not whole:
+    integers = cu_seqlens.dtype in (torch.int32, torch.int64)
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not integers:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; "
             "it must be int32 [documents + 1]"
@@ -81,7 +72,7 @@ def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> No
             "give both the same device"
         )
     if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
-        return  # reading the values would break the graph or make the device wait
+        return  # reading the values would break the graph or wait for the device
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if first != 0 or last != seq_len or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
         raise ValueError(
@@ -90,7 +81,7 @@ def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> No
 
 
 def check_compressed(k_cmp: Tensor, seq_len: int, spec: NSASpec, cu_seqlens: Tensor | None) -> None:
-    """There are as many compressed keys as the documents have blocks."""
+    """There is one compressed key for each block of the documents."""
     if cu_seqlens is None:
         expected = spec.compressed_len(seq_len)
     elif cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Attention of one new token of each sequence, over what a cache keeps of the tokens before it.
+"""Decoding: attention of one new token of each sequence over the buffers of a KV cache.
 
 A token costs O(T/d + n·l' + w), nothing waits for the host, and nothing loops over sequences or
 blocks. Sizes in names: B sequences, K key/value heads, G query heads of each, N keys.
@@ -11,12 +11,11 @@ from functools import reduce
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from nsa.constants import BRANCHES
 from nsa.ops import triton
-from nsa.ops.backend import choose
-from nsa.ops.blockwise import fold, top_blocks
+from nsa.ops.backend import dispatch
+from nsa.ops.blockwise import overlap_table, sum_overlaps, top_blocks
 from nsa.ops.checks import check_heads, check_pair, check_scale
 from nsa.spec import NSASpec
 
@@ -37,43 +36,43 @@ def decode_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """What `nsa_attention` gives for the last token of each sequence: [B, Hq, Dv].
+    """`nsa_attention` for the last token of each sequence alone: [B, Hq, Dv].
 
     q [B, Hq, Dk] and gates [B, Hq, branches] are of that token, which `lengths` int64 [B] counts
     and whose keys and values are in the buffers already. k_sel and v_sel [B, S, Hkv, D] begin with
     position 0, k_cmp and v_cmp [B, N, Hkv, D] with block 0. k_win and v_win [B, R, Hkv, D] are
-    rings: position p lies at p % R, where R is the window or more, or no sequence is longer than R.
-    Of what lies beyond a sequence's length nothing gets into the result, not even NaN.
+    rings: position p is at p % R, where R is the window or more, or no sequence is longer than R.
+    Nothing after a sequence's length gets into the result, not even NaN.
 
-    What only a missing branch reads may be None; selecting takes k_cmp in any case. "blockwise" and
-    "reference" both mean the PyTorch here.
+    Buffers that only a missing branch reads may be None; selection always reads k_cmp. "blockwise"
+    and "reference" both mean the PyTorch here.
     """
     scale = check_scale(q, scale)
     buffers = {"cmp": (k_cmp, v_cmp), "sel": (k_sel, v_sel), "win": (k_win, v_win)}
     pairs = _check(q, buffers, gates, lengths, branches)
-    if choose(backend, "decode_attention", q[:, None], *(v for _, v in pairs.values())) is triton:
-        from nsa.ops.triton import decode
-
-        every = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
-        return decode.decode_attention(
-            q, *every, gates, lengths, spec, branches=branches, scale=scale
+    values = (v for _, v in pairs.values())
+    if dispatch(backend, "decode_attention", q[:, None], *values) is triton:
+        tensors = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, lengths
+        return triton.decode_attention(
+            q, *tensors, spec=spec, branches="+".join(branches), scale=scale
         )
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     heads = next(iter(pairs.values()))[0].shape[2]
     q_BKGD = (q.to(dtype) * scale).unflatten(1, (heads, -1))
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     if k_cmp is not None:
         seen = _visible_blocks(k_cmp, lengths, spec)
         p = _softmax(q_BKGD, k_cmp.transpose(1, 2), seen)
         if "cmp" in pairs:
-            found["cmp"] = _weighted(p, pairs["cmp"][1].transpose(1, 2), seen)
+            outputs["cmp"] = _weighted(p, pairs["cmp"][1].transpose(1, 2), seen)
         if "sel" in pairs:
-            chosen = _choose(p.sum(2), lengths, spec, pairs["sel"][0].shape[1])
-            found["sel"] = _attend(q_BKGD, *_chosen_keys(*pairs["sel"], chosen, lengths, spec))
+            index = _select(p.sum(2), lengths, spec, pairs["sel"][0].shape[1])
+            keys_values = _selected_keys(*pairs["sel"], index, lengths, spec)
+            outputs["sel"] = _attend(q_BKGD, *keys_values)
     if "win" in pairs:
-        found["win"] = _attend(q_BKGD, *_window_keys(*pairs["win"], lengths, spec.window))
+        outputs["win"] = _attend(q_BKGD, *_window_keys(*pairs["win"], lengths, spec.window))
     mixed = [
-        gate[..., None] * found[name].flatten(1, 2).to(q.dtype)
+        gate[..., None] * outputs[name].flatten(1, 2).to(q.dtype)
         for name, gate in zip(branches, gates.unbind(-1), strict=True)
     ]
     return reduce(torch.add, mixed)  # rounded as nsa_attention rounds
@@ -86,19 +85,19 @@ def _check(
     lengths: Tensor,
     branches: Sequence[str],
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """The keys and values of the branches that there are; shapes alone are looked at."""
+    """The keys and values of `branches`, checked by their shapes alone."""
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for name in branches:
         k, v = buffers.get(name, (None, None))
         if k is None or v is None:
-            raise ValueError(f"branches = {tuple(branches)}: k_{name} and v_{name} are not given")
+            raise ValueError(f"branches = {tuple(branches)}: give k_{name} and v_{name}")
         check_heads(q[:, None], **{f"k_{name}": k, f"v_{name}": v})
         check_pair(k, v, f"_{name}")
         pairs[name] = k, v
     if "sel" in pairs:
         k_cmp = buffers["cmp"][0]
         if k_cmp is None:
-            raise ValueError("k_cmp is not given; the selected branch chooses blocks by it")
+            raise ValueError("k_cmp is not given; give it, as the selected branch selects by it")
         check_heads(q[:, None], k_cmp=k_cmp)
     if not pairs or gates.shape != (*q.shape[:2], len(branches)):
         raise ValueError(
@@ -118,33 +117,29 @@ def _visible_blocks(k_cmp: Tensor, lengths: Tensor, spec: NSASpec) -> Tensor:
     return (end <= lengths[:, None])[:, None]
 
 
-def _choose(p_BKN: Tensor, lengths: Tensor, spec: NSASpec, capacity: int) -> Tensor:
+def _select(p_BKN: Tensor, lengths: Tensor, spec: NSASpec, capacity: int) -> Tensor:
     """The blocks of each sequence's last token, ascending, padded with -1: [B, K, n], or fewer."""
     own = torch.div(lengths - 1, spec.select_len, rounding_mode="floor")[:, None, None]
     if spec.select_blocks_len(capacity) <= spec.select_top:
         block = torch.arange(spec.select_blocks_len(capacity), device=own.device)
         return torch.where(block <= own, block, -1).expand(-1, p_BKN.shape[1], -1)
-    blocks, weights = fold(capacity, spec, p_BKN.dtype, p_BKN.device)
-    p = pad(p_BKN, (0, 1))  # the column beyond the last holds the 0 of blocks that are not there
-    importance = p.new_zeros(*p.shape[:2], blocks.shape[1])
-    for near, weight in zip(blocks, weights, strict=True):  # in order: ties stay exact
-        importance += p.index_select(-1, near.clamp(max=p_BKN.shape[-1])) * weight
-    return top_blocks(importance, own, spec)
+    table = overlap_table(capacity, spec, p_BKN.dtype, p_BKN.device)
+    return top_blocks(sum_overlaps(p_BKN, *table), own, spec)
 
 
-def _chosen_keys(
-    k: Tensor, v: Tensor, chosen_BKn: Tensor, lengths: Tensor, spec: NSASpec
+def _selected_keys(
+    k: Tensor, v: Tensor, index_BKn: Tensor, lengths: Tensor, spec: NSASpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [B, K, n·l', D] of the chosen blocks, and which of them are seen."""
+    """Keys and values [B, K, n·l', D] of the selected blocks, and which of them are seen."""
     inside = torch.arange(spec.select_len, device=k.device)
-    position = (chosen_BKn[..., None] * spec.select_len + inside).flatten(-2)
+    position = (index_BKn[..., None] * spec.select_len + inside).flatten(-2)
     seen = (position >= 0) & (position < lengths[:, None, None])
-    row = torch.arange(len(k), device=k.device)[:, None, None]
+    batch = torch.arange(len(k), device=k.device)[:, None, None]
     head = torch.arange(k.shape[2], device=k.device)[:, None]
-    place = row * k.shape[1] + position.clamp(0, k.shape[1] - 1)
-    # By rows of a matrix: indexing with three tensors takes four times as long on a processor.
-    flat = (place * k.shape[2] + head).flatten()
-    k, v = (x.flatten(0, 2).index_select(0, flat).view(*place.shape, -1) for x in (k, v))
+    token = batch * k.shape[1] + position.clamp(0, k.shape[1] - 1)
+    # By rows of a matrix: indexing with three tensors takes four times as long on a CPU.
+    row = (token * k.shape[2] + head).flatten()
+    k, v = (x.flatten(0, 2).index_select(0, row).view(*token.shape, -1) for x in (k, v))
     return k, v, seen
 
 
@@ -153,12 +148,12 @@ def _window_keys(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values [B, K, N, D] of the window, and which of them are seen."""
     last, size = lengths[:, None] - 1, k.shape[1]
-    place = torch.arange(min(size, window), device=k.device)
-    if size <= window:  # the whole ring, as it lies
-        age = (last - place) % size
+    slot = torch.arange(min(size, window), device=k.device)
+    if size <= window:  # the ring as it is
+        age = (last - slot) % size
     else:
-        age, row = place, torch.arange(len(k), device=k.device)[:, None]
-        k, v = (x[row, (last - age) % size] for x in (k, v))
+        age, batch = slot, torch.arange(len(k), device=k.device)[:, None]
+        k, v = (x[batch, (last - age) % size] for x in (k, v))
     return k.transpose(1, 2), v.transpose(1, 2), (age <= last)[:, None]
 
 
@@ -174,5 +169,5 @@ def _softmax(q_BKGD: Tensor, k_BKND: Tensor, seen: Tensor) -> Tensor:
 
 
 def _weighted(p_BKGN: Tensor, v_BKND: Tensor, seen: Tensor) -> Tensor:
-    # What is not seen has the weight 0, but 0 times NaN is NaN.
+    # What is hidden has the weight 0, but 0 times NaN is NaN.
     return p_BKGN @ v_BKND.to(p_BKGN.dtype).masked_fill(~seen[..., None], 0)

@@ -1,4 +1,4 @@
-"""Packed documents: where each starts, and where its compressed keys start."""
+"""Packed documents: where each one and its compressed keys begin."""
 
 from __future__ import annotations
 

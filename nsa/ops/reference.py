@@ -1,6 +1,6 @@
-"""The definition of Native Sparse Attention that every other backend is held to.
+"""Reference backend: the definition of Native Sparse Attention, which every other is held to.
 
-Dense and short rather than fast: it builds the mask of each branch and calls one softmax.
+Dense and short rather than fast: it builds each branch's mask and calls one softmax.
 Sizes in names: B batch, T queries, N keys, H query heads, K key/value heads, M selection blocks.
 """
 
@@ -14,15 +14,9 @@ from nsa.spec import NSASpec
 
 
 def compressed_attention(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    spec: NSASpec,
-    *,
-    scale: float,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec, scale: float, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Each query over the compressed keys of blocks that end at or before it; (o, lse)."""
+    """Attention over the compressed keys of blocks that end at or before each query; (o, lse)."""
     parts = []
     documents = document_slices(q.shape[1], cu_seqlens)
     blocks = compressed_slices(q.shape[1], cu_seqlens, spec)
@@ -37,10 +31,9 @@ def select_blocks(
     k_cmp: Tensor,
     lse: Tensor,
     spec: NSASpec,
-    *,
     seq_len: int,
     scale: float,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None,
 ) -> Tensor:
     """The blocks that each query attends to, ascending, padded with -1: int32 [B, T, K, n]."""
     parts = []
@@ -59,32 +52,24 @@ def selected_attention(
     v: Tensor,
     block_index: Tensor,
     spec: NSASpec,
-    *,
     scale: float,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | None,
 ) -> Tensor:
-    """Each query over the positions at or before it inside its chosen blocks."""
+    """Attention over the positions at or before each query inside its selected blocks."""
     parts = []
     for doc in document_slices(q.shape[1], cu_seqlens):
-        length = doc.stop - doc.start
-        position = torch.arange(length, device=q.device)
+        position = torch.arange(doc.stop - doc.start, device=q.device)
         block = position // spec.select_len
-        chosen = (block_index[:, doc, :, :, None] == block).any(3)  # [B, T, K, N]
-        seen = chosen & (position <= position[:, None])[None, :, None]
+        selected = (block_index[:, doc, :, :, None] == block).any(3)  # [B, T, K, N]
+        seen = selected & (position <= position[:, None])[None, :, None]
         parts.append(_attend(q[:, doc], k[:, doc], v[:, doc], seen, scale)[0])
     return torch.cat(parts, 1)
 
 
 def window_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int,
-    *,
-    scale: float,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """Each query over the last `window` positions, its own included."""
+    """Attention over the last `window` positions, the query's own included."""
     parts = []
     for doc in document_slices(q.shape[1], cu_seqlens):
         position = torch.arange(doc.stop - doc.start, device=q.device)
@@ -115,10 +100,10 @@ def overlap(seq_len: int, spec: NSASpec, device: torch.device | None = None) -> 
 def importance(
     q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, *, seq_len: int, scale: float
 ) -> Tensor:
-    """How much each query's KV group looks at each selection block of one document: [B, T, K, M].
+    """How much each query's KV group attends to each selection block of a document: [B, T, K, M].
 
-    The queries are the document's last ones. What the compressed softmax gives to block i is
-    shared out over the selection blocks that i overlaps, and summed over the group's heads.
+    The queries are the document's last ones. Block i's probability in the compressed softmax is
+    divided among the selection blocks that i overlaps, and summed over the group's heads.
     """
     dtype = _accumulator(q)
     groups, queries = k_cmp.shape[2], q.shape[1]
@@ -126,7 +111,7 @@ def importance(
     score = torch.einsum("btkgd,bnkd->btkgn", q, k_cmp.to(dtype)) * scale
     seen = visible_blocks(seq_len, spec, q.device, queries)[:, :, :, None]
     shifted = score - lse.to(dtype).unflatten(2, (groups, -1))[..., None]
-    p = torch.where(seen, shifted, -torch.inf).exp().sum(3)
+    p = torch.where(seen, shifted, -torch.inf).exp().sum(3)  # [B, T, K, N]
     weight = overlap(seq_len, spec, q.device).to(dtype)
     total = p.new_zeros(*p.shape[:3], weight.shape[1])
     # One compressed block after the other, so that selection blocks which the same ones overlap
@@ -137,7 +122,7 @@ def importance(
 
 
 def top_blocks(score: Tensor, spec: NSASpec, *, seq_len: int) -> Tensor:
-    """The n blocks of highest `score` [B, T, K, M], the always-selected ones first among them."""
+    """The n blocks of highest `score` [B, T, K, M], among them those that are always selected."""
     queries, blocks = score.shape[1], score.shape[-1]
     position = torch.arange(seq_len - queries, seq_len, device=score.device)
     own = (position // spec.select_len)[:, None, None]
@@ -146,9 +131,9 @@ def top_blocks(score: Tensor, spec: NSASpec, *, seq_len: int) -> Tensor:
     always = (block < spec.init_blocks) | (block > own - spec.local_blocks)
     ranked = torch.where(always & candidate, torch.inf, score).masked_fill(~candidate, -torch.inf)
     order = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : spec.select_top]
-    chosen = torch.where(order <= own, order, blocks).sort(-1).values
-    chosen = torch.where(chosen < blocks, chosen, -1).to(torch.int32)
-    return torch.nn.functional.pad(chosen, (0, spec.select_top - chosen.shape[-1]), value=-1)
+    index = torch.where(order <= own, order, blocks).sort(-1).values
+    index = torch.where(index < blocks, index, -1).to(torch.int32)
+    return torch.nn.functional.pad(index, (0, spec.select_top - index.shape[-1]), value=-1)
 
 
 def _accumulator(q: Tensor) -> torch.dtype:
@@ -162,11 +147,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tupl
     grouped = q.to(dtype).unflatten(2, (groups, q.shape[2] // groups))
     score = torch.einsum("btkgd,bnkd->btkgn", grouped, k.to(dtype)) * scale
     seen = seen[:, :, :, None]
-    some = seen.any(-1, keepdim=True)
-    # A row that sees nothing is given zeros before the softmax and masked after it, so that its
-    # gradient is 0 and not NaN.
-    score = torch.where(some, torch.where(seen, score, -torch.inf), 0.0)
-    lse = torch.where(some[..., 0], score.logsumexp(-1), -torch.inf)
-    p = torch.where(some, score.softmax(-1), 0.0) if k.shape[1] else score
+    not_blind = seen.any(-1, keepdim=True)
+    # A row that sees nothing is zero before the softmax and masked after it, so that its gradient
+    # is 0 and not NaN.
+    score = torch.where(not_blind, torch.where(seen, score, -torch.inf), 0.0)
+    lse = torch.where(not_blind[..., 0], score.logsumexp(-1), -torch.inf)
+    p = torch.where(not_blind, score.softmax(-1), 0.0) if k.shape[1] else score
     o = torch.einsum("btkgn,bnkd->btkgd", p, v.to(dtype))
     return o.flatten(2, 3).to(q.dtype), lse.flatten(2, 3)

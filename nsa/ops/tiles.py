@@ -1,14 +1,14 @@
-"""The tiles that each branch is computed from, and attention over a list of tiles.
+"""Attention over a list of tiles in PyTorch, and the tiles that each branch is computed from.
 
 Every branch is the same computation over a different list of tiles: some query rows against a
-run of keys, some entries hidden. A tile's softmax is merged into what its rows have seen so far,
-and the backward pass walks the same tiles again. Sums are kept in float32 (float64 for float64
-inputs), in a fixed order, so results and gradients are the same from run to run.
+run of keys, some entries hidden. A tile's softmax is merged into the running one of its rows, and
+the backward pass walks the same tiles again. Sums are float32 (float64 for float64 inputs), in a
+fixed order, so results and gradients are the same from run to run.
 
     compressed   rows of a tile x every compressed key that one of them can see
     window       rows of a tile x the positions from the first row's window to the last row
-    selected     early rows x their whole past with the unchosen blocks hidden (most are chosen),
-                 later rows grouped by block: block j x the rows that chose it
+    selected     early rows x their whole past, other blocks hidden (most are selected),
+                 later rows grouped by block: block j x the rows that selected it
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from nsa.spec import NSASpec
 # instead of waiting for each other inside one.
 HEADS = 4
 # Rows of one tile, queries x heads: enough to keep matrix products busy, few enough that a tile's
-# scores stay in the processor's cache.
+# scores stay in the CPU's cache.
 TILE_ROWS = 768
 GATHERED_ROWS = 3072
 # Early rows walk their whole past while it has at most this many times n blocks: the products
-# wasted on unchosen blocks cost less than gathering the rows of each block.
+# wasted on other blocks cost less than gathering the rows of each block.
 DENSE_BLOCKS = 2
-# Stands for a hidden score. Finite, so that a row with everything hidden makes no NaN.
+# A hidden score. Finite, so that a row with everything hidden has no NaN.
 HIDDEN = -1e30
 
 
 @dataclass
 class Tile:
-    """Rows against a run of keys, in some KV heads; what is not seen stands in `hidden`."""
+    """Rows against a run of keys, in some KV heads; `hidden` has the masks of rows and keys."""
 
     rows: slice | Tensor
     keys: slice
     hidden: list[tuple[slice, slice, Tensor]] = field(default_factory=list)  # rows, keys, mask
     heads: slice = field(default_factory=lambda: slice(None))
-    whole: bool = True  # its rows see no key outside this tile
+    complete: bool = True  # its rows see no key outside this tile
 
     def scores(self, q_KTGD: Tensor, k_KND: Tensor) -> tuple[Tensor, Tensor]:
         """The tile's queries [K, R*G, D] and their masked scores [K, R*G, N]."""
-        q = self.take(q_KTGD)
+        q = self.rows_of(q_KTGD)
         group, q = q.shape[2], q.flatten(1, 2)
         score = q @ k_KND[self.heads, self.keys].mT
         by_row = score.unflatten(1, (-1, group))
@@ -55,13 +55,13 @@ class Tile:
             by_row[:, rows, :, keys].masked_fill_(mask.unsqueeze(-2), HIDDEN)
         return q, score
 
-    def take(self, x_KT: Tensor) -> Tensor:
-        """The tile's heads and rows of something that every row has."""
+    def rows_of(self, x_KT: Tensor) -> Tensor:
+        """The tile's heads and rows of x."""
         x = x_KT[self.heads]
         return x[:, self.rows] if isinstance(self.rows, slice) else x.index_select(1, self.rows)
 
 
-def tile_step(heads: int, group: int) -> int:
+def queries_per_tile(heads: int, group: int) -> int:
     """How many queries a tile has, where `heads` KV heads share it."""
     return max(1, TILE_ROWS // (heads * group))
 
@@ -99,10 +99,10 @@ def window_tiles(seq_len: int, window: int, step: int, device: torch.device) -> 
 
 
 def selected_tiles(block_index_KTn: Tensor, spec: NSASpec, group: int) -> Iterator[Tile]:
-    """The tiles of some KV heads of one document, from their queries' chosen blocks."""
+    """The tiles of some KV heads of one document, from their queries' selected blocks."""
     heads, seq_len = block_index_KTn.shape[:2]
     switch = min(seq_len, DENSE_BLOCKS * spec.select_top * spec.select_len)
-    yield from _early_tiles(block_index_KTn, switch, spec, tile_step(heads, group))
+    yield from _early_tiles(block_index_KTn, switch, spec, queries_per_tile(heads, group))
     if switch < seq_len:
         for head in range(heads):
             for tile in _gathered_tiles(block_index_KTn[head], switch, spec, group):
@@ -114,22 +114,22 @@ def _early_tiles(block_index: Tensor, switch: int, spec: NSASpec, step: int) -> 
     for start in range(0, switch, step):
         stop = min(start + step, switch)
         row = torch.arange(start, stop, device=block_index.device)[:, None]
-        chosen = _chosen(block_index[:, start:stop], spec.select_blocks_len(stop))
+        selected = _one_hot(block_index[:, start:stop], spec.select_blocks_len(stop))
         own = slice(start, stop)
         key = torch.arange(start, stop, device=block_index.device)
         hidden = [(slice(None), own, key > row)]
-        if not bool(chosen.all()):
-            mask = ~chosen.repeat_interleave(spec.select_len, -1)[..., :stop]
+        if not bool(selected.all()):
+            mask = ~selected.repeat_interleave(spec.select_len, -1)[..., :stop]
             hidden.append((slice(None), slice(0, stop), mask))
-        yield Tile(slice(start, stop), slice(0, stop), hidden)
+        yield Tile(own, slice(0, stop), hidden)
 
 
-def _chosen(block_index_KRn: Tensor, blocks: int) -> Tensor:
-    """Which of the first `blocks` blocks each row chose: bool [K, R, M]."""
+def _one_hot(block_index_KRn: Tensor, blocks: int) -> Tensor:
+    """Which of the first `blocks` blocks each row selected: bool [K, R, M]."""
     outside = (block_index_KRn < 0) | (block_index_KRn >= blocks)
     index = torch.where(outside, blocks, block_index_KRn).long()
-    chosen = torch.zeros(*index.shape[:2], blocks + 1, dtype=torch.bool, device=index.device)
-    return chosen.scatter_(-1, index, True)[..., :blocks]
+    selected = torch.zeros(*index.shape[:2], blocks + 1, dtype=torch.bool, device=index.device)
+    return selected.scatter_(-1, index, True)[..., :blocks]
 
 
 def _gathered_tiles(block_index: Tensor, switch: int, spec: NSASpec, group: int) -> Iterator[Tile]:
@@ -140,20 +140,20 @@ def _gathered_tiles(block_index: Tensor, switch: int, spec: NSASpec, group: int)
     pair = (index * seq_len + row)[(index >= 0) & (index <= row // spec.select_len)]
     pair = pair.unique()  # by block, then by row; a block named twice counts once
     rows = pair % seq_len
-    count = torch.bincount(pair // seq_len, minlength=blocks).tolist()
+    counts = torch.bincount(pair // seq_len, minlength=blocks).tolist()
     step = max(1, GATHERED_ROWS // group)
     offset = 0
-    for block, many in enumerate(count):
+    for block, count in enumerate(counts):
         first = block * spec.select_len
         keys = slice(first, min(first + spec.select_len, seq_len))
         key = torch.arange(keys.start, keys.stop, device=device)
-        for start in range(offset, offset + many, step):
-            some = rows[start : min(start + step, offset + many)]
+        for start in range(offset, offset + count, step):
+            tile_rows = rows[start : min(start + step, offset + count)]
             # Rows ascend, so those inside the block itself come first.
-            inside = int((some < keys.stop).sum())
-            mask = key > some[:inside, None]
-            yield Tile(some, keys, [(slice(0, inside), slice(None), mask)], whole=False)
-        offset += many
+            inside = int((tile_rows < keys.stop).sum())
+            mask = key > tile_rows[:inside, None]
+            yield Tile(tile_rows, keys, [(slice(0, inside), slice(None), mask)], complete=False)
+        offset += count
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], o: Tensor, lse: Tensor) -> None:
@@ -166,15 +166,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile], o: Tensor, ls
         # The largest probability is exp(top - lse), which saves a pass over the scores.
         tile_lse = (top - p.amax(-1).log()).unflatten(1, (-1, group))
         tile_o = (p @ v[tile.heads, tile.keys]).unflatten(1, (-1, group))
-        if not tile.whole:
-            old_lse = tile.take(lse)
+        if not tile.complete:
+            old_lse = tile.rows_of(lse)
             new_lse = torch.logaddexp(old_lse, tile_lse)
-            old_o = tile.take(o).mul_((old_lse - new_lse).exp_()[..., None])
+            old_o = tile.rows_of(o).mul_((old_lse - new_lse).exp_()[..., None])
             tile_o = old_o.addcmul_(tile_o, (tile_lse - new_lse).exp_()[..., None])
             tile_lse = new_lse
-        nothing = tile_lse < HIDDEN / 2
-        o[tile.heads][:, tile.rows] = tile_o.masked_fill_(nothing[..., None], 0)
-        lse[tile.heads][:, tile.rows] = tile_lse.masked_fill_(nothing, -torch.inf)
+        blind = tile_lse < HIDDEN / 2
+        o[tile.heads][:, tile.rows] = tile_o.masked_fill_(blind[..., None], 0)
+        lse[tile.heads][:, tile.rows] = tile_lse.masked_fill_(blind, -torch.inf)
 
 
 def attend_backward(
@@ -190,14 +190,14 @@ def attend_backward(
     group = q.shape[2]
     for tile in tiles:
         q_tile, score = tile.scores(q, k)
-        if tile.whole:
+        if tile.complete:
             p = score.softmax(-1)
         else:
-            p = score.sub_(tile.take(lse).flatten(1)[..., None]).exp_()
-        do_tile = tile.take(do).flatten(1, 2)
+            p = score.sub_(tile.rows_of(lse).flatten(1)[..., None]).exp_()
+        do_tile = tile.rows_of(do).flatten(1, 2)
         dv[tile.heads, tile.keys].baddbmm_(p.mT, do_tile)
         ds = do_tile @ v[tile.heads, tile.keys].mT
-        ds = ds.sub_(tile.take(delta).flatten(1)[..., None]).mul_(p)
+        ds = ds.sub_(tile.rows_of(delta).flatten(1)[..., None]).mul_(p)
         dk[tile.heads, tile.keys].baddbmm_(ds.mT, q_tile)
         dq_tile = (ds @ k[tile.heads, tile.keys]).unflatten(1, (-1, group))
         if isinstance(tile.rows, slice):

@@ -1,4 +1,4 @@
-"""Roofline counts against masks counted position by position, and the tables of the kernels page."""
+"""Roofline counts against masks counted position by position, and the tables in the docs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from nsa.bench.__main__ import main
 from nsa.bench.results import Report
 from nsa.bench.tune import discover, key_of, print_rows, tune
 from nsa.ops.triton import configs
-from nsa.ops.triton.configs import Config, candidates, choose_config, choosing, keep_tuned
+from nsa.ops.triton.configs import Config, candidates, choose_config, override_choices, save_tuned
 
 HALF = torch.float16
 
@@ -64,7 +64,7 @@ def test_the_fastest_candidate_is_stored_and_used_by_the_next_launch() -> None:
         option.rows for option in candidates("toy_forward", (64, 64), HALF)
     ]
     assert choose_config("toy_forward", (64, 64), HALF) == first
-    keep_tuned({key_of("toy_forward", (64, 64), HALF): last})
+    save_tuned({key_of("toy_forward", (64, 64), HALF): last})
     assert choose_config("toy_forward", (64, 64), HALF) == last
     assert (
         choose_config("toy_forward", (64, 128), HALF)
@@ -84,7 +84,7 @@ def test_the_library_with_the_fastest_kernel_is_stored_by_name(
     key = key_of("toy_branch", (64, 64), HALF)
     print_rows([{"key": key, **row}])
     assert re.search(r"another's .* kept", capsys.readouterr().out)
-    keep_tuned({key: best["toy_branch"]})
+    save_tuned({key: best["toy_branch"]})
     assert configs.choose("toy_branch", ["ours", "another's"], (64, 64), HALF) == "another's"
     assert configs.choose("toy_branch", ["ours"], (64, 64), HALF) == "ours"
 
@@ -121,11 +121,11 @@ def test_the_real_launchers_look_up_the_keys_that_tuning_writes() -> None:
         def note(operation: str, options: list[Config], seen: Any = options_of) -> Config:
             return seen.setdefault(operation, options)[-1]
 
-        with choosing(note):
+        with override_choices(note):
             wanted = launches(call, case)
         assert options_of, name
         before = launches(call, case)
-        keep_tuned(
+        save_tuned(
             {
                 key_of(operation, (64, 128), torch.bfloat16): options[-1]
                 for operation, options in options_of.items()
@@ -134,7 +134,7 @@ def test_the_real_launchers_look_up_the_keys_that_tuning_writes() -> None:
         assert launches(call, case) == wanted, name
         if any(len(options) > 1 for options in options_of.values()):
             assert wanted != before, name
-        keep_tuned(
+        save_tuned(
             {
                 key_of(operation, (64, 128), torch.bfloat16): options[0]
                 for operation, options in options_of.items()

@@ -171,7 +171,7 @@ def test_wrong_flags_are_one_line_before_anything_is_loaded(
         ([], "there is no prompt; give --prompt TEXT or --file F"),
         (["--prompt", ""], "the prompt '' is empty; give at least one character"),
         ([*prompt, "--max-new-tokens", "0"], "max_new_tokens = 0: must be 1 or more"),
-        ([*prompt, "--temperature", "-1"], "temperature = -1.0: must be 0 (the likeliest token)"),
+        ([*prompt, "--temperature", "-1"], "temperature = -1.0: must be 0 (greedy) or more"),
         ([*prompt, "--top-p", "1.5"], "top_p = 1.5: must be above 0 and at most 1"),
         ([*prompt, "--device", "gpu"], "--device gpu: "),
         (["--file", str(tmp_path)], f"--file {tmp_path}: Is a directory; name a file of text"),

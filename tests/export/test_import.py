@@ -272,10 +272,7 @@ def test_the_target_may_be_a_link_but_not_the_working_directory(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert main(["import", str(llama_folder), "--to", "."]) == 2
-    assert (
-        "--to .: this llama_folder cannot be replaced; name a new one in it"
-        in capsys.readouterr().err
-    )
+    assert "--to .: this folder cannot be replaced; name a new one in it" in capsys.readouterr().err
     imported(llama_folder, Path("new"), "--attention=dense")
 
 

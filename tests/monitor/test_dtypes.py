@@ -85,10 +85,10 @@ def test_an_unwritable_table_does_not_stop_the_run(
 @pytest.mark.parametrize(
     "names",
     [
-        ("zero1_pcie", "zero2_overlap"),
+        ("zero1_pcie",),
         pytest.param(("zero1_pcie", "zero2_overlap", "zero3"), marks=pytest.mark.full),
     ],
-    ids=["zero1-2", "zero1-3"],
+    ids=["zero1", "all"],
 )
 def test_deepspeeds_wrapped_optimizers_are_reported_and_numbers_do_not_change(
     tmp_path: Path, names: tuple[str, ...]
@@ -104,5 +104,5 @@ def test_deepspeeds_wrapped_optimizers_are_reported_and_numbers_do_not_change(
         assert table["blocks.*.mlp.down"] == ["(2)", "Linear", *["bfloat16"] * 3]
         assert table["updated"][-1] == "float32"
         assert table["exp_avg_sq"] == ["float32"]
-    wide, narrow = (rows(tmp_path / f"{name}.txt")["accumulated"] for name in names[:2])
-    assert (wide[-1], narrow[-1]) == ("float32", "bfloat16")
+    accumulated = [rows(tmp_path / f"{name}.txt")["accumulated"][-1] for name in names[:2]]
+    assert accumulated == ["float32", "bfloat16"][: len(names)]

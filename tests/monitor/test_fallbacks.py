@@ -30,7 +30,7 @@ def test_fallbacks_are_written_during_the_run_and_at_its_end(tmp_path: Path) -> 
     observer, writer = start(tmp_path, counts)
     observer.on_step(make_record(1))
     drain(writer)
-    assert not (tmp_path / "fallbacks.csv").exists(), "nothing was passed over yet"
+    assert not (tmp_path / "fallbacks.csv").exists(), "no fallback yet"
     counts["window_attention", "triton", REASON] = 2
     counts["select_blocks", "triton", REASON] = 1
     observer.on_step(make_record(2))

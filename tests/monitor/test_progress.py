@@ -61,15 +61,15 @@ def test_the_last_step_of_a_run_that_ends_early_is_printed(tmp_path: Path) -> No
 
 def show_on_terminal(columns: int, run_dir: Path) -> str:
     """Return what a pseudo-terminal displays."""
-    there, here = os.openpty()
-    fcntl.ioctl(here, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with os.fdopen(here, "w") as stream:
+    terminal, program = os.openpty()
+    fcntl.ioctl(program, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(program, "w") as stream:
         show(stream, [make_record(1), make_record(2, val_loss=2.5), make_record(3)], run_dir)
     shown = b""
     with contextlib.suppress(OSError):  # the other end is closed and drained
-        while part := os.read(there, 1_000_000):  # the kernel delivers it in pieces
+        while part := os.read(terminal, 1_000_000):  # the kernel delivers it in pieces
             shown += part
-    os.close(there)
+    os.close(terminal)
     return shown.decode()
 
 

@@ -104,8 +104,8 @@ def test_without_an_accelerator_memory_is_the_peak_of_the_process() -> None:
     before = memory_gb()
     assert before > 0.05, "less than Python with torch takes"
     below_peak = before * 1e9 - psutil.Process().memory_info().rss
-    block = np.ones(int(max(0, below_peak) + 2e8), dtype=np.uint8)
+    block = np.ones(int(max(0, below_peak) + 6e7), dtype=np.uint8)
     grown = memory_gb()
     del block
-    assert grown >= before + 0.1
+    assert grown >= before + 0.03
     assert memory_gb() >= grown

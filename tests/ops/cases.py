@@ -1,12 +1,13 @@
-"""What the tests of the ops share: cases, inputs, and how two results are compared."""
+"""Cases, random inputs and comparisons for the tests of nsa.ops."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,15 @@ from nsa.spec import NSASpec
 GROUPS = (1, 2, 3, 4, 6, 8, 16)
 
 
+def default(count: int, values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: the first `count` values by default, the others with --full."""
+    values = list(values)
+    return values[:count] + [pytest.param(x, marks=pytest.mark.full) for x in values[count:]]
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Compute with so many threads for a while."""
+    """Use `count` threads for a while."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     yield
@@ -88,7 +95,7 @@ class Case:
 
 
 def random_spec(draw: random.Random) -> NSASpec:
-    """Small sizes that need not divide one another, mostly with blocks left to choose."""
+    """Small sizes that need not divide one another, mostly with more blocks than are selected."""
     block_len = draw.randint(1, 12)
     top = draw.randint(1, 5)
     local = draw.randint(1, max(1, top - 1))
@@ -215,7 +222,7 @@ def all_branches(
 
 
 def selection(x: Inputs, case: Case, backend: str) -> Tensor:
-    """The chosen blocks, from the compressed branch's own lse."""
+    """The selected blocks, from the compressed branch's own lse."""
     common = {"cu_seqlens": case.offsets_on(x.q.device), "backend": backend}
     _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, case.spec, **common)
     return select_blocks(x.q, x.k_cmp, lse, case.spec, **common)
@@ -252,13 +259,13 @@ def exact_score(x: Inputs, case: Case) -> Tensor:
 
 
 def same_selection(score: Tensor, a: Tensor, b: Tensor, rtol: float = 1e-5) -> bool:
-    """Whether two choices of blocks [.., n] are equally good by `score` [.., M].
+    """Whether two selections of blocks [.., n] are equally good by `score` [.., M].
 
-    Where two scores are nearly equal, rounding may pick either, so what was picked is compared
-    by its score. Both must name each block once, ascending, and pad with -1 at the end.
+    Where two scores are nearly equal, rounding may select either, so selections are compared by
+    score. Both must name each block once, ascending, and pad with -1 at the end.
     """
     return all(_well_formed(x) for x in (a, b)) and torch.allclose(
-        _chosen_scores(score, a), _chosen_scores(score, b), rtol=rtol, atol=1e-12
+        _selected_scores(score, a), _selected_scores(score, b), rtol=rtol, atol=1e-12
     )
 
 
@@ -267,7 +274,7 @@ def _well_formed(index: Tensor) -> bool:
     return bool((((before >= 0) & (after > before)) | (after == -1)).all())
 
 
-def _chosen_scores(score: Tensor, index: Tensor) -> Tensor:
-    """The scores of what was chosen, in descending order; padding counts as worse than any."""
-    chosen = score.gather(-1, index.long().clamp(min=0))
-    return chosen.masked_fill(index < 0, -torch.inf).sort(-1, descending=True).values
+def _selected_scores(score: Tensor, index: Tensor) -> Tensor:
+    """The scores of selected blocks, in descending order; padding counts as worse than any."""
+    selected = score.gather(-1, index.long().clamp(min=0))
+    return selected.masked_fill(index < 0, -torch.inf).sort(-1, descending=True).values

@@ -81,7 +81,7 @@ def documents_do_not_see_each_other(backend: str) -> None:
             torch.testing.assert_close(packed[name][0][:, token], o, rtol=1e-9, atol=1e-9)
 
 
-def the_last_blocks_are_always_chosen(backend: str) -> None:
+def the_last_blocks_are_always_selected(backend: str) -> None:
     """Also past 128 blocks, and where all of the compressed attention goes to the first block."""
     spec = NSASpec(4, 2, 2, 3, 0, 2, 7)
     case = Case(spec, (290,), kv_heads=1, group=2, key_dim=2)
@@ -201,7 +201,7 @@ def near_ties_are_judged_by_score(backend: str) -> None:
 
 
 def positions_inside_a_block_matter_to_the_compressor(backend: str) -> None:
-    """What φ makes of its position embeddings depends on the tokens: it is not one constant."""
+    """The effect of φ's position embeddings depends on the tokens: it is not one constant."""
     torch.manual_seed(0)
     phi = compressor.MLPCompressor(block_len=4, size=3, hidden=5).double()
     blocks = torch.randn(1, 6, 4, 1, 3, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Native Sparse Attention once more, from its definition alone: one query at a time, in float64.
+"""A naive Native Sparse Attention, from its definition alone: one query at a time, in float64.
 
 Slow and dumb on purpose, and free of everything in `nsa.ops`: what agrees with it agrees with the
 text. Arrays are NumPy's, with sizes as in the public functions; `cu_seqlens` is a list or None.
@@ -90,10 +90,10 @@ def window_seen(t: int, seq_len: int, window: int, cu_seqlens: Documents = None)
 def selected_seen(
     t: int, seq_len: int, blocks: Sequence[int], spec: NSASpec, cu_seqlens: Documents = None
 ) -> list[int]:
-    """The positions up to t inside the chosen blocks of t's document."""
+    """The positions up to t inside the selected blocks of t's document."""
     start, _ = document_of(t, seq_len, cu_seqlens)
-    chosen = {int(block) for block in blocks}
-    return [s for s in range(start, t + 1) if (s - start) // spec.select_len in chosen]
+    selected = {int(block) for block in blocks}
+    return [s for s in range(start, t + 1) if (s - start) // spec.select_len in selected]
 
 
 def compressed_attention(
@@ -157,6 +157,6 @@ def select_blocks(score: Array, spec: NSASpec, cu_seqlens: Documents = None) -> 
         candidates = range(own + 1)
         forced = {j for j in candidates if j < spec.init_blocks or j > own - spec.local_blocks}
         ranked = sorted(candidates, key=lambda j: (j not in forced, -score[b, t, h, j], j))
-        chosen = sorted(ranked[: spec.select_top])
-        index[b, t, h, : len(chosen)] = chosen
+        selected = sorted(ranked[: spec.select_top])
+        index[b, t, h, : len(selected)] = selected
     return index

@@ -1,4 +1,4 @@
-"""Who serves a call: `auto` picks and counts, a named backend serves or says why not."""
+"""Backend dispatch: `auto` counts fallbacks, a named backend runs or raises with the reason."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def counted_from_zero() -> Iterator[None]:
 
 @dataclass
 class Call:
-    """One valid call of each function, to be spoilt one argument at a time."""
+    """One valid call of each function, to be spoiled one argument at a time."""
 
     x: Inputs
     lse: Tensor
@@ -83,11 +83,11 @@ class Call:
         return lambda **changes: function(**{**arguments, **changes})
 
 
-def test_auto_serves_every_operation_as_blockwise_does_on_a_cpu() -> None:
+def test_auto_takes_blockwise_for_every_operation_on_a_cpu() -> None:
     call = Call.valid()
     for name in (*OPERATIONS, "nsa_attention"):
-        chosen, named = call.function(name)(), call.function(name)(backend="blockwise")
-        torch.testing.assert_close(chosen, named, rtol=0, atol=0)
+        auto, named = call.function(name)(), call.function(name)(backend="blockwise")
+        torch.testing.assert_close(auto, named, rtol=0, atol=0)
 
 
 def test_every_fallback_is_counted_by_operation_backend_and_reason() -> None:
@@ -113,7 +113,7 @@ def test_a_fallback_inside_compiled_code_is_counted_when_that_is_compiled() -> N
     assert fallback_counts() == {("window_attention", "triton", ON_CPU): 1}
 
 
-def test_a_backend_asked_for_by_name_is_no_fallback() -> None:
+def test_a_backend_requested_by_name_is_no_fallback() -> None:
     call = Call.valid()
     reset_fallback_counts()
     for backend in ("blockwise", "reference"):
@@ -121,7 +121,7 @@ def test_a_backend_asked_for_by_name_is_no_fallback() -> None:
     assert fallback_counts() == {}
 
 
-def test_counting_starts_again_and_the_counts_handed_out_stay() -> None:
+def test_a_reset_leaves_counts_that_were_returned_before() -> None:
     Call.valid().function("window_attention")()
     before = fallback_counts()
     reset_fallback_counts()
@@ -130,22 +130,22 @@ def test_counting_starts_again_and_the_counts_handed_out_stay() -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_triton_by_name_raises_and_says_why_it_cannot_serve(
+def test_triton_by_name_raises_with_the_reason_where_it_is_unsupported(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     call = Call.valid()
-    with pytest.raises(ValueError, match=f"'triton' cannot serve {name}: {ON_CPU}; use 'auto'"):
+    with pytest.raises(ValueError, match=f"'triton' does not support {name}: {ON_CPU}; use 'auto'"):
         call.function(name)(backend="triton")
     assert fallback_counts() == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, not interpreted")
 @pytest.mark.parametrize("name", [*OPERATIONS, "nsa_attention"])
-def test_triton_by_name_serves_cpu_tensors_while_its_interpreter_is_on(name: str) -> None:
+def test_triton_by_name_runs_on_cpu_tensors_in_its_interpreter(name: str) -> None:
     call = Call.valid()
-    served, expected = (call.function(name)(backend=b) for b in ("triton", "reference"))
-    torch.testing.assert_close(served, expected)
+    actual, expected = (call.function(name)(backend=b) for b in ("triton", "reference"))
+    torch.testing.assert_close(actual, expected)
     assert fallback_counts() == {}
 
 
@@ -167,17 +167,19 @@ def test_auto_never_takes_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> No
     ],
     ids=["float64", "head size", "heads"],
 )
-def test_what_the_kernels_cannot_compute_is_refused_by_name(
+def test_inputs_that_kernels_do_not_support_raise(
     heads: int, size: int, dtype: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q = torch.zeros(1, 1, heads, size, dtype=dtype)
     k = torch.zeros(1, 1, 1, size, dtype=dtype)
-    with pytest.raises(ValueError, match=f"cannot serve window_attention: {reason}; use 'auto'"):
+    with pytest.raises(
+        ValueError, match=f"does not support window_attention: {reason}; use 'auto'"
+    ):
         window_attention(q, k, k[..., :1], 5, backend="triton")
 
 
-def test_a_machine_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_says_that_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(triton, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="the package triton is not installed; use 'auto'"):
@@ -185,13 +187,13 @@ def test_a_machine_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_unknown_backend_is_refused_with_the_known_ones(name: str) -> None:
+def test_an_unknown_backend_raises_with_the_valid_ones(name: str) -> None:
     with pytest.raises(ValueError, match="backend = 'cuda': choose one of auto, triton, "):
         Call.valid().function(name)(backend="cuda")
 
 
 @pytest.mark.parametrize("backend", ["blockwise", "reference", "auto"])
-def test_integers_are_no_attention_inputs(backend: str) -> None:
+def test_integer_inputs_raise(backend: str) -> None:
     case = Inputs.of(CASE, torch.float32)
     q, k, v = (x.long() for x in (case.q, case.k_win, case.v_win))
     with pytest.raises(ValueError, match=r"q has dtype torch\.int64; attention takes bfloat16"):
@@ -202,8 +204,8 @@ def three_heads(x: Tensor) -> Tensor:
     return torch.cat([x, x[:, :, :1]], 2)
 
 
-# What is spoilt, in which function, and what the message must begin with and say.
-SPOILT: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
+# A function, the arguments that are spoiled, and the message.
+SPOILED: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
     ("compressed_attention", {"q": lambda c: c.x.q[0]}, r"^q has shape \(20, 4, 8\).*\[B, T"),
     ("compressed_attention", {"k_cmp": lambda c: c.x.k_cmp[..., 0]}, r"^k_cmp has shape"),
     ("compressed_attention", {"v_cmp": lambda c: c.x.v_cmp.half()}, r"^v_cmp is torch.float16"),
@@ -211,7 +213,7 @@ SPOILT: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
     (
         "compressed_attention",
         {"k_cmp": lambda c: c.x.k_cmp[:, 1:], "v_cmp": lambda c: c.x.v_cmp[:, 1:]},
-        r"^k_cmp has length 8; block_len 4 at T = 20 asks for 9",
+        r"^k_cmp has length 8; block_len 4 at T = 20 requires 9",
     ),
     ("compressed_attention", {"k_cmp": lambda c: c.x.k_cmp[..., :7]}, r"^k_cmp has head size 7"),
     ("compressed_attention", {"k_cmp": lambda c: three_heads(c.x.k_cmp)}, r"^k_cmp has 3 heads"),
@@ -230,12 +232,12 @@ SPOILT: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
         r"^lse has shape \(1, 19, 4\); .*\(1, 20, 4\)",
     ),
     ("select_blocks", {"seq_len": lambda c: 19}, r"^seq_len = 19 does not fit q's 20"),
-    ("select_blocks", {"seq_len": lambda c: 40}, r"^k_cmp has length 9; .* T = 40 asks for 19"),
+    ("select_blocks", {"seq_len": lambda c: 40}, r"^k_cmp has length 9; .* T = 40 requires 19"),
     ("selected_attention", {"k": lambda c: c.x.k_sel[:, 1:]}, r"^k is .* and v is "),
     (
         "selected_attention",
         {"k": lambda c: c.x.k_sel[:, 1:], "v": lambda c: c.x.v_sel[:, 1:]},
-        r"^k has length 19; q asks for 20",
+        r"^k has length 19; q requires 20",
     ),
     ("selected_attention", {"v": lambda c: c.x.v_sel.bfloat16()}, r"^v is torch.bfloat16"),
     (
@@ -259,9 +261,9 @@ SPOILT: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"), SPOILT, ids=[f"{n}-{'+'.join(c)}" for n, c, _ in SPOILT]
+    ("name", "changes", "message"), SPOILED, ids=[f"{n}-{'+'.join(c)}" for n, c, _ in SPOILED]
 )
-def test_a_wrong_argument_is_refused_by_its_name(
+def test_an_error_names_the_wrong_argument(
     name: str, changes: dict[str, Callable[[Call], Any]], message: str
 ) -> None:
     call = Call.valid()
@@ -282,14 +284,14 @@ def test_a_wrong_argument_is_refused_by_its_name(
     ids=["float", "two dimensions", "too short", "ends early", "starts late", "not ascending"],
 )
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_wrong_documents_are_refused(name: str, cu_seqlens: Tensor, message: str) -> None:
+def test_wrong_documents_raise(name: str, cu_seqlens: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Call.valid().function(name)(cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("offsets_are_on", ["cpu", "meta"])
 @pytest.mark.parametrize("name", [*OPERATIONS, "nsa_attention"])
-def test_documents_on_another_device_are_refused(name: str, offsets_are_on: str) -> None:
+def test_documents_on_another_device_raise(name: str, offsets_are_on: str) -> None:
     """`meta` stands for a GPU: kernels there would read the other device's memory."""
     rest, call = ("meta" if offsets_are_on == "cpu" else "cpu"), Call.valid()
     call = Call(call.x.to(rest), call.lse.to(rest), call.block_index.to(rest))
@@ -300,7 +302,7 @@ def test_documents_on_another_device_are_refused(name: str, offsets_are_on: str)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_packed_documents_are_one_row(name: str) -> None:
+def test_packed_documents_with_a_batch_raise(name: str) -> None:
     call = Call.valid()
     two = Inputs(*(x.repeat(2, 1, 1, 1) for x in call.x.tensors()))
     call = replace(
@@ -310,8 +312,8 @@ def test_packed_documents_are_one_row(name: str) -> None:
         call.function(name)(cu_seqlens=torch.tensor([0, 20], dtype=torch.int32))
 
 
-def test_decoding_inside_packed_documents_is_refused() -> None:
+def test_decoding_inside_packed_documents_raises() -> None:
     call = Call.valid()
     cu_seqlens = torch.tensor([0, 20], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"seq_len = 40.*with cu_seqlens it must be left out"):
+    with pytest.raises(ValueError, match=r"seq_len = 40.*leave it out with cu_seqlens"):
         call.function("select_blocks")(seq_len=40, cu_seqlens=cu_seqlens)

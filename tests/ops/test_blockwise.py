@@ -1,4 +1,4 @@
-"""The `blockwise` backend computes what `reference` defines, forward and backward, in float64."""
+"""The `blockwise` backend equals `reference`, forward and backward, in float64."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.ops.cases import (
     Case,
     Inputs,
     branches,
+    default,
     random_cases,
     selection,
     with_gradients,
@@ -27,12 +28,13 @@ MORE_TILES_THAN_ONE = [
     Case(NSASpec(16, 16, 16, 3, 1, 1, 500), (901,), kv_heads=1, group=1, key_dim=4, value_dim=2),
     Case(NSASpec(8, 4, 8, 2, 0, 1, 33), (7, 400, 0, 215), group=16, key_dim=2, value_dim=4),
 ]
-CASES = random_cases(60, longest=75) + MORE_TILES_THAN_ONE
+RANDOM = random_cases(60, longest=75)
+CASES = RANDOM + MORE_TILES_THAN_ONE
 
 
 @pytest.fixture(params=["usual tiles", "small tiles"])
 def tile_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sizes that are used, and ones so small that every case has several tiles of each kind."""
+    """The default sizes, and ones so small that every case has several tiles of each kind."""
     if request.param == "small tiles":
         monkeypatch.setattr(tiles, "TILE_ROWS", 10)
         monkeypatch.setattr(tiles, "HEADS", 2)
@@ -53,24 +55,40 @@ def assert_branches_agree(case: Case, x: Inputs, block_index: Tensor) -> None:
         assert_same(with_gradients(*actual[name]), with_gradients(*expected[name]))
 
 
-@pytest.mark.usefixtures("tile_size")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_outputs_lse_indices_and_gradients_equal_the_reference(case: Case) -> None:
+def assert_equal_to_the_reference(case: Case) -> None:
     x = Inputs.of(case)
     block_index = selection(x, case, "reference")
     assert torch.equal(selection(x, case, "blockwise"), block_index)
     assert_branches_agree(case, x, block_index)
 
 
-def test_the_cases_cover_what_they_are_there_for() -> None:
-    assert {case.group for case in CASES} == set(GROUPS)
+@pytest.mark.usefixtures("tile_size")
+@pytest.mark.parametrize("case", default(21, RANDOM), ids=str)
+def test_outputs_lse_indices_and_gradients_equal_the_reference(case: Case) -> None:
+    assert_equal_to_the_reference(case)
+
+
+@pytest.mark.parametrize("case", default(1, MORE_TILES_THAN_ONE), ids=str)
+def test_several_tiles_of_the_default_size_equal_the_reference(case: Case) -> None:
+    assert_equal_to_the_reference(case)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("tile_size")
+@pytest.mark.parametrize("case", MORE_TILES_THAN_ONE, ids=str)
+def test_many_tiles_of_any_size_equal_the_reference(case: Case) -> None:
+    assert_equal_to_the_reference(case)
+
+
+def test_the_cases_cover_every_size_and_tiling() -> None:
+    assert {case.group for case in RANDOM[:21]} == set(GROUPS)
     assert any(case.seq_len < case.spec.block_len for case in CASES)
     assert any(0 in case.lengths for case in CASES)
     assert any(case.key_dim != case.value_dim for case in CASES)
     free = [c.spec.select_top - c.spec.init_blocks - c.spec.local_blocks for c in CASES]
     assert sum(blocks > 0 for blocks in free) > len(CASES) / 2
     gathered = tiles.DENSE_BLOCKS
-    for cases in (random_cases(60, longest=75), MORE_TILES_THAN_ONE):
+    for cases in (RANDOM[:21], MORE_TILES_THAN_ONE):
         later = [max(c.lengths) > gathered * c.spec.select_top * c.spec.select_len for c in cases]
         assert sum(later) >= 3
 
@@ -86,7 +104,7 @@ def test_every_short_length_works_with_all_gradients(seq_len: int) -> None:
     assert_same(mixed("blockwise"), mixed("reference"))
 
 
-@pytest.mark.parametrize("case", random_cases(9, longest=60, seed=5), ids=str)
+@pytest.mark.parametrize("case", default(3, random_cases(9, longest=60, seed=5)), ids=str)
 def test_the_gated_sum_and_all_its_gradients_equal_the_reference(case: Case) -> None:
     x = Inputs.of(case)
 
@@ -99,8 +117,8 @@ def test_the_gated_sum_and_all_its_gradients_equal_the_reference(case: Case) -> 
 
 @pytest.mark.usefixtures("tile_size")
 @pytest.mark.parametrize("lengths", [(50,), (1, 30, 0, 19)], ids=str)
-def test_any_block_index_is_served(lengths: tuple[int, ...]) -> None:
-    """Rows that chose nothing, named a block twice, or named blocks of the future."""
+def test_any_block_index_is_valid(lengths: tuple[int, ...]) -> None:
+    """Rows without blocks, with one twice, or with blocks of the future."""
     case = Case(NSASpec(4, 2, 4, 3, 1, 1, 5), lengths, group=3)
     x = Inputs.of(case)
     draw = torch.Generator().manual_seed(3)
@@ -115,15 +133,15 @@ def test_any_block_index_is_served(lengths: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("tile_size")
-@pytest.mark.parametrize("queries", [1, 2, 13, 49])
+@pytest.mark.parametrize("queries", default(2, [1, 13, 2, 49]))
 @pytest.mark.parametrize("backend", ["blockwise", "reference"])
-def test_selection_of_the_last_positions_is_the_tail_of_the_whole(
+def test_selection_of_the_last_positions_is_the_tail_of_the_full_selection(
     backend: str, queries: int
 ) -> None:
     case = Case(NSASpec(4, 3, 5, 3, 1, 1, 5), (49,), batch=2, group=3)
     x = Inputs.of(case)
-    whole = selection(x, case, backend)
-    lse = with_gradients(*branches(x, case, whole, backend)["compressed"])[1]
+    full = selection(x, case, backend)
+    lse = with_gradients(*branches(x, case, full, backend)["compressed"])[1]
     tail = select_blocks(
         x.q[:, -queries:],
         x.k_cmp,
@@ -132,7 +150,7 @@ def test_selection_of_the_last_positions_is_the_tail_of_the_whole(
         seq_len=case.seq_len,
         backend=backend,
     )
-    assert torch.equal(tail, whole[:, -queries:])
+    assert torch.equal(tail, full[:, -queries:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -153,14 +171,14 @@ def test_exact_ties_go_to_the_lower_index(backend: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("backend", ["blockwise", "reference"])
 def test_blocks_inside_one_compressed_block_tie_exactly(backend: str) -> None:
-    """Four selection blocks share what one compressed block got: the lowest two are taken."""
+    """Four selection blocks share a compressed block's probability: the lowest two are selected."""
     case = Case(NSASpec(8, 8, 2, 3, 0, 1, 5), (64,), kv_heads=3, group=3)
     index = selection(Inputs.of(case, torch.float32), case, backend)
     best = index[0, -1, :, :2]
     assert torch.equal(best % 4, torch.tensor([0, 1]).expand(3, 2))
 
 
-def test_no_gradient_passes_through_the_choice() -> None:
+def test_no_gradient_passes_through_selection() -> None:
     case = Case(TINY, (30,))
     x = Inputs.of(case)
     for tensor in x.tensors():

@@ -1,4 +1,4 @@
-"""One token behind buffers, against `nsa_attention` over the whole sequence."""
+"""Decoding one token from buffers, against `nsa_attention` over the full sequence."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ NAN = float("nan")
 
 
 class Sequences:
-    """Random sequences of several lengths, whole and as the buffers that a cache would hold.
+    """Random sequences of several lengths, in full and as the buffers of a cache.
 
-    What lies beyond a sequence's length is NaN.
+    Buffers are NaN after a sequence's length.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Sequences:
         blocks = spec.compressed_len(longest)
         self.q = normal(batch, longest, heads, key_dim)
         self.gates = normal(batch, longest, heads, 3).sigmoid()
-        self.whole = {
+        self.full = {
             f"{kind}_{branch}": normal(batch, count, kv_heads, size)
             for branch, count in (("cmp", blocks), ("sel", longest), ("win", longest))
             for kind, size in (("k", key_dim), ("v", value_dim))
         }
         ring = ring or spec.window
         self.buffers = {}
-        for name, x in self.whole.items():
+        for name, x in self.full.items():
             size = ring if name[2:] == "win" else x.shape[1] + spare
             buffer = x.new_full((batch, size, *x.shape[2:]), NAN)
             for row, length in enumerate(lengths):
@@ -75,30 +75,32 @@ class Sequences:
 
     def decoded(self, branches: tuple[str, ...] = ("cmp", "sel", "win"), **changes: Any) -> Tensor:
         rows = torch.arange(len(self.lengths))
-        kept = [["cmp", "sel", "win"].index(name) for name in branches]
+        gate_index = [["cmp", "sel", "win"].index(name) for name in branches]
         given = {
             "q": self.q[rows, self.lengths - 1],
             **self.buffers,
-            "gates": self.gates[rows, self.lengths - 1][..., kept],
+            "gates": self.gates[rows, self.lengths - 1][..., gate_index],
             "lengths": self.lengths,
         }
         return decode_attention(**(given | changes), spec=self.spec, branches=branches)
 
-    def at_once(self, row: int) -> dict[str, Tensor]:
-        """One sequence, without what is beyond its length."""
+    def sequence(self, row: int) -> dict[str, Tensor]:
+        """One sequence, up to its length."""
         length = int(self.lengths[row])
         blocks = self.spec.compressed_len(length)
-        whole = {
+        full = {
             name: x[row : row + 1, : blocks if name[2:] == "cmp" else length]
-            for name, x in self.whole.items()
+            for name, x in self.full.items()
         }
-        return {"q": self.q[row : row + 1, :length], **whole}
+        return {"q": self.q[row : row + 1, :length], **full}
 
     def expected(self) -> Tensor:
         outputs = []
         for row, length in enumerate(self.lengths.tolist()):
             gates = self.gates[row : row + 1, :length]
-            o = nsa_attention(**self.at_once(row), gates=gates, spec=self.spec, backend="reference")
+            o = nsa_attention(
+                **self.sequence(row), gates=gates, spec=self.spec, backend="reference"
+            )
             outputs.append(o[0, -1])
         return torch.stack(outputs)
 
@@ -120,45 +122,45 @@ def random_sequences(seed: int) -> Sequences:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_one_token_behind_buffers_is_the_last_of_the_whole_sequence(seed: int) -> None:
+def test_a_decoded_token_is_the_last_of_the_full_sequence(seed: int) -> None:
     sequences = random_sequences(seed)
     expected = sequences.expected()
     torch.testing.assert_close(sequences.decoded(), expected, rtol=0, atol=1e-12)
 
 
-def test_tokens_at_many_positions_of_the_papers_pattern_made_small() -> None:
+def test_tokens_at_many_positions_of_a_small_version_of_the_papers_pattern() -> None:
     spec = NSASpec(8, 4, 16, 4, 1, 2, 24)
     sequences = Sequences(spec, list(range(1, 131, 3)), kv_heads=1, group=6)
     torch.testing.assert_close(sequences.decoded(), sequences.expected(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("branches", ["cmp", "sel", "win", "cmp+sel", "cmp+win", "sel+win"])
-def test_fewer_branches_read_only_what_is_theirs(branches: str) -> None:
+def test_fewer_branches_read_only_their_own_buffers(branches: str) -> None:
     sequences = random_sequences(3)
     names = tuple(branches.split("+"))
     needed = {name for name in sequences.buffers if name[2:] in names}
     needed |= {"k_cmp"} if "sel" in names else set()
     without = {name: None for name in sequences.buffers if name not in needed}
-    found = sequences.decoded(names, **without)
+    actual = sequences.decoded(names, **without)
     for row, length in enumerate(sequences.lengths.tolist()):
-        at, spec = sequences.at_once(row), sequences.spec
+        at, spec = sequences.sequence(row), sequences.spec
         o_cmp, lse = compressed_attention(at["q"], at["k_cmp"], at["v_cmp"], spec)
-        chosen = select_blocks(at["q"], at["k_cmp"], lse, spec)
+        index = select_blocks(at["q"], at["k_cmp"], lse, spec)
         each = {
             "cmp": o_cmp,
-            "sel": selected_attention(at["q"], at["k_sel"], at["v_sel"], chosen, spec),
+            "sel": selected_attention(at["q"], at["k_sel"], at["v_sel"], index, spec),
             "win": window_attention(at["q"], at["k_win"], at["v_win"], spec.window),
         }
         gates = dict(zip(each, sequences.gates[row, length - 1].unbind(-1), strict=True))
         expected = sum(gates[name][:, None] * each[name][0, -1] for name in names)
-        torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(actual[row], expected, rtol=0, atol=1e-12)
 
 
-def test_blocks_that_tie_are_taken_from_the_lowest() -> None:
+def test_ties_go_to_the_lower_block() -> None:
     spec = NSASpec(4, 4, 4, 4, 1, 1, 3)
     sequences = Sequences(spec, [61, 64])
-    for keys in (sequences.whole, sequences.buffers):
-        keys["k_cmp"].nan_to_num_(0).zero_()  # every block is as near to every query
+    for keys in (sequences.full, sequences.buffers):
+        keys["k_cmp"].nan_to_num_(0).zero_()  # every block ties
     expected = sequences.expected()
     torch.testing.assert_close(sequences.decoded(), expected, rtol=0, atol=1e-12)
     values = sequences.buffers["v_sel"]
@@ -168,20 +170,20 @@ def test_blocks_that_tie_are_taken_from_the_lowest() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_loses_no_more_than_the_parallel_pass(dtype: torch.dtype) -> None:
-    spec = NSASpec(8, 4, 16, 40, 1, 2, 24)  # every block is chosen: rounding changes no choice
+    spec = NSASpec(8, 4, 16, 40, 1, 2, 24)  # every block is selected, whatever the rounding
     low = Sequences(spec, [5, 77, 130], dtype=dtype)
     high = Sequences(spec, [5, 77, 130])
     for name in ("q", "gates"):
         setattr(high, name, getattr(low, name).double())
-    high.whole = {name: x.double() for name, x in low.whole.items()}
+    high.full = {name: x.double() for name, x in low.full.items()}
     exact = high.expected()
-    lost, found = ((x.double() - exact).abs().max() for x in (low.expected(), low.decoded()))
-    assert found <= 1.5 * lost
+    parallel, decoded = ((x.double() - exact).abs().max() for x in (low.expected(), low.decoded()))
+    assert decoded <= 1.5 * parallel
     assert low.decoded().dtype == dtype
 
 
-class Waits(TorchDispatchMode):
-    """Notes every operation that makes the host wait for a device."""
+class HostWaits(TorchDispatchMode):
+    """Record the operations that make the host wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,23 +195,23 @@ class Waits(TorchDispatchMode):
 
     @property
     def waited(self) -> set[str]:
-        asks = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "item"}
-        return asks & set(self.counts)
+        waiting = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "item"}
+        return waiting & set(self.counts)
 
 
 def test_nothing_waits_for_the_device() -> None:
     sequences = random_sequences(1)
-    with Waits() as mode:
+    with HostWaits() as mode:
         sequences.decoded()
     assert not mode.waited
-    with Waits() as mode:
+    with HostWaits() as mode:
         torch.ones(1).item()
     assert mode.waited
 
 
 WRONG = {
-    r"^branches = \('cmp', 'sel', 'win'\): k_win and v_win are not given$": {"k_win": None},
-    r"^k_cmp is not given; the selected branch chooses blocks by it$": {
+    r"^branches = \('cmp', 'sel', 'win'\): give k_win and v_win$": {"k_win": None},
+    r"^k_cmp is not given; give it, as the selected branch selects by it$": {
         "k_cmp": None,
         "branches": ("sel",),
     },
@@ -223,16 +225,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_does_not_fit_is_refused_by_name(message: str) -> None:
+def test_an_error_names_the_wrong_argument(message: str) -> None:
     sequences = Sequences(NSASpec(4, 2, 4, 3, 1, 1, 6), [9, 4])
     wrong = dict(WRONG[message])
     with pytest.raises(ValueError, match=message):
         sequences.decoded(wrong.pop("branches", ("cmp", "sel", "win")), **wrong)
 
 
-def test_a_backend_by_name_serves_or_says_why_not() -> None:
+def test_a_backend_by_name_runs_or_raises_with_the_reason() -> None:
     sequences = Sequences(replace(NSASpec(), window=8), [9])
     for name in ("reference", "blockwise"):
         assert torch.equal(sequences.decoded(backend=name), sequences.decoded())
-    with pytest.raises(ValueError, match=r"^backend = 'triton' cannot serve decode_attention: "):
+    with pytest.raises(
+        ValueError, match=r"^backend = 'triton' does not support decode_attention: "
+    ):
         sequences.decoded(backend="triton")

@@ -19,7 +19,7 @@ CHECKS: list[tuple[Check, tuple[str, ...]]] = [
     (check.compressed_blocks_are_seen_once_they_have_ended, ("blockwise", "reference")),
     (check.the_window_holds_exactly_w_positions, ("blockwise", "reference")),
     (check.documents_do_not_see_each_other, ("blockwise", "reference")),
-    (check.the_last_blocks_are_always_chosen, ("blockwise", "reference")),
+    (check.the_last_blocks_are_always_selected, ("blockwise", "reference")),
     (check.large_logits_neither_overflow_nor_underflow, ("blockwise", "reference")),
     (check.small_importances_are_still_ranked, ("blockwise", "reference")),
     (check.key_and_value_gradients_are_rounded_to_bf16_once, ("blockwise", "reference")),
@@ -41,7 +41,7 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
         check.compressed_blocks_are_seen_once_they_have_ended,
     ),
     "window of w + 1": (
-        Plant(blockwise, "_walk", "pattern[0],", "pattern[0] + 1,"),
+        Plant(blockwise, "Branch.tiles", "spec.window,", "spec.window + 1,"),
         check.the_window_holds_exactly_w_positions,
     ),
     "window of w + 1 in the reference": (
@@ -55,7 +55,7 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
             "block > own - spec.local_blocks",
             "(block > own - spec.local_blocks) & (own < 128)",
         ),
-        check.the_last_blocks_are_always_chosen,
+        check.the_last_blocks_are_always_selected,
     ),
     "local blocks not forced past 128 in the reference": (
         Plant(
@@ -64,9 +64,9 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
             "block > own - spec.local_blocks",
             "(block > own - spec.local_blocks) & (own < 128)",
         ),
-        check.the_last_blocks_are_always_chosen,
+        check.the_last_blocks_are_always_selected,
     ),
-    "one maximum for a whole tile": (
+    "one maximum for a tile": (
         Plant(
             tiles,
             "attend",
@@ -76,7 +76,9 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
         check.large_logits_neither_overflow_nor_underflow,
     ),
     "importances cubed in fp16 before ranking": (
-        Plant(blockwise, "_select", "top_blocks(importance,", "top_blocks(importance.half() ** 3,"),
+        Plant(
+            blockwise, "_fill_index", "top_blocks(importance,", "top_blocks(importance.half() ** 3,"
+        ),
         check.small_importances_are_still_ranked,
     ),
     "bf16 partial sums for dK": (
@@ -149,9 +151,9 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
     "documents leak through the window and the selected blocks": (
         Plant(
             blockwise,
-            "_walk",
-            "document_slices(seq_len, cu_seqlens)",
-            "document_slices(seq_len, cu_seqlens if branch == 'compressed' else None)",
+            "Branch.tiles",
+            "document_slices(seq_len, self.cu_seqlens)",
+            "document_slices(seq_len, self.cu_seqlens if self.name == 'compressed' else None)",
         ),
         check.documents_do_not_see_each_other,
     ),
@@ -171,9 +173,9 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
     "selection compared by index": (
         Plant(
             cases,
-            "_chosen_scores",
-            "chosen = score.gather(-1, index.long().clamp(min=0))",
-            "chosen = index.double()",
+            "_selected_scores",
+            "selected = score.gather(-1, index.long().clamp(min=0))",
+            "selected = index.double()",
         ),
         check.near_ties_are_judged_by_score,
     ),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# A first call of this length, long enough for every kind of tile, pays for what is loaded and kept
-# whatever the length. Peaks are measured from it on.
+# Peaks are relative to a first call of this length: long enough for every kind of tile, it pays for
+# what is allocated once.
 FIRST = 300
 
 # VmHWM and not ru_maxrss: a new process starts with the ru_maxrss of the one that spawned it.
@@ -43,48 +44,45 @@ print(peak() - before)
 """
 
 
-@pytest.fixture(scope="module")
-def peak_kb() -> dict[tuple[str, int], int]:
+@cache
+def peaks_kb(backend: str, *seq_lens: int) -> list[int]:
     """What one call needs beyond its inputs and the first call's peak, each in its own process."""
     # Blocks above 64 KiB go back to the system when they are freed, so peaks are not blurred.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
-    sizes = [("blockwise", 1024), ("blockwise", 8192), ("reference", 1024), ("reference", 4096)]
-    running = {
-        (backend, seq_len): subprocess.Popen(
+    running = [
+        subprocess.Popen(
             [sys.executable, "-c", MEASURE, backend, str(seq_len), str(FIRST)],
             env=environment,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for backend, seq_len in sizes
-    }
-    printed = {size: process.communicate()[0] for size, process in running.items()}
+        for seq_len in seq_lens
+    ]
+    printed = [process.communicate()[0] for process in running]
     # Codes below zero are signals; -9 is what a machine out of memory sends.
-    codes = {size: process.returncode for size, process in running.items()}
-    assert set(codes.values()) == {0}, f"exit codes {codes}; their stderr stands above"
-    return {size: int(text) for size, text in printed.items()}
+    codes = [process.returncode for process in running]
+    assert set(codes) == {0}, f"exit codes {codes}; their stderr stands above"
+    return [int(text) for text in printed]
 
 
-def test_peak_memory_grows_at_most_as_the_sequence_does(
-    peak_kb: dict[tuple[str, int], int],
-) -> None:
+def test_peak_memory_grows_at_most_as_the_sequence_does() -> None:
     """Needing a + b·T, the peaks above that of FIRST are as b·(T − FIRST): 10.9-fold at most.
 
     With T² they would be 70-fold.
     """
-    assert peak_kb["blockwise", 1024] > 1_000, "too little to measure"
-    bound = (8192 - FIRST) / (1024 - FIRST)
-    assert peak_kb["blockwise", 8192] <= bound * peak_kb["blockwise", 1024]
+    short, long = peaks_kb("blockwise", 1024, 8192)
+    assert short > 1_000, "too little to measure"
+    assert long <= (8192 - FIRST) / (1024 - FIRST) * short
 
 
-def test_the_dense_reference_would_break_that_bound(peak_kb: dict[tuple[str, int], int]) -> None:
+@pytest.mark.full
+def test_the_dense_reference_would_break_that_bound() -> None:
     """From 1k to 4k already: it needs T × T."""
-    bound = (4096 - FIRST) / (1024 - FIRST)
-    assert peak_kb["reference", 4096] > 2 * bound * peak_kb["reference", 1024]
+    short, long = peaks_kb("reference", 1024, 4096)
+    assert long > 2 * (4096 - FIRST) / (1024 - FIRST) * short
 
 
-def test_a_long_sequence_needs_a_small_part_of_its_score_matrix(
-    peak_kb: dict[tuple[str, int], int],
-) -> None:
+def test_a_long_sequence_needs_a_small_part_of_its_score_matrix() -> None:
     """Two heads' T × T scores at 8k in float32 are half a gigabyte: less than an eighth of that."""
-    assert peak_kb["blockwise", 8192] * 1024 < 2 * 8192 * 8192 * 4 / 8
+    _, long = peaks_kb("blockwise", 1024, 8192)
+    assert long * 1024 < 2 * 8192 * 8192 * 4 / 8

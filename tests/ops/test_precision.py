@@ -1,4 +1,4 @@
-"""What `blockwise` loses in a dtype is held against what plain PyTorch loses in the same dtype.
+"""Precision of `blockwise` in each dtype, against that of plain PyTorch in the same dtype.
 
 Both are compared with float64 on the same rounded inputs. The largest error, relative to the
 largest value, may be twice plain PyTorch's plus the noise of a float32 sum over every row and head
@@ -68,8 +68,8 @@ def masks(case: Case, block_index: Tensor) -> dict[str, Tensor]:
         seen["compressed"][0, 0, t, naive.compressed_seen(t, seq_len, spec, cu)] = True
         seen["window"][0, 0, t, naive.window_seen(t, seq_len, spec.window, cu)] = True
         for h in range(case.heads):
-            chosen = block_index[0, t, h // case.group].tolist()
-            positions = naive.selected_seen(t, seq_len, chosen, spec, cu)
+            selected = block_index[0, t, h // case.group].tolist()
+            positions = naive.selected_seen(t, seq_len, selected, spec, cu)
             seen["selected"][0, h, t, positions] = True
     return seen
 

@@ -1,4 +1,4 @@
-"""A call that is run again, as activation checkpointing does, computes the same thing."""
+"""Recomputation: a call run again, as activation checkpointing does, computes the same bits."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_gradients_through_a_recomputed_call_are_the_same_to_the_bit(
 @backends
 @cases
 @dtypes
-def test_choosing_again_chooses_the_same_blocks(
+def test_selecting_again_selects_the_same_blocks(
     case: Case, backend: str, dtype: torch.dtype
 ) -> None:
-    """Also after other calls in between, and with other lengths: nothing is remembered."""
+    """Also after calls in between with other lengths: no state is kept."""
     x = Inputs.of(case, dtype)
     first = selection(x, case, backend)
     other = Case(SPEC, (31,), group=2)
@@ -59,7 +59,7 @@ def test_choosing_again_chooses_the_same_blocks(
 
 @backends
 @cases
-def test_no_call_changes_what_it_is_given(case: Case, backend: str) -> None:
+def test_no_call_changes_its_inputs(case: Case, backend: str) -> None:
     x = Inputs.of(case, torch.float32)
     before = [tensor.clone() for tensor in x.tensors()]
     options = {"cu_seqlens": case.cu_seqlens, "backend": backend}

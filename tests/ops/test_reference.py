@@ -1,4 +1,4 @@
-"""The `reference` backend is the definition: it equals a naive loop over single queries."""
+"""The `reference` backend equals a naive loop over single queries."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_window_attention_is_the_definition(case: Case) -> None:
     close(o, naive.window_attention(q, k, v, case.spec.window, case.scale, case.offsets))
 
 
-def test_selection_takes_the_blocks_that_the_definition_takes(case: Case) -> None:
+def test_selection_is_that_of_the_definition(case: Case) -> None:
     x = Inputs.of(case)
     q, k_cmp, v_cmp, *_ = as_numpy(x)
     lse = naive.compressed_attention(q, k_cmp, v_cmp, case.spec, case.scale, case.offsets)[1]
@@ -102,7 +102,7 @@ def test_selection_takes_the_blocks_that_the_definition_takes(case: Case) -> Non
     assert same_selection(rank_score(torch.from_numpy(importance), case), index, expected, 1e-10)
 
 
-def test_selected_attention_is_the_definition_for_any_chosen_blocks(case: Case) -> None:
+def test_selected_attention_is_the_definition_for_any_blocks(case: Case) -> None:
     x = Inputs.of(case)
     blocks = case.spec.select_blocks_len(max(case.lengths))
     shape = (case.batch, case.seq_len, case.kv_heads, case.spec.select_top)
@@ -137,7 +137,7 @@ def test_the_three_branches_are_mixed_by_their_gates(case: Case) -> None:
     close(o, sum(gates[..., [c]] * part for c, part in enumerate(parts)))
 
 
-def test_a_query_that_no_compressed_block_is_visible_to_gets_nothing() -> None:
+def test_a_query_that_sees_no_compressed_block_gets_zero() -> None:
     case = Case(UNEVEN, (9,))
     x = Inputs.of(case)
     x.q.requires_grad_()
@@ -155,7 +155,7 @@ def test_overlap_weights_of_the_papers_pattern_are_one_two_two_two_one() -> None
     assert weight[:, 1].sum() == 8
 
 
-def test_importance_is_shared_out_by_overlap_when_sizes_do_not_divide() -> None:
+def test_importance_follows_overlap_when_sizes_do_not_divide() -> None:
     case = Case(UNEVEN, (38,), kv_heads=2, group=3)
     x = Inputs.of(case)
     _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, case.spec, backend="reference")

@@ -1,4 +1,9 @@
-"""What several kernels share: finding a document, masks, softmax steps, and row sums."""
+"""Helpers that kernels share: document lookup, row layout, masked loads, softmax and gradients.
+
+Rows are the queries of one key/value head times the query heads of its group, laid end to end: row
+r is query r // GROUP, head r % GROUP. So every group size fills a tile, and the group shares each
+tile of keys. Tensors are contiguous [B, T, heads, size], but for values (`launch.token_rows`).
+"""
 
 from __future__ import annotations
 
@@ -11,33 +16,25 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.triton.configs import Config
-from nsa.ops.triton.launch import launch, rows_contiguous, strides
+from nsa.ops.triton.launch import launch
 
 LOG2E = 1.4426950408889634  # kernels use powers of two, which the hardware has
 
-# Triton compiles a kernel anew where a number is 1 or a multiple of 16. These change from batch to
-# batch and gain nothing by it, and a run would stand still in the middle for it.
-COUNTS = (
-    "seq_len",
-    "q_len",
-    "documents",
-    "total_blocks",
-    "split_len",
-    "lse_b",
-    "row_b",
-    "chosen_b",
-    "out_b",
+# Triton compiles a kernel again where an integer is 1 or a multiple of 16. These change from batch
+# to batch, gain nothing by it, and a run would stall on the compiler.
+VARYING = (
+    *("seq_len", "q_len", "key_len", "documents", "rows"),
+    *("split_len", "list_len", "total_blocks", "part_rows"),
 )
-STRIDES = (f"{name}_{axis}" for name in ("list", "counts", "offsets", "queries") for axis in "bth")
-kernel = partial(triton.jit, do_not_specialize=(*COUNTS, *STRIDES))
+kernel = partial(triton.jit, do_not_specialize=VARYING)
 
 
 @triton.jit
 def locate(offsets, count, slot, MUL: tl.constexpr, TILE: tl.constexpr):
-    """Which run of ascending `offsets` a slot is in: (run, begin, end, tile of the run).
+    """Find the run of ascending `offsets` that a slot is in: (run, begin, end, tile of the run).
 
     Run i gets the slots from offsets[i] * MUL // TILE + i on: always enough for its tiles, so a
-    grid of total * MUL // TILE + count needs no table built beforehand and no wait for the device.
+    grid of total * MUL // TILE + count needs neither a table nor the host to wait for one.
     """
     run = -1
     for first in range(0, count, 64):
@@ -50,22 +47,48 @@ def locate(offsets, count, slot, MUL: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def document_tile(cu, documents, slot, seq_len, MUL: tl.constexpr, TILE: tl.constexpr):
+    """A slot's tile of TILE / MUL positions: (document, tile, first position, length)."""
+    if cu is None:
+        return 0, slot, 0, seq_len
+    else:
+        document, start, end, tile = locate(cu, documents, slot, MUL, TILE)
+        return document, tile, start, end - start
+
+
+@triton.jit
 def keys_before(cu, document, LEN: tl.constexpr, STRIDE: tl.constexpr):
-    """How many compressed keys the documents before this one have."""
+    """Count the compressed keys of the documents before this one."""
     total = 0
-    for first in range(0, document, 64):
-        i = first + tl.arange(0, 64)
-        inside = i < document
-        begin = tl.load(cu + i, mask=inside, other=0)
-        length = tl.load(cu + i + 1, mask=inside, other=0) - begin
-        total += tl.sum(visible(length - 1, LEN, STRIDE), 0)
+    if cu is not None:
+        for first in range(0, document, 64):
+            i = first + tl.arange(0, 64)
+            inside = i < document
+            begin = tl.load(cu + i, mask=inside, other=0)
+            length = tl.load(cu + i + 1, mask=inside, other=0) - begin
+            total += tl.sum(visible(length - 1, LEN, STRIDE), 0)
     return total
 
 
 @triton.jit
 def visible(t, LEN: tl.constexpr, STRIDE: tl.constexpr):
-    """How many blocks end at or before position t."""
+    """Count the blocks that end at or before position t."""
     return tl.maximum(t + 1 - LEN + STRIDE, 0) // STRIDE
+
+
+@triton.jit
+def group_rows(first_row, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+               ALIGNED: tl.constexpr):  # fmt: skip
+    """Rows [ROWS] of a tile: queries after the tile's first query, and offsets in memory.
+
+    ALIGNED: the tile begins with a query's first head, so that `first_row` does not matter.
+    """
+    i = tl.arange(0, ROWS)
+    if ALIGNED:
+        local, h = i // GROUP, i % GROUP
+    else:
+        local, h = (first_row + i) // GROUP - first_row // GROUP, (first_row + i) % GROUP
+    return local, local * (HEADS * GROUP) + h
 
 
 @triton.jit
@@ -89,7 +112,7 @@ def load_rows(base, at, row_stride, SIZE: tl.constexpr, PADDED: tl.constexpr, ma
 
 @triton.jit
 def store_rows(base, at, row_stride, x, SIZE: tl.constexpr, PADDED: tl.constexpr, mask):
-    """Write x [rows, PADDED] where `load_rows` would read it, in the type that is there."""
+    """Store x [rows, PADDED] where `load_rows` would read it, in the pointer's dtype."""
     d = tl.arange(0, PADDED)
     tl.store(
         base + (at * row_stride)[:, None] + d[None, :],
@@ -99,8 +122,15 @@ def store_rows(base, at, row_stride, x, SIZE: tl.constexpr, PADDED: tl.constexpr
 
 
 @triton.jit
+def dot(a, b, acc=None):
+    """a·b (+ acc). float32 takes tensor cores three passes, which loses next to nothing."""
+    PRECISION: tl.constexpr = "tf32x3" if a.dtype == tl.float32 else "tf32"
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def span(PHASE: tl.constexpr, low, a, b, high):
-    """Where the keys before a (masked), from a to b (not), and from b on (masked) begin and end."""
+    """The bounds of a phase: keys before a (masked), from a to b (not), from b on (masked)."""
     if PHASE == 0:
         return low, tl.minimum(a, high)
     elif PHASE == 1:
@@ -110,22 +140,22 @@ def span(PHASE: tl.constexpr, low, a, b, high):
 
 
 @triton.jit
-def softmax_step(s, v, m, total, acc, scale, PRECISION: tl.constexpr):
-    """Take scores (-inf where unseen) and their values into a running softmax.
+def softmax_step(s, v, m, total, acc, scale):
+    """Add scores [ROWS, KEYS] (-inf where hidden) and values to a running softmax.
 
     Scores come as the product left them: `scale`, which is above 0 and leads to base 2, and the
     maximum are one multiply-add on the way to the exponential.
     """
     m_new = tl.maximum(m, tl.max(s, 1))
-    # A row that has seen nothing yet stays at -inf, and -inf - -inf must not become NaN.
+    # A row that saw nothing yet stays at -inf, and -inf - -inf must not become NaN.
     top = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * scale - (top * scale)[:, None])
-    # Exactly 1 where the maximum stands. As one multiply-add this would be off by the rounding of
+    # Exactly 1 where the maximum stays. As one multiply-add this would be off by the rounding of
     # top * scale, by the same at every tile.
     old = tl.exp2((m - top) * scale)
     total = total * old + tl.sum(p, 1)
     acc = acc * old[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    acc = dot(p.to(v.dtype), v, acc)
     return m_new, total, acc
 
 
@@ -150,87 +180,93 @@ def binary_lse(lse):
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
 
+@triton.jit
+def add_query_gradient(s, k, v, do, lse2, delta, dq, scale):
+    """Add one tile of keys to dq [ROWS, KEY], from its scores [ROWS, KEYS]."""
+    p = tl.exp2(s * scale - lse2[:, None])
+    dp = dot(do, tl.trans(v))
+    ds = p * (dp - delta[:, None])
+    return dot(ds.to(k.dtype), k, dq)
+
+
+@triton.jit
+def add_key_gradients(s, v, q, do, lse2, delta, dk, dv, scale):
+    """Add one tile of rows to dk and dv [KEYS, ..], from its scores [KEYS, ROWS]."""
+    p = tl.exp2(s * scale - lse2[None, :])
+    dv = dot(p.to(do.dtype), do, dv)
+    dp = dot(v, tl.trans(do))
+    ds = p * (dp - delta[None, :])
+    dk = dot(ds.to(q.dtype), q, dk)
+    return dk, dv
+
+
+@triton.jit
+def store_query_gradient(dq, at, x, scale_out, KEY: tl.constexpr, KEY_P: tl.constexpr, valid,
+                         ADD: tl.constexpr):  # fmt: skip
+    """Store x [ROWS, KEY_P] times `scale_out` in dq's rows `at`, or add it to what is there."""
+    x *= scale_out
+    if ADD:
+        x += load_rows(dq, at, KEY, KEY, KEY_P, valid)
+    store_rows(dq, at, KEY, x, KEY, KEY_P, valid)
+
+
 @kernel
 def _backward_rows_kernel(
-    do, o, lse, dlse, delta, lse2,
-    do_b, do_t, do_h, o_b, o_t, o_h,
-    seq_len, heads,
+    do, o, lse, dlse, delta, lse2, rows,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    batch = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    valid = row < seq_len * heads
-    t, h = row // heads, row % heads
-    d = tl.arange(0, PADDED)
-    inside = valid[:, None] & (d < SIZE)[None, :]
-    x = tl.load(do + batch * do_b + (t * do_t + h * do_h)[:, None] + d, mask=inside, other=0.0)
-    y = tl.load(o + batch * o_b + (t * o_t + h * o_h)[:, None] + d, mask=inside, other=0.0)
-    total = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
-    at = batch * seq_len * heads + row
+    valid = row < rows
+    do_rows = load_rows(do, row, SIZE, SIZE, PADDED, valid).to(tl.float32)
+    total = tl.sum(do_rows * load_rows(o, row, SIZE, SIZE, PADDED, valid).to(tl.float32), 1)
     if dlse is not None:
-        total -= tl.load(dlse + at, mask=valid, other=0.0)
-    tl.store(delta + at, total, mask=valid)
-    tl.store(lse2 + at, binary_lse(tl.load(lse + at, mask=valid, other=0.0)), mask=valid)
+        total -= tl.load(dlse + row, mask=valid, other=0.0)
+    tl.store(delta + row, total, mask=valid)
+    tl.store(lse2 + row, binary_lse(tl.load(lse + row, mask=valid, other=0.0)), mask=valid)
 
 
 def backward_rows(
     do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What backward kernels need of each row, made once: Σ do·o less dlse, and lse in base 2.
+    """What backward kernels read of each row, computed once: Σ do·o less dlse, and lse in base 2.
 
     Both float32 [B, T, H], without float32 copies of do and o.
     """
-    do, o = rows_contiguous(do), rows_contiguous(o)
-    batch, seq_len, heads, size = do.shape
-    delta, lse2 = (
-        torch.empty(batch, seq_len, heads, dtype=torch.float32, device=do.device) for _ in range(2)
-    )
+    do, o = do.contiguous(), o.contiguous()
+    delta, lse2 = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(2))
+    size, rows = do.shape[-1], lse.numel()
     padded = triton.next_power_of_2(size)
-    rows = max(1, 4096 // padded)
+    step = max(1, 4096 // padded)
     launch(
         _backward_rows_kernel,
-        (triton.cdiv(seq_len * heads, rows), 1, batch),
+        (triton.cdiv(rows, step),),
         {"do": do, "o": o, "lse": lse.contiguous()}
         | {"dlse": None if dlse is None else dlse.contiguous(), "delta": delta, "lse2": lse2}
-        | strides(do=do, o=o)
-        | {"seq_len": seq_len, "heads": heads},
-        {"SIZE": size, "PADDED": padded, "ROWS": rows},
-        Config(rows, 0, 4, 1),
+        | {"rows": rows},
+        {"SIZE": size, "PADDED": padded, "ROWS": step},
+        Config(step, 0, 4, 1),
     )
     return delta, lse2
 
 
-def shape_constants(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> dict[str, Any]:
-    """What every attention kernel is compiled for."""
+def attention_constants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    """The shape constants of attention kernels."""
     return {
+        "HEADS": k.shape[2],
         "GROUP": q.shape[2] // k.shape[2],
         "KEY": q.shape[3],
         "VALUE": v.shape[3],
         "KEY_P": padded_size(q.shape[3]),
         "VALUE_P": padded_size(v.shape[3]),
-        "PACKED": cu_seqlens is not None,
-        "PRECISION": precision(q.dtype),
     }
 
 
-def backward_arguments(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse2: Tensor,
-    delta: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> dict[str, Any]:
-    """What every backward kernel reads; lse2 and delta are contiguous, and share their strides."""
-    cu, documents = offsets_of(cu_seqlens)
-    return {
-        **{"q": q, "k": k, "v": v, "do": do, "lse2": lse2, "delta": delta, "cu": cu},
-        **strides(q=q, k=k, v=v, do=do, row=lse2),
-        **{"seq_len": q.shape[1], "documents": documents},
-        **{"scale": scale * LOG2E, "scale_out": scale},
-    }
+def document_arguments(seq_len: int, cu_seqlens: Tensor | None) -> dict[str, Any]:
+    """The sequence length, and document offsets as int32; None and 1 where nothing is packed."""
+    if cu_seqlens is None:
+        return {"seq_len": seq_len, "cu": None, "documents": 1}
+    cu = cu_seqlens.to(torch.int32).contiguous()
+    return {"seq_len": seq_len, "cu": cu, "documents": len(cu) - 1}
 
 
 def padded_size(size: int) -> int:
@@ -238,20 +274,8 @@ def padded_size(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def precision(dtype: torch.dtype) -> str:
-    """float32 runs on tensor cores in three passes, which loses next to nothing."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
-
-
-def offsets_of(cu_seqlens: Tensor | None) -> tuple[Tensor | None, int]:
-    """Document offsets as the kernels take them, and the number of documents (1 where unpacked)."""
-    if cu_seqlens is None:
-        return None, 1
-    return cu_seqlens.to(torch.int32).contiguous(), len(cu_seqlens) - 1
-
-
 def slots(total: int, tile: int, cu_seqlens: Tensor | None) -> int:
-    """How many programs `locate` may need for `total` rows in tiles of `tile`."""
+    """The most programs that `locate` needs for `total` rows in tiles of `tile`."""
     if cu_seqlens is None:
         return triton.cdiv(total, tile)
     return total // tile + len(cu_seqlens) - 1

@@ -1,9 +1,8 @@
-"""Tile sizes: a few candidates for each operation, and which of them a launch takes.
-
-Who computes an operation, where there are several, is chosen in the same way, by name.
+"""Tile sizes: at most four candidates for each kernel, and the choice that a launch takes.
 
 Nothing is tuned during a run. A launch takes the first candidate, or the one that
-`python -m nsa.bench tune` has measured to be the fastest on this GPU and kept on disk.
+`python -m nsa.bench tune` measured to be the fastest on this GPU and stored on disk. Where an
+operation has several implementations, the one to take is chosen in the same way, by name.
 """
 
 from __future__ import annotations
@@ -20,10 +19,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from nsa.atomic_io import atomic_write_text
+
 
 @dataclass(frozen=True)
 class Config:
-    """Rows are queries times heads of a group; keys are what one step of a loop takes in."""
+    """Rows are queries times heads of a group; keys are those of one step of a kernel's loop."""
 
     rows: int
     keys: int
@@ -33,11 +34,11 @@ class Config:
 
 Option = TypeVar("Option", Config, str)
 Choice = Callable[[str, list[Any]], Any]
-_choice: Choice | None = None
+_override: Choice | None = None
 
 
 def choose_config(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> Config:
-    """The tile sizes for an operation at these key and value sizes (each a power of two)."""
+    """The tile sizes of an operation at these key and value sizes (each a power of two)."""
     return choose(operation, candidates(operation, sizes, dtype), sizes, dtype)
 
 
@@ -45,17 +46,17 @@ def choose(
     operation: str, options: list[Option], sizes: tuple[int, int], dtype: torch.dtype
 ) -> Option:
     """The option that was measured to be the fastest, or the first."""
-    if _choice is not None:
-        return _choice(operation, options)
+    if _override is not None:
+        return _override(operation, options)
     tuned = _tuned().get(tuning_key(operation, sizes, dtype))
-    return next((option for option in options if _plain(option) == tuned), options[0])
+    return next((option for option in options if _as_json(option) == tuned), options[0])
 
 
 # By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the likeliest first.
 # 192 is for keys of up to 256 with values of up to 128, as in the paper.
 # All of them compile within the limits of sm_80, sm_90 and sm_100 (python -m nsa.bench aot --full).
 # The rows of `select` are queries alone, and its keys are selection blocks. A step over one block
-# takes in no more keys than the block has.
+# has no more keys than the block.
 _NARROW: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # bf16, fp16
     "forward": {
         64: [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 4, 3)],
@@ -110,7 +111,7 @@ _WIDE: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in thr
 
 
 def candidates(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> list[Config]:
-    """A few, at most four; `operation` is a branch and a kernel, such as band_forward."""
+    """At most four; `operation` is a branch and a kernel: `band_forward`."""
     table = _WIDE if dtype.itemsize > 2 else _NARROW
     branch, _, kernel = operation.partition("_")
     by_size = next(table[name] for name in (operation, branch, kernel) if name in table)
@@ -120,23 +121,23 @@ def candidates(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> li
 
 
 def tuning_key(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> str:
-    """What a measured choice is kept under."""
+    """The key that a measured choice is stored under."""
     return f"{operation} {sizes[0]}x{sizes[1]} {str(dtype).removeprefix('torch.')}"
 
 
 @contextmanager
-def choosing(choice: Choice) -> Iterator[None]:
-    """Let `choice(operation, candidates)` decide for a while: tuning and compile checks use it."""
-    global _choice
-    before, _choice = _choice, choice
+def override_choices(choice: Choice) -> Iterator[None]:
+    """Let `choice(operation, options)` decide for a while, for tuning and compile checks."""
+    global _override
+    before, _override = _override, choice
     try:
         yield
     finally:
-        _choice = before
+        _override = before
 
 
 def tuned_path() -> Path:
-    """Where the choices for this GPU and this Triton are kept."""
+    """The file of measured choices for this GPU and this Triton."""
     import triton
 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -144,21 +145,16 @@ def tuned_path() -> Path:
     return cache / "nsa-m7c" / f"{device} triton {triton.__version__}.json".replace("/", "-")
 
 
-def keep_tuned(chosen: Mapping[str, Config | str]) -> Path:
-    """Write measured choices beside those that are there; returns the file."""
+def save_tuned(choices: Mapping[str, Config | str]) -> Path:
+    """Add measured choices to the file; returns its path."""
     path = tuned_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    known = _read(path)
-    known.update({key: _plain(option) for key, option in chosen.items()})
-    # Whole or not at all: a run may read it now, and this one may be ended.
-    beside = path.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-    beside.replace(path)
+    stored = _read(path) | {key: _as_json(option) for key, option in choices.items()}
+    atomic_write_text(path, json.dumps(stored, indent=1, sort_keys=True) + "\n")
     _tuned.cache_clear()
     return path
 
 
-def _plain(option: Config | str) -> list[int] | str:
+def _as_json(option: Config | str) -> list[int] | str:
     return option if isinstance(option, str) else list(astuple(option))
 
 
@@ -173,5 +169,5 @@ def _read(path: Path) -> dict[str, list[int] | str]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        warnings.warn(f"{path} is passed over: {error}; tune again or delete it", stacklevel=2)
+        warnings.warn(f"{path} is ignored: {error}; tune again or delete it", stacklevel=2)
         return {}

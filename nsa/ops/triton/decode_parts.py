@@ -1,14 +1,14 @@
-"""Attention of one new token of each sequence, over what a cache keeps of the tokens before it.
+"""Triton kernels of decoding: attention of one new token of each sequence over its cache.
 
 A token has G rows a key/value head and thousands of keys, so its keys are cut into parts, a program
-each, whatever branch they belong to: PART compressed keys, one chosen block, PART positions of the
-window. Parts leave a softmax of their own, and a last kernel joins them under the gates.
+each, whatever branch they belong to: PART compressed keys, one selected block, PART positions of
+the window. Each part stores its own softmax, and a last kernel joins them under the gates.
 
-    compressed parts -> scores -> importance -> rank -> chosen blocks and window -> mix
+    compressed parts -> scores -> importance -> rank -> selected blocks and window -> mix
 
-Lengths are read on the device and grids follow the buffers' room, so nothing waits for the host and
-a step can be captured as a CUDA graph. How keys are cut depends on neither batch nor room: a
-sequence's token is the same to the bit whatever is decoded beside it.
+Lengths are read on the device and grids follow the buffers' capacity, so nothing waits for the host
+and a step can be captured as a CUDA graph. How keys are cut depends on neither batch nor capacity:
+a sequence's token is the same to the bit whatever is decoded beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from nsa.ops.triton.common import (
+    dot,
     finish_softmax,
     load_rows,
     probabilities,
@@ -24,24 +25,23 @@ from nsa.ops.triton.common import (
     store_rows,
     visible,
 )
-from nsa.ops.triton.select import common_positions, first_touching
+from nsa.ops.triton.select import first_overlap, overlap
 
 
 @triton.jit
 def _attend(
-    q, k, v, o, lse, scores, place, k_t, v_t, row_o, row_scores, begin, end, ring, scale, heads,
-    ROWS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    q, k, v, o, lse, scores, place, row_o, row_scores, begin, end, ring, scale, rows,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr, KEYS: tl.constexpr, RING: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of some `heads` over the keys from `begin` to `end`, written at `place`.
+    """Softmax of `rows` query heads over the keys from `begin` to `end`, stored at `place`.
 
-    Position p lies in row p, or p % `ring` where RING. Scores are written where there is room for
-    them; without values lse alone.
+    Position p is in row p, or p % `ring` where RING. Scores are stored where there is a buffer for
+    them; without values only lse is.
     """
     h = tl.arange(0, ROWS)
-    valid = h < heads
-    q_tile = load_rows(q, h, KEY, KEY, KEY_P, valid)
+    valid = h < rows
+    q_tile = load_rows(q, h, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, VALUE_P], tl.float32)
@@ -49,15 +49,15 @@ def _attend(
         n = first + tl.arange(0, KEYS)
         inside = n < end
         row = (n % ring if RING else n).to(tl.int64)
-        k_tile = load_rows(k, row, k_t, KEY, KEY_P, inside)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        s = tl.where(inside[None, :], s, float("-inf"))
+        k_tile = load_rows(k, row, HEADS * KEY, KEY, KEY_P, inside)  # [KEYS, KEY_P]
+        s = dot(q_tile, tl.trans(k_tile))
+        s = tl.where(inside[None, :], s, float("-inf"))  # [ROWS, KEYS]
         if scores is not None:
             at = (h * row_scores)[:, None] + n[None, :]
             tl.store(scores + at, s * scale, mask=valid[:, None] & inside[None, :])
         if v is not None:
-            v_tile = load_rows(v, row, v_t, VALUE, VALUE_P, inside)
-            m, total, acc = softmax_step(s, v_tile, m, total, acc, scale, PRECISION)
+            v_tile = load_rows(v, row, HEADS * VALUE, VALUE, VALUE_P, inside)
+            m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
         else:
             m, total = _sum_step(s, m, total, scale)
     out, logsum = finish_softmax(m, total, acc, scale)
@@ -77,41 +77,39 @@ def _sum_step(s, m, total, scale):
 
 
 @triton.jit
-def _heads(batch, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """A program's key/value head, its first row among all query heads, and how many it has.
+def _program_rows(batch, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """A program's key/value head, its first row among all query heads, and its number of rows.
 
-    A group of more heads than a tile has rows is shared by several programs.
+    Several programs split a group of more heads than a tile has rows.
     """
-    SHARES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
-    head = tl.program_id(1).to(tl.int64) // SHARES
-    first = tl.program_id(1) % SHARES * ROWS
-    groups = tl.num_programs(1) // SHARES
-    return head, (batch * groups + head) * GROUP + first, tl.minimum(ROWS, GROUP - first)
+    SPLITS: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    head = tl.program_id(1).to(tl.int64) // SPLITS
+    first = tl.program_id(1) % SPLITS * ROWS
+    return head, (batch * HEADS + head) * GROUP + first, tl.minimum(ROWS, GROUP - first)
 
 
 @triton.jit
 def decode_compressed_kernel(
-    q, k_cmp, v_cmp, lengths, o, lse, scores,
-    k_cmp_b, k_cmp_t, k_cmp_h, v_cmp_b, v_cmp_t, v_cmp_h, parts, row_scores, scale,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_P: tl.constexpr, VALUE_P: tl.constexpr, LEN: tl.constexpr, STRIDE: tl.constexpr,
-    PART: tl.constexpr, FIRST_PART: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    q, k_cmp, v_cmp, lengths, o, lse, scores, k_cmp_b, v_cmp_b, parts, row_scores, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, KEY_P: tl.constexpr, VALUE_P: tl.constexpr, LEN: tl.constexpr,
+    STRIDE: tl.constexpr, PART: tl.constexpr, FIRST_PART: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A part of the compressed keys; scores for the choice, o only where the branch is mixed in."""
+    """A part of the compressed keys; scores for selection, o only where the branch is mixed in."""
     part = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
-    head, row, heads = _heads(batch, GROUP, ROWS)
+    head, row, rows = _program_rows(batch, HEADS, GROUP, ROWS)
     seen = visible(tl.load(lengths + batch).to(tl.int32) - 1, LEN, STRIDE)
     if part * PART < seen:
         if scores is not None:
             scores += row * row_scores
         if v_cmp is not None:
-            v_cmp += batch * v_cmp_b + head * v_cmp_h
+            v_cmp += batch * v_cmp_b + head * VALUE
         _attend(
-            q + row * KEY, k_cmp + batch * k_cmp_b + head * k_cmp_h, v_cmp, o, lse, scores,
-            row * parts + FIRST_PART + part, k_cmp_t, v_cmp_t, parts, row_scores,
+            q + row * KEY, k_cmp + batch * k_cmp_b + head * KEY, v_cmp, o, lse, scores,
+            row * parts + FIRST_PART + part, parts, row_scores,
             part * PART, tl.minimum(seen, (part + 1) * PART), 1, scale,
-            heads, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, False, PRECISION,
+            rows, HEADS, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, False,
         )  # fmt: skip
 
 
@@ -136,9 +134,9 @@ def decode_importance_kernel(
     LOCAL: tl.constexpr,
     PART: tl.constexpr, FIRST_PART: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What blocks are ranked by, as in select.py; the forced ones have +inf.
+    """The importance of blocks, as in select.py; +inf for those that are always selected.
 
-    Nothing is written where there are no more than TOP blocks to choose from.
+    Nothing is stored where there are no more than TOP blocks.
     """
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -153,15 +151,15 @@ def decode_importance_kernel(
         stop = FIRST_PART + tl.cdiv(seen, PART)
         row_lse = _logsum(lse, FIRST_PART, stop, row * parts, valid, GROUP_P, TILE)
         j = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-        low = first_touching(j, LEN, STRIDE, SELECT)
+        low = first_overlap(j, LEN, STRIDE, SELECT)
         total = tl.zeros([BLOCKS], tl.float32)
         for c in range(COUNT):
             i = low + c
             inside = valid[:, None] & ((i >= 0) & (i < seen))[None, :]
             at = (row * row_scores)[:, None] + i[None, :]
-            s = tl.load(scores + at, mask=inside, other=float("-inf"))
-            weight = tl.maximum(common_positions(i, j, LEN, STRIDE, SELECT), 0)
-            total += tl.sum(probabilities(s, row_lse[:, None]), 0) * weight.to(tl.float32)
+            s = tl.load(scores + at, mask=inside, other=float("-inf"))  # [GROUP_P, BLOCKS]
+            weight = overlap(i, j, LEN, STRIDE, SELECT)
+            total += tl.sum(probabilities(s, row_lse[:, None]), 0) * weight
         # NaN would rank nowhere and leave places unwritten: the output is NaN without that.
         total = tl.where(total >= 0.0, total, 0.0)
         total = tl.where((j < INIT) | (j >= candidates - LOCAL), float("inf"), total)
@@ -173,9 +171,9 @@ def decode_rank_kernel(
     importance, lengths, index, blocks,
     SELECT: tl.constexpr, TOP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Each block's place among all; the first TOP are chosen, among equals the lower.
+    """Each block's rank among all; the first TOP are selected, of equals the lower.
 
-    A block counts who is before it: no sorting, no rounds, and every program is on its own.
+    A block counts those before it: no sorting, no rounds, and programs are independent.
     """
     group = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     candidates = tl.cdiv(tl.load(lengths + tl.program_id(2)).to(tl.int32), SELECT)
@@ -195,17 +193,15 @@ def decode_rank_kernel(
 @triton.jit
 def decode_parts_kernel(
     q, k_sel, v_sel, k_win, v_win, index, lengths, o, lse,
-    k_sel_b, k_sel_t, k_sel_h, v_sel_b, v_sel_t, v_sel_h,
-    k_win_b, k_win_t, k_win_h, v_win_b, v_win_t, v_win_h, parts, ring, scale,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr,
-    TOP: tl.constexpr, WINDOW: tl.constexpr,
-    PART: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    k_sel_b, v_sel_b, k_win_b, v_win_b, parts, ring, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr,
+    TOP: tl.constexpr, WINDOW: tl.constexpr, PART: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A chosen block, or a part of the window; TOP or WINDOW is 0 where the branch is missing."""
+    """A selected block, or a part of the window; TOP or WINDOW is 0 without that branch."""
     part = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
-    head, row, heads = _heads(batch, GROUP, ROWS)
+    head, row, rows = _program_rows(batch, HEADS, GROUP, ROWS)
     length = tl.load(lengths + batch).to(tl.int32)
     q += row * KEY
     place = row * parts + part
@@ -216,21 +212,19 @@ def decode_parts_kernel(
             if candidates > TOP:
                 j = tl.load(index + row // GROUP * TOP + part)
             _attend(
-                q, k_sel + batch * k_sel_b + head * k_sel_h,
-                v_sel + batch * v_sel_b + head * v_sel_h,
-                o, lse, None, place, k_sel_t, v_sel_t, parts, 0,
+                q, k_sel + batch * k_sel_b + head * KEY, v_sel + batch * v_sel_b + head * VALUE,
+                o, lse, None, place, parts, 0,
                 j * SELECT, tl.minimum(length, (j + 1) * SELECT), 1, scale,
-                heads, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, False, PRECISION,
+                rows, HEADS, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, False,
             )  # fmt: skip
     if WINDOW > 0:
         begin = tl.maximum(length - WINDOW, 0) + (part - TOP) * PART
         if (part >= TOP) & (begin < length):
             _attend(
-                q, k_win + batch * k_win_b + head * k_win_h,
-                v_win + batch * v_win_b + head * v_win_h,
-                o, lse, None, place, k_win_t, v_win_t, parts, 0,
+                q, k_win + batch * k_win_b + head * KEY, v_win + batch * v_win_b + head * VALUE,
+                o, lse, None, place, parts, 0,
                 begin, tl.minimum(length, begin + PART), ring, scale,
-                heads, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, True, PRECISION,
+                rows, HEADS, ROWS, KEY, VALUE, KEY_P, VALUE_P, KEYS, True,
             )  # fmt: skip
 
 
@@ -277,5 +271,5 @@ def decode_mix_kernel(
     if WIN >= 0:
         count = tl.cdiv(tl.minimum(length, WINDOW), PART)
         total += _join(o, lse, at + TOP, count, gates + WIN, VALUE, VALUE_P, TILE)
-    here = tl.arange(0, 1)
-    store_rows(out + row * VALUE, here, VALUE, total, VALUE, VALUE_P, here == 0)
+    one = tl.arange(0, 1)
+    store_rows(out + row * VALUE, one, VALUE, total, VALUE, VALUE_P, one == 0)

@@ -1,7 +1,7 @@
-"""The window branch's forward pass by flash-attn, where that was measured to be the faster one.
+"""The window branch's forward pass by flash-attn, where tuning measured it to be the faster one.
 
-Forward only. The backward pass of the joined operation passes gates on to the kernels through lse,
-and flash-attn's makes its row sums itself; so the kernels here go backward, from flash-attn's lse.
+Forward only. The backward pass of the gated op enters the gates into the kernels' lse, and
+flash-attn computes its row sums itself; so the kernels here go backward, from flash-attn's lse.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from nsa.ops.triton.configs import choose
 
-OPERATION = "window_forward"  # what `python -m nsa.bench tune` measures, and keeps the winner of
+OPERATION = "window_forward"  # what `python -m nsa.bench tune` measures and stores
 OURS, FLASH = "ours", "flash-attn"
 HEAD_MULTIPLE = 8
 
 
 def is_faster(q: Tensor, v: Tensor, sizes: tuple[int, int]) -> bool:
-    """Whether flash-attn can serve these tensors and was the faster one on this GPU."""
-    able = (
+    """Whether flash-attn supports these tensors and was the faster one on this GPU."""
+    supported = (
         q.is_cuda
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] == v.shape[-1]
         and q.shape[-1] % HEAD_MULTIPLE == 0
         and _installed()
     )
-    return able and choose(OPERATION, [OURS, FLASH], sizes, q.dtype) == FLASH
+    return supported and choose(OPERATION, [OURS, FLASH], sizes, q.dtype) == FLASH
 
 
 @lru_cache(maxsize=1)
@@ -39,7 +39,7 @@ def _installed() -> bool:
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse) as `band_forward` gives them, for the `window` last keys, the query's own included.
+    """(o, lse) as `band_forward` returns them.
 
     flash-attn counts the keys on either side of the query's own, without it.
     """
@@ -49,7 +49,7 @@ def flash_forward(
         "softmax_scale": scale,
         "causal": True,
         "window_size": (window - 1, 0),
-        "return_attn_probs": True,  # lse with them; the probabilities themselves are left out
+        "return_attn_probs": True,  # returns lse; the probabilities themselves are left out
     }
     if cu_seqlens is None:
         o, lse, _ = flash_attn_func(q, k, v, **options)

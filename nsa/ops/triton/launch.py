@@ -1,7 +1,7 @@
-"""How every kernel is started: one place that runs a launch, or only records it.
+"""Kernel launches: run one, or only record it; and the memory layouts that kernels read.
 
-Recording is how the ahead-of-time compile gate knows what the library can launch: it calls the
-real launchers with tensors on the `meta` device, so what it compiles is what runs.
+Under `recording` the real launchers run on `meta` tensors, so what the ahead-of-time compile gate
+compiles is what a GPU would be given.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nsa.ops.triton.configs import Config
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One start of a kernel: its run-time arguments by name, and what it is compiled for."""
+    """One launch of a kernel: run-time arguments by name, and compile-time constants."""
 
     kernel: Any  # the @triton.jit function
     grid: tuple[int, ...]
@@ -37,13 +38,17 @@ def launch(
     constants: dict[str, Any],
     config: Config,
 ) -> None:
-    """Run `kernel` over `grid`; an empty grid runs nothing."""
+    """Run `kernel` over `grid` with what its signature names; an empty grid runs nothing."""
+    arguments, constants = (
+        {name: x for name, x in given.items() if name in kernel.arg_names}
+        for given in (arguments, constants)
+    )
     if _recorded is not None:
         _recorded.append(Launch(kernel, tuple(grid), arguments, constants, config))
         return
     if 0 in grid:
         return
-    tensor = next(x for x in arguments.values() if isinstance(x, torch.Tensor))
+    tensor = next(x for x in arguments.values() if isinstance(x, Tensor))
     options = {"num_warps": config.warps, "num_stages": config.stages}
     with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
         kernel[tuple(grid)](**arguments, **constants, **options)
@@ -61,19 +66,15 @@ def recording() -> Iterator[list[Launch]]:
         _recorded = None
 
 
-def strides(**tensors: torch.Tensor) -> dict[str, int]:
-    """`q` gives `q_b`, `q_t` and `q_h`: a [B, T, H, ...] tensor's first three strides by name."""
-    return {
-        f"{name}_{axis}": stride
-        for name, x in tensors.items()
-        for axis, stride in zip("bth", x.stride(), strict=False)
-    }
+def token_rows(x: Tensor) -> tuple[Tensor, int]:
+    """x [B, T, H, D] with each token's heads side by side, and the distance between two tokens.
 
-
-def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, H, ...] as the kernels ask for it.
-
-    The last dimension is contiguous, and the distance between two heads of a group fits 32 bits.
+    Only values need it: a projection to the values of three branches is split between them, and
+    a copy of each would add 3% to the branches' memory traffic. All else is contiguous where it
+    comes from (RoPE, pooling, our own outputs), so `contiguous()` copies nothing in training.
     """
-    near = x.shape[2] * x.stride(2) < 2**31
-    return x if x.stride(-1) == 1 and near else x.contiguous()
+    batch, seq_len, heads, size = x.shape
+    side_by_side = x.stride(3) == 1 and x.stride(2) == size and x.stride(1) >= heads * size
+    if side_by_side and (batch == 1 or x.stride(0) == seq_len * x.stride(1)):
+        return x, x.stride(1)
+    return x.contiguous(), heads * size

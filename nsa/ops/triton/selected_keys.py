@@ -1,9 +1,9 @@
-"""Attention over chosen blocks: the gradients of keys and values.
+"""Triton kernels of attention over selected blocks: the gradients of keys and values.
 
-Block by block, over the list of the queries that chose it (`offsets`, `queries`: compressed
+Block by block, over the list of the queries that selected it (`offsets`, `queries`: compressed
 sparse rows). A program adds up one block's gradient over CHUNK queries of its list, so that a
-block which every query chose does not hold up the others. Blocks with a longer list leave float32
-parts, which are added in order: no atomics, and the same gradients from run to run.
+block which every query selected does not hold up the others. Blocks with a longer list leave
+float32 parts, which are added in order: no atomics, and the same gradients from run to run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa.ops.triton.common import kernel, load_rows, locate, store_rows
-from nsa.ops.triton.selected import place_tile
+from nsa.ops.triton.common import (
+    add_key_gradients,
+    document_tile,
+    dot,
+    kernel,
+    load_rows,
+    locate,
+    store_rows,
+)
 
 
 @triton.jit
@@ -27,122 +34,106 @@ def _part_slot(begin, chunk, CHUNK: tl.constexpr):
 @kernel
 def selected_keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, dk_part, dv_part, cu, offsets, queries,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
-    dk_b, dk_t, dk_h, dv_b, dv_t, dv_h, row_b, row_t, row_h,
-    dk_part_b, dk_part_t, dk_part_h, dv_part_b, dv_part_t, dv_part_h,
-    offsets_b, offsets_t, queries_b, queries_t,
-    seq_len, documents, total_blocks, scale, scale_out,
-    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr, PACKED: tl.constexpr,
-    HEADS: tl.constexpr, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    v_t, seq_len, documents, total_blocks, list_len, part_rows, scale, scale_out,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(1)  # of a block longer than KEYS
+    """dk and dv of a block, or of KEYS positions of it, from one chunk of its list."""
+    part = tl.program_id(1)
     head = (tl.program_id(2) % HEADS).to(tl.int64)
     batch = (tl.program_id(2) // HEADS).to(tl.int64)
-    offsets += batch * offsets_b + head * offsets_t
-    queries += batch * queries_b + head * queries_t
+    offsets += (batch * HEADS + head) * (total_blocks + 1)
+    queries += (batch * HEADS + head) * list_len
     block, begin, end, chunk = locate(offsets, total_blocks, tl.program_id(0), 1, CHUNK)
-    whole = end - begin <= CHUNK
     low = begin + chunk * CHUNK
     high = tl.minimum(end, low + CHUNK)
-    j, start, length = place_tile(cu, documents, block, seq_len, SELECT, PACKED)
+    _document, j, start, length = document_tile(cu, documents, block, seq_len, 1, SELECT)
     if (j * SELECT < length) & ((low < high) | (chunk == 0)):
         i = part * KEYS + tl.arange(0, KEYS)
         n = j * SELECT + i
         inside = (i < SELECT) & (n < length)
-        top = tl.cast(start, tl.int64)
-        q += batch * q_b + top * q_t + head * GROUP * q_h
-        do += batch * do_b + top * do_t + head * GROUP * do_h
-        lse2 += batch * row_b + top * row_t + head * GROUP * row_h
-        delta += batch * row_b + top * row_t + head * GROUP * row_h
+        token = batch * seq_len + start
+        row_at = (token * HEADS + head) * GROUP  # the document's first row
+        q += row_at * KEY
+        do += row_at * VALUE
+        lse2 += row_at
+        delta += row_at
+        k += (token * HEADS + head) * KEY
+        v += token * v_t + head * VALUE
         key_at = n.to(tl.int64)
-        k_tile = load_rows(
-            k + batch * k_b + top * k_t + head * k_h, key_at, k_t, KEY, KEY_P, inside
-        )
-        v_tile = load_rows(
-            v + batch * v_b + top * v_t + head * v_h, key_at, v_t, VALUE, VALUE_P, inside
-        )
+        k_tile = load_rows(k, key_at, HEADS * KEY, KEY, KEY_P, inside)  # [KEYS, KEY_P]
+        v_tile = load_rows(v, key_at, v_t, VALUE, VALUE_P, inside)  # [KEYS, VALUE_P]
         dk_acc = tl.zeros([KEYS, KEY_P], tl.float32)
         dv_acc = tl.zeros([KEYS, VALUE_P], tl.float32)
-        row = tl.arange(0, ROWS)
+        i_row = tl.arange(0, ROWS)
         rows = (high - low) * GROUP
         queries += low
         # Lists ascend, so the block's own queries, which do not see all of it, come first.
         own = tl.cdiv(tl.maximum(SELECT - chunk * CHUNK, 0) * GROUP, ROWS) * ROWS
         own = tl.minimum(own, rows)
-        # Who comes next is read a step ahead: copies whose addresses are not known yet cannot be
-        # under way while the products of the step before are computed.
-        ahead = tl.load(queries + row // GROUP, mask=row < rows, other=0)
+        # The next queries are loaded a step early: copies whose addresses are not known yet cannot
+        # be under way while the products of the step before are computed.
+        next_t = tl.load(queries + i_row // GROUP, mask=i_row < rows, other=0)
         for phase in tl.static_range(2):
-            for first in range(own * phase, tl.where(phase == 0, own, rows), ROWS):
-                valid = first + row < rows
-                h = (first + row) % GROUP
-                # Positions in the batch's row of tokens; the document's own start at `start`.
-                t = ahead - start
-                after = first + ROWS + row
-                ahead = tl.load(queries + after // GROUP, mask=after < rows, other=0)
-                at = t.to(tl.int64)
-                q_tile = load_rows(q, at * q_t + h * q_h, 1, KEY, KEY_P, valid)
-                do_tile = load_rows(do, at * do_t + h * do_h, 1, VALUE, VALUE_P, valid)
-                row_at = at * row_t + h * row_h
-                row_lse = tl.load(lse2 + row_at, mask=valid, other=float("inf"))
-                row_delta = tl.load(delta + row_at, mask=valid, other=0.0)
-                s = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+            for row in range(own * phase, tl.where(phase == 0, own, rows), ROWS):
+                valid = row + i_row < rows
+                h = (row + i_row) % GROUP
+                t = next_t - start  # positions in the batch's row; the document's begin at `start`
+                after = row + ROWS + i_row
+                next_t = tl.load(queries + after // GROUP, mask=after < rows, other=0)
+                # Offsets of tiles and of single numbers have different layouts, and are computed
+                # apart: to convert one to the other takes registers and shared memory.
+                at = t.to(tl.int64) * (HEADS * GROUP)
+                q_tile = load_rows(q, at * KEY + h * KEY, 1, KEY, KEY_P, valid)  # [ROWS, KEY_P]
+                do_tile = load_rows(do, at * VALUE + h * VALUE, 1, VALUE, VALUE_P, valid)
+                row_lse = tl.load(lse2 + at + h, mask=valid, other=float("inf"))
+                row_delta = tl.load(delta + at + h, mask=valid, other=0.0)
+                s = dot(k_tile, tl.trans(q_tile))  # [KEYS, ROWS]
                 if phase == 0:
                     s = tl.where(n[:, None] <= t[None, :], s, float("-inf"))
-                p = tl.exp2(s * scale - row_lse[None, :])
-                dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
-                dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-                ds = p * (dp - row_delta[None, :])
-                dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision=PRECISION)
+                dk_acc, dv_acc = add_key_gradients(
+                    s, v_tile, q_tile, do_tile, row_lse, row_delta, dk_acc, dv_acc, scale
+                )
         dk_acc *= scale_out
-        if whole:
-            dk += batch * dk_b + top * dk_t + head * dk_h
-            dv += batch * dv_b + top * dv_t + head * dv_h
-            store_rows(dk, key_at, dk_t, dk_acc, KEY, KEY_P, inside)
-            store_rows(dv, key_at, dv_t, dv_acc, VALUE, VALUE_P, inside)
+        if end - begin <= CHUNK:
+            out = token * HEADS + head
+            store_rows(dk + out * KEY, key_at, HEADS * KEY, dk_acc, KEY, KEY_P, inside)
+            store_rows(dv + out * VALUE, key_at, HEADS * VALUE, dv_acc, VALUE, VALUE_P, inside)
         else:
-            slot = _part_slot(begin, chunk, CHUNK).to(tl.int64) * SELECT
-            dk_part += batch * dk_part_b + slot * dk_part_t + head * dk_part_h
-            dv_part += batch * dv_part_b + slot * dv_part_t + head * dv_part_h
-            store_rows(dk_part, i, dk_part_t, dk_acc, KEY, KEY_P, inside)
-            store_rows(dv_part, i, dv_part_t, dv_acc, VALUE, VALUE_P, inside)
+            slot = batch * part_rows + _part_slot(begin, chunk, CHUNK).to(tl.int64) * SELECT
+            out = slot * HEADS + head
+            store_rows(dk_part + out * KEY, i, HEADS * KEY, dk_acc, KEY, KEY_P, inside)
+            store_rows(dv_part + out * VALUE, i, HEADS * VALUE, dv_acc, VALUE, VALUE_P, inside)
 
 
 @kernel
 def add_parts_kernel(
-    dk, dv, dk_part, dv_part, cu, offsets,
-    dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
-    dk_part_b, dk_part_t, dk_part_h, dv_part_b, dv_part_t, dv_part_h, offsets_b, offsets_t,
-    seq_len, documents,
-    KEY: tl.constexpr, VALUE: tl.constexpr, KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
-    SELECT: tl.constexpr, PACKED: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr,
+    dk, dv, dk_part, dv_part, cu, offsets, seq_len, documents, total_blocks, part_rows,
+    HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr, CHUNK: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of a block with a long list."""
     block = tl.program_id(0)
-    part = tl.program_id(1)
     head = (tl.program_id(2) % HEADS).to(tl.int64)
     batch = (tl.program_id(2) // HEADS).to(tl.int64)
-    offsets += batch * offsets_b + head * offsets_t
+    offsets += (batch * HEADS + head) * (total_blocks + 1)
     begin = tl.load(offsets + block)
     end = tl.load(offsets + block + 1)
-    j, start, length = place_tile(cu, documents, block, seq_len, SELECT, PACKED)
+    _document, j, start, length = document_tile(cu, documents, block, seq_len, 1, SELECT)
     if end - begin > CHUNK:
-        i = part * KEYS + tl.arange(0, KEYS)
+        i = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
         n = j * SELECT + i
         inside = (i < SELECT) & (n < length)
         dk_sum = tl.zeros([KEYS, KEY_P], tl.float32)
         dv_sum = tl.zeros([KEYS, VALUE_P], tl.float32)
-        dk_part += batch * dk_part_b + head * dk_part_h
-        dv_part += batch * dv_part_b + head * dv_part_h
         for chunk in range(0, tl.cdiv(end - begin, CHUNK)):
-            slot = _part_slot(begin, chunk, CHUNK).to(tl.int64) * SELECT
-            dk_sum += load_rows(dk_part + slot * dk_part_t, i, dk_part_t, KEY, KEY_P, inside)
-            dv_sum += load_rows(dv_part + slot * dv_part_t, i, dv_part_t, VALUE, VALUE_P, inside)
-        top = tl.cast(start, tl.int64)
-        dk += batch * dk_b + top * dk_t + head * dk_h
-        dv += batch * dv_b + top * dv_t + head * dv_h
-        store_rows(dk, n.to(tl.int64), dk_t, dk_sum, KEY, KEY_P, inside)
-        store_rows(dv, n.to(tl.int64), dv_t, dv_sum, VALUE, VALUE_P, inside)
+            slot = batch * part_rows + _part_slot(begin, chunk, CHUNK).to(tl.int64) * SELECT
+            part = slot * HEADS + head
+            dk_sum += load_rows(dk_part + part * KEY, i, HEADS * KEY, KEY, KEY_P, inside)
+            dv_sum += load_rows(dv_part + part * VALUE, i, HEADS * VALUE, VALUE, VALUE_P, inside)
+        out = (batch * seq_len + start) * HEADS + head
+        at = n.to(tl.int64)
+        store_rows(dk + out * KEY, at, HEADS * KEY, dk_sum, KEY, KEY_P, inside)
+        store_rows(dv + out * VALUE, at, HEADS * VALUE, dv_sum, VALUE, VALUE_P, inside)

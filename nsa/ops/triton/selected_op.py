@@ -1,23 +1,24 @@
-"""Launchers and custom ops of attention over chosen blocks."""
+"""Launchers and custom op of attention over selected blocks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from nsa.ops.custom_op import Gradient, register
+from nsa.ops.triton.band_op import outputs_like
 from nsa.ops.triton.common import (
     LOG2E,
-    backward_arguments,
+    attention_constants,
     backward_rows,
-    offsets_of,
-    shape_constants,
+    document_arguments,
     slots,
 )
 from nsa.ops.triton.configs import Config, choose_config
-from nsa.ops.triton.launch import launch, rows_contiguous, strides
+from nsa.ops.triton.launch import launch, token_rows
 from nsa.ops.triton.selected import (
     selected_forward_kernel,
     selected_queries_kernel,
@@ -27,160 +28,135 @@ from nsa.ops.triton.selected_keys import add_parts_kernel, selected_keys_kernel
 from nsa.spec import NSASpec
 
 CHUNK = 2048  # queries of one block's list that one program adds up
-# Up to so many times `select_top` blocks, neighbouring queries choose most of them between them,
+# Up to this many times `select_top` blocks, neighbouring queries select most of them between them,
 # and large tiles that walk nearly all blocks win. An estimate: docs/kernels.md has the arithmetic.
 DENSE_BLOCKS = 4
-MOST_QUERIES = 32  # of a tile: a bit each
+MAX_QUERIES = 32  # of a tile: a bit each
 
 
-def selected_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_index: Tensor,
-    cu_seqlens: Tensor | None,
-    spec: NSASpec,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """(o, lse) over the chosen blocks."""
-    q, k, v = map(rows_contiguous, (q, k, v))
-    batch, seq_len, heads = q.shape[:3]
-    o = q.new_empty(batch, seq_len, heads, v.shape[-1])
-    lse = q.new_empty(batch, seq_len, heads, dtype=torch.float32)
-    constants = _constants(q, k, v, cu_seqlens, spec)
-    config, tile = _tile("forward", constants, seq_len, spec, q.dtype)
-    cu, documents = offsets_of(cu_seqlens)
-    lists = unite(block_index, cu_seqlens, spec, tile["QUERIES"])
-    launch(
-        selected_forward_kernel,
-        (slots(seq_len, tile["QUERIES"], cu_seqlens), k.shape[2], batch),
-        {"q": q, "k": k, "v": v, "o": o, "lse": lse, "cu": cu}
-        | lists
-        | strides(q=q, k=k, v=v, o=o, lse=lse)
-        | {"seq_len": seq_len, "documents": documents, "scale": scale * LOG2E},
-        constants | tile,
-        config,
-    )
+class Selected(NamedTuple):
+    """Inputs of the op."""
+
+    q: Tensor  # [B, T, Hq, Dk]
+    k: Tensor  # [B, T, Hkv, Dk]
+    v: Tensor  # [B, T, Hkv, Dv]
+    block_index: Tensor  # int32 [B, T, Hkv, n]
+    cu_seqlens: Tensor | None
+    spec: NSASpec
+    scale: float
+
+
+def selected_forward(x: Selected) -> tuple[Tensor, Tensor]:
+    """(o, lse)."""
+    batch, seq_len, heads, _ = x.q.shape
+    o = x.q.new_empty(batch, seq_len, heads, x.v.shape[-1])
+    lse = x.q.new_empty(batch, seq_len, heads, dtype=torch.float32)
+    arguments, constants = _arguments(x)
+    _launch_by_query("forward", x, arguments | {"o": o, "lse": lse}, constants)
     return o, lse
 
 
 def selected_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    block_index: Tensor,
-    cu_seqlens: Tensor | None,
-    spec: NSASpec,
-    scale: float,
+    do: Tensor, x: Selected, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; the same from run to run."""
-    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     delta, lse2 = backward_rows(do, o, lse)
-    chosen = _each_once(block_index, cu_seqlens, spec)
-    dk, dv = selected_gradients(
-        do, q, k, v, lse2, delta, dq, False, chosen, spec, cu_seqlens, scale
-    )
-    return dq, dk, dv
+    return dq, *selected_gradients(do, _without_repeats(x), lse2, delta, dq)
 
 
-def _each_once(block_index: Tensor, cu_seqlens: Tensor | None, spec: NSASpec) -> Tensor:
-    """Without blocks that a query names again or that begin after it; `select_blocks` names none.
+def _without_repeats(x: Selected) -> Selected:
+    """x without blocks that a query names again or that begin after it; `select_blocks` names none.
 
-    They would count again for keys and values, lists could outgrow the room for their parts, and
+    They would count again for keys and values, lists could outgrow the space for their parts, and
     a block's own queries would not be the first of its list.
     """
-    ordered = block_index.sort(dim=-1).values
-    again = torch.nn.functional.pad(ordered[..., 1:] == ordered[..., :-1], (1, 0))
-    position = torch.arange(block_index.shape[1], device=block_index.device)
-    if cu_seqlens is not None:
-        position = position - cu_seqlens[_documents(position, cu_seqlens)]
-    later = ordered * spec.select_len > position[:, None, None]
-    return ordered.masked_fill(again | later, -1)
+    index = x.block_index.sort(dim=-1).values
+    repeated = torch.nn.functional.pad(index[..., 1:] == index[..., :-1], (1, 0))
+    position = torch.arange(index.shape[1], device=index.device)
+    if x.cu_seqlens is not None:
+        position = position - x.cu_seqlens[_documents(position, x.cu_seqlens)]
+    future = index * x.spec.select_len > position[:, None, None]
+    return x._replace(block_index=index.masked_fill(repeated | future, -1))
 
 
 def _documents(position: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Which document each position is in."""
+    """The document that each position is in."""
     return torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
 
 
 def selected_gradients(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse2: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    add: bool,
-    block_index: Tensor,
-    spec: NSASpec,
-    cu_seqlens: Tensor | None,
-    scale: float,
+    do: Tensor, x: Selected, lse2: Tensor, delta: Tensor, dq: Tensor, add: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(dk, dv), and dq written, or added to what is there, from what `backward_rows` has made."""
-    q, k, v, do = map(rows_contiguous, (q, k, v, do))
-    batch, seq_len = q.shape[:2]
-    constants = _constants(q, k, v, cu_seqlens, spec)
-    inputs = backward_arguments(do, q, k, v, lse2, delta, cu_seqlens, scale)
-    config, tile = _tile("queries", constants, seq_len, spec, q.dtype)
+    """(dk, dv) from what `backward_rows` returned; dq is written, or with `add` added to.
+
+    No query may name a block twice or one that begins after it.
+    """
+    arguments, constants = _arguments(x)
+    arguments |= {"do": do.contiguous(), "lse2": lse2, "delta": delta}
+    _launch_by_query("queries", x, arguments | {"dq": dq}, constants | {"ADD": add})
+    return _key_gradients(x, arguments, constants)
+
+
+def _arguments(x: Selected) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What all kernels but the union take: arguments and constants."""
+    v, v_t = token_rows(x.v)
+    arguments = {
+        **{"q": x.q.contiguous(), "k": x.k.contiguous(), "v": v, "v_t": v_t},
+        **document_arguments(x.q.shape[1], x.cu_seqlens),
+        **{"scale": x.scale * LOG2E, "scale_out": x.scale},
+    }
+    return arguments, attention_constants(x.q, x.k, x.v) | {"SELECT": x.spec.select_len}
+
+
+def _launch_by_query(
+    name: str, x: Selected, arguments: dict[str, Any], constants: dict[str, Any]
+) -> None:
+    """A kernel over tiles of queries: large ones that share most of their blocks, or small ones."""
+    kernel = {"forward": selected_forward_kernel, "queries": selected_queries_kernel}[name]
+    seq_len, group = x.q.shape[1], constants["GROUP"]
+    dense = x.spec.select_blocks_len(seq_len) <= DENSE_BLOCKS * x.spec.select_top
+    sizes = constants["KEY_P"], constants["VALUE_P"]
+    config = choose_config(f"{'selected' if dense else 'gathered'}_{name}", sizes, x.q.dtype)
+    queries = min(max(config.rows, triton.next_power_of_2(group)) // group, MAX_QUERIES)
+    rows = max(16, triton.next_power_of_2(queries * group))
     launch(
-        selected_queries_kernel,
-        (slots(seq_len, tile["QUERIES"], cu_seqlens), k.shape[2], batch),
-        inputs
-        | unite(block_index, cu_seqlens, spec, tile["QUERIES"])
-        | {"dq": dq}
-        | strides(dq=dq),
-        constants | tile | {"ADD": add},
+        kernel,
+        (slots(seq_len, queries, x.cu_seqlens), x.k.shape[2], len(x.q)),
+        arguments | unite(x.block_index, x.cu_seqlens, x.spec, queries),
+        constants | {"QUERIES": queries, "ROWS": rows, "KEYS": _block_keys(config, x.spec)},
         config,
     )
-    return _key_gradients(inputs, constants, block_index, cu_seqlens, spec)
 
 
 def unite(
     block_index: Tensor, cu_seqlens: Tensor | None, spec: NSASpec, queries: int
 ) -> dict[str, Any]:
     """The union of blocks of each tile of `queries`, as arguments of the kernels that walk it."""
-    block_index = block_index.contiguous()
     batch, seq_len, groups, top = block_index.shape
     tiles = slots(seq_len, queries, cu_seqlens)
-    room = min(queries * top, spec.select_blocks_len(seq_len))
-    blocks = block_index.new_empty(batch, tiles, groups, room)
-    lists = {
-        "blocks": blocks,
-        "members": torch.empty_like(blocks),
-        "counts": block_index.new_empty(batch, tiles, groups),
-    }
-    list_strides = strides(list=blocks, counts=lists["counts"])
-    cu, documents = offsets_of(cu_seqlens)
+    list_len = min(queries * top, spec.select_blocks_len(seq_len))
+    blocks, members = (block_index.new_empty(batch, tiles, groups, list_len) for _ in range(2))
+    counts = block_index.new_empty(batch, tiles, groups)
+    lists = {"blocks": blocks, "members": members, "counts": counts, "list_len": list_len}
     queries_p, top_p = triton.next_power_of_2(queries), triton.next_power_of_2(top)
     launch(
         union_kernel,
         (tiles, groups, batch),
-        {"chosen": block_index, "cu": cu, "seq_len": seq_len, "documents": documents}
-        | lists
-        | strides(chosen=block_index)
-        | list_strides,
+        {"index": block_index.contiguous()} | lists | document_arguments(seq_len, cu_seqlens),
         {
-            "TOP": top,
-            "TOP_P": top_p,
-            "SELECT": spec.select_len,
-            "PACKED": cu_seqlens is not None,
-            "QUERIES": queries,
-            "QUERIES_P": queries_p,
-            "BLOCKS": max(16, 4096 // (queries_p * top_p)),
+            **{"TOP": top, "TOP_P": top_p, "QUERIES": queries, "QUERIES_P": queries_p},
+            **{"SELECT": spec.select_len, "BLOCKS": max(16, 4096 // (queries_p * top_p))},
         },
         Config(queries, 0, 4, 1),
     )
-    return lists | list_strides
+    return lists
 
 
 def queries_by_block(
     block_index: Tensor, cu_seqlens: Tensor | None, spec: NSASpec
 ) -> tuple[Tensor, Tensor]:
-    """Who chose each block, ascending: offsets [B, K, blocks + 1] into queries [B, K, T * n].
+    """The queries of each block, ascending: offsets [B, Hkv, blocks + 1] into [B, Hkv, T * n].
 
     Packed documents number their blocks from start // select_len + document on, as `locate` does.
     Sorting is stable and waits for nothing on the host.
@@ -204,132 +180,44 @@ def queries_by_block(
 
 
 def _key_gradients(
-    inputs: dict[str, Any],
-    constants: dict[str, Any],
-    block_index: Tensor,
-    cu_seqlens: Tensor | None,
-    spec: NSASpec,
+    x: Selected, arguments: dict[str, Any], constants: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    k, v = inputs["k"], inputs["v"]
-    batch, seq_len, groups = k.shape[:3]
-    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    offsets, queries = queries_by_block(block_index, cu_seqlens, spec)
+    batch, seq_len, groups, _ = x.k.shape
+    spec, dtype = x.spec, x.k.dtype
+    dk, dv = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.k, x.v))
+    offsets, queries = queries_by_block(x.block_index, x.cu_seqlens, spec)
     total_blocks = offsets.shape[-1] - 1
-    lists = {"offsets": offsets, "offsets_b": offsets.stride(0), "offsets_t": offsets.stride(1)}
     # No list is longer than the sequence, so short ones leave no parts.
     rows = (2 * seq_len * spec.select_top // CHUNK + 1) * spec.select_len if seq_len > CHUNK else 1
     dk_part, dv_part = (
-        x.new_empty(batch, rows, groups, x.shape[-1], dtype=torch.float32) for x in (k, v)
+        y.new_empty(batch, rows, groups, y.shape[-1], dtype=torch.float32) for y in (x.k, x.v)
     )
-    outputs = {"dk": dk, "dv": dv, "dk_part": dk_part, "dv_part": dv_part}
-    outputs |= strides(dk=dk, dv=dv, dk_part=dk_part, dv_part=dv_part)
-    sizes = constants["KEY_P"], constants["VALUE_P"]
-    config = choose_config("selected_keys", sizes, k.dtype)
+    arguments = arguments | {
+        **{"dk": dk, "dv": dv, "dk_part": dk_part, "dv_part": dv_part, "part_rows": rows},
+        **{"offsets": offsets, "total_blocks": total_blocks},
+        **{"queries": queries, "list_len": queries.shape[-1]},
+    }
+    config = choose_config("selected_keys", (constants["KEY_P"], constants["VALUE_P"]), dtype)
     keys = _block_keys(config, spec)
+    constants = constants | {"CHUNK": CHUNK, "ROWS": config.rows, "KEYS": keys}
     grid = triton.cdiv(spec.select_len, keys), groups * batch
-    constants = constants | {"HEADS": groups, "CHUNK": CHUNK, "KEYS": keys}
-    launch(
-        selected_keys_kernel,
-        (seq_len * spec.select_top // CHUNK + total_blocks, *grid),
-        inputs
-        | outputs
-        | lists
-        | {"queries": queries, "queries_b": queries.stride(0), "queries_t": queries.stride(1)}
-        | {"total_blocks": total_blocks},
-        constants | {"ROWS": config.rows},
-        config,
-    )
+    lists = seq_len * spec.select_top // CHUNK + total_blocks
+    launch(selected_keys_kernel, (lists, *grid), arguments, constants, config)
     if seq_len > CHUNK:
-        shared = {name: inputs[name] for name in ("cu", "seq_len", "documents")}
-        used = {key: x for key, x in constants.items() if key not in ("GROUP", "PRECISION")}
-        launch(add_parts_kernel, (total_blocks, *grid), shared | outputs | lists, used, config)
+        launch(add_parts_kernel, (total_blocks, *grid), arguments, constants, config)
     return dk, dv
 
 
-def _tile(
-    kernel: str, constants: dict[str, Any], seq_len: int, spec: NSASpec, dtype: torch.dtype
-) -> tuple[Config, dict[str, int]]:
-    """Tile sizes: large ones that share most of their blocks, or small ones."""
-    dense = spec.select_blocks_len(seq_len) <= DENSE_BLOCKS * spec.select_top
-    name = f"selected_{kernel}" if dense else f"gathered_{kernel}"
-    config = choose_config(name, (constants["KEY_P"], constants["VALUE_P"]), dtype)
-    group = constants["GROUP"]
-    rows = max(config.rows, triton.next_power_of_2(group))
-    queries = min(rows // group, MOST_QUERIES)
-    rows = max(16, triton.next_power_of_2(queries * group))
-    return config, {"QUERIES": queries, "ROWS": rows, "KEYS": _block_keys(config, spec)}
-
-
 def _block_keys(config: Config, spec: NSASpec) -> int:
+    """Keys of one step, no more than a block has."""
     return max(16, min(config.keys, triton.next_power_of_2(spec.select_len)))
 
 
-def _constants(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, spec: NSASpec
-) -> dict[str, Any]:
-    return shape_constants(q, k, v, cu_seqlens) | {"SELECT": spec.select_len}
-
-
-@torch.library.custom_op("nsa::triton_selected", mutates_args=())
-def triton_selected(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_index: Tensor,
-    cu_seqlens: Tensor | None,
-    pattern: list[int],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """(o, lse) over the chosen blocks."""
-    return selected_forward(q, k, v, block_index, cu_seqlens, NSASpec(*pattern), scale)
-
-
-@triton_selected.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_index: Tensor,
-    cu_seqlens: Tensor | None,
-    pattern: list[int],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("nsa::triton_selected_backward", mutates_args=())
-def triton_selected_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    block_index: Tensor,
-    cu_seqlens: Tensor | None,
-    pattern: list[int],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
-    spec = NSASpec(*pattern)
-    return selected_backward(do, q, k, v, o, lse, block_index, cu_seqlens, spec, scale)
-
-
-@triton_selected_backward.register_fake
-def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, block_index, cu_seqlens, *ctx.static = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, block_index, cu_seqlens)
-
-
-def _backward(ctx: Any, do: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = triton_selected_backward(do, *ctx.saved_tensors, *ctx.static)
-    return *grads, None, None, None, None
-
-
-triton_selected.register_autograd(_backward, setup_context=_setup_context)
+triton_selected = register(
+    "nsa::triton_selected",
+    Selected,
+    selected_forward,
+    fake=outputs_like,
+    outputs=2,
+    gradient=Gradient(selected_backward, inputs=3, outputs=1),
+)

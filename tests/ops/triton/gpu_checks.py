@@ -21,7 +21,7 @@ from nsa.ops import (
     window_attention,
 )
 from nsa.ops.documents import compressed_slices, document_slices
-from nsa.ops.triton.configs import Config, choosing
+from nsa.ops.triton.configs import Config, override_choices
 from tests.ops.cases import (
     Case,
     branches,
@@ -226,7 +226,7 @@ def small_calls(longest: int, dtypes: Sequence[torch.dtype]) -> None:
 
 def watched_calls(longest: int, dtypes: Sequence[torch.dtype]) -> None:
     """Operands 32 wide and four warps first: Triton has read beyond some of those (issue 11366)."""
-    with choosing(_narrow):
+    with override_choices(_narrow):
         small_calls(longest, dtypes[:1])
     small_calls(longest, dtypes)
 

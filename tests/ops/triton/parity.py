@@ -1,4 +1,4 @@
-"""How the Triton backend is held to the definition: where it runs, on what, and by which rule.
+"""Parity of the Triton backend with the definition: where it runs, and by which rule.
 
 On a machine with a GPU the kernels run there, else in Triton's interpreter, in float32: its matrix
 products of bfloat16 are garbage.
@@ -46,8 +46,8 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32) -> Inputs:
 
 
 @cache
-def chosen(case: Case) -> Tensor:
-    """The blocks that the definition chooses in float64, where the kernels run."""
+def reference_blocks(case: Case) -> Tensor:
+    """The blocks that the definition selects in float64, where the kernels run."""
     return selection(Inputs.of(case), case, "reference").to(DEVICE)
 
 
@@ -60,11 +60,11 @@ def defined(case: Case, branch: str, dtype: torch.dtype, run: Run = with_gradien
 def computed(
     case: Case, branch: str, backend: str, x: Inputs, run: Run = with_gradients
 ) -> list[Tensor]:
-    """What `run` makes of a branch, or of `mixed`, all three with their gates."""
+    """The results of `run` on a branch, or on `mixed`, all three with their gates."""
     if branch == "mixed":
         options = {"cu_seqlens": case.offsets_on(DEVICE), "backend": backend}
         return run(lambda *y: nsa_attention(*y, case.spec, **options), x.tensors())
-    return run(*branches(x, case, chosen(case), backend)[branch])
+    return run(*branches(x, case, reference_blocks(case), backend)[branch])
 
 
 def assert_parity(

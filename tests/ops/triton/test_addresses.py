@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa.spec import NSASpec
-from tests.ops.cases import Case, Function, Inputs, selection
+from tests.ops.cases import Case, Function, Inputs, default, selection
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import BRANCHES, DEVICE, computed, inputs
 
@@ -21,7 +21,7 @@ CASE = Case(NSASpec(4, 2, 20, 3, 1, 1, 37), (140,), kv_heads=1, group=1, key_dim
 
 @pytest.fixture
 def memory() -> Tensor:
-    """Room that passes 2³¹ elements; on a CPU only the pages that are touched take any."""
+    """A buffer of more than 2³¹ elements; on a CPU only touched pages use memory."""
     if DEVICE.type == "cuda":
         return torch.zeros(BEYOND, device=DEVICE)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
@@ -37,7 +37,7 @@ def far_apart(x: Tensor, memory: Tensor, place: int) -> Tensor:
     return rows.copy_(x)
 
 
-@pytest.mark.parametrize("branch", [*BRANCHES, "mixed"])
+@pytest.mark.parametrize("branch", default(1, ["mixed", *BRANCHES]))
 def test_inputs_that_reach_beyond_32_bits_give_the_same_bits(branch: str, memory: Tensor) -> None:
     def run(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
         given = [x.detach().requires_grad_() for x in given]
@@ -53,7 +53,7 @@ def test_inputs_that_reach_beyond_32_bits_give_the_same_bits(branch: str, memory
         assert torch.equal(a, b)
 
 
-def test_the_choice_from_inputs_that_reach_beyond_32_bits_is_the_same(memory: Tensor) -> None:
+def test_selection_from_inputs_that_reach_beyond_32_bits_is_the_same(memory: Tensor) -> None:
     x = inputs(CASE)
     far = Inputs(*(far_apart(y, memory, i) for i, y in enumerate(x.tensors())))
     assert torch.equal(selection(far, CASE, "triton"), selection(x, CASE, "triton"))

@@ -14,8 +14,8 @@ from nsa.ops.triton.configs import (
     Config,
     candidates,
     choose_config,
-    choosing,
-    keep_tuned,
+    override_choices,
+    save_tuned,
     tuning_key,
 )
 from tests.ops.triton.parity import KERNELS
@@ -58,7 +58,7 @@ def test_the_first_candidate_is_taken_where_nothing_was_measured() -> None:
 
 def test_a_kept_choice_is_what_the_next_launch_takes() -> None:
     assert chosen() == FIRST  # read before it was written
-    path = keep_tuned({KEY: SECOND})
+    path = save_tuned({KEY: SECOND})
     assert path.is_relative_to(configs.tuned_path().parent)
     assert chosen() == SECOND
     assert choose_config("band_keys", SIZES, BF16) == candidates("band_keys", SIZES, BF16)[0]
@@ -67,19 +67,19 @@ def test_a_kept_choice_is_what_the_next_launch_takes() -> None:
 
 
 def test_keeping_a_choice_leaves_the_others_that_were_kept() -> None:
-    keep_tuned({KEY: SECOND})
+    save_tuned({KEY: SECOND})
     other = candidates("select", (64, 0), BF16)[-1]
-    keep_tuned({tuning_key("select", (64, 0), BF16): other})
+    save_tuned({tuning_key("select", (64, 0), BF16): other})
     assert (chosen(), choose_config("select", (64, 0), BF16)) == (SECOND, other)
 
 
 def test_a_choice_that_is_no_candidate_any_more_falls_back_to_the_first() -> None:
-    keep_tuned({KEY: Config(48, 48, 3, 9), "an operation of another version": SECOND})
+    save_tuned({KEY: Config(48, 48, 3, 9), "an operation of another version": SECOND})
     assert chosen() == FIRST
 
 
 def test_an_entry_that_is_none_falls_back_to_the_first() -> None:
-    path = keep_tuned({KEY: SECOND})
+    path = save_tuned({KEY: SECOND})
     path.write_text(json.dumps({KEY: [64, 64]}))
     configs._tuned.cache_clear()
     assert chosen() == FIRST
@@ -90,20 +90,20 @@ def test_a_file_that_was_cut_off_is_passed_over_with_a_warning(text: str) -> Non
     path = configs.tuned_path()
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    with pytest.warns(UserWarning, match="is passed over.* tune again or delete it"):
+    with pytest.warns(UserWarning, match="is ignored.* tune again or delete it"):
         assert chosen() == FIRST
 
 
 def test_writing_leaves_one_whole_file() -> None:
-    path = keep_tuned({KEY: SECOND})
+    path = save_tuned({KEY: SECOND})
     assert list(path.parent.iterdir()) == [path]
     assert json.loads(path.read_text()) == {KEY: [*vars(SECOND).values()]}
 
 
 def test_a_forced_choice_goes_before_a_kept_one_and_ends_with_its_block() -> None:
-    keep_tuned({KEY: SECOND})
+    save_tuned({KEY: SECOND})
     forced = Config(16, 16, 1, 1)
-    with choosing(lambda operation, options: forced):
+    with override_choices(lambda operation, options: forced):
         assert chosen() == forced
     assert chosen() == SECOND
 

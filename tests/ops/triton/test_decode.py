@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -171,8 +171,7 @@ def test_what_a_nan_chooses_stays_inside_the_buffers_and_its_sequence() -> None:
     x.q[1, 0, 0] = torch.nan
     with mock.patch.object(decode, "launch", wraps=decode.launch) as launched:
         found = decoded(case, x)
-    arguments = [call.args[2] for call in launched.mock_calls]
-    (index,) = (given["index"] for given in arguments if "k_sel" in given)
+    index = launched.mock_calls[-1].args[2]["index"]
     assert sorted(index[1, 0].tolist()) == [0, 1, 12]
     assert found[1, 0].isnan().all()
     others = [0, 2, 3]
@@ -229,10 +228,9 @@ def test_launches_follow_the_room_and_ask_the_lengths_nothing() -> None:
     """Tensors without memory have no lengths to read: such a step can be captured and replayed."""
     case = PATTERNS["small"]
     x = buffers(case, sequences(case)).to("meta")
-    pairs = dict(zip(BRANCHES, zip(*[iter(x.tensors()[1:7])] * 2, strict=True), strict=True))
     lengths = torch.empty(len(LENGTHS), dtype=torch.int64, device="meta")
     with recording() as started:
-        decode.decode_forward(x.q, pairs, x.gates, lengths, SPEC, BRANCHES, 0.5)
+        decode.decode_forward(decode.Token(*x.tensors(), lengths, SPEC, "+".join(BRANCHES), 0.5))
     names = [launched.kernel.fn.__name__.split("_")[1] for launched in started]
     assert names == ["compressed", "importance", "rank", "parts", "mix"]
     assert started[0].grid == (-(-x.k_cmp.shape[1] // 24), 2, len(LENGTHS))
@@ -242,7 +240,7 @@ def test_launches_follow_the_room_and_ask_the_lengths_nothing() -> None:
 def test_the_op_is_what_it_declares_with_and_without_each_branch() -> None:
     case = replace(PATTERNS["small"], lengths=(30, 2), group=1, kv_heads=1)
     *tensors, gates = buffers(case, sequences(case)).tensors()
-    lengths, pattern = torch.tensor(case.lengths, device=DEVICE), list(astuple(SPEC))
+    lengths, pattern = torch.tensor(case.lengths, device=DEVICE), SPEC.to_ints()
     declared = ("test_schema", "test_faketensor")
     for names, given, wanted in (
         ("cmp+sel+win", tensors, gates),

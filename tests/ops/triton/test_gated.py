@@ -10,10 +10,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.ops import nsa_attention, nsa_attention_and_blocks
-from nsa.ops.triton.gated import gated_backward, gated_forward
+from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
-from tests.ops.cases import Case, Inputs, branches, random_cases, selection, with_gradients
+from tests.ops.cases import (
+    Case,
+    Inputs,
+    branches,
+    default,
+    random_cases,
+    selection,
+    with_gradients,
+)
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import (
     DEVICE,
@@ -32,26 +40,26 @@ CASES = [
     Case(SPEC, (3,), group=1),
     *random_cases(6, longest=20, seed=3),
 ]
-cases = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@cases
+@pytest.mark.parametrize("case", default(4, CASES), ids=str)
 def test_the_gated_sum_and_all_its_gradients_are_those_of_the_definition(case: Case) -> None:
     assert_parity(case, "mixed")
 
 
 @pytest.mark.parametrize(
-    ("branch", "gate"), [(0, 0.0), (1, 0.0), (2, 0.0), (0, 1e-30), (1, 1.0), (2, 1e-6)]
+    "setting", default(3, [(0, 0.0), (1, 1.0), (2, 1e-6), (1, 0.0), (2, 0.0), (0, 1e-30)]), ids=str
 )
-def test_a_gate_may_be_shut_or_open(branch: int, gate: float) -> None:
+def test_a_gate_may_be_closed_or_open(setting: tuple[int, float]) -> None:
     """A sigmoid is exactly 0 or 1 soon enough, once rounded."""
     case = replace(CASES[0], batch=1, kv_heads=1)
     x = inputs(case)
+    branch, gate = setting
     x.gates[:, ::2, :, branch] = gate
     assert_exact_enough(*(computed(case, "mixed", backend, x.to(dtype)) for backend, dtype in RULE))
 
 
-def test_the_whole_is_made_of_the_parts_that_can_be_asked_for_one_by_one() -> None:
+def test_the_sum_is_that_of_the_branches_called_one_by_one() -> None:
     """To the bit, but for the gates' product: the same kernels do both."""
     case = CASES[1]
     x, cu = inputs(case), CASES[1].offsets_on(DEVICE)
@@ -64,7 +72,7 @@ def test_the_whole_is_made_of_the_parts_that_can_be_asked_for_one_by_one() -> No
 
 
 class Allocated(TorchDispatchMode):
-    """The sizes of what is filled with zeros."""
+    """Record the sizes of tensors filled with zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +85,7 @@ class Allocated(TorchDispatchMode):
         return result
 
 
-def test_the_backward_pass_makes_no_gradients_of_what_has_none() -> None:
+def test_the_backward_pass_allocates_no_gradients_of_outputs_without_one() -> None:
     """Zeros the size of an output for each branch would be half a step's memory at 64k."""
     x = inputs(Case(SPEC, (11,)))
     q, *rest = x.tensors()
@@ -96,12 +104,13 @@ def test_five_runs_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(40,), (3, 21, 0, 16)], ids=str)
-def test_nothing_that_is_launched_waits_for_a_value(lengths: tuple[int, ...]) -> None:
+def test_no_launch_waits_for_a_value(lengths: tuple[int, ...]) -> None:
     """Tensors of the `meta` device have none: reading one raises."""
     case = Case(SPEC, lengths)
-    q, *pairs, gates = (x.to("meta") for x in Inputs.of(case, torch.float32).tensors())
+    tensors = (x.to("meta") for x in Inputs.of(case, torch.float32).tensors())
     cu = None if case.cu_seqlens is None else case.cu_seqlens.to("meta")
     with recording() as launches:
-        o, index, *rest = gated_forward(q, pairs, gates, cu, SPEC, 1.0)
-        gated_backward(o, q, pairs, gates, index, rest[::2], rest[1::2], cu, SPEC, 1.0)
+        x = Gated(*tensors, cu, SPEC, 1.0)
+        o, *saved = gated_forward(x)
+        gated_backward(o, x, *saved)
     assert len({launch.kernel for launch in launches}) == 10

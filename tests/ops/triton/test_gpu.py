@@ -1,4 +1,4 @@
-"""What only a GPU can show, on a GPU; the same checks on small sizes in the interpreter."""
+"""Checks at real sizes that need a GPU; the same ones at small sizes in the interpreter."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ IN_EVERY_DTYPE = ("M7C", "M7C, packed", "64/4/128", "64/4/192/128", "head size 2
 
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> None:
-    """Every kernel of the chosen cases, by all processors: some 300 take one several minutes."""
+    """Compile every kernel of the selected cases on all CPU cores: one core takes minutes."""
     calls = {
         call
         for item in request.session.items
@@ -64,14 +64,14 @@ def compiled(request: pytest.FixtureRequest) -> None:
 
 
 def compile_all(launches: Iterable[tuple[kernel_launches.Case, Launch]]) -> None:
-    """Into Triton's cache, for the GPU that is here."""
+    """Compile into Triton's cache for this GPU."""
     chip = "sm_{}{}".format(*torch.cuda.get_device_capability())
     if chip in compile_gate.CHIPS:
         compile_gate.check(launches, [chip], jobs=min(os.cpu_count() or 1, 16))
 
 
 def calls_of(case: Case, dtype: torch.dtype) -> list[kernel_launches.Case]:
-    """What a case calls, as what is compiled ahead of time is named."""
+    """A case's calls, as the ahead-of-time gate names them."""
     heads, sizes = (case.heads, case.kv_heads), (case.key_dim, case.value_dim)
     name = next(name for name, known in kernel_launches.DTYPES.items() if known == dtype)
     packed = case.offsets is not None
@@ -98,8 +98,16 @@ def test_the_loss_of_precision_at_real_sizes_is_that_of_pytorchs_attention(
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("packed", torch.bfloat16),
+        ("one document", torch.float16),
+        pytest.param("packed", torch.float16, marks=pytest.mark.full),
+        pytest.param("one document", torch.bfloat16, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_the_loss_of_precision_at_small_sizes_is_that_of_pytorchs_attention(
     name: str, dtype: torch.dtype
 ) -> None:
@@ -115,6 +123,7 @@ def test_twenty_runs_at_real_sizes_give_the_same_bits(name: str, dtype: torch.dt
     gpu_checks.runs_are_the_same_to_the_bit(REAL[name], dtype, times=20)
 
 
+@pytest.mark.full
 @interpreted
 def test_runs_at_small_sizes_give_the_same_bits() -> None:
     gpu_checks.runs_are_the_same_to_the_bit(SMALL["packed"], torch.bfloat16, times=2)
@@ -128,6 +137,7 @@ def test_outputs_may_reach_beyond_32_bits() -> None:
     gpu_checks.the_ends_of_long_outputs_are_right(seq_len, heads, size, torch.bfloat16)
 
 
+@pytest.mark.full
 @interpreted
 def test_the_ends_of_outputs_are_right() -> None:
     gpu_checks.the_ends_of_long_outputs_are_right(192, 2, 8, torch.float32)
@@ -165,7 +175,7 @@ def test_a_step_never_waits_for_the_gpu(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def watched() -> None:
-    """Every kernel of what is watched, by all processors: under a tool one would take minutes."""
+    """Compile every kernel that the tools run, on all CPU cores."""
     with recording() as launches:
         gpu_checks.watched_calls(*gpu_checks.WATCHED)
     compile_all((calls_of(M7C, torch.float16)[0], launch) for launch in launches)
@@ -200,11 +210,12 @@ def test_compute_sanitizer_finds_nothing(tool: str, flags: list[str]) -> None:
 
 
 def test_two_writes_of_a_partial_sum_are_no_race() -> None:
-    said = "========= Error: Potential {} hazard detected at __shared__ 0x404 in block (0,0,0) :\n"
-    assert gpu_checks.races(said.format("WAW")) == []
-    assert len(gpu_checks.races("".join(map(said.format, ("WAW", "RAW", "WAR"))))) == 2
+    line = "========= Error: Potential {} hazard detected at __shared__ 0x404 in block (0,0,0) :\n"
+    assert gpu_checks.races(line.format("WAW")) == []
+    assert len(gpu_checks.races("".join(map(line.format, ("WAW", "RAW", "WAR"))))) == 2
 
 
+@pytest.mark.full
 @interpreted
-def test_what_compute_sanitizer_runs_works() -> None:
+def test_the_calls_under_compute_sanitizer_work() -> None:
     gpu_checks.small_calls(26, [torch.float32])

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from nsa.spec import NSASpec
-from tests.ops.cases import Case, Function, Inputs
+from tests.ops.cases import Case, Function, Inputs, default
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import BRANCHES, Run, assert_parity, computed, inputs
 
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (23,), batch=2, group=2, key_dim=6, value_dim=4)
-branches = pytest.mark.parametrize("branch", [*BRANCHES, "mixed"])
+branches = pytest.mark.parametrize("branch", default(1, ["mixed", *BRANCHES]))
 
 
 def by_head(x: Tensor) -> Tensor:
@@ -24,21 +24,21 @@ def by_head(x: Tensor) -> Tensor:
 
 
 def by_size(x: Tensor) -> Tensor:
-    """[B, T, D, H] in memory: it is not the last dimension that lies together."""
+    """[B, T, D, H] in memory: the last dimension is not contiguous."""
     return x.transpose(2, 3).contiguous().transpose(2, 3)
 
 
 def interleaved(x: Tensor) -> Tensor:
-    """One of three in each row, as a projection to the keys of three branches gives them."""
+    """One of three in each token, as in a projection to the values of three branches."""
     rows = torch.full((*x.shape[:2], 3, *x.shape[2:]), torch.nan, device=x.device)
     rows[:, :, 1] = x
     return rows[:, :, 1]
 
 
 def padded(x: Tensor) -> Tensor:
-    """With something after each row, head and number."""
-    room = torch.full([size + 1 for size in x.shape], torch.nan, device=x.device)
-    part = room[tuple(slice(size) for size in x.shape)]
+    """With padding after each row, head and number."""
+    buffer = torch.full([size + 1 for size in x.shape], torch.nan, device=x.device)
+    part = buffer[tuple(slice(size) for size in x.shape)]
     return part.copy_(x)
 
 

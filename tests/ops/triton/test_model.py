@@ -1,4 +1,4 @@
-"""The language model on the Triton backend: the model it is elsewhere, however it recomputes."""
+"""The language model on the Triton backend: loss and gradients, with any recomputation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from torch import Tensor
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.ops.triton import band_op, common, gated, select, selected_op
 from tests.model.models import ATTENTIONS, build, packed, tiny, tokens
+from tests.ops.cases import default
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import DEVICE, assert_exact_enough
 
 LAYERS = 2
-# What a layer launches forward; a backward pass that keeps nothing launches it again.
+# A layer's forward launches; full recomputation repeats them.
 FORWARD = {
     "band_forward_kernel": 2,
     "select_kernel": 1,
@@ -61,7 +62,9 @@ def counted_launches() -> Iterator[Counter[str]]:
         yield counts
 
 
-@pytest.mark.parametrize("attention", [name for name in ATTENTIONS if name != "dense"])
+@pytest.mark.parametrize(
+    "attention", default(2, ["mlp, shared", *(ATTENTIONS.keys() - {"dense", "mlp, shared"})])
+)
 def test_loss_and_gradients_are_those_of_the_other_backends(attention: str) -> None:
     usual, exact = (
         step(attention, "blockwise", "none", dtype) for dtype in (torch.float32, torch.float64)
@@ -69,7 +72,9 @@ def test_loss_and_gradients_are_those_of_the_other_backends(attention: str) -> N
     assert_exact_enough(without_checkpointing(attention), usual, exact)
 
 
-@pytest.mark.parametrize("mode", [mode for mode in ACTIVATION_CHECKPOINTING if mode != "none"])
+@pytest.mark.parametrize(
+    "mode", default(1, ["selective", *(set(ACTIVATION_CHECKPOINTING) - {"none", "selective"})])
+)
 def test_recomputation_changes_no_bit_and_selective_runs_no_kernel_twice(mode: str) -> None:
     with counted_launches() as counts:
         results = step("mlp, shared", "triton", mode, torch.float32)

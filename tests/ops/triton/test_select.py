@@ -1,4 +1,4 @@
-"""The choice of blocks is the definition's, but for what rounding decides."""
+"""Block selection by the kernel equals the definition's, but for what rounding decides."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from nsa.ops import compressed_attention, select_blocks
-from nsa.ops.triton.configs import Config, choosing
+from nsa.ops.triton.configs import Config, override_choices
 from nsa.spec import NSASpec
 from tests.ops import checks_of_others as check
-from tests.ops.cases import Case, exact_score, random_cases, same_selection, selection
+from tests.ops.cases import (
+    Case,
+    default,
+    exact_score,
+    random_cases,
+    same_selection,
+    selection,
+)
 from tests.ops.cases import one_thread as one_thread
-from tests.ops.triton.parity import DEVICE, chosen, inputs
+from tests.ops.triton.parity import DEVICE, inputs, reference_blocks
 
 RANDOM = random_cases(14 if DEVICE.type == "cpu" else 7, longest=36, seed=2)
 PATTERNS = [
@@ -25,7 +32,7 @@ PATTERNS = [
     Case(NSASpec(2, 1, 11, 3, 0, 1, 5), (90,), kv_heads=1),
     Case(NSASpec(30, 3, 2, 5, 1, 1, 5), (29,)),
     Case(NSASpec(4, 4, 3, 35, 1, 2, 5), (131,), kv_heads=1, group=1),
-    # Tiles of sixteen blocks that every query of a tile sees whole.
+    # Tiles of sixteen blocks that every query of a tile sees.
     Case(NSASpec(5, 2, 2, 4, 1, 1, 5), (121,), kv_heads=1, group=2),
     Case(NSASpec(3, 3, 4, 3, 0, 1, 5), (150, 1, 47), kv_heads=1, group=1),
     Case(NSASpec(20, 2, 2, 4, 0, 2, 5), (113,), kv_heads=1, group=1),
@@ -34,28 +41,28 @@ PATTERNS = [
 
 @pytest.fixture
 def small_tiles() -> Iterator[None]:
-    """More than one tile of blocks, so that what was kept competes with what comes later."""
-    with choosing(lambda *_: Config(16, 16, 4, 1)):
+    """Several tiles of blocks, so that later blocks compete with the best so far."""
+    with override_choices(lambda *_: Config(16, 16, 4, 1)):
         yield
 
 
-@pytest.fixture(params=["usual tiles", "small tiles"])
+@pytest.fixture(params=["default tiles", "small tiles"])
 def tiles(request: pytest.FixtureRequest) -> None:
     if request.param == "small tiles":
         request.getfixturevalue("small_tiles")
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("case", RANDOM + PATTERNS, ids=str)
-def test_the_chosen_blocks_are_as_good_as_the_definitions(case: Case) -> None:
+@pytest.mark.parametrize("case", default(5, RANDOM) + default(9, PATTERNS[1:]), ids=str)
+def test_the_selected_blocks_are_as_good_as_the_definitions(case: Case) -> None:
     x = inputs(case)
     index = selection(x, case, "triton")
     assert index.dtype == torch.int32
     assert index.shape == (case.batch, case.seq_len, case.kv_heads, case.spec.select_top)
-    assert same_selection(exact_score(x, case), index.cpu(), chosen(case).cpu())
+    assert same_selection(exact_score(x, case), index.cpu(), reference_blocks(case).cpu())
 
 
-def test_the_cases_cover_what_they_are_there_for() -> None:
+def test_the_cases_cover_every_pattern() -> None:
     cases = RANDOM + PATTERNS
     left = [c for c in cases if max(c.lengths) > c.spec.select_top * c.spec.select_len]
     assert len(left) > len(cases) / 2
@@ -81,14 +88,14 @@ def test_exact_ties_go_to_the_lower_index() -> None:
 
 @pytest.mark.usefixtures("tiles")
 def test_blocks_inside_one_compressed_block_tie_exactly() -> None:
-    """Four selection blocks share what one compressed block got: the lowest two are taken."""
+    """Four selection blocks share a compressed block's probability: the lowest two are selected."""
     case = Case(NSASpec(8, 8, 2, 3, 0, 1, 5), (64,), kv_heads=3, group=3)
     index = selection(inputs(case), case, "triton")
     best = index[0, -1, :, :2]
     assert torch.equal(best % 4, torch.tensor([0, 1], device=DEVICE).expand(3, 2))
 
 
-def test_the_first_and_last_blocks_are_chosen_whatever_their_importance() -> None:
+def test_the_first_and_last_blocks_are_selected_whatever_their_importance() -> None:
     """Also past 128 blocks, where nearly all importance is another block's."""
     case = Case(NSASpec(4, 2, 2, 5, 2, 2, 7), (290,), kv_heads=1, group=2, key_dim=2)
     x = inputs(case)
@@ -99,8 +106,8 @@ def test_the_first_and_last_blocks_are_chosen_whatever_their_importance() -> Non
         assert t < 4 or 1 in index[0, t, 0].tolist(), f"query {t}"
 
 
-@pytest.mark.parametrize("queries", [1, 2, 13, 49])
-def test_selection_of_the_last_positions_is_the_tail_of_the_whole(queries: int) -> None:
+@pytest.mark.parametrize("queries", default(2, [1, 13, 2, 49]))
+def test_selection_of_the_last_positions_is_the_tail_of_the_full_selection(queries: int) -> None:
     case = Case(NSASpec(4, 3, 5, 3, 1, 1, 5), (49,), batch=2, group=3)
     x = inputs(case)
     _, lse = compressed_attention(x.q, x.k_cmp, x.v_cmp, case.spec, backend="triton")
@@ -113,15 +120,15 @@ def test_selection_of_the_last_positions_is_the_tail_of_the_whole(queries: int) 
         seq_len=case.seq_len,
         backend="triton",
     )
-    whole, score = chosen(case).cpu(), exact_score(x, case)
-    assert same_selection(score[:, last], index.cpu(), whole[:, last])
+    full, score = reference_blocks(case).cpu(), exact_score(x, case)
+    assert same_selection(score[:, last], index.cpu(), full[:, last])
 
 
-def test_choosing_again_chooses_the_same_blocks() -> None:
-    x = inputs(PATTERNS[0])
-    first = selection(x, PATTERNS[0], "triton")
-    selection(inputs(PATTERNS[1]), PATTERNS[1], "triton")
-    assert torch.equal(selection(x, PATTERNS[0], "triton"), first)
+def test_selecting_again_selects_the_same_blocks() -> None:
+    x = inputs(PATTERNS[2])
+    first = selection(x, PATTERNS[2], "triton")
+    selection(inputs(PATTERNS[3]), PATTERNS[3], "triton")
+    assert torch.equal(selection(x, PATTERNS[2], "triton"), first)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the checks are of CPU tensors")

@@ -1,4 +1,4 @@
-"""However the work is cut into tiles, lists and parts, the results are those of the definition."""
+"""Parity however the work is cut into tiles, lists and parts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa.ops.triton.configs import Config, candidates, choosing
+from nsa.ops.triton.configs import Config, candidates, override_choices
 from nsa.spec import NSASpec
-from tests.ops.cases import Case
+from tests.ops.cases import Case, default
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.triton.parity import BRANCHES, DENSE, GATHERED, KERNELS, assert_parity, settings
 
-# Several tiles of everything, whole ones and partial ones, even where a tile is large.
+# Several tiles of everything, full and partial ones, even where a tile is large.
 SPEC = NSASpec(4, 2, 20, 3, 1, 1, 37)
 LONG = Case(SPEC, (131,), kv_heads=1, group=3, key_dim=4, value_dim=6)
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (45,), kv_heads=2, group=3, value_dim=4)
@@ -28,8 +28,8 @@ tilings = pytest.mark.parametrize("tiling", [GATHERED, DENSE], ids=["gathered", 
 branches_of_all = pytest.mark.parametrize("branch", BRANCHES)
 
 
-def all_choices() -> list[dict[str, tuple[int, int]]]:
-    """Rows and keys for each kernel, until each of its candidates has been taken once."""
+def all_tile_sizes() -> list[dict[str, tuple[int, int]]]:
+    """Rows and keys for each kernel, until each of its candidates is there once."""
     wanted = {
         kernel: sorted(
             {
@@ -49,19 +49,19 @@ def all_choices() -> list[dict[str, tuple[int, int]]]:
 
 
 def assert_parity_with(sizes: dict[str, tuple[int, int]], case: Case, branch: str) -> None:
-    with choosing(lambda kernel, _: Config(*sizes[kernel], warps=4, stages=1)):
+    with override_choices(lambda kernel, _: Config(*sizes[kernel], warps=4, stages=1)):
         assert_parity(case, branch)
 
 
 @branches_of_all
-@pytest.mark.parametrize("i", range(len(all_choices())))
+@pytest.mark.parametrize("i", default(1, range(len(all_tile_sizes()))))
 def test_every_candidate_computes_the_same_thing(i: int, branch: str) -> None:
-    assert_parity_with(all_choices()[i], LONG, branch)
+    assert_parity_with(all_tile_sizes()[i], LONG, branch)
 
 
 @tilings
-@cases
-def test_small_tiles_of_both_ways_over_the_chosen_blocks(
+@pytest.mark.parametrize("case", default(1, [PACKED, CASE]), ids=["packed", "one document"])
+def test_small_tiles_of_both_ways_over_the_selected_blocks(
     case: Case, tiling: dict[str, int]
 ) -> None:
     with settings(**tiling):
@@ -69,21 +69,23 @@ def test_small_tiles_of_both_ways_over_the_chosen_blocks(
 
 
 @branches_of_all
-@pytest.mark.parametrize("case", [M7C, FEW_BLOCKS], ids=["one document", "packed, few blocks"])
+@pytest.mark.parametrize(
+    "case", default(1, [FEW_BLOCKS, M7C]), ids=["packed, few blocks", "one document"]
+)
 def test_the_models_own_sizes_in_the_tiles_of_a_bf16_run(case: Case, branch: str) -> None:
     sizes = {kernel: candidates(kernel, (64, 64), torch.bfloat16)[0] for kernel in KERNELS}
     assert_parity_with({kernel: (c.rows, c.keys) for kernel, c in sizes.items()}, case, branch)
 
 
 @cases
-@pytest.mark.parametrize("chunk", [3, 8])
+@pytest.mark.parametrize("chunk", default(1, [3, 8]))
 def test_long_lists_of_queries_are_added_up_in_parts(case: Case, chunk: int) -> None:
     with settings(chunk=chunk):
         assert_parity(case, "selected")
 
 
 @cases
-@pytest.mark.parametrize("queries", [7, 16])
+@pytest.mark.parametrize("queries", default(1, [7, 16]))
 def test_the_gradient_of_compressed_keys_is_added_up_in_splits(case: Case, queries: int) -> None:
     with settings(queries_per_split=queries):
         assert_parity(case, "compressed")

@@ -1,0 +1,116 @@
+"""Register a PyTorch custom op, its fake kernel and its gradient from one declaration.
+
+An op's inputs are a NamedTuple, tensors before constants. Its annotated fields become the op's
+schema, and every function behind the op takes the tuple itself. Callers unpack it: `op(*inputs)`.
+An NSASpec crosses PyTorch as integers, so callers pass `spec.to_ints()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from nsa.spec import NSASpec
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    NSASpec: "int[]",
+    list[int]: "int[]",
+    int: "SymInt",
+    float: "float",
+    str: "str",
+}
+
+
+class Gradient(NamedTuple):
+    """The backward pass of an op, registered as an op of its own, `<name>_backward`.
+
+    `backward(*output_gradients, inputs, *saved_outputs)` returns the gradients of the first inputs.
+    """
+
+    backward: Callable[..., tuple[Tensor, ...]]
+    inputs: int  # how many of the first inputs have a gradient
+    outputs: int  # how many of the first outputs have one
+    saved: slice = slice(None)  # the outputs that `backward` reads
+
+
+def register(
+    name: str,
+    inputs: Any,
+    forward: Callable[[Any], Any],
+    fake: Callable[[Any], Any],
+    outputs: int = 1,
+    gradient: Gradient | None = None,
+) -> Any:
+    """The custom op `name`. `forward` and `fake` map an `inputs` tuple to `outputs` tensors."""
+    arguments, build = _schema(inputs), _builder(inputs)
+    op = torch.library.custom_op(
+        name,
+        lambda *args: forward(build(args)),
+        mutates_args=(),
+        schema=f"({arguments}) -> {_tensors(outputs)}",
+    )
+    op.register_fake(lambda *args: fake(build(args)))
+    if gradient is not None:
+        _register_gradient(op, f"{name}_backward", inputs, outputs, gradient)
+    return op
+
+
+def _register_gradient(op: Any, name: str, inputs: Any, outputs: int, gradient: Gradient) -> None:
+    build, count, length = _builder(inputs), gradient.outputs, len(inputs._fields)
+    tensors = sum(hint in (Tensor, Tensor | None) for hint in get_type_hints(inputs).values())
+    saved_outputs = len(range(outputs)[gradient.saved])
+    output_gradients = [f"Tensor gradient_{i}" for i in range(count)]
+    saved = [f"Tensor output_{i}" for i in range(saved_outputs)]
+
+    def backward(*args: Any) -> tuple[Tensor, ...]:
+        given, rest = args[count : count + length], args[count + length :]
+        return gradient.backward(*args[:count], build(given), *rest)
+
+    backward_op = torch.library.custom_op(
+        name,
+        backward,
+        mutates_args=(),
+        schema=f"({', '.join([*output_gradients, _schema(inputs), *saved])})"
+        f" -> {_tensors(gradient.inputs)}",
+    )
+    backward_op.register_fake(
+        lambda *args: tuple(x.new_empty(x.shape) for x in args[count : count + gradient.inputs])
+    )
+
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.save_for_backward(*inputs[:tensors], *output[gradient.saved])
+        ctx.constants = inputs[tensors:]
+        if count < outputs:
+            ctx.mark_non_differentiable(*output[count:])
+            ctx.set_materialize_grads(False)  # no zeros the size of those outputs
+
+    def autograd(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
+        given, rest = ctx.saved_tensors[:tensors], ctx.saved_tensors[tensors:]
+        results = backward_op(*output_gradients[:count], *given, *ctx.constants, *rest)
+        return *results, *[None] * (length - gradient.inputs)
+
+    op.register_autograd(autograd, setup_context=setup_context)
+
+
+def _schema(inputs: Any) -> str:
+    hints = get_type_hints(inputs)
+    return ", ".join(f"{_SCHEMA_TYPES[hints[name]]} {name}" for name in inputs._fields)
+
+
+def _tensors(count: int) -> str:
+    return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+
+
+def _builder(inputs: Any) -> Callable[[Sequence[Any]], Any]:
+    is_spec = [hint is NSASpec for hint in get_type_hints(inputs).values()]
+
+    def build(args: Sequence[Any]) -> Any:
+        pairs = zip(args, is_spec, strict=True)
+        return inputs(*(NSASpec.from_ints(x) if spec else x for x, spec in pairs))
+
+    return build
