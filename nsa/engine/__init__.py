@@ -1,1 +1,1 @@
-
+"""Everything that touches DeepSpeed: configuration, trainer, training loop, recovery."""

@@ -1,1 +1,1 @@
-
+"""`nsa plan`: memory, traffic and time of a run, estimated from counts."""
