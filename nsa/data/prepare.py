@@ -186,15 +186,12 @@ def _run_parts(job: _Job, size: int | None, progress: bool) -> None:
         mininterval=0.1 if sys.stderr.isatty() else 30.0,
         disable=not progress,
     )
-    workers = [
-        Worker(partial(_write_part, job, part), f"{job.out}, part {part}")
-        for part, state in enumerate(states)
-        if not state["done"]
-    ]
+    workers: list[Worker] = []
     sizes: SimpleQueue[int | BaseException | None] = SimpleQueue()
-    for worker in workers:
-        Thread(target=_forward, args=(worker, sizes), daemon=True).start()
     try:
+        for part in (part for part, state in enumerate(states) if not state["done"]):
+            workers.append(Worker(partial(_write_part, job, part), f"{job.out}, part {part}"))
+            Thread(target=_forward, args=(workers[-1], sizes), daemon=True).start()
         running = len(workers)
         while running:
             item = sizes.get()
