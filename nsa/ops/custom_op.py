@@ -90,7 +90,8 @@ def _register_gradient(op: Any, name: str, inputs: Any, outputs: int, gradient: 
             ctx.set_materialize_grads(False)  # no zeros the size of those outputs
 
     def autograd(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
-        given, rest = ctx.saved_tensors[:tensors], ctx.saved_tensors[tensors:]
+        saved = ctx.saved_tensors  # read once: non-reentrant checkpointing unpacks only once
+        given, rest = saved[:tensors], saved[tensors:]
         results = backward_op(*output_gradients[:count], *given, *ctx.constants, *rest)
         return *results, *[None] * (length - gradient.inputs)
 
