@@ -44,7 +44,7 @@ def test_every_script_parses_and_can_be_executed(script: Path) -> None:
 
 def test_two_calls_at_once_make_one_venv(first_set_ups: tuple[Path, list[str]]) -> None:
     clone, said = first_set_ups
-    assert sum("making .venv with Python" in text for text in said) == 1
+    assert sum("creating .venv with Python" in text for text in said) == 1
     assert all(text.endswith(READY) for text in said)
     assert torch_version(clone) == "2.13.0"
 
