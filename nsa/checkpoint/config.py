@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nsa.validation import at_least
+
 
 @dataclass
 class CheckpointConfig:
@@ -16,6 +18,4 @@ class CheckpointConfig:
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""
-        for name in ("every", "keep", "keep_hours"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"checkpoint.{name} = {getattr(self, name)}: must be 0 or more")
+        at_least(0, "checkpoint", self, "every", "keep", "keep_hours")

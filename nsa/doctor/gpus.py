@@ -11,8 +11,8 @@ from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
 
 SAFE = "if ranks hang or disagree, NCCL_P2P_DISABLE=1 is safe but slower"
 _USED_MIB = 2_000  # more than a display takes
-# `nvidia-smi topo -m`: the path, and the GB/s to expect of an all-reduce on PCIe 4.0 x16. Orders of
-# magnitude; the rank checks measure.
+# Links in `nvidia-smi topo -m`, with the usual all-reduce bandwidth on PCIe 4.0 x16 (an order of
+# magnitude; the rank checks measure it).
 _LINKS = {
     "PIX": "one PCIe switch, 20 to 25 GB/s",
     "PXB": "several PCIe switches, 15 to 25 GB/s",
@@ -28,19 +28,19 @@ class Gpu:
     """A row of `nvidia-smi --query-gpu`."""
 
     index: int
-    uuid: str  # as torch reports it, without "GPU-"
+    uuid: str  # without the prefix "GPU-", as in torch
     model: str  # name and memory
     used_mib: int
 
 
 @dataclass(frozen=True)
 class TorchGpus:
-    """What torch reports about the GPUs that it may use."""
+    """The GPUs that torch can use."""
 
     uuids: list[str] = field(default_factory=list)
-    peers: dict[tuple[int, int], bool] = field(default_factory=dict)  # can read whose memory
-    problem: str = "it is a CPU build"  # why it uses no GPU
-    broken: Check | None = None  # why torch cannot be imported
+    peers: dict[tuple[int, int], bool] = field(default_factory=dict)  # pair: has peer access
+    problem: str = "it is a CPU build"  # why torch uses no GPU
+    broken: Check | None = None  # failed check if torch cannot be imported
 
 
 def torch_gpus() -> TorchGpus:
@@ -79,7 +79,7 @@ def parse_gpus(text: str) -> list[Gpu]:
 
 
 def gpu_checks(gpus: Sequence[Gpu], torch: TorchGpus, ranks: int) -> list[Check]:
-    """Check the GPUs that nvidia-smi lists against those that torch sees and `ranks` need."""
+    """Compare the GPUs of nvidia-smi with those visible to torch and the number of ranks."""
     visible = len(torch.uuids)
     if not gpus and not visible:
         return [Check("gpus", SKIP, "no GPU here")]
@@ -94,12 +94,12 @@ def gpu_checks(gpus: Sequence[Gpu], torch: TorchGpus, ranks: int) -> list[Check]
         fix = f"start {visible}: deepspeed --num_gpus {visible}; or check CUDA_VISIBLE_DEVICES"
     elif len(models) > 1:
         status = WARN
-        fix = "each step waits for the slowest; use equal ones: deepspeed --include localhost:0"
+        fix = "each step waits for the slowest GPU; select equal ones with deepspeed --include"
     checks = [Check("gpus", status, detail, fix)]
-    taken = [f"GPU {gpu.index}: {gpu.used_mib:,} MiB" for gpu in gpus if gpu.used_mib > _USED_MIB]
-    if taken:
+    busy = [f"GPU {gpu.index}: {gpu.used_mib:,} MiB" for gpu in gpus if gpu.used_mib > _USED_MIB]
+    if busy:
         fix = "find the process with nvidia-smi; end a leftover rank by its process id"
-        checks.append(Check("gpu in use", WARN, "; ".join(taken), fix))
+        checks.append(Check("gpu in use", WARN, "; ".join(busy), fix))
     return checks
 
 
@@ -123,33 +123,34 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
 def topology_check(
     links: Mapping[tuple[int, int], str], gpus: int, peers: Mapping[tuple[int, int], bool]
 ) -> Check:
-    """Report each pair's link and the speed to expect; warn about slow links and missing access.
+    """Report each pair's link with its usual speed; warn about slow links and missing peer access.
 
-    `peers`: whether the first GPU can read the second's memory.
+    `peers`: whether the first GPU of a pair can read the second's memory.
     """
     if gpus < 2:
         return Check("topology", SKIP, "fewer than two GPUs here")
-    shown = []
-    for (one, other), link in links.items():
-        about = "NVLink, hundreds of GB/s" if link.startswith("NV") else _LINKS.get(link, "")
-        shown.append(f"GPU {one} and {other}: {link}{about and ', '}{about}")
-    detail = "; ".join(shown[:3]) + (f"; and {len(shown) - 3} pairs more" if shown[3:] else "")
-    missing = [f"{one}->{other}" for (one, other), access in peers.items() if not access]
+    pairs = []
+    for (first, second), link in links.items():
+        about = "NVLink, hundreds of GB/s" if link.startswith("NV") else _LINKS.get(link, "unknown")
+        pairs.append(f"GPU {first} and {second}: {link}, {about}")
+    detail = "; ".join(pairs[:3]) or "nvidia-smi topo -m is not readable"
+    detail += f"; and {len(pairs) - 3} pairs more" if pairs[3:] else ""
+    missing = [f"{first}->{second}" for (first, second), access in peers.items() if not access]
     if missing:
         detail += f"; no peer access {', '.join(missing[:4])}{' and more' if missing[4:] else ''}: "
         detail += "data goes through /dev/shm, at about half the speed"
         fix = "normal on some boards and in virtual machines; else check the BIOS and iommu=pt"
         return Check("topology", WARN, detail, fix)
     if "SYS" in links.values():
-        fix = "move a board to the other's NUMA node, or use GPUs that share one (--include)"
+        fix = "use GPUs of one NUMA node (deepspeed --include), or move a board"
         return Check("topology", WARN, detail, fix)
-    return Check("topology", OK, detail or "nvidia-smi topo -m is not readable")
+    return Check("topology", OK if links else SKIP, detail)
 
 
 def acs_check(lspci: str, iommu_groups: int, kernel: str, gpus: int) -> Check:
-    """Find what redirects traffic between PCIe boards, which hangs or slows it silently.
+    """Warn if ACS or the IOMMU redirects traffic between GPUs, which silently slows or hangs it.
 
-    `lspci`: output of `lspci -vvv`; `iommu_groups`: their number; `kernel`: its command line.
+    `lspci`: output of `lspci -vvv`; `kernel`: the kernel's command line.
     """
     if gpus < 2:
         return Check("acs, iommu", SKIP, "fewer than two GPUs here")

@@ -1,10 +1,11 @@
-"""Node checks: what one process can verify on its machine before a run, in about a second."""
+"""Node checks: versions, compiler, memory, disk, limits and GPUs of one machine, before a run."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import re
+import resource
 import shutil
 import socket
 import sysconfig
@@ -18,6 +19,7 @@ from nsa.doctor import gpus
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
 from nsa.doctor.nccl import nccl_checks, peers_switched_off
 from nsa.doctor.probes import (
+    available_memory,
     free_bytes,
     iommu_groups,
     output_of,
@@ -33,6 +35,8 @@ _BROKEN_DEEPSPEED = (  # inclusive ranges
 _MINIMUM = {"torch": "2.8", "deepspeed": "0.19.4"}
 _TRITON_OF_TORCH = {"2.13": "3.7.1"}  # for CPU builds of torch, which require none
 _LOGS = 2 * GB  # metrics, event files, heartbeats, traces and plots of a long run
+_MEMORY_PER_RANK = 2 * GB  # Python, torch, DeepSpeed and prefetched batches
+_OPEN_FILES = 1_024  # dataset shards and sockets
 _SHM_NEEDED = 64 * MIB  # Docker's default; NCCL takes about 4 MiB per channel and peer
 _SHM_ADVISED = 1_024 * MIB
 
@@ -42,8 +46,8 @@ def node_checks(
 ) -> list[Check]:
     """Run all node checks; needs no process group.
 
-    `checkpoints`: how many of `checkpoint_bytes` each the run keeps. `ranks` on this machine:
-    default one per GPU, or 2.
+    `checkpoints`: the number that the run keeps, of `checkpoint_bytes` each. `ranks`: on this
+    machine; default one per GPU, or 2.
     """
     torch = gpus.torch_gpus()
     count = len(torch.uuids)
@@ -64,6 +68,8 @@ def node_checks(
         version_check("deepspeed", package_version("deepspeed")),
         triton_check(version, package_version("triton"), required, count),
         compiler_check(compiler, Path(sysconfig.get_path("include")) / "Python.h", count),
+        memory_check(available_memory(), ranks, checkpoint_bytes),
+        ulimit_check(checkpoint_bytes),
         shm_check(free_bytes("/dev/shm"), count, peer_access),
         disk_check(run_dir, checkpoint_bytes, checkpoints),
         *gpus.gpu_checks(used, torch, ranks),
@@ -74,21 +80,21 @@ def node_checks(
 
 
 def checkpoint_bytes(parameters: int) -> int:
-    """Return the most that a checkpoint takes: weights, master weights, AdamW's two moments."""
+    """Return the largest size of a checkpoint: weights, master weights, AdamW's two moments."""
     return 16 * parameters
 
 
 def kept_checkpoints(steps: int, every: int, keep: int, done: int = 0) -> int:
-    """Return how many more checkpoints a run holds at once, resumed after `done` steps.
+    """Return the most checkpoints that a run adds to its folder, resumed after `done` steps.
 
-    With `keep`, one more than that exists while the newest is written.
+    `keep` + 1 of them exist while the newest is written.
     """
     written = -(-(steps - done) // every) if every else 1
     return max(1, min(written, keep + 1) if keep else written)
 
 
 def version_check(package: str, version: str | None) -> Check:
-    """Refuse versions of torch and DeepSpeed that are missing, too old or known to be wrong."""
+    """Fail on a version of torch or DeepSpeed that is missing, too old or known to be wrong."""
     if version is None:
         return Check(package, FAIL, "is not installed", "bash launch/setup.sh")
     minimum, fix = _MINIMUM[package], f"pip install '{package}>={_MINIMUM[package]}'"
@@ -97,7 +103,7 @@ def version_check(package: str, version: str | None) -> Check:
         if Version(first) <= release <= Version(last):
             return Check(package, FAIL, f"{version} {problem}", fix)
     if release < Version(minimum):
-        status = WARN if package == "deepspeed" else FAIL  # before the broken ones, only untested
+        status = WARN if package == "deepspeed" else FAIL  # old DeepSpeed is only untested
         return Check(package, status, f"{version} is older than {minimum}", fix)
     return Check(package, OK, version)
 
@@ -105,19 +111,19 @@ def version_check(package: str, version: str | None) -> Check:
 def triton_check(
     torch: str | None, triton: str | None, requirements: Sequence[str], gpus: int
 ) -> Check:
-    """Compare triton with the version in torch's `requirements`: others may not compile kernels."""
+    """Compare triton with the version that torch's `requirements` pin."""
     if torch is None:
         return Check("triton", SKIP, "no torch to compare with")
-    wanted = _TRITON_OF_TORCH.get(".".join(Version(torch).base_version.split(".")[:2]))
+    required = _TRITON_OF_TORCH.get(".".join(Version(torch).base_version.split(".")[:2]))
     for requirement in requirements:
         pinned = re.match(r"(?:pytorch-)?triton\s*\(?==\s*([\w.+]+)", requirement)
-        wanted = pinned[1] if pinned else wanted
-    bad, fix = FAIL if gpus else WARN, f"pip install triton{f'=={wanted}' if wanted else ''}"
+        required = pinned[1] if pinned else required
+    bad, fix = FAIL if gpus else WARN, f"pip install triton{f'=={required}' if required else ''}"
     if triton is None:
         return Check("triton", bad, "is not installed: GPU kernels need it", fix)
-    if wanted is None or _base_version(triton) == _base_version(wanted):
+    if required is None or _base_version(triton) == _base_version(required):
         return Check("triton", OK, triton)
-    detail = f"{triton}, but torch {torch} requires {wanted}: kernels may fail to compile"
+    detail = f"{triton}, but torch {torch} requires {required}: kernels may fail to compile"
     return Check("triton", bad, detail, fix)
 
 
@@ -129,7 +135,7 @@ def _base_version(version: str) -> str:
 
 
 def compiler_check(compiler: str | None, python_h: Path, gpus: int) -> Check:
-    """Triton compiles a C launcher for each kernel on the machine that runs it."""
+    """Require a C compiler and Python.h: Triton compiles a launcher for each kernel at run time."""
     missing = [] if compiler else ["a C compiler"]
     missing += [] if python_h.is_file() else [str(python_h)]
     if not missing:
@@ -139,8 +145,30 @@ def compiler_check(compiler: str | None, python_h: Path, gpus: int) -> Check:
     return Check("compiler", status, detail, "Debian, Ubuntu: apt install g++ python3-dev")
 
 
+def memory_check(available: int, ranks: int, checkpoint_bytes: int) -> Check:
+    """Check that the ranks fit, with one checkpoint, which they read when they resume."""
+    needed = ranks * _MEMORY_PER_RANK + checkpoint_bytes
+    status = FAIL if available < needed // 4 else WARN if available < needed else OK
+    detail = f"{available / GB:,.1f} GB available; ranks and a checkpoint may take "
+    fix = "end other programs, or raise the container's limit"
+    return Check("memory", status, f"{detail}{needed / GB:,.1f} GB", "" if status == OK else fix)
+
+
+def ulimit_check(checkpoint_bytes: int) -> Check:
+    """Check the limits on open files and on the size of a file; -1: no limit."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if 0 <= size < checkpoint_bytes:
+        detail = f"{size / GB:,.2f} GB per file: a checkpoint may not fit"
+        return Check("ulimit", FAIL, detail, "ulimit -f unlimited")
+    if 0 <= files < _OPEN_FILES:
+        detail = f"{files} open files: prepared data and sockets may need more"
+        return Check("ulimit", WARN, detail, "ulimit -n 65536")
+    return Check("ulimit", OK, f"{'any number of' if files < 0 else files} open files")
+
+
 def shm_check(free: int | None, gpus: int, peer_access: bool) -> Check:
-    """NCCL uses /dev/shm between GPUs without peer access. `free`: bytes; None: it is missing."""
+    """Check /dev/shm, which carries the data of GPUs without peer access; `free` None: missing."""
     fix = "docker run --shm-size=8g (or --ipc=host); else mount -o remount,size=8G /dev/shm"
     needed = gpus > 1 and not peer_access
     if free is None:
@@ -155,7 +183,7 @@ def shm_check(free: int | None, gpus: int, peer_access: bool) -> Check:
 
 
 def disk_check(run_dir: Path, checkpoint_bytes: int, checkpoints: int) -> Check:
-    """Check that `run_dir` can be written to, and that all checkpoints and logs fit."""
+    """Check that `run_dir` is writable, and that the run's checkpoints and logs fit."""
     folder = run_dir.absolute()
     try:
         while not folder.exists() and folder != folder.parent:

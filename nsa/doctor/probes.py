@@ -1,4 +1,4 @@
-"""Probes: programs and files of this machine, with time limits; empty if there is no answer."""
+"""Probes: read this machine's programs and files, with a time limit; empty on failure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+
+import psutil
 
 _TIMEOUT_SECONDS = 10.0  # a stuck driver must not block the check
 
@@ -42,6 +44,13 @@ def free_bytes(folder: str) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
+
+
+def available_memory() -> int:
+    """Return the available bytes of this machine, or its container's limit if that is lower."""
+    available = psutil.virtual_memory().available
+    limit = text_of("/sys/fs/cgroup/memory.max").strip()  # "max" without a limit
+    return min(available, int(limit)) if limit.isdigit() else available
 
 
 def package_version(package: str) -> str | None:

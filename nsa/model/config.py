@@ -8,6 +8,7 @@ from itertools import combinations
 from nsa.constants import BRANCHES
 from nsa.ops.backend import BACKENDS
 from nsa.spec import NSASpec
+from nsa.validation import one_of, whole_numbers
 
 ATTENTION_KINDS = ("nsa", "dense")
 COMPRESSORS = ("mean", "mlp")
@@ -66,10 +67,8 @@ class ModelConfig:
     def validate(self) -> None:
         """Raise a ValueError that names the first invalid setting."""
         attention = self.attention
-        for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"model.{name} = {value!r}: must be a whole number, 1 or more")
+        whole_numbers(1, "model", self, "vocab_size", "layers", "width", "mlp_width")
+        whole_numbers(1, "model", self, "heads", "kv_heads", "head_dim")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model.heads = {self.heads} is not a multiple of model.kv_heads = "
@@ -89,12 +88,7 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or value <= 0:
                 raise ValueError(f"model.{name} = {value!r}: must be a number above 0")
-        for name, value, allowed in (
-            ("attention.kind", attention.kind, ATTENTION_KINDS),
-            ("attention.compressor", attention.compressor, COMPRESSORS),
-            ("attention.backend", attention.backend, BACKENDS),
-            ("activation_checkpointing", self.activation_checkpointing, ACTIVATION_CHECKPOINTING),
-        ):
-            if value not in allowed:
-                raise ValueError(f"model.{name} = {value!r}: choose one of {', '.join(allowed)}")
+        one_of("model.attention", attention, kind=ATTENTION_KINDS, compressor=COMPRESSORS)
+        one_of("model.attention", attention, backend=BACKENDS)
+        one_of("model", self, activation_checkpointing=ACTIVATION_CHECKPOINTING)
         attention.check_branches()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+from nsa.validation import at_least, one_of
+
 ACTIONS = ("ignore", "warn", "halt")
 
 
@@ -27,9 +29,7 @@ class LadderConfig:
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""
-        for name, value in asdict(self).items():
-            if value < 0:
-                raise ValueError(f"monitor.ladder.{name} = {value}: must be 0 or more")
+        at_least(0, "monitor.ladder", self, *asdict(self))
         if not 0 < self.sanity < self.smoke < self.extended:
             raise ValueError(
                 f"monitor.ladder: sanity = {self.sanity}, smoke = {self.smoke}, extended = "
@@ -55,14 +55,9 @@ class WatchConfig:
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""
-        for name, value in asdict(self).items():
-            if name.startswith("on_"):
-                if value not in ACTIONS:
-                    raise ValueError(
-                        f"monitor.watch.{name} = {value!r}: choose one of {', '.join(ACTIONS)}"
-                    )
-            elif value < 0:
-                raise ValueError(f"monitor.watch.{name} = {value}: must be 0 or more")
+        limits = [name for name in asdict(self) if not name.startswith("on_")]
+        at_least(0, "monitor.watch", self, *limits)
+        one_of("monitor.watch", self, on_collapse=ACTIONS, on_dead_gate=ACTIONS)
 
 
 @dataclass
@@ -82,10 +77,7 @@ class MonitorConfig:
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""
-        if self.log_every < 1:
-            raise ValueError(f"monitor.log_every = {self.log_every}: must be 1 or more")
-        for name in ("heartbeat", "memory_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"monitor.{name} = {getattr(self, name)}: must be 0 or more")
+        at_least(1, "monitor", self, "log_every")
+        at_least(0, "monitor", self, "heartbeat", "memory_every")
         self.ladder.validate()
         self.watch.validate()

@@ -85,36 +85,37 @@ def test_topology_is_parsed_with_and_without_terminal_underlining() -> None:
         (TOPO_PHB, 2, OK, "8 to 20 GB/s"),
         (TOPO_NVLINK, 2, OK, "NV12, NVLink"),
         (TOPO_SYS, 4, WARN, "3 pairs more"),
+        ("", 2, SKIP, "not readable"),
     ],
 )
 def test_topology_names_the_expected_speed_and_warns_about_numa(
     topology: str, gpus: int, status: str, words: str
 ) -> None:
-    found = topology_check(parse_topology(topology), gpus, {})
-    assert (found.status, words in found.detail) == (status, True)
-    assert ("NUMA" in found.fix) == (status == WARN)
+    check = topology_check(parse_topology(topology), gpus, {})
+    assert (check.status, words in check.detail) == (status, True)
+    assert ("NUMA" in check.fix) == (status == WARN)
 
 
 def test_missing_peer_access_is_reported_by_pair() -> None:
     links = parse_topology(TOPO_PHB)
-    found = topology_check(links, 2, {(0, 1): True, (1, 0): False})
-    assert found.status == WARN
-    assert "1->0" in found.detail
-    assert "0->1" not in found.detail
+    check = topology_check(links, 2, {(0, 1): True, (1, 0): False})
+    assert check.status == WARN
+    assert "1->0" in check.detail
+    assert "0->1" not in check.detail
     assert topology_check(links, 2, {(0, 1): True, (1, 0): True}).status == OK
 
 
 def test_acs_bridges_are_named_with_the_fix_and_the_safe_setting() -> None:
-    found = acs_check(LSPCI_ACS, 40, "quiet iommu=pt", 2)
-    assert found.status == WARN
-    assert "16:00.0" in found.detail
-    assert "setpci -s 16:00.0" in found.fix
-    assert "NCCL_P2P_DISABLE=1" in found.fix
+    check = acs_check(LSPCI_ACS, 40, "quiet iommu=pt", 2)
+    assert check.status == WARN
+    assert "16:00.0" in check.detail
+    assert "setpci -s 16:00.0" in check.fix
+    assert "NCCL_P2P_DISABLE=1" in check.fix
     assert acs_check(LSPCI_CLEAR, 40, "quiet iommu=pt", 2).status == OK
 
 
 def test_an_iommu_is_found_without_permission_to_read_acs() -> None:
-    found = acs_check(LSPCI_USER, 40, "BOOT_IMAGE=/vmlinuz intel_iommu=on quiet", 2)
-    assert (found.status, "iommu=pt" in found.fix) == (WARN, True)
+    check = acs_check(LSPCI_USER, 40, "BOOT_IMAGE=/vmlinuz intel_iommu=on quiet", 2)
+    assert (check.status, "iommu=pt" in check.fix) == (WARN, True)
     unread = acs_check(LSPCI_USER, 0, "quiet", 2)
     assert (unread.status, "ACS cannot be read" in unread.detail) == (OK, True)

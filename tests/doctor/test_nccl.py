@@ -32,15 +32,15 @@ INTERFACES = ("lo", "eth0", "docker0")
 def test_a_variable_is_checked_by_name_and_value(
     variables: dict[str, str], status: str, words: str
 ) -> None:
-    (found,) = nccl_checks(variables, INTERFACES)
-    assert found.status == status
-    assert words in found.detail
-    assert bool(found.fix) == (status != OK)
+    (check,) = nccl_checks(variables, INTERFACES)
+    assert check.status == status
+    assert words in check.detail
+    assert bool(check.fix) == (status != OK)
 
 
 def test_a_misspelt_name_gets_a_suggestion() -> None:
-    (found,) = nccl_checks({"NCCL_P2P_DISABL": "1"}, INTERFACES)
-    assert found.fix == "did you mean NCCL_P2P_DISABLE?"
+    (check,) = nccl_checks({"NCCL_P2P_DISABL": "1"}, INTERFACES)
+    assert check.fix == "did you mean NCCL_P2P_DISABLE?"
 
 
 def test_either_variable_disables_peer_access() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections import namedtuple
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from nsa.doctor.node import (
     compiler_check,
     disk_check,
     kept_checkpoints,
+    memory_check,
     shm_check,
     triton_check,
+    ulimit_check,
     version_check,
 )
 
@@ -46,9 +49,9 @@ PINNED = ["filelock", 'triton==3.7.1; platform_system == "Linux" and platform_ma
 def test_old_and_broken_versions_are_refused(
     package: str, version: str | None, status: str
 ) -> None:
-    found = version_check(package, version)
-    assert found.status == status
-    assert bool(found.fix) == (status != OK)
+    check = version_check(package, version)
+    assert check.status == status
+    assert bool(check.fix) == (status != OK)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +70,9 @@ def test_old_and_broken_versions_are_refused(
 def test_triton_must_be_the_version_that_torch_requires(
     torch: str, triton: str | None, requirements: list[str], status: str
 ) -> None:
-    found = triton_check(torch, triton, requirements, gpus=1)
-    assert found.status == status
-    assert status == OK or found.fix == "pip install triton==3.7.1"
+    check = triton_check(torch, triton, requirements, gpus=1)
+    assert check.status == status
+    assert status == OK or check.fix == "pip install triton==3.7.1"
     without_gpu = triton_check(torch, triton, requirements, gpus=0)
     assert without_gpu.status == (WARN if status == FAIL else OK)
 
@@ -98,9 +101,30 @@ def test_a_missing_compiler_or_header_fails_on_gpus_only(tmp_path: Path) -> None
 def test_shared_memory_is_required_without_peer_access(
     free: int | None, gpus: int, peer_access: bool, status: str
 ) -> None:
-    found = shm_check(free, gpus, peer_access)
-    assert found.status == status
-    assert status == OK or "--shm-size" in found.fix
+    check = shm_check(free, gpus, peer_access)
+    assert check.status == status
+    assert status == OK or "--shm-size" in check.fix
+
+
+@pytest.mark.parametrize(("available", "status"), [(1, FAIL), (5, WARN), (6, OK)])
+def test_memory_must_hold_the_ranks_and_one_checkpoint(available: int, status: str) -> None:
+    check = memory_check(available * GB, ranks=2, checkpoint_bytes=2 * GB)
+    assert check.status == status
+    assert "6.0 GB" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("files", "size", "status"),
+    [(-1, -1, OK), (65_536, 2 * GB, OK), (256, -1, WARN), (65_536, GB, FAIL)],
+)
+def test_limits_on_open_files_and_file_size_are_checked(
+    files: int, size: int, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_FSIZE: size}
+    monkeypatch.setattr(node.resource, "getrlimit", lambda kind: (limits[kind], -1))
+    check = ulimit_check(2 * GB)
+    assert check.status == status
+    assert check.fix.startswith("ulimit") == (status != OK)
 
 
 @pytest.mark.parametrize(("free", "status"), [(21, FAIL), (23, WARN), (27, OK)])
@@ -109,9 +133,9 @@ def test_all_kept_checkpoints_must_fit(
 ) -> None:
     usage = namedtuple("usage", "free")(free * GB)
     monkeypatch.setattr(node.shutil, "disk_usage", lambda folder: usage)
-    found = disk_check(tmp_path / "run", checkpoint_bytes=2 * GB, checkpoints=10)
-    assert found.status == status
-    assert "10 checkpoints of 2.00 GB and logs take 22.0 GB" in found.detail
+    check = disk_check(tmp_path / "run", checkpoint_bytes=2 * GB, checkpoints=10)
+    assert check.status == status
+    assert "10 checkpoints of 2.00 GB and logs take 22.0 GB" in check.detail
 
 
 @pytest.mark.parametrize(
