@@ -73,7 +73,7 @@ def test_a_wrong_value_is_one_line_and_exit_code_2(
     for arguments, word in (
         (["info", "--seq-len", "0"], "--seq-len 0"),
         (["compare", str(tmp_path), "--out", str(tmp_path / "x.png")], "metrics.csv"),
-        (["report", str(tmp_path / "runs")], "there is no such folder"),
+        (["report", str(tmp_path / "runs")], "no such folder"),
         (["check", str(wrong)], "zero_optimisation"),
         (["check", str(tmp_path / "nowhere.json")], "nowhere.json"),
         (["check", str(DS_CONFIG), "--ranks", "0"], "--ranks 0"),

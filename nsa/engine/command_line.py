@@ -103,7 +103,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     _check_world_size(config.train.sequence_parallel, world_size)
     ds_config = resolve_ds_config(
-        ds_config, config, world_size=world_size, run_dir=run_dir, source=str(ds_config_path)
+        ds_config, config, world_size=world_size, source=str(ds_config_path)
     )
     stop_step = config.train.steps
     if flags.until is not None:

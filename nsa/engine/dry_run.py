@@ -20,13 +20,13 @@ from nsa.monitor.throughput import memory_gb
 
 
 def dry_run(request: RunRequest) -> None:
-    """Run on this rank; rank 0 prints."""
+    """Run the dry run on this rank; rank 0 prints the summary."""
     ranks = Ranks.from_environment()
     config = request.config
     data_notes = _check_data(config, ranks)
     device = start_ranks(ranks)
     weights = find_initial_weights(config)
-    engine, notes = build_engine(config, request.saved_ds_config, device, weights)
+    engine, notes = build_engine(config, request.ds_config, device, weights)
     shape = (config.train.micro_batch, config.data.seq_len // config.train.sequence_parallel)
     for _ in range(config.train.accumulation):
         tokens = torch.randint(config.model.vocab_size, shape, device=device)
@@ -37,7 +37,7 @@ def dry_run(request: RunRequest) -> None:
         for note in [*request.notes, *notes, *data_notes]:
             print(note)
         print(f"# configuration ({request.profile})\n{to_yaml(config)}")
-        print(f"# DeepSpeed\n{json.dumps(request.saved_ds_config, indent=2)}\n")
+        print(f"# DeepSpeed\n{json.dumps(request.ds_config, indent=2)}\n")
         flops = flops_per_token(config.model, config.data.seq_len)
         dense_flops = flops_per_token(config.model, config.data.seq_len, dense_equivalent=True)
         tokens_per_step = tokens.numel() * config.train.accumulation * ranks.world_size

@@ -97,7 +97,6 @@ def resolve_ds_config(
     config: RunConfig,
     *,
     world_size: int,
-    run_dir: Path | None = None,
     source: str = "the DeepSpeed config",
 ) -> dict[str, Any]:
     """Check `raw` and return the dictionary for `deepspeed.initialize`.
@@ -127,9 +126,6 @@ def resolve_ds_config(
     if mode.buckets:
         resolved["zero_optimization"].setdefault("reduce_bucket_size", REDUCE_BUCKET)
     resolved.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
-    if config.monitor.tensorboard and run_dir is not None:
-        folder = str(run_dir / "tensorboard")
-        resolved["tensorboard"] = {"enabled": True, "output_path": folder, "job_name": ""}
     _check_values(resolved, source)
     return resolved
 

@@ -6,9 +6,8 @@
                      if DeepSpeed did not apply the step: skip it, roll back or abort
                      log, evaluate, save and judge a gate when due
 
-Observers cannot change what it computes. Between logged steps nothing here waits for the device.
-The only collectives are DeepSpeed's, a few bytes between CPUs (consensus.py), and on logged steps
-the mean of the loss, in which every rank takes part.
+Observers cannot change the training. Between logged steps nothing here waits for the device, and
+the only collectives are DeepSpeed's and a few bytes between CPUs (consensus.py).
 """
 
 from __future__ import annotations
@@ -24,17 +23,19 @@ from nsa.checkpoint import SaveFailed
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch
 from nsa.engine.consensus import AllRanksError, RunAborted
-from nsa.engine.gates import judge
 from nsa.engine.recovery import recover
 from nsa.engine.run import Run
 from nsa.engine.schedule import learning_rate
 from nsa.engine.shutdown import Interrupted
+from nsa.gates import ladder, result
+from nsa.gates.criteria import Evidence
+from nsa.monitor.history import RankHistory
 from nsa.monitor.observer import StepRecord
 from nsa.monitor.throughput import memory_gb
 
 
 def train(run: Run) -> str:
-    """Train to run.stop_step and save, also on an error that all ranks share.
+    """Train to the stop step and save, also after an error that all ranks raise.
 
     Returns the status: "finished", or "preempted" with the reason.
     """
@@ -49,14 +50,13 @@ def train(run: Run) -> str:
 
 
 def _train_steps(run: Run) -> str | None:
-    """Run the remaining steps; return the reason if they were cut short."""
-    config = run.config
-    first_step = run.state.step
+    """Run the remaining steps; return the reason for stopping early."""
+    config, stop_step, first_step = run.config, run.request.stop_step, run.state.step
     _judge_if_due(run)  # resumed at a gate: a No-Go stands until its cause is fixed
-    while run.state.step < run.stop_step:
+    while run.state.step < stop_step:
         step = run.state.step + 1
-        evaluates = _is_due(step, config.train.eval_every, run.stop_step)
-        logs = evaluates or _is_due(step, config.monitor.log_every, run.stop_step)
+        evaluates = _is_due(step, config.train.eval_every, stop_step)
+        logs = evaluates or _is_due(step, config.monitor.log_every, stop_step)
         logs = logs or step == 1 or any(gate.step == step for gate in run.gates)
         run.telemetry.step_start(step)
         stop_reason, batches = next_batches(run)
@@ -71,20 +71,43 @@ def _train_steps(run: Run) -> str | None:
         run.loader_state = run.data.loader.state()
         run.telemetry.step_end(run.state)
         if not run.engine.was_step_applied() and recover(run):
-            continue  # from an earlier step
+            continue  # rolled back to an earlier step
         run.throughput.step(_tokens_per_step(run))
         if logs:
             _log(run, loss, evaluates)
-        if _is_due(step, config.checkpoint.every, run.stop_step) and step < run.stop_step:
+        if _is_due(step, config.checkpoint.every, stop_step) and step < stop_step:
             _save(run, required=False)
         _judge_if_due(run)
     return None
 
 
 def _judge_if_due(run: Run) -> None:
+    """Judge a gate at the current step; raise RunAborted on all ranks if it is No-Go."""
     for gate in run.gates:
         if gate.step == run.state.step:
-            judge(run, gate)
+            with run.throughput.paused():
+                histories = run.consensus.gather(run.telemetry.history.history(gate.step))
+                no_go = _judge(run, gate, histories) if run.ranks.rank == 0 else None
+                no_go = run.consensus.broadcast(no_go)
+            if no_go is not None:
+                raise RunAborted(no_go)
+
+
+def _judge(run: Run, gate: ladder.Gate, histories: list[RankHistory]) -> str | None:
+    """Judge from all ranks' histories, on rank 0; return the reason of a No-Go."""
+    monitor, logged = run.config.monitor, run.telemetry.run_history
+    try:
+        evidence = Evidence(
+            gate.since, gate.step, monitor.log_every, logged.metrics, logged.selection, histories
+        )
+        decision = ladder.judge(gate, evidence, monitor.ladder)
+        result.record(run.request.run_dir, decision)
+    except Exception as error:  # the other ranks wait for the decision
+        run.observers.on_message(f"gate {gate.name} is NOT JUDGED, training continues: {error!r}")
+        return None
+    run.observers.on_message(decision.summary)
+    run.observers.on_gate(gate.name, decision.go)
+    return None if decision.go else decision.summary
 
 
 def next_batches(run: Run) -> tuple[str | None, list[Batch]]:
@@ -96,9 +119,8 @@ def next_batches(run: Run) -> tuple[str | None, list[Batch]]:
             batches = [run.data.next_batch() for _ in range(run.config.train.accumulation)]
             if run.state.samples not in run.state.passed_over:
                 return batches
-            run.state.samples += (
-                run.data.loader.samples_per_step
-            )  # skip the bad step that caused a rollback
+            # Skip the samples of a bad step that caused a rollback.
+            run.state.samples += run.data.loader.samples_per_step
 
     return _fetch_on_all_ranks(run, fetch)
 
@@ -106,7 +128,7 @@ def next_batches(run: Run) -> tuple[str | None, list[Batch]]:
 def _fetch_on_all_ranks(
     run: Run, fetch: Callable[[], list[Batch]]
 ) -> tuple[str | None, list[Batch]]:
-    """Return a reason to stop and what `fetch` returns; its error on one rank is raised on all."""
+    """Return a reason to stop, and the batches; raise on all ranks if `fetch` raises on one."""
     error: ValueError | None = None
     batches: list[Batch] = []
     try:
@@ -146,9 +168,9 @@ def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(run: Run) -> float | None:
-    """Return the mean loss of the validation samples, the same ones on any number of ranks.
+    """Return the mean loss of the validation samples, the same samples on any number of ranks.
 
-    None if any rank has to stop.
+    Returns None if any rank has to stop.
     """
     run.telemetry.enter("eval")
     total = torch.zeros(2, device=run.device, dtype=torch.float64)  # loss, tokens
@@ -174,7 +196,7 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
     dist.all_reduce(loss)
     mean_loss = (loss / dist.get_world_size()).item()
     run.telemetry.heartbeat.logged(mean_loss)
-    if spikes := run.guard.pop().spikes:  # of train.on_spike=warn; `recover` reports the others
+    if spikes := run.guard.pop().spikes:  # train.on_spike=warn; `recover` reports rejected ones
         run.observers.on_message(
             f"step {run.state.step}: {spikes} losses on rank 0 since the last logged step were far "
             f"above the recent ones (train.spike_score = {run.config.train.spike_score})"
@@ -233,5 +255,5 @@ def _tokens_per_step(run: Run) -> int:
 
 
 def _is_due(step: int, every: int, stop_step: int) -> bool:
-    """True every `every` steps and at the last one; 0: only at the last one."""
+    """Return True every `every` steps (0: never) and at the last step."""
     return step == stop_step or bool(every and step % every == 0)

@@ -33,10 +33,10 @@ def run(flags: argparse.Namespace) -> int:
     target = hardware(flags)
     recipe = flags.recipe or DEFAULT_RECIPE
     config = resolve_config(_load_profile(recipe, flags.profile), flags.config, flags.set)
-    shared_by = config.train.sequence_parallel
-    if flags.gpus % shared_by:
+    parts = config.train.sequence_parallel
+    if flags.gpus % parts:
         raise ValueError(
-            f"--gpus {flags.gpus}: not a multiple of train.sequence_parallel = {shared_by}"
+            f"--gpus {flags.gpus}: not a multiple of train.sequence_parallel = {parts}"
         )
     source, steps = flags.deepspeed_config or DEFAULT_DS_CONFIG, config.train.steps
     model, batch, zero = model_of(config), batch_of(config), zero_of(source, config, flags.gpus)
@@ -62,11 +62,12 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def model_of(config: RunConfig) -> Model:
-    """Return the planner's view of a run's model."""
+    """Return a run's model as planner input."""
     model, length = config.model, config.data.seq_len
     attention = model.attention
-    forward = (flops_per_token(model, length) - 6 * model.vocab_size * model.width) / 3
-    products = (flops_per_token(model, 1) - 6 * model.vocab_size * model.width) / 3
+    head_flops = 6 * model.vocab_size * model.width
+    layers_flops = (flops_per_token(model, length) - head_flops) / 3  # forward pass
+    matmul_flops = (flops_per_token(model, 1) - head_flops) / 3  # of these, projections and MLP
     hidden = None
     if attention.kind == "nsa" and attention.compressor == "mlp":
         hidden = attention.compressor_hidden or model.head_dim
@@ -86,27 +87,27 @@ def model_of(config: RunConfig) -> Model:
         compressor_hidden=hidden,
         weight_bytes=4 if config.train.precision == "fp32" else 2,
         flops=flops_per_token(model, length),
-        layers_flops=forward,
-        attention_flops=forward - products,
-        product=loss.CHUNK_LOGITS,
-        in_float32=loss.SOFTMAX_LOGITS,
-        in_cache=loss.SOFTMAX_LOGITS_CPU,
+        layers_flops=layers_flops,
+        attention_flops=layers_flops - matmul_flops,
+        chunk_logits=loss.CHUNK_LOGITS,
+        softmax_logits=loss.SOFTMAX_LOGITS,
+        softmax_logits_cpu=loss.SOFTMAX_LOGITS_CPU,
     )
 
 
 def batch_of(config: RunConfig) -> Batch:
-    """Return what a rank computes per optimizer step."""
+    """Return a run's batch as planner input."""
     return Batch(
         seq_len=config.data.seq_len,
         micro_batch=config.train.micro_batch,
         accumulation=config.train.accumulation,
         checkpointing=config.model.activation_checkpointing,
-        shared_by=config.train.sequence_parallel,
+        ranks_per_sequence=config.train.sequence_parallel,
     )
 
 
 def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
-    """Return a DeepSpeed JSON, checked as for a run, in the planner's terms."""
+    """Return a DeepSpeed JSON as planner input, after the checks of a run."""
     resolved = resolve_ds_config(
         load_ds_config(source), config, world_size=ranks, source=str(source)
     )
@@ -116,13 +117,13 @@ def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
     stage_3: dict[str, Any] = {}
     if stage == 3:
         count = parameter_count(config.model)
-        small = _persistent(config, zero.get("stage3_param_persistence_threshold", 1e5))
+        persistent = _persistent(config, zero.get("stage3_param_persistence_threshold", 1e5))
         reused = zero.get("stage3_max_live_parameters", 1e9) >= count
         reused &= zero.get("stage3_max_reuse_distance", 1e9) >= 3 * count
         stage_3 = {
             "prefetch": int(zero.get("stage3_prefetch_bucket_size", 5e7)),
-            "persistent": sum(small),
-            "persistent_tensors": len(small),
+            "persistent": sum(persistent),
+            "persistent_tensors": len(persistent),
             "gathers": 1 if reused else 2,
         }
     return Zero(
@@ -136,7 +137,7 @@ def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
 
 
 def _persistent(config: RunConfig, threshold: float) -> list[int]:
-    """Return the sizes of the tensors that stage 3 does not shard."""
+    """Return the sizes of the parameters that stage 3 does not shard."""
     import torch
 
     from nsa.model import LanguageModel
@@ -147,7 +148,7 @@ def _persistent(config: RunConfig, threshold: float) -> list[int]:
 
 
 def _load_profile(recipe: Path, profile: str) -> RunConfig:
-    """Return a profile's config by executing the recipe file, without starting its run."""
+    """Execute the recipe file with `main` replaced, and return the profile's config."""
     if not recipe.is_file():
         raise ValueError(f"--recipe {recipe}: no such file")
     caught: list[recipes.Recipe] = []

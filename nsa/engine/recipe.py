@@ -41,9 +41,9 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
 
             dry_run(request)
         else:
-            from nsa.engine.trainer import Trainer
+            from nsa.engine.trainer import start
 
-            Trainer(request).start()
+            start(request)
     except RunAborted as error:
         _exit_with_error(recipe, error, ABORTED)
     except ValueError as error:

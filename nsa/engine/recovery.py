@@ -42,7 +42,7 @@ def recover(run: Run) -> bool:
 
 
 def describe(bad_losses: list[BadLosses]) -> str | None:
-    """Name the ranks with bad losses and what is wrong with them; None if there are none."""
+    """Return which ranks had which bad losses; None if there are none."""
     parts = []
     for problem, counts in (
         ("a loss is not finite", [losses.not_finite for losses in bad_losses]),
@@ -55,7 +55,7 @@ def describe(bad_losses: list[BadLosses]) -> str | None:
 
 
 def _roll_back(run: Run, cause: str) -> bool:
-    """Restore the newest checkpoint; the bad step's samples will be skipped on the way back."""
+    """Restore the newest checkpoint and mark the bad step's samples to be skipped."""
     bad_samples = run.state.samples - run.data.loader.samples_per_step
     try:
         run.saver.finish()
@@ -82,14 +82,14 @@ def _roll_back(run: Run, cause: str) -> bool:
 
 
 def _newest_finite(run: Run) -> Path | None:
-    """Return the newest valid checkpoint without NaN or inf, converted if needed; never raise."""
+    """Return the newest valid checkpoint without NaN or inf, converted if needed; log errors."""
     try:
-        path, notes = checkpoint.newest_complete(run.run_dir / "checkpoints", finite=True)
+        path, notes = checkpoint.newest_complete(run.request.run_dir / "checkpoints", finite=True)
         for note in notes:
             run.observers.on_message(note)
         if path is not None and checkpoint.needs_universal(path, run.ranks.world_size):
             path = checkpoint.to_universal(path)
         return path
-    except (OSError, ValueError) as error:  # the other ranks wait for the answer
+    except (OSError, ValueError) as error:  # the other ranks wait for the path
         run.observers.on_message(f"no checkpoint could be read: {error}")
         return None

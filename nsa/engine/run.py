@@ -1,50 +1,65 @@
-"""Run: everything that the training loop works on, built and validated."""
+"""Run: everything that one rank of a run works on; nsa/engine/trainer.py fills it in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nsa.checkpoint import Saver
-from nsa.engine.config import RunConfig
+from nsa.doctor.check import Check
 from nsa.engine.consensus import Consensus
 from nsa.engine.data import Data
 from nsa.engine.loss_guard import LossGuard
+from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.process_group import Ranks
+from nsa.engine.run_request import RunRequest
 from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.telemetry import RankTelemetry
 from nsa.engine.train_state import TrainState
 from nsa.gates.ladder import Gate
 from nsa.monitor.health import HealthRecorder
-from nsa.monitor.observer import Observer
+from nsa.monitor.observer import Observer, RunInfo
 from nsa.monitor.throughput import Throughput
+from nsa.monitor.writer import BackgroundWriter
 
 
-@dataclass
 class Run:
-    """One rank's parts and progress. Observers do nothing on ranks other than 0."""
+    """One rank's parts and progress."""
 
-    config: RunConfig
-    engine: Any  # DeepSpeed's
-    data: Data
-    consensus: Consensus
-    shutdown: ShutdownMonitor
+    # Set by prepare(), without a process group.
+    resume_from: Path | None = None  # checkpoint
+    weights: Path | None = None  # initial weights of a fresh run
     state: TrainState
-    stop_step: int  # the LR schedule ends at config.train.steps
-    gates: list[Gate]
-    run_dir: Path
-    ranks: Ranks
+    rank_state: dict[str, Any]  # of this rank, from the checkpoint
+    node_checks: list[Check]  # empty except on local rank 0
+    data: Data
+
+    # Set by build().
     device: torch.device
+    consensus: Consensus
+    processes: list[RankProcess]  # of all ranks
+    telemetry: RankTelemetry
+    engine: Any  # DeepSpeed's
+    info: RunInfo
+    observers: Observer  # does nothing except on rank 0
+    writers: list[BackgroundWriter]  # of the observers
     saver: Saver
     guard: LossGuard
-    telemetry: RankTelemetry
-    observers: Observer
+    shutdown: ShutdownMonitor
+    gates: list[Gate]
     health: HealthRecorder
     throughput: Throughput
-    loader_state: dict[str, Any] | None = None  # of this rank, after the last step
-    saved_step: int = 0  # of the newest checkpoint
-    bad_steps: int = 0  # since launch
-    validation_note_logged: bool = False
+
+    # Progress of the training loop.
+    loader_state: dict[str, Any] | None  # of this rank, after the last step
+    saved_step: int  # of the newest checkpoint
+    bad_steps = 0  # since launch
+    validation_note_logged = False
+
+    def __init__(self, request: RunRequest) -> None:
+        self.request = request
+        self.config = request.config
+        self.ranks = Ranks.from_environment()
+        self.notes = list(request.notes)  # for the log

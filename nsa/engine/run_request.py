@@ -14,7 +14,7 @@ from nsa.engine.resolve import to_yaml
 
 @dataclass(frozen=True)
 class Recipe:
-    """A name and its profiles, among them always `production` and `demo`."""
+    """A name and its profiles, always including `production` and `demo`."""
 
     name: str
     description: str
@@ -23,7 +23,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """Values, folder, start and stop of one run."""
+    """Config, folder, first and last step of one run."""
 
     recipe: str
     profile: str
@@ -31,25 +31,20 @@ class RunRequest:
     ds_config: dict[str, Any]  # DeepSpeed's, with every "auto" filled in
     run_dir: Path
     resume: bool
-    data_changed: bool  # a resumed run with another dataset or another order of it
+    data_changed: bool  # a resumed run reads another dataset, or the same in another order
     stop_step: int
     notes: list[str]  # for the log
     time_limit: float | None = None  # seconds
     profile_steps: tuple[int, int] | None = None  # first and last step to trace
-    universal: bool = False  # convert a checkpoint of another number of ranks
+    universal: bool = False  # convert a checkpoint saved by another number of ranks
 
     @property
     def zero_stage(self) -> int:
         return int(self.ds_config["zero_optimization"]["stage"])
 
-    @property
-    def saved_ds_config(self) -> dict[str, Any]:
-        """DeepSpeed's config without the TensorBoard section, which every run adds."""
-        return {key: value for key, value in self.ds_config.items() if key != "tensorboard"}
-
     def config_files(self) -> dict[str, str]:
-        """Contents by file name, enough to start the same run again."""
+        """Return file contents by name, enough to start the same run again."""
         return {
             "config.yaml": to_yaml(self.config),
-            "ds_config.json": json.dumps(self.saved_ds_config, indent=2) + "\n",
+            "ds_config.json": json.dumps(self.ds_config, indent=2) + "\n",
         }

@@ -92,13 +92,13 @@ def _number(flag: str, text: str, unit: str, names: Mapping[str, object]) -> flo
 def describe(
     name: str, model: Model, batch: Batch, step: Forecast, hardware: Hardware, steps: int
 ) -> list[str]:
-    """Return a line per number of one setting."""
+    """Return the plan of one setting, a line per number."""
     memory, sent = step.memory, step.traffic
     days = steps * step.seconds / 86_400
     return [
         f"{name}: {model.parameters:,} parameters, {_batch(batch)}",
         "",
-        f"memory of a GPU at its peak, {memory.when}, GB",
+        f"memory of a GPU at its peak, {memory.peak_moment}, GB",
         *(f"  {label:<18}{size / 1e9:>10.3f}" for label, size in memory.at_peak.items()),
         f"  {'total':<18}{memory.peak / 1e9:>10.3f}",
         "a step",
@@ -116,16 +116,16 @@ def describe(
 
 def table(candidates: list[Candidate], steps: int) -> list[str]:
     """Return a line per candidate; memory and traffic are per GPU."""
-    width = max(len(one.config) for one in candidates) + 2
-    wide = max(28, *(len(_batch(one.batch)) + 2 for one in candidates))
-    days = [steps * one.forecast.seconds / 86_400 for one in candidates]
+    width = max(len(candidate.config) for candidate in candidates) + 2
+    wide = max(28, *(len(_batch(candidate.batch)) + 2 for candidate in candidates))
+    days = [steps * candidate.forecast.seconds / 86_400 for candidate in candidates]
     unit, parts = ("days", 1) if max(days) >= 0.1 else ("hours", 24)
     head = f"{'MB sent':>9}{'GB':>8}{'exposed':>9}{'tokens/s':>13}{unit:>8}"
     lines = [f"{'config':<{width}}{'batch':<{wide}}{head}"]
-    for one, duration in zip(candidates, days, strict=True):
-        step = one.forecast
+    for candidate, duration in zip(candidates, days, strict=True):
+        step = candidate.forecast
         lines.append(
-            f"{one.config:<{width}}{_batch(one.batch):<{wide}}"
+            f"{candidate.config:<{width}}{_batch(candidate.batch):<{wide}}"
             f"{step.traffic.bytes_per_step / 1e6:>9,.0f}{step.memory.peak / 1e9:>8.2f}"
             f"{100 * step.exposed_fraction:>8.1f}%{step.tokens_per_second:>13,.0f}"
             f"{parts * duration:>8.2f}"
@@ -142,6 +142,7 @@ def _sent(sent: Traffic, model: Model) -> str:
 
 
 def _batch(batch: Batch) -> str:
-    shared = f", {batch.shared_by} ranks per sequence" if batch.shared_by > 1 else ""
+    ranks = batch.ranks_per_sequence
+    shared = f", {ranks} ranks per sequence" if ranks > 1 else ""
     each = f"{batch.micro_batch}×{batch.seq_len} ×{batch.accumulation}"
     return f"{each}, {batch.checkpointing}{shared}"

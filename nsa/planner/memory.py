@@ -1,4 +1,4 @@
-"""Memory of one GPU: persistent tensors, and the moments of a step at which it can peak."""
+"""Memory of one GPU: static tensors, and the moments of a step at which memory can peak."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from nsa.planner.traffic import Zero
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of tensors on one rank, by purpose."""
+    """Bytes of one rank's tensors, by purpose."""
 
-    always: Mapping[str, int]  # held between steps
-    moments: Mapping[str, Mapping[str, int]]  # additional, by moment of the step
-
-    @property
-    def between(self) -> int:
-        return sum(self.always.values())
+    static: Mapping[str, int]  # held between steps
+    moments: Mapping[str, Mapping[str, int]]  # on top of `static`, by moment of the step
 
     @property
-    def when(self) -> str:
-        """Moment of the peak."""
+    def static_bytes(self) -> int:
+        return sum(self.static.values())
+
+    @property
+    def peak_moment(self) -> str:
+        """Moment with the most memory."""
         return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
 
     @property
     def at_peak(self) -> dict[str, int]:
-        total = Counter(self.always)
-        total.update(self.moments[self.when])
+        total = Counter(self.static)
+        total.update(self.moments[self.peak_moment])
         return {name: size for name, size in total.items() if size}
 
     @property
@@ -38,17 +38,17 @@ class Memory:
 
 
 def memory(model: Model, zero: Zero, batch: Batch, ranks: int, *, fused: bool = True) -> Memory:
-    """Count tensors; CUDA's context, NCCL's buffers and fragmentation come on top."""
+    """Count tensors, without CUDA's context, NCCL's buffers and fragmentation."""
     count, size = model.parameters, model.weight_bytes
     shards = ranks if zero.stage else 1
     weights = size * count
     if zero.stage == 3:
         weights = size * (-(-(count - zero.persistent) // ranks) + zero.persistent)
-    always = {
+    static = {
         "weights": weights,
         "master weights": 4 * count // shards if size == 2 or zero.stage else 0,
         "AdamW's moments": 8 * count // shards,
-        "gradients": 4 * count if zero.whole_gradients else 0,  # fp32 sums
+        "gradients": 4 * count if zero.bf16_optimizer else 0,  # fp32 sums
     }
     buckets = {"buckets": size * zero.bucket * (2 if zero.overlap else 1)}
     gathered = size * (count + min(count, zero.prefetch)) if zero.stage == 3 else 0
@@ -73,7 +73,7 @@ def memory(model: Model, zero: Zero, batch: Batch, ranks: int, *, fused: bool = 
     reduced = {"gradients": gradients + _to_reduce(model, zero, gradients), **buckets}
     updated = {"gradients": _to_step(model, zero, ranks), **buckets}
     after = {"while gradients are reduced": reduced, "while weights are updated": updated}
-    return Memory(always, in_passes | after)
+    return Memory(static, in_passes | after)
 
 
 def _backward(
@@ -105,7 +105,7 @@ def _backward(
 
 
 def _to_reduce(model: Model, zero: Zero, gradients: int) -> int:
-    """Flat copies of the gradients, in the dtype of the reduction."""
+    """Return the bytes of flat copies of the gradients, in the dtype of the reduction."""
     if zero.stage >= 2:
         return gradients
     if zero.bucket:
@@ -116,9 +116,9 @@ def _to_reduce(model: Model, zero: Zero, gradients: int) -> int:
 
 
 def _to_step(model: Model, zero: Zero, ranks: int) -> int:
-    """Gradients, a flat copy, and that in fp32."""
+    """Return the bytes of the gradients, a flat copy, and its fp32 copy."""
     if zero.stage == 0:
         return (model.weight_bytes + 4) * model.parameters
-    if zero.whole_gradients:
+    if zero.bf16_optimizer:
         return (model.weight_bytes + 2) * model.parameters
     return (2 * zero.accumulate_bytes + 4) * model.parameters // ranks

@@ -32,23 +32,24 @@ class Model:
     flops: float = 0.0  # forward and backward per token, at the batch's sequence length
     layers_flops: float = 0.0  # of these, the layers' forward pass
     attention_flops: float = 0.0  # of these, scores and weighted values
-    product: int = 0  # logits per chunk of the loss
-    in_float32: int = 0  # logits in fp32 at a time, on a GPU
-    in_cache: int = 0  # logits in fp32 at a time, on a CPU
+    # Constants of nsa/model/loss.py:
+    chunk_logits: int = 0  # logits per chunk of the loss
+    softmax_logits: int = 0  # fp32 logits per softmax on a GPU
+    softmax_logits_cpu: int = 0  # the same on a CPU
 
     @property
     def embedding(self) -> int:
-        """Parameters of the tied embedding and head, whose gradient is complete last."""
+        """Parameters of the tied embedding and head; their gradient is complete last."""
         return self.vocab_size * self.width
 
     @property
     def layer(self) -> int:
-        """Parameters per layer, including a fraction of the final norm."""
+        """Parameters per layer (the final norm is spread over all)."""
         return (self.parameters - self.embedding) // self.layers
 
     @property
-    def copies(self) -> int:
-        """Sets of keys and values."""
+    def kv_sets(self) -> int:
+        """Number of key/value projections: one, or one per branch."""
         return 1 if self.spec is None or self.shared_kv else len(self.branches)
 
     @property
@@ -59,47 +60,49 @@ class Model:
     def attention_inputs(self) -> int:
         """Elements per token: queries, keys, values and gates."""
         queries = self.heads * self.head_dim + self.gates
-        return queries + self.copies * self.kv_heads * (self.head_dim + self.value_dim)
+        return queries + self.kv_sets * self.kv_heads * (self.head_dim + self.value_dim)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank computes per optimizer step."""
+    """One rank's work per optimizer step."""
 
     seq_len: int
     micro_batch: int
     accumulation: int
     checkpointing: str
-    shared_by: int = 1  # ranks per sequence
+    ranks_per_sequence: int = 1
 
     @property
     def tokens(self) -> int:
-        """Per micro-batch; inside attention a rank has all tokens and fewer heads."""
-        return self.seq_len * self.micro_batch // self.shared_by
+        """This rank's tokens per micro-batch; in attention it has all tokens and fewer heads."""
+        return self.seq_len * self.micro_batch // self.ranks_per_sequence
 
 
 def flops_per_token(model: Model, checkpointing: str) -> float:
-    """Executed operations, including recomputation."""
+    """Return the executed FLOPs per token, including recomputation."""
     recomputed = 0.0 if checkpointing == "none" else model.layers_flops
     if checkpointing == "selective":
         recomputed -= model.attention_flops
     return model.flops + recomputed
 
 
-def exchanged(model: Model, batch: Batch) -> float:
-    """Bytes that a rank sends per micro-batch to the ranks that share its sequences.
+def exchange_bytes(model: Model, batch: Batch) -> float:
+    """Return the bytes that a rank sends per micro-batch for sequence parallelism.
 
-    Recomputation exchanges again, except with `selective`, which keeps the received tensors.
+    Recomputation repeats the exchanges, except with `selective`, which keeps received tensors.
     """
     elements = model.attention_inputs + model.heads * model.value_dim
-    sent = (batch.shared_by - 1) / batch.shared_by  # fraction; a rank keeps its own part
+    sent = (
+        batch.ranks_per_sequence - 1
+    ) / batch.ranks_per_sequence  # fraction; a rank keeps its own part
     passes = _passes(batch) * model.layers
     return passes * sent * batch.tokens * elements * model.weight_bytes
 
 
-def exchanges(model: Model, batch: Batch) -> int:
-    """Number of exchanges per micro-batch, including the sum of the loss."""
-    return 2 * model.layers * _passes(batch) + 1 if batch.shared_by > 1 else 0
+def exchange_count(model: Model, batch: Batch) -> int:
+    """Return the number of exchanges per micro-batch, including the loss's all-reduce."""
+    return 2 * model.layers * _passes(batch) + 1 if batch.ranks_per_sequence > 1 else 0
 
 
 def _passes(batch: Batch) -> int:
@@ -108,7 +111,7 @@ def _passes(batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that one micro-batch holds for, or during, its backward pass."""
+    """Bytes that one micro-batch keeps for, or allocates during, its backward pass."""
 
     kept_layer: int  # per layer, from its forward to its backward pass
     recomputed: int  # of one layer
@@ -146,14 +149,14 @@ def activations(model: Model, batch: Batch, *, fused: bool = True) -> Activation
 
 
 def _attention(model: Model, batch: Batch) -> int:
-    """Bytes that attention saves: queries, keys, values, gates, outputs, φ."""
+    """Return the bytes that attention saves: queries, keys, values, gates, outputs, φ."""
     tokens, size = batch.tokens, model.weight_bytes
     query, output = model.heads * model.head_dim, model.heads * model.value_dim
     key, value = model.kv_heads * model.head_dim, model.kv_heads * model.value_dim
     saved = query + output  # the mixed output, which the last projection saves
     if model.spec is None:
         return size * tokens * (saved + key + value) + _branch_outputs(model, batch)
-    saved += _rope_keys(model) * key + model.copies * value + model.gates
+    saved += _rope_keys(model) * key + model.kv_sets * value + model.gates
     if "cmp" not in model.branches:
         return size * tokens * saved + _branch_outputs(model, batch)
     compressed = key + value
@@ -161,18 +164,20 @@ def _attention(model: Model, batch: Batch) -> int:
         both = model.head_dim + model.value_dim
         mlp = model.spec.block_len * both + 4 * model.compressor_hidden
         compressed += model.kv_heads * mlp
-    blocks = _blocks(model, batch.seq_len) * batch.micro_batch * compressed // batch.shared_by
+    blocks = (
+        _blocks(model, batch.seq_len) * batch.micro_batch * compressed // batch.ranks_per_sequence
+    )
     return size * (tokens * saved + blocks) + _branch_outputs(model, batch)
 
 
 def _rope_keys(model: Model) -> int:
-    """Saved sets of keys after RoPE; the compressed branch has none of its own."""
+    """Return how many sets of keys are saved after RoPE; compressed keys are not rotated."""
     rotated = len({"sel", "win"}.intersection(model.branches))
     return 1 if model.shared_kv and "cmp" in model.branches else rotated
 
 
 def _branch_outputs(model: Model, batch: Batch) -> int:
-    """Bytes of the branches' outputs, their fp32 lse, and the selected blocks."""
+    """Return the bytes of the branches' outputs, their fp32 lse, and the selected blocks."""
     branches = 1 if model.spec is None else len(model.branches)
     per_token = branches * model.heads * (model.weight_bytes * model.value_dim + 4)
     if model.spec is not None and "sel" in model.branches:
@@ -181,9 +186,9 @@ def _branch_outputs(model: Model, batch: Batch) -> int:
 
 
 def _selective_extra(model: Model, batch: Batch) -> int:
-    """Bytes that `selective` keeps in addition to what autograd saves."""
+    """Return the bytes that `selective` keeps on top of what autograd saves."""
     elements, lse = 0, 0
-    if batch.shared_by > 1:  # results of both exchanges; autograd saves copies
+    if batch.ranks_per_sequence > 1:  # results of both exchanges; autograd saves copies
         elements += model.attention_inputs + model.heads * model.value_dim
     if model.spec is not None and "sel" in model.branches and "cmp" not in model.branches:
         elements += model.heads * model.value_dim  # compressed attention, run for its lse
@@ -192,13 +197,13 @@ def _selective_extra(model: Model, batch: Batch) -> int:
 
 
 def _loss(model: Model, tokens: int, fused: bool) -> int:
-    """Bytes of one chunk's logits and the head's gradient, summed in fp32 over several chunks."""
-    chunks = -(-tokens * model.vocab_size // model.product)
+    """Return the bytes of one chunk's logits and the head's gradient (fp32 if several chunks)."""
+    chunks = -(-tokens * model.vocab_size // model.chunk_logits)
     logits = -(-tokens // chunks) * model.vocab_size
     gradient = model.weight_bytes * model.embedding
     if chunks > 1:
         gradient += (4 + model.weight_bytes) * model.embedding
-    rows = min(model.in_float32 if fused else model.in_cache, logits)
+    rows = min(model.softmax_logits if fused else model.softmax_logits_cpu, logits)
     copies = (1 if fused else 2) + (logits > rows)  # a CPU converts first; earlier rows remain
     softmax = 4 * rows * copies
     return model.weight_bytes * (logits + model.width * tokens) + max(gradient, softmax)

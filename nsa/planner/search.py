@@ -1,9 +1,10 @@
-"""Search: rank the settings that fit into memory, for a given number of sequences per step."""
+"""Search: rank the settings that fit into memory, at a fixed number of sequences per step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 
 from nsa.planner.model import Batch, Model
 from nsa.planner.step import Forecast, Hardware, fits, forecast
@@ -24,18 +25,22 @@ class Candidate:
 def search(
     model: Model, zeros: Mapping[str, Zero], batch: Batch, hardware: Hardware, ranks: int
 ) -> list[Candidate]:
-    """Return the settings that fit, fastest first; sequences per step stay the same.
+    """Return the settings that fit, fastest first.
 
     Ties go to the larger micro-batch, which keeps a GPU busier than `mfu` models, then to less
     memory.
     """
     candidates = [
-        Candidate(name, other, forecast(model, zero, other, hardware, ranks))
+        Candidate(name, split, forecast(model, zero, split, hardware, ranks))
         for name, zero in zeros.items()
-        for other in _batches(model, batch, ranks)
+        for split in _splits(model, batch, ranks)
     ]
-    fitting = [one for one in candidates if fits(one.forecast.memory, hardware)]
-    return sorted(fitting, key=_order)
+
+    def order(candidate: Candidate) -> tuple[int, int, int]:
+        step = candidate.forecast
+        return -round(step.tokens_per_second), -candidate.batch.micro_batch, step.memory.peak
+
+    return sorted((c for c in candidates if fits(c.forecast.memory, hardware)), key=order)
 
 
 def compare(
@@ -48,33 +53,13 @@ def compare(
     ]
 
 
-def _order(one: Candidate) -> tuple[float, int, int]:
-    return (
-        -round(one.forecast.tokens_per_second),
-        -one.batch.micro_batch,
-        one.forecast.memory.peak,
-    )
-
-
-def _batches(model: Model, batch: Batch, ranks: int) -> Iterator[Batch]:
-    """Yield every split of the same sequences; up to `kv_heads` ranks may share one."""
-    sequences = batch.micro_batch * batch.accumulation * (ranks // batch.shared_by)
-    for shared_by in range(1, model.kv_heads + 1):
-        groups = ranks // shared_by
-        if any(size % shared_by for size in (model.kv_heads, batch.seq_len, ranks)):
+def _splits(model: Model, batch: Batch, ranks: int) -> Iterator[Batch]:
+    """Yield every split of a step's sequences; at most `kv_heads` ranks process one sequence."""
+    sequences = batch.micro_batch * batch.accumulation * (ranks // batch.ranks_per_sequence)
+    for parts in range(1, model.kv_heads + 1):
+        if any(size % parts for size in (model.kv_heads, batch.seq_len, ranks)):
             continue
-        if sequences % groups == 0:
-            each = replace(batch, shared_by=shared_by)
-            yield from _micro_batches(each, sequences // groups)
-
-
-def _micro_batches(batch: Batch, sequences: int) -> Iterator[Batch]:
-    for micro_batch in range(1, sequences + 1):
-        if sequences % micro_batch == 0:
-            for mode in MODES:
-                yield replace(
-                    batch,
-                    micro_batch=micro_batch,
-                    accumulation=sequences // micro_batch,
-                    checkpointing=mode,
-                )
+        per_group, rest = divmod(sequences, ranks // parts)
+        for micro_batch, mode in product(range(1, per_group + 1), MODES):
+            if rest == 0 and per_group % micro_batch == 0:
+                yield Batch(batch.seq_len, micro_batch, per_group // micro_batch, mode, parts)

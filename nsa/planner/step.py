@@ -24,9 +24,9 @@ class Hardware:
     network: float = math.inf  # bytes/s from one node to the next
     nodes: int = 1
     memory: float = math.inf  # bytes of a GPU
-    start: float = 20e-6  # seconds to start a collective, times log2(ranks)
-    overlaps: bool = True  # False: gloo, whose sends block
-    gathering: float = 1.0  # fraction of the rate that an all-gather reaches
+    latency: float = 20e-6  # seconds per collective, times log2(ranks)
+    overlaps: bool = True  # False for gloo, which blocks
+    gather_efficiency: float = 1.0  # all-gather bandwidth / all-reduce bandwidth
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Forecast:
 
 
 def forecast(model: Model, zero: Zero, batch: Batch, hardware: Hardware, ranks: int) -> Forecast:
-    """Forecast one step."""
+    """Return memory, traffic and time of one optimizer step."""
     sent = traffic(model, zero, batch, ranks)
     work = batch.tokens * flops_per_token(model, batch.checkpointing)
     micro = work / (hardware.flops * hardware.mfu)
@@ -74,17 +74,19 @@ def communication_seconds(
 ) -> tuple[float, float]:
     """Return total and exposed seconds, given micro-batches of `micro` seconds.
 
-    A ring over several nodes crosses each border once per direction, so a node's network carries
-    what one rank sends: the slower of link and network limits the rate.
+    In a ring over several nodes, a node's network carries what one rank sends, so the slower of
+    link and network limits the rate.
     """
     across_nodes = min(hardware.link, hardware.network)
     rate = hardware.link if hardware.nodes == 1 else across_nodes
-    on_one_node = ranks // hardware.nodes % batch.shared_by == 0  # all ranks of a sequence
-    exchange_rate = hardware.link if on_one_node else across_nodes
-    starting = sent.collectives * hardware.start * math.log2(ranks) if ranks > 1 else 0.0
+    sequence_on_one_node = ranks // hardware.nodes % batch.ranks_per_sequence == 0
+    exchange_rate = hardware.link if sequence_on_one_node else across_nodes
+    latency = sent.collectives * hardware.latency * math.log2(ranks) if ranks > 1 else 0.0
     reduce, tail = sent.reduce / rate, sent.tail / rate
-    gather, fetch = (part / (rate * hardware.gathering) for part in (sent.gather, sent.fetch))
-    blocking = starting + gather + sent.exchange / exchange_rate
+    gather, fetch = (
+        part / (rate * hardware.gather_efficiency) for part in (sent.gather, sent.fetch)
+    )
+    blocking = latency + gather + sent.exchange / exchange_rate
     total = blocking + sent.reductions * (reduce + fetch)
     if not (zero.overlap and hardware.overlaps):
         return total, total
@@ -97,5 +99,5 @@ def communication_seconds(
 
 
 def fits(memory: Memory, hardware: Hardware) -> bool:
-    """Return whether the peak leaves enough for what torch does not allocate."""
+    """Return whether the peak leaves enough memory for CUDA, NCCL and fragmentation."""
     return memory.peak * FRAGMENTATION + RESERVE <= hardware.memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nsa.planner.model import Batch, Model, exchanged, exchanges
+from nsa.planner.model import Batch, Model, exchange_bytes, exchange_count
 
 
 @dataclass(frozen=True)
@@ -12,8 +12,8 @@ class Zero:
     """The ZeRO settings that memory and traffic depend on."""
 
     stage: int
-    reduce_bytes: int = 2  # per gradient on the link
-    accumulate_bytes: int = 2  # per accumulated gradient
+    reduce_bytes: int = 2  # bytes per gradient element in a reduction
+    accumulate_bytes: int = 2  # bytes per accumulated gradient element
     bucket: int = 0  # elements; 0: one collective after the backward pass
     overlap: bool = False  # buckets are reduced during the backward pass
     prefetch: int = 0  # stage 3: prefetched parameters
@@ -22,21 +22,21 @@ class Zero:
     gathers: int = 1  # stage 3: all-gathers of the weights per micro-batch
 
     @property
-    def whole_gradients(self) -> bool:
+    def bf16_optimizer(self) -> bool:
         """Whether each rank keeps all gradients in fp32 (BF16_Optimizer)."""
         return self.stage == 1 and self.accumulate_bytes == 4 and self.bucket == 0
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank sends, by when they are sent."""
+    """Bytes that one rank sends, by phase of the step."""
 
     reduce: float  # gradients, per reduction
     reductions: int  # per step
     gather: float  # weights, per step; never overlapped
     fetch: float  # stage 3: weights, per micro-batch
-    tail: float  # part of each reduction that is only complete as the backward pass ends
-    exchange: float  # between ranks that share sequences, per step; never overlapped
+    tail: float  # part of each reduction that cannot start before the backward pass ends
+    exchange: float  # sequence parallelism, per step; never overlapped
     collectives: int  # started per step
 
     @property
@@ -46,31 +46,31 @@ class Traffic:
 
 
 def traffic(model: Model, zero: Zero, batch: Batch, ranks: int) -> Traffic:
-    """Return the traffic of rings: an all-reduce sends 2(n-1)/n of its input, a gather (n-1)/n."""
+    """Return ring traffic: an all-reduce sends 2(n-1)/n of its input, an all-gather (n-1)/n."""
     ring = (ranks - 1) / ranks
     weights = ring * model.weight_bytes
     passes = 1 if zero.stage == 3 else 2  # stages 0 to 2 all-reduce
     reduce = passes * ring * zero.reduce_bytes
-    # Stage 3 gathers sharded weights per micro-batch and the others after the update.
-    once = {0: 0, 3: zero.persistent}.get(zero.stage, model.parameters)
+    # Stage 3 gathers sharded weights per micro-batch, and persistent ones after the update.
+    gathered_once = {0: 0, 3: zero.persistent}.get(zero.stage, model.parameters)
     sharded = model.parameters - zero.persistent if zero.stage == 3 else 0
     last = model.embedding + min(zero.bucket or model.parameters, model.layer)
     return Traffic(
         reduce=reduce * model.parameters,
         reductions=batch.accumulation if zero.stage >= 2 else 1,
-        gather=weights * once,
+        gather=weights * gathered_once,
         fetch=weights * sharded * zero.gathers,
         tail=reduce * min(last, model.parameters),
-        exchange=batch.accumulation * exchanged(model, batch),
+        exchange=batch.accumulation * exchange_bytes(model, batch),
         collectives=_collectives(model, zero, batch),
     )
 
 
 def _collectives(model: Model, zero: Zero, batch: Batch) -> int:
-    """Count started collectives, with the small ones for grad_norm and overflow."""
+    """Count the collectives of a step, including the small ones for grad_norm and overflow."""
     layers = model.parameters - model.embedding
     reductions = batch.accumulation if zero.stage >= 2 else 1
-    shared = batch.accumulation * exchanges(model, batch)
+    shared = batch.accumulation * exchange_count(model, batch)
     if not zero.bucket:  # one reduction, and all-gathers of two parameter groups
         return shared + (3 if zero.stage else 1)
     buckets = -(-layers // zero.bucket) + 1  # the embedding has its own

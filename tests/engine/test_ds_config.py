@@ -316,16 +316,6 @@ def test_activation_checkpointing_is_allowed_with_deepspeeds_checkpointing() -> 
     assert resolved["activation_checkpointing"] == {"cpu_checkpointing": True}
 
 
-def test_tensorboard_writes_to_the_runs_folder(tmp_path: Path) -> None:
-    config = run_config()
-    resolved = resolve_ds_config(json_with(), config, world_size=2, run_dir=tmp_path)
-    folder = str(tmp_path / "tensorboard")
-    assert resolved["tensorboard"] == {"enabled": True, "output_path": folder, "job_name": ""}
-    config.monitor.tensorboard = False
-    resolved = resolve_ds_config(json_with(), config, world_size=2, run_dir=tmp_path)
-    assert "tensorboard" not in resolved
-
-
 READ_BY_DEEPSPEED = [
     "communication_data_type",
     "gradient_allreduce_op",

@@ -59,9 +59,9 @@ def step(config: RunConfig, engine: torch.nn.Module) -> None:
 
 
 def measured(
-    exchanges: Exchanges, name: str, checkpointing: str, shared_by: str, kind: str
+    exchanges: Exchanges, name: str, checkpointing: str, ranks_per_sequence: str, kind: str
 ) -> dict[str, float]:
-    config = toy(checkpointing, kind, int(shared_by))
+    config = toy(checkpointing, kind, int(ranks_per_sequence))
     raw = load_ds_config(DS_CONFIGS / f"{name}.json")
     resolved = resolve_ds_config(raw, config, world_size=2)
     zero = resolved["zero_optimization"]

@@ -111,8 +111,8 @@ def test_throttled_steps_are_within_15_percent_of_measured_steps() -> None:
                 mfu=1,
                 link=1 / reduces,
                 overlaps=False,
-                gathering=reduces / gathers,
-                start=0,
+                gather_efficiency=reduces / gathers,
+                latency=0,
             )
             micro = row["compute_seconds"] / batch.accumulation
             _, exposed = communication_seconds(sent_over_gloo(row), zero, batch, gloo, 2, micro)
@@ -167,7 +167,7 @@ def test_a_slower_network_between_nodes_limits_the_rate() -> None:
 
 def test_sequence_parallel_exchanges_are_fully_exposed() -> None:
     model, zero, batch = m7c("zero2_overlap", micro_batch=4)
-    shared = replace(batch, shared_by=2)
+    shared = replace(batch, ranks_per_sequence=2)
     alone, step = (forecast(model, zero, each, A100, 2) for each in (batch, shared))
     assert step.tokens * 2 == alone.tokens
     assert step.memory.peak < alone.memory.peak
@@ -177,8 +177,8 @@ def test_sequence_parallel_exchanges_are_fully_exposed() -> None:
 
 
 def test_sequence_parallel_uses_the_network_only_across_nodes() -> None:
-    model, zero, batch = m7c("zero1_pcie", micro_batch=4, shared_by=2)
-    slow = replace(A100, network=1e8, start=0)
+    model, zero, batch = m7c("zero1_pcie", micro_batch=4, ranks_per_sequence=2)
+    slow = replace(A100, network=1e8, latency=0)
     for nodes, pace in ((2, slow.link), (4, slow.network)):
         step = forecast(model, zero, batch, replace(slow, nodes=nodes), 4)
         zero_alone = step.traffic.bytes_per_step - step.traffic.exchange
@@ -204,7 +204,7 @@ def test_search_keeps_sequences_per_step_and_omits_what_does_not_fit() -> None:
     assert all(fits(one.forecast.memory, small) for one in fitting)
     everything = search(model, zeros, batch, A100, 2)
     assert len(fitting) < len(everything) == 6 * 3 * (6 + 7), "32 for each rank, or 64 for both"
-    assert {one.batch.shared_by for one in everything} == {1, 2}
+    assert {one.batch.ranks_per_sequence for one in everything} == {1, 2}
     speeds = [round(one.forecast.tokens_per_second) for one in fitting]
     assert speeds == sorted(speeds, reverse=True)
 

@@ -45,8 +45,8 @@ def case_of(name: str) -> str:
 
 def setting(name: str) -> tuple[Model, Zero, Batch]:
     """Return the worker's setting as planner inputs."""
-    file, mode, shared_by, kind = case_of(name).split(":")
-    config = toy(mode, kind, int(shared_by))
+    file, mode, ranks_per_sequence, kind = case_of(name).split(":")
+    config = toy(mode, kind, int(ranks_per_sequence))
     zero = zero_of(ROOT / f"ds_configs/{file}.json", config, 2)
     zero = replace(zero, bucket=BUCKET if zero.bucket else 0, prefetch=BUCKET)
     return model_of(config), zero, batch_of(config)
@@ -76,7 +76,7 @@ def test_memory_between_steps_is_that_of_live_tensors(
 ) -> None:
     """Not stage 3, which keeps small parameters twice: a tenth of the toy."""
     planned = memory(*setting(name), 2, fused=False)
-    assert planned.between == pytest.approx(engines[name]["between"], rel=0.01)
+    assert planned.static_bytes == pytest.approx(engines[name]["between"], rel=0.01)
 
 
 @pytest.mark.parametrize("name", PARAMS)
@@ -163,7 +163,7 @@ def test_fused_norms_and_sharding_take_less_memory() -> None:
     model, batch = model_of(toy()), batch_of(toy())
     on_gpu, on_cpu = (activations(model, batch, fused=fused) for fused in (True, False))
     assert on_gpu.kept_layer < on_cpu.kept_layer
-    peaks = [memory(model, Zero(stage, bucket=1), batch, 8).between for stage in (0, 1, 3)]
+    peaks = [memory(model, Zero(stage, bucket=1), batch, 8).static_bytes for stage in (0, 1, 3)]
     assert peaks == sorted(peaks, reverse=True)
-    sharded, whole = (memory(model, Zero(stage), batch, 8).always for stage in (3, 2))
+    sharded, whole = (memory(model, Zero(stage), batch, 8).static for stage in (3, 2))
     assert sharded["weights"] < whole["weights"]
