@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Check format, lint and types, then run the tests; continue after a failure, report it at the end.
-# Arguments go to pytest.
+# Two workers run a file of tests each at a time. Arguments go to pytest; -n 0 runs one process.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
@@ -16,5 +16,5 @@ check() {
 check ruff format --check .
 check ruff check .
 check mypy
-check python -m pytest "$@"
+check python -m pytest -n 2 --dist loadfile "$@"
 exit "$failed"

@@ -21,8 +21,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Two threads on any machine: sums are split the same way everywhere, and ranks get a core each.
-torch.set_num_threads(2)
+# One thread on any machine: sums are split the same way everywhere, and two workers share two cores.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
