@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# One thread on any machine: sums are split the same way everywhere, and two workers share two cores.
+# One thread on any machine: sums split alike everywhere, and two workers share two cores.
 torch.set_num_threads(1)
 
 
