@@ -174,6 +174,6 @@ def test_a_run_loads_without_its_tokenizer_after_a_warning(run: Path, tmp_path: 
     save_file(read_weights(loaded.weights_folder), tmp_path / "model.safetensors")
     loaded.config.data.source, loaded.config.data.tokenizer = "embedded", "hf:./gone"
     (tmp_path / "config.yaml").write_text(to_yaml(loaded.config))
-    with pytest.warns(UserWarning, match="no tokenizer: data.tokenizer = 'hf:./gone': there is no"):
+    with pytest.warns(UserWarning, match="no tokenizer: data.tokenizer = 'hf:./gone': no such"):
         loaded = load_run(tmp_path)
     assert (loaded.tokenizer, loaded.step, loaded.folder) == (None, None, tmp_path)

@@ -17,7 +17,7 @@ from nsa.model.decode import extend, generate, prefill, sample, step
 from nsa.spec import NSASpec
 from tests.model.models import ATTENTIONS, SPEC, build, tiny, tokens
 from tests.ops.cases import one_thread
-from tests.ops.test_decode import Waits
+from tests.ops.test_decode import HostWaits
 from tests.ranks import ROOT
 
 __all__ = ["one_thread"]
@@ -224,7 +224,7 @@ def test_selected_rows_of_a_cache_are_independent() -> None:
 def test_a_step_never_synchronizes_with_the_device() -> None:
     model, ids = model_of(tiny("mlp")), tokens(30, batch=2)
     _, cache = prefill(model, ids, [9, 20])
-    with Waits() as mode:
+    with HostWaits() as mode:
         for at in range(8):
             step(model, ids[:, at], cache)
     # The id check reads two numbers on a CPU; with a GPU it is skipped.
