@@ -30,6 +30,7 @@ DIALECT = {
     r"in that of": "relative to",
     r"unturned": "pre-RoPE",
 }
+EXEMPT = (Path(__file__), ROOT / "docs/CHANGELOG.md")  # they name the words that were replaced
 READ = ("nsa", "recipes", "launch", "docs", "tests", "ds_configs")
 
 
@@ -55,7 +56,7 @@ def test_imports_form_no_cycle() -> None:
 def test_the_project_speaks_the_words_of_its_field(folder: str) -> None:
     dialect = re.compile(rf"\b({'|'.join(DIALECT)})\b", re.IGNORECASE)
     for path in sorted((ROOT / folder).rglob("*")):
-        if path.suffix not in (".py", ".md", ".sh", ".yml", ".sbatch") or path == Path(__file__):
+        if path.suffix not in (".py", ".md", ".sh", ".yml", ".sbatch") or path in EXEMPT:
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
             match = dialect.search(line)
