@@ -1,4 +1,4 @@
-"""The five activation-checkpointing modes. Each block of the model is one checkpoint segment."""
+"""The five activation-checkpointing modes. Each transformer block is one checkpoint segment."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.utils.checkpoint import (
 
 Segment = Callable[[Tensor], Tensor]
 
-# "selective" saves these: attention outputs, lse and block indices are cheap to store and expensive
-# to recompute. By name, because a backend that was never imported registers no ops.
+# "selective" saves the outputs of these ops: attention outputs, lse and block indices are cheap to
+# store and expensive to recompute. Listed by name: a backend that is not imported registers no ops.
 SAVED_OPS = {
     "nsa::blockwise_attention",
     "nsa::blockwise_select_blocks",
@@ -24,7 +24,7 @@ SAVED_OPS = {
     "nsa::triton_select",
     "nsa::triton_selected",
     "nsa::triton_gated",
-    "nsa::exchange",  # sequence parallelism: communicate once
+    "nsa::exchange",  # sequence parallelism: no second all-to-all
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
@@ -39,21 +39,14 @@ def checkpoint_function(mode: str) -> Callable[[Segment, Tensor], Tensor]:
     """
     if mode == "none":
         return lambda segment, x: segment(x)
-    if mode == "reentrant":
-        return partial(checkpoint, use_reentrant=True, preserve_rng_state=False)
-    if mode == "non_reentrant":
-        return partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if mode == "selective":
-        return partial(
-            checkpoint,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=partial(create_selective_checkpoint_contexts, _policy),
-        )
-    assert mode == "deepspeed"
-    import deepspeed  # takes seconds to import
+    if mode == "deepspeed":
+        import deepspeed  # takes seconds to import
 
-    return deepspeed.checkpointing.checkpoint
+        return deepspeed.checkpointing.checkpoint
+    run = partial(checkpoint, use_reentrant=mode == "reentrant", preserve_rng_state=False)
+    if mode == "selective":
+        return partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+    return run
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,4 +1,4 @@
-"""Attention layers: Native Sparse Attention, and the dense twin that it is measured against."""
+"""Attention layers: Native Sparse Attention, and dense attention for its dense twin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from nsa.constants import BRANCHES
 from nsa.model.attention_metadata import AttentionMetadata
-from nsa.model.compressor import Compressor, MeanCompressor, MLPKeyValueCompressor
+from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor
 from nsa.model.config import ModelConfig
 from nsa.model.rotary import apply_rotary
 from nsa.ops import (
@@ -23,16 +23,16 @@ from nsa.ops import (
 )
 from nsa.ops.documents import document_slices
 
-# Decoding passes one to a layer, to replace its parallel pass: (layer, x, metadata) -> output.
+# Decoding passes this function to replace a layer's forward: (layer, x, metadata) -> output.
 CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
 BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
 
 
 class NSAttention(nn.Module):
-    """Three branches over a token's past, mixed by one gate per query head and branch.
+    """Compressed, selected and window branches, mixed by one gate per query head and branch.
 
-    A branch that is turned off has no parameters. Without the compressed branch, blocks are
-    selected by the mean of the selected branch's keys.
+    A disabled branch has no parameters. Without the compressed branch, blocks are selected by the
+    mean of the selected branch's keys.
 
     `observer`, if set, receives gates [B, T, Hq, 3], selected blocks [B, T, Hkv, n] and cu_seqlens
     of every forward pass, including recomputed ones. It must not modify them.
@@ -56,9 +56,7 @@ class NSAttention(nn.Module):
         self.compress: Compressor = MeanCompressor()
         if attention.compressor == "mlp":
             hidden = attention.compressor_hidden or self.key_dim
-            self.compress = MLPKeyValueCompressor(
-                self.spec.block_len, self.key_dim, self.value_dim, hidden
-            )
+            self.compress = MLPCompressor(self.spec.block_len, self.key_dim, self.value_dim, hidden)
 
     def forward(
         self, x: Tensor, metadata: AttentionMetadata, cached: CachedAttention | None = None
@@ -73,7 +71,7 @@ class NSAttention(nn.Module):
     def project(
         self, x: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Rotated queries, gates, and pre-RoPE keys and values by branch."""
+        """Project to rotated queries, gates, and pre-RoPE keys and values by branch."""
         q, k, v, gates = metadata.tokens_to_heads(
             self.q(x).unflatten(-1, (1, self.heads, self.key_dim)),
             self.k(x).unflatten(-1, (-1, self.kv_heads, self.key_dim)),
@@ -88,14 +86,13 @@ class NSAttention(nn.Module):
     ) -> BranchKV:
         """Compress or rotate each branch's keys and values.
 
-        If only block selection reads compressed keys, they get no gradient.
+        Without a compressed branch, compressed keys serve selection only and get no gradient.
         """
         kv: BranchKV = {}
-        if "cmp" in keys:
-            kv["cmp"] = self.compress(keys["cmp"], values["cmp"], metadata)
-        elif "sel" in keys:
-            with torch.no_grad():
-                kv["cmp"] = self.compress(keys["sel"], values["sel"], metadata)
+        source = "cmp" if "cmp" in keys else "sel"
+        if source in keys:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and source == "cmp"):
+                kv["cmp"] = self.compress(keys[source], values[source], metadata)
         if "sel" in keys:
             kv["sel"] = apply_rotary(keys["sel"], metadata.rotary), values["sel"]
         if "win" in keys:
@@ -125,7 +122,7 @@ class NSAttention(nn.Module):
     def _attend_subset(
         self, q: Tensor, gates: Tensor, kv: BranchKV, cu_seqlens: Tensor | None
     ) -> Tensor:
-        """One op per branch, unfused and unobserved."""
+        """Call one op per branch, without fusion or observer."""
         common: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": self.backend}
         outputs: dict[str, Tensor] = {}
         if "cmp" in kv:
@@ -140,7 +137,7 @@ class NSAttention(nn.Module):
         return torch.stack([gate[..., None] * outputs[name] for name, gate in weights]).sum(0)
 
     def _by_branch(self, x: Tensor) -> dict[str, Tensor]:
-        """Split a projection [B, T, copies, K, D] by branch; a single copy serves all."""
+        """Split a projection [B, T, copies, K, D] by branch; shared_kv has one copy for all."""
         copies = [x[:, :, 0]] * len(self.branches) if x.shape[2] == 1 else x.unbind(2)
         return dict(zip(self.branches, copies, strict=True))
 
@@ -167,7 +164,7 @@ class DenseAttention(nn.Module):
         return self.o(metadata.heads_to_tokens(o).flatten(-2))
 
     def project(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values."""
+        """Project to rotated queries, rotated keys, and values."""
         q, k, v = metadata.tokens_to_heads(
             self.q(x).unflatten(-1, (1, self.heads, self.key_dim)),
             self.k(x).unflatten(-1, (1, self.kv_heads, self.key_dim)),

@@ -16,12 +16,12 @@ from nsa.ops.documents import compressed_cu_seqlens
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What all layers of a step share; it covers full sequences even when ranks split them."""
+    """Inputs of attention that all layers share; for full sequences, even if ranks split them."""
 
     cu_seqlens: Tensor | None
-    rotary: Rotary  # of every token; positions restart with each document
-    block_tokens: Tensor | None = None  # [N, l], of each compressed block; None: dense attention
-    block_rotary: Rotary | None = None  # of each block's last position
+    rotary: Rotary  # RoPE at each token's position, which restarts with each document
+    block_tokens: Tensor | None = None  # [N, l] token indices of each compressed block; dense: None
+    block_rotary: Rotary | None = None  # RoPE at each block's last position; dense: None
     sequence: SequenceParallel | None = None  # the ranks that split each sequence
 
     @classmethod
@@ -33,7 +33,7 @@ class AttentionMetadata:
         device: torch.device,
         sequence: SequenceParallel | None = None,
     ) -> AttentionMetadata:
-        """Positions and blocks restart with each document."""
+        """Build the metadata of a step; positions and blocks restart with each document."""
         spec, head_dim, theta = config.attention.spec, config.head_dim, config.rope_theta
         position = torch.arange(seq_len, device=device)
         if cu_seqlens is not None:
@@ -56,13 +56,13 @@ class AttentionMetadata:
         return cls(cu_seqlens, rotary, offset[:, None] + inside, last, sequence)
 
     def tokens_to_heads(self, *parts_BtCHD: Tensor) -> Sequence[Tensor]:
-        """All tokens of this rank's heads; the inputs unchanged on one rank."""
+        """Exchange this rank's tokens for its heads; without sequence parallelism, do nothing."""
         if self.sequence is None:
             return parts_BtCHD
         return self.sequence.tokens_to_heads(*parts_BtCHD)
 
     def heads_to_tokens(self, o_BTHD: Tensor) -> Tensor:
-        """All heads of this rank's tokens; the input unchanged on one rank."""
+        """Exchange this rank's heads for its tokens; without sequence parallelism, do nothing."""
         return o_BTHD if self.sequence is None else self.sequence.heads_to_tokens(o_BTHD)
 
 

@@ -1,9 +1,9 @@
-"""A transformer block, which is also one activation-checkpoint segment.
+"""Transformer block: attention and SwiGLU. It is one activation-checkpoint segment.
 
-RMSNorm and SwiGLU stay PyTorch's own ops: on CUDA nn.RMSNorm is one kernel (torch 2.9 on), and a
-fused SwiGLU would save about 2% of M7C's step (estimated from operation counts; not measured).
-Compiling would fuse it, but packed documents bring new shapes each step, and dense attention over
-them does not compile.
+RMSNorm and SwiGLU use PyTorch's ops: on CUDA nn.RMSNorm is one kernel (torch 2.9 on), and a fused
+SwiGLU would save about 2% of M7C's step (estimated from operation counts; not measured).
+torch.compile would fuse it, but packed documents have new shapes each step, and dense attention
+over them does not compile.
 """
 
 from __future__ import annotations

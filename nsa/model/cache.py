@@ -7,11 +7,12 @@
     k_tail v_tail  a ring of the last l tokens, input of the compressor's next block
 
 Readers of the same branch share a buffer, so shared_kv stores nothing twice. Buffers
-[B, size, Hkv, D] grow by doubling; a ring stops at what its readers look back.
+[B, size, Hkv, D] grow by doubling; a ring stops at the longest window of its readers.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
@@ -31,65 +32,66 @@ class Buffer(NamedTuple):
     kind: str  # "k" or "v"
     branch: str
     entries: str = "tokens"  # "tokens", "pre_rope" (keys of tokens) or "blocks"
+    window: int = sys.maxsize  # a ring of the last `window` tokens; maxsize: all tokens
 
-
-class BufferPlan:
-    """The buffers that a layer needs, and which one each reader uses."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        attention, spec = config.attention, config.attention.spec
-        branches = ("all",) if attention.kind == "dense" else attention.branch_names
-        source = {name: branches[0] if attention.shared_kv else name for name in branches}
-        self.readers: dict[str, Buffer] = {}
-        self._config = config
-        self._windows: dict[str, int | None] = {}  # tokens that a branch's readers look back
-        for name, window in (("all", None), ("sel", None), ("win", spec.window)):
-            if name in branches:
-                self._add_reader(name, source[name], window)
-        if "cmp" in branches or "sel" in branches:
-            compressed = "cmp" if "cmp" in branches else "sel"
-            pre_rope = attention.compressor == "mlp"
-            self._add_reader("tail", source[compressed], spec.block_len, pre_rope=pre_rope)
-            for kind in "kv" if "cmp" in branches else "k":
-                self.readers[f"{kind}_cmp"] = Buffer(kind, "cmp", "blocks")
-        self.buffers = list(dict.fromkeys(self.readers.values()))
-
-    def _add_reader(
-        self, reader: str, branch: str, window: int | None, *, pre_rope: bool = False
-    ) -> None:
-        known = self._windows.get(branch, 0)
-        self._windows[branch] = None if window is None or known is None else max(window, known)
-        self.readers[f"k_{reader}"] = Buffer("k", branch, "pre_rope" if pre_rope else "tokens")
-        self.readers[f"v_{reader}"] = Buffer("v", branch)
-
-    def shape(self, buffer: Buffer, capacity: int) -> tuple[int, int, int]:
+    def shape(self, config: ModelConfig, capacity: int) -> tuple[int, int, int]:
         """[size, Hkv, D] for sequences of `capacity` tokens."""
-        config, spec = self._config, self._config.attention.spec
-        dim = config.head_dim if buffer.kind == "k" else config.value_dim or config.head_dim
-        if buffer.entries == "blocks":
-            return spec.compressed_len(capacity), config.kv_heads, dim
-        window = spec.block_len if buffer.entries == "pre_rope" else self._windows[buffer.branch]
-        return capacity if window is None else min(window, capacity), config.kv_heads, dim
+        dim = config.head_dim if self.kind == "k" else config.value_dim or config.head_dim
+        size = min(self.window, capacity)
+        if self.entries == "blocks":
+            size = config.attention.spec.compressed_len(capacity)
+        return size, config.kv_heads, dim
+
+
+def plan_buffers(config: ModelConfig) -> dict[str, Buffer]:
+    """Return the buffer that each reader of a layer (k_sel, v_win …) uses."""
+    attention, spec = config.attention, config.attention.spec
+    branches = ("all",) if attention.kind == "dense" else attention.branch_names
+    compressed = "cmp" if "cmp" in branches else "sel"  # the branch whose keys are compressed
+    reads = [
+        (reader, branches[0] if attention.shared_kv else branch, window)
+        for reader, branch, window in (
+            ("all", "all", sys.maxsize),
+            ("sel", "sel", sys.maxsize),
+            ("win", "win", spec.window),
+            ("tail", compressed, spec.block_len),
+        )
+        if branch in branches
+    ]
+    longest: dict[str, int] = {}
+    for _, branch, window in reads:
+        longest[branch] = max(window, longest.get(branch, 0))
+    plan: dict[str, Buffer] = {}
+    for reader, branch, window in reads:
+        plan[f"k_{reader}"] = Buffer("k", branch, "tokens", longest[branch])
+        plan[f"v_{reader}"] = Buffer("v", branch, "tokens", longest[branch])
+        if reader == "tail" and attention.compressor == "mlp":
+            plan["k_tail"] = Buffer("k", branch, "pre_rope", window)
+    if "k_tail" in plan:
+        plan["k_cmp"] = Buffer("k", "cmp", "blocks")
+    if "cmp" in branches:
+        plan["v_cmp"] = Buffer("v", "cmp", "blocks")
+    return plan
 
 
 # (buffer size, whether it holds blocks) -> packed entries to store, and the row and index of each
 Slots = Callable[[int, bool], tuple[Tensor, Tensor, Tensor]]
-Content = dict[Buffer, Tensor]  # what to store, by buffer
+Content = dict[Buffer, Tensor]  # entries to store, by buffer
 
 
 class LayerCache:
     """The buffers of one layer."""
 
-    def __init__(self, plan: BufferPlan, buffers: Content) -> None:
+    def __init__(self, plan: dict[str, Buffer], buffers: Content) -> None:
         self.plan, self.buffers = plan, buffers
 
-    def read(self, reader: str) -> Tensor | None:
-        """Return the buffer that `reader` (k_sel, v_win …) uses, if any."""
-        buffer = self.plan.readers.get(reader)
-        return None if buffer is None else self.buffers[buffer]
+    def read(self, reader: str, size: int | None = None) -> Tensor | None:
+        """Return the first `size` entries of the buffer that `reader` uses, if any."""
+        buffer = self.plan.get(reader)
+        return None if buffer is None else self.buffers[buffer][:, :size]
 
     def fill(self, content: Content, slots: Slots) -> None:
-        """Store the tokens, or blocks, of packed prompts, [1, all of them, Hkv, D] each."""
+        """Store the tokens or blocks of packed prompts, each tensor [1, all of them, Hkv, D]."""
         for key, packed in content.items():
             buffer = self.buffers[key]
             stored, row, index = slots(buffer.shape[1], key.entries == "blocks")
@@ -103,7 +105,7 @@ class LayerCache:
             buffer[row, position % buffer.shape[1]] = new[0]
 
     def append_blocks(self, content: Content, block: Tensor, complete: Tensor) -> None:
-        """Store compressed block number `block` [B] of the sequences where it is `complete`."""
+        """Store the compressed block with index `block` [B] where `complete` [B] is true."""
         row = torch.arange(len(block), device=block.device)
         for key, (new,) in content.items():
             buffer = self.buffers[key]
@@ -111,8 +113,8 @@ class LayerCache:
             buffer[row, index] = torch.where(complete[:, None, None], new, buffer[row, index])
 
     def last(self, kind: str, lengths: Tensor, count: int) -> Tensor:
-        """The last `count` keys or values for the compressor, in order: [B, count, Hkv, D]."""
-        buffer = self.buffers[self.plan.readers[f"{kind}_tail"]]
+        """The compressor's input: the last `count` keys or values in order, [B, count, Hkv, D]."""
+        buffer = self.buffers[self.plan[f"{kind}_tail"]]
         position = lengths[:, None] + torch.arange(-count, 0, device=lengths.device)
         row = torch.arange(len(lengths), device=lengths.device)[:, None]
         return buffer[row, position % buffer.shape[1]]
@@ -134,17 +136,17 @@ class KVCache:
         device: torch.device | str | None = None,
         capacity: int = 0,
     ) -> None:
-        self.config, self.plan, self.capacity = config, BufferPlan(config), capacity
+        self.config, self.capacity = config, capacity
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.dtype, self.device = dtype, self.lengths.device
         self.host_lengths = [0] * batch
-        self.layers = []
+        plan, self.layers = plan_buffers(config), list[LayerCache]()
         for _ in range(config.layers):
             buffers = {
-                key: torch.zeros(batch, *self.plan.shape(key, capacity), dtype=dtype, device=device)
-                for key in self.plan.buffers
+                key: torch.zeros(batch, *key.shape(config, capacity), dtype=dtype, device=device)
+                for key in dict.fromkeys(plan.values())
             }
-            self.layers.append(LayerCache(self.plan, buffers))
+            self.layers.append(LayerCache(plan, buffers))
 
     @property
     def batch(self) -> int:
@@ -173,7 +175,7 @@ class KVCache:
         self.capacity = max(positions, 2 * self.capacity)
         for layer in self.layers:
             for key, buffer in layer.buffers.items():
-                more = self.plan.shape(key, self.capacity)[0] - buffer.shape[1]
+                more = key.shape(self.config, self.capacity)[0] - buffer.shape[1]
                 if more:
                     layer.buffers[key] = pad(buffer, (0, 0, 0, 0, 0, more))
 
@@ -185,13 +187,13 @@ class KVCache:
         blocks = [self.config.attention.spec.compressed_len(length) for length in lengths]
 
         @cache  # all layers use the same slots
-        def slots(size: int, of_blocks: bool) -> tuple[Tensor, Tensor, Tensor]:
-            return ring_slots(blocks if of_blocks else lengths, size, self.device)
+        def slots(size: int, is_blocks: bool) -> tuple[Tensor, Tensor, Tensor]:
+            return ring_slots(blocks if is_blocks else lengths, size, self.device)
 
         return slots
 
     def advance(self) -> None:
-        """Count one token more in each sequence, and grow if necessary."""
+        """Increase each sequence's length by one, and grow if necessary."""
         self.reserve(self.longest + 1)
         self.lengths += 1
         self.host_lengths = [length + 1 for length in self.host_lengths]
@@ -206,8 +208,8 @@ class KVCache:
             index = index.nonzero()[:, 0]
         if index.dim() != 1 or not len(index) or index.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"rows is {index.dtype} {tuple(index.shape)}; it must name one or more of "
-                f"{self.batch} sequences, or be a mask of them that keeps one"
+                f"rows is {index.dtype} {tuple(index.shape)}; give the indices of one or more of "
+                f"the {self.batch} sequences, or a bool mask [{self.batch}] that keeps one"
             )
         selected = copy(self)
         selected.lengths = self.lengths[index]
@@ -221,15 +223,15 @@ class KVCache:
 
 def cache_bytes(config: ModelConfig, length: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Bytes that one sequence of `length` tokens needs, without spare capacity."""
-    plan = BufferPlan(config)
-    numbers = sum(prod(plan.shape(buffer, length)) for buffer in plan.buffers)
+    buffers = set(plan_buffers(config).values())
+    numbers = sum(prod(buffer.shape(config, length)) for buffer in buffers)
     return config.layers * numbers * dtype.itemsize
 
 
 def ring_slots(
     lengths: Sequence[int], size: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of packed entries, those that rings of `size` keep, and the row and index of each."""
+    """Return the indices of packed entries that rings of `size` keep, and their rows and slots."""
     length = torch.tensor(lengths)
     row = torch.arange(len(lengths)).repeat_interleave(length)
     start = length.cumsum(0) - length

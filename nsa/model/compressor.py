@@ -1,4 +1,4 @@
-"""Compressor φ: maps the `l` keys (or values) of each compressed block to one."""
+"""Compressor φ: pools the `l` keys (or values) of each compressed block into one."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from nsa.model.rotary import Rotary, apply_rotary
 
 
 class Compressor(nn.Module):
-    """Base of all φ. A subclass maps blocks; `rotate_first` sets which keys its blocks hold."""
+    """Base class of all φ: cuts keys and values into blocks. Subclasses pool a block."""
 
-    rotate_first = True  # False: pre-RoPE keys, for a φ that applies RoPE to its result
+    rotate_first = True  # apply RoPE before pooling; False: the subclass applies it to its result
 
     def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        """Pre-RoPE keys and values [B, T, K, D] to compressed ones [B, N, K, D]."""
-        assert metadata.block_tokens is not None
-        assert metadata.block_rotary is not None
+        """Compress pre-RoPE keys and values [B, T, K, D] to [B, N, K, D]."""
+        blocks, last = metadata.block_tokens, metadata.block_rotary
+        assert blocks is not None
+        assert last is not None
         if self.rotate_first:
             k = apply_rotary(k, metadata.rotary)
-        blocks = metadata.block_tokens
-        return self.compress_blocks(k[:, blocks], v[:, blocks], metadata.block_rotary)
+        return self.compress_blocks(k[:, blocks], v[:, blocks], last)
 
     def compress_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
-        """Blocks [B, N, l, K, D] to [B, N, K, D]; `last` is RoPE at each block's last position."""
+        """Pool blocks [B, N, l, K, D] to [B, N, K, D]; `last`: RoPE at their last positions."""
         raise NotImplementedError
 
 
 class MeanCompressor(Compressor):
-    """The mean of rotated keys and of values; no parameters."""
+    """The mean of the rotated keys, and of the values. It has no parameters."""
 
     def compress_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
         return k.mean(2), v.mean(2)
 
 
-class MLPCompressor(nn.Module):
-    """Learned intra-block position embeddings added to a block's vectors, then a two-layer MLP.
+class BlockMLP(nn.Module):
+    """Adds learned intra-block position embeddings to a block's vectors, then a two-layer MLP.
 
-    A linear φ would reduce the position embeddings to one constant; the hidden layer does not.
+    With a linear φ, the position embeddings would only add a constant to its output.
     """
 
     def __init__(self, block_len: int, size: int, hidden: int) -> None:
@@ -53,15 +53,15 @@ class MLPCompressor(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class MLPKeyValueCompressor(Compressor):
-    """One MLP for pre-RoPE keys, whose result is rotated, and one for values."""
+class MLPCompressor(Compressor):
+    """One MLP pools pre-RoPE keys, then RoPE is applied; another MLP pools values."""
 
     rotate_first = False
 
     def __init__(self, block_len: int, key_size: int, value_size: int, hidden: int) -> None:
         super().__init__()
-        self.key = MLPCompressor(block_len, key_size, hidden)
-        self.value = MLPCompressor(block_len, value_size, hidden)
+        self.key = BlockMLP(block_len, key_size, hidden)
+        self.value = BlockMLP(block_len, value_size, hidden)
 
     def compress_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
         return apply_rotary(self.key(k), last), self.value(v)

@@ -18,45 +18,51 @@ ACTIVATION_CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "
 
 @dataclass
 class AttentionConfig:
-    """The attention of every layer."""
+    """The attention layers' settings, equal for all layers."""
 
-    kind: str = "nsa"  # "nsa", or "dense": plain causal attention, the twin to measure against
+    kind: str = "nsa"  # "nsa", or "dense": plain causal attention, the baseline
     compressor: str = "mean"  # φ: "mean", or "mlp" with learned intra-block positions
     compressor_hidden: int | None = None  # width of the mlp φ's hidden layer; None: head_dim
-    branches: str = "cmp+sel+win"  # "win", "cmp+sel" …: fewer branches, for ablations
+    branches: str = "cmp+sel+win"  # a subset for ablations: "win", "cmp+sel" …
     shared_kv: bool = False  # one key/value projection for all branches
     spec: NSASpec = field(default_factory=NSASpec)  # the sparse pattern
-    backend: str = "auto"  # of the ops: "auto", "triton", "blockwise" or "reference"
+    backend: str = "auto"  # of nsa.ops: "auto", "triton", "blockwise" or "reference"
 
     @property
     def branch_names(self) -> tuple[str, ...]:
         return tuple(self.branches.split("+"))
 
-    def check_branches(self) -> None:
-        """Refuse unknown names, and parameters that would get no gradient."""
-        if self.branches not in SUBSETS:
-            raise ValueError(
-                f"model.attention.branches = {self.branches!r}: choose one of {', '.join(SUBSETS)}"
-            )
+    def validate(self) -> None:
+        """Raise a ValueError that names the first invalid setting."""
+        one_of(
+            "model.attention",
+            self,
+            kind=ATTENTION_KINDS,
+            compressor=COMPRESSORS,
+            branches=SUBSETS,
+            backend=BACKENDS,
+        )
+        if self.compressor_hidden is not None:
+            whole_numbers(1, "model.attention", self, "compressor_hidden")
         if self.compressor == "mlp" and "cmp" not in self.branch_names:
             raise ValueError(
-                f"model.attention.compressor = 'mlp' learns by the compressed branch, which "
-                f"model.attention.branches = {self.branches!r} lacks; set the compressor to mean"
+                "model.attention.compressor = 'mlp': gets no gradient from "
+                f"model.attention.branches = {self.branches!r}; add cmp, or set it to mean"
             )
 
 
 @dataclass
 class ModelConfig:
-    """A Llama-like decoder: pre-norm RMSNorm, SwiGLU, RoPE, grouped queries, tied embedding."""
+    """A Llama-like decoder: pre-norm RMSNorm, SwiGLU, RoPE, GQA, tied embedding."""
 
-    vocab_size: int = 50_304  # rows of the embedding, which is also the head
+    vocab_size: int = 50_304  # rows of the embedding; the output head is tied to it
     layers: int = 12  # transformer blocks
-    width: int = 768  # residual stream
+    width: int = 768  # of the residual stream
     heads: int = 12  # query heads
-    kv_heads: int = 2  # key/value heads; heads / kv_heads queries share one
+    kv_heads: int = 2  # key/value heads; each serves heads / kv_heads query heads
     head_dim: int = 64  # Dk: size of a query and a key
     value_dim: int | None = None  # Dv: size of a value; None: head_dim
-    mlp_width: int = 2_368  # hidden width of SwiGLU; 125.7M parameters in all
+    mlp_width: int = 2_368  # hidden width of SwiGLU; the model has 125.7M parameters
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     norm_eps: float = 1e-5  # RMSNorm's epsilon
     init_std: float = 0.02  # standard deviation of the initial weights
@@ -66,29 +72,20 @@ class ModelConfig:
 
     def validate(self) -> None:
         """Raise a ValueError that names the first invalid setting."""
-        attention = self.attention
-        whole_numbers(1, "model", self, "vocab_size", "layers", "width", "mlp_width")
-        whole_numbers(1, "model", self, "heads", "kv_heads", "head_dim")
+        sizes = ["vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "mlp_width"]
+        if self.value_dim is not None:
+            sizes.append("value_dim")
+        whole_numbers(1, "model", self, *sizes)
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"model.heads = {self.heads} is not a multiple of model.kv_heads = "
-                f"{self.kv_heads}; every KV head must serve the same number of query heads"
+                f"model.heads = {self.heads}: not a multiple of model.kv_heads = {self.kv_heads}; "
+                "change one of them"
             )
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim = {self.head_dim}: RoPE rotates pairs; make it even")
-        for name, value in (
-            ("value_dim", self.value_dim),
-            ("attention.compressor_hidden", attention.compressor_hidden),
-        ):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(
-                    f"model.{name} = {value!r}: must be a whole number, 1 or more, or null"
-                )
         for name in ("rope_theta", "norm_eps", "init_std"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or value <= 0:
                 raise ValueError(f"model.{name} = {value!r}: must be a number above 0")
-        one_of("model.attention", attention, kind=ATTENTION_KINDS, compressor=COMPRESSORS)
-        one_of("model.attention", attention, backend=BACKENDS)
         one_of("model", self, activation_checkpointing=ACTIVATION_CHECKPOINTING)
-        attention.check_branches()
+        self.attention.validate()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from nsa.constants import BRANCHES
 from nsa.model.config import ModelConfig
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Count all parameters, the tied embedding once. Allocates nothing."""
+    """Count all parameters without allocating them; the tied embedding counts once."""
     from nsa.model.language_model import LanguageModel
 
     with torch.device("meta"):
@@ -16,17 +17,17 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool = False) -> float:
-    """Forward and backward operations per token, averaged over a document of `seq_len` tokens.
+    """Return forward and backward FLOPs per token, averaged over a document of `seq_len` tokens.
 
-    A multiplication and an addition are two; a backward pass costs two forward passes. Recomputed
-    activations, norms and softmax do not count. `dense_equivalent` counts the dense twin.
+    A multiply-add is two FLOPs; a backward pass costs two forward passes. Recomputation, norms and
+    softmax do not count. `dense_equivalent` counts the dense twin.
     """
     value_dim = config.value_dim or config.head_dim
     kv_size = config.kv_heads * (config.head_dim + value_dim)
     attention, mlp = config.attention, 3 * config.width * config.mlp_width
     per_key = 2 * config.heads * (config.head_dim + value_dim)
     products: float = config.heads * (config.head_dim + value_dim) * config.width  # q and o
-    selection = 0.0  # counted once: it has no backward pass
+    selection = 0.0  # forward only
     if dense_equivalent or attention.kind == "dense":
         products += kv_size * config.width
         keys = (seq_len + 1) / 2
@@ -38,10 +39,10 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool
         if attention.compressor == "mlp":
             hidden = attention.compressor_hidden or config.head_dim
             products += kv_size * hidden * (spec.block_len + 1) * blocks
+        counts = (spec.visible_compressed, spec.visible_selected, spec.visible_window)
         visible = {
-            "cmp": sum(map(spec.visible_compressed, range(seq_len))) / seq_len,
-            "sel": sum(map(spec.visible_selected, range(seq_len))) / seq_len,
-            "win": sum(map(spec.visible_window, range(seq_len))) / seq_len,
+            branch: sum(map(count, range(seq_len))) / seq_len
+            for branch, count in zip(BRANCHES, counts, strict=True)
         }
         keys = sum(visible[branch] for branch in branches)
         if "sel" in branches:

@@ -1,7 +1,7 @@
 """Decoding with a KV cache: a parallel prefill, then one step per token, and text generation.
 
-Training imports none of this. A step computes what the parallel forward pass computes for the last
-position.
+A step computes what the parallel forward pass computes for the last position. Training does not
+import this module.
 """
 
 from __future__ import annotations
@@ -23,24 +23,19 @@ from nsa.ops.decode import decode_attention
 
 Layer = NSAttention | DenseAttention
 Prompts = Sequence[Tensor] | Tensor
-K_ALL, V_ALL = Buffer("k", "all"), Buffer("v", "all")  # dense attention
 
 
 def prefill(
     model: LanguageModel,
     prompts: Prompts,
-    lengths: Sequence[int] | Tensor | None = None,
     *,
     reserve: int = 0,
 ) -> tuple[Tensor, KVCache]:
     """Return the logits [B, V] after each prompt, and the cache to continue from.
 
-    Prompts are 1-dim, each with one token or more; or rows of a tensor [B, T], of which the first
-    `lengths` tokens count. They are packed as documents without padding. The cache has capacity
-    for `reserve` further tokens.
+    Prompts are 1-dim tensors of any lengths from 1 up, or rows of a tensor [B, T]. They are packed
+    as documents, without padding. The cache has capacity for `reserve` more tokens.
     """
-    if lengths is not None:
-        prompts = _truncated(prompts, lengths)
     states, cache = prefill_states(model, prompts, reserve=reserve)
     return _head(model, states[cache.lengths.cumsum(0) - 1]), cache
 
@@ -49,8 +44,8 @@ def prefill(
 def prefill_states(
     model: LanguageModel, prompts: Prompts, *, reserve: int = 0
 ) -> tuple[Tensor, KVCache]:
-    """As `prefill`, but return the final hidden states [tokens of all prompts, width]."""
-    rows = _checked(model, prompts)
+    """Like `prefill`, but return the final hidden states [tokens of all prompts, width]."""
+    rows = _check_prompts(model, prompts)
     counts = [len(row) for row in rows]
     config, device = model.config, model.embed.weight.device
     cu_seqlens = F.pad(torch.tensor(counts).cumsum(0), (1, 0)).to(device, torch.int32)
@@ -67,7 +62,7 @@ def step(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
 
 @torch.no_grad()
 def step_states(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
-    """As `step`, but return the final hidden states [B, width]."""
+    """Like `step`, but return the final hidden states [B, width]."""
     _check_step(model, cache, tokens)
     rotary = Rotary.at(cache.lengths, model.config.head_dim, model.config.rope_theta)
     cache.advance()
@@ -81,7 +76,7 @@ def extend(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
 
 
 def extend_states(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
-    """As `extend`, but return the final hidden states [B, T, width]."""
+    """Like `extend`, but return the final hidden states [B, T, width]."""
     return torch.stack([step_states(model, column, cache) for column in tokens.unbind(1)], 1)
 
 
@@ -98,17 +93,17 @@ def generate(
     """Yield the next token of each sequence, [B] on the model's device, until all have ended.
 
     A sequence ends after the token `stop` and yields -1 from then on. Temperature 0 is greedy;
-    `top_p` is nucleus sampling. A sequence's samples depend on its `seed` (one for all, or one
-    each) and its prompt only, not on the rest of the batch.
+    `top_p` is nucleus sampling. A sequence's samples depend only on its prompt and its `seed` (one
+    for all, or one per sequence), not on the rest of the batch.
     """
-    rows = _checked(model, prompts)
+    rows = _check_prompts(model, prompts)
     check_sampling(max_new_tokens, temperature, top_p)
     if stop is not None and not 0 <= stop < model.config.vocab_size:
         raise ValueError(f"stop = {stop}: this model's ids are 0 to {model.config.vocab_size - 1}")
     seeds = [seed] * len(rows) if isinstance(seed, int) else list(seed)
     if len(seeds) != len(rows):
         raise ValueError(f"seed has {len(seeds)} entries for {len(rows)} prompts")
-    # Seeding with the prompt too keeps the prompts of a batch from sampling alike.
+    # The prompt is part of the seed, so that different prompts draw different numbers.
     draws = [random.Random(f"{seed} {row.tolist()}") for seed, row in zip(seeds, rows, strict=True)]
 
     def next_token(logits: Tensor) -> Tensor:
@@ -118,7 +113,7 @@ def generate(
         return sample(logits, uniform.to(logits.device), temperature, top_p)
 
     def decode() -> Iterator[Tensor]:
-        # No more than doubling would add, and no more than needed.
+        # At most what the first doubling would add, and at most what is needed.
         reserve = min(max_new_tokens, max(len(row) for row in rows))
         logits, cache = prefill(model, rows, reserve=reserve)
         ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
@@ -132,7 +127,7 @@ def generate(
             if left > 1:
                 logits = step(model, tokens, cache)
 
-    return decode()  # a generator of its own, so that invalid arguments raise at once
+    return decode()  # an inner generator, so that invalid arguments raise before the first token
 
 
 def sample(logits: Tensor, uniform: Tensor, temperature: float, top_p: float) -> Tensor:
@@ -172,9 +167,9 @@ def _run_blocks(
     metadata: AttentionMetadata,
     attention: Callable[[LayerCache, Layer, Tensor, AttentionMetadata], Tensor],
 ) -> Tensor:
-    """Tokens [T] to final hidden states [T, width].
+    """Map tokens [T] to final hidden states [T, width].
 
-    Calls the blocks and their attention as training does, so module hooks run here too.
+    Blocks and attention are called as modules, so forward hooks run here too.
     """
     x = model.embed(tokens)[None]
     for block, layer_cache in zip(model.blocks, cache.layers, strict=True):
@@ -185,10 +180,10 @@ def _run_blocks(
 def _prefill_attention(
     slots: Slots, cache: LayerCache, layer: Layer, x: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
-    """A layer's parallel attention; stores its keys and values in the cache."""
+    """Attention of all prompts' tokens; stores their keys and values in the cache."""
     if isinstance(layer, DenseAttention):
         q, k, v = layer.project(x, metadata)
-        cache.fill({K_ALL: k, V_ALL: v}, slots)
+        cache.fill({cache.plan["k_all"]: k, cache.plan["v_all"]: v}, slots)
         o = layer.attend(q, k, v, metadata)
     else:
         q, gates, keys, values = layer.project(x, metadata)
@@ -206,25 +201,21 @@ def _step_attention(
     x: Tensor,
     metadata: AttentionMetadata,
 ) -> Tensor:
-    """A layer's attention for the newest token of each sequence, stored in the cache first."""
-    lengths, rotary = cache.lengths, metadata.rotary
+    """Attention of the newest token of each sequence, after storing its keys and values."""
+    lengths, rotary, plan = cache.lengths, metadata.rotary, layer_cache.plan
     if isinstance(layer, DenseAttention):
         q, k, v = layer.project(x, metadata)
-        layer_cache.append({K_ALL: k, V_ALL: v}, lengths - 1)
+        layer_cache.append({plan["k_all"]: k, plan["v_all"]: v}, lengths - 1)
         return layer.o(_dense_attention(q[0], layer_cache, cache).flatten(-2))[None]
     q, gates, keys, values = layer.project(x, metadata)
     layer_cache.append(_token_entries(layer_cache, keys, values, rotary), lengths - 1)
-    if layer_cache.read("k_cmp") is not None and cache.completes_a_block:
+    if "k_cmp" in plan and cache.completes_a_block:
         _append_blocks(layer, layer_cache, lengths, rotary)
     blocks = layer.spec.compressed_len(cache.longest)
-    k_cmp, v_cmp = (
-        None if buffer is None else buffer[:, :blocks]
-        for buffer in map(layer_cache.read, ("k_cmp", "v_cmp"))
-    )
     o = decode_attention(
         q[0],
-        k_cmp,
-        v_cmp,
+        layer_cache.read("k_cmp", blocks),
+        layer_cache.read("v_cmp", blocks),
         layer_cache.read("k_sel"),
         layer_cache.read("v_sel"),
         layer_cache.read("k_win"),
@@ -241,21 +232,19 @@ def _step_attention(
 def _token_entries(
     cache: LayerCache, keys: dict[str, Tensor], values: dict[str, Tensor], rotary: Rotary
 ) -> dict[Buffer, Tensor]:
-    """What to store in each buffer that has one entry per token."""
+    """The keys and values to store in each buffer that has one entry per token."""
     content = {}
-    for buffer in cache.plan.buffers:
-        if buffer.entries == "pre_rope":
-            content[buffer] = keys[buffer.branch]
-        elif buffer.entries == "tokens" and buffer.kind == "k":
-            content[buffer] = apply_rotary(keys[buffer.branch], rotary)
-        elif buffer.entries == "tokens":
-            content[buffer] = values[buffer.branch]
+    for buffer in cache.buffers:
+        if buffer.entries != "blocks":
+            content[buffer] = (keys if buffer.kind == "k" else values)[buffer.branch]
+        if buffer.entries == "tokens" and buffer.kind == "k":
+            content[buffer] = apply_rotary(content[buffer], rotary)
     return content
 
 
 def _block_entries(cache: LayerCache, compressed: Sequence[Tensor]) -> dict[Buffer, Tensor]:
     """Compressed keys and values by buffer; without a compressed branch only keys are stored."""
-    buffers = [buffer for buffer in cache.plan.buffers if buffer.entries == "blocks"]
+    buffers = [buffer for buffer in cache.buffers if buffer.entries == "blocks"]
     return dict(zip(buffers, compressed, strict=False))
 
 
@@ -270,32 +259,23 @@ def _append_blocks(layer: NSAttention, cache: LayerCache, lengths: Tensor, rotar
 
 
 def _dense_attention(q: Tensor, layer_cache: LayerCache, cache: KVCache) -> Tensor:
-    """Plain attention of one token [B, Hq, Dk] over all tokens of its sequence: [B, Hq, Dv]."""
-    k, v = (layer_cache.buffers[key][:, : cache.longest] for key in (K_ALL, V_ALL))
+    """Attention of one token [B, Hq, Dk] over all tokens of its sequence: [B, Hq, Dv]."""
+    buffers = (layer_cache.buffers[layer_cache.plan[name]] for name in ("k_all", "v_all"))
+    k, v = (buffer[:, : cache.longest] for buffer in buffers)
     mask = None  # the fastest kernels take no mask
     if min(cache.host_lengths) < cache.longest:
         mask = torch.arange(cache.longest, device=cache.device) < cache.lengths[:, None]
         mask = mask[:, None, None]
-    # A group's query heads become rows of one query, so keys need not be repeated.
+    # The query heads of a group become rows of one query, so keys are not repeated.
     q_BKGD = q.unflatten(1, (k.shape[2], -1))
     o = F.scaled_dot_product_attention(q_BKGD, k.transpose(1, 2), v.transpose(1, 2), mask)
     return o.flatten(1, 2)
 
 
-def _truncated(prompts: Prompts, lengths: Sequence[int] | Tensor) -> list[Tensor]:
-    counts = [int(length) for length in lengths]
-    if len(counts) != len(prompts):
-        raise ValueError(f"lengths has {len(counts)} entries for {len(prompts)} prompts")
-    for number, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
-        if count > len(prompt):
-            raise ValueError(f"lengths[{number}] = {count}: the prompt has {len(prompt)} tokens")
-    return [prompt[:count] for prompt, count in zip(prompts, counts, strict=True)]
-
-
-def _checked(model: LanguageModel, prompts: Prompts) -> list[Tensor]:
+def _check_prompts(model: LanguageModel, prompts: Prompts) -> list[Tensor]:
     """Return the prompts on the model's device, or raise a ValueError."""
     if model.sequence is not None:
-        raise ValueError("this model's ranks split each sequence; decode with an unsplit model")
+        raise ValueError("decoding does not support sequence parallelism; build a model without it")
     if len(prompts) == 0:
         raise ValueError("prompts is empty; give one or more")
     rows = [prompt.to(model.embed.weight.device) for prompt in prompts]
@@ -319,14 +299,14 @@ def _check_ids(model: LanguageModel, ids: Tensor, name: str) -> None:
 def _check_step(model: LanguageModel, cache: KVCache, tokens: Tensor) -> None:
     if tokens.shape != (cache.batch,) or tokens.is_floating_point():
         raise ValueError(
-            f"tokens is {tokens.dtype} {tuple(tokens.shape)}; give one id for each of the cache's "
-            f"{cache.batch} sequences"
+            f"tokens is {tokens.dtype} {tuple(tokens.shape)}; give one id for each of the "
+            f"{cache.batch} cached sequences"
         )
     weight = model.embed.weight
     if cache.config != model.config or (cache.dtype, cache.device) != (weight.dtype, weight.device):
         raise ValueError(
-            f"the cache is of another model ({cache.dtype} on {cache.device}, this one "
+            f"the cache is of another model ({cache.dtype} on {cache.device}; this model is "
             f"{weight.dtype} on {weight.device}); create one with prefill"
         )
-    if tokens.device.type == "cpu":  # elsewhere reading them would synchronize with the device
+    if tokens.device.type == "cpu":  # on a GPU, reading them would synchronize
         _check_ids(model, tokens, "tokens")

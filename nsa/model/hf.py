@@ -22,7 +22,7 @@ from transformers.utils import can_return_tuple
 
 from nsa.constants import IGNORE_INDEX
 from nsa.model.cache import KVCache
-from nsa.model.compressor import MLPCompressor
+from nsa.model.compressor import BlockMLP
 from nsa.model.decode import extend_states, prefill_states
 from nsa.model.hf_config import NSAConfig
 from nsa.model.language_model import LanguageModel
@@ -217,7 +217,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize only what a checkpoint lacks; `__init__` initializes a new model."""
         super()._init_weights(module)
-        if isinstance(module, MLPCompressor):
+        if isinstance(module, BlockMLP):
             nn.init.normal_(module.position, std=self.config.init_std)
 
     @classmethod

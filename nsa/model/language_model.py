@@ -1,4 +1,4 @@
-"""The Llama-like language model that the recipes train."""
+"""Language model: a Llama-like decoder with sparse or dense attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nsa.model.activation_checkpointing import checkpoint_function
 from nsa.model.attention import NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.block import Block
-from nsa.model.compressor import MLPCompressor
+from nsa.model.compressor import BlockMLP
 from nsa.model.config import ModelConfig
 from nsa.model.loss import linear_cross_entropy
 from nsa.model.sequence_parallel import SequenceParallel
@@ -21,11 +21,11 @@ from nsa.ops.checks import check_documents
 
 
 class LanguageModel(nn.Module):
-    """Tokens to logits, or to a loss if labels are given.
+    """Maps tokens to logits, or to a loss if labels are given.
 
-    Embedding, final norm and head are outside the checkpoint segments, and every other parameter is
-    in exactly one: ZeRO-2 with a reentrant backward requires it. The forward pass keeps no state,
-    so recomputing a segment gives the same result.
+    ZeRO-2 with a reentrant backward requires that every parameter is in at most one checkpoint
+    segment; embedding, final norm and head are in none. The forward pass keeps no state, so
+    recomputing a segment gives the same result.
 
     With `sequence`, ranks split each sequence: input_ids, labels and logits are this rank's part,
     cu_seqlens covers the full sequence, and the loss is the same mean on all ranks.
@@ -36,8 +36,8 @@ class LanguageModel(nn.Module):
         config.validate()
         if sequence is not None and config.kv_heads % sequence.size:
             raise ValueError(
-                f"model.kv_heads = {config.kv_heads}: not divisible by the {sequence.size} ranks "
-                "that share a sequence; set train.sequence_parallel to a divisor"
+                f"train.sequence_parallel = {sequence.size}: does not divide model.kv_heads = "
+                f"{config.kv_heads}; set it to a divisor"
             )
         self.config, self.sequence = config, sequence
         self.embed = nn.Embedding(config.vocab_size, config.width)
@@ -48,9 +48,10 @@ class LanguageModel(nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """Logits [B, T, V]; with `labels` [B, T] the mean loss over labels that are not -100, or 0.
+        """Return logits [B, T, V], or with `labels` [B, T] the mean loss.
 
-        labels are already shifted: labels[b, t] is the token after input_ids[b, t].
+        labels are already shifted: labels[b, t] is the token after input_ids[b, t]. The mean is
+        over labels that are not -100, or 0 without any.
         """
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(
@@ -65,7 +66,7 @@ class LanguageModel(nn.Module):
         )
 
     def hidden(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The head's input [B, T, width], for callers that cannot hold all logits."""
+        """Return the head's input [B, T, width], for callers that cannot hold all logits."""
         if input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
         seq_len = input_ids.shape[1] * (1 if self.sequence is None else self.sequence.size)
@@ -84,14 +85,14 @@ class LanguageModel(nn.Module):
     def _initialize(self) -> None:
         """Initialize weights with std `init_std`, including the mlp φ's position embeddings.
 
-        Projections into the residual stream are scaled by 1/√(2·layers), the number of them that
-        add up. Gates start at 0: every branch has weight ½.
+        Projections into the residual stream are scaled by 1/√(2·layers), because 2·layers of them
+        add up. Gate weights start at 0, so every branch has weight ½.
         """
         std, residual_scale = self.config.init_std, (2 * self.config.layers) ** -0.5
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)
-            elif isinstance(module, MLPCompressor):
+            elif isinstance(module, BlockMLP):
                 nn.init.normal_(module.position, std=std)
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -101,7 +102,7 @@ class LanguageModel(nn.Module):
                 nn.init.zeros_(block.attention.gates.weight)
 
     def sparse_layers(self) -> dict[str, NSAttention]:
-        """The attention layers that an observer can record, by name: those with all branches."""
+        """Return the attention layers that call an observer, by name: those with all branches."""
         return {
             name: module
             for name, module in self.named_modules()

@@ -5,9 +5,9 @@
         d_hidden, d_weight from that gradient; the logits are freed
 
 The forward pass computes the gradients, so no logit is computed twice; the backward pass scales
-them. torch.nn.functional.linear_cross_entropy (torch 2.13) does so too, but rounds the loss and the
-sums of d_weight to bf16. Liger's kernel synchronizes with the host each step and splits M7C's 2,048
-tokens into 64 products, each of which reads and writes all of d_weight.
+them. torch.nn.functional.linear_cross_entropy (torch 2.13) works likewise, but rounds the loss and
+the sums of d_weight to bf16. Liger's kernel synchronizes with the host each step and splits M7C's
+2,048 tokens into 64 products, each of which reads and writes all of d_weight.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nsa.model.sequence_parallel import SequenceParallel
 # Logits per chunk: 2,668 tokens of M7C's vocabulary, 256 MiB in bf16. With smaller chunks, summing
 # d_weight would dominate.
 CHUNK_LOGITS = 2**27
-# Logits in float32 at a time: 32 MiB, enough to keep a GPU busy for a launch; fewer on a CPU.
+# Logits per softmax in float32: 32 MiB, enough to keep a GPU busy for a launch; fewer on a CPU.
 SOFTMAX_LOGITS = 2**23
 SOFTMAX_LOGITS_CPU = 2**20
 
@@ -33,10 +33,10 @@ SOFTMAX_LOGITS_CPU = 2**20
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, sequence: SequenceParallel | None = None
 ) -> Tensor:
-    """The mean of −log softmax(hidden @ weightᵀ)[label] over the labels that are not −100, or 0.
+    """Return the mean of −log softmax(hidden @ weightᵀ)[label] over the labels that are not −100.
 
-    hidden [N, width], weight [vocabulary, width], labels [N]; 0-dim, in float32 or float64. With
-    `sequence`, the mean is over the labels of all ranks that share the sequence.
+    hidden [N, width], weight [vocabulary, width], labels [N]. The mean is 0-dim, in float32 or
+    float64, and 0 without labels. With `sequence`, it is over all ranks that split the sequence.
     """
     with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     total, _, _ = loss_and_gradients(hidden, weight, labels, with_gradients)
@@ -46,7 +46,7 @@ def linear_cross_entropy(
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """−log softmax(hidden @ weightᵀ)[label] of each label, [N] in at least float32; 0 for −100."""
+    """Return −log softmax(hidden @ weightᵀ)[label], [N] in at least float32; 0 for label −100."""
     counted = labels != IGNORE_INDEX
     target = labels.where(counted, 0)[:, None]
     rows = max(1, CHUNK_LOGITS // len(weight))
@@ -61,7 +61,7 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, with_gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss, and its gradients for hidden and weight (empty without `with_gradients`)."""
+    """Return the summed loss and its gradients, empty unless `with_gradients`."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     chunks = -(-len(hidden) * len(weight) // CHUNK_LOGITS)
     tokens = -(-len(hidden) // chunks)
@@ -79,7 +79,7 @@ def loss_and_gradients(
                 torch.mul(logits @ weight, counted[chunk], out=d_hidden[chunk])
                 part = logits.T @ (hidden[chunk] * counted[chunk])
                 d_weight = part if start == 0 else d_weight.to(dtype).add_(part)
-            del logits  # before the next ones are allocated
+            del logits  # frees them before the next chunk's are allocated
     return -(log_p * counted).sum(), d_hidden, d_weight.to(weight.dtype)
 
 
@@ -96,12 +96,12 @@ def _(
 def _flops(
     hidden: torch.Size, weight: torch.Size, labels: torch.Size, with_gradients: bool, **_: object
 ) -> int:
-    """For FlopCounterMode: one product forward, two for the gradients."""
+    """FLOPs for FlopCounterMode: one matrix product forward, two more for the gradients."""
     return 2 * hidden.numel() * weight[0] * (3 if with_gradients else 1)
 
 
 def _log_softmax(logits: Tensor, target: Tensor, with_gradients: bool) -> Tensor:
-    """log p of each row's target [tokens, 1], computed in float32 for a few rows at a time.
+    """Return log p of each row's target [tokens, 1], in float32 for a few rows at a time.
 
     `with_gradients` overwrites the logits with the gradient of −log p: p, minus 1 at the target.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of some positions, [positions, 1, head_dim / 2] in float32."""
+    """Tables of cosines and sines, float32 [positions, 1, head_dim / 2]."""
 
     cos: Tensor
     sin: Tensor
@@ -29,10 +29,10 @@ def apply_rotary(x_BTHD: Tensor, rotary: Rotary) -> Tensor:
 
 
 class _ApplyRotary(torch.autograd.Function):
-    """A rotation, whose gradient is the inverse rotation.
+    """The rotation; its backward pass is the inverse rotation.
 
-    Four kernels each way, where autograd takes nine forward and ten backward: with four calls a
-    layer, those were most of a small model's launches.
+    It launches four kernels each way. Autograd's nine forward and ten backward were most of a small
+    model's launches.
     """
 
     @staticmethod

@@ -1,15 +1,14 @@
 """Sequence parallelism: several ranks split each sequence (Ulysses all-to-all around attention).
 
-    outside attention   a rank has 1/S of the tokens, and all their heads
-    inside              a rank has all tokens, and 1/S of the heads
+    outside attention   a rank has 1/S of the tokens and all of their heads
+    inside attention    a rank has all tokens and 1/S of the heads
 
-A KV head and its query heads are on one rank with the full sequence, so compressed blocks, windows,
-selection and documents are unaffected. Each rank computes the gradients of its part; they sum to
-those of a single rank.
+Inside attention, a KV head and its query heads see the full sequence, so compressed blocks,
+windows, selection and documents are unaffected. The ranks' gradients sum to a single rank's.
 
 deepspeed.sequence.layer.DistributedAttention exchanges queries, keys and values separately, and
-supports neither gates nor per-branch keys. Here one exchange sends all, by an op whose output
-selective checkpointing can save.
+supports neither gates nor per-branch keys. Here one all-to-all sends everything, and selective
+checkpointing can save its output.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 
 class SequenceParallel:
-    """The ranks that share a sequence; the group's first rank has its first tokens."""
+    """The ranks that split a sequence, in the order of its tokens."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -30,7 +29,7 @@ class SequenceParallel:
         _groups[group.group_name] = group
 
     def tokens_to_heads(self, *parts_BtCHD: Tensor) -> list[Tensor]:
-        """[B, T/S, copies, heads, D] each to [B, T, copies, heads/S, D], in one exchange."""
+        """Each part [B, T/S, copies, heads, D] to [B, T, copies, heads/S, D], in one exchange."""
         by_rank = [part.unflatten(3, (self.size, -1)).movedim(3, 0) for part in parts_BtCHD]
         packed = torch.cat([part.flatten(3) for part in by_rank], 3)  # [S, B, T/S, all parts]
         received = exchange(packed, self._group.group_name).transpose(0, 1).flatten(1, 2)
@@ -46,15 +45,15 @@ class SequenceParallel:
         return exchange(by_rank, self._group.group_name).movedim(0, 2).flatten(2, 3)
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
-        """The sum of all ranks' `total`, 0-dim, over the sum of their `count`, or 0.
+        """Return the sum of all ranks' `total` (0-dim) over the sum of their `count`, or 0.
 
-        Its gradient is S times that of this rank's `total`: ZeRO averages gradients over all ranks,
-        but those of a sequence's ranks must be summed.
+        The gradient is multiplied by S: ZeRO averages gradients over all ranks, but those of a
+        sequence's ranks must be summed.
         """
         return _Mean.apply(total, count, self._group, self.size)
 
 
-_groups: dict[str, dist.ProcessGroup] = {}  # by name: an op takes no group
+_groups: dict[str, dist.ProcessGroup] = {}  # by name: custom ops take strings, not groups
 
 
 @torch.library.custom_op("nsa::exchange", mutates_args=())

@@ -120,5 +120,5 @@ def test_an_unknown_set_of_branches_is_refused(branches: str) -> None:
 
 
 def test_an_mlp_compressor_without_a_gradient_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'sel\+win' lacks; set the compressor to mean$"):
+    with pytest.raises(ValueError, match=r"branches = 'sel\+win'; add cmp, or set it to mean$"):
         tiny(few("sel+win", compressor="mlp")).validate()

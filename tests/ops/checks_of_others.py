@@ -203,7 +203,7 @@ def near_ties_are_judged_by_score(backend: str) -> None:
 def positions_inside_a_block_matter_to_the_compressor(backend: str) -> None:
     """The effect of φ's position embeddings depends on the tokens: it is not one constant."""
     torch.manual_seed(0)
-    phi = compressor.MLPCompressor(block_len=4, size=3, hidden=5).double()
+    phi = compressor.BlockMLP(block_len=4, size=3, hidden=5).double()
     blocks = torch.randn(1, 6, 4, 1, 3, dtype=torch.float64)
     without = phi(blocks)
     torch.nn.init.normal_(phi.position)

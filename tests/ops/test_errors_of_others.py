@@ -180,7 +180,7 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
         check.near_ties_are_judged_by_score,
     ),
     "a linear φ": (
-        Plant(compressor, "MLPCompressor.forward", "F.gelu(self.up(x))", "self.up(x)"),
+        Plant(compressor, "BlockMLP.forward", "F.gelu(self.up(x))", "self.up(x)"),
         check.positions_inside_a_block_matter_to_the_compressor,
     ),
 }

@@ -283,7 +283,7 @@ def test_a_model_goes_on_with_it_as_with_pytorch(how: dict[str, Any]) -> None:
     tokens = torch.randint(40, (2, 30), device=DEVICE)
     steps = []
     for backend in ("blockwise", "triton"):
-        cache = prefill(model, tokens, lengths=[23, 3])[1]
+        cache = prefill(model, [tokens[0, :23], tokens[1, :3]])[1]
         model.blocks[0].attention.backend = backend
         steps.append(torch.stack([step(model, tokens[:, i], cache) for i in range(3)]))
         model.blocks[0].attention.backend = "blockwise"
