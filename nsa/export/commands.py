@@ -1,4 +1,4 @@
-"""Command lines of `nsa export` (Hugging Face export) and `nsa import`."""
+"""Command lines of `nsa export` and `nsa import` (Hugging Face)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_export_parser(verbs: Any) -> None:
     parser.add_argument(
         "--dtype",
         choices=("bf16", "fp32"),
-        help="of the weights; fp32: the optimizer's master weights (default: as trained)",
+        help="dtype of the weights; fp32: the optimizer's master weights (default: as trained)",
     )
     parser.set_defaults(run=_export)
 
@@ -35,19 +35,19 @@ def _export(args: argparse.Namespace) -> int:
     size = (folder / "model.safetensors").stat().st_size
     print(f"{folder}: {size / 1e6:,.1f} MB of weights; README.md explains how to load them")
     if not (folder / "tokenizer.json").exists():
-        print("no tokenizer: the run's tokenizer is not available here")
+        print("no tokenizer files: the run's tokenizer is not available on this machine")
     return 0
 
 
 def add_import_parser(verbs: Any) -> None:
-    about = "make a folder that training starts from, of an export, a Llama or a dense run"
+    about = "convert an export, a Llama or a dense run into a folder that training can start from"
     parser = verbs.add_parser("import", help=about, description=about)
     parser.add_argument(
         "source",
         type=Path,
         metavar="dir",
-        help="what `nsa export` or transformers' save_pretrained wrote (model_type nsa or llama), "
-        "or a run or checkpoint of this package",
+        help="an output of `nsa export` or of transformers' save_pretrained (model_type nsa or "
+        "llama), or a run or checkpoint",
     )
     parser.add_argument("--to", type=Path, required=True, metavar="RUN", help="a new folder")
     parser.add_argument(

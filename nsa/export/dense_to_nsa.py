@@ -1,12 +1,12 @@
 """Dense-to-NSA weight conversion: NSA training starts near the dense model's outputs.
 
-    gates 0, so each ½:             o = ½ (o_cmp + o_sel + o_win)
-    K_c = K and V_c = 2 s_c V:      o = s_cmp · A_cmp V + s_sel · A_sel V + s_win · A_win V
+    gate weights 0, gates ½:          o = ½ (o_cmp + o_sel + o_win)
+    K_b = K and V_b = 2 s_b V:        o = s_cmp · A_cmp V + s_sel · A_sel V + s_win · A_win V
 
-On texts that the selected branch (select_top · select_len tokens) and the window see completely,
-s_cmp = 0 and s_sel + s_win = 1 reproduce the dense model; on longer texts they approximate it. The
-compressed branch selects blocks from the start, by the means of the dense model's keys. It adds
-nothing to the output at first, but learns: its values have a non-zero gradient.
+With s_cmp = 0 and s_sel + s_win = 1, the result equals the dense model on texts that fit into the
+window and into select_top · select_len tokens, and approximates it on longer ones. The compressed
+branch adds nothing to the output at first, but its keys (means of the dense model's) select the
+blocks, and its values get a gradient.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ Weights = dict[str, Tensor]
 
 
 def default_shares(attention: AttentionConfig) -> dict[str, float]:
-    """Each branch's share s of the dense output; they sum to 1."""
+    """Return each branch's share s of the dense output; they sum to 1."""
     names = attention.branch_names
-    exact = [name for name in names if name != "cmp"] or list(names)
-    if attention.shared_kv:  # one V for all branches: none can have the share 0
-        exact = list(names)
+    exact = [name for name in names if name != "cmp" or attention.shared_kv] or names
     return {name: (name in exact) / len(exact) for name in names}
 
 
 def widen_mlp_compressor(config: ModelConfig) -> None:
-    """Set an mlp φ's hidden size so that it can represent the mean: two units for each output."""
+    """Set the mlp φ's hidden size so that it can represent the mean: two units per output."""
     attention = config.attention
     if attention.compressor != "mlp":
         return
@@ -37,18 +35,15 @@ def widen_mlp_compressor(config: ModelConfig) -> None:
     attention.compressor_hidden = attention.compressor_hidden or needed
     if attention.compressor_hidden < needed:
         raise ValueError(
-            f"model.attention.compressor_hidden = {attention.compressor_hidden}: a φ that starts "
-            f"as the mean needs {needed} or more; leave it null"
+            f"model.attention.compressor_hidden = {attention.compressor_hidden}: an mlp φ that "
+            f"starts as the mean needs {needed} or more; omit the setting"
         )
 
 
 def dense_to_nsa(
     weights: Weights, config: ModelConfig, shares: dict[str, float] | None = None
 ) -> Weights:
-    """Convert a dense model's weights to those of the NSA model `config`.
-
-    Everything but the attention must have the same shape.
-    """
+    """Convert a dense model's weights to those of `config`, which differs in its attention only."""
     attention = config.attention
     shares = default_shares(attention) if shares is None else shares
     copies = 1 if attention.shared_kv else len(attention.branch_names)
@@ -70,7 +65,7 @@ def dense_to_nsa(
 
 
 def _mean_mlp(attention: AttentionConfig, size: int, like: Tensor) -> Weights:
-    """Weights of an mlp φ that computes the mean: gelu(z) − gelu(−z) = z."""
+    """Return weights of a BlockMLP that computes the mean, because gelu(z) − gelu(−z) = z."""
     length, hidden = attention.spec.block_len, attention.compressor_hidden or 2 * size
     one = torch.eye(size, dtype=like.dtype)
     mean = one.repeat(1, length) / length

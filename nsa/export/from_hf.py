@@ -22,10 +22,16 @@ from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.hf_config import NSAConfig
 
 CONFIG = "config.json"
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
-)
+TOKENIZER_FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+]
 LLAMA_NAMES = {
     "self_attn.q_proj": "attention.q",
     "self_attn.k_proj": "attention.k",
@@ -46,10 +52,10 @@ class SourceModel:
     """A model to import."""
 
     config: RunConfig
-    read_weights: Callable[[], dict[str, Tensor]]  # by this package's names; slow
+    read_weights: Callable[[], dict[str, Tensor]]  # slow; under this package's names
     tokenizer_files: list[Path]
-    default_attention: str  # the kind it is imported as without --attention
-    has_run_config: bool  # False: nothing records its training and tokenizer
+    default_attention: str  # attention kind of the import without --attention
+    has_run_config: bool  # False: its training and tokenizer are not recorded
 
 
 def read_model(folder: Path) -> SourceModel:
@@ -61,26 +67,24 @@ def read_model(folder: Path) -> SourceModel:
         return _source(weights, config, config.model.attention.kind)
     if not has_safetensors(folder):
         raise ValueError(
-            f"{folder}: there is a {CONFIG} and no model.safetensors; save the model with "
-            "transformers' save_pretrained, which writes that"
+            f"{folder}: {CONFIG} without model.safetensors; save the model with transformers' "
+            "save_pretrained"
         )
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         model_type = tree.get("model_type")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}: not the JSON of a configuration: {error}") from None
-    if model_type not in READERS:
-        raise ValueError(
-            f"{path}: model_type = {model_type!r}; only {' and '.join(READERS)} can be imported"
-        )
-    model = READERS[model_type](folder, tree)
+    if model_type not in ("nsa", "llama"):
+        raise ValueError(f"{path}: model_type = {model_type!r}: must be nsa or llama")
+    model = _read_nsa(folder, tree) if model_type == "nsa" else _read_llama(folder)
     if model.tokenizer_files and not model.has_run_config:
         model.config.data.tokenizer = f"hf:{folder}"
     return model
 
 
 def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
-    """An export; without config.yaml if transformers saved it again."""
+    """Read an export; transformers' save_pretrained drops its config.yaml."""
     has_run_config = (folder / "config.yaml").is_file()
     config = read_config(folder) if has_run_config else RunConfig()
     saved = NSAConfig(**tree)
@@ -91,19 +95,19 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
     return _source(folder, config, model.attention.kind, has_run_config)
 
 
-def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
+def _read_llama(folder: Path) -> SourceModel:
     llama: Any = LlamaConfig.from_pretrained(folder)
     for name, supported in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
         if getattr(llama, name) != supported:
             raise ValueError(
                 f"{folder / CONFIG}: {name} = {getattr(llama, name)!r}: this model supports only "
-                f"{supported!r}, and would compute something else with these weights"
+                f"{supported!r}"
             )
     rope = llama.rope_parameters
     if rope.get("rope_type", "default") != "default":
         raise ValueError(
-            f"{folder / CONFIG}: rope_type = {rope['rope_type']!r}: this model supports only a "
-            "base (model.rope_theta); take a checkpoint from before its context was extended"
+            f"{folder / CONFIG}: rope_type = {rope['rope_type']!r}: this model supports only the "
+            "default; import a checkpoint from before its context was extended"
         )
     config = RunConfig()
     config.data.seq_len = min(config.data.seq_len, llama.max_position_embeddings)
@@ -128,19 +132,19 @@ def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
 
 
 def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -> dict[str, Tensor]:
-    """Llama's weights by this package's names; layouts of heads and RoPE pairs are the same."""
+    """Rename Llama's weights; their layouts (heads, RoPE pairs) are this model's."""
     head = weights.pop(HEAD, None)
-    if tied and head is not None:  # safetensors' save_model keeps only one name of shared weights
+    if tied and head is not None:  # safetensors' save_model stores shared weights under one name
         weights.setdefault(EMBEDDING, head)
     if EMBEDDING not in weights:
         raise ValueError(
-            f"{folder}: its files hold no model.{EMBEDDING}; save the model with transformers' "
+            f"{folder}: has no weight model.{EMBEDDING}; save the model with transformers' "
             "save_pretrained"
         )
     if head is not None and not head.equal(weights[EMBEDDING]):
         raise ValueError(
-            f"{folder}: tie_word_embeddings = false: its head is not its embedding, and this model "
-            "has one matrix for both; take a checkpoint that ties them"
+            f"{folder}: tie_word_embeddings = false: this model has one matrix for head and "
+            "embedding; import a checkpoint that ties them"
         )
     renamed = {}
     for name, weight in weights.items():
@@ -151,12 +155,9 @@ def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -
         if layer is not None and layer[2] in LLAMA_NAMES:
             new_name = f"blocks.{layer[1]}.{LLAMA_NAMES[layer[2]]}.weight"
         if new_name is None:
-            raise ValueError(f"{folder}: {name}: this model has no such weights")
+            raise ValueError(f"{folder}: weight {name}: this model has no such weight")
         renamed[new_name] = weight
     return renamed
-
-
-READERS = {"nsa": _read_nsa, "llama": _read_llama}
 
 
 def _source(

@@ -1,4 +1,4 @@
-"""Hugging Face tokenizer files for a run: AutoTokenizer gives the run's own ids for any text."""
+"""Hugging Face tokenizer files: AutoTokenizer encodes any text to the same ids as the run's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
         backend, pad = Backend.from_str(serialized), eos
     else:
         backend, eos, pad = _byte_backend(), END_OF_TEXT, PAD
-    # As in training: no special tokens around a text, and none recognized inside of it.
+    # As in training: adds no special tokens to a text and recognizes none in it.
     backend.post_processor = None
     PreTrainedTokenizerFast(
         tokenizer_object=backend,

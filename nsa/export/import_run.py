@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from contextlib import closing
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from nsa.checkpoint.weights import set_weights
-from nsa.data.validation import open_validation
+from nsa.data.batches import Batch
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config, to_yaml
 from nsa.export.dense_to_nsa import dense_to_nsa, widen_mlp_compressor
 from nsa.export.from_hf import SourceModel, read_model
-from nsa.export.logit_gap import HEADER, logit_gaps
+from nsa.export.logit_gap import logit_gaps, read_samples
 from nsa.export.output_folder import output_folder, write_weights
 from nsa.model import LanguageModel
 
-LARGEST_SHARE = 100  # beyond any use, but finite in every dtype
+LARGEST_SHARE = 100  # more than is useful, and finite in every dtype
 
 
 def import_run(args: argparse.Namespace) -> int:
@@ -34,8 +34,8 @@ def import_run(args: argparse.Namespace) -> int:
         shares = _parse_shares(args.shares, config)
         if before != after:
             widen_mlp_compressor(config.model)
-        if args.gap:  # before the slow part: a missing dataset must leave nothing behind
-            _check_gap_data(args, source, config)
+        # Before the weights are read: a missing dataset is refused in seconds.
+        samples = _gap_samples(args, source, config) if args.gap else []
         old_model = _build_model(source.config, source.read_weights(), args.source)
         weights = dict(old_model.state_dict())
         if before != after:
@@ -51,42 +51,37 @@ def import_run(args: argparse.Namespace) -> int:
         print(f"{args.source} has no tokenizer.json: data.tokenizer = {config.data.tokenizer}")
     print(f"start a recipe from it: --config {args.to / 'config.yaml'}", flush=True)
     if args.gap:
-        data = replace(config.data, source=args.gap)
-        print(HEADER)
-        for gap in logit_gaps(old_model.float(), model.float(), data, _gap_lengths(config)):
-            print(gap, flush=True)
+        for line in logit_gaps(old_model.float(), model.float(), samples):
+            print(line, flush=True)
     return 0
 
 
 def _check_kinds(args: argparse.Namespace, before: str, after: str) -> None:
     if (before, after) == ("nsa", "dense"):
         raise ValueError(
-            f"--attention dense: {args.source} has NSA branches, which no dense model has; leave "
-            "the flag out"
+            f"--attention dense: {args.source} is an NSA model, which cannot become dense; omit "
+            "the flag"
         )
     for flag, value in (("--shares", args.shares), ("--gap", args.gap)):
         if value and before == after:
             raise ValueError(
-                f"{flag} {value}: {args.source} keeps its {after} attention; it is for a dense "
-                "model that becomes NSA (--attention nsa)"
+                f"{flag} {value}: {args.source} keeps its {after} attention; omit the flag, or "
+                "convert a dense model (--attention nsa)"
             )
 
 
 def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> RunConfig:
-    """The source's config, started from the new folder and overridden by --config and --set."""
-    folder, base = args.to.absolute(), source.config
-    data, model = base.data, base.model
-    if source.tokenizer_files and data.tokenizer != "byte":
-        data = replace(data, tokenizer=f"hf:{folder}")
-    model = replace(model, attention=replace(model.attention, kind=kind))
-    train = replace(base.train, start_from=str(folder))
-    base = replace(base, data=data, model=model, train=train)
+    """The source's config with the new folder as its start, overridden by --config and --set."""
+    folder, base = args.to.absolute(), deepcopy(source.config)
+    if source.tokenizer_files and base.data.tokenizer != "byte":
+        base.data.tokenizer = f"hf:{folder}"
+    base.model.attention.kind, base.train.start_from = kind, str(folder)
     config = resolve_config(base, args.config, args.set)
     other = config.model.attention.kind
     if other != kind:
         raise ValueError(
             f"model.attention.kind = {other!r}: only --attention sets the kind, here {kind!r}; "
-            f"give --attention {other}, or leave the setting out"
+            f"give --attention {other}, or omit the setting"
         )
     return config
 
@@ -103,13 +98,13 @@ def _parse_shares(text: str | None, config: RunConfig) -> dict[str, float] | Non
         ) from None
     if not all(abs(share) <= LARGEST_SHARE for share in shares.values()):  # false for NaN too
         raise ValueError(
-            f"--shares {text}: each is a fraction of the dense output, about 1 in total; write "
-            f"numbers from -{LARGEST_SHARE} to {LARGEST_SHARE}"
+            f"--shares {text}: each is a fraction of the dense output; write numbers from "
+            f"-{LARGEST_SHARE} to {LARGEST_SHARE}"
         )
     if attention.shared_kv and len(set(shares.values())) > 1:
         raise ValueError(
-            f"--shares {text}: with attention.shared_kv all branches have the same values and so "
-            "the same share; leave one of the two out"
+            f"--shares {text}: with attention.shared_kv all branches have the same values and "
+            "share; omit one of the two"
         )
     return shares
 
@@ -121,21 +116,8 @@ def _build_model(config: RunConfig, weights: dict[str, Tensor], source: Path) ->
     return model.eval()
 
 
-def _check_gap_data(args: argparse.Namespace, source: SourceModel, config: RunConfig) -> None:
-    """Raise the errors of `logit_gaps` about its data early, by reading one sample."""
-    length = _gap_lengths(config)[-1]
-    data = replace(config.data, source=args.gap, seq_len=length, packing="concat")
+def _gap_samples(args: argparse.Namespace, source: SourceModel, config: RunConfig) -> list[Batch]:
+    data = replace(config.data, source=args.gap)
     if source.tokenizer_files and data.tokenizer == f"hf:{args.to.absolute()}":  # not written yet
         data.tokenizer = f"hf:{source.tokenizer_files[0].parent}"
-    validation = open_validation(data, sequences=1, micro_batch=1, world_size=1)
-    with closing(validation):
-        validation.batches(0)
-
-
-def _gap_lengths(config: RunConfig) -> list[int]:
-    """From texts that every branch sees completely to texts twice as long as any branch sees."""
-    spec = config.model.attention.spec
-    lengths = [max(1, spec.window // 2)]
-    while lengths[-1] < 2 * max(spec.window, spec.select_top * spec.select_len):
-        lengths.append(2 * lengths[-1])
-    return lengths
+    return read_samples(data, config.model.attention)

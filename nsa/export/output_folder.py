@@ -1,4 +1,4 @@
-"""Atomic output folder: it appears complete or not at all. Also writes model.safetensors."""
+"""Output folder of import and export, which appears complete or not at all; weight files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def output_folder(to: Path) -> Iterator[Path]:
         raise ValueError(f"--to {to}: already exists; name a new folder")
     given, to = to, Path(os.path.realpath(to))  # resolves "." and links
     if to.exists() and (to.is_mount() or to == Path.cwd()):
-        raise ValueError(f"--to {given}: this folder cannot be replaced; name a new one in it")
+        raise ValueError(f"--to {given}: cannot be replaced; name a new folder inside it")
     draft = to.with_name(f".{to.name}.{os.getpid()}")
     try:
         draft.mkdir(parents=True)
@@ -40,7 +40,7 @@ def output_folder(to: Path) -> Iterator[Path]:
 
 
 def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
-    """Write model.safetensors; a full disk raises OSError, as for every other file."""
+    """Write model.safetensors; raise OSError if the disk is full, as for other files."""
     try:
         save_file(weights, folder / SAFETENSORS, metadata={"format": "pt"})
     except SafetensorError as error:

@@ -54,7 +54,7 @@ def _write(run: LoadedRun, folder: Path) -> None:
 
 
 def _special_token_ids(run: LoadedRun) -> dict[str, int | None]:
-    """For generate(). A text starts with the token that ended the previous one."""
+    """Return the ids for generate(); a text starts with the token that ended the previous one."""
     if run.tokenizer is None:
         return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     eos = run.tokenizer.eos_id

@@ -169,12 +169,12 @@ def test_an_mlp_compressor_starts_as_the_mean(llama_folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tie_word_embeddings": False}, "tie_word_embeddings = false: its head is not"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings = false: this model has one matrix"),
         ({"attention_bias": True}, "attention_bias = True: this model supports only False"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': this model supports only 'silu'"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type = 'linear': this model supports only a base",
+            "rope_type = 'linear': this model supports only the default",
         ),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_tied_matrix_is_read_by_either_of_its_names(
     model = imported(other, tmp_path / "run", "--attention=dense").model
     assert torch.equal(model.embed.weight, weights.pop("lm_head.weight"))
     save_file(weights, other / "model.safetensors")
-    assert "its files hold no model.embed_tokens.weight" in refused(capsys, other)
+    assert "has no weight model.embed_tokens.weight" in refused(capsys, other)
 
 
 def test_a_missing_weight_is_named(
@@ -227,7 +227,7 @@ def test_a_missing_weight_is_named(
         (["--shares=0,1"], "--shares 0,1: write a number for each branch, cmp,sel,win"),
         (["--shares=nan,0,1"], "--shares nan,0,1: each is a fraction of the dense output"),
         (["--shares=0,1e40,1"], "write numbers from -100 to 100"),
-        (["--shares=0,1,0", "--set=attention.shared_kv=true"], "leave one of the two out"),
+        (["--shares=0,1,0", "--set=attention.shared_kv=true"], "omit one of the two"),
         (["--set=attention.kind=dense"], "kind = 'dense': only --attention sets"),
         (["--attention=dense", "--set=model.attention.kind=nsa"], "give --attention nsa"),
         (["--attention=dense", "--shares=0,1,0"], "keeps its dense attention"),
@@ -250,9 +250,9 @@ def test_folders_that_cannot_be_imported_are_refused_with_the_reason(
     folder.mkdir()
     assert "holds neither checkpoints/ nor model.safetensors" in refused(capsys, folder)
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    assert "no model.safetensors; save the model with" in refused(capsys, folder)
+    assert "config.json without model.safetensors; save the model with" in refused(capsys, folder)
     save_file({"wte.weight": torch.ones(2)}, folder / "model.safetensors")
-    assert "model_type = 'gpt2'; only nsa and llama" in refused(capsys, folder)
+    assert "model_type = 'gpt2': must be nsa or llama" in refused(capsys, folder)
     (folder / "config.json").write_text("[]")
     assert "not the JSON of a configuration" in refused(capsys, folder)
     assert main(["import", str(folder), "--to", str(folder)]) == 2
@@ -272,7 +272,7 @@ def test_the_target_may_be_a_link_but_not_the_working_directory(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert main(["import", str(llama_folder), "--to", "."]) == 2
-    assert "--to .: this folder cannot be replaced; name a new one in it" in capsys.readouterr().err
+    assert "--to .: cannot be replaced; name a new folder inside it" in capsys.readouterr().err
     imported(llama_folder, Path("new"), "--attention=dense")
 
 
