@@ -78,7 +78,7 @@ def _compare_batch(
                 F.log_softmax(F.linear(x, model.embed.weight).float(), -1)
                 for x, model in zip(states, (dense, sparse), strict=True)
             ]
-            total += compare(*log_p, label)
+            total += compare(log_p[0], log_p[1], label)
     return total
 
 
