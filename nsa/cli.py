@@ -1,4 +1,4 @@
-"""`nsa <verb>`: command-line tools around training; each imports what it needs when called."""
+"""`nsa <verb>`: command-line tools around training; a verb's imports are deferred to its call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INTERRUPTED = 130  # the shell convention for exit after Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; a mistake of the user is one line on stderr and exit code 2."""
+    """Run one verb; ValueError and OSError become one line on stderr and exit code 2."""
     parser = _parser()
     flags, command = split_command(sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(flags)
@@ -103,7 +103,7 @@ def _check(args: argparse.Namespace) -> int:
 
     if args.ranks < 1:
         raise ValueError(f"--ranks {args.ranks}: must be 1 or more")
-    # Importing DeepSpeed logs to stdout, which is for the JSON alone.
+    # Importing DeepSpeed logs to stdout, which must only hold the JSON.
     with contextlib.redirect_stdout(io.StringIO()):
         from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 

@@ -1,4 +1,4 @@
-"""Unknown command-line flags: exit with the parser's usage and the closest known flag."""
+"""Unknown command-line flags: exit with the usage and the closest known flag."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 def reject_unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
-    """Exit with code 2; `words` are what `parser` did not recognize."""
+    """Exit with code 2; `words` are the arguments that `parser` did not recognize."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
     messages = []
     for word in words:

@@ -1,4 +1,4 @@
-"""Paths of recipes and DeepSpeed configs, in a clone or in an installed wheel."""
+"""Paths of recipes and DeepSpeed configs, in a clone or an installed wheel."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 def resource_path(name: str) -> Path:
     """Return the path of `recipes/…` or `ds_configs/…`.
 
-    A wheel installs both below `share/nsa-m7c/`: beside the package with `pip install --target`,
-    some folders above it with --user or --prefix.
+    A wheel installs both in `share/nsa-m7c/`: beside the package with `pip install --target`, in a
+    parent folder with --user or --prefix.
     """
     parents = Path(__file__).resolve().parents
     roots = (*parents, Path(sysconfig.get_path("data")))

@@ -1,4 +1,4 @@
-"""Range checks for config sections: each raises a ValueError that names the setting and its value.
+"""Range checks for config sections; errors name the setting and its value.
 
 at_least(1, "train", self, "steps", "micro_batch")    # train.steps = 0: must be 1 or more
 one_of("train", self, precision=PRECISIONS)           # train.precision = 'x': choose one of …
@@ -26,7 +26,7 @@ def above_zero(section: str, config: object, *names: str) -> None:
 
 
 def whole_numbers(low: int, section: str, config: object, *names: str) -> None:
-    """Like `at_least`, for configs that are built from unchecked values: int and nothing else."""
+    """Require integers of `low` or more, in a config whose types are not checked yet."""
     for name in names:
         value = getattr(config, name)
         if type(value) is not int or value < low:

@@ -22,8 +22,8 @@ from nsa.engine.recipe import Recipe, main
 def production() -> RunConfig:
     """2,000 steps of two sequences, one per micro-batch, each split over two GPUs."""
     config = m7c.production()
-    # With this base, RoPE pairs that never completed a turn on 2,048 tokens rotate about as far on
-    # 32,768 as they did there, or less; the weights need some steps to adapt.
+    # With this base, RoPE pairs whose period exceeds 2,048 tokens rotate no further over 32,768
+    # tokens than they did in the short run. The weights need some steps to adapt.
     config.model.rope_theta = 500_000.0
     config.data.seq_len = 32_768
     config.train = TrainConfig(
@@ -44,7 +44,7 @@ def production() -> RunConfig:
 
 
 def demo_short() -> RunConfig:
-    """The run that the demo starts from: m7c.py's demo with two KV heads, on 256 tokens."""
+    """The short run that `demo` starts from: m7c.py's demo with two KV heads, on 256 tokens."""
     config = m7c.demo()
     config.model.kv_heads = 2
     config.model.activation_checkpointing = "reentrant"

@@ -25,7 +25,7 @@ def production() -> RunConfig:
 
 
 def tuned() -> RunConfig:
-    """Two sequences per micro-batch and GPU, the most that its PCIe machines used."""
+    """Two sequences per micro-batch and GPU, the largest batch of those runs."""
     config = production()
     config.train.micro_batch = 2
     return config

@@ -17,11 +17,11 @@ from nsa.engine.config import RunConfig
 from nsa.engine.recipe import Recipe, main
 
 
-def dense(values: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
+def dense(profile: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
     """Return a profile that differs from an M7C profile only in the kind of attention."""
 
     def twin() -> RunConfig:
-        config = values()
+        config = profile()
         config.model.attention.kind = "dense"
         return config
 
@@ -35,4 +35,4 @@ if __name__ == "__main__":
         "tuned": m7c_classic.tuned,
         "demo": m7c.demo,
     }
-    main(Recipe("m7c_dense", __doc__, {name: dense(values) for name, values in profiles.items()}))
+    main(Recipe("m7c_dense", __doc__, {name: dense(profile) for name, profile in profiles.items()}))

@@ -83,9 +83,9 @@ def _engine() -> Any:
     """M7C after one step on one rank: its optimizer has the state of a real run."""
     import deepspeed
 
-    from nsa.engine.process_group import leave_out_shared_memory_op
+    from nsa.engine.process_group import disable_shared_memory_op
 
-    leave_out_shared_memory_op()
+    disable_shared_memory_op()
     os.environ.setdefault("LOCAL_RANK", "0")
     dist.init_process_group("gloo", store=dist.HashStore(), world_size=1, rank=0)
     deepspeed.init_distributed("gloo", verbose=False)

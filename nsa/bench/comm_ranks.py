@@ -26,7 +26,7 @@ from nsa.bench.comm_pair import RANKS
 from nsa.engine.build import build_model, initialise
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import resolve_ds_config
-from nsa.engine.process_group import leave_out_shared_memory_op
+from nsa.engine.process_group import disable_shared_memory_op
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
 
@@ -129,7 +129,7 @@ class Rank:
 
 def join(options: dict[str, Any]) -> torch.device:
     """Join the process group; return this rank's device."""
-    leave_out_shared_memory_op()
+    disable_shared_memory_op()
     rank, backend = options["rank"], options["backend"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
     # DeepSpeed calls the older names of two collectives; nothing that a user can fix.

@@ -1,4 +1,4 @@
-"""`Check`: the result of one node or rank check, and how a list of them is printed."""
+"""`Check`: the result of one node or rank check, and the text of a list of checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OK, WARN, FAIL, SKIP = "ok", "warn", "fail", "skip"
 
 @dataclass(frozen=True)
 class Check:
-    """What was checked, its status, and the fix."""
+    """Result of one check."""
 
     name: str
     status: str  # ok, warn, fail or skip
@@ -21,12 +21,12 @@ class Check:
 def lines(checks: Sequence[Check]) -> list[str]:
     """Return an aligned line per check, with the fix below each warning and failure."""
     width = max((len(check.name) for check in checks), default=0)
-    shown = []
+    texts = []
     for check in checks:
-        shown.append(f"{check.status:<5}{check.name:<{width}}  {check.detail}")
+        texts.append(f"{check.status:<5}{check.name:<{width}}  {check.detail}")
         if check.fix and check.status in (WARN, FAIL):
-            shown.append(f"{'':5}{'':{width}}  -> {check.fix}")
-    return shown
+            texts.append(f"{'':5}{'':{width}}  -> {check.fix}")
+    return texts
 
 
 def passed(checks: Sequence[Check]) -> bool:

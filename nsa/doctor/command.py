@@ -1,4 +1,4 @@
-"""`nsa doctor`: check this machine before a run, one line per check, the fix below each failure."""
+"""`nsa doctor`: check this machine before a run; prints a line per check and a fix per problem."""
 
 from __future__ import annotations
 

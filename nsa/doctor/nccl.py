@@ -51,23 +51,23 @@ _SLOW = {  # cost of any value except 0
 _RENAMED = ("NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING")  # torch reads TORCH_NCCL_*
 
 
-def peers_switched_off(variables: Mapping[str, str]) -> bool:
+def p2p_disabled(variables: Mapping[str, str]) -> bool:
     """Return whether the variables disable peer access between GPUs."""
     level = variables.get("NCCL_P2P_LEVEL", "").upper()
     return variables.get("NCCL_P2P_DISABLE") == "1" or level in ("LOC", "0")
 
 
 def nccl_checks(variables: Mapping[str, str], interfaces: Sequence[str]) -> list[Check]:
-    """Return a check per problem; `interfaces`: names of this machine's network interfaces."""
-    ours = sorted(name for name in variables if name.startswith(PREFIX))
+    """Return a check per problem, or one that is ok; `interfaces`: network interfaces here."""
+    names = sorted(name for name in variables if name.startswith(PREFIX))
     checks = []
-    for name in sorted({*ours, *_SLOW} & set(variables)):
+    for name in sorted({*names, *_SLOW} & set(variables)):
         problem = _problem(name, variables[name], interfaces)
         if problem:
             status, detail, fix = problem
             checks.append(Check("nccl settings", status, f"{name}={variables[name]}{detail}", fix))
-    shown = ", ".join(f"{name}={variables[name]}" for name in ours)
-    return checks or [Check("nccl settings", OK, shown or "none set, none needed")]
+    values = ", ".join(f"{name}={variables[name]}" for name in names)
+    return checks or [Check("nccl settings", OK, values or "none set, none needed")]
 
 
 def _problem(name: str, value: str, interfaces: Sequence[str]) -> tuple[str, str, str] | None:
@@ -89,7 +89,7 @@ def _problem(name: str, value: str, interfaces: Sequence[str]) -> tuple[str, str
 
 
 def _matches_any(pattern: str, interfaces: Sequence[str]) -> bool:
-    """NCCL's pattern: prefixes, with = full names, with ^ negated."""
+    """Match NCCL's syntax: a list of prefixes, after = of full names, after ^ to exclude."""
     negated, pattern = pattern.startswith("^"), pattern.removeprefix("^")
     exact = pattern.startswith("=")
     names = [name for name in pattern.removeprefix("=").split(",") if name]

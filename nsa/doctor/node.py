@@ -13,11 +13,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from nsa.doctor import gpus
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
-from nsa.doctor.nccl import nccl_checks, peers_switched_off
+from nsa.doctor.nccl import nccl_checks, p2p_disabled
 from nsa.doctor.probes import (
     available_memory,
     free_bytes,
@@ -62,7 +62,7 @@ def node_checks(
     version = package_version("torch")
     required = importlib.metadata.requires("torch") or [] if version else []
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    peer_access = all(torch.peers.values()) and not peers_switched_off(os.environ)
+    peer_access = all(torch.peers.values()) and not p2p_disabled(os.environ)
     return [
         torch.broken or version_check("torch", version),
         version_check("deepspeed", package_version("deepspeed")),
@@ -121,17 +121,10 @@ def triton_check(
     bad, fix = FAIL if gpus else WARN, f"pip install triton{f'=={required}' if required else ''}"
     if triton is None:
         return Check("triton", bad, "is not installed: GPU kernels need it", fix)
-    if required is None or _base_version(triton) == _base_version(required):
+    if required is None or Version(triton).base_version == Version(required).base_version:
         return Check("triton", OK, triton)
     detail = f"{triton}, but torch {torch} requires {required}: kernels may fail to compile"
     return Check("triton", bad, detail, fix)
-
-
-def _base_version(version: str) -> str:
-    try:
-        return Version(version).base_version
-    except InvalidVersion:
-        return version
 
 
 def compiler_check(compiler: str | None, python_h: Path, gpus: int) -> Check:

@@ -1,7 +1,7 @@
-"""NCCL settings for GPUs joined by PCIe, for launch/m7c_pcie.sh: python -m nsa.doctor.pcie
+"""NCCL settings for two GPUs on PCIe, for launch/m7c_pcie.sh: python -m nsa.doctor.pcie
 
-Prints NAME=value for each variable that this machine needs (mostly none), and the checks and
-reasons on stderr.
+Prints NAME=value for each variable that this machine needs (usually none); checks and reasons go
+to stderr.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nsa.doctor.check import WARN, Check, lines, passed
 from nsa.doctor.gpus import acs_check, parse_topology, topology_check
-from nsa.doctor.nccl import nccl_checks, peers_switched_off
+from nsa.doctor.nccl import nccl_checks, p2p_disabled
 from nsa.doctor.node import shm_check
 from nsa.doctor.probes import free_bytes, iommu_groups, output_of, text_of
 
@@ -22,9 +22,8 @@ Pair = tuple[int, int]
 _NEAREST_FIRST = ("PIX", "PXB", "PHB", "NODE", "SYS")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A variable that this machine needs."""
+class Setting(NamedTuple):
+    """An environment variable that this machine needs, with the reason."""
 
     name: str
     value: str
@@ -40,7 +39,7 @@ def select_pair(links: Mapping[Pair, str], visible: str | None) -> Pair:
 
 
 def settings(links: Mapping[Pair, str], acs: Check, variables: Mapping[str, str]) -> list[Setting]:
-    """Return what two GPUs of this machine need; the user's own settings take precedence."""
+    """Return the variables that two GPUs need; those that the user has set take precedence."""
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     pair = select_pair(links, visible)
     link, needed = links.get(pair, ""), []
@@ -56,7 +55,7 @@ def settings(links: Mapping[Pair, str], acs: Check, variables: Mapping[str, str]
 
 
 def main() -> int:
-    """Print the settings; return 2 if a run would fail, for example for lack of shared memory."""
+    """Print the settings; return 2 if a run would fail."""
     links = parse_topology(output_of("nvidia-smi", "topo", "-m"))
     if not links:
         _log("fewer than two GPUs here: nothing to set")
@@ -67,7 +66,7 @@ def main() -> int:
     pair = select_pair(links, variables.get("CUDA_VISIBLE_DEVICES"))
     checks = [topology_check({pair: links.get(pair, "unknown")}, 2, {}), acs]
     checks += nccl_checks(variables, [name for _, name in socket.if_nameindex()])
-    if peers_switched_off(variables | {setting.name: setting.value for setting in needed}):
+    if p2p_disabled(variables | {setting.name: setting.value for setting in needed}):
         checks.append(shm_check(free_bytes("/dev/shm"), 2, peer_access=False))
     _log(*lines(checks))
     for setting in needed:

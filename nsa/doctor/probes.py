@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -33,10 +32,7 @@ def text_of(path: str) -> str:
 
 def iommu_groups() -> int:
     """Return the number of IOMMU groups; 0 if the IOMMU is off."""
-    try:
-        return len(os.listdir("/sys/kernel/iommu_groups"))
-    except OSError:
-        return 0
+    return len(list(Path("/sys/kernel/iommu_groups").glob("*")))
 
 
 def free_bytes(folder: str) -> int | None:

@@ -1,19 +1,18 @@
 """Rank checks: same code, config and versions on all ranks, clocks, and a verified all-reduce.
 
-Nothing here waits forever. Ranks exchange results over gloo with a timeout, and run the all-reduce
-in a thread with a time limit. All ranks return the same list, so none raises alone.
+Every wait has a time limit: ranks exchange results over gloo with a timeout and run the all-reduce
+in a thread. All ranks return the same list, so none raises alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -26,13 +25,13 @@ from nsa.doctor.probes import package_version
 if TYPE_CHECKING:
     import torch
 
-TIMEOUT = timedelta(minutes=5)  # of an exchange, for a rank that starts late
+TIMEOUT = timedelta(minutes=5)  # of an exchange; a rank may start late
 _TIMED_ROUNDS = 3  # all-reduces to time, after one to verify
-_SLOW = 2.0  # GB/s; PCIe 3.0 with detours reaches more
+_SLOW = 2.0  # GB/s; even PCIe 3.0 through the CPU is faster
 _MAX_SKEW = 1.0  # seconds
 _MB, _GB = 10**6, 10**9
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy")
-_PATTERN = 251  # prime: no power-of-two shift of the buffer equals the buffer
+_PATTERN = 251  # prime, so that a shifted buffer differs from the buffer
 _COMPARED = {  # check name: (status if ranks differ, fix)
     "code": (FAIL, "check out the same commit on every machine"),
     "config": (FAIL, "start every node with the same flags and files"),
@@ -41,7 +40,7 @@ _COMPARED = {  # check name: (status if ranks differ, fix)
     "devices": (WARN, "each step waits for the slowest; use equal GPUs with --include"),
 }
 _LINK_FIX = (
-    "NCCL_P2P_DISABLE=1 is a safe, slow way around a broken link between GPUs; for the cause see "
+    "NCCL_P2P_DISABLE=1 avoids a broken link between GPUs, but is slower; for the cause see "
     "topology, ACS and /dev/shm above; NCCL_DEBUG=INFO logs the path"
 )
 
@@ -58,10 +57,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """One rank's result; `error`: it did not end, or with wrong sums."""
+    """One rank's all-reduce."""
 
     seconds: float = 0.0
-    error: str | None = None
+    error: str | None = None  # time limit, exception or wrong sums
 
 
 def rank_checks(
@@ -73,21 +72,21 @@ def rank_checks(
     seconds: float = 120.0,
     clock: Callable[[], float] = time.time,
 ) -> list[Check]:
-    """Compare all ranks and time an all-reduce; a collective that returns the same on each rank.
+    """Compare all ranks and time an all-reduce; returns the same list on each rank.
 
-    `node`: this rank's node checks, merged into every rank's list. `megabytes` of the all-reduce:
-    default 256 on GPUs, 4 on CPUs; `seconds`: its time limit. After a failed all-reduce the process
-    group must not be used.
+    `node`: this rank's node checks, which every rank's list includes. `megabytes`: size of the
+    all-reduce, by default 256 on GPUs and 4 on CPUs; `seconds`: its time limit. After a failed
+    all-reduce the process group must not be used.
     """
     import torch.distributed as dist
 
-    facts = _facts(config, device, list(node))
     if dist.get_world_size() == 1:
         return [*node, Check("ranks", SKIP, "one rank: nothing to compare")]
     if megabytes is None:
         megabytes = 4 if device.type == "cpu" else 256
-    with _gloo_group() as group:
-        ranks = _gather(facts, group)
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)  # works in any state of the GPUs
+    try:
+        ranks = _gather(_facts(config, device, list(node)), group)
         dist.barrier(group)
         clocks = _gather(clock(), group)
         checks = [*_node_checks(ranks), *compare(ranks), clock_check(clocks, ranks)]
@@ -95,7 +94,9 @@ def rank_checks(
             return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]
         result = _with_limit(lambda: _all_reduce(device, megabytes * _MB), seconds)
         checks.append(all_reduce_check(_gather(result, group), megabytes, device.type == "cuda"))
-    return checks
+        return checks
+    finally:
+        dist.destroy_process_group(group)
 
 
 def code_fingerprint(root: Path | None = None) -> str:
@@ -110,7 +111,7 @@ def code_fingerprint(root: Path | None = None) -> str:
 
 
 def compare(ranks: Sequence[Facts]) -> list[Check]:
-    """Compare every rank with rank 0; each rank needs a GPU of its own."""
+    """Compare every rank with rank 0, and check that no two ranks use the same GPU."""
     checks = []
     for name, (status, fix) in _COMPARED.items():
         first = ranks[0].compared[name]
@@ -130,8 +131,8 @@ def compare(ranks: Sequence[Facts]) -> list[Check]:
         other = gpus.setdefault((facts.host, facts.device_id), rank)
         if facts.device_id and other != rank:
             detail = f"ranks {other} and {rank} share one GPU of {facts.host}"
-            fix = "start at most one rank per GPU: deepspeed --num_gpus N; or check "
-            checks[-1] = Check("devices", FAIL, detail, fix + "CUDA_VISIBLE_DEVICES")
+            fix = "start one rank per GPU (deepspeed --num_gpus N), or check CUDA_VISIBLE_DEVICES"
+            checks[-1] = Check("devices", FAIL, detail, fix)
     return checks
 
 
@@ -148,10 +149,10 @@ def clock_check(clocks: Sequence[float], ranks: Sequence[Facts]) -> Check:
 
 def all_reduce_check(results: Sequence[AllReduce], megabytes: int, gpus: bool) -> Check:
     """Report the slowest rank's bandwidth, as nccl-tests defines bus bandwidth."""
-    errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(results) if one.error]
+    errors = [f"rank {rank}: {r.error}" for rank, r in enumerate(results) if r.error]
     if errors:
         return Check("all-reduce", FAIL, f"of {megabytes} MB: {'; '.join(errors)}", _LINK_FIX)
-    ranks, slowest = len(results), max(one.seconds for one in results)
+    ranks, slowest = len(results), max(result.seconds for result in results)
     speed = 2 * (ranks - 1) / ranks * megabytes * _MB / slowest / _GB
     detail = f"{megabytes} MB over {ranks} ranks in {slowest * 1e3:.1f} ms, {speed:.2f} GB/s"
     if gpus and speed < _SLOW:
@@ -162,15 +163,15 @@ def all_reduce_check(results: Sequence[AllReduce], megabytes: int, gpus: bool) -
 def _facts(config: str, device: torch.device, node: list[Check]) -> Facts:
     import torch
 
-    found = {name: version for name in _PACKAGES if (version := package_version(name))}
-    versions = {"python": platform.python_version(), **found}
-    model, identity = device.type, ""
+    versions = {"python": platform.python_version()}
+    versions |= {name: version for name in _PACKAGES if (version := package_version(name))}
+    model, device_id = device.type, ""
     if device.type == "cuda":
         try:
             properties = torch.cuda.get_device_properties(device)
-            model, identity = properties.name, str(properties.uuid)
+            model, device_id = properties.name, str(properties.uuid)
             versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        except (AssertionError, RuntimeError) as error:  # reported, so that no rank waits
+        except (AssertionError, RuntimeError) as error:  # the other ranks wait for the facts
             model = f"{device} that cannot be used: {error}"
     compared = {
         "code": {"": code_fingerprint()},
@@ -179,7 +180,7 @@ def _facts(config: str, device: torch.device, node: list[Check]) -> Facts:
         "nccl on ranks": {k: v for k, v in os.environ.items() if k.startswith(PREFIX)},
         "devices": {"": model},
     }
-    return Facts(platform.node(), identity, compared, node)
+    return Facts(platform.node(), device_id, compared, node)
 
 
 def _difference(values: Mapping[str, str], first: Mapping[str, str]) -> str:
@@ -202,18 +203,6 @@ def _node_checks(ranks: Sequence[Facts]) -> list[Check]:
     ]
 
 
-@contextlib.contextmanager
-def _gloo_group() -> Iterator[Any]:
-    """A process group on the CPU, which works whatever state the GPUs are in."""
-    import torch.distributed as dist
-
-    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group(group)
-
-
 def _gather(value: Any, group: Any) -> list[Any]:
     import torch.distributed as dist
 
@@ -229,7 +218,7 @@ def _with_limit(work: Callable[[], AllReduce], seconds: float) -> AllReduce:
     def run() -> None:
         try:
             results.append(work())
-        except Exception as error:  # all ranks must learn of it before this one may end
+        except Exception as error:  # the other ranks wait for the result
             first_line = (str(error).splitlines() or [""])[0]
             results.append(AllReduce(error=f"{type(error).__name__}: {first_line}"))
 
@@ -254,7 +243,7 @@ def _all_reduce(device: torch.device, size: int) -> AllReduce:
     wrong = int((buffer != expected).sum())
     seconds = []
     buffer.zero_()
-    for _ in range(_TIMED_ROUNDS):  # even after wrong sums, as the other ranks do
+    for _ in range(_TIMED_ROUNDS):  # even after wrong sums: the other ranks take part
         if on_gpu:
             torch.cuda.synchronize(device)
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""DeepSpeed engine of a rank: model, parameter groups, gradient check."""
+"""Build the model and DeepSpeed's engine: parameter groups, gradient check, initialisation."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ def build_model(
 
 
 def sequence_parallel_group(size: int) -> SequenceParallel | None:
-    """Group `size` neighbouring ranks that share each sequence; None for 1.
+    """Return this rank's group of `size` adjacent ranks that split each sequence; None for 1.
 
-    DeepSpeed does not know of it. Its ZeRO treats all ranks as data-parallel: it shards optimizer
-    state over them and averages their gradients, which SequenceParallel.mean makes the gradient of
-    the mean over sequences.
+    ZeRO treats all ranks as data-parallel: it shards optimizer state over all and averages their
+    gradients. SequenceParallel.mean scales the loss so that this average is correct.
     """
     if size == 1:
         return None
@@ -48,18 +47,15 @@ def sequence_parallel_group(size: int) -> SequenceParallel | None:
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split off the parameters without weight decay: norms and position embeddings."""
-    matrices: list[torch.nn.Parameter] = []
+    """Return a group with weight decay, and one without: norms and position embeddings."""
+    decayed: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = parameter.dim() > 1 and not name.endswith(".position")
-            (matrices if decays else others).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+            (decayed if decays else others).append(parameter)
+    groups = ((decayed, weight_decay), (others, 0.0))
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
 def build_engine(
@@ -68,7 +64,7 @@ def build_engine(
     device: torch.device,
     weights: Path | None = None,
 ) -> tuple[Any, list[str]]:
-    """Return DeepSpeed's engine and the notes of the gradient check, which may refuse the model."""
+    """Return DeepSpeed's engine and notes; raise ValueError if the gradient check fails."""
     model = build_model(config, device, weights)
     length = min(config.data.seq_len // config.train.sequence_parallel, CHECK_TOKENS)
     tokens = torch.randint(config.model.vocab_size, (1, length), device=device)
@@ -79,7 +75,7 @@ def build_engine(
 def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, Any]) -> Any:
     """Call deepspeed.initialize with our parameter groups; return the engine."""
     if "activation_checkpointing" in ds_config:
-        # DeepSpeed ignores this section unless it is passed in a config object of its own.
+        # DeepSpeed reads this section here only, not in initialize().
         deepspeed.checkpointing.configure(
             None, deepspeed_config=deepspeed.DeepSpeedConfig(dict(ds_config))
         )

@@ -11,7 +11,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from nsa.dtypes import DTYPES
-from nsa.engine.config import RunConfig
+from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.resolve import resolve_config
 from nsa.engine.run_dir import choose_run_dir
@@ -77,7 +77,7 @@ def build_parser(recipe: Recipe) -> argparse.ArgumentParser:
 
 
 def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
-    """Resolve and validate all that needs no process group; raise ValueError on a mistake."""
+    """Resolve and validate the flags, without a process group; raise ValueError on a mistake."""
     profile, notes = _choose_profile(flags.profile)
     run_dir = choose_run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
     base = recipe.profiles[profile]()
@@ -93,15 +93,14 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
             f"train.warmup_steps = {config.train.warmup_steps}: not below train.steps = "
             f"{config.train.steps}, so the learning rate never decays"
         )
-    _check_precision(config.train.precision)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    _check_hardware(config.train, world_size)
     ds_config_path = flags.deepspeed_config or DEFAULT_DS_CONFIG
     if resumed and not flags.deepspeed_config:
         ds_config_path = run_dir / "ds_config.json"
         ds_config = leave_to_recipe(load_ds_config(ds_config_path))
     else:
         ds_config = load_ds_config(ds_config_path)
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    _check_world_size(config.train.sequence_parallel, world_size)
     ds_config = resolve_ds_config(
         ds_config, config, world_size=world_size, source=str(ds_config_path)
     )
@@ -127,7 +126,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
 
 
 def _choose_profile(requested: str | None) -> tuple[str, list[str]]:
-    """Return the profile, and a note where the absence of an accelerator decided it."""
+    """Return the profile, and a note if it is `demo` for lack of an accelerator."""
     if requested is not None:
         return requested, []
     if get_accelerator().device_name() != "cpu":
@@ -139,7 +138,7 @@ def _choose_profile(requested: str | None) -> tuple[str, list[str]]:
 
 
 def _data_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that determine which tokens a run sees, in which order."""
+    """Return the settings that determine the training tokens and their order."""
     settings = asdict(config.data) | {"seed": config.train.seed}
     for irrelevant in ("packing", "workers", "prefetch", "timeout"):
         del settings[irrelevant]
@@ -147,35 +146,35 @@ def _data_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _check_resumable(saved: RunConfig, config: RunConfig, run_dir: Path) -> None:
-    """Refuse changes that the checkpoints, or the position in the data, do not allow."""
-    settings = []
-    for one in (saved, config):
-        model = asdict(one.model)
+    """Refuse to resume with changes that do not fit the checkpoints or the data cursor."""
+
+    def fixed(config: RunConfig) -> dict[str, Any]:
+        model = asdict(config.model)
         del model["activation_checkpointing"], model["attention"]["backend"]  # may change
-        settings.append({f"model.{name}": value for name, value in model.items()})
-        settings[-1]["train.sequence_parallel"] = one.train.sequence_parallel
-    for name, value in settings[1].items():
-        if value != settings[0][name]:
+        settings = {f"model.{name}": value for name, value in model.items()}
+        return settings | {"train.sequence_parallel": config.train.sequence_parallel}
+
+    before = fixed(saved)
+    for name, value in fixed(config).items():
+        if value != before[name]:
             raise ValueError(
-                f"{name} = {value!r}: {run_dir} was created with {settings[0][name]!r}; drop the "
+                f"{name} = {value!r}: {run_dir} was created with {before[name]!r}; drop the "
                 "change, or start a fresh run in another folder"
             )
 
 
-def _check_world_size(sequence_parallel: int, world_size: int) -> None:
-    if world_size % sequence_parallel:
-        raise ValueError(
-            f"train.sequence_parallel = {sequence_parallel}: does not divide the world size, "
-            f"{world_size}; launch a multiple of it (deepspeed --num_gpus {sequence_parallel}), or "
-            "set train.sequence_parallel=1"
-        )
-
-
-def _check_precision(precision: str) -> None:
+def _check_hardware(train: TrainConfig, world_size: int) -> None:
+    """Refuse a precision or a sequence-parallel size that does not fit the device or launch."""
     accelerator = get_accelerator()
     supported = [name for name, dtype in DTYPES.items() if dtype in accelerator.supported_dtypes()]
-    if precision not in supported:
+    if train.precision not in supported:
         raise ValueError(
-            f"train.precision = {precision!r}: DeepSpeed does not support it on "
+            f"train.precision = {train.precision!r}: DeepSpeed does not support it on "
             f"{accelerator.device_name()} here; set train.precision to {' or '.join(supported)}"
+        )
+    if world_size % train.sequence_parallel:
+        raise ValueError(
+            f"train.sequence_parallel = {train.sequence_parallel}: does not divide the world size, "
+            f"{world_size}; launch a multiple of it (deepspeed --num_gpus "
+            f"{train.sequence_parallel}), or set train.sequence_parallel=1"
         )

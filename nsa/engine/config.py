@@ -17,13 +17,13 @@ ON_SPIKE = ("ignore", "warn", "skip", "rollback")
 
 @dataclass
 class TrainConfig:
-    """Optimisation: values that fill the "auto" entries of DeepSpeed's JSON, and failure policy."""
+    """Optimisation: the values for "auto" in DeepSpeed's JSON, and the policy for bad steps."""
 
     steps: int = 50_000  # optimizer steps of the run, and length of the learning-rate schedule
     micro_batch: int = 8  # sequences per rank in one forward pass
     accumulation: int = 4  # micro-batches per optimizer step
     sequence_parallel: int = 1  # ranks that split each sequence, at most model.kv_heads; 1: off
-    start_from: str | None = None  # run or checkpoint to take initial weights from; null: random
+    start_from: str | None = None  # run or checkpoint with the initial weights; null: random
     learning_rate: float = 6e-4  # peak of the cosine schedule
     min_learning_rate: float = 6e-5  # end of the cosine schedule
     warmup_steps: int = 2_000  # steps of linear warmup; step 1 already has a non-zero rate

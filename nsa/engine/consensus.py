@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-CONSENSUS_TIMEOUT = timedelta(minutes=30)  # on top of what a healthy rank may take
+CONSENSUS_TIMEOUT = timedelta(minutes=30)  # on top of the slowest healthy rank
 
 
 class AllRanksError(ValueError):
-    """An error that all ranks raise at the same point, so that they can still save together."""
+    """An error raised by all ranks at the same point, so that they can still save together."""
 
 
 class RunAborted(Exception):
@@ -24,17 +24,16 @@ class Consensus:
     """Collectives of a few bytes between CPUs; none waits for a GPU."""
 
     def __init__(self, slowest: float) -> None:
-        """`slowest`: seconds that a healthy rank may take between two barriers."""
+        """`slowest`: maximum seconds between two barriers on a healthy rank."""
         self._group = None
         if dist.get_world_size() > 1:
             timeout = CONSENSUS_TIMEOUT + timedelta(seconds=slowest)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def barrier(self, error: ValueError | None = None, stop: str | None = None) -> str | None:
-        """Wait for all ranks; exchange errors and reasons to stop.
+        """Wait for all ranks; raise any rank's error on all, or return any rank's reason to stop.
 
-        If any rank passes an error, all raise it, so none waits for one that has exited. If any
-        passes a reason to stop, all return the first one, with its rank.
+        Otherwise the other ranks would wait for one that has exited.
         """
         if self._group is None:
             if error is not None:

@@ -1,4 +1,4 @@
-"""A run's data: training loader, validation data, and the notes that the run logs at its start."""
+"""Data of one rank: training loader and validation batches, opened at the run's data cursor."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nsa.engine.train_state import TrainState
 class Data:
     """Training and validation batches of one rank.
 
-    Under sequence parallelism the ranks of a group read the same samples, and each keeps its own
-    part of every sequence.
+    Under sequence parallelism the ranks of a group read the same samples, and each keeps one part
+    of every sequence.
     """
 
     loader: BatchLoader
     validation: ValidationData
-    notes: list[str]  # what the user should know about it
+    notes: list[str]  # for the log
     open_loader: Callable[[int, dict[str, Any] | None], BatchLoader]  # (samples consumed, state)
     data_ranks: Ranks  # this rank among those that read different samples
     sequence_part: tuple[int, int] = (0, 1)  # (index, count) of this rank's part of a sequence
@@ -39,7 +39,7 @@ class Data:
         return [batch.sequence_part(*self.sequence_part) for batch in batches]
 
     def rewind(self, consumed: int, rank_state: dict[str, Any] | None) -> None:
-        """Continue from where all ranks together had consumed `consumed` samples."""
+        """Reopen the training data after `consumed` samples of all ranks."""
         self.loader.close()
         self.loader = self.open_loader(consumed, rank_state)
 
@@ -56,9 +56,9 @@ def open_data(
     rank_state: dict[str, Any] | None = None,
     new_data: bool = False,
 ) -> Data:
-    """Open the data at the samples that `state` has consumed; record its fingerprint in `state`.
+    """Open the data after `state.samples` samples; record its fingerprint in `state`.
 
-    `new_data`: the resumed run changes its data, which starts at its first sample.
+    `new_data`: a resumed run has changed its data settings, so the data starts at its first sample.
     """
     notes = []
     group = config.train.sequence_parallel  # adjacent ranks that share each sequence

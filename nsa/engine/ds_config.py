@@ -1,7 +1,7 @@
 """DeepSpeed's JSON: load it strictly, fill it from the recipe, check it before the run starts.
 
-DeepSpeed itself ignores unknown keys and falls back to its own defaults. Here each number has one
-owner, and a key without effect is an error.
+DeepSpeed ignores unknown keys and uses its defaults instead. Here unknown keys and keys without
+effect are errors, and each number is set in one place: the recipe or the JSON.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from nsa.engine.ds_keys import MODELS, key_error, walk
 from nsa.engine.ds_refusals import REFUSALS, ZeroMode
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
-ADAM = ("adam", "adamw")  # DeepSpeed's names, in lower case
 OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
 DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
-OWNED_FIELDS = {  # DeepSpeed key: fields of `train` that own its value
+OWNED_FIELDS = {  # DeepSpeed key: fields of `train` that set it
     "train_micro_batch_size_per_gpu": ("micro_batch",),
     "gradient_accumulation_steps": ("accumulation",),
     "gradient_clipping": ("clip",),
@@ -37,7 +36,7 @@ OWNED_FIELDS = {  # DeepSpeed key: fields of `train` that own its value
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Irregular gradients that a resolved config tolerates in the backward pass."""
+    """Which irregular gradients of a backward pass a resolved config tolerates."""
 
     double_fire: bool  # a parameter whose gradient arrives more than once
     missing_on_some_ranks: bool  # a parameter without a gradient on some ranks
@@ -45,11 +44,11 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Owned:
-    """A value that the recipe owns."""
+    """Value of a DeepSpeed key that the recipe sets."""
 
     value: Any
-    origin: str  # "train.clip = 1.0"
-    settings: str  # "train.clip"
+    origin: str  # for errors: "train.clip = 1.0"
+    settings: str  # for errors: "train.clip"
 
 
 def load_ds_config(path: str | Path) -> dict[str, Any]:
@@ -74,17 +73,15 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         raw = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
     except FileNotFoundError:
-        files = sorted(file.name for file in path.parent.glob("*.json"))
-        near = get_close_matches(path.name, files, 1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else f"{path.parent} holds {files}"
-        raise ValueError(f"{path}: no such file; {hint}") from None
+        near = get_close_matches(path.name, [file.name for file in path.parent.glob("*.json")], 1)
+        fix = f"did you mean {path.parent / near[0]}?" if near else "name a JSON file"
+        raise ValueError(f"{path}: no such file; {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{path}: cannot be read ({reason}); name a JSON file") from error
     except json.JSONDecodeError as error:
-        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
         raise ValueError(
-            f"{path}, line {error.lineno}, column {error.colno}: {error.msg} at {line!r}; "
+            f"{path}, line {error.lineno}, column {error.colno}: {error.msg}; "
             "write plain JSON: no comments, no trailing commas, names in double quotes"
         ) from error
     if not isinstance(raw, dict):
@@ -101,8 +98,8 @@ def resolve_ds_config(
 ) -> dict[str, Any]:
     """Check `raw` and return the dictionary for `deepspeed.initialize`.
 
-    Raises a ValueError with key, value and fix for whatever DeepSpeed would ignore or refuse later,
-    or that contradicts the recipe.
+    Raises a ValueError with key, value and fix for a key that DeepSpeed would ignore or refuse, or
+    that contradicts the recipe.
     """
     _check_optimizer(raw, source)
     for path, value in walk(raw):
@@ -131,7 +128,7 @@ def resolve_ds_config(
 
 
 def owned_values(config: RunConfig, world_size: int) -> dict[str, Owned]:
-    """Return the keys that the recipe owns; the JSON has "auto", the same value, or nothing."""
+    """Return the keys that the recipe sets; in the JSON they are "auto", equal or absent."""
     train = config.train
     batch = train.micro_batch * train.accumulation * world_size
     factors = f"{train.micro_batch} × {train.accumulation} × {world_size}"
@@ -146,13 +143,13 @@ def owned_values(config: RunConfig, world_size: int) -> dict[str, Owned]:
         )
     for precision in ("bf16", "fp16"):
         enabled = train.precision == precision
-        origin = f"train.precision = {train.precision!r} makes it {_short(enabled)}"
+        origin = f"train.precision = {train.precision!r} sets it to {_short(enabled)}"
         owned[f"{precision}.enabled"] = Owned(enabled, origin, "train.precision")
     return owned
 
 
 def leave_to_recipe(resolved: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's resolved JSON without the recipe's values, for a resume that changes them."""
+    """Remove the recipe's values from a run's resolved JSON, so that a resume can change them."""
     rest = deepcopy(resolved)
     for path in owned_values(RunConfig(), world_size=1):
         block, name = _parent(rest, path)
@@ -163,10 +160,10 @@ def leave_to_recipe(resolved: dict[str, Any]) -> dict[str, Any]:
 def tolerance(resolved: dict[str, Any]) -> Tolerance:
     """Return which irregular gradients a resolved config tolerates (DeepSpeed 0.19.8, two ranks).
 
-    A single reduction after the backward pass tolerates a gradient that arrives twice; a bucket
-    that is reduced during it does not. Only stage 0 fills in zeros for a gradient that a rank
-    lacks. Elsewhere ranks reduce different tensors, and BF16_Optimizer omits the gradient from
-    that rank's norm: ranks clip differently and may disagree about skipping a step.
+    A gradient may arrive twice if it is reduced after the backward pass, but not if its bucket is
+    reduced during it. A gradient may be missing on a rank in stage 0 only, which fills in zeros.
+    Elsewhere ranks reduce different tensors, and BF16_Optimizer computes different norms: ranks
+    clip differently and may disagree about skipping a step.
     """
     mode = _zero_mode(resolved, "the resolved DeepSpeed config")
     reduced_once = mode.stage == 0 or mode.bf16_optimizer
@@ -177,26 +174,19 @@ def tolerance(resolved: dict[str, Any]) -> Tolerance:
 
 
 def _check_optimizer(raw: dict[str, Any], source: str) -> None:
-    """Require torch's AdamW: DeepSpeed's own Adam is a C++ extension, built at start."""
+    """Require torch's AdamW, as DeepSpeed's Adam is a C++ extension that it builds at start."""
     if "optimizer" not in raw:
         return
     block = _block(raw, "optimizer", source)
     kind, params = block.get("type"), _block({"params": {}} | block, "params", source)
     torch_adam = params.get("torch_adam")
-    if str(kind).lower() not in ADAM:
-        raise ValueError(
-            f"{_at('optimizer.type', kind, source)}: the recipe's values are AdamW's; write "
-            '"AdamW"'
-        )
+    if str(kind).lower() not in ("adam", "adamw"):
+        raise ValueError(f'{_at("optimizer.type", kind, source)}: not supported; write "AdamW"')
     if torch_adam is not True:
         raise ValueError(
-            f"{_at('optimizer.params.torch_adam', torch_adam, source)}: DeepSpeed would build its "
-            "own Adam, with nvcc or a C++ compiler, at the first start; write "
-            '"torch_adam": true, and "fused": true for speed'
+            f"{_at('optimizer.params.torch_adam', torch_adam, source)}: DeepSpeed would compile "
+            'its Adam at the first start; write "torch_adam": true, and "fused": true for speed'
         )
-    if "adam_w_mode" in params and str(kind).lower() == "adamw":
-        at = _at("optimizer.params.adam_w_mode", params["adam_w_mode"], source)
-        raise ValueError(f"{at}: no effect with optimizer.type = {kind!r}; remove it")
 
 
 def _fill(raw: dict[str, Any], owned: dict[str, Owned], source: str) -> dict[str, Any]:
@@ -205,7 +195,7 @@ def _fill(raw: dict[str, Any], owned: dict[str, Owned], source: str) -> dict[str
         if path not in owned:
             if value == "auto":
                 raise ValueError(
-                    f'{_at(path, value, source)}: only what the recipe owns may be "auto" '
+                    f'{_at(path, value, source)}: only keys that the recipe sets may be "auto" '
                     f"({', '.join(owned)}); write a value or remove it"
                 )
             continue
@@ -225,7 +215,7 @@ def _fill(raw: dict[str, Any], owned: dict[str, Owned], source: str) -> dict[str
 
 
 def _zero_mode(resolved: dict[str, Any], source: str) -> ZeroMode:
-    """Return the settings that decide which DeepSpeed optimizer runs."""
+    """Return the settings that determine DeepSpeed's optimizer class."""
     zero = _block(resolved, "zero_optimization", source)
     stage = zero.get("stage")
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
@@ -258,8 +248,8 @@ def _zero_mode(resolved: dict[str, Any], source: str) -> ZeroMode:
 
 
 def _check_values(resolved: dict[str, Any], source: str) -> None:
-    """Let DeepSpeed parse the result, and turn its errors into ones that name file and key."""
-    # Not train_batch_size, which DeepSpeed would compare with the ranks of a running group.
+    """Let DeepSpeed parse the result; name file and key in its errors."""
+    # Without train_batch_size, which DeepSpeed would compare with the current process group.
     parsed = {key: value for key, value in resolved.items() if key != "train_batch_size"}
     try:
         DeepSpeedConfig(deepcopy(parsed))
@@ -273,7 +263,7 @@ def _check_values(resolved: dict[str, Any], source: str) -> None:
 
 
 def _parent(tree: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
-    """Return the block that holds a dotted path, created if missing, and the last name."""
+    """Return the block of a dotted path, created if missing, and the path's last name."""
     *parents, name = path.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})

@@ -1,7 +1,7 @@
-"""Names of all keys that the installed DeepSpeed reads from its JSON, and the nearest valid name.
+"""Key names that the installed DeepSpeed accepts in its JSON, and the nearest one for a typo.
 
-Names come from DeepSpeed's pydantic models; for blocks without a model, from recording which keys
-its parser looks up.
+Names come from DeepSpeed's pydantic models; elsewhere from recording the keys that its parser
+looks up.
 """
 
 from __future__ import annotations
@@ -31,13 +31,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "wandb": WandbConfig,
     "comet": CometConfig,
 }
-BLOCKS_WITHOUT_MODEL = (
-    "activation_checkpointing",
-    "aio",
-    "checkpoint",
-    "data_types",
-    "flops_profiler",
-)
+UNMODELLED = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
 REMOVED: dict[str, str] = getattr(runtime_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})
 
 
@@ -50,7 +44,7 @@ def walk(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def key_error(path: str, value: Any) -> str | None:
-    """Return what is wrong with a key's name or its value's kind, with the fix, or None."""
+    """Return the problem with a key's name or its value's type, and the fix; None if valid."""
     if path in REMOVED:
         return f"DeepSpeed {deepspeed.__version__} no longer has it; {REMOVED[path]}"
     if path in renamed_keys():
@@ -90,13 +84,13 @@ class _Recorder(dict[str, Any]):
         return super().__contains__(key)
 
     def keys(self) -> Any:
-        return self
+        return self  # records `name in config.keys()` too
 
 
 @cache
 def known_keys() -> dict[str, Any]:
-    """Return every key that DeepSpeed reads: name → default, or → the nested keys."""
-    blocks = {name: _Recorder() for name in BLOCKS_WITHOUT_MODEL}
+    """Return every key that DeepSpeed reads, with its default or its nested keys."""
+    blocks = {name: _Recorder() for name in UNMODELLED}
     blocks["optimizer"] = _Recorder({"type": "adamw"})
     minimal = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     config = _Recorder(minimal | blocks)

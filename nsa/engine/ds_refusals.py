@@ -1,7 +1,7 @@
 """DeepSpeed keys that a run's JSON may not set, or that have no effect in its ZeRO setting.
 
-DeepSpeed's models say which keys exist, not which ones are read: that was taken from the source of
-DeepSpeed 0.19.8, one reason per entry.
+DeepSpeed's models define which keys exist, not in which setting each is read. The entries below
+come from the source of DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class ZeroMode:
-    """What decides which DeepSpeed optimizer runs, and so which keys are read."""
+    """Settings that determine DeepSpeed's optimizer class, and so which keys it reads."""
 
     stage: int
     precision: str  # "bf16", "fp16" or "fp32"
@@ -41,7 +41,7 @@ class ZeroMode:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Keys to refuse, why, how to fix it beyond removing them, and when."""
+    """Keys to refuse, with the reason, the fix and the condition."""
 
     keys: str  # dotted patterns, separated by spaces
     why: str
@@ -72,17 +72,17 @@ UNUSED_PARTS = (
 )
 
 REFUSALS = (
-    # The recipe or another part of the run owns the value.
+    # Set by the recipe or another part of the run.
     Refusal(
         "scheduler",
-        "the recipe owns the learning-rate schedule",
+        "the recipe sets the learning-rate schedule",
         " and set train.learning_rate, train.min_learning_rate and train.warmup_steps",
     ),
-    Refusal("tensorboard", "the recipe owns it", " and set monitor.tensorboard"),
+    Refusal("tensorboard", "the recipe sets it", " and set monitor.tensorboard"),
     Refusal("csv_monitor", "the run writes its own metrics.csv", " and set monitor.csv"),
     Refusal(
         "torch_autocast data_types.param_dtype",
-        "the recipe owns the precision",
+        "the recipe sets the precision",
         " and set train.precision",
     ),
     Refusal(
@@ -92,7 +92,7 @@ REFUSALS = (
     ),
     Refusal(
         "optimizer.params.max_grad_norm",
-        "DeepSpeed clips by gradient_clipping alone",
+        "DeepSpeed only reads gradient_clipping",
         ', write "gradient_clipping": "auto" and set train.clip',
     ),
     Refusal(
@@ -107,6 +107,7 @@ REFUSALS = (
         f"{_zero('zenflow')} fp16.fp16_master_weights_and_grads",
         "it needs DeepSpeed's CPU Adam, a C++ extension that this project does not build",
     ),
+    Refusal("optimizer.params.adam_w_mode", "the recipe trains with AdamW"),
     Refusal(_zero("legacy_stage1"), "DeepSpeed removed the old stage 1 and refuses to start"),
     Refusal(
         _zero("elastic_checkpoint"),

@@ -1,4 +1,4 @@
-"""FolderLock: one run per folder, so that two never overwrite each other's checkpoints."""
+"""FolderLock: only one run at a time may use a run folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = ".lock"
 
 
 class FolderLock:
-    """Held until the process ends, however it ends."""
+    """A file lock that the process holds until it ends."""
 
     def __init__(self, run_dir: Path) -> None:
         """Create and lock the folder; raise ValueError if another run holds it."""

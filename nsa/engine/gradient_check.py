@@ -1,7 +1,7 @@
 """Gradient check: every parameter gets exactly one gradient per backward pass, on every rank.
 
-DDP crashed on a parameter that fired twice (used by two reentrant checkpoint segments) and hung on
-one that some rank left without a gradient. This runs before training starts.
+DDP crashed if a gradient arrived twice (parameter in two reentrant checkpoint segments) and hung if
+a rank had no gradient for a parameter. This check finds both before training starts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from nsa.engine.ds_config import Tolerance
 
 TWICE = "gets its gradient more than once in one backward pass"
 FIX_TWICE = (
-    "use model.activation_checkpointing=non_reentrant (or none, selective), move what is shared "
-    "out of the segments, or choose a DeepSpeed config that tolerates it: "
-    "ds_configs/zero1_pcie.json"
+    "use model.activation_checkpointing=non_reentrant (or none, selective), move the parameter out "
+    "of the checkpointed segments, or use ds_configs/zero1_pcie.json, which tolerates it"
 )
 MISSING = "gets no gradient on some rank"
 FIX_MISSING = (
-    "make every parameter take part in the loss for any input, or choose a DeepSpeed config that "
-    "tolerates it: ds_configs/zero0_debug.json"
+    "make the loss depend on every parameter for any input, or use ds_configs/zero0_debug.json, "
+    "which tolerates it"
 )
 
 
@@ -31,12 +30,12 @@ FIX_MISSING = (
 class GradientReport:
     """Names of parameters, over all ranks."""
 
-    twice: list[str]  # fired more than once on some rank
-    missing: list[str]  # got no gradient on some rank
+    twice: list[str]  # gradient arrives more than once on some rank
+    missing: list[str]  # no gradient on some rank
 
 
 def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> GradientReport:
-    """Run one backward pass on `input_ids` [B, T] and count how often each parameter fires."""
+    """Run one backward pass on `input_ids` [B, T] and count the gradients of each parameter."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     fired = torch.zeros(len(parameters), dtype=torch.int64)
 
@@ -65,7 +64,7 @@ def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> GradientRepo
 
 
 def check_gradients(report: GradientReport, tolerance: Tolerance) -> list[str]:
-    """Raise a ValueError for what the DeepSpeed config cannot handle; return notes on the rest."""
+    """Raise a ValueError for irregular gradients that are not tolerated; return notes on others."""
     notes = []
     for names, tolerated, problem, fix in (
         (report.twice, tolerance.double_fire, TWICE, FIX_TWICE),

@@ -23,11 +23,11 @@ CONFIG = "config.yaml"
 
 @dataclass(kw_only=True)
 class StoredRun:
-    """A run on disk: everything but its weights, which are slow to read."""
+    """A run on disk, without its weights."""
 
     config: RunConfig  # data.tokenizer names the tokenizer that the model was trained with
-    tokenizer: Tokenizer | None  # None if it is not available here (after a warning)
-    folder: Path  # the run's folder, or the weights' folder if they are outside of one
+    tokenizer: Tokenizer | None  # None, after a warning, if it is not available
+    folder: Path  # the run's folder, or `weights_folder` outside a run
     weights_folder: Path
     step: int | None  # step of the checkpoint; None for an export
 
@@ -42,7 +42,7 @@ class LoadedRun(StoredRun):
 def find_run(path: Path | str) -> StoredRun:
     """Locate a run, one of its checkpoints, or the output of `nsa export` or `nsa import`.
 
-    Raises the errors that `load_run` would, in milliseconds.
+    Raises most errors of `load_run`, but does not read weights.
     """
     folder = find_weights(Path(path)).resolve()
     config = read_config(folder)
@@ -70,7 +70,7 @@ def load_run(
 ) -> LoadedRun:
     """Load a run from a path that `find_run` accepts, or from its result.
 
-    `device` defaults to CUDA if available, `dtype` to the trained weights' own; float32 loads the
+    `device` defaults to CUDA if available, `dtype` to that of training; float32 loads the
     optimizer's master weights.
     """
     stored = run if isinstance(run, StoredRun) else find_run(run)
@@ -85,29 +85,28 @@ def load_run(
 def read_config(folder: Path) -> RunConfig:
     """Return the config of the run whose weights are in `folder`.
 
-    A checkpoint has its own copy. Universal checkpoints converted by DeepSpeed have none: theirs
-    is in the run's folder.
+    A checkpoint has a copy, except a universal checkpoint, which uses the run folder's.
     """
-    own, of_run = folder / CONFIG, folder.parent.parent / CONFIG
-    if own.is_file():
-        config = resolve_config(RunConfig(), own)
+    in_checkpoint, in_run = folder / CONFIG, folder.parent.parent / CONFIG
+    if in_checkpoint.is_file():
+        config = resolve_config(RunConfig(), in_checkpoint)
         recorded = read_tokenizer(folder)
         if recorded is not None:
             config.data.tokenizer = recorded["name"]
         return config
-    if of_run.is_file() and not has_safetensors(folder):
-        return resolve_config(RunConfig(), of_run)
-    fix = f"; convert it: nsa import {folder} --to runs/imported"
-    hint = fix if (folder / "config.json").is_file() else ""
-    raise ValueError(f"'{folder}' has no {CONFIG}{hint}")
+    if in_run.is_file() and not has_safetensors(folder):
+        return resolve_config(RunConfig(), in_run)
+    hf = (folder / "config.json").is_file()
+    fix = f"; convert it: nsa import {folder} --to runs/imported" if hf else ""
+    raise ValueError(f"'{folder}' has no {CONFIG}{fix}")
 
 
 def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
     """Return the tokenizer that the run in `folder` was trained with.
 
-    In this order: tokenizer files beside the weights, the name recorded in the checkpoint, the
-    prepared dataset's index, `data.tokenizer`. "byte" is the default of `data.tokenizer`, so it
-    only counts once the dataset is known not to be prepared with another tokenizer.
+    Precedence: tokenizer files beside the weights, the name recorded in the checkpoint, the
+    prepared dataset's index, `data.tokenizer`. The latter's default "byte" is only trusted if the
+    dataset exists and has no index.
     """
     has_files = (folder / "tokenizer.json").is_file()
     if has_files and data.tokenizer != "byte":
@@ -117,8 +116,8 @@ def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
         missing = _missing_sources(data) if data.tokenizer == "byte" else ""
         if missing and not has_files:
             raise DataError(
-                f"data.source = {missing!r}: not found, and nothing else records which tokenizer "
-                "prepared it; restore it, or start in the folder that the path is relative to"
+                f"data.source = {missing!r}: not found, so its tokenizer is unknown; restore it, "
+                "or change to the folder that the path is relative to"
             )
         return _from_files(data, folder) if missing else build_tokenizer(data)
     tokenizer = build_tokenizer(replace(data, tokenizer=recorded["name"]))

@@ -1,15 +1,14 @@
 """LossGuard: keeps NaN, inf and loss spikes from the weights, without waiting for the device.
 
-A bad loss is multiplied by NaN, which makes its gradients NaN on every rank after reduction.
-DeepSpeed checks the gradient norm before each update and skips the step on all ranks. That adds no
-collective, and all ranks decide alike. A good loss is multiplied by exactly 1.
+A bad loss is multiplied by NaN, so after reduction its gradients are NaN on every rank. DeepSpeed
+checks the gradient norm before each update, so all ranks skip the step, without an additional
+collective. A good loss is multiplied by exactly 1.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,16 +20,15 @@ MAD_TO_STD = 1.4826  # median absolute deviation to standard deviation, of a nor
 MIN_SPREAD = 0.01  # of the median, so that nearly equal losses do not turn noise into spikes
 
 
-@dataclass(frozen=True)
-class BadLosses:
-    """Counts on one rank."""
+class BadLosses(NamedTuple):
+    """One rank's counts of bad losses."""
 
     not_finite: int
     spikes: int
 
 
 class LossGuard:
-    """Judges one rank's losses."""
+    """Replaces bad losses of one rank by NaN and counts them."""
 
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         self._detects_spikes = config.on_spike != "ignore"
@@ -41,7 +39,7 @@ class LossGuard:
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # not finite, spikes
 
     def check(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to run backward from: `loss` itself, or NaN."""
+        """Return `loss`, or NaN if it is rejected."""
         value = loss.detach().float()
         not_finite = ~value.isfinite()
         rejected = not_finite
@@ -64,9 +62,9 @@ class LossGuard:
 
     def pop(self) -> BadLosses:
         """Return and reset the counts; waits for the device."""
-        not_finite, spikes = self._counts.tolist()
+        counts = BadLosses(*self._counts.tolist())
         self._counts.zero_()
-        return BadLosses(not_finite, spikes)
+        return counts
 
     def state(self) -> dict[str, Any]:
         recent = [None if math.isnan(loss) else loss for loss in self._recent.tolist()]
@@ -80,10 +78,10 @@ class LossGuard:
 
 
 def skip_nonfinite_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Make a plain torch optimizer skip steps with NaN or inf gradients, as DeepSpeed's do.
+    """Make a torch optimizer skip steps with NaN or inf gradients, as DeepSpeed's optimizers do.
 
-    DeepSpeed leaves it plain in stage 0 with fp32: a debugging setup, in which waiting for the
-    device does not matter.
+    DeepSpeed does not wrap the optimizer in stage 0 with fp32. That is a setup for debugging, so
+    waiting for the device does not matter.
     """
     step = optimizer.step
     optimizer.overflow = False  # type: ignore[attr-defined]  # the engine reads it after step()

@@ -1,4 +1,4 @@
-"""Observers of a run: TensorBoard, CSV files, progress and the report, built from its settings."""
+"""Build the observers of a run: TensorBoard, CSV files, progress, report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nsa.report.observer import Reporter
 def build_observers(
     request: RunRequest, engine: Any, run_history: RunHistory
 ) -> tuple[list[BackgroundWriter], Observer]:
-    """Return the observers, and the background writer of each; rank 0 alone has any."""
+    """Return the background writers and the observers that use them; none except on rank 0."""
     if dist.get_rank() != 0:
         return [], Observers([])
     monitor = request.config.monitor
@@ -56,7 +56,7 @@ def build_observers(
 
 
 def write_final_report(run_dir: Path) -> None:
-    """Write report.md after all other files are complete; a failure is only a warning."""
+    """Write report.md after all other files; warn if that fails."""
     try:
         from nsa.report.report import write_report  # late: imports matplotlib
 

@@ -1,8 +1,8 @@
 """Peer hosts of a multi-node run: the network interface to them, and how a lost one is detected.
 
-A process that dies closes its connections. A host that loses network or power closes nothing, and
-collectives then wait for their long time-outs. TCP keep-alive on separate connections detects it
-within UNREACHABLE_SECONDS, whatever the ranks do, because the kernels exchange the probes.
+A process that dies closes its connections. A host that loses network or power does not, so
+collectives wait for their long time-outs. TCP keep-alive on separate connections detects it within
+UNREACHABLE_SECONDS even while all ranks are busy, as the kernels exchange the probes.
 
     first rank of host 1  ----+
     first rank of host 2  ----+----  rank 0      a rank that loses its connection exits, which
@@ -25,20 +25,20 @@ import psutil
 
 from nsa.engine.consensus import Consensus
 
-UNREACHABLE_SECONDS = 60  # without an answer until a host counts as lost
+UNREACHABLE_SECONDS = 60  # a host that does not answer for this long is lost
 CONNECT_TIMEOUT = 30.0  # seconds
 NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
 class RankProcess(NamedTuple):
-    """Where a rank runs."""
+    """Host and process of a rank."""
 
     host: str
     pid: int
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the network interface that reaches or has `address`; None for the loopback."""
+    """Return the network interface used to reach `address`; None for the loopback."""
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -59,32 +59,36 @@ def connect_hosts(
 ) -> dict[str, socket.socket]:
     """Connect rank 0 with the first rank of each other host; return connections by host name.
 
-    Call it on all ranks; `hosts` are in their order. Most ranks get no connection.
+    A collective; `hosts[i]` is rank i's. Other ranks get no connection.
     """
-    first_ranks: dict[str, int] = {}
-    for number, host in enumerate(hosts):
-        first_ranks.setdefault(host, number)
+    first_ranks = {host: hosts.index(host) for host in hosts}
     if len(first_ranks) == 1:
         return {}
-    listener, address = None, (0, "")
+    listener, port, token = None, 0, secrets.token_hex(8)
     if rank == 0:
         family = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][0]
         listener = socket.create_server(("", 0), family=family, backlog=1_024)
-        address = (listener.getsockname()[1], secrets.token_hex(8))
-    port, token = consensus.broadcast(address)
+        port = listener.getsockname()[1]
+    port, token = consensus.broadcast((port, token))
     connections: dict[str, socket.socket] = {}
     if listener is not None:
         expected = {number: host for host, number in first_ranks.items() if host != hosts[0]}
         connections = _accept(listener, token, expected)
     elif first_ranks[hosts[rank]] == rank:
-        connections = _connect(port, token, rank, hosts[0])
+        try:
+            address = (os.environ["MASTER_ADDR"], port)
+            connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT)
+            connection.sendall(f"{token} {rank}".encode())
+            connections[hosts[0]] = connection
+        except OSError as error:
+            _warn(hosts[0], str(error))
     for connection in connections.values():
         _enable_keep_alive(connection)
     return connections
 
 
 def find_lost_host(connections: Mapping[str, socket.socket]) -> str | None:
-    """Return what happened to the first lost host, without waiting; None if there is none."""
+    """Return a message about the first lost host, or None; does not wait."""
     for host, connection in connections.items():
         try:
             if connection.recv(1) == b"":
@@ -119,17 +123,6 @@ def _accept(
     return connections
 
 
-def _connect(port: int, token: str, rank: int, host: str) -> dict[str, socket.socket]:
-    try:
-        address = (os.environ["MASTER_ADDR"], port)
-        connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT)
-        connection.sendall(f"{token} {rank}".encode())
-    except OSError as error:
-        _warn(host, str(error))
-        return {}
-    return {host: connection}
-
-
 def _enable_keep_alive(connection: socket.socket) -> None:
     interval = max(1, UNREACHABLE_SECONDS // 6)
     probes = UNREACHABLE_SECONDS // interval - 1
@@ -141,5 +134,7 @@ def _enable_keep_alive(connection: socket.socket) -> None:
 
 
 def _warn(host: str, reason: str) -> None:
-    problem = f"no connection to host {host} ({reason})"
-    print(f"nsa: {problem}: its loss ends this run only at a time-out", file=sys.stderr, flush=True)
+    message = (
+        f"nsa: no connection to host {host} ({reason}): if it is lost, ranks wait for a time-out"
+    )
+    print(message, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Process group: join and leave it, with or without a launcher, and exit with the right code."""
+"""Process group: join and leave it, with or without a launcher; end the process with a code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from nsa.engine.peer_hosts import interface_towards
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-# By default gloo takes the interface that the host name resolves to, often the loopback, and NCCL
+# By default gloo uses the interface that the host name resolves to, often the loopback, and NCCL
 # the first one it finds, which may be a container's.
 INTERFACE = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
@@ -38,7 +38,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """As set by the launcher; a single rank without one."""
+        """Read the launcher's variables; a single rank without a launcher."""
         return cls(
             int(os.environ.get("RANK", 0)),
             int(os.environ.get("LOCAL_RANK", 0)),
@@ -46,18 +46,18 @@ class Ranks:
         )
 
 
-def leave_out_shared_memory_op() -> None:
-    """Keep DeepSpeed from building its CPU inference op; call it before joining a group.
+def disable_shared_memory_op() -> None:
+    """Keep DeepSpeed from building its CPU inference op, which it does on joining a group.
 
-    Training never calls the op, but it takes a minute to compile, and each rank that loads it
-    leaves 66 MB in /dev/shm: about 300 runs fill a machine's memory.
+    Training never uses the op. It compiles for a minute, and each rank that loads it leaves 66 MB
+    in /dev/shm.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def start_ranks(ranks: Ranks) -> torch.device:
-    """Join the process group, divide the CPU cores among local ranks; return this rank's device."""
-    leave_out_shared_memory_op()
+    """Join the process group and divide the CPU cores among local ranks; return the device."""
+    disable_shared_memory_op()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls the deprecated name of this collective at every step.
     warnings.filterwarnings("ignore", r".*all_gather_into_tensor", FutureWarning)
@@ -85,10 +85,10 @@ def start_ranks(ranks: Ranks) -> torch.device:
 
 
 def stop_ranks() -> NoReturn:
-    """Leave the process group after all ranks got here and exit with code 0.
+    """Wait for all ranks, leave the process group and exit with code 0.
 
-    A thread of the process group may outlive it on rank 0 and abort the interpreter's shutdown,
-    which would report a finished run as failed; so the interpreter is not shut down.
+    Skips the interpreter's shutdown, which a thread of the process group can abort on rank 0: a
+    finished run would be reported as failed.
     """
     dist.barrier()
     dist.destroy_process_group()
@@ -96,7 +96,7 @@ def stop_ranks() -> NoReturn:
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit with `code`, whatever threads still run."""
+    """Exit with `code` without waiting for threads."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -106,7 +106,7 @@ def crash(error: BaseException) -> NoReturn:
     """Print the traceback of `error` and exit with code 1.
 
     A rank that only lost its peer waits first: the launcher ends it once the peer has exited, so
-    the traceback of the root cause is printed alone.
+    only the traceback of the root cause is printed.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)

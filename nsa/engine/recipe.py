@@ -55,9 +55,9 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
 def _exit_with_error(recipe: Recipe, error: Exception, code: int) -> NoReturn:
     """Print one line for all ranks and exit with `code`.
 
-    Rank 0 prints it. The launcher then ends the other ranks, which wait for that: were one to exit
-    first, the launcher would end rank 0 before it could print. A rank that is still running after
-    RANK_0_REPORT_SECONDS is alone with its error and prints it.
+    Rank 0 prints it and exits; the launcher then ends the other ranks. They wait for that, because
+    the launcher would end rank 0 if they exited first. After RANK_0_REPORT_SECONDS a rank assumes
+    that it alone has an error, and prints it.
     """
     from nsa.engine.process_group import end_process
 

@@ -12,9 +12,9 @@ from nsa.engine.run import Run
 
 
 def recover(run: Run) -> bool:
-    """Apply train.on_bad_step or train.on_spike, on all ranks together; return True on rollback.
+    """Apply train.on_bad_step or train.on_spike on all ranks; return True after a rollback.
 
-    The weights are intact. A rollback replaces `run.state` with that of an earlier step.
+    The bad step did not change the weights. A rollback replaces `run.state`.
     """
     train = run.config.train
     bad_losses = run.consensus.gather(run.guard.pop())
@@ -43,14 +43,11 @@ def recover(run: Run) -> bool:
 
 def describe(bad_losses: list[BadLosses]) -> str | None:
     """Return which ranks had which bad losses; None if there are none."""
-    parts = []
-    for problem, counts in (
-        ("a loss is not finite", [losses.not_finite for losses in bad_losses]),
-        ("a loss is far above the recent ones", [losses.spikes for losses in bad_losses]),
-    ):
-        ranks = [str(rank) for rank, count in enumerate(counts) if count]
-        if ranks:
-            parts.append(f"{problem} on rank {', '.join(ranks)}")
+    not_finite = [str(rank) for rank, losses in enumerate(bad_losses) if losses.not_finite]
+    spikes = [str(rank) for rank, losses in enumerate(bad_losses) if losses.spikes]
+    parts = [f"a loss is not finite on rank {', '.join(not_finite)}"] if not_finite else []
+    if spikes:
+        parts.append(f"a loss is far above the recent ones on rank {', '.join(spikes)}")
     return "; ".join(parts) or None
 
 

@@ -1,4 +1,4 @@
-"""Resolve a run's config: recipe < `--config` file < `--set path.to.key=value`; to YAML."""
+"""Resolve a run's config: recipe < `--config` file < `--set path.to.key=value`; write YAML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 from nsa.engine.config import RunConfig
 
 SHORT_NAMES = {"attention": ("model", "attention")}
-MIXTURES = ("data.source",)  # settings whose value may be a mapping; overridden as a whole
+MIXTURES = ("data.source",)  # the value may be a mapping, which an override replaces
 MIXTURE = dict[str, float]
 KINDS = {
     int: "a whole number",
@@ -116,17 +116,17 @@ def _build(cls: type, tree: dict[str, Any], path: str) -> Any:
 
 
 def _cast(kind: Any, value: Any, name: str) -> Any:
-    """Return `value` as the field's type; refuse conversions that lose meaning."""
+    """Return `value` as the field's type; the only conversion is to float."""
     allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if MIXTURE in allowed and isinstance(value, dict):
         if None in value.values():
             raise ValueError(f"{name} = {value!r}: write a space after each colon")
         return {str(key): _cast(float, weight, f"{name}: {key}") for key, weight in value.items()}
-    if any(type(value) is one for one in allowed):
+    if type(value) in allowed:
         return value
     if float in allowed and not isinstance(value, bool):
         try:
             return float(value)  # YAML reads 2e-4, without a point, as text
         except (TypeError, ValueError):
             pass
-    raise ValueError(f"{name} = {value!r}: must be {' or '.join(KINDS[one] for one in allowed)}")
+    raise ValueError(f"{name} = {value!r}: must be {' or '.join(KINDS[kind] for kind in allowed)}")

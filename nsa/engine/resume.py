@@ -1,4 +1,4 @@
-"""Resume: find the checkpoint or initial weights of a run, read its state, agree on all ranks."""
+"""Resume: find a run's checkpoint or initial weights, read its state, compare across ranks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from nsa.engine.train_state import TrainState
 
 
 def find_checkpoint(request: RunRequest, world_size: int) -> tuple[Path | None, list[str]]:
-    """Return the newest valid checkpoint to resume from, and notes; refuse one that cannot load."""
+    """Return the newest valid checkpoint and notes; raise if this run cannot load it."""
     if not request.resume:
         return None, []
     path, notes = checkpoint.newest_complete(request.run_dir / "checkpoints")
     if path is None:
         return None, [*notes, "--resume: no checkpoint was saved; starting at step 0"]
     saved = dict(checkpoint.read_topology(path))
-    wanted = {
+    required = {
         "layout": LAYOUT_OF_STAGE[request.zero_stage],
         "precision": request.config.train.precision,
         "ranks": saved["ranks"] if request.universal else world_size,
     }
-    check_loadable(path, saved, wanted)
+    check_loadable(path, saved, required)
     if notes:  # newer checkpoints are damaged
         notes = [*(f"skipped: {note}" for note in notes), f"resuming from {path.name}"]
     if saved["ranks"] != world_size:
@@ -52,7 +52,7 @@ def read_state(path: Path, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:
 
 
 def find_initial_weights(config: RunConfig) -> Path | None:
-    """Return the folder that train.start_from names, or its newest checkpoint."""
+    """Return train.start_from, or the newest checkpoint in it; None for random weights."""
     if config.train.start_from is None:
         return None
     try:
@@ -68,22 +68,21 @@ def agree_on_run(
 ) -> tuple[Path, list[RankProcess]]:
     """Return rank 0's run folder and every rank's process; refuse different checkpoints.
 
-    Without --run-dir, a rank that sees rank 0's new folder chooses the next free one.
+    Without --run-dir, ranks may disagree: one that sees rank 0's new folder takes the next name.
     """
     process = RankProcess(os.uname().nodename, os.getpid())
-    everyone = consensus.gather((run_dir, path, process))
-    folder, expected, _ = everyone[0]
-    for rank, (_, found, _) in enumerate(everyone):
-        if found != expected:
+    folders, paths, processes = zip(*consensus.gather((run_dir, path, process)), strict=True)
+    for rank, other in enumerate(paths):
+        if other != paths[0]:
             raise ValueError(
-                f"--resume: rank 0 found checkpoint {expected} and rank {rank} found {found}; put "
+                f"--resume: rank 0 found checkpoint {paths[0]} and rank {rank} found {other}; put "
                 "--run-dir on a file system that all ranks share"
             )
-    return folder, [process for _, _, process in everyone]
+    return folders[0], list(processes)
 
 
 def convert_to_universal(consensus: Consensus, path: Path, ranks: Ranks) -> Path:
-    """Return the form of a checkpoint that this number of ranks can load; rank 0 converts it."""
+    """Let rank 0 convert a checkpoint if another number of ranks saved it; return the result."""
     if not checkpoint.needs_universal(path, ranks.world_size):
         return path
     error = None

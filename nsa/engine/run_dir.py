@@ -1,4 +1,4 @@
-"""A run's folder: choose it, and record in it what runs."""
+"""Run folder: choose it, and write config.yaml, ds_config.json and env.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nsa.engine.run_request import RunRequest
 
 
 def choose_run_dir(requested: Path | None, name: str, resume: bool) -> Path:
-    """Return the folder of a run; a fresh run never writes into one that holds a run."""
+    """Return the run's folder; refuse one that holds a run unless it is resumed."""
     if requested is not None:
         problem = _problem_with(requested, resume)
         if problem is not None:

@@ -1,8 +1,8 @@
-"""ShutdownMonitor: signals, the time limit and lost peers end a run, in good order if possible.
+"""ShutdownMonitor: stop a run on a signal, at the time limit, or if a peer is lost.
 
-A signal, the time limit or a dead launcher sets a reason. The loop passes it to the consensus
-before each step, and all ranks save and exit together. A rank that lost a peer cannot do that, as
-it may hang in a collective: a thread ends it.
+A signal, the time limit or a dead launcher sets a reason to stop. The loop exchanges it before each
+step, and all ranks save and exit together. A rank that lost a peer may hang in a collective, so a
+thread ends it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from nsa.processes import is_alive
 LAUNCHER = "deepspeed.launcher.launch"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CTRL_C_AGAIN_SECONDS = 3.0  # a second Ctrl-C after this time ends the run at once
-PEER_LOSS_GRACE_SECONDS = 5.0  # for this rank to exit by itself after a peer is lost
+PEER_LOSS_GRACE_SECONDS = 5.0  # between a peer's loss and this rank's end
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
 class Interrupted(BaseException):
-    """Raised in the main thread by a signal while it only waits for data."""
+    """Raised by a signal while the main thread waits for data."""
 
 
 def parse_time(text: str) -> float:
@@ -74,7 +74,7 @@ class ShutdownMonitor:
     def watch(
         self, processes: Sequence[RankProcess], connections: Mapping[str, socket.socket]
     ) -> None:
-        """Watch the ranks on this host, of all `processes`, and the hosts of `connect_hosts`."""
+        """Watch those of all ranks' `processes` that run on this host, and the other hosts."""
         self._connections = connections
         for rank, process in enumerate(processes):
             if process.host == os.uname().nodename and process.pid != os.getpid():
@@ -83,7 +83,7 @@ class ShutdownMonitor:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Raise Interrupted inside as soon as there is a reason to stop."""
+        """Raise Interrupted inside the block once there is a reason to stop."""
         self._is_interruptible = True
         try:
             if self.reason is not None:
@@ -121,7 +121,7 @@ class ShutdownMonitor:
                 os._exit(1)  # the main thread may hang in a collective
 
     def _request_stop(self, reason: str) -> None:
-        """Send a signal, which interrupts a main thread that waits for data."""
+        """Set the reason and signal the main thread, which may wait for data."""
         self.reason, self._reason_time = reason, time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -133,7 +133,7 @@ class ShutdownMonitor:
 
 
 def _find_launcher() -> psutil.Process | None:
-    """Return the parent process if it is DeepSpeed's launcher; a shell may exit before us."""
+    """Return the parent process if it is DeepSpeed's launcher (not a shell, which may exit)."""
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process().parent()
         if parent is not None and LAUNCHER in " ".join(parent.cmdline()):

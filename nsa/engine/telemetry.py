@@ -1,4 +1,4 @@
-"""RankTelemetry: one rank's heartbeat, memory snapshots and traces. Uses no collective."""
+"""RankTelemetry: one rank's heartbeat, memory snapshots and traces; no collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nsa.monitor.stacks import dump_stacks_on_signal
 
 
 class RankTelemetry:
-    """Writes heartbeats from its creation on, and the rest at each step."""
+    """Writes heartbeats from its creation on, everything else at each step."""
 
     def __init__(self, request: RunRequest, ranks: Ranks, state: TrainState) -> None:
         run_dir, rank, monitor = request.run_dir, ranks.rank, request.config.monitor
@@ -49,17 +49,17 @@ class RankTelemetry:
         self._write_dtypes = lambda: report.write(path, engine.optimizer)
 
     def step_start(self, step: int) -> None:
-        """Step `step`, counted from 1, is about to run."""
+        """Record the start of `step`, counted from 1."""
         self.heartbeat.step_start(step)
         self.memory.before(step)
         self.profiler.step_start(step)
 
     def enter(self, phase: str, micro_step: int = 0) -> None:
-        """This rank enters another phase of a step."""
+        """Record that this rank enters another phase of a step."""
         self.heartbeat.enter(phase, micro_step)
 
     def step_end(self, state: TrainState) -> None:
-        """A step is done; `state` already counts it."""
+        """Record the end of a step, which `state` already counts."""
         self.profiler.step_end(state.step)
         self.memory.after(state.step)
         self.heartbeat.step_end(state.step, state.tokens, state.skipped)
@@ -69,7 +69,7 @@ class RankTelemetry:
             self._write_dtypes = None
 
     def close(self, status: str) -> None:
-        """The run has ended with `status`."""
+        """Record the end of the run with `status`."""
         self.profiler.close()
         self.memory.close()
         self.heartbeat.close(status)

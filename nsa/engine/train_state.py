@@ -1,8 +1,8 @@
-"""TrainState: what a resumed run needs beside weights and optimizer, the same on all ranks.
+"""TrainState: training state besides weights and optimizer, the same on all ranks.
 
-The learning rate is a function of the step and the data order one of the samples consumed; the
-forward pass draws no random numbers. What differs by rank (loader position, recent losses, RNG) is
-saved apart, as rank state.
+The learning rate is a function of the step, the data order a function of the samples consumed, and
+the forward pass uses no random numbers. State that differs by rank (loader position, recent losses,
+RNG) is saved separately, as rank state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class TrainState:
-    """Saved with each checkpoint and restored as a unit."""
+    """Saved in each checkpoint and restored as a unit."""
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # consumed by all ranks

@@ -39,7 +39,7 @@ def test_only_a_failure_prevents_a_run() -> None:
     assert failures(CHECKS[:3]) == ""
 
 
-def test_this_machine_passes_for_a_small_run_and_nothing_is_fingerprint_of(
+def test_this_machine_passes_for_a_small_run_and_nothing_is_written(
     tmp_path: Path,
 ) -> None:
     checks = node_checks(

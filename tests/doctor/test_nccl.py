@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nsa.doctor.check import FAIL, OK, WARN
-from nsa.doctor.nccl import nccl_checks, peers_switched_off
+from nsa.doctor.nccl import nccl_checks, p2p_disabled
 
 INTERFACES = ("lo", "eth0", "docker0")
 
@@ -44,6 +44,6 @@ def test_a_misspelt_name_gets_a_suggestion() -> None:
 
 
 def test_either_variable_disables_peer_access() -> None:
-    assert peers_switched_off({"NCCL_P2P_DISABLE": "1"})
-    assert peers_switched_off({"NCCL_P2P_LEVEL": "LOC"})
-    assert not peers_switched_off({"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "SYS"})
+    assert p2p_disabled({"NCCL_P2P_DISABLE": "1"})
+    assert p2p_disabled({"NCCL_P2P_LEVEL": "LOC"})
+    assert not p2p_disabled({"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "SYS"})

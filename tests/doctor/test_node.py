@@ -1,4 +1,4 @@
-"""Node checks: versions, compiler, shared memory and disk."""
+"""Node checks: versions, compiler, memory, limits, shared memory and disk."""
 
 from __future__ import annotations
 

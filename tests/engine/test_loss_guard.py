@@ -18,7 +18,7 @@ def new_guard(on_spike: str = "skip", score: float = 12.0) -> LossGuard:
 def trained_guard(
     on_spike: str = "skip", score: float = 12.0, losses: int = MIN_LOSSES
 ) -> LossGuard:
-    """A guard that has seen losses close to 3."""
+    """Return a guard that has checked losses close to 3."""
     guard = new_guard(on_spike, score)
     for number in range(losses):
         guard.check(torch.tensor(3.0 + 0.05 * math.sin(number)))

@@ -228,7 +228,7 @@ def test_a_mistake_costs_one_line_and_exit_code_2(
     assert list(tmp_path.iterdir()) == [], "refused before anything was created"
 
 
-def test_a_misspelt_flag_is_answered_with_the_closest_one(tmp_path: Path) -> None:
+def test_a_misspelt_flag_gets_the_closest_one(tmp_path: Path) -> None:
     result = alone("m7c.py", "--setps=3", folder=tmp_path)
     assert result.returncode == 2
     assert result.stderr.endswith("--setps=3 (did you mean --steps?)\n")

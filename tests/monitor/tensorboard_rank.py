@@ -8,7 +8,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from nsa.engine.process_group import leave_out_shared_memory_op
+from nsa.engine.process_group import disable_shared_memory_op
 from nsa.monitor.observer import Observers
 from nsa.monitor.tensorboard import BackgroundMonitor, TensorBoardObserver
 from nsa.monitor.writer import BackgroundWriter
@@ -28,7 +28,7 @@ TEXTS = {"config.yaml": "model:\n  layers: 2\n", "ds_config.json": "{}\n"}
 
 
 def main(run_dir: Path, disk: str) -> None:
-    leave_out_shared_memory_op()
+    disable_shared_memory_op()
     engine, *_ = deepspeed.initialize(
         model=torch.nn.Linear(4, 1),
         config={
