@@ -22,8 +22,8 @@ from nsa.engine.recipe import Recipe, main
 def production() -> RunConfig:
     """2,000 steps of two sequences, one per micro-batch, each split over two GPUs."""
     config = m7c.production()
-    # With this base, RoPE pairs whose period exceeds 2,048 tokens rotate no further over 32,768
-    # tokens than they did in the short run. The weights need some steps to adapt.
+    # RoPE pairs whose period exceeded 2,048 tokens rotate over 32,768 tokens, with this base, about
+    # as far as they did over 2,048, or less. The weights need some steps to adapt.
     config.model.rope_theta = 500_000.0
     config.data.seq_len = 32_768
     config.train = TrainConfig(

@@ -208,9 +208,9 @@ def _fill(raw: dict[str, Any], owned: dict[str, Owned], source: str) -> dict[str
             )
     resolved = deepcopy(raw)
     resolved.setdefault("optimizer", deepcopy(OPTIMIZER))
-    for path, own in owned.items():
+    for path, setting in owned.items():
         block, name = _parent(resolved, path)
-        block[name] = own.value
+        block[name] = setting.value
     return resolved
 
 

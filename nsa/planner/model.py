@@ -93,9 +93,7 @@ def exchange_bytes(model: Model, batch: Batch) -> float:
     Recomputation repeats the exchanges, except with `selective`, which keeps received tensors.
     """
     elements = model.attention_inputs + model.heads * model.value_dim
-    sent = (
-        batch.ranks_per_sequence - 1
-    ) / batch.ranks_per_sequence  # fraction; a rank keeps its own part
+    sent = 1 - 1 / batch.ranks_per_sequence  # a rank keeps its part
     passes = _passes(batch) * model.layers
     return passes * sent * batch.tokens * elements * model.weight_bytes
 
