@@ -143,9 +143,7 @@ def test_tokenizer_comes_from_files_beside_the_weights_or_the_prepared_dataset(
         run_tokenizer(config, tmp_path)
 
     prepared.rename(tmp_path / "elsewhere")
-    with pytest.raises(
-        DataError, match=r"prepared': not found, so its tokenizer is unknown"
-    ):
+    with pytest.raises(DataError, match=r"prepared': not found, so its tokenizer is unknown"):
         run_tokenizer(config, tmp_path)
     assert run_tokenizer(config, bpe).fingerprint == trained.fingerprint
     write_tokenizer(ByteTokenizer(), tmp_path / "bytes", 96)
