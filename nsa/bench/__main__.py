@@ -1,4 +1,8 @@
-"""`python -m nsa.bench <benchmark>`: speed, memory and communication, printed and saved as JSON."""
+"""`python -m nsa.bench <benchmark>`: speed, memory and communication, printed and saved as JSON.
+
+Each benchmark is a module of this package with `run(flags)` and, if it has flags besides --out,
+`add_flags(parser)`. `run` returns its result, or None if it saved the result itself.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
-# Name, one line of help. Each is a module of this package with add_flags(parser) and run(flags).
-BENCHMARKS = {
+BENCHMARKS = {  # name: one line of help
     "cpu": "the PyTorch backend against SDPA, on this CPU",
     "data": "tokenising, loading, and what data costs a training step",
     "health": "what recording gates and selection costs a training step",
@@ -27,23 +31,36 @@ BENCHMARKS = {
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """The parser with the flags of the benchmark in `arguments`; only that one is imported."""
-    top = argparse.ArgumentParser(prog="python -m nsa.bench", description=__doc__)
+    top = argparse.ArgumentParser(prog="python -m nsa.bench", description="Run a benchmark.")
     commands = top.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
     selected = next((word for word in arguments if not word.startswith("-")), None)
     for name, about in BENCHMARKS.items():
         command = commands.add_parser(name, help=about, description=about)
         if name == selected:
-            import_module(f"nsa.bench.{name}").add_flags(command)
+            module = import_module(f"nsa.bench.{name}")
+            if hasattr(module, "add_flags"):
+                module.add_flags(command)
+            command.add_argument("--out", type=Path, help="write the results to this JSON file")
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one benchmark."""
+    """Run one benchmark and save its result; exit with 1 if the result lists failures."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     flags = parser(words).parse_args(words)
     flags.arguments = words
-    import_module(f"nsa.bench.{flags.benchmark}").run(flags)
+    result = import_module(f"nsa.bench.{flags.benchmark}").run(flags)
+    if result is not None:
+        from nsa.bench.results import environment, save
+
+        save(flags.out, {"environment": environment(words), **result})
+        if result.get("failures"):
+            raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        print(f"nsa bench: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

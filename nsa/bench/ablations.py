@@ -10,22 +10,20 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
-import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nsa.bench.environment import environment
 from nsa.bench.health import TimedModel
-from nsa.bench.options import add_out, at_least, choice
-from nsa.bench.results import save
+from nsa.bench.options import choice
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
@@ -66,7 +64,7 @@ COMMON = (
 )
 METRICS = "val_loss", "bits_per_byte"
 LOG_TAIL = 2_000  # characters of a failed run's log to print
-POLL_SECONDS = 0.1
+ROUNDS = 20  # timed steps per variant
 
 
 @dataclass(frozen=True)
@@ -84,21 +82,13 @@ class Training:
         run = f"train.seed={self.seed}", f"train.steps={self.steps}"
         return [*COMMON, *run, *VARIANTS[self.variant]]
 
-    @property
-    def log(self) -> Path:
-        return self.folder.with_name(f"{self.folder.name}.log")
-
-    def __str__(self) -> str:
-        return f"{self.variant}, seed {self.seed}"
-
-    def result(self) -> dict[str, float] | None:
+    def result(self) -> dict[str, Any] | None:
         """The validation metrics of the last step; None if the run is not finished."""
         path = self.folder / "metrics.csv"
         rows = read_metrics(path) if path.exists() else []
-        if not rows or rows[-1]["step"] != self.steps:
+        if not rows or rows[-1]["step"] != self.steps or rows[-1]["val_loss"] is None:
             return None
-        metrics = {name: rows[-1][name] for name in METRICS}
-        return {name: value for name, value in metrics.items() if value is not None} or None
+        return {name: rows[-1][name] for name in METRICS}
 
     def check(self) -> None:
         """Raise if the folder has a run with other settings."""
@@ -109,63 +99,47 @@ class Training:
                 "choose another folder, or the --steps of that run"
             )
 
-    def start(self, threads: int) -> subprocess.Popen[bytes]:
-        """Start the recipe in its own session, with a log file beside its folder."""
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
+    def train(self, threads: int) -> str | None:
+        """Start or resume the run; return its failure, if any."""
+        if self.result():
+            return None
         resume = ["--resume"] if (self.folder / "config.yaml").exists() else []
         command = [sys.executable, str(RECIPE), "--profile", "demo", *resume]
-        command += ["--run-dir", str(self.folder)]
-        with self.log.open("ab") as log:
-            return subprocess.Popen(
-                [*command, *(f"--set={setting}" for setting in self.settings)],
+        command += ["--run-dir", str(self.folder), *(f"--set={x}" for x in self.settings)]
+        log = self.folder.with_name(f"{self.folder.name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            done = subprocess.run(
+                command,
                 env={**os.environ, "OMP_NUM_THREADS": str(threads)},
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # an interrupt reaches it through train_all, once
             )
+        name = f"{self.variant}, seed {self.seed}"
+        if result := self.result():
+            print(f"{name}: validation loss {result['val_loss']:.4f}", flush=True)
+            return None
+        failure = f"{name} ended with exit code {done.returncode}"
+        print(f"{log.read_text(errors='replace')[-LOG_TAIL:]}\n{failure}", flush=True)
+        return failure
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    every = ",".join(VARIANTS)
-    parser.add_argument("--runs", type=Path, default="runs/ablations", help="folder of the runs")
-    parser.add_argument("--steps", type=at_least(1), default=300, help="per run (%(default)s)")
-    parser.add_argument("--seeds", type=_seeds, default="1,2,3", help="(%(default)s)")
-    parser.add_argument(
-        "--variants", type=choice(*VARIANTS), default=every, help="which to train (%(default)s)"
-    )
-    parser.add_argument(
-        "--jobs", type=at_least(1), default=2, help="concurrent runs, sharing the CPU cores"
-    )
-    parser.add_argument("--rounds", type=at_least(2), default=20, help="timed steps per variant")
-    add_out(parser)
+    add, every = parser.add_argument, ",".join(VARIANTS)
+    add("--runs", type=Path, default="runs/ablations", help="folder of the runs")
+    add("--steps", type=int, default=300, help="per run (%(default)s)")
+    add("--seeds", type=_seeds, default="1,2,3", help="(%(default)s)")
+    add("--variants", type=choice(*VARIANTS), default=every, help="to train (%(default)s)")
+    add("--jobs", type=int, default=2, help="concurrent runs, sharing the CPU cores")
 
 
 def _seeds(text: str) -> list[int]:
-    return list(dict.fromkeys(at_least(0)(word) for word in text.split(",")))
+    return [int(word) for word in text.split(",")]
 
 
-def run(flags: argparse.Namespace) -> None:
-    """Train unfinished runs, measure speed, print the table and save the figures.
-
-    Exit codes: 0; 1 if a run failed; 2 for a mistake, with a line on stderr.
-    """
-    try:
-        result = measure(flags)
-    except ValueError as error:
-        print(f"ablations: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:  # SIGTERM too
-        print("interrupted; run the same command to continue", file=sys.stderr)
-        raise SystemExit(130) from None
-    print("\n".join(lines(result)))
-    save(flags.out, result)
-    if result["failures"]:
-        raise SystemExit(1)
-
-
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
-    """Train and time all variants."""
+def run(flags: argparse.Namespace) -> dict[str, Any]:
+    """Train unfinished runs, measure speed and print the table."""
     configs = {name: _config(VARIANTS[name]) for name in flags.variants}
     trainings = [
         Training(name, seed, flags.steps, flags.runs / f"{name}-seed{seed}")
@@ -174,8 +148,11 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     ]
     for training in trainings:
         training.check()
-    failures = train_all([one for one in trainings if one.result() is None], flags.jobs)
-    speeds = tokens_per_s(configs, flags.rounds)
+    threads = max(1, (os.cpu_count() or 1) // flags.jobs)
+    # Ctrl-C reaches the runs too: they save a checkpoint and can be resumed.
+    with ThreadPoolExecutor(flags.jobs) as pool:
+        failures = [*pool.map(partial(Training.train, threads=threads), trainings)]
+    speeds = tokens_per_s(configs)
     rows = []
     for name, config in configs.items():
         results = {str(x.seed): x.result() for x in trainings if x.variant == name}
@@ -189,52 +166,18 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
                 "tokens_per_s": speeds[name],
             }
         )
-    return {
-        "environment": environment(flags.arguments),
+    result = {
         "steps": flags.steps,
         "seeds": flags.seeds,
-        "rounds": flags.rounds,
+        "rounds": ROUNDS,
         "rows": rows,
-        "failures": failures,
+        "failures": [failure for failure in failures if failure],
     }
+    print("\n".join(lines(result)))
+    return result
 
 
-def train_all(trainings: Sequence[Training], jobs: int) -> list[str]:
-    """Run `jobs` trainings at a time and return the failures; an interrupt ends them all."""
-    waiting, running = list(trainings), dict[subprocess.Popen[bytes], Training]()
-    failures: list[str] = []
-    start, handler = time.monotonic(), signal.signal(signal.SIGTERM, signal.default_int_handler)
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                training = waiting.pop(0)
-                running[training.start(threads)] = training
-            time.sleep(POLL_SECONDS)
-            for process in [one for one in running if one.poll() is not None]:
-                training = running.pop(process)
-                result = training.result()
-                if result is None:
-                    failures.append(f"{training} ended with exit code {process.returncode}")
-                    log = training.log.read_text(errors="replace")
-                    print(f"{log[-LOG_TAIL:]}\n{failures[-1]}", flush=True)
-                    continue
-                done = len(trainings) - len(waiting) - len(running)
-                print(
-                    f"{training}: validation loss {result['val_loss']:.4f}, {done} of "
-                    f"{len(trainings)} runs after {(time.monotonic() - start) / 60:.1f} minutes",
-                    flush=True,
-                )
-    finally:
-        for process in running:
-            process.terminate()  # it saves a checkpoint and can be resumed
-        for process in running:
-            process.wait()
-        signal.signal(signal.SIGTERM, handler)
-    return failures
-
-
-def tokens_per_s(configs: Mapping[str, RunConfig], rounds: int) -> dict[str, list[float]]:
+def tokens_per_s(configs: Mapping[str, RunConfig]) -> dict[str, list[float]]:
     """Quartiles of each model's training speed, in the time of one CPU core without a GPU."""
     sizes = {name: (one.train.micro_batch, one.data.seq_len) for name, one in configs.items()}
     models = {
@@ -244,7 +187,7 @@ def tokens_per_s(configs: Mapping[str, RunConfig], rounds: int) -> dict[str, lis
     seconds: dict[str, list[float]] = {name: [] for name in configs}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # CPU time also counts threads that wait for others
-    for index in range(rounds + 1):
+    for index in range(ROUNDS + 1):
         for name, model in models.items():
             elapsed = model.step(record=False)
             if index:  # the first step allocates memory

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from datetime import datetime, timezone
-
-from nsa.bench.options import add_out
-from nsa.bench.results import save
+from typing import Any
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,11 +24,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     # Each imports PyTorch, and a container may report more CPU cores than it may use.
     jobs = min(os.cpu_count() or 1, 16)
     parser.add_argument("--jobs", type=int, default=jobs, help="processes (%(default)s)")
-    add_out(parser)
 
 
-def run(flags: argparse.Namespace) -> None:
-    """Compile, check, print a table and save; exit with 1 if a kernel fails."""
+def run(flags: argparse.Namespace) -> dict[str, Any]:
+    """Compile, check and print a line per kernel."""
     os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
     import triton
 
@@ -42,13 +37,4 @@ def run(flags: argparse.Namespace) -> None:
     chips = check_names("arch", flags.arch.split(","), compile_gate.CHIPS)
     launches = all_launches(flags.operation, flags.dtype, flags.full, flags.benchmarks)
     rows, failures = compile_gate.check(launches, chips, flags.jobs)
-    result = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m nsa.bench", *flags.arguments]),
-        "triton": triton.__version__,
-        "failures": failures,
-        "rows": rows,
-    }
-    save(flags.out, result)
-    if failures:
-        sys.exit(1)
+    return {"triton": triton.__version__, "failures": failures, "rows": rows}

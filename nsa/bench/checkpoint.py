@@ -1,8 +1,10 @@
-"""`python -m nsa.bench checkpoint`: how long saving M7C stalls training."""
+"""`python -m nsa.bench checkpoint`: how long saving M7C stalls training.
+
+Checkpoints are written below TMPDIR.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -13,9 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nsa.bench.environment import environment
-from nsa.bench.options import add_out
-from nsa.bench.results import save
 from nsa.checkpoint import CheckpointConfig, Saver
 from nsa.checkpoint.manifest import checkpoint_name
 from nsa.model import LanguageModel, ModelConfig
@@ -27,26 +26,17 @@ DEEPSPEED = {
     "data_types": {"grad_accum_dtype": "fp32"},
     "zero_optimization": {"stage": 1},
 }
+ROUNDS = 5  # checkpoints of each kind
 TOKENS = 256  # of the one step that fills the optimizer's state
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=5, help="checkpoints of each kind")
-    parser.add_argument("--folder", help="where to write them; default: a temporary folder")
-    add_out(parser)
-
-
-def run(flags: argparse.Namespace) -> None:
-    """Alternate foreground and background saves on one rank; print and save the seconds of each."""
+def run(_: object) -> dict[str, Any]:
+    """Alternate foreground and background saves on one rank; print the seconds of each."""
     engine = _engine()
-    result: dict[str, Any] = {
-        "environment": environment(flags.arguments),
-        "rounds": flags.rounds,
-    }
+    result: dict[str, Any] = {"rounds": ROUNDS}
     times: dict[str, list[tuple[float, float]]] = {"foreground": [], "background": []}
-    size = 0
-    with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
-        for step in range(1, flags.rounds + 2):
+    with tempfile.TemporaryDirectory() as folder:
+        for step in range(1, ROUNDS + 2):
             for name, seconds in times.items():
                 path = Path(folder) / name
                 seconds.append(_save(engine, path, step, name == "background"))
@@ -61,7 +51,7 @@ def run(flags: argparse.Namespace) -> None:
     result["background_over_foreground"] = ratio
     print(f"{size / 1e9:.2f} GB; in the background {ratio:.2f} times the stall")
     dist.destroy_process_group()
-    save(flags.out, result)
+    return result
 
 
 def _save(engine: Any, folder: Path, step: int, background: bool) -> tuple[float, float]:

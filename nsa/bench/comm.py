@@ -10,25 +10,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nsa.bench import comm_report
-from nsa.bench.comm_pair import RANKS, RankPair, rank_pair
-from nsa.bench.environment import environment
-from nsa.bench.netns import LinkError, link
-from nsa.bench.results import save
+from nsa.bench.netns import Link, link
+from nsa.bench.results import cell, save
+from nsa.report.markdown import table
 from nsa.resources import resource_path
 
-CONFIGS = resource_path("ds_configs")
+CONFIGS = {path.stem: path for path in sorted(resource_path("ds_configs").glob("*.json"))}
+RANKS = 2
 MODEL: dict[str, Any] = {  # at 1 Gbit/s, sending its gradients takes about as long as computing
     "vocab_size": 320,
     "layers": 4,
@@ -43,112 +43,131 @@ MODEL: dict[str, Any] = {  # at 1 Gbit/s, sending its gradients takes about as l
 TOKENS = 64  # per micro-batch
 GPU_MODEL: dict[str, Any] = {"activation_checkpointing": "reentrant", "spec": {}}  # M7C
 GPU_TOKENS = 2_048
-GPU_TRANSPORTS = {"P2P": {}, "NCCL_P2P_DISABLE=1": {"NCCL_P2P_DISABLE": "1"}}
+RATES = (1.0, 4.0, None)  # Gbit/s of the link; None: not throttled
+TABLE_RATE = 1.0  # of the printed table: there communication shows most
 ELEMENTS, COLLECTIVES = 2**23, 9  # of a collective timed alone, and its repetitions
 WARMUP_STEPS = 2
 MICRO_BATCHES, MIN_STEPS = 10, 3  # timed at each rate
-_BUCKETS: tuple[dict[str, Any], ...] = (
-    {},
-    {"reduce_bucket_size": 2**18},
-    {"reduce_bucket_size": 2**20},
-    {"use_multi_rank_bucket_allreduce": False},
-    {"use_multi_rank_bucket_allreduce": False, "reduce_bucket_size": 2**20},
-)
-VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {  # changes of zero_optimization
-    "zero1_bf16acc": _BUCKETS,
-    "zero2_pcie": _BUCKETS,
-    "zero3": ({}, {"stage3_param_persistence_threshold": 2**30}),  # no parameter is sharded
-}
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One engine to measure: a file of ds_configs/ and changes of it."""
+    """One engine to measure."""
 
-    config: str
+    config: str  # a file of ds_configs/
     accumulation: int
     reduce_dtype: str
-    changes: Mapping[str, Any] = field(default_factory=dict)  # of zero_optimization
 
     def ds_config(self) -> dict[str, Any]:
         """DeepSpeed's JSON, without what the recipe owns."""
-        raw: dict[str, Any] = json.loads((CONFIGS / f"{self.config}.json").read_text())
-        raw["communication_data_type"] = self.reduce_dtype
-        raw["zero_optimization"] |= self.changes
-        return raw
+        raw: dict[str, Any] = json.loads(CONFIGS[self.config].read_text())
+        return raw | {"communication_data_type": self.reduce_dtype}
 
 
-def cases(names: Sequence[str], accumulations: Sequence[int], variants: bool) -> list[Case]:
-    """Every config, accumulation and reduction dtype; or VARIANTS with each of their changes."""
-    if not variants:
-        return [Case(n, a, r) for r in ("bf16", "fp32") for n in names for a in accumulations]
-    return [
-        Case(name, accumulation, "bf16", changes)
-        for name in VARIANTS
-        if name in names
-        for accumulation in accumulations
-        for changes in VARIANTS[name]
-    ]
+class RankPair:
+    """Two rank processes (comm_ranks.py) that carry out the same requests."""
+
+    def __init__(self, backend: str, link: Link | None = None) -> None:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns about missing host names
+        context = get_context("spawn")
+        address = link.addresses[0] if link else "127.0.0.1", 29_500 if link else _free_port()
+        self._pipes: list[Connection] = []
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            options = theirs, rank, backend, link, address
+            context.Process(target=_rank, args=options, daemon=True).start()
+            theirs.close()
+            self._pipes.append(ours)
+
+    def request(self, action: str, **options: Any) -> dict[str, Any]:
+        """Have both ranks carry out an action; return rank 0's reply."""
+        for pipe in self._pipes:
+            pipe.send((action, options))
+        try:
+            reply, _ = (pipe.recv() for pipe in self._pipes)
+        except EOFError:
+            raise RuntimeError(f"a rank ended during {action!r}; its error is above") from None
+        return reply
+
+    def close(self) -> None:
+        """End the ranks: they exit when their pipe closes."""
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _rank(
+    pipe: Connection, rank: int, backend: str, link: Link | None, address: tuple[str, int]
+) -> None:
+    os.setsid()  # Ctrl-C is for the benchmark, which then closes the pipe
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries print there
+    if link:
+        link.enter(rank)
+    from nsa.bench.comm_ranks import serve  # late: it imports DeepSpeed
+
+    serve(pipe, rank, backend, address)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass
 class Bench:
-    """The pairs of ranks, and the link rates to measure each case at."""
+    """Ranks that communicate, ranks that only compute, and the link's rates to measure at."""
 
-    pairs: dict[str, RankPair]  # by transport: "veth", or how NCCL sends
+    pair: RankPair
     compute_only: RankPair | None  # its collectives return at once
+    link: Link | None  # None: NCCL
     rates: Sequence[float | None]
-    throttle: Callable[[float | None], None]
     model: Mapping[str, Any]
     tokens: int
 
-    def collectives(self) -> list[dict[str, Any]]:
-        """Seconds of each collective alone, over each link."""
+    def collectives(self) -> list[Row]:
+        """Seconds of each collective alone, at each rate."""
         rows = []
-        for transport, pair in self.pairs.items():
-            for rate in self.rates:
-                self.throttle(rate)
-                for name in ("all_reduce", "all_gather"):
-                    options = {"name": name, "elements": ELEMENTS, "count": 1 + COLLECTIVES}
-                    seconds = pair.request("collective", **options)["seconds"][1:]
-                    row = {"name": name, "bf16_elements": ELEMENTS, "transport": transport}
-                    median = round(statistics.median(seconds), 5)
-                    rows.append(row | {"rate_gbit": rate, "seconds": median})
+        for rate in self.rates:
+            self._throttle(rate)
+            for name in ("all_reduce", "all_gather"):
+                options = {"name": name, "elements": ELEMENTS, "count": 1 + COLLECTIVES}
+                seconds = self.pair.request("collective", **options)["seconds"][1:]
+                row = {"name": name, "bf16_elements": ELEMENTS, "rate_gbit": rate}
+                rows.append(row | {"seconds": round(statistics.median(seconds), 5)})
         return rows
 
-    def measure(self, case: Case) -> Iterator[dict[str, Any]]:
-        """A row per transport and rate. Compute-only steps alternate with the others, so that a
-        slow minute of a shared machine affects both."""
-        every = [*self.pairs.values(), *([self.compute_only] if self.compute_only else [])]
-        for pair in every:
+    def measure(self, case: Case) -> Iterator[Row]:
+        """A row per rate. Compute-only steps alternate with the others, so that a slow minute of a
+        shared machine affects both."""
+        ds_config = case.ds_config()
+        pairs = [self.pair, *([self.compute_only] if self.compute_only else [])]
+        self._throttle(None)
+        for pair in pairs:
             parameters = pair.request(
                 "build",
                 model=self.model,
                 tokens=self.tokens,
                 accumulation=case.accumulation,
-                ds_config=case.ds_config(),
+                ds_config=ds_config,
             )["parameters"]
-        steps = max(MIN_STEPS, MICRO_BATCHES // case.accumulation)
-        self.throttle(None)
-        for pair in every:
             pair.request("steps", count=WARMUP_STEPS)
+        payload = self.pair.request("payload")["bytes"]
+        steps = max(MIN_STEPS, MICRO_BATCHES // case.accumulation)
         measured, compute = [], []
-        for transport, pair in self.pairs.items():
-            payload = pair.request("payload")["bytes"]
-            for rate in self.rates:
-                self.throttle(rate)
-                idle = pair.request("steps", count=0)["bytes"]
-                reply = pair.request("steps", count=steps)
-                sent = (reply["bytes"] - idle) / steps
-                measured.append((transport, rate, sent or payload, payload, reply["seconds"]))
-                if self.compute_only:
-                    half = -(-steps // 2)
-                    compute += self.compute_only.request("steps", count=half)["seconds"]
-        for transport, rate, sent, payload, seconds in measured:
+        for rate in self.rates:
+            self._throttle(rate)
+            idle = self.pair.request("steps", count=0)["bytes"]
+            reply = self.pair.request("steps", count=steps)
+            sent = (reply["bytes"] - idle) / steps if self.link else payload
+            measured.append((rate, sent, reply["seconds"]))
+            if self.compute_only:
+                compute += self.compute_only.request("steps", count=-(-steps // 2))["seconds"]
+        for rate, sent, seconds in measured:
             yield {
                 **asdict(case),
-                "stage": case.ds_config()["zero_optimization"]["stage"],
-                "transport": transport,
+                "stage": ds_config["zero_optimization"]["stage"],
                 "rate_gbit": rate,
                 "parameters": parameters,
                 "bytes_per_parameter_per_step": round(sent / parameters, 4),
@@ -156,6 +175,10 @@ class Bench:
                 "step_seconds_all": [round(second, 4) for second in seconds],
                 **_times(statistics.median(seconds), compute, sent, rate),
             }
+
+    def _throttle(self, rate: float | None) -> None:
+        if self.link:
+            self.link.throttle(rate)
 
 
 def _times(
@@ -175,97 +198,87 @@ def _times(
 
 
 @contextmanager
-def throttled(
+def started(
+    link: Link | None,
     rates: Sequence[float | None],
-    *,
-    model: Mapping[str, Any] = MODEL,
-    tokens: int = TOKENS,
+    model: Mapping[str, Any],
+    tokens: int,
     compute: bool = True,
 ) -> Iterator[Bench]:
-    """Two CPU ranks in two network namespaces."""
+    """Two CPU ranks at the ends of the link, or two GPUs; `compute`: and two that only compute."""
     with ExitStack() as stack:
-        veth = stack.enter_context(link())
-        pair = stack.enter_context(rank_pair("gloo", veth))
-        compute_only = stack.enter_context(rank_pair("fake")) if compute else None
-        yield Bench({"veth": pair}, compute_only, rates, veth.throttle, model, tokens)
-
-
-@contextmanager
-def between_gpus() -> Iterator[Bench]:
-    """Two ranks on two GPUs, over each of NCCL's transports."""
-    with ExitStack() as stack:
-        pairs = {
-            transport: stack.enter_context(rank_pair("nccl", env=settings))
-            for transport, settings in GPU_TRANSPORTS.items()
-        }
-        compute_only = stack.enter_context(rank_pair("fake"))
-        yield Bench(pairs, compute_only, [None], lambda rate: None, GPU_MODEL, GPU_TOKENS)
+        pair = RankPair("gloo" if link else "nccl", link)
+        stack.callback(pair.close)
+        compute_only = RankPair("fake") if compute else None
+        if compute_only:
+            stack.callback(compute_only.close)
+        yield Bench(pair, compute_only, link, rates, model, tokens)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", nargs="+", help="names in ds_configs/; default: all")
-    parser.add_argument("--rates", type=_rates, default="1,4,full", help="Gbit/s (%(default)s)")
-    parser.add_argument(
-        "--accumulation", type=int, nargs="+", default=[1, 2, 8], help="micro-batches per step"
-    )
-    parser.add_argument(
-        "--variants", action="store_true", help="measure other buckets and owners instead"
-    )
-    parser.add_argument("--out", type=Path, help="save as JSON there")
-    parser.add_argument("--show", type=Path, help="only print the table of configs of this file")
+    add, every = parser.add_argument, list(CONFIGS)
+    add("--config", nargs="+", choices=every, default=every, help="of ds_configs/; default: all")
+    add("--accumulation", type=int, nargs="+", default=[1, 2, 8], help="micro-batches per step")
+    add("--show", type=Path, help="only print the table of configs of this file")
 
 
-def _rates(text: str) -> list[float | None]:
-    """Comma-separated Gbit/s; `full` is unthrottled."""
-    rates = [None if word == "full" else float(word) for word in text.split(",")]
-    if any(rate is not None and rate <= 0 for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text!r}: write Gbit/s above 0, or full")
-    return rates
-
-
-def run(flags: argparse.Namespace) -> None:
-    """Measure every case and save after each one.
-
-    Exit with code 2 and a line on stderr where nothing can be measured.
-    """
+def run(flags: argparse.Namespace) -> dict[str, Any] | None:
+    """Measure every case; print a line and save after each one."""
     if flags.show is not None:
-        print(comm_report.measured_columns(json.loads(flags.show.read_text())), end="")
-        return
-    names = flags.config or sorted(path.stem for path in CONFIGS.glob("*.json"))
-    gpus = torch.cuda.device_count()
-    try:
-        with between_gpus() if gpus >= RANKS else throttled(flags.rates) as bench:
-            header = _header(flags.arguments, gpus) | {
-                "model": bench.model,
-                "tokens_per_micro_batch": bench.tokens,
-                "collectives": bench.collectives(),
-            }
-            rows: list[dict[str, Any]] = []
-            for case in cases(names, flags.accumulation, flags.variants):
-                for row in bench.measure(case):
-                    header["parameters"] = row.pop("parameters")
-                    rows.append(row)
-                    comm_report.print_row(row)
-                if flags.out is not None:
-                    save(flags.out, {**header, "rows": rows})
-    except LinkError as error:
-        print(
-            f"comm needs two GPUs, or root on Linux with ip and tc (iproute2): {error}",
-            file=sys.stderr,
-        )
-        raise SystemExit(2) from None
+        print("\n".join(measured_columns(json.loads(flags.show.read_text())["rows"])))
+        return None
+    with ExitStack() as stack:
+        if torch.cuda.device_count() >= RANKS:
+            pairs = started(None, [None], GPU_MODEL, GPU_TOKENS)
+        else:
+            pairs = started(stack.enter_context(link()), RATES, MODEL, TOKENS)
+        bench = stack.enter_context(pairs)
+        result: dict[str, Any] = {
+            "link": "gloo over a veth pair between two network namespaces"
+            if bench.link
+            else "NCCL",
+            "ranks": RANKS,
+            "model": bench.model,
+            "tokens_per_micro_batch": bench.tokens,
+            "collectives": bench.collectives(),
+            "rows": [],
+        }
+        for reduce_dtype in ("bf16", "fp32"):
+            for config in flags.config:
+                for accumulation in flags.accumulation:
+                    for row in bench.measure(Case(config, accumulation, reduce_dtype)):
+                        result["parameters"] = row.pop("parameters")
+                        result["rows"].append(row)
+                        _print(row)
+                    save(flags.out, result)
+    return result
 
 
-def _header(arguments: Sequence[str], gpus: int) -> dict[str, Any]:
-    env = environment(arguments)
-    hardware = f"{os.cpu_count()} CPU cores ({env['processor']})"
-    if gpus:
-        hardware = f"{gpus} × {torch.cuda.get_device_name(0)}"
-    return {
-        "hardware": hardware,
-        "link": "NCCL" if gpus >= RANKS else "gloo over a veth pair between two network namespaces",
-        "versions": {name: version(name) for name in ("torch", "deepspeed")},
-        "command": env["command"],
-        "date": env["date"],
-        "ranks": RANKS,
+def _print(row: Row) -> None:
+    rate = "not throttled" if row["rate_gbit"] is None else f"{row['rate_gbit']:g} Gbit/s"
+    exposed = row.get("exposed_seconds")
+    print(
+        f"{row['config']}, accumulation {row['accumulation']}, {row['reduce_dtype']}, {rate}: "
+        f"{row['bytes_per_parameter_per_step']:.2f} bytes a parameter, "
+        f"{row['step_seconds'] * 1e3:.0f} ms, {cell(exposed, '.3f')} s exposed",
+        flush=True,
+    )
+
+
+def measured_columns(rows: Sequence[Row]) -> list[str]:
+    """The table of ds_configs/README.md: bytes and exposed fraction of a step, by accumulation."""
+    slow = {
+        (row["config"], row["accumulation"]): row
+        for row in rows
+        if row["reduce_dtype"] == "bf16" and row["rate_gbit"] == TABLE_RATE
     }
+    accumulations = sorted({accumulation for _, accumulation in slow})
+    heads = [f"bytes, accumulation {a}" for a in accumulations]
+    heads += [f"exposed, {a}" for a in accumulations]
+    lines = []
+    for config in dict.fromkeys(config for config, _ in slow):
+        cases = [slow[config, a] for a in accumulations]
+        sent = [f"{row['bytes_per_parameter_per_step']:.2f}" for row in cases]
+        exposed = [max(0.0, row["exposed_seconds"]) / row["step_seconds"] for row in cases]
+        lines.append([f"`{config}`", *sent, *(f"{fraction:.0%}" for fraction in exposed)])
+    return table(["config", *heads], lines)

@@ -1,19 +1,16 @@
 """One rank of `python -m nsa.bench comm`: builds engines and takes steps on request.
 
-Requests are lines of JSON on stdin, replies lines of JSON on a pipe. The rank exits when stdin
-closes, so it cannot outlive the benchmark. The backend is gloo or NCCL between two ranks, or
-torch's `fake` one, whose collectives return at once: what remains of a step is compute.
+The backend is gloo or NCCL between two ranks, or torch's `fake` one, whose collectives return at
+once: what remains of a step is compute.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import json
 import os
-import sys
 import time
 import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.comm import comm as ds_comm
 
-from nsa.bench.comm_pair import RANKS
+from nsa.bench.comm import RANKS
+from nsa.bench.netns import INTERFACE
 from nsa.engine.build import build_model, initialise
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import resolve_ds_config
@@ -31,13 +29,11 @@ from nsa.model import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
 
 SETTLE_SECONDS = 0.15  # until packets queued at the throttle have left
-NICENESS = -10  # priority over other work on the machine
 SENT = {  # bytes sent by each of two ranks in a ring, relative to the size that DeepSpeed logs
     "all_reduce": 1.0,
     "all_gather": 1.0,  # logged is a rank's own part
     "reduce_scatter": 0.5,
-    "reduce": 0.5,  # one rank owns the result, the other sends; each owns half of them
-    "barrier": 0.0,
+    "reduce": 0.5,  # one rank receives the sum, the other sends; each receives half of them
     "broadcast": 0.5,
 }
 
@@ -45,9 +41,8 @@ SENT = {  # bytes sent by each of two ranks in a ring, relative to the size that
 class Rank:
     """The engine under measurement; a method per action."""
 
-    def __init__(self, device: torch.device, counter: Path | None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._counter = counter  # of bytes that left over the link
         self._engine: Any = None
 
     def build(
@@ -75,11 +70,11 @@ class Rank:
         """Take steps: the seconds of each, and the bytes sent over the link."""
         dist.barrier()
         time.sleep(SETTLE_SECONDS)
-        before = self._sent()
+        before = sent_bytes()
         seconds = [self._step() for _ in range(count)]
         dist.barrier()
         time.sleep(SETTLE_SECONDS)
-        return {"seconds": seconds, "bytes": self._sent() - before}
+        return {"seconds": seconds, "bytes": sent_bytes() - before}
 
     def payload(self) -> dict[str, Any]:
         """Take a step under DeepSpeed's comms logger: bytes that a ring of two would send."""
@@ -123,23 +118,27 @@ class Rank:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def _sent(self) -> int:
-        return int(self._counter.read_text()) if self._counter else 0
+
+def sent_bytes() -> int:
+    """Bytes that left over the link; 0 without one. /sys would show the machine's interfaces."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counters.split()[8])
+    return 0
 
 
-def join(options: dict[str, Any]) -> torch.device:
+def join(rank: int, backend: str, address: tuple[str, int]) -> torch.device:
     """Join the process group; return this rank's device."""
     disable_shared_memory_op()
-    rank, backend = options["rank"], options["backend"]
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
+    host, port = address
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    if backend == "gloo":
+        os.environ.update(GLOO_SOCKET_IFNAME=INTERFACE)
     # DeepSpeed calls the older names of two collectives; nothing that a user can fix.
     warnings.filterwarnings("ignore", r".*(all_gather_into|reduce_scatter)_tensor", FutureWarning)
-    os.environ.update(MASTER_ADDR=options["address"], MASTER_PORT=str(options["port"]))
-    if options["interface"]:
-        os.environ.update(GLOO_SOCKET_IFNAME=options["interface"])
-    with contextlib.suppress(OSError):  # without permission it is measured at normal priority
-        os.nice(NICENESS)
-        Path("/proc/self/autogroup").write_text(str(NICENESS))  # priority of the session
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", rank)
@@ -153,25 +152,12 @@ def join(options: dict[str, Any]) -> torch.device:
     return device
 
 
-def main() -> None:
-    """Carry out requests until stdin closes; started with its options as JSON."""
-    options = json.loads(sys.argv[1])
-    torch.set_num_threads(options["threads"])
-    device, interface = join(options), options["interface"]
-    counter = Path(f"/sys/class/net/{interface}/statistics/tx_bytes") if interface else None
-    rank = Rank(device, counter)
-    actions = {
-        action.__name__: action
-        for action in (rank.build, rank.steps, rank.payload, rank.collective)
-    }
-    with os.fdopen(options["replies"], "w") as replies:
-        for line in sys.stdin:
-            request = json.loads(line)
-            reply = actions[request.pop("action")](**request)
-            replies.write(json.dumps(reply) + "\n")
-            replies.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+def serve(pipe: Connection, rank: int, backend: str, address: tuple[str, int]) -> None:
+    """Carry out requests until the pipe closes."""
+    engine = Rank(join(rank, backend, address))
+    while True:
+        try:
+            action, options = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        pipe.send(getattr(engine, action)(**options))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, astuple
 from multiprocessing import get_context
 from typing import Any
@@ -15,11 +14,10 @@ from nsa.bench.compiled import CHIPS, Chip, Facts, Variant, compile_variant
 from nsa.bench.kernel_launches import Case
 from nsa.ops.triton.launch import Launch
 
-# Bytes per thread on the stack. 24 registers, such as pointers and bounds saved around a loop, cost
-# nothing measurable; a part of a tile there means that the tile is too large.
+# Bytes spilled per thread. 24 registers, such as pointers and bounds saved around a loop, cost
+# nothing measurable; more means that a part of a tile is spilled: the tile is too large.
 MAX_SPILLED = 96
-# float32 is for checks, not for training: its products take three passes, and both parts of heads
-# larger than 128 do not fit the registers with any tile.
+# float32, for checks only: its products take three passes, so heads above 128 spill with any tile.
 MAX_SPILLED_FP32 = 320
 
 _COLUMNS = "{:<26} {:<58} {:>13} {:<6} {:>9} {:>4} {:>6} {:>6} {:>7}  {}"
@@ -39,7 +37,8 @@ def check(
             variants.setdefault(Variant.of(launch, chip), (case, launch))
     print(_HEADER)
     rows, failures = [], []
-    with _mapping(jobs) as over:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        over: Callable[..., Iterable[Any]] = map if jobs == 1 else pool.map
         compiled = zip(variants.items(), over(_try_compile, variants), strict=True)
         for (variant, (case, launch)), facts in compiled:
             config = "/".join(str(number) for number in astuple(launch.config))
@@ -79,16 +78,6 @@ def _try_compile(variant: Variant) -> Facts | str:
         return compile_variant(variant)
     except Exception as error:  # any compiler error is this variant's failure
         return " ".join(f"{type(error).__name__}: {error.__cause__ or error}".split())
-
-
-@contextmanager
-def _mapping(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """`map` over `jobs` processes."""
-    if jobs == 1:
-        yield map
-        return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        yield pool.map
 
 
 def _line(variant: Variant, case: Case, config: str, facts: Facts | str, errors: list[str]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from nsa.bench.environment import environment, pick_device
 from nsa.bench.health import DEMO
 from nsa.bench.measure import median_seconds
-from nsa.bench.options import add_out
-from nsa.bench.results import save
+from nsa.bench.results import pick_device
 from nsa.bench.train import Stepper
 from nsa.data.builtin import embedded
 from nsa.data.config import DataConfig
@@ -30,91 +29,69 @@ from nsa.model import ModelConfig
 
 SEQ_LEN = 2_048
 GOALS = {"prepared tokens/s": 5e6, "byte tokenising MB/s": 50.0, "fraction of a step": 0.01}
+MEGABYTES = 64  # of text to prepare
+SECONDS = 3.0  # for each rate
+ROUNDS = 8  # steps on loaded and on constant batches
 BARRIERS = 500
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--megabytes", type=int, default=64, help="of text to prepare")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each rate")
-    parser.add_argument("--rounds", type=int, default=8, help="steps with and without the loader")
-    add_out(parser)
-
-
-def run(flags: argparse.Namespace) -> None:
-    """Measure on generated text, print and save."""
-    device = pick_device("auto")
-    result: dict[str, Any] = {
-        "environment": environment(flags.arguments, device),
-        "goals": GOALS,
-        "seq_len": SEQ_LEN,
-    }
+def run(_: object) -> dict[str, Any]:
+    """Measure on generated text and print."""
+    result: dict[str, Any] = {"goals": GOALS, "seq_len": SEQ_LEN}
     with tempfile.TemporaryDirectory() as folder:
-        text = _write_text(Path(folder), flags.megabytes)
-        shards = Path(folder) / "shards"
+        text, shards = _write_text(Path(folder, "text.jsonl")), Path(folder, "shards")
         start = time.perf_counter()
         prepare(DataConfig(source=str(text), tokenizer="byte"), shards, progress=False)
         seconds = time.perf_counter() - start
         result["prepare_mb_per_s"] = text.stat().st_size / seconds / 1e6
-        result["tokenise_mb_per_s"] = _tokenising(Path(folder), flags.seconds)
+        result["tokenise_mb_per_s"] = _tokenising(Path(folder))
         result["tokens_per_s"] = {
-            name: _loading(source, flags.seconds)
-            for name, source in (("prepared", shards), ("streamed", text))
+            name: _loading(source) for name, source in (("prepared", shards), ("streamed", text))
         }
-        result["step"] = _step(str(shards), device, flags.rounds)
+        result["step"] = _step(str(shards), pick_device("auto"))
         mp.spawn(_time_barrier, args=(folder,), nprocs=2)
         result["barrier_us"] = float(Path(folder, "us").read_text())
     _print(result)
-    save(flags.out, result)
+    return result
 
 
-def _write_text(folder: Path, megabytes: int) -> Path:
-    """The standard library repeated as lines of JSON, no two documents equal."""
+def _write_text(path: Path) -> Path:
+    """Repeat the standard library as lines of JSON; no two documents are equal."""
     documents = [document.text.decode(errors="replace") for document in embedded().read()]
-    path = folder / "text.jsonl"
-    left, copy = megabytes * 10**6, 0
     with path.open("w") as file:
-        while left > 0:
-            for number, text in enumerate(documents):
-                left -= file.write(json.dumps({"text": f"# {copy} {number}\n{text}"}) + "\n")
-                if left <= 0:
-                    break
-            copy += 1
+        for number, text in enumerate(itertools.cycle(documents)):
+            file.write(json.dumps({"text": f"# {number}\n{text}"}) + "\n")
+            if file.tell() > MEGABYTES * 10**6:
+                break
     return path
 
 
-def _rate(work: Callable[[], int], seconds: float) -> float:
-    """Units per second, over at least `seconds`."""
+def _rate(work: Callable[[], object], size: int) -> float:
+    """Units per second, over at least SECONDS; a call of `work` does `size` of them."""
     work()
-    done, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        done += work()
-    return done / (time.perf_counter() - start)
+    calls, start = 0, time.perf_counter()
+    while time.perf_counter() - start < SECONDS:
+        work()
+        calls += 1
+    return calls * size / (time.perf_counter() - start)
 
 
-def _tokenising(folder: Path, seconds: float) -> dict[str, float]:
+def _tokenising(folder: Path) -> dict[str, float]:
     texts = [document.text for document in embedded().part(0, 8).read()]
     train_tokenizer(embedded().part(1, 8), 4_096, folder / "bpe")
+    size = sum(map(len, texts))
     rates = {}
     for name, tokenizer_name in (("byte", "byte"), ("bpe", f"hf:{folder / 'bpe'}")):
         tokenizer = build_tokenizer(DataConfig(tokenizer=tokenizer_name))
-
-        def tokenise(encode: Callable[[list[bytes]], object] = tokenizer.encode_many) -> int:
-            encode(texts)
-            return sum(map(len, texts))
-
-        rates[name] = _rate(tokenise, seconds) / 1e6
+        rates[name] = _rate(partial(tokenizer.encode_many, texts), size) / 1e6
     return rates
 
 
-def _loading(source: Path, seconds: float) -> dict[str, float]:
+def _loading(source: Path) -> dict[str, float]:
     rates = {}
     for micro_batch in (1, 8):
         loader = _loader(str(source), micro_batch)
-
-        def load(loader: BatchLoader = loader) -> int:
-            return loader.next_batch().tokens
-
-        rates[str(micro_batch)] = _rate(load, seconds)
+        rates[str(micro_batch)] = _rate(loader.next_batch, micro_batch * SEQ_LEN)
         loader.close()
     return rates
 
@@ -126,7 +103,7 @@ def _loader(source: str, micro_batch: int, seq_len: int = SEQ_LEN) -> BatchLoade
     )
 
 
-def _step(source: str, device: torch.device, rounds: int) -> dict[str, float]:
+def _step(source: str, device: torch.device) -> dict[str, float]:
     """Seconds of a step on loaded batches and on a constant batch, alternating."""
     on_gpu = device.type == "cuda"
     config, seq_len, micro_batch, dtype = DEMO, 512, 2, torch.float32
@@ -148,7 +125,7 @@ def _step(source: str, device: torch.device, rounds: int) -> dict[str, float]:
         waits.append(time.perf_counter() - start)
         step((batch.pin_memory() if on_gpu else batch).to(device, non_blocking=True))
 
-    seconds = median_seconds({"fed": loaded_step, "constant": lambda: step(constant)}, rounds)
+    seconds = median_seconds({"fed": loaded_step, "constant": lambda: step(constant)}, ROUNDS)
     loader.close()
     return seconds | {
         "waited": sorted(waits)[len(waits) // 2],

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa.bench.implementations import Result
-from nsa.bench.measure import Step, recover, time_alternating
+from nsa.bench.measure import Step
 from nsa.bench.options import Shape, add_gpu_flags, lengths
-from nsa.bench.results import Report, cell, print_table, ratio
+from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
 from nsa.bench.roofline import BF16, token
 from nsa.constants import BRANCHES
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
@@ -72,29 +70,18 @@ def _case(models: Mapping[str, LanguageModel], length: int, batch: int, report: 
         kind: random_cache(model.config, length, batch, length + count, report.dtype, report.device)
         for kind, model in models.items()
     }
-    results = {kind: _counts(caches[kind], length) for kind in KINDS}
-
-    def time_all(what: str, steps: Mapping[str, Step], tokens: int) -> None:
-        limits = {"seconds": report.flags.seconds, "rounds": report.flags.rounds}
-        timings, errors = time_alternating(steps, report.device, **limits)
-        for kind, result in results.items():
-            result[f"{what}_ms"] = timings[kind].median / tokens if kind in timings else None
-            result[f"{what}_timing"] = asdict(timings[kind]) if kind in timings else None
-            if kind in errors:
-                result["errors"][what] = errors[kind]
-
+    attention, results = report.build(
+        {kind: partial(_attention, caches[kind], length, report.on_gpu) for kind in KINDS},
+        ("step_timing", "attention_timing"),
+    )
     steps = {kind: partial(_decode, models[kind], caches[kind], length, count) for kind in KINDS}
-    time_all("step", steps, count)
-    attention: dict[str, Step] = {}
-    for kind, build in (("nsa", _sparse), ("dense", _dense)):
-        try:
-            call = build(caches[kind], length)
-            attention[kind] = _graph(call) if report.on_gpu else call
-        except Exception as error:  # recorded as this twin's result
-            results[kind]["errors"]["attention"] = recover(error, report.device)
-    time_all("attention", attention, 1)
-    for result in results.values():
+    report.time(steps, results, "step_timing")
+    report.time(attention, results, "attention_timing")
+    for kind, result in results.items():
+        result["step_ms"] = ratio(figure(result, "step_timing"), count)
+        result["attention_ms"] = figure(result, "attention_timing")
         result["tokens_per_s"] = ratio(1e3 * batch, result["step_ms"])
+        result |= _counts(caches[kind], length)
     report.add(
         {
             "length": length,
@@ -147,8 +134,14 @@ def _counts(cache: KVCache, length: int) -> Result:
         "cache_bytes": cached,
         "cache_bytes_per_token": cached / length,
         "cache_bytes_measured": {"capacity": cache.capacity, "bytes": cache.nbytes},
-        "errors": {},
     }
+
+
+def _attention(cache: KVCache, length: int, as_graph: bool) -> Step:
+    """One layer's attention for one token of each sequence."""
+    build = _sparse if cache.config.attention.kind == "nsa" else _dense
+    call = build(cache, length)
+    return _graph(call) if as_graph else call
 
 
 def _queries(cache: KVCache) -> Tensor:
@@ -175,7 +168,10 @@ def _dense(cache: KVCache, length: int) -> Step:
 
 
 def _graph(call: Step) -> Step:
-    """The same launches as a CUDA graph, without the host's launch time."""
+    """The same launches as a CUDA graph, without the host's launch time.
+
+    The result holds `call`: a graph reads its inputs' memory without owning it.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -184,17 +180,17 @@ def _graph(call: Step) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return partial(_replay, graph, call)
 
+    def replay(held: Step = call) -> None:
+        graph.replay()
 
-def _replay(graph: torch.cuda.CUDAGraph, call: Step) -> None:
-    """`call` is held on purpose: a graph reads its inputs' memory without owning it."""
-    graph.replay()
+    return replay
 
 
 def _print(batch: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    lines = [[f"batch {batch}, context length", *(f"{kind} ms" for kind in KINDS), "dense/nsa"]]
-    lines[0] += [f"{kind} attention ms" for kind in KINDS] + ["dense/nsa", "KB read", "KB cached"]
+    heads = [f"batch {batch}, context length", "nsa ms", "dense ms", "dense/nsa"]
+    heads += ["nsa attention ms", "dense attention ms", "dense/nsa", "KB read", "KB cached"]
+    lines = [heads]
     for row in rows:
         if row["batch"] != batch:
             continue

@@ -7,22 +7,19 @@ which other processes disturb least.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
 
 import torch
 
-from nsa.bench.environment import environment
-from nsa.bench.options import add_out
-from nsa.bench.results import save
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.monitor.health import HealthRecorder
 from nsa.spec import NSASpec
 
 LOG_EVERY = 10  # the default of monitor.log_every
 LIMIT = 0.01  # of a run's time, at that interval
+PAIRS = 40  # steps with and without recording
 DEMO_SPEC = NSASpec(16, 8, 32, 6, window=128)
 DEMO = ModelConfig(320, 4, 256, 6, 1, 64, mlp_width=704, attention=AttentionConfig(spec=DEMO_SPEC))
 CASES = {  # model, sequences and tokens of a micro-batch
@@ -63,43 +60,35 @@ class TimedModel:
         return time.perf_counter()
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pairs", type=int, default=40, help="steps with and without recording")
-    add_out(parser)
-
-
-def run(flags: argparse.Namespace) -> None:
-    """Measure each model, print a line each, save; exit with 1 if recording costs too much."""
+def run(_: object) -> dict[str, Any]:
+    """Measure each model and print a line each; recording fails above LIMIT."""
     result: dict[str, Any] = {
-        "environment": environment(flags.arguments),
         "clock": "wall" if torch.cuda.is_available() else "processor",
         "log_every": LOG_EVERY,
         "models": {},
         "failures": [],
     }
     for name, (config, batch, seq_len) in CASES.items():
-        figures = _measure(TimedModel(config, batch, seq_len), flags.pairs)
+        figures = _measure(TimedModel(config, batch, seq_len))
         result["models"][name] = {"batch": batch, "seq_len": seq_len, **figures}
         low, middle, high = figures["fraction_at_log_every"]
         print(
             f"{name:<18} {figures['off_seconds'] * 1e3:.0f} ms a step; recorded every {LOG_EVERY} "
-            f"steps, {middle:+.2%} (quartiles {low:+.2%} and {high:+.2%} of {flags.pairs} pairs)",
+            f"steps, {middle:+.2%} (quartiles {low:+.2%} and {high:+.2%} of {PAIRS} pairs)",
             flush=True,
         )
         if middle > LIMIT:
             failure = f"{name}: recording costs more than {LIMIT:.0%} of a run's time"
             result["failures"].append(failure)
-    save(flags.out, result)
-    if result["failures"]:
-        raise SystemExit(1)
+    return result
 
 
-def _measure(model: TimedModel, pairs: int) -> dict[str, Any]:
+def _measure(model: TimedModel) -> dict[str, Any]:
     """Seconds without recording, and quartiles of the ratio over pairs."""
     for record in (False, True, False, True):
         model.step(record)
     off, ratios = [], []
-    for pair in range(pairs):
+    for pair in range(PAIRS):
         order = (False, True) if pair % 2 else (True, False)
         seconds = {record: model.step(record) for record in order}
         off.append(seconds[False])

@@ -1,20 +1,14 @@
-"""Attention implementations under measurement: forward alone, and forward and backward.
-
-The implementations of one case alternate and are compared with the first one. An error is a result
-too: it is recorded where the figure would stand.
-"""
+"""Attention implementations under measurement: forward alone, and forward and backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.bench.measure import Step, peak_bytes, recover, time_alternating
-from nsa.bench.results import Report, ratio
+from nsa.bench.measure import peak_bytes
+from nsa.bench.results import Report, Result, figure, ratio
 
 FIGURES = ("forward", "forward_backward", "peak_bytes")
 
@@ -61,8 +55,7 @@ class Implementation:
         return self.inputs if self._grad_output is None else [*self.inputs, self._grad_output]
 
 
-Builders = Mapping[str, Callable[[], Implementation]]
-Result = dict[str, Any]
+Builders = dict[str, Callable[[], Implementation]]
 
 
 def measure(
@@ -72,38 +65,19 @@ def measure(
 
     `references` maps an implementation to the one whose output it should equal.
     """
-    device = report.device
-    results: dict[str, Result] = {
-        name: {**dict.fromkeys(FIGURES), "errors": {}, "note": ""} for name in builders
-    }
-    built: dict[str, Implementation] = {}
-    for name, build in builders.items():
-        try:
-            built[name] = build()
-            results[name]["note"] = built[name].note
-        except (Unsupported, ImportError) as error:
-            results[name]["errors"]["all"] = str(error)
-        except Exception as error:
-            results[name]["errors"]["all"] = recover(error, device)
-
-    def time_all(figure: str, steps: Mapping[str, Step]) -> None:
-        flags = report.flags
-        timings, errors = time_alternating(
-            steps, device, seconds=flags.seconds, rounds=flags.rounds
-        )
-        for name, timing in timings.items():
-            results[name][figure] = asdict(timing)
-        for name, error in errors.items():
-            results[name]["errors"][figure] = error
-
-    time_all("forward", {name: x.forward for name, x in built.items()})
+    built, results = report.build(builders, FIGURES)
+    for name, x in built.items():
+        results[name]["note"] = x.note
+    report.time({name: x.forward for name, x in built.items()}, results, "forward")
     backward = {
-        name: x for name, x in built.items() if x.differentiable and results[name]["forward"]
+        name: x.forward_backward
+        for name, x in built.items()
+        if x.differentiable and results[name]["forward"]
     }
-    time_all("forward_backward", {name: x.forward_backward for name, x in backward.items()})
-    for name, x in backward.items():
+    report.time(backward, results, "forward_backward")
+    for name, step in backward.items():
         if results[name]["forward_backward"]:
-            results[name]["peak_bytes"] = peak_bytes(x.forward_backward, x.held(), device)
+            results[name]["peak_bytes"] = peak_bytes(step, built[name].held(), report.device)
     for name, reference in (references or {}).items():
         if all(x in built and results[x]["forward"] for x in (name, reference)):
             relative = difference(built[name].forward(), built[reference].forward())
@@ -130,9 +104,3 @@ def ratios(
         for name, x in results.items()
         if (base := base_of(name)) != name and base in results
     }
-
-
-def figure(result: Mapping[str, Any], what: str) -> float | None:
-    """Median milliseconds, or bytes."""
-    value = result[what]
-    return value["median"] if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Random inputs for attention, and block selections whose overlap between queries is known."""
+"""Random inputs for attention, and how many selected blocks neighbouring queries share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from torch import Tensor
 
 from nsa.bench.options import Shape
 from nsa.ops import NSASpec
-from nsa.ops.blockwise import top_blocks
 
-CHUNK = 4096  # queries at once, so that a selection needs little memory at any length
+CHUNK = 4096  # queries compared at once
 
 
 class Inputs(NamedTuple):
@@ -60,32 +59,6 @@ def mean_pool(x_BTKD: Tensor, spec: NSASpec) -> Tensor:
     if count == 0 or spec.block_len == spec.block_stride:
         return x_BTKD[:, : count * spec.block_len].unflatten(1, (count, spec.block_len)).mean(2)
     return x_BTKD.unfold(1, spec.block_len, spec.block_stride).mean(-1)
-
-
-def random_selection(
-    kind: str, batch: int, seq_len: int, kv_heads: int, spec: NSASpec, device: torch.device
-) -> Tensor:
-    """A valid block_index [B, T, K, n]: the blocks that the spec always selects, and besides them
-
-    random   distinct earlier blocks, drawn for each query
-    local    one draw for the queries of a block, plus a little noise: neighbours overlap
-    """
-    blocks = spec.select_blocks_len(seq_len)
-    block = torch.arange(blocks, device=device)
-    own_block = torch.arange(seq_len, device=device) // spec.select_len
-    index = torch.full((kv_heads, seq_len, spec.select_top), -1, device=device)
-    if blocks <= spec.select_top:
-        index[..., :blocks] = torch.where(block <= own_block[:, None], block, -1)
-    else:
-        shared = torch.rand(kv_heads, blocks, blocks, device=device)
-        for start in range(0, seq_len, CHUNK):
-            own = own_block[start : start + CHUNK]
-            importance = torch.rand(kv_heads, len(own), blocks, device=device)
-            if kind == "local":
-                importance = shared[:, own] + importance / blocks
-            index[:, start : start + len(own)] = top_blocks(importance, own[:, None], spec)
-    one = index.transpose(0, 1).to(torch.int32)
-    return one.expand(batch, *one.shape).contiguous()
 
 
 def neighbour_overlap(block_index: Tensor) -> float:

@@ -12,43 +12,38 @@ from functools import partial
 
 import torch
 
-from nsa.bench.implementations import Result, figure, measure, ratios
+from nsa.bench.implementations import Builders, measure, ratios
 from nsa.bench.inputs import Inputs
 from nsa.bench.measure import recover, time_alternating
 from nsa.bench.operations import FUNCTIONS, Selection, calls, flops, moved_bytes
-from nsa.bench.options import Shape, add_gpu_flags, choice, names
-from nsa.bench.results import Report, cell, print_errors, print_table, ratio
+from nsa.bench.options import Shape, add_gpu_flags, names
+from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table, ratio
 from nsa.ops import NSASpec
 
 SPEC = NSASpec()
-PASSES = ("forward", "forward_backward")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_gpu_flags(parser, "2k,8k,64k", shapes_default="m7c,64x4x128", backend=False)
+    add_gpu_flags(parser, "2k,8k,64k", shapes_default="m7c,64x4x128")
     parser.add_argument("--backends", type=names, help="for example triton,blockwise,reference")
-    every = ",".join(FUNCTIONS)
-    parser.add_argument("--functions", type=choice(*FUNCTIONS), default=every, help="only these")
 
 
 def run(flags: argparse.Namespace) -> None:
     """Measure every function at every shape and length; print a table per case."""
     report = Report(flags)
-    backends = flags.backends or (
-        ["triton", "blockwise"] if report.on_gpu else ["blockwise", "reference"]
-    )
-    report.data["settings"]["backends"] = backends
-    size = 8192 if report.on_gpu else 256
-    report.data["ceilings"] = _ceilings(report.device, report.dtype, size)
+    default = ["triton", "blockwise"] if report.on_gpu else ["blockwise", "reference"]
+    backends = report.data["settings"]["backends"] = flags.backends or default
+    report.data["ceilings"] = _ceilings(report)
     for shape in flags.shapes:
         for seq_len in flags.lengths:
             case = partial(_case, shape, seq_len, backends, report)
-            report.attempt(f"{shape.name} T={seq_len}", case)
+            report.attempt(f"{shape} T={seq_len}", case)
     report.finish()
 
 
-def _ceilings(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, float]:
+def _ceilings(report: Report) -> dict[str, float]:
     """What a plain matrix product and a plain copy reach on this device."""
+    device, dtype, size = report.device, report.dtype, 8192 if report.on_gpu else 256
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     source = torch.empty(16 * size * size, dtype=dtype, device=device)
     target = torch.empty_like(source)
@@ -65,12 +60,14 @@ def _case(shape: Shape, seq_len: int, backends: list[str], report: Report) -> No
     batch = max(1, report.flags.tokens // seq_len)
     inputs = Inputs.random(shape, batch, seq_len, SPEC, report.device, report.dtype)
     selection = _selection(inputs, backends, report.device)
-    by_backend = {backend: calls(inputs, selection, SPEC, backend) for backend in backends}
-    title = f"{shape.name} T={seq_len} batch {batch}"
-    lines = [[title, "fwd ms", "TFLOP/s", "GB/s", "fwd+bwd ms", "TFLOP/s", "GB/s"]]
-    every: dict[str, Result] = {}
-    for function in report.flags.functions:
-        builders = {backend: by_backend[backend][function].implementation for backend in backends}
+    by_backend = {name: calls(inputs, SPEC, name, selection) for name in backends}
+    heads = [f"{shape} T={seq_len} batch {batch}", "fwd ms", "TFLOP/s", "GB/s"]
+    lines = [[*heads, "fwd+bwd ms", "TFLOP/s", "GB/s"]]
+    all_results: dict[str, Result] = {}
+    for function in FUNCTIONS:
+        builders: Builders = {
+            name: partial(by_backend[name].__getitem__, function) for name in backends
+        }
         results = measure(builders, report)
         call = by_backend[backends[0]][function]
         counts = {
@@ -80,13 +77,13 @@ def _case(shape: Shape, seq_len: int, backends: list[str], report: Report) -> No
         for name, result in results.items():
             cells = [f"{function} {name}"]
             result |= {"tflops": {}, "gbps": {}}
-            for what in PASSES:
+            for what in ("forward", "forward_backward"):
                 ms = figure(result, what)
                 result["tflops"][what] = ratio(counts["flops"][what] / 1e9, ms)
                 result["gbps"][what] = ratio(counts["bytes"][what] / 1e6, ms)
                 cells += map(cell, (ms, result["tflops"][what], result["gbps"][what]))
             lines.append(cells)
-            every[f"{function} {name}"] = result
+            all_results[f"{function} {name}"] = result
         report.add(
             {
                 "function": function,
@@ -100,7 +97,7 @@ def _case(shape: Shape, seq_len: int, backends: list[str], report: Report) -> No
             }
         )
     print_table(lines)
-    print_errors(every)
+    print_errors(all_results)
 
 
 def _selection(inputs: Inputs, backends: list[str], device: torch.device) -> Selection:

@@ -6,17 +6,18 @@ and it disappears with them.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import platform
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 PREFIX = "nsa-link-"
 INTERFACE = "nsalink"  # the name of both ends, each in its namespace
@@ -27,10 +28,6 @@ _BURST = "128kb"  # sent at once; above the largest packet
 _QUEUE = "16mb"  # waits for the throttle before anything is dropped
 
 
-class LinkError(ValueError):
-    """This machine or user cannot create a link; the message says what is missing."""
-
-
 @dataclass(frozen=True)
 class Link:
     """The two namespaces and their addresses."""
@@ -38,9 +35,12 @@ class Link:
     namespaces: tuple[str, str]
     addresses: tuple[str, str] = ("10.77.0.1", "10.77.0.2")
 
-    def inside(self, end: int) -> list[str]:
-        """The prefix of a command that runs at this end."""
-        return ["ip", "netns", "exec", self.namespaces[end]]
+    def enter(self, end: int) -> None:
+        """Move this thread to one end; threads that it starts follow."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with (_FOLDER / self.namespaces[end]).open() as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns {self.namespaces[end]}")
 
     def throttle(self, gbit: float | None) -> None:
         """Limit both ends to this many Gbit/s; None: as fast as the machine can."""
@@ -54,31 +54,27 @@ class Link:
 
 
 def missing() -> str | None:
-    """Why this machine or user cannot create a link; None if nothing speaks against it."""
+    """Why this machine or user cannot create a link; None if nothing is missing."""
     if platform.system() != "Linux":
         return f"network namespaces are Linux's, and this is {platform.system()}"
     if os.geteuid() != 0:
         return "only root may create network namespaces; run it as root"
     absent = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
-    if absent:
-        return f"{' and '.join(absent)} not found; install iproute2"
-    return None
+    return f"{' and '.join(absent)} not found; install iproute2" if absent else None
 
 
 @contextmanager
 def link() -> Iterator[Link]:
     """Create two joined namespaces and remove them on any exit, also by SIGTERM.
 
-    SIGKILL leaves them behind; the next link removes them. Raise LinkError where namespaces are not
-    allowed.
+    After SIGKILL they are removed by the next link.
     """
-    reason = missing()
-    if reason:
-        raise LinkError(reason)
+    if reason := missing():
+        raise ValueError(f"a link needs root on Linux with ip and tc: {reason}")
     remove_leftovers()
     name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
     created = Link((f"{name}-0", f"{name}-1"))
-    handler = signal.signal(signal.SIGTERM, _exit)
+    handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         _create(created)
         yield created
@@ -116,8 +112,4 @@ def _create(link: Link) -> None:
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise LinkError(f"{' '.join(command)} failed: {' '.join(done.stderr.split())}")
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+        raise ValueError(f"{' '.join(command)} failed: {' '.join(done.stderr.split())}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,18 +25,6 @@ FUNCTIONS = (*PARTS, "nsa_attention")
 
 
 @dataclass(frozen=True)
-class Call:
-    """`function(*tensors)`; selecting blocks has no gradient."""
-
-    function: Callable[..., Tensor]
-    tensors: tuple[Tensor, ...]
-    differentiable: bool = True
-
-    def implementation(self) -> Implementation:
-        return Implementation(self.function, *self.tensors, differentiable=self.differentiable)
-
-
-@dataclass(frozen=True)
 class Selection:
     """What the compressed branch passes on: lse, and the selected blocks."""
 
@@ -54,28 +40,24 @@ class Selection:
             return cls(lse, select_blocks(inputs.q, inputs.k_cmp, lse, spec, backend=backend))
 
 
-def calls(inputs: Inputs, selection: Selection, spec: NSASpec, backend: str) -> dict[str, Call]:
-    """Every function by name."""
-    options: dict[str, Any] = {"backend": backend}
-    x = inputs
+def calls(
+    inputs: Inputs, spec: NSASpec, backend: str, selection: Selection | None = None
+) -> dict[str, Implementation]:
+    """Every function by name; selecting blocks has no gradient."""
+    x, selection = inputs, selection or Selection.of(inputs, spec, backend)
+
+    def cmp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compressed_attention(q, k, v, spec, backend=backend)[0]
+
+    select = partial(select_blocks, spec=spec, backend=backend)
+    sel = partial(selected_attention, spec=spec, backend=backend)
+    win = partial(window_attention, window=spec.window, backend=backend)
     return {
-        "compressed_attention": Call(
-            lambda q, k, v: compressed_attention(q, k, v, spec, **options)[0],
-            (x.q, x.k_cmp, x.v_cmp),
-        ),
-        "select_blocks": Call(
-            partial(select_blocks, spec=spec, **options),
-            (x.q, x.k_cmp, selection.lse),
-            differentiable=False,
-        ),
-        "selected_attention": Call(
-            partial(selected_attention, spec=spec, **options),
-            (x.q, x.k_sel, x.v_sel, selection.index),
-        ),
-        "window_attention": Call(
-            partial(window_attention, window=spec.window, **options), (x.q, x.k_win, x.v_win)
-        ),
-        "nsa_attention": Call(partial(nsa_attention, spec=spec, **options), x),
+        "compressed_attention": Implementation(cmp, x.q, x.k_cmp, x.v_cmp),
+        "select_blocks": Implementation(select, x.q, x.k_cmp, selection.lse, differentiable=False),
+        "selected_attention": Implementation(sel, x.q, x.k_sel, x.v_sel, selection.index),
+        "window_attention": Implementation(win, x.q, x.k_win, x.v_win),
+        "nsa_attention": Implementation(partial(nsa_attention, spec=spec, backend=backend), *x),
     }
 
 
@@ -104,13 +86,13 @@ def pairs(name: str, inputs: Inputs, spec: NSASpec) -> int:
     return sum(map(visible, range(seq_len))) * batch * heads
 
 
-def moved_bytes(name: str, call: Call, inputs: Inputs, spec: NSASpec) -> dict[str, int]:
+def moved_bytes(name: str, call: Implementation, inputs: Inputs, spec: NSASpec) -> dict[str, int]:
     """Least bytes moved: inputs and saved outputs read once, results written once."""
-    read = tensor_bytes(call.tensors)
+    read = tensor_bytes(call.inputs)
     rows, value = inputs.q.shape[:3].numel(), inputs.v_sel.shape[-1]
     if name == "select_blocks":
         moved = read + 4 * inputs.q.shape[:2].numel() * inputs.k_cmp.shape[2] * spec.select_top
         return {"forward": moved, "forward_backward": moved}
     output = rows * (value * inputs.q.element_size() + 4 * (name != "nsa_attention"))  # o and lse
-    gradients = tensor_bytes(x for x in call.tensors if x.is_floating_point())
+    gradients = tensor_bytes(x for x in call.inputs if x.is_floating_point())
     return {"forward": read + output, "forward_backward": 2 * read + 3 * output + gradients}

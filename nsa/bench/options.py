@@ -6,7 +6,6 @@ import argparse
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from nsa.dtypes import DTYPES
 
@@ -21,14 +20,17 @@ class Shape:
     key: int
     value: int
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.heads // self.kv_heads
 
     @property
-    def sizes(self) -> list[int]:
-        return [self.heads, self.kv_heads, self.key, self.value]
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.heads, self.kv_heads, self.key, self.value
 
 
 SHAPES = {
@@ -61,17 +63,6 @@ def choice(*known: str) -> Callable[[str], list[str]]:
     return parse
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """An integer with a lower bound."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: write a whole number, {least} or more")
-        return int(text)
-
-    return parse
-
-
 def shapes(text: str) -> list[Shape]:
     """ "m7c,64x4x128": names, or heads x KV heads x key size [x value size]."""
     return [_shape(name) for name in names(text)]
@@ -80,13 +71,14 @@ def shapes(text: str) -> list[Shape]:
 def _shape(name: str) -> Shape:
     if name in SHAPES:
         return SHAPES[name]
-    numbers = [int(number) for number in name.split("x") if number.isdigit()]
-    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,3}", name) is None or numbers[0] % numbers[1]:
-        raise argparse.ArgumentTypeError(
-            f"{name!r} is not a shape; use one of {', '.join(SHAPES)}, or heads x KV heads x key "
-            "size [x value size], for example 12x2x64, heads a multiple of KV heads"
-        )
-    return Shape(name, numbers[0], numbers[1], numbers[2], numbers[-1])
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,3}", name):
+        heads, kv_heads, key, *value = map(int, name.split("x"))
+        if heads % kv_heads == 0:
+            return Shape(name, heads, kv_heads, key, *(value or [key]))
+    raise argparse.ArgumentTypeError(
+        f"{name!r} is not a shape; use one of {', '.join(SHAPES)}, or heads x KV heads x key size "
+        "[x value size], for example 12x2x64, heads a multiple of KV heads"
+    )
 
 
 def lengths(text: str) -> list[int]:
@@ -97,10 +89,6 @@ def lengths(text: str) -> list[int]:
     return [int(n.rstrip("k")) * (1024 if n.endswith("k") else 1) for n in names(text)]
 
 
-def add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, help="write the results to this file, as JSON")
-
-
 def add_gpu_flags(
     parser: argparse.ArgumentParser,
     lengths_default: str,
@@ -108,16 +96,14 @@ def add_gpu_flags(
     shapes_default: str = "",
     tokens: int = 65_536,
     tokens_help: str = "tokens per batch, about (%(default)s)",
-    backend: bool = True,
 ) -> None:
-    """The flags of a GPU benchmark; either head shapes or a model's size."""
+    """The flags of a GPU benchmark, with head shapes or else with a model's size."""
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--dtype", choices=tuple(DTYPES), help="default: bf16, on a CPU fp32")
     add("--seconds", type=float, default=0.5, help="per figure, about; at least three rounds")
     add("--rounds", type=int, default=30, help="most rounds per figure")
     add("--limit", type=float, help="start no new case after this many seconds")
-    add_out(parser)
     if shapes_default:
         about = "m7c, 16x4x64, 64x4x128, paper, or heads x KV heads x sizes (%(default)s)"
         add("--shapes", type=shapes, default=shapes_default, help=about)
@@ -126,6 +112,5 @@ def add_gpu_flags(
         add("--vocab", type=int, default=50_304, help="rows of the embedding")
     add("--lengths", type=lengths, default=lengths_default, help="sequence lengths (%(default)s)")
     add("--tokens", type=int, default=tokens, help=tokens_help)
-    if backend:
-        about = "NSA's backend; default: triton on a GPU, blockwise on a CPU"
-        add("--backend", choices=("auto", "triton", "blockwise", "reference"), help=about)
+    about = "NSA's backend; default: triton on a GPU, blockwise on a CPU"
+    add("--backend", choices=("auto", "triton", "blockwise", "reference"), help=about)

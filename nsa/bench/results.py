@@ -1,20 +1,29 @@
-"""Benchmark results: JSON with one line per row, saved after every case, and printed tables."""
+"""Benchmark results: environment, JSON saved after every case, ratios and printed tables."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import platform
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from nsa.atomic_io import atomic_write_text
-from nsa.bench.environment import environment, pick_device
-from nsa.bench.measure import DeviceLost, recover
+from nsa.bench.measure import DeviceLost, Step, recover, time_alternating
 from nsa.dtypes import DTYPES
+from nsa.monitor.run_folder import cpu_model
+
+Result = dict[str, Any]
+T = TypeVar("T")
 
 
 class Report:
@@ -34,8 +43,7 @@ class Report:
         self.backend: str = getattr(flags, "backend", None) or default
         self._lost: str | None = None
         self._end = None if flags.limit is None else time.monotonic() + flags.limit
-        settings = {name: _plain(value) for name, value in vars(flags).items()}
-        del settings["arguments"]
+        settings = {name: value for name, value in vars(flags).items() if name != "arguments"}
         settings |= {"dtype": self.dtype_name, "device": self.device.type, "backend": self.backend}
         self.data: dict[str, Any] = {
             "environment": environment(flags.arguments, self.device),
@@ -45,12 +53,12 @@ class Report:
             "skipped": [],
         }
         torch.manual_seed(0)
-        self._save()
+        save(flags.out, self.data)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append one row and save."""
         self.data["rows"].append(dict(row))
-        self._save()
+        save(self.flags.out, self.data)
 
     def attempt(self, case: str, run: Callable[[], None]) -> None:
         """Run one case; list it under `skipped` if it fails or the time limit is over."""
@@ -68,16 +76,93 @@ class Report:
                 except DeviceLost as lost:
                     reason = self._lost = str(lost)
         self.data["skipped"].append({"case": case, "reason": reason})
-        self._save()
+        save(self.flags.out, self.data)
         print(f"{case} NOT MEASURED: {reason}", flush=True)
 
-    def finish(self, **facts: Any) -> None:
-        """Add what follows from all rows and save."""
-        self.data |= {"finished": not self.data["skipped"], **facts}
-        self._save()
+    def build(
+        self, builders: Mapping[str, Callable[[], T]], figures: Iterable[str]
+    ) -> tuple[dict[str, T], dict[str, Result]]:
+        """Build each contender of a case; return them, and results with figures still None.
 
-    def _save(self) -> None:
+        An error is a result too: a contender that cannot be built has it instead of figures.
+        """
+        built: dict[str, T] = {}
+        results: dict[str, Result] = {
+            name: {**dict.fromkeys(figures), "errors": {}} for name in builders
+        }
+        for name, build in builders.items():
+            try:
+                built[name] = build()
+            except Exception as error:
+                results[name]["errors"]["all"] = recover(error, self.device)
+        return built, results
+
+    def time(self, steps: Mapping[str, Step], results: dict[str, Result], what: str) -> None:
+        """Time alternating steps; write each one's timing or error into its result."""
+        timings, errors = time_alternating(
+            steps, self.device, seconds=self.flags.seconds, rounds=self.flags.rounds
+        )
+        for name, timing in timings.items():
+            results[name][what] = asdict(timing)
+        for name, error in errors.items():
+            results[name]["errors"][what] = error
+
+    def finish(self) -> None:
+        """Mark the results as complete, unless a case was skipped, and save."""
+        self.data["finished"] = not self.data["skipped"]
         save(self.flags.out, self.data)
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of `--device`; `auto` is the GPU if there is one."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("--device cuda: PyTorch sees no CUDA device; use --device cpu")
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def environment(arguments: Sequence[str], device: torch.device | None = None) -> dict[str, Any]:
+    """Date, command, hardware and software of a benchmark; by default with the GPU if any."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m nsa.bench", *arguments]),
+        "processor": cpu_model(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "hardware": _hardware(device or pick_device("auto")),
+    }
+
+
+def _hardware(device: torch.device) -> dict[str, Any]:
+    facts: dict[str, Any] = {"device": device.type}
+    for package in ("triton", "flash_attn"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            facts[package] = importlib.metadata.version(package)
+    if device.type != "cuda":
+        return facts
+    properties = torch.cuda.get_device_properties(device)
+    return facts | {
+        "name": properties.name,
+        "capability": f"sm_{properties.major}{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nvidia_smi": _nvidia_smi(),
+    }
+
+
+def _nvidia_smi() -> dict[str, str] | None:
+    """Driver, clocks and limits; read only, the GPU's settings stay as they are."""
+    fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return dict(zip(fields.split(","), done.stdout.strip().split(", "), strict=False))
 
 
 def save(out: Path | None, result: Mapping[str, Any]) -> None:
@@ -90,7 +175,7 @@ def to_json(result: Mapping[str, Any]) -> str:
     """JSON with one line per top-level entry and per row."""
     entries = []
     for key, value in result.items():
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False, default=str)
         if isinstance(value, list) and value and isinstance(value[0], dict):
             rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in value)
             text = f"[\n  {rows}\n ]"
@@ -98,11 +183,10 @@ def to_json(result: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
-def _plain(value: Any) -> Any:
-    """A flag's value as JSON."""
-    if isinstance(value, list):
-        return [getattr(item, "name", item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+def figure(result: Mapping[str, Any], what: str) -> float | None:
+    """Median milliseconds, or bytes."""
+    value = result[what]
+    return value["median"] if isinstance(value, dict) else value
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -127,6 +211,6 @@ def print_table(rows: Iterable[Sequence[str]]) -> None:
 def print_errors(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Print why figures of a case are missing, a line each, then a blank line."""
     for name, result in results.items():
-        for figure, error in result["errors"].items():
-            print(f"  {name}, {figure}: {error}")
+        for what, error in result["errors"].items():
+            print(f"  {name}, {what}: {error}")
     print(flush=True)

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nsa.bench.options import SHAPES, Shape, add_out, choice, lengths
-from nsa.bench.results import print_table, save
+from nsa.bench.options import Shape, lengths, shapes
+from nsa.bench.results import print_table
 from nsa.spec import NSASpec
 
+TOKENS = 65_536  # of a batch, about
 BF16, FP32 = 2, 4  # bytes; int32 takes as many as float32
 
 
@@ -129,30 +130,28 @@ def token(shape: Shape, seq_len: int, spec: NSASpec) -> Token:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    default = "m7c,64x4x128"
-    parser.add_argument("--shapes", type=choice(*SHAPES), default=default, help="names of shapes")
-    lengths_help = "sequence lengths (%(default)s)"
-    parser.add_argument("--lengths", type=lengths, default="2k,64k", help=lengths_help)
-    parser.add_argument("--tokens", type=int, default=65_536, help="of a batch (%(default)s)")
+    about = "head shapes (%(default)s)"
+    parser.add_argument("--shapes", type=shapes, default="m7c,64x4x128", help=about)
+    about = "sequence lengths (%(default)s)"
+    parser.add_argument("--lengths", type=lengths, default="2k,64k", help=about)
     parser.add_argument("--token", action="store_true", help="of one decoded token instead")
-    add_out(parser)
 
 
-def run(flags: argparse.Namespace) -> None:
+def run(flags: argparse.Namespace) -> dict[str, Any]:
     """Print a table per shape and length; with --token, per shape."""
     rows: list[dict[str, Any]] = []
-    for shape in (SHAPES[name] for name in flags.shapes):
-        title = f"\n{shape.name}: {shape.heads} query heads, {shape.kv_heads} key/value heads, "
+    for shape in flags.shapes:
+        title = f"\n{shape}: {shape.heads} query heads, {shape.kv_heads} key/value heads, "
         title += f"sizes {shape.key}/{shape.value}, "
         if flags.token:
             print(f"{title}one token of one sequence")
             rows += _print_tokens(shape, flags.lengths)
             continue
         for seq_len in flags.lengths:
-            batch = max(1, flags.tokens // seq_len)
+            batch = max(1, TOKENS // seq_len)
             print(f"{title}{batch} × {seq_len:,} tokens")
             rows += _print_kernels(shape, batch, seq_len)
-    save(flags.out, {"estimate": "floors from counts, not measurements", "rows": rows})
+    return {"estimate": "floors from counts, not measurements", "rows": rows}
 
 
 def _print_kernels(shape: Shape, batch: int, seq_len: int) -> list[dict[str, Any]]:

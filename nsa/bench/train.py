@@ -7,21 +7,20 @@ clipped and given to fused AdamW, and the weights are cast back. No DeepSpeed, n
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from nsa.bench import goals
-from nsa.bench.implementations import Result
-from nsa.bench.measure import Step, peak_bytes, recover, time_alternating
+from nsa.bench.measure import peak_bytes
 from nsa.bench.options import add_gpu_flags
-from nsa.bench.results import Report, cell, print_errors, print_table, ratio
+from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table, ratio
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig, flops_per_token
 from nsa.monitor.throughput import peak_flops
 
 KINDS = ("nsa", "dense")
+FIGURES = ("gradients_ms", "step_ms", "peak_bytes", "tokens_per_s", "mfu", "mfu_as_if_dense")
 
 
 class Stepper:
@@ -31,7 +30,6 @@ class Stepper:
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, compiled: bool
     ) -> None:
         torch.manual_seed(0)
-        self.config = config
         self.model = LanguageModel(config).to(device=device, dtype=dtype)
         self.weights = list(self.model.parameters())
         self.masters = [weight.detach().float().clone() for weight in self.weights]
@@ -68,8 +66,6 @@ class Stepper:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_gpu_flags(parser, "2k,8k,32k")
-    setting = "the model's activation_checkpointing"
-    parser.add_argument("--activation-checkpointing", default="none", help=setting)
     parser.add_argument("--compile", action="store_true", help="torch.compile both models")
 
 
@@ -80,79 +76,67 @@ def run(flags: argparse.Namespace) -> None:
         if flags.compile:
             torch.compiler.reset()  # each length is compiled separately
         report.attempt(f"T={seq_len}", partial(_case, seq_len, report))
-    report.finish(goals=goals.of_train(report.data["rows"] if report.on_gpu else []))
+    report.finish()
 
 
 def _case(seq_len: int, report: Report) -> None:
     flags, device = report.flags, report.device
     batch = max(1, flags.tokens // seq_len)
-    config = ModelConfig(
-        layers=flags.layers,
-        vocab_size=flags.vocab,
-        activation_checkpointing=flags.activation_checkpointing,
-    )
-    tokens = torch.randint(config.vocab_size, (batch, seq_len + 1), device=device)
+    tokens = torch.randint(flags.vocab, (batch, seq_len + 1), device=device)
     ids, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    results: dict[str, Result] = {kind: {"errors": {}} for kind in KINDS}
-    steppers: dict[str, Stepper] = {}
-    for kind in KINDS:
-        twin = replace(config, attention=AttentionConfig(kind=kind, backend=report.backend))
-        try:
-            steppers[kind] = Stepper(twin, device, report.dtype, flags.compile)
-        except Exception as error:  # for example, out of memory
-            results[kind]["errors"]["all"] = recover(error, device)
-    for what in ("gradients", "step"):
-        steps: dict[str, Step] = {
-            kind: partial(getattr(stepper, what), ids, labels) for kind, stepper in steppers.items()
-        }
-        timings, errors = time_alternating(
-            steps, device, seconds=flags.seconds, rounds=flags.rounds
-        )
-        for kind, result in results.items():
-            result[f"{what}_ms"] = asdict(timings[kind]) if kind in timings else None
-            if kind in errors:
-                result["errors"][what] = errors[kind]
+    config = ModelConfig(layers=flags.layers, vocab_size=flags.vocab)
+    configs = {
+        kind: replace(config, attention=AttentionConfig(kind=kind, backend=report.backend))
+        for kind in KINDS
+    }
+    steppers, results = report.build(
+        {
+            kind: partial(Stepper, twin, device, report.dtype, flags.compile)
+            for kind, twin in configs.items()
+        },
+        FIGURES,
+    )
+    gradients = {kind: partial(x.gradients, ids, labels) for kind, x in steppers.items()}
+    steps = {kind: partial(x.step, ids, labels) for kind, x in steppers.items()}
+    report.time(gradients, results, "gradients_ms")
+    report.time(steps, results, "step_ms")
     for kind, result in results.items():
-        result |= {"peak_bytes": None, "tokens_per_s": None}
         if result["step_ms"]:
             result["peak_bytes"] = peak_bytes(steps[kind], steppers[kind].held(), device)
             result["tokens_per_s"] = batch * seq_len / result["step_ms"]["median"] * 1e3
-        twin = replace(config, attention=AttentionConfig(kind=kind))
-        for name, dense in (("mfu", False), ("mfu_as_if_dense", True)):
-            flops = flops_per_token(twin, seq_len, dense_equivalent=dense)
-            result[name] = _mfu(result["tokens_per_s"], flops, report)
-    row = {
-        "length": seq_len,
-        "batch": batch,
-        "layers": config.layers,
-        "vocab_size": config.vocab_size,
-        "implementations": results,
-        "nsa_over_dense": {
-            what: ratio(results["nsa"][what], results["dense"][what])
-            for what in ("tokens_per_s", "peak_bytes")
-        },
+            for name, dense in (("mfu", False), ("mfu_as_if_dense", True)):
+                flops = flops_per_token(configs[kind], seq_len, dense_equivalent=dense)
+                result[name] = _mfu(result["tokens_per_s"] * flops, report)
+    over_dense = {
+        what: ratio(results["nsa"][what], results["dense"][what])
+        for what in ("tokens_per_s", "peak_bytes")
     }
-    report.add(row)
-    _print(f"T={seq_len} batch {batch}", results)
-    print(
-        "NSA's tokens/s over dense:", cell(row["nsa_over_dense"]["tokens_per_s"]), "\n", flush=True
+    report.add(
+        {
+            "length": seq_len,
+            "batch": batch,
+            "layers": flags.layers,
+            "vocab_size": flags.vocab,
+            "implementations": results,
+            "nsa_over_dense": over_dense,
+        }
     )
+    _print(f"T={seq_len} batch {batch}", results)
+    print("NSA's tokens/s over dense:", cell(over_dense["tokens_per_s"]), "\n", flush=True)
 
 
-def _mfu(tokens_per_s: float | None, flops: float, report: Report) -> float | None:
+def _mfu(flops_per_s: float, report: Report) -> float | None:
     """Model FLOPs utilisation; None if the chip's peak is unknown."""
     name = report.data["environment"]["hardware"].get("name", "")
     peak = peak_flops(name, report.dtype_name)
-    return None if tokens_per_s is None or peak is None else tokens_per_s * flops / peak
+    return None if peak is None else flops_per_s / peak
 
 
 def _print(title: str, results: dict[str, Result]) -> None:
     lines = [[title, "fwd+bwd ms", "step ms", "tokens/s", "MFU", "peak GB"]]
     for kind, result in results.items():
-        peak = result["peak_bytes"]
-        times = (result[what] and result[what]["median"] for what in ("gradients_ms", "step_ms"))
-        rate = cell(result["tokens_per_s"], ",.0f")
-        memory = cell(None if peak is None else peak / 1e9)
-        lines.append([kind, *map(cell, times), rate, cell(result["mfu"], ".1%"), memory])
+        times = (cell(figure(result, what)) for what in ("gradients_ms", "step_ms"))
+        rate, mfu = cell(result["tokens_per_s"], ",.0f"), cell(result["mfu"], ".1%")
+        lines.append([kind, *times, rate, mfu, cell(ratio(result["peak_bytes"], 1e9))])
     print_table(lines)
     print_errors(results)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from nsa.bench.inputs import Inputs
-from nsa.bench.measure import Step, time_alternating
-from nsa.bench.operations import PARTS, Selection, calls
+from nsa.bench.measure import Step
+from nsa.bench.operations import PARTS, calls
 from nsa.bench.options import Shape, add_gpu_flags
-from nsa.bench.results import Report, cell, print_errors, print_table
+from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table
 from nsa.ops import NSASpec
 from nsa.ops.decode import decode_attention
 from nsa.ops.triton.configs import Config, override_choices, save_tuned, tuning_key
@@ -59,13 +59,11 @@ def run(flags: argparse.Namespace) -> None:
 
 
 def _case(sizes: tuple[int, int], shapes: list[Shape], report: Report) -> None:
-    operations = discover(_steps(shapes, report))
-    rows, best = tune(operations, report)
-    keys = {row["operation"]: key_of(row["operation"], sizes, report.dtype) for row in rows}
+    rows, best = tune(discover(_steps(shapes, report)), report)
     for row in rows:
-        report.add({"key": keys[row["operation"]], **row})
+        report.add({"key": key_of(row["operation"], sizes, report.dtype), **row})
     if best:
-        options = {keys[name]: option for name, option in best.items()}
+        options = {key_of(name, sizes, report.dtype): option for name, option in best.items()}
         report.data["kept_in"] = str(save_tuned(options))
 
 
@@ -87,15 +85,13 @@ def _steps(shapes: list[Shape], report: Report) -> dict[str, Step]:
         for seq_len in report.flags.lengths:
             batch = max(1, report.flags.tokens // seq_len)
             inputs = Inputs.random(shape, batch, seq_len, SPEC, report.device, report.dtype)
-            by_name = calls(inputs, Selection.of(inputs, SPEC, backend), SPEC, backend)
+            by_name = calls(inputs, SPEC, backend)
+            for name in PARTS:
+                steps[f"{name} {shape} T={seq_len}"] = by_name[name].step
             # Trained queries select somewhere between random and local.
-            local = inputs.local(SPEC)
-            by_name["local selected_attention"] = calls(
-                local, Selection.of(local, SPEC, backend), SPEC, backend
-            )["selected_attention"]
-            for name in (*PARTS, "local selected_attention"):
-                steps[f"{name} {shape.name} T={seq_len}"] = by_name[name].implementation().step
-            steps[f"decode_attention {shape.name} T={seq_len}"] = _decoding(inputs, backend)
+            local = calls(inputs.local(SPEC), SPEC, backend)["selected_attention"]
+            steps[f"local selected_attention {shape} T={seq_len}"] = local.step
+            steps[f"decode_attention {shape} T={seq_len}"] = _decoding(inputs, backend)
     return steps
 
 
@@ -111,9 +107,7 @@ def discover(steps: Mapping[str, Step]) -> dict[str, Operation]:
     operations: dict[str, Operation] = {}
 
     def note(label: str, name: str, options: list[Any]) -> Any:
-        operation = operations.setdefault(name, Operation(options, {}))
-        assert operation.options == options, "one key has one list of candidates"
-        operation.steps[label] = steps[label]
+        operations.setdefault(name, Operation(options, {})).steps[label] = steps[label]
         return options[0]
 
     for label, step in steps.items():
@@ -139,22 +133,16 @@ def tune(
             label: partial(_run_with, {**best, name: option}, operation)
             for label, option in options.items()
         }
-        timings, errors = time_alternating(
-            steps, report.device, seconds=report.flags.seconds, rounds=report.flags.rounds
-        )
-        fastest = min(timings, key=lambda label: timings[label].median, default=None)
-        if fastest is not None:
-            best[name] = options[fastest]
-        candidates = [
-            {
-                "config": _fields(option),
-                "ms": asdict(timings[label]) if label in timings else None,
-                "error": errors.get(label),
-            }
+        results: dict[str, Result] = {
+            label: {"config": _fields(option), "ms": None, "errors": {}}
             for label, option in options.items()
-        ]
-        row = {"operation": name, "calls": list(operation.steps), "candidates": candidates}
-        rows.append(row | {"best": _fields(best[name]) if name in best else None})
+        }
+        report.time(steps, results, "ms")
+        timed = {label: x["ms"]["median"] for label, x in results.items() if x["ms"]}
+        if timed:
+            best[name] = options[min(timed, key=timed.__getitem__)]
+        row = {"operation": name, "calls": list(operation.steps), "candidates": [*results.values()]}
+        rows.append(row | {"best": _fields(best[name]) if timed else None})
     return rows, best
 
 
@@ -171,16 +159,13 @@ def _fields(option: Option) -> dict[str, Any]:
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """A line per candidate."""
     lines = [["operation, sizes, dtype", "rows", "keys", "warps", "stages", "ms", ""]]
-    errors: dict[str, Any] = {}
+    errors: dict[str, Result] = {}
     for row in rows:
         for candidate in row["candidates"]:
-            ms, config = candidate["ms"], candidate["config"]
+            ms, config = figure(candidate, "ms"), candidate["config"]
             verdict = "kept" if config == row["best"] else "" if ms else "fails"
             numbers = [str(number) for number in config.values()]
-            columns = [*numbers, "", "", ""][:4]
-            lines.append([row["key"], *columns, cell(ms and ms["median"]), verdict])
-            if candidate["error"]:
-                failed = errors.setdefault(row["key"], {"errors": {}})
-                failed["errors"]["/".join(numbers)] = candidate["error"]
+            lines.append([row["key"], *[*numbers, "", "", ""][:4], cell(ms), verdict])
+            errors[f"{row['key']} {'/'.join(numbers)}"] = candidate
     print_table(lines)
     print_errors(errors)

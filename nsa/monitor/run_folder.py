@@ -34,7 +34,7 @@ def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
         "platform": platform.platform(),
         "host": platform.node(),
         "cpu": {
-            "model": _cpu_model(),
+            "model": cpu_model(),
             "cores": cores,
             "usable_cores": len(affinity(0)) if affinity else cores,
             "memory_gb": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
@@ -71,7 +71,8 @@ def git_commit(source: Path) -> str | None:
         return None
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Return the processor's name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

@@ -37,11 +37,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
     settings = [flag.removeprefix("--set=") for flag in TINY]
     text = TINY_RECIPE.format(recipes=str(ROOT / "recipes"), settings=settings)
     (folder / "tiny.py").write_text(text)
-    command = ["ablations", "--variants=win,win", "--seeds=7", "--steps=2", "--rounds=2"]
+    command = ["ablations", "--variants=win,win", "--seeds=7", "--steps=2"]
     command += [f"--runs={folder / 'runs'}", f"--out={folder / 'figures.json'}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ablations, "RECIPE", folder / "tiny.py")
         patch.setattr(ablations, "COMMON", (*ablations.COMMON, "train.eval_samples=8"))
+        patch.setattr(ablations, "ROUNDS", 2)
         main(command)
     return folder, command
 
@@ -52,6 +53,7 @@ def tiny(measured: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> l
     folder, command = measured
     monkeypatch.setattr(ablations, "RECIPE", folder / "tiny.py")
     monkeypatch.setattr(ablations, "COMMON", (*ablations.COMMON, "train.eval_samples=8"))
+    monkeypatch.setattr(ablations, "ROUNDS", 2)
     return command
 
 
@@ -88,14 +90,10 @@ def test_an_unfinished_run_has_no_result(measured: tuple[Path, list[str]], tmp_p
 
 
 def test_runs_of_another_length_are_refused(
-    measured: tuple[Path, list[str]], tiny: list[str], capsys: pytest.CaptureFixture[str]
+    measured: tuple[Path, list[str]], tiny: list[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(ValueError, match=f"--runs {measured[0] / 'runs'}.* --steps"):
         main([*tiny, "--steps=3"])
-    assert ended.value.code == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert f"--runs {measured[0] / 'runs'}" in line
-    assert "--steps" in line
 
 
 def test_a_failed_run_is_reported_and_the_others_are_kept(
@@ -105,14 +103,14 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(
     program = tmp_path / "recipe.py"
     program.write_text("raise SystemExit('no disk')\n")
     monkeypatch.setattr(ablations, "VARIANTS", {"win": ("attention.branches=win",), "nsa": ()})
-    original = ablations.Training.start
+    original = ablations.Training.train
 
-    def start(self: ablations.Training, threads: int) -> Any:
+    def train(self: ablations.Training, threads: int) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(ablations, "RECIPE", program)
             return original(self, threads)
 
-    monkeypatch.setattr(ablations.Training, "start", start)
+    monkeypatch.setattr(ablations.Training, "train", train)
     with pytest.raises(SystemExit) as ended:
         main([*tiny, "--variants=win,nsa"])
     assert ended.value.code == 1
@@ -147,21 +145,3 @@ def test_the_evidence_page_shows_the_recorded_table() -> None:
     result = json.loads((ROOT / "docs/benchmarks/ablations.json").read_text())
     page = (ROOT / "docs/design/evidence.md").read_text()
     assert "\n".join(ablations.lines(result)) in page
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--variants=nsa,half", "'half': choose from nsa, dense"),
-        ("--seeds=1,x", "'x': write a whole number"),
-        ("--steps=0", "'0': write a whole number, 1 or more"),
-        ("--rounds=1", "'1': write a whole number, 2 or more"),
-    ],
-)
-def test_invalid_flags_are_refused(
-    flag: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["ablations", flag])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err

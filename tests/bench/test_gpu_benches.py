@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from nsa.bench import baselines, module, train
 from nsa.bench.__main__ import main
 from nsa.bench.baselines import block_mask, compiled_flex, flex
-from nsa.bench.implementations import Implementation, difference, figure, measure
-from nsa.bench.inputs import Inputs, mean_pool, neighbour_overlap, random_selection
+from nsa.bench.implementations import Implementation, difference, measure
+from nsa.bench.inputs import Inputs, mean_pool, neighbour_overlap
 from nsa.bench.measure import elapsed_ms, peak_bytes, time_alternating
 from nsa.bench.operations import FUNCTIONS, PARTS, Selection, pairs
 from nsa.bench.options import shapes
-from nsa.bench.results import Report, to_json
+from nsa.bench.results import Report, figure, to_json
 from nsa.model import ModelConfig
 from nsa.ops import NSASpec
 from tests.ops import naive
@@ -110,7 +110,7 @@ def test_ratios_are_quotients_of_times_in_the_same_case(bench: Bench, device: st
     dense, same, selected, parts = results["rows"]
     kinds = ["module", "same-pattern", "selected", "parts"]
     assert [row["kind"] for row in results["rows"]] == kinds
-    assert set(dense["neighbour_overlap"]) == {"nsa", "nsa-local"}
+    assert set(dense["neighbour_overlap"]) == {"random", "local"}
     assert set(dense["implementations"]) == {
         *("nsa", "nsa-local", "sdpa-flash", "sdpa-cudnn", "flex-causal", "flex-blocks"),
         "native-sparse-attention-pytorch",
@@ -143,8 +143,7 @@ def test_ratios_are_quotients_of_times_in_the_same_case(bench: Bench, device: st
 def test_an_implementation_without_times_has_an_error(bench: Bench) -> None:
     """Missing libraries, kernels that need a GPU, and unsupported shapes."""
     results = bench("module", "--device", "cpu", "--shapes", "12x2x16", "--lengths", "64",
-                  "--tokens", "64", "--kinds", "module,same-pattern", "--selection", "random",
-                  "--only", "sdpa-cudnn,fla,native-sparse-attention-pytorch")  # fmt: skip
+                  "--tokens", "64", "--kinds", "module,same-pattern")  # fmt: skip
     for row in results["rows"]:
         for name, one in row["implementations"].items():
             for what in ("forward", "forward_backward"):
@@ -231,32 +230,9 @@ def test_a_failing_case_ends_neither_the_run_nor_the_file(tmp_path: Path) -> Non
     assert len(json.loads((tmp_path / "figures.json").read_text())["rows"]) == 2
 
 
-@pytest.mark.parametrize("length", [5, 32, 200])
-@pytest.mark.parametrize("kind", ["random", "local"])
-def test_random_selections_are_valid(kind: str, length: int) -> None:
-    index = random_selection(kind, 2, length, 3, SMALL, CPU)
-    assert index.shape == (2, length, 3, 4)
-    assert index.dtype == torch.int32
-    for t, head in np.ndindex(length, 3):
-        own = t // SMALL.select_len
-        blocks = [j for j in index[1, t, head].tolist() if j >= 0]
-        assert blocks == sorted(set(blocks))
-        assert len(blocks) == min(own + 1, SMALL.select_top)
-        assert {0, own, max(own - 1, 0)} <= set(blocks)
-        assert blocks[-1] == own
-        assert index[1, t, head, len(blocks) :].tolist() == [-1] * (4 - len(blocks))
-
-
-def test_neighbours_share_more_of_a_local_selection_than_of_a_random_one() -> None:
-    wide = NSASpec(select_len=8, select_top=12, local_blocks=2, block_len=8, block_stride=4)
-    overlap = {
-        kind: neighbour_overlap(random_selection(kind, 1, 800, 2, wide, CPU))
-        for kind in ("random", "local")
-    }
-    assert overlap["random"] < 0.55
-    assert overlap["local"] > 0.85
-    same = torch.tensor([[[[0, 1]], [[0, 1]], [[0, 2]], [[1, 2]]]])
-    assert neighbour_overlap(same) == pytest.approx((2 + 1 + 1) / 6)
+def test_the_overlap_is_the_fraction_that_the_previous_query_selected_too() -> None:
+    index = torch.tensor([[[[0, 1]], [[0, 1]], [[0, 2]], [[1, 2]]]])
+    assert neighbour_overlap(index) == pytest.approx((2 + 1 + 1) / 6)
 
 
 def test_similar_neighbours_select_mostly_the_same_blocks() -> None:
@@ -322,7 +298,7 @@ def test_plot_without_matplotlib_is_refused_before_measuring(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out = tmp_path / "figures.json"
-    with pytest.raises(ValueError, match=r"--plot \S*lines.png needs matplotlib: pip install"):
+    with pytest.raises(ImportError, match="matplotlib"):
         main(["module", *QUICK, "--device", "cpu", "--shapes", "4x2x16", "--lengths", "128",
               "--tokens", "128", "--out", str(out), "--plot", str(tmp_path / "lines.png"),
         ])  # fmt: skip
@@ -344,7 +320,6 @@ def test_train_measures_nsa_and_dense(bench: Bench, device: str) -> None:
     assert over == pytest.approx(nsa["tokens_per_s"] / dense["tokens_per_s"])
     if device == "cpu":
         assert nsa["mfu"] is None
-        assert all(goal["reached"] is None for goal in results["goals"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -425,7 +400,7 @@ blocked = ("deepspeed", "datasets", "transformers", "tensorboard", "flash_attn",
 for name in blocked:
     sys.modules[name] = None
 import nsa.ops, nsa.model
-for name in ("baselines", "environment", "goals", "implementations", "inputs", "kernels", "measure",
+for name in ("baselines", "implementations", "inputs", "kernels", "measure",
              "module", "operations", "options", "results", "train", "tune", "__main__"):
     __import__(f"nsa.bench.{name}")
 print(nsa.bench.baselines.versions()["fla"]["error"])

@@ -101,7 +101,7 @@ def test_a_candidate_that_cannot_be_launched_is_listed_and_not_stored() -> None:
     tuning.append(True)
     (row,), best = tune(operations, report())
     assert best["toy_keys"] != first
-    assert "shared memory" in row["candidates"][0]["error"]
+    assert "shared memory" in row["candidates"][0]["errors"]["ms"]
     assert row["candidates"][0]["ms"] is None
 
 
