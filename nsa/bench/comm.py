@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 
-from nsa.bench.netns import Link, link
+from nsa.bench.netns import RANKS, Link, link
 from nsa.bench.results import cell, save
 from nsa.report.markdown import table
 from nsa.resources import resource_path
 
 CONFIGS = {path.stem: path for path in sorted(resource_path("ds_configs").glob("*.json"))}
-RANKS = 2
 MODEL: dict[str, Any] = {  # at 1 Gbit/s, sending its gradients takes about as long as computing
     "vocab_size": 320,
     "layers": 4,

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.comm import comm as ds_comm
 
-from nsa.bench.comm import RANKS
-from nsa.bench.netns import INTERFACE
+from nsa.bench.netns import INTERFACE, RANKS
 from nsa.engine.build import build_model, initialise
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import resolve_ds_config

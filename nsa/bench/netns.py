@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+RANKS = 2  # one at each end
 PREFIX = "nsa-link-"
 INTERFACE = "nsalink"  # the name of both ends, each in its namespace
 _numbers = itertools.count()
