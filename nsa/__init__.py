@@ -1,8 +1,8 @@
 """Native Sparse Attention: a 125M language model and its training with DeepSpeed.
 
-`import nsa` registers the model with Hugging Face's Auto classes, before or after transformers is
-imported. It imports nothing heavy: each registration runs once transformers has loaded the Auto
-class concerned.
+`import nsa` registers the model with transformers' Auto classes, whether transformers is imported
+before or after it. It imports nothing heavy: an import hook registers the model with an Auto class
+when transformers loads that class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _register_config(auto: ModuleType) -> None:
 
 
 def _register_model(auto: ModuleType) -> None:
-    import_module("nsa.model.hf")  # which registers itself, and may be what imports `auto`
+    import_module("nsa.model.hf")  # registers itself on import, which may be in progress
 
 
 _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
@@ -31,7 +31,7 @@ _REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
 
 
 class _RegisterAfterImport:
-    """Import hook: load one of transformers' Auto modules as usual, then register with it."""
+    """Import hook: after transformers' Auto modules are loaded, register the model with them."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -28,7 +28,79 @@ CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
 BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
 
 
-class NSAttention(nn.Module):
+class Attention(nn.Module):
+    """Base class: the projections, and the order of steps.
+
+        x -> project    q, gates, and pre-RoPE keys and values by branch
+          -> branch_kv  compressed or rotated keys and values
+          -> attend     gated sum of the branches
+          -> o
+
+    Dense attention has one branch, "all", and no gates.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        attention, dense = config.attention, config.attention.kind == "dense"
+        self.branches = ("all",) if dense else attention.branch_names
+        self.heads, self.kv_heads = config.heads, config.kv_heads
+        self.key_dim, self.value_dim = config.head_dim, config.value_dim or config.head_dim
+        copies = 1 if attention.shared_kv else len(self.branches)
+        self.q = nn.Linear(config.width, self.heads * self.key_dim, bias=False)
+        self.k = nn.Linear(config.width, copies * self.kv_heads * self.key_dim, bias=False)
+        self.v = nn.Linear(config.width, copies * self.kv_heads * self.value_dim, bias=False)
+        if not dense:
+            self.gates = nn.Linear(config.width, self.heads * len(self.branches), bias=False)
+        self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
+
+    def forward(
+        self, x: Tensor, metadata: AttentionMetadata, cached: CachedAttention | None = None
+    ) -> Tensor:
+        """[B, T, width] to [B, T, width]."""
+        if cached is not None:
+            return cached(self, x, metadata)
+        q, gates, keys, values = self.project(x, metadata)
+        o = self.attend(q, gates, self.branch_kv(keys, values, metadata), metadata)
+        if metadata.sequence is not None:
+            o = metadata.sequence.heads_to_tokens(o)
+        return self.o(o.flatten(-2))
+
+    def project(
+        self, x: Tensor, metadata: AttentionMetadata
+    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
+        """Project to rotated queries, gates, and pre-RoPE keys and values by branch."""
+        parts = [
+            self.q(x).unflatten(-1, (1, self.heads, self.key_dim)),
+            self.k(x).unflatten(-1, (-1, self.kv_heads, self.key_dim)),
+            self.v(x).unflatten(-1, (-1, self.kv_heads, self.value_dim)),
+        ]
+        if self.branches != ("all",):
+            parts.append(self.gates(x).unflatten(-1, (1, self.heads, len(self.branches))))
+        if metadata.sequence is not None:
+            parts = metadata.sequence.tokens_to_heads(*parts)
+        q, k, v = apply_rotary(parts[0][:, :, 0], metadata.rotary), parts[1], parts[2]
+        gates = torch.sigmoid(parts[3][:, :, 0]) if len(parts) == 4 else None
+        return q, gates, self._by_branch(k), self._by_branch(v)
+
+    def _by_branch(self, x: Tensor) -> dict[str, Tensor]:
+        """Split a projection [B, T, copies, K, D] by branch; shared_kv has one copy for all."""
+        copies = [x[:, :, 0]] * len(self.branches) if x.shape[2] == 1 else x.unbind(2)
+        return dict(zip(self.branches, copies, strict=True))
+
+    def branch_kv(
+        self, keys: dict[str, Tensor], values: dict[str, Tensor], metadata: AttentionMetadata
+    ) -> BranchKV:
+        """Compress or rotate each branch's keys and values."""
+        raise NotImplementedError
+
+    def attend(
+        self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Return the gated sum of the branches, [B, T, Hq, Dv]."""
+        raise NotImplementedError
+
+
+class NSAttention(Attention):
     """Compressed, selected and window branches, mixed by one gate per query head and branch.
 
     A disabled branch has no parameters. Without the compressed branch, blocks are selected by the
@@ -41,53 +113,18 @@ class NSAttention(nn.Module):
     observer: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         attention = config.attention
         self.spec, self.backend = attention.spec, attention.backend
-        self.branches = attention.branch_names
-        self.heads, self.kv_heads = config.heads, config.kv_heads
-        self.key_dim, self.value_dim = config.head_dim, config.value_dim or config.head_dim
-        copies = 1 if attention.shared_kv else len(self.branches)
-        self.q = nn.Linear(config.width, self.heads * self.key_dim, bias=False)
-        self.k = nn.Linear(config.width, copies * self.kv_heads * self.key_dim, bias=False)
-        self.v = nn.Linear(config.width, copies * self.kv_heads * self.value_dim, bias=False)
-        self.gates = nn.Linear(config.width, self.heads * len(self.branches), bias=False)
-        self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
         self.compress: Compressor = MeanCompressor()
         if attention.compressor == "mlp":
             hidden = attention.compressor_hidden or self.key_dim
             self.compress = MLPCompressor(self.spec.block_len, self.key_dim, self.value_dim, hidden)
 
-    def forward(
-        self, x: Tensor, metadata: AttentionMetadata, cached: CachedAttention | None = None
-    ) -> Tensor:
-        """[B, T, width] to [B, T, width]."""
-        if cached is not None:
-            return cached(self, x, metadata)
-        q, gates, keys, values = self.project(x, metadata)
-        o = self.attend(q, gates, self.branch_kv(keys, values, metadata), metadata)
-        return self.o(metadata.heads_to_tokens(o).flatten(-2))
-
-    def project(
-        self, x: Tensor, metadata: AttentionMetadata
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Project to rotated queries, gates, and pre-RoPE keys and values by branch."""
-        q, k, v, gates = metadata.tokens_to_heads(
-            self.q(x).unflatten(-1, (1, self.heads, self.key_dim)),
-            self.k(x).unflatten(-1, (-1, self.kv_heads, self.key_dim)),
-            self.v(x).unflatten(-1, (-1, self.kv_heads, self.value_dim)),
-            self.gates(x).unflatten(-1, (1, self.heads, len(self.branches))),
-        )
-        q, gates = apply_rotary(q[:, :, 0], metadata.rotary), torch.sigmoid(gates[:, :, 0])
-        return q, gates, self._by_branch(k), self._by_branch(v)
-
     def branch_kv(
         self, keys: dict[str, Tensor], values: dict[str, Tensor], metadata: AttentionMetadata
     ) -> BranchKV:
-        """Compress or rotate each branch's keys and values.
-
-        Without a compressed branch, compressed keys serve selection only and get no gradient.
-        """
+        """Without a compressed branch, compressed keys only select blocks and get no gradient."""
         kv: BranchKV = {}
         source = "cmp" if "cmp" in keys else "sel"
         if source in keys:
@@ -101,8 +138,10 @@ class NSAttention(nn.Module):
             kv["win"] = rotated, values["win"]
         return kv
 
-    def attend(self, q: Tensor, gates: Tensor, kv: BranchKV, metadata: AttentionMetadata) -> Tensor:
-        """The gated sum of the branches, [B, T, Hq, Dv]."""
+    def attend(
+        self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata
+    ) -> Tensor:
+        assert gates is not None
         if self.branches != BRANCHES:
             return self._attend_subset(q, gates, kv, metadata.cu_seqlens)
         o, block_index = nsa_attention_and_blocks(
@@ -136,46 +175,19 @@ class NSAttention(nn.Module):
         weights = zip(self.branches, gates.unbind(-1), strict=True)
         return torch.stack([gate[..., None] * outputs[name] for name, gate in weights]).sum(0)
 
-    def _by_branch(self, x: Tensor) -> dict[str, Tensor]:
-        """Split a projection [B, T, copies, K, D] by branch; shared_kv has one copy for all."""
-        copies = [x[:, :, 0]] * len(self.branches) if x.shape[2] == 1 else x.unbind(2)
-        return dict(zip(self.branches, copies, strict=True))
 
+class DenseAttention(Attention):
+    """Plain causal attention over all previous tokens of the document."""
 
-class DenseAttention(nn.Module):
-    """Plain causal attention over all previous tokens."""
+    def branch_kv(
+        self, keys: dict[str, Tensor], values: dict[str, Tensor], metadata: AttentionMetadata
+    ) -> BranchKV:
+        return {"all": (apply_rotary(keys["all"], metadata.rotary), values["all"])}
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.heads, self.kv_heads = config.heads, config.kv_heads
-        self.key_dim, self.value_dim = config.head_dim, config.value_dim or config.head_dim
-        self.q = nn.Linear(config.width, self.heads * self.key_dim, bias=False)
-        self.k = nn.Linear(config.width, self.kv_heads * self.key_dim, bias=False)
-        self.v = nn.Linear(config.width, self.kv_heads * self.value_dim, bias=False)
-        self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
-
-    def forward(
-        self, x: Tensor, metadata: AttentionMetadata, cached: CachedAttention | None = None
+    def attend(
+        self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata
     ) -> Tensor:
-        """[B, T, width] to [B, T, width]."""
-        if cached is not None:
-            return cached(self, x, metadata)
-        o = self.attend(*self.project(x, metadata), metadata)
-        return self.o(metadata.heads_to_tokens(o).flatten(-2))
-
-    def project(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
-        """Project to rotated queries, rotated keys, and values."""
-        q, k, v = metadata.tokens_to_heads(
-            self.q(x).unflatten(-1, (1, self.heads, self.key_dim)),
-            self.k(x).unflatten(-1, (1, self.kv_heads, self.key_dim)),
-            self.v(x).unflatten(-1, (1, self.kv_heads, self.value_dim)),
-        )
-        q, k = (apply_rotary(part[:, :, 0], metadata.rotary) for part in (q, k))
-        return q, k, v[:, :, 0]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Causal attention within each document, [B, T, Hq, Dv]."""
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        q, k, v = (part.transpose(1, 2) for part in (q, *kv["all"]))
         outputs = [
             F.scaled_dot_product_attention(
                 q[:, :, doc], k[:, :, doc], v[:, :, doc], is_causal=True, enable_gqa=True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,16 +53,6 @@ class AttentionMetadata:
         inside = torch.arange(spec.block_len, device=device)
         last = Rotary.at(start + spec.block_len - 1, head_dim, theta)
         return cls(cu_seqlens, rotary, offset[:, None] + inside, last, sequence)
-
-    def tokens_to_heads(self, *parts_BtCHD: Tensor) -> Sequence[Tensor]:
-        """Exchange this rank's tokens for its heads; without sequence parallelism, do nothing."""
-        if self.sequence is None:
-            return parts_BtCHD
-        return self.sequence.tokens_to_heads(*parts_BtCHD)
-
-    def heads_to_tokens(self, o_BTHD: Tensor) -> Tensor:
-        """Exchange this rank's heads for its tokens; without sequence parallelism, do nothing."""
-        return o_BTHD if self.sequence is None else self.sequence.heads_to_tokens(o_BTHD)
 
 
 def _repeat_per_document(values: Tensor, offsets: Tensor, count: int) -> Tensor:

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nsa.model.attention import DenseAttention, NSAttention
+from nsa.model.attention import Attention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.cache import Buffer, KVCache, LayerCache, Slots
 from nsa.model.language_model import LanguageModel
 from nsa.model.rotary import Rotary, apply_rotary
 from nsa.ops.decode import decode_attention
 
-Layer = NSAttention | DenseAttention
 Prompts = Sequence[Tensor] | Tensor
 
 
@@ -165,7 +164,7 @@ def _run_blocks(
     tokens: Tensor,
     cache: KVCache,
     metadata: AttentionMetadata,
-    attention: Callable[[LayerCache, Layer, Tensor, AttentionMetadata], Tensor],
+    attention: Callable[[LayerCache, Attention, Tensor, AttentionMetadata], Tensor],
 ) -> Tensor:
     """Map tokens [T] to final hidden states [T, width].
 
@@ -178,38 +177,31 @@ def _run_blocks(
 
 
 def _prefill_attention(
-    slots: Slots, cache: LayerCache, layer: Layer, x: Tensor, metadata: AttentionMetadata
+    slots: Slots, cache: LayerCache, layer: Attention, x: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
     """Attention of all prompts' tokens; stores their keys and values in the cache."""
-    if isinstance(layer, DenseAttention):
-        q, k, v = layer.project(x, metadata)
-        cache.fill({cache.plan["k_all"]: k, cache.plan["v_all"]: v}, slots)
-        o = layer.attend(q, k, v, metadata)
-    else:
-        q, gates, keys, values = layer.project(x, metadata)
-        kv = layer.branch_kv(keys, values, metadata)
-        cache.fill(_token_entries(cache, keys, values, metadata.rotary), slots)
-        cache.fill(_block_entries(cache, kv.get("cmp", ())), slots)
-        o = layer.attend(q, gates, kv, metadata)
-    return layer.o(o.flatten(-2))
+    q, gates, keys, values = layer.project(x, metadata)
+    kv = layer.branch_kv(keys, values, metadata)
+    cache.fill(_token_entries(cache, keys, values, metadata.rotary), slots)
+    cache.fill(_block_entries(cache, kv.get("cmp", ())), slots)
+    return layer.o(layer.attend(q, gates, kv, metadata).flatten(-2))
 
 
 def _step_attention(
     cache: KVCache,
     layer_cache: LayerCache,
-    layer: Layer,
+    layer: Attention,
     x: Tensor,
     metadata: AttentionMetadata,
 ) -> Tensor:
     """Attention of the newest token of each sequence, after storing its keys and values."""
-    lengths, rotary, plan = cache.lengths, metadata.rotary, layer_cache.plan
-    if isinstance(layer, DenseAttention):
-        q, k, v = layer.project(x, metadata)
-        layer_cache.append({plan["k_all"]: k, plan["v_all"]: v}, lengths - 1)
-        return layer.o(_dense_attention(q[0], layer_cache, cache).flatten(-2))[None]
+    lengths, rotary = cache.lengths, metadata.rotary
     q, gates, keys, values = layer.project(x, metadata)
     layer_cache.append(_token_entries(layer_cache, keys, values, rotary), lengths - 1)
-    if "k_cmp" in plan and cache.completes_a_block:
+    if not isinstance(layer, NSAttention):
+        return layer.o(_dense_attention(q[0], layer_cache, cache).flatten(-2))[None]
+    assert gates is not None
+    if "k_cmp" in layer_cache.plan and cache.completes_a_block:
         _append_blocks(layer, layer_cache, lengths, rotary)
     blocks = layer.spec.compressed_len(cache.longest)
     o = decode_attention(

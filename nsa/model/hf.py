@@ -31,7 +31,7 @@ from nsa.model.language_model import LanguageModel
 class NSACache(Cache):
     """`KVCache` with transformers' interface; `forward(use_cache=True)` creates and fills it.
 
-    Tokens cannot be removed: the inputs of their compressed blocks are gone.
+    Tokens cannot be removed, because older inputs of compressed blocks are not stored.
     """
 
     is_croppable = False
@@ -42,15 +42,8 @@ class NSACache(Cache):
         self.columns = 0  # of input_ids so far, including padding
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of input_ids, as generate() counts; a padded sequence is shorter."""
+        """Return the columns of input_ids so far, as generate() expects, including padding."""
         return self.columns
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1  # unlimited
-
-    @property
-    def batch_size(self) -> int:
-        return -1 if self.kv is None else self.kv.batch
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -86,7 +79,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     _input_embed_layer = "embed"
     _no_split_modules = ["LanguageModel"]  # noqa: RUF012 - layers share tensors of one device
     _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012
-    _is_stateful = True  # generate() then refuses assistants, which need to remove tokens
+    _is_stateful = True  # makes generate() refuse assisted decoding, which removes tokens
 
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
@@ -113,19 +106,19 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, T, V] of input_ids [B, T], and the loss if labels [B, T] are given.
+        """Return logits [B, T, V] of input_ids [B, T], and the loss if labels [B, T] are given.
 
         labels are not shifted: labels[b, t] is input_ids[b, t], or -100. attention_mask [B, T] is 0
-        for padding, whose logits are meaningless; `logits_to_keep=1` returns those of each
-        sequence's own last token. A document starts where position_ids are 0; with a cache, each
-        sequence is one document. Nothing computed with a cache has a gradient.
+        for padding, whose logits are meaningless; `logits_to_keep=1` returns the logits of each
+        sequence's last token. A document starts where position_ids are 0; with a cache, each
+        sequence is one document. Results with a cache have no gradients.
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("inputs_embeds: not supported; pass input_ids")
         cache = NSACache() if past_key_values is None and use_cache else past_key_values
         if not isinstance(cache, NSACache | None):
             kind = type(cache).__name__
-            raise ValueError(f"past_key_values is a {kind}; pass a NSACache, or use_cache=True")
+            raise ValueError(f"past_key_values is a {kind}; pass an NSACache, or use_cache=True")
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
         real = _real_tokens(attention_mask, input_ids, cache, _keeps_last(logits_to_keep))
@@ -155,7 +148,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def _hidden_states(
         self, input_ids: Tensor, real: Tensor | None, starts: Tensor | None, all_blocks: bool
     ) -> tuple[Tensor, ...]:
-        """The head's input by the trainer's forward pass; with `all_blocks` also each block's.
+        """Return the head's input; with `all_blocks` the inputs of all blocks before it.
 
         Rows with padding or several documents are packed into one row of documents.
         """
@@ -215,7 +208,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize only what a checkpoint lacks; `__init__` initializes a new model."""
+        """Initialize weights that a checkpoint lacks; `__init__` initializes a new model."""
         super()._init_weights(module)
         if isinstance(module, BlockMLP):
             nn.init.normal_(module.position, std=self.config.init_std)
@@ -233,9 +226,9 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[NSAConfig.model_type] = NSAForCausalLM.__name_
 def _real_tokens(
     mask: Tensor | None, input_ids: Tensor, cache: NSACache | None, keeps_last: bool
 ) -> Tensor | None:
-    """[B, T], true for tokens and false for padding; None if there is no padding.
+    """Return [B, T], true for tokens and false for padding; None if there is no padding.
 
-    The mask has a column for each token in the cache, and for the new ones.
+    `mask` has a column for each column in the cache and each new one.
     """
     if mask is None:
         return None
@@ -261,7 +254,7 @@ def _real_tokens(
 def _document_starts(
     position_ids: Tensor | None, input_ids: Tensor, real: Tensor | None, cache: NSACache | None
 ) -> Tensor | None:
-    """[B, T], true where a further document starts in a row (packing collators do so); or None."""
+    """Return [B, T], true at the second and later documents of a row; None if there are none."""
     if position_ids is None:
         return None
     rows, columns = input_ids.shape
@@ -285,20 +278,20 @@ def _document_starts(
 
 
 def _first_tokens(real: Tensor) -> Tensor:
-    """[B, T], true at each sequence's first token."""
+    """Return [B, T], true at each sequence's first token."""
     return real & (real.cumsum(1) == 1)
 
 
 def _unpack(packed: Tensor, real: Tensor) -> Tensor:
-    """[tokens, width] to [B, T, width], with 0 for padding."""
+    """Unpack [tokens, width] to [B, T, width], with 0 for padding."""
     padded = packed.new_zeros(*real.shape, packed.shape[1])
     return padded.masked_scatter(real[..., None], packed)
 
 
 def _keep_columns(hidden: Tensor, real: Tensor | None, keep: int | Tensor) -> Tensor:
-    """The last `keep` columns (0: all), or those that a tensor names.
+    """Return the last `keep` columns (0: all), or the columns in the tensor `keep`.
 
-    For 1 it is each sequence's own last token, which right padding may follow.
+    For keep = 1, return each sequence's last token, also if right padding follows it.
     """
     if real is not None and _keeps_last(keep):
         columns = torch.arange(real.shape[1], device=real.device)

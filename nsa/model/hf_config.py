@@ -10,7 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
 
-# config.json holds the shape of the model, not how it is trained.
+# config.json stores the model's shape, not how it is trained.
 SHAPE = tuple(
     field.name for field in fields(ModelConfig) if field.name != "activation_checkpointing"
 )
@@ -72,7 +72,7 @@ class NSAConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, config: ModelConfig, **more: Any) -> NSAConfig:
-        """From a trained model's configuration; the backend is reset to "auto"."""
+        """Convert a `ModelConfig`; the backend is reset to "auto"."""
         tree = asdict(replace(config, attention=replace(config.attention, backend="auto")))
         return cls(**{name: tree[name] for name in SHAPE}, **more)
 
@@ -81,7 +81,7 @@ class NSAConfig(PreTrainedConfig):
         return ModelConfig(**shape, attention=_attention(self.attention))
 
     def to_dict(self) -> dict[str, Any]:
-        """For config.json; the installed package saves no code, so no auto_map either."""
+        """Drop auto_map from config.json unless the model's code is saved with it."""
         tree = super().to_dict()
         if self._auto_class is None:
             tree.pop("auto_map", None)
