@@ -33,9 +33,9 @@ while [ $# -gt 0 ]; do
     --dry-run) dry=yes ;;
     *) die "$1: unknown; there are --stage --limit --out --rehearse --dry-run" ;;
     esac
-    shift || die "the last flag lacks its value"
+    shift || die "the last flag needs a value"
 done
-[ -n "$out" ] || die "--out lacks its value"
+[ -n "$out" ] || die "--out needs a value"
 [[ $limit =~ ^[0-9]*$ ]] || die "--limit $limit: give whole seconds"
 for stage in "${selected[@]}"; do
     [ -n "${limits[$stage]-}" ] || die "--stage $stage: choose from ${stages[*]} sanitizer"
@@ -48,7 +48,7 @@ python=python3
 [ ! -x .venv/bin/python ] || python=.venv/bin/python
 python=${PYTHON:-$python}
 
-command -v "$python" > /dev/null || die "$python is no program; name a Python in PYTHON"
+command -v "$python" > /dev/null || die "$python not found; set PYTHON to a Python interpreter"
 has() {
     [ -n "$dry" ] || "$python" -c 'import sys
 from importlib.util import find_spec
@@ -128,7 +128,7 @@ command_of() {
     esac
 }
 
-[ -n "$dry" ] || mkdir -p "$out" || die "--out $out: cannot be made"
+[ -n "$dry" ] || mkdir -p "$out" || die "--out $out: cannot be created"
 child=''
 trap '[ -z "$child" ] || kill -TERM "$child"; exit 130' INT TERM HUP
 summary=() failed=0

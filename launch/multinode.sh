@@ -20,10 +20,10 @@ die() {
 }
 
 [ $# -gt 0 ] || die "give a hostfile: lines of NAME slots=N"
-hostfile=$(realpath -e -- "$1" 2>/dev/null) || die "$1: there is no such hostfile"
+hostfile=$(realpath -e -- "$1" 2>/dev/null) || die "$1: no such hostfile"
 shift
 mapfile -t hosts < <(awk 'NF && $1 !~ /^#/ { print $1 }' "$hostfile")
-[ ${#hosts[@]} -gt 0 ] || die "$hostfile names no machine: write lines of NAME slots=N"
+[ ${#hosts[@]} -gt 0 ] || die "$hostfile lists no node: write lines of NAME slots=N"
 
 start=ssh rank='' address='' port=29500 watch=()
 while [ $# -gt 0 ]; do
@@ -39,7 +39,7 @@ while [ $# -gt 0 ]; do
     --restart) watch=(--restart "${2-}") ;;
     *) break ;;
     esac
-    [ $# -gt 1 ] || die "$1 lacks its value"
+    [ $# -gt 1 ] || die "$1 needs a value"
     shift 2
 done
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Inject random faults into a small run under the watchdog, then compare every loss, bit for bit, with an
-# undisturbed run (half as long again). Not in CI.
+# Soak test: inject random faults into a small run under the watchdog, then compare every loss, bit for bit,
+# with an undisturbed run, which takes half as long again. Not in CI.
 #   bash launch/soak.sh [MINUTES] [SEED]     default: 20 minutes, a new seed each time
 set -euo pipefail
 

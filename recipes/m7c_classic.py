@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 2 recipes/m7c_classic.py
 
-Chosen for a system that took minutes per step. On a fast one, PCIe traffic dominates so small a
-step, hence the larger batch of m7c.py; docs/guides/zero-and-pcie.md has the numbers.
+That system took minutes per step. At a fast system's speed PCIe traffic dominates so small a step,
+hence the larger batch of m7c.py; docs/guides/zero-and-pcie.md has the numbers.
 """
 
 from __future__ import annotations

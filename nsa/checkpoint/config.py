@@ -13,8 +13,8 @@ class CheckpointConfig:
 
     every: int = 5_000  # steps between two checkpoints; 0: only at the end
     keep: int = 0  # number of newest checkpoints to keep; 0: all
-    keep_hours: float = 0.0  # remove older ones, never the newest; 0: no limit
-    background: bool = False  # copy the state and let a thread write it while training continues
+    keep_hours: float = 0.0  # remove checkpoints older than this, never the newest; 0: none
+    background: bool = False  # copy to host memory, and write while training continues
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""

@@ -21,15 +21,15 @@ class DataConfig:
     split: str = "train"  # split of a hub dataset
     files: str | None = None  # files of a hub dataset, as a path or pattern; null: its default
     text_field: str = "text"  # field of a record that holds its text
-    tokenizer: str = "byte"  # "byte": 256 bytes and specials; "hf:<name or folder>"
-    packing: str = "concat"  # "documents": attention stays inside one; "concat": plain stream
+    tokenizer: str = "byte"  # "byte": 256 bytes and 3 special tokens; or "hf:<name or folder>"
+    packing: str = "concat"  # "concat": across documents; "documents": attention stays inside each
     seq_len: int = 2_048  # T: tokens per sequence
     held_out: float = 0.05  # fraction of documents, by hash, that only validation reads
-    shuffle_documents: int = 1_000  # documents of a stream shuffled together; 1: in order
+    shuffle_documents: int = 1_000  # size of a stream's shuffle buffer, in documents; 1: in order
     workers: int = 1  # processes per rank that read and tokenise a stream
-    prefetch: int = 8  # micro-batches kept ready
+    prefetch: int = 8  # micro-batches that a rank prefetches
     timeout: float = 120.0  # seconds without a batch after which the run ends
-    synthetic_bytes: int = 4_000_000  # size of the "synthetic" source
+    synthetic_bytes: int = 4_000_000  # bytes of text that the "synthetic" source generates
 
     def validate(self) -> None:
         """Raise a ValueError that names the first invalid setting."""

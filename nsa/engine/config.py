@@ -33,13 +33,13 @@ class TrainConfig:
     adam_eps: float = 1e-8  # AdamW epsilon
     clip: float = 1.0  # max gradient norm; 0: no clipping
     precision: str = "bf16"  # "bf16", "fp16" with loss scaling, or "fp32" for debugging
-    seed: int = 1337  # seed of the initial weights and of the data order
+    seed: int = 1337  # of the initial weights and the data order
     eval_every: int = 500  # steps between validations; 0: only at the end
     eval_samples: int = 64  # validation sequences per evaluation, over all ranks
     on_bad_step: str = "skip"  # non-finite loss or gradient: abort, skip or rollback
     bad_steps: int = 20  # max skipped steps per launch before aborting
-    on_spike: str = "warn"  # loss far above recent ones: ignore, warn, skip or rollback
-    spike_score: float = 12.0  # spike threshold, in robust standard deviations of 128 losses
+    on_spike: str = "warn"  # loss above train.spike_score: ignore, warn, skip or rollback
+    spike_score: float = 12.0  # spike threshold, in robust standard deviations of the last 128 losses
 
     def validate(self) -> None:
         """Raise a ValueError that names the first invalid setting."""

@@ -13,10 +13,10 @@ ACTIONS = ("ignore", "warn", "halt")
 class LadderConfig:
     """Steps of the gates, and limits of their criteria; 0 switches a criterion off."""
 
-    sanity: int = 1  # step of the first gate
-    smoke: int = 300  # step of the second gate; the loss must have fallen
-    extended: int = 1_000  # step of the third gate; peak memory must be steady
-    min_tokens_per_s: float = 50.0  # of all ranks, the median since the gate before
+    sanity: int = 1  # step of the gate `sanity`
+    smoke: int = 300  # step of the gate `smoke`; the loss must have fallen
+    extended: int = 1_000  # step of the gate `extended`; peak memory must be steady
+    min_tokens_per_s: float = 50.0  # median since the gate before, all ranks together
     max_memory_gb: float = 60.0  # peak memory of any rank
     max_memory_growth: float = 0.05  # growth of peak memory in the second half, a fraction
     max_step_spread: float = 2.0  # p90 / median step time
@@ -25,7 +25,7 @@ class LadderConfig:
     max_gpu_imbalance: float = 0.1  # max - min GPU utilization over ranks
     max_skipped: float = 0.01  # skipped steps, a fraction
     min_gate: float = 0.01  # mean gate of each branch
-    require_fall: bool = True  # from the second gate on, the final loss must be below the initial
+    require_fall: bool = True  # from the smoke gate on, the final loss must be below the initial
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""
@@ -41,17 +41,17 @@ class LadderConfig:
 class WatchConfig:
     """Limits of `nsa watch` for hangs and unhealthy runs; seconds, 0 switches a limit off."""
 
-    setup: float = 1_800.0  # from the start to the first step, including compilation
-    data: float = 900.0  # waiting for a batch; longer than data.timeout
-    compute: float = 600.0  # one forward, backward or optimizer step
-    evaluation: float = 1_800.0  # one evaluation on the validation data
-    save: float = 1_800.0  # one checkpoint
-    silence: float = 60.0  # no heartbeat from a rank whose process is alive
-    grace: float = 30.0  # between SIGTERM and SIGKILL
+    setup: float = 1_800.0  # seconds from the start to the first step, including compilation
+    data: float = 900.0  # seconds waiting for a batch; set it above data.timeout
+    compute: float = 600.0  # seconds in one forward, backward or optimizer step
+    evaluation: float = 1_800.0  # seconds in one evaluation
+    save: float = 1_800.0  # seconds for one checkpoint
+    silence: float = 60.0  # seconds without a heartbeat from a live rank
+    grace: float = 30.0  # seconds between SIGTERM and SIGKILL
     collapse: float = 0.2  # tokens/s below this fraction of the run's median for ten logged steps
-    on_collapse: str = "warn"  # ignore, warn or halt
+    on_collapse: str = "warn"  # at a throughput collapse: ignore, warn or halt
     dead_gate: float = 0.001  # mean gate of a branch below this for ten logged steps
-    on_dead_gate: str = "warn"  # ignore, warn or halt
+    on_dead_gate: str = "warn"  # at a dead gate: ignore, warn or halt
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""
@@ -64,13 +64,13 @@ class WatchConfig:
 class MonitorConfig:
     """Outputs of a run; none changes what it computes."""
 
-    log_every: int = 10  # steps between logged steps; the others cost nothing
+    log_every: int = 10  # steps between rows of metrics.csv and TensorBoard points
     tensorboard: bool = True  # event files under <run>/tensorboard
     csv: bool = True  # <run>/metrics.csv
-    progress: bool = True  # a bar on a terminal, plain lines elsewhere
-    heartbeat: float = 5.0  # seconds between progress lines of a rank; 0: no heartbeat
+    progress: bool = True  # a progress bar on a terminal, plain lines elsewhere
+    heartbeat: float = 5.0  # seconds between heartbeats of a rank; 0: none
     health: bool = True  # gates and block selection of each layer, at logged steps
-    report: bool = True  # report.md with its pictures, at each gate and at the end
+    report: bool = True  # report.md with plots, at each gate and at the end
     memory_every: int = 1_000  # steps between two memory snapshots; 0: none
     ladder: LadderConfig = field(default_factory=LadderConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)

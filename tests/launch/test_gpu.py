@@ -74,7 +74,7 @@ def test_a_missing_package_is_reported_before_anything_runs(tmp_path: Path) -> N
     python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
     for path, message in ((python, "lacks torch: install it"),
-                       (tmp_path / "none", "is no program; name a Python in PYTHON")):  # fmt: skip
+                       (tmp_path / "none", "not found; set PYTHON to a Python interpreter")):  # fmt: skip
         done = gpu_sh("--rehearse", "--out", str(tmp_path / "out"), PYTHON=str(path))
         assert done.returncode == 2
         assert f"{path} {message}" in done.stderr

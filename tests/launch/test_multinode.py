@@ -149,14 +149,14 @@ def test_a_signal_to_one_machine_has_all_of_them_save_and_end(
 @pytest.mark.parametrize(
     ("hosts", "flags", "words"),
     [
-        (None, [], ["there is no such hostfile"]),
-        ("# none\n", [], ["names no machine"]),
+        (None, [], ["no such hostfile"]),
+        ("# none\n", [], ["lists no node"]),
         ("a slots=2\nb slots=2\n", ["--no_ssh", "--node_rank", "2"], ["--node_rank 2", "0 to 1"]),
         ("a slots=2\nb slots=2\n", ["--no_ssh"], ["--node_rank is missing"]),
         ("a slots=2\nb slots=2\n", ["--no_ssh", "--node_rank", "1"], ["--master_addr", " a"]),
         ("a slots=2\nb slots=2\n", ["--node_rank", "1"], ["only with --no_ssh"]),
         ("a slots=2\nb.invalid slots=2\n", [], ["b.invalid", "cannot be resolved"]),
-        ("a slots=2\n", ["--master_port"], ["--master_port lacks its value"]),
+        ("a slots=2\n", ["--master_port"], ["--master_port needs a value"]),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_mend(
