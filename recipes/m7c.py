@@ -21,8 +21,8 @@ from nsa.spec import NSASpec
 def production() -> RunConfig:
     """bf16 on 2×A100 over PCIe: 50,000 steps of 64 sequences, 131,072 tokens.
 
-    A step sends 377 MB over PCIe, whatever its batch. With 32 sequences per GPU that is below a tenth
-    of its time: docs/guides/zero-and-pcie.md. m7c_classic.py has a small batch.
+    A step sends 377 MB over PCIe, whatever its batch. With 32 sequences per GPU that is below a
+    tenth of its time: docs/guides/zero-and-pcie.md. m7c_classic.py has a small batch.
     """
     return RunConfig(
         model=ModelConfig(

@@ -39,7 +39,7 @@ class TrainConfig:
     on_bad_step: str = "skip"  # non-finite loss or gradient: abort, skip or rollback
     bad_steps: int = 20  # max skipped steps per launch before aborting
     on_spike: str = "warn"  # loss above train.spike_score: ignore, warn, skip or rollback
-    spike_score: float = 12.0  # spike threshold, in robust standard deviations of the last 128 losses
+    spike_score: float = 12.0  # threshold, in robust standard deviations of the last 128 losses
 
     def validate(self) -> None:
         """Raise a ValueError that names the first invalid setting."""

@@ -73,8 +73,8 @@ def test_a_missing_package_is_reported_before_anything_runs(tmp_path: Path) -> N
     python = tmp_path / "python"
     python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
-    for path, message in ((python, "lacks torch: install it"),
-                       (tmp_path / "none", "not found; set PYTHON to a Python interpreter")):  # fmt: skip
+    missing = (tmp_path / "none", "not found; set PYTHON to a Python interpreter")
+    for path, message in ((python, "lacks torch: install it"), missing):
         done = gpu_sh("--rehearse", "--out", str(tmp_path / "out"), PYTHON=str(path))
         assert done.returncode == 2
         assert f"{path} {message}" in done.stderr
