@@ -1,6 +1,6 @@
 """Batch sources of a loader: `IndexedBatches` from token stores, `StreamingBatches` from workers.
 
-A streaming source has one worker process per `data.workers`, read in turn:
+A streaming source has `data.workers` worker processes, which deliver batches in turn:
 
     worker 0:  b0      b2      ...
     worker 1:      b1      b3  ...    state: batches consumed, and each worker's stream cursor
@@ -10,74 +10,56 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from nsa.data.batches import Batch, Batches, to_batch
 from nsa.data.config import DataConfig
-from nsa.data.coverage import coverage
 from nsa.data.factory import open_source, open_store
 from nsa.data.order import key
 from nsa.data.source import DataError, State
 from nsa.data.stream import NO_DOCUMENT, stream_rows
-from nsa.data.token_store import TokenStore
+from nsa.data.token_store import TokenStore, coverage
 from nsa.data.tokenizer import build_tokenizer
 from nsa.data.worker import Worker
 
 PREPARE = "write shards with `nsa data prepare` and name their folder in data.source"
 
 
-class BatchSource(Iterator[tuple[Batch, "State | None"]], Protocol):
-    """Batches of one rank, each with the state that resumes after it."""
-
-    fingerprint: str  # of the samples and their order
-    vocab_size: int  # above every token id
-    tokenizer: str
-    tokenizer_fingerprint: str
-
-    def progress(self) -> tuple[str, str]:
-        """The source being read and how far, for messages."""
-        ...
-
-    def describe(self, samples: int) -> list[str]:
-        """What a run of `samples` reads, in lines for its log."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class IndexedBatches:
+class IndexedBatches(Iterator[tuple[Batch, None]]):
     """Batches computed from their index; they need no state beyond the samples consumed."""
 
     def __init__(self, batches: Batches, rank: int, consumed: int) -> None:
-        self.fingerprint = batches.fingerprint
-        self.vocab_size = max(store.vocab_size for store in batches.stores)
-        self.tokenizer = batches.stores[0].tokenizer_name
-        self.tokenizer_fingerprint = batches.stores[0].tokenizer
-        self._batches, self._of_rank = batches, batches.for_rank(rank, consumed)
+        self.fingerprint = batches.fingerprint  # of the samples and their order
+        self.vocab_size = max(store.vocab_size for store in batches.stores)  # above every token id
+        self.tokenizer = batches.stores[0].tokenizer
+        self.tokenizer_fingerprint = batches.stores[0].tokenizer_fingerprint
+        self._batches, self._iterator = batches, batches.for_rank(rank, consumed)
         self._read = 0
 
-    def __iter__(self) -> IndexedBatches:
-        return self
-
     def __next__(self) -> tuple[Batch, None]:
-        batch = next(self._of_rank)
+        batch = next(self._iterator)
         self._read += 1
         return batch, None
 
     def progress(self) -> tuple[str, str]:
+        """Return the source being read and the progress in it, for messages."""
         names = ", ".join(store.name for store in self._batches.stores)
         return names, f"batches read so far: {self._read:,}"
 
     def describe(self, samples: int) -> list[str]:
+        """Return lines for the log of a run that consumes `samples` samples."""
         batches = self._batches
-        return coverage(batches.stores, batches.shares, batches.seq_len, samples)
+        return coverage(batches.stores, batches.fractions, batches.seq_len, samples)
 
     def close(self) -> None:
         pass
 
 
-class StreamingBatches:
-    """Batches of worker processes in turn, each of which reads its part of the source."""
+class StreamingBatches(Iterator[tuple[Batch, State]]):
+    """Batches of worker processes in turn, each of which reads its part of the source.
+
+    Each batch comes with the state that resumes after it.
+    """
 
     def __init__(
         self,
@@ -92,7 +74,7 @@ class StreamingBatches:
         tokenizer = build_tokenizer(config)
         text = _text_settings(config, seed)
         # Opened here as well: a missing source is refused before a worker or an engine starts.
-        sizes = [open_source(config, name).size() for name in config.parts()]
+        sizes = [open_source(config, name).size() for name in config.sources()]
         self.fingerprint = f"{key('stream', tokenizer.fingerprint, repr(text), repr(sizes)):016x}"
         self.vocab_size = tokenizer.vocab_size
         self.tokenizer = tokenizer.name
@@ -105,42 +87,32 @@ class StreamingBatches:
             "rank": rank,
         }
         if state is not None:
-            _check_same(state["under"], self._settings)
+            _check_unchanged(state["under"], self._settings)
         self._consumed = state["taken"] if state else 0
         self._cursors = list(state["workers"]) if state else [None] * config.workers
+        work = partial(
+            stream_rows, config, seed=seed, parts=world_size * config.workers, rows=micro_batch
+        )
         name = f"data.source = {source_names(config)!r}, rank {rank}"
         self._workers = [
-            Worker(
-                partial(
-                    stream_rows,
-                    config,
-                    seed=seed,
-                    part=rank * config.workers + number,
-                    parts=world_size * config.workers,
-                    rows=micro_batch,
-                    state=cursor,
-                ),
-                name,
-            )
+            Worker(partial(work, part=rank * config.workers + number, state=cursor), name)
             for number, cursor in enumerate(self._cursors)
         ]
 
-    def __iter__(self) -> StreamingBatches:
-        return self
-
     def __next__(self) -> tuple[Batch, State]:
-        turn = self._turn
-        rows, self._cursors[turn] = next(self._workers[turn])
+        current = self._current
+        rows, self._cursors[current] = next(self._workers[current])
         self._consumed += 1
         state = {"under": self._settings, "taken": self._consumed, "workers": list(self._cursors)}
         return to_batch(rows, self._eos_id, self._config.packing), state
 
     @property
-    def _turn(self) -> int:
+    def _current(self) -> int:
+        """Return the number of the worker that delivers the next batch."""
         return self._consumed % len(self._workers)
 
     def progress(self) -> tuple[str, str]:
-        worker = self._workers[self._turn]
+        worker = self._workers[self._current]
         last = f"the last document read was {worker.location or NO_DOCUMENT}"
         return worker.source or source_names(self._config), last
 
@@ -148,8 +120,8 @@ class StreamingBatches:
         return [
             f"{name}: streamed, tokenizer {self.tokenizer}, documents shuffled "
             f"{self._config.shuffle_documents:,} at a time; "
-            f"the run consumes {round(samples * share):,} samples of {self._config.seq_len:,}"
-            for name, share in self._config.parts().items()
+            f"the run consumes {round(samples * fraction):,} samples of {self._config.seq_len:,}"
+            for name, fraction in self._config.sources().items()
         ]
 
     def close(self) -> None:
@@ -159,7 +131,7 @@ class StreamingBatches:
 
 def open_batches(config: DataConfig, split: str, **shape: int) -> Batches | None:
     """Open indexed batches of `data.source`; None if it is streamed."""
-    stores = {name: open_store(config, name, split) for name in config.parts()}
+    stores = {name: open_store(config, name, split) for name in config.sources()}
     indexed = {name: store for name, store in stores.items() if store is not None}
     if not indexed:
         return None
@@ -171,43 +143,40 @@ def open_batches(config: DataConfig, split: str, **shape: int) -> Batches | None
         )
     first, *others = indexed.values()
     for store in others:
-        if store.tokenizer != first.tokenizer:
+        if store.tokenizer_fingerprint != first.tokenizer_fingerprint:
+            fingerprints = [each.tokenizer_fingerprint[:12] for each in (first, store)]
             raise DataError(
-                f"data.source: the tokens of {first.name} and of {store.name} are of "
-                f"different tokenizers ({first.tokenizer[:12]}, {store.tokenizer[:12]}); "
-                "prepare one of them again with the other's tokenizer"
+                f"data.source: {first.name} and {store.name} have different tokenizers "
+                f"({', '.join(fingerprints)}); prepare one of them again with the other's"
             )
     return build_batches(list(indexed.values()), config, **shape)
 
 
 def build_batches(stores: Sequence[TokenStore], config: DataConfig, **shape: int) -> Batches:
     """Build the batches of these stores; `shape`: micro_batch, accumulation, world_size, seed."""
+    fractions = list(config.sources().values())
     return Batches(
-        stores,
-        shares=list(config.parts().values()),
-        seq_len=config.seq_len,
-        packing=config.packing,
-        **shape,
+        stores, fractions=fractions, seq_len=config.seq_len, packing=config.packing, **shape
     )
 
 
 def source_names(config: DataConfig) -> str:
-    """`data.source`, for messages."""
-    return ", ".join(config.parts())
+    """Return `data.source` for messages."""
+    return ", ".join(config.sources())
 
 
 def _text_settings(config: DataConfig, seed: int) -> dict[str, Any]:
-    """The settings that determine a stream's documents and their order, as JSON returns them."""
+    """Return the settings that determine a stream's documents and their order, as JSON values."""
     names = ("subset", "split", "files", "text_field", "tokenizer", "held_out", "shuffle_documents")
     return {
-        "data.source": [[name, share] for name, share in config.parts().items()],
+        "data.source": [list(source) for source in config.sources().items()],
         **{f"data.{name}": getattr(config, name) for name in names},
         "train.seed": seed,
     }
 
 
-def _check_same(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    for name, value in now.items():
+def _check_unchanged(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    for name, value in current.items():
         if saved[name] != value:
             raise DataError(
                 f"{name} = {value}: this run's stream cursor was saved with {saved[name]}, and a "

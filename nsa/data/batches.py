@@ -1,4 +1,4 @@
-"""Indexed batches: a pure function of (samples consumed, micro-step, rank), so resuming is free.
+"""Indexed batches, computed from (samples consumed, micro-step, rank), so resuming is free.
 
 tokens  | s0 | s1 | s2 | ...    sample i: tokens[i·T : i·T + T + 1]
 order   s7 s2 s9 ...            a permutation of each epoch; a mixture interleaves its sources
@@ -8,13 +8,12 @@ step    micro-step 0: rank 0's rows, rank 1's rows; micro-step 1: ...
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from nsa.constants import IGNORE_INDEX
-from nsa.data.config import PACKINGS
 from nsa.data.order import Mixer, key, shuffled
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray
@@ -36,13 +35,13 @@ class Batch:
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def sequence_part(self, index: int, count: int) -> Batch:
-        """One of `count` equal parts of each sequence; `cu_seqlens` stays that of the full one."""
+        """Return one of `count` equal parts of each sequence; `cu_seqlens` stays complete."""
         length = self.input_ids.shape[1] // count
         part = slice(index * length, (index + 1) * length)
         return Batch(self.input_ids[:, part], self.labels[:, part], self.cu_seqlens)
 
     def pin_memory(self) -> Batch:
-        """A copy in pinned memory, for asynchronous transfer to a GPU."""
+        """Return a copy in pinned memory, for asynchronous transfer to a GPU."""
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -53,8 +52,8 @@ class Batch:
 def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:
     """Split rows [B, T + 1] into inputs and next-token labels.
 
-    Packing "documents" lays the rows end to end; a document ends with its row at the latest, and
-    no label crosses an end of text.
+    Packing "documents" concatenates the rows; a document ends with its row at the latest, and no
+    label follows an end of text.
     """
     inputs = rows[:, :-1].astype(np.int64)  # [B, T]
     labels = rows[:, 1:].astype(np.int64)
@@ -71,86 +70,70 @@ def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:
     return Batch(torch.from_numpy(inputs), torch.from_numpy(labels), torch.from_numpy(cu_seqlens))
 
 
+@dataclass(kw_only=True, eq=False)
 class Batches:
-    """Cuts token stores into samples and assigns them to steps, micro-steps and ranks.
+    """Token stores cut into samples, which are assigned to steps, micro-steps and ranks.
 
-    A global batch holds the same samples however it is divided, so the order continues where ranks
-    or accumulation change. An epoch that ends within a batch still uses each sample exactly once.
+    A global batch holds the same samples however it is divided, so the order continues when the
+    number of ranks or the accumulation changes. An epoch that ends within a batch still uses each
+    sample exactly once.
     """
 
-    def __init__(
-        self,
-        stores: Sequence[TokenStore],
-        *,
-        shares: Sequence[float] = (1.0,),
-        seq_len: int,
-        micro_batch: int,
-        accumulation: int,
-        world_size: int,
-        seed: int,
-        packing: str = "concat",
-    ) -> None:
-        if packing not in PACKINGS:
-            raise ValueError(f"data.packing = {packing!r}: choose one of {', '.join(PACKINGS)}")
-        if seed < 0:
-            raise ValueError(f"train.seed = {seed}: must be 0 or more")
-        self.stores = list(stores)
-        self.seq_len = seq_len
-        self.micro_batch = micro_batch
-        self.accumulation = accumulation
-        self.world_size = world_size
-        self.seed = seed
-        self.packing = packing
-        self.shares = list(shares)
-        self.samples = [(len(store) - 1) // seq_len for store in stores]  # in one epoch of each
-        for store, samples in zip(stores, self.samples, strict=True):
+    stores: Sequence[TokenStore] = field(kw_only=False)
+    fractions: Sequence[float] = (1.0,)  # of the samples, by store
+    seq_len: int
+    micro_batch: int
+    accumulation: int
+    world_size: int
+    seed: int
+    packing: str = "concat"
+
+    def __post_init__(self) -> None:
+        seq_len = self.seq_len
+        self.samples = [(len(store) - 1) // seq_len for store in self.stores]  # in an epoch of each
+        for store, samples in zip(self.stores, self.samples, strict=True):
             if samples < 1:
                 raise ValueError(
                     f"data.seq_len = {seq_len}: {store.name} has {len(store)} tokens, fewer than "
                     f"the {seq_len + 1} of one sample; lower data.seq_len or take a larger "
                     "data.source"
                 )
-        stored = (
-            f"{store.fingerprint}*{share}" for store, share in zip(stores, shares, strict=True)
-        )
-        self.fingerprint = f"{key('order', seq_len, seed, *stored):016x}"  # of samples and order
-        self._mixer = Mixer(self.shares, [store.name for store in stores])
+        weighted = zip(self.stores, self.fractions, strict=True)
+        stored = (f"{store.fingerprint}*{fraction}" for store, fraction in weighted)
+        # Of the samples and their order.
+        self.fingerprint = f"{key('order', seq_len, self.seed, *stored):016x}"
+        self._mixer = Mixer(self.fractions, [store.name for store in self.stores])
 
     @property
     def samples_per_step(self) -> int:
-        """Of all ranks together."""
+        """Return the samples that all ranks together consume in a step."""
         return self.micro_batch * self.accumulation * self.world_size
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text per token; converts loss to bits per byte."""
-        return sum(
-            share * store.bytes_per_token
-            for share, store in zip(self.shares, self.stores, strict=True)
-        )
+        """Return the bytes of text per token, which convert loss to bits per byte."""
+        weighted = zip(self.fractions, self.stores, strict=True)
+        return sum(fraction * store.bytes_per_token for fraction, store in weighted)
 
     def batch(self, consumed: int, micro_step: int, rank: int) -> Batch:
-        """The batch of `rank` in one micro-step of the step that starts at `consumed` samples."""
-        assert consumed >= 0
-        assert 0 <= micro_step < self.accumulation
-        assert 0 <= rank < self.world_size
+        """Return a rank's batch in one micro-step of the step that starts at `consumed` samples."""
         first = consumed + (micro_step * self.world_size + rank) * self.micro_batch
         return self.rows(range(first, first + self.micro_batch))
 
     def for_rank(self, rank: int, consumed: int = 0) -> Iterator[Batch]:
-        """All batches of one rank from the step that starts at `consumed` samples."""
+        """Yield a rank's batches from the step that starts at `consumed` samples."""
         while True:
             for micro_step in range(self.accumulation):
                 yield self.batch(consumed, micro_step, rank)
             consumed += self.samples_per_step
 
     def rows(self, positions: Sequence[int]) -> Batch:
-        """The samples at these positions of the order, as one batch."""
+        """Return the samples at these positions of the order as one batch."""
         rows = np.stack([self._sample(position) for position in positions])
         return to_batch(rows, self.stores[0].eos_id, self.packing)
 
     def first_repeat(self, samples: int) -> tuple[int, str] | None:
-        """Within the first `samples`: the position of the first repeated one, and its store."""
+        """Return position and store of the first repetition in `samples` samples, or None."""
         for position in range(samples):
             source, number = self._mixer.locate(position)
             if number >= self.samples[source]:
@@ -158,7 +141,7 @@ class Batches:
         return None
 
     def locate(self, position: int) -> tuple[TokenStore, int]:
-        """The store of a sample, and the index of its first token."""
+        """Return the store of a sample, and the index of its first token."""
         source, number = self._mixer.locate(position)
         epoch, index = divmod(number, self.samples[source])
         index = shuffled(index, self.samples[source], key(self.seed, epoch, source))

@@ -30,12 +30,8 @@ def add_parser(verbs: Any) -> None:
     _add_source(prepare)
     prepare.add_argument("--tokenizer", required=True, help="byte, or hf:<name or folder>")
     prepare.add_argument("--out", type=Path, required=True, help="the folder to write")
-    prepare.add_argument(
-        "--held-out",
-        type=float,
-        default=DEFAULT.held_out,
-        help=f"fraction of the documents for validation only (default {DEFAULT.held_out})",
-    )
+    about = "fraction of the documents for validation only (default %(default)s)"
+    prepare.add_argument("--held-out", type=float, default=DEFAULT.held_out, help=about)
     prepare.add_argument("--workers", type=int, help="processes (default: one per CPU core)")
     prepare.add_argument(
         "--shard-tokens", type=int, default=100_000_000, help="per file (default 100 million)"
@@ -46,17 +42,17 @@ def add_parser(verbs: Any) -> None:
     check = actions.add_parser("check", help=about, description=about)
     check.add_argument("folder", type=Path, help="a folder that `nsa data prepare` wrote")
     for name, value, what in (
-        ("--seq-len", 2_048, "tokens per sequence"),
+        ("--seq-len", DEFAULT.seq_len, "tokens per sequence"),
         ("--samples-per-step", 4, "sequences of all ranks in one step"),
         ("--steps", 50_000, "steps of the run"),
     ):
-        check.add_argument(name, type=int, default=value, help=f"{what} (default {value})")
+        check.add_argument(name, type=int, default=value, help=f"{what} (default %(default)s)")
     check.set_defaults(run=_check)
 
     about = "train a byte-level BPE tokenizer on a source, for data.tokenizer=hf:<folder>"
     train = actions.add_parser("train-tokenizer", help=about, description=about)
     _add_source(train)
-    train.add_argument("--vocab-size", type=int, required=True, help="the largest number of ids")
+    train.add_argument("--vocab-size", type=int, required=True, help="number of ids at most")
     train.add_argument("--out", type=Path, required=True, help="the folder to write")
     train.set_defaults(run=_train_tokenizer)
 
@@ -84,7 +80,7 @@ def _config(args: argparse.Namespace, **more: Any) -> DataConfig:
 
 @contextmanager
 def _settings_as_flags() -> Iterator[None]:
-    """Replace the names of settings in errors by those of the flags."""
+    """Replace the names of settings in errors by the names of the flags."""
     try:
         yield
     except ValueError as error:
@@ -115,8 +111,8 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from nsa.data.coverage import coverage
     from nsa.data.shards import open_shards, read_index, verify_shards
+    from nsa.data.token_store import coverage
 
     for name in ("seq_len", "samples_per_step", "steps"):
         if getattr(args, name) < 1:
@@ -135,7 +131,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _contents(folder: Path, index: Index) -> list[str]:
-    """One line per split."""
+    """Return a line per split."""
     from nsa.data.shards import longest_document
 
     lines = []

@@ -55,7 +55,7 @@ class DataConfig:
     def _weights(self) -> dict[str, float]:
         return self.source if isinstance(self.source, dict) else {self.source: 1.0}
 
-    def parts(self) -> dict[str, float]:
-        """Each source with its fraction of the samples."""
+    def sources(self) -> dict[str, float]:
+        """Return the sources by name, each with its fraction of the samples."""
         weights = self._weights()
         return {name: weight / sum(weights.values()) for name, weight in weights.items()}

@@ -52,6 +52,6 @@ def _tokenise(config: DataConfig, name: str, split: str) -> TokenStore:
         name=name,
         fingerprint=hashlib.sha256(tokens.astype(np.uint32).tobytes()).hexdigest(),
         vocab_size=tokenizer.vocab_size,
-        tokenizer=tokenizer.fingerprint,
-        tokenizer_name=tokenizer.name,
+        tokenizer=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
     )

@@ -27,16 +27,16 @@ from nsa.data.source import (
 )
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-PLAIN, COMPRESSED = (".jsonl", ".ndjson", ".txt", ".parquet"), (".jsonl", ".ndjson", ".txt")
-SUFFIXES = PLAIN + tuple(plain + packed for plain in COMPRESSED for packed in COMPRESSIONS)
-READABLE = f"{', '.join(PLAIN)}; all but .parquet also compressed ({' or '.join(COMPRESSIONS)})"
+COMPRESSIBLE = (".jsonl", ".ndjson", ".txt")
+SUFFIXES = (*COMPRESSIBLE, ".parquet") + tuple(a + b for a in COMPRESSIBLE for b in COMPRESSIONS)
+READABLE = ".jsonl, .ndjson, .txt, .parquet; all but .parquet also compressed (.gz or .zst)"
 ROWS_PER_BATCH = 128  # of a Parquet file; small, so that long documents fit into memory
 BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A readable file and its size when the source was opened."""
+    """A file to read, and its size when the source was opened."""
 
     path: Path
     name: str  # relative to the source's folder
@@ -44,7 +44,7 @@ class TextFile:
 
     @property
     def suffix(self) -> str:
-        """The suffix of the format, without that of a compression."""
+        """Return the suffix of the format, without the compression's."""
         path = Path(self.name.lower())
         return path.with_suffix("").suffix if path.suffix in COMPRESSIONS else path.suffix
 
@@ -59,7 +59,7 @@ class TextFile:
         return io.BufferedReader(stream, BUFFER_BYTES)
 
 
-InPart = Callable[[int], bool]  # whether a file's n-th record is in this part
+InPart = Callable[[int], bool]  # returns whether a file's n-th record is in this part
 Documents = Iterator[tuple[Document, State]]  # with the cursor after each
 
 
@@ -110,18 +110,13 @@ def _text_file(path: Path, root: Path) -> TextFile:
 
 
 class Files:
-    """The documents of files; or every `count`-th one with fewer files than parts.
+    """All documents of files, or those with numbers `index`, `index + count`, and so on.
 
     Reader state: {"files": digest of names and sizes, "file": number, "at": cursor in that file}.
     """
 
     def __init__(
-        self,
-        name: str,
-        files: Sequence[TextFile],
-        text_field: str,
-        index: int = 0,
-        count: int = 1,
+        self, name: str, files: Sequence[TextFile], text_field: str, index: int = 0, count: int = 1
     ) -> None:
         self.name = name
         self._files, self._text_field = files, text_field
@@ -137,14 +132,14 @@ class Files:
         return Reader(self._documents(state), state)
 
     def part(self, index: int, count: int) -> Source:
-        """Whole files if there are at least `count`, else every `count`-th document."""
+        """Return complete files if there are at least `count`, else every `count`-th document."""
         assert self._count == 1
         if len(self._files) >= count:
             return Files(self.name, self._files[index::count], self._text_field)
         return Files(self.name, self._files, self._text_field, index, count)
 
     def size(self) -> int | None:
-        """Bytes of text, JSON syntax included; None with compressed files."""
+        """Return the bytes of text, including JSON syntax; None if a file is compressed."""
         if any(file.path.suffix.lower() in COMPRESSIONS for file in self._files):
             return None
         return sum(self._size_of(file) for file in self._files) // self._count
@@ -186,7 +181,7 @@ class Files:
 
 
 def _lines(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
-    """One document per line; blank lines are no records, and lines of other parts not parsed."""
+    """Read a document per line; blank lines do not count, and other parts' lines are not parsed."""
     line_number, record, offset = (cursor.get(name, 0) for name in ("line", "record", "offset"))
     with file.open() as stream:
         _skip(stream, offset)
@@ -211,7 +206,7 @@ def _skip(stream: BinaryIO, count: int) -> None:
 
 
 def _text_of_line(line: bytes, location: str, field: str) -> bytes | None:
-    """The text of one JSON line; invalid UTF-8 becomes U+FFFD."""
+    """Return the text of a JSON line; invalid UTF-8 becomes U+FFFD."""
     try:
         record = json.loads(line.decode("utf-8-sig", "replace"))
     except (ValueError, RecursionError) as error:
@@ -235,7 +230,7 @@ def _text_of_line(line: bytes, location: str, field: str) -> bytes | None:
 
 
 def _rows(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
-    """One document per row; row groups before the cursor are not read again."""
+    """Read a document per row; skip row groups before the cursor."""
     start = cursor.get("row", 0)
     with _parquet(file, field) as table:
         group, row = 0, 0
@@ -255,7 +250,7 @@ def _rows(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documen
 
 
 def _as_bytes(column: Any) -> Any:
-    """A text column as binary: invalid UTF-8 is kept, and nothing is decoded."""
+    """Return a text column as binary, without decoding: invalid UTF-8 is kept."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(column.type):
@@ -281,7 +276,7 @@ def _parquet(file: TextFile, field: str) -> Iterator[Any]:
 
 
 def _whole_file(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
-    """One document per file, byte for byte."""
+    """Read a file as one document, byte for byte."""
     if not cursor and in_part(0):
         with file.open() as stream:
             text = stream.read()
@@ -294,7 +289,7 @@ FORMATS = {".jsonl": _lines, ".ndjson": _lines, ".parquet": _rows, ".txt": _whol
 
 @contextmanager
 def _errors_name(path: Path) -> Iterator[None]:
-    """Turn errors of the file system and of Arrow into a DataError that names the file."""
+    """Replace errors of the file system and of Arrow by a DataError that names the file."""
     try:
         yield
     except DataError:

@@ -1,7 +1,7 @@
 """Hugging Face datasets as a document source, streamed with `datasets`.
 
-`datasets` reads, divides and resumes. Its state is exact only between rows that were read, so a
-cursor here is its state before a block of rows, and how many rows of the block were consumed.
+`datasets` reads, divides and resumes. A cursor is its state before a block of rows, and the number
+of rows of the block that were consumed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from nsa.data.config import DataConfig
-from nsa.data.hub_probe import PROBE_SECONDS, WITHOUT_HUB, Background, hub_url, one_line, probe
+from nsa.data.hub_probe import PROBE_SECONDS, WITHOUT_HUB, hub_url, in_background, one_line, probe
 from nsa.data.source import DataError, Document, Reader, Source, State, missing_field, not_text
 
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # of `datasets`, for `data.files`
-OPEN_TRIES, READ_TRIES = 2, 3  # of a server that is no hub
-HUB_CLIENT_SECONDS = 25.0  # that huggingface_hub takes to notice that the hub is down
+OPEN_TRIES, READ_TRIES = 2, 3  # for a server that is not the hub
+HUB_CLIENT_SECONDS = 25.0  # until huggingface_hub gives up on a hub that is down
 ROWS_PER_BLOCK = 64  # small, so that long documents fit into memory
 
 
@@ -42,7 +43,7 @@ def open_hub(config: DataConfig, name: str) -> Source:
 
 
 class _Dataset:
-    """The settings with which `datasets` opens a dataset, and opens the same revision again."""
+    """A dataset's settings, with which `datasets` opens it, or the same revision again."""
 
     def __init__(self, name: str, path: str, subset: str | None, config: DataConfig) -> None:
         self.name, self.field = name, config.text_field
@@ -50,7 +51,7 @@ class _Dataset:
         self.remote = path not in BUILDERS and not os.path.isdir(path)
 
     def open(self, revision: str | None) -> tuple[Any, str]:
-        """Open the dataset; returns it and its revision."""
+        """Open the dataset; return it and its revision."""
         if url := self._url(revision):
             probe(self.name, url)
         try:
@@ -63,25 +64,25 @@ class _Dataset:
         return dataset, revision
 
     def guarded(self, what: str, revision: str | None, work: Callable[[], Any]) -> Any:
-        """Return what `work` returns; raise a DataError once it hangs and the hub is down.
+        """Return the result of `work`; raise a DataError if it hangs because the hub is down.
 
-        A hub that is only slow has unlimited time.
+        A slow hub has unlimited time.
         """
         url = self._url(revision) if self.remote else None
-        if url is None:  # no server, or one to which the limits of `_http_options` apply
+        if url is None:  # no server, or one with the time limits of `_http_options`
             return work()
-        background = Background(work)
-        while not background.wait(PROBE_SECONDS):
+        future = in_background(work)
+        while not wait([future], PROBE_SECONDS).done:
             try:
                 probe(what, url)
             except DataError:
-                # A thread inside Arrow that returns while Python ends would abort the process.
-                atexit.register(background.wait, HUB_CLIENT_SECONDS)
+                # A thread that returns from Arrow during Python's exit would abort the process.
+                atexit.register(wait, [future], HUB_CLIENT_SECONDS)
                 raise
-        return background.result()
+        return future.result()
 
     def _url(self, revision: str | None) -> str | None:
-        """The URL to probe; None without a server."""
+        """Return the URL to probe; None without a server."""
         import datasets
 
         files = self._config.files or ""
@@ -102,7 +103,7 @@ class _Dataset:
             revision=revision if self.remote else None,
             storage_options=_http_options(self._config.files),
         )
-        if hasattr(builder.config, "batch_size"):  # default: a row group, which may be empty
+        if hasattr(builder.config, "batch_size"):  # the default, a row group, may be empty
             builder.config.batch_size = ROWS_PER_BLOCK
         dataset = builder.as_streaming_dataset(split=self._config.split)
         if self.remote:
@@ -115,7 +116,7 @@ class _Dataset:
 
         settings = f"data.subset = {self._subset!r}, data.split = {self._config.split!r}"
         settings += f", data.files = {self._config.files!r}" if self._config.files else ""
-        empty = isinstance(error, StopIteration)  # of the record that would give the fields
+        empty = isinstance(error, StopIteration)  # no first record, whose fields are needed
         reason = "there is nothing in its first files" if empty else one_line(error)
         message = f"data.source = {self.name!r} with {settings}: {reason}"
         if isinstance(error, datasets.exceptions.DatasetNotFoundError):
@@ -126,8 +127,8 @@ class _Dataset:
 
     def _check_field(self, dataset: Any) -> None:
         features = dataset.features
-        if features is None:
-            return  # known with the first record
+        if features is None:  # until the first record is read
+            return
         if self.field not in features:
             raise DataError(f"{self.name}: {missing_field(self.field, list(features))}")
         kind = getattr(features[self.field], "dtype", type(features[self.field]).__name__)
@@ -144,7 +145,7 @@ class _Dataset:
 
 
 def _limit_retries(hub: bool) -> None:
-    """Limit to half a minute what `datasets` would retry for a quarter of an hour.
+    """Limit the retries of `datasets` to half a minute; its defaults last a quarter of an hour.
 
     One read from the hub includes six tries of huggingface_hub, over 23 seconds.
     """
@@ -155,7 +156,7 @@ def _limit_retries(hub: bool) -> None:
     datasets.config.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 1
     datasets.config.STREAMING_OPEN_MAX_RETRIES = 1 if hub else OPEN_TRIES
     datasets.config.STREAMING_OPEN_RETRY_INTERVAL = 1
-    datasets.config.USE_PARQUET_EXPORT = False  # a second server, which we do not need
+    datasets.config.USE_PARQUET_EXPORT = False  # a second server, not needed here
 
 
 def _http_options(files: str | None) -> dict[str, Any] | None:
@@ -169,7 +170,7 @@ def _http_options(files: str | None) -> dict[str, Any] | None:
 
 
 class Hub:
-    """The documents of a dataset, or of one part of it."""
+    """The documents of a dataset, or of one of its parts."""
 
     def __init__(
         self, dataset: _Dataset, opened: tuple[Any, str] | None, index: int, count: int
@@ -179,39 +180,38 @@ class Hub:
         self._opened = opened or dataset.open(None)
 
     def read(self, state: State | None = None) -> Reader:
+        from datasets.distributed import split_dataset_by_node
+
         stream, revision = self._opened
         state = state or {"revision": revision, "rows": 0, "dataset": None, "given": 0}
         if state["revision"] != revision:
             if not self._dataset.remote:
                 raise DataError(
-                    f"{self.name}: its files are no longer those that this run was reading; "
-                    "restore them, or start a new run"
+                    f"{self.name}: its files changed since this run stopped reading them; restore "
+                    "them, or start a new run"
                 )
             stream, _ = self._dataset.open(state["revision"])
-        return Reader(self._documents(self._part_of(stream), state), state)
+        # Both return a new object, which holds the state of one pass.
+        if stream.num_shards >= self._count:
+            stream = stream.shard(self._count, self._index)
+        else:
+            stream = split_dataset_by_node(stream, rank=self._index, world_size=self._count)
+        return Reader(self._documents(stream, state), state)
 
     def part(self, index: int, count: int) -> Source:
-        """Whole files if the dataset has at least `count`, else every `count`-th document."""
+        """Return complete files if the dataset has at least `count`, else every `count`-th document."""
         assert self._count == 1
         return Hub(self._dataset, self._opened, index, count)
 
     def size(self) -> int | None:
-        """None: the sizes that a hub lists are of all columns."""
+        """Return None: the sizes that a hub lists include all columns."""
         return None
 
-    def _part_of(self, stream: Any) -> Any:
-        from datasets.distributed import split_dataset_by_node
-
-        # Both return a new object, which holds the state of one pass.
-        if stream.num_shards >= self._count:
-            return stream.shard(self._count, self._index)
-        return split_dataset_by_node(stream, rank=self._index, world_size=self._count)
-
     def _documents(self, stream: Any, state: State) -> Iterator[tuple[Document, State]]:
-        """Read blocks of rows, between which the server can be probed.
+        """Read rows in blocks; the server can be probed between blocks.
 
-        State: `datasets`' own before the block, the rows of the block that were consumed ("given"),
-        and those in total.
+        State: that of `datasets` before the block, and the rows consumed in the block ("given") and
+        in total.
         """
         name = f"{self.name}, part {self._index + 1} of {self._count}"
         before, consumed, total = state["dataset"], state["given"], state["rows"]
@@ -235,7 +235,7 @@ class Hub:
 
 
 def _read_block(records: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], Exception | None]:
-    """The next rows, and the error after them; none and None at the end."""
+    """Return the next rows, and the error after them; [] and None at the end."""
     rows: list[dict[str, Any]] = []
     try:
         for record in islice(records, ROWS_PER_BLOCK):
@@ -248,5 +248,5 @@ def _read_block(records: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]]
 def _broke_off(name: str, row: int, error: Exception) -> DataError:
     fix = f"retries did not help: run the same command again to continue, or {WITHOUT_HUB}"
     if isinstance(error, ValueError):  # Arrow's errors are ValueErrors
-        fix = "the file that holds this row is broken: fix it, or name others in data.files"
+        fix = "the file of this row is broken: repair it, or name other files in data.files"
     return DataError(f"{name}: reading broke off after row {row} ({one_line(error)}); {fix}")

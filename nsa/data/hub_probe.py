@@ -1,6 +1,6 @@
 """Hub probe: fail within seconds when the Hugging Face hub is down.
 
-`datasets` and `huggingface_hub` retry for minutes, so the server is probed before and while they
+`datasets` and `huggingface_hub` retry for minutes, so the server is probed before and during their
 work.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any
 
 from nsa.data.source import SourceUnreachable
 
 HUB = "https://huggingface.co"
-PROBE_SECONDS = 5.0  # of silence after which a server counts as down
+PROBE_SECONDS = 5.0  # without a response, after which a server counts as down
 SERVER_ERRORS = (500, 502, 503, 504)
 WITHOUT_HUB = (
     "run `nsa data prepare` where there is a network and set data.source to the folder that it "
@@ -28,10 +29,7 @@ def hub_url() -> str:
 
 
 def probe(what: str, url: str, fix: str = WITHOUT_HUB) -> None:
-    """Raise SourceUnreachable, naming `what` was wanted, unless the server of `url` responds.
-
-    Any response will do except a server error.
-    """
+    """Raise SourceUnreachable for `what` unless the server of `url` responds without an error."""
     from huggingface_hub.utils import get_session  # configured with proxies and certificates
 
     def head() -> int:
@@ -48,37 +46,25 @@ def probe(what: str, url: str, fix: str = WITHOUT_HUB) -> None:
 
 
 def with_timeout(seconds: float, work: Callable[[], Any]) -> Any:
-    """Return what `work` returns; raise TimeoutError after `seconds`, whatever blocks it."""
-    background = Background(work)
-    if not background.wait(seconds):
+    """Return the result of `work`; raise TimeoutError after `seconds`, whatever blocks it."""
+    future = in_background(work)
+    if not wait([future], seconds).done:
         raise TimeoutError(f"no response within {seconds:g} seconds")
-    return background.result()
+    return future.result()
 
 
-class Background:
-    """Work in a daemon thread, which can be abandoned."""
+def in_background(work: Callable[[], Any]) -> Future[Any]:
+    """Run `work` in a daemon thread, which can be abandoned, unlike an executor's."""
+    future: Future[Any] = Future()
 
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._thread = Thread(target=self._run, args=(work,), daemon=True)
-        self._thread.start()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether it ended within `seconds`."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def _run(self, work: Callable[[], Any]) -> None:
+    def run() -> None:
         try:
-            self._result = work()
+            future.set_result(work())
         except BaseException as error:
-            self._error = error
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
 
 
 def one_line(error: BaseException) -> str:

@@ -11,7 +11,6 @@ from queue import Empty
 
 from nsa.data.batch_source import (
     PREPARE,
-    BatchSource,
     IndexedBatches,
     StreamingBatches,
     open_batches,
@@ -24,11 +23,11 @@ from nsa.data.source import DataError, State
 
 
 class BatchLoader:
-    """One rank's batches in order, `data.prefetch` of them ready in advance."""
+    """One rank's batches in order, up to `data.prefetch` of them ready in advance."""
 
     def __init__(
         self,
-        source: BatchSource,
+        source: IndexedBatches | StreamingBatches,
         config: DataConfig,
         *,
         rank: int,
@@ -47,11 +46,11 @@ class BatchLoader:
 
     @property
     def first_batch_seconds(self) -> float | None:
-        """From opening until the first batch was ready; None before that."""
+        """Return the time from opening until the first batch was ready; None before that."""
         return self._prefetcher.first_seconds
 
     def wait_until_ready(self) -> None:
-        """Return once a batch is ready, or raise what `next_batch` would raise."""
+        """Wait for the first batch; raise the error that `next_batch` would raise."""
         self._first = self._first or self._next()
 
     def next_batch(self) -> Batch:
@@ -72,11 +71,11 @@ class BatchLoader:
             ) from None
 
     def state(self) -> State | None:
-        """What `open_loader` needs, beside the samples consumed, to resume after the last batch."""
+        """Return the state that resumes after the last batch; None for indexed batches."""
         return self._state
 
     def describe(self, samples: int) -> list[str]:
-        """What a run of `samples` reads, in lines for its log."""
+        """Return lines for the log of a run that consumes `samples` samples."""
         return self._source.describe(samples)
 
     def close(self) -> None:
@@ -99,11 +98,11 @@ def open_loader(
 ) -> BatchLoader:
     """Open a rank's loader at the step that starts after `consumed` samples of all ranks.
 
-    `state`: what this rank's `BatchLoader.state` returned there.
+    `state` is what this rank's `BatchLoader.state` returned at that step.
     """
     shape = {"micro_batch": micro_batch, "world_size": world_size, "seed": seed}
     batches = open_batches(config, "train", accumulation=accumulation, **shape)
-    source: BatchSource
+    source: IndexedBatches | StreamingBatches
     if batches is not None:
         source, state = IndexedBatches(batches, rank, consumed), None
     elif consumed and state is None:

@@ -1,4 +1,4 @@
-"""Stateless shuffling and mixing: any position of an endless order is computed, not stored.
+"""Stateless shuffling and mixing: each position of an endless order is computed, not stored.
 
 position  ->  (source, sample number)  ->  (epoch, index)  ->  shuffled index
 """
@@ -15,16 +15,16 @@ _WORD = 2**64 - 1
 
 
 def key(*parts: int | str) -> int:
-    """A 64-bit hash of `parts`."""
+    """Return a 64-bit hash of `parts`."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
 def shuffled(index: int, size: int, shuffle_key: int) -> int:
-    """Where a pseudo-random permutation of range(size) sends `index`.
+    """Return the image of `index` under a pseudo-random permutation of range(size).
 
-    A Feistel network over the next power of four, applied until the result is within range: no
-    table, so shuffling a corpus of any size, or resuming within it, costs nothing.
+    A Feistel network over the next power of four is applied until the result is within range.
+    There is no table, so shuffling a corpus of any size, or resuming within it, costs nothing.
     """
     assert 0 <= index < size
     half = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -44,7 +44,7 @@ def _round_keys(shuffle_key: int) -> tuple[int, ...]:
 
 
 def _mix(x: int) -> int:
-    """The finaliser of SplitMix64: every input bit affects every output bit."""
+    """Apply the finaliser of SplitMix64: every input bit affects every output bit."""
     x = (x + 0x9E3779B97F4A7C15) & _WORD
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD
@@ -55,7 +55,7 @@ class Mixer:
     """Assigns positions to sources by weight, spread as evenly as integers allow.
 
     The first source gets its fraction of all positions, the second its fraction of the rest, and
-    so on. How many a source had before is a division, so there is no state.
+    so on. The number of earlier positions of a source is a division, so there is no state.
     """
 
     def __init__(self, fractions: Sequence[float], names: Sequence[str]) -> None:
@@ -68,7 +68,7 @@ class Mixer:
                 )
 
     def locate(self, position: int) -> tuple[int, int]:
-        """The source of a position, and how many earlier positions are of the same source."""
+        """Return the source of a position, and the number of its earlier positions."""
         left = PARTS
         for source, count in enumerate(self._counts):
             before = position * count // left
@@ -80,7 +80,7 @@ class Mixer:
 
 
 def _round_to_total(fractions: Sequence[float], total: int) -> list[int]:
-    """Integers in proportion to `fractions` that sum to `total`; largest remainders round up."""
+    """Return integers proportional to `fractions` with sum `total`; round up largest remainders."""
     exact = [fraction * total for fraction in fractions]
     counts = [int(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])

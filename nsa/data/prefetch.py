@@ -27,7 +27,7 @@ class Prefetcher(Generic[T]):
         self._opened = time.monotonic()
         self._thread = Thread(target=self._run, daemon=True, name="nsa data")
         self._thread.start()
-        atexit.register(self._close)  # a thread inside PyTorch while Python ends would abort it
+        atexit.register(self._close)  # a thread inside PyTorch at Python's exit would abort it
 
     def next(self, timeout: float, last_progress: Callable[[], float] = lambda: 0.0) -> T:
         """Return the next item; raise Empty `timeout` seconds after the call or last progress."""
@@ -47,12 +47,12 @@ class Prefetcher(Generic[T]):
             return item[0]
 
     def stop(self) -> None:
-        """Start no further item."""
+        """Stop reading after the current item."""
         self._stopped = True
         self._free.release()
 
     def join(self) -> None:
-        """Wait for the thread to end, after `stop` and once nothing blocks its current item."""
+        """Wait for the thread, after `stop` and once nothing blocks its current item."""
         atexit.unregister(self._close)
         self._thread.join(JOIN_SECONDS)
 
@@ -72,7 +72,7 @@ class Prefetcher(Generic[T]):
                 self._ready.put((item,))
         except DataError as error:
             self._ready.put(error)
-        except Exception as error:  # all ranks handle a DataError together, and no other error
+        except Exception as error:  # all ranks handle a DataError together, but no other error
             wrapped = DataError(f"prefetching failed: {type(error).__name__}: {error}")
             wrapped.__cause__ = error
             self._ready.put(wrapped)

@@ -1,6 +1,6 @@
-"""Document sources: the `Source` protocol, its resumable `Reader`, and which split a text is in.
+"""Document sources: the `Source` protocol, its resumable `Reader`, and the validation split.
 
-source.part(i, n).read(state)  ->  Document, Document, ...  each once, in a fixed order
+source.part(i, n).read(state)  ->  Document, Document, ...  in a fixed order, none repeated
 reader.state()                 ->  JSON that resumes the pass in another process
 """
 
@@ -14,15 +14,15 @@ from typing import Any, Protocol
 from nsa.data.config import DataConfig
 
 SPLITS = ("train", "val")
-ALL = "all"  # both splits; only of a source that is not prepared
-IN_MEMORY = ("embedded", "synthetic")  # small enough to tokenise at the start
+ALL = "all"  # both splits; not of prepared shards
+IN_MEMORY = ("embedded", "synthetic")  # small: tokenised when opened
 NAMED = (*IN_MEMORY, "fineweb_edu")  # sources that are neither a path nor hf:<dataset>
 NAMES_SHOWN = 8  # of fields or files, in an error
 State = dict[str, Any]  # JSON values only
 
 
 class DataError(ValueError):
-    """The data cannot be read or is not what it should be; the message names the fix."""
+    """Data that cannot be read or used; the message names the fix."""
 
 
 class SourceUnreachable(DataError):
@@ -31,14 +31,14 @@ class SourceUnreachable(DataError):
 
 @dataclass(frozen=True)
 class Document:
-    """One text and its location, for messages."""
+    """A text and its location for messages."""
 
     text: bytes
     location: str  # "books.jsonl:17"
 
 
 class Reader(Iterator[Document]):
-    """One resumable pass over a source, from pairs (document, state after it)."""
+    """A resumable pass over a source, built from pairs (document, state after it)."""
 
     def __init__(self, documents: Iterator[tuple[Document, State]], state: State) -> None:
         self._documents, self._state = documents, state
@@ -48,7 +48,7 @@ class Reader(Iterator[Document]):
         return document
 
     def state(self) -> State:
-        """The cursor after the last document; `Source.read` resumes from it."""
+        """Return the cursor after the last document; `Source.read` resumes from it."""
         return self._state
 
 
@@ -62,22 +62,22 @@ class Source(Protocol):
         ...
 
     def part(self, index: int, count: int) -> Source:
-        """One of `count` parts that together hold each document once."""
+        """Return one of `count` disjoint parts that together hold all documents."""
         ...
 
     def size(self) -> int | None:
-        """Bytes of text, for a progress bar; None where only reading would tell."""
+        """Return the bytes of text, for a progress bar; None if only reading can tell."""
         ...
 
 
 def is_validation(text: bytes, fraction: float) -> bool:
-    """Whether a document is in the validation split: by its hash, so copies share a split."""
+    """Return whether a document is in the validation split; copies share a hash and so a split."""
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def in_split(text: bytes, fraction: float, split: str) -> bool:
-    """Whether a document is in `split`, of which validation has `fraction`."""
+    """Return whether a document is in `split`; `fraction` of all are for validation."""
     return split == ALL or is_validation(text, fraction) == (split == "val")
 
 
@@ -99,5 +99,5 @@ def not_text(field: str, kind: str) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Whether a source is a local file or folder."""
+    """Return whether a source is a local file or folder."""
     return name not in NAMED and not name.startswith("hf:")

@@ -53,7 +53,7 @@ class PackedStream(Iterator[TokenArray]):
         state: State | None = None,
         on_document: OnDocument = lambda source, location: None,
     ) -> None:
-        fractions = config.parts()
+        fractions = config.sources()
         cursors = state["sources"] if state else {}
         self._seq_len, self._rows = config.seq_len, rows
         self._consumed = state["rows"] if state else 0
@@ -205,7 +205,7 @@ def collect_tokens(
     The whole source is read in order, so the result does not depend on the number of ranks.
     """
     tokenizer = build_tokenizer(config)
-    for name in config.parts():
+    for name in config.sources():
         pieces: list[TokenArray] = []
         text_bytes = count = 0
         on_document(name, NO_DOCUMENT)
@@ -225,5 +225,6 @@ def collect_tokens(
             text_bytes / count,
             name=f"{name}, held out" if split == "val" else name,
             vocab_size=tokenizer.vocab_size,
-            tokenizer=tokenizer.fingerprint,
+            tokenizer=tokenizer.name,
+            tokenizer_fingerprint=tokenizer.fingerprint,
         )

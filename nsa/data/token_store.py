@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import dataclass
 
 import numpy as np
 
 from nsa.data.tokenizer import TokenArray
 
 
+@dataclass(eq=False)
 class TokenStore:
-    """Tokens in consecutive pieces; `eos_id` ends every document."""
+    """Consecutive pieces of tokens; `eos_id` ends every document."""
 
-    def __init__(
-        self,
-        pieces: Sequence[TokenArray],
-        eos_id: int,
-        bytes_per_token: float,
-        *,
-        name: str = "tokens",
-        fingerprint: str = "",
-        vocab_size: int = 0,
-        tokenizer: str = "",
-        tokenizer_name: str = "",
-    ) -> None:
-        self.eos_id = eos_id
-        self.bytes_per_token = bytes_per_token  # converts loss to bits per byte of text
-        self.name = name
-        self.fingerprint = fingerprint  # of the tokens
-        self.vocab_size = vocab_size  # above every token id
-        self.tokenizer = tokenizer  # its fingerprint
-        self.tokenizer_name = tokenizer_name
-        self._pieces = list(pieces)
-        self._ends = np.array(list(accumulate(map(len, self._pieces))), dtype=np.int64)
+    pieces: Sequence[TokenArray]
+    eos_id: int
+    bytes_per_token: float  # converts loss to bits per byte of text
+    name: str = "tokens"
+    fingerprint: str = ""  # of the tokens
+    vocab_size: int = 0  # above every token id
+    tokenizer: str = ""  # its name
+    tokenizer_fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        self._ends = np.cumsum([len(piece) for piece in self.pieces], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -45,10 +36,32 @@ class TokenStore:
         parts = []
         while start < stop:
             end = int(self._ends[number])
-            offset = end - len(self._pieces[number])
+            offset = end - len(self.pieces[number])
             parts.append(self._piece(number)[start - offset : min(stop, end) - offset])
             start, number = min(stop, end), number + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _piece(self, number: int) -> TokenArray:
-        return self._pieces[number]
+        return self.pieces[number]
+
+
+def coverage(
+    stores: Sequence[TokenStore], fractions: Sequence[float], seq_len: int, samples: int
+) -> list[str]:
+    """Return a line per store: its size, and how much of it a run of `samples` consumes."""
+    lines = []
+    for store, fraction in zip(stores, fractions, strict=True):
+        per_epoch = max(0, (len(store) - 1) // seq_len)
+        left_over = len(store) - per_epoch * seq_len - 1
+        consumed = round(samples * fraction)
+        line = f"{store.name}: {len(store):,} tokens"
+        line += f" (tokenizer {store.tokenizer}), " if store.tokenizer else ", "
+        line += f"{per_epoch:,} samples of {seq_len:,}, no padding"
+        if left_over > 0:
+            line += f", and {left_over:,} tokens left over"
+        if per_epoch:
+            epochs = consumed / per_epoch
+            line += f"; the run consumes {consumed:,}: "
+            line += f"{epochs:.2f} epochs" if epochs > 1 else f"{epochs:.1%} of them, once"
+        lines.append(line)
+    return lines

@@ -85,7 +85,7 @@ class _StreamedSamples:
         self._config = config
         work = partial(collect_tokens, config, sequences * config.seq_len + 1)
         self._worker = Worker(work, f"data.source = {source_names(config)!r}, validation")
-        self._stores: Prefetcher[TokenStore] = Prefetcher(self._worker, len(config.parts()))
+        self._stores: Prefetcher[TokenStore] = Prefetcher(self._worker, len(config.sources()))
 
     def wait(self) -> Batches:
         """Return the samples; raise a DataError after data.timeout seconds without a document."""
@@ -93,7 +93,7 @@ class _StreamedSamples:
         try:
             stores = [
                 self._stores.next(timeout, lambda: worker.last_progress)
-                for _ in self._config.parts()
+                for _ in self._config.sources()
             ]
         except Empty:
             source = worker.source or source_names(self._config)

@@ -132,7 +132,7 @@ def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
 def _dataset_tokenizer(data: DataConfig) -> dict[str, str] | None:
     from nsa.data.shards import is_prepared, read_index
 
-    for name in filter(is_prepared, data.parts()):
+    for name in filter(is_prepared, data.sources()):
         stamp = read_index(Path(name).expanduser()).stamp
         return {"name": stamp.tokenizer, "fingerprint": stamp.tokenizer_fingerprint}
     return None
@@ -146,5 +146,5 @@ def _from_files(data: DataConfig, folder: Path) -> Tokenizer:
 
 
 def _missing_sources(data: DataConfig) -> str:
-    paths = filter(is_path, data.parts())
+    paths = filter(is_path, data.sources())
     return ", ".join(path for path in paths if not Path(path).expanduser().exists())

@@ -171,7 +171,7 @@ def _resolve_settings(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -
     if args.source is not None:
         data = replace(data, source=args.source)
     # A run was trained on the other documents of its own data, and on none of other data.
-    prepared = any(map(is_prepared, data.parts()))
+    prepared = any(map(is_prepared, data.sources()))
     has_held_out = prepared
     for name, run in runs.items():
         trained = run.config.data
@@ -209,7 +209,7 @@ def share_source(one: DataConfig, other: DataConfig) -> bool:
 def _source_paths(data: DataConfig) -> list[Path]:
     return [
         Path(os.path.realpath(Path(name).expanduser())) if is_path(name) else Path(name)
-        for name in data.parts()
+        for name in data.sources()
     ]
 
 

@@ -61,7 +61,7 @@ def open_eval_data(config: DataConfig, split: str, tokens: int, tokenizer: Token
     """
     from nsa.data.shards import is_prepared
 
-    for name in config.parts():
+    for name in config.sources():
         if split == ALL and is_prepared(name):
             raise DataError(
                 f"--split all: data.source = {name!r} was divided when it was prepared; choose "
@@ -73,11 +73,11 @@ def open_eval_data(config: DataConfig, split: str, tokens: int, tokenizer: Token
         stores = list(collect_tokens(config, count * config.seq_len + 1, split=split))
         samples = build_batches(stores, config, **VALIDATION_SHAPE)
     for store in samples.stores:
-        if store.tokenizer != tokenizer.fingerprint:
+        if store.tokenizer_fingerprint != tokenizer.fingerprint:
             raise DataError(
-                f"data.source: the tokens of {store.name} were made by the tokenizer "
-                f"{store.tokenizer_name!r}, the run's is {tokenizer.name!r}; name text that is not "
-                "prepared, or prepare it with the run's tokenizer"
+                f"data.source: {store.name} was prepared with the tokenizer {store.tokenizer!r}, "
+                f"and the run uses {tokenizer.name!r}; name text that is not prepared, or prepare "
+                "it with the run's tokenizer"
             )
     return EvalData(samples, *(samples.first_repeat(count) or (count, None)))
 

@@ -188,7 +188,7 @@ def test_a_mixture_gives_each_source_its_fraction_and_each_sample_once_an_epoch(
     ]
     batches = Batches(
         stores,
-        shares=[0.75, 0.25],
+        fractions=[0.75, 0.25],
         seq_len=4,
         micro_batch=8_000,
         accumulation=1,
@@ -288,14 +288,6 @@ def test_a_corpus_smaller_than_one_sample_is_refused_with_the_fix() -> None:
     ):
         Batches([TokenStore([np.arange(4)], -1, 1.0, name="tiny")], **SHAPE)
     assert counting(1).samples == [1]
-
-
-def test_an_unknown_packing_or_a_negative_seed_is_refused_by_name() -> None:
-    store = counting(3).stores[0]
-    with pytest.raises(ValueError, match=r"data\.packing = 'rows'.*documents, concat"):
-        Batches([store], **SHAPE, packing="rows")
-    with pytest.raises(ValueError, match=r"train\.seed = -1"):
-        Batches([store], **SHAPE | {"seed": -1})
 
 
 def test_the_fingerprint_depends_on_tokens_length_and_seed_only() -> None:

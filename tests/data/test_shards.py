@@ -83,7 +83,7 @@ def test_tokens_and_document_ends_survive_a_round_trip(
     assert store.read(0, 11).dtype == np.dtype(dtype)
     assert (store.vocab_size, store.eos_id) == (vocab_size, vocab_size - 1)
     assert store.bytes_per_token == pytest.approx(40 / 11)
-    assert store.tokenizer == STAMP.tokenizer_fingerprint
+    assert store.tokenizer_fingerprint == STAMP.tokenizer_fingerprint
     index = read_index(folder)
     assert document_ends(folder, index.shards[0], stamp).tolist() == [3, 4, 9]
     assert longest_document(folder, index.shards[0], stamp) == 5

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
-from nsa.data.coverage import coverage
 from nsa.data.factory import open_store
 from nsa.data.source import DataError, is_validation
-from nsa.data.token_store import TokenStore
+from nsa.data.token_store import TokenStore, coverage
 from nsa.data.tokenizer import ByteTokenizer
 
 SMALL = DataConfig(source="synthetic", synthetic_bytes=50_000)

@@ -41,12 +41,12 @@ def test_attention_is_short_for_model_attention(tmp_path: Path) -> None:
 
 def test_a_mixture_is_one_value_with_free_keys(tmp_path: Path) -> None:
     config = resolve_config(RunConfig(), None, ["data.source={/data/a.b: 3, hf:c: 1}"])
-    assert config.data.parts() == {"/data/a.b": 0.75, "hf:c": 0.25}
+    assert config.data.sources() == {"/data/a.b": 0.75, "hf:c": 0.25}
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
     assert resolve_config(RunConfig(), file) == config
     overridden = resolve_config(config, None, ["data.source={embedded: 1}"])
-    assert overridden.data.parts() == {"embedded": 1.0}, "a mixture is overridden as a whole"
+    assert overridden.data.sources() == {"embedded": 1.0}, "a mixture is overridden as a whole"
 
 
 @pytest.mark.parametrize(
