@@ -13,18 +13,18 @@ from nsa.data.source import DataError, Document, Reader, Source, State
 
 SYNTHETIC_SEED = 0  # the same documents in every run
 
-# Folders that some distributions omit or package separately ...
+# Folders that some distributions omit or package separately.
 SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "distutils", "ensurepip", "idlelib"}
 SKIPPED_FOLDERS |= {"lib-dynload", "lib2to3", "macholib", "site-packages", "test", "tests"}
 SKIPPED_FOLDERS |= {"tkinter", "turtledemo"}
-# ... generated code (code-page tables, and one file with the whole manual) ...
+# Generated code: code-page tables, and one file with the complete manual.
 SKIPPED_FOLDERS |= {"encodings", "pydoc_data"}
-# ... and what distributions and machines add.
+# Files that distributions and machines add.
 SKIPPED_PREFIXES = ("_distutils", "_sysconfigdata", "config-", "sitecustomize", "usercustomize")
 
 
 class ListSource:
-    """A source whose documents are loaded by number."""
+    """A source that loads its documents by number."""
 
     def __init__(self, name: str, numbers: Sequence[int], load: Callable[[int], Document]) -> None:
         self.name = name
@@ -46,7 +46,7 @@ class ListSource:
 
 
 def embedded(root: Path | None = None) -> Source:
-    """The standard library's source files, one document each, ordered by relative path."""
+    """Return the standard library's source files as documents, ordered by relative path."""
     root = root or Path(sysconfig.get_path("stdlib"))
     names = sorted(_source_names(root))
     if not names:
@@ -74,9 +74,9 @@ def _included(name: str) -> bool:
 
 
 def synthetic(size: int) -> Source:
-    """Generated documents, `size` bytes in total.
+    """Return generated documents, `size` bytes in total.
 
-    Each document repeats a few words of one lexicon, so attention has something to look back for.
+    Each document repeats a few words of one lexicon, so attention to earlier words lowers the loss.
     """
     texts = list(_synthetic_texts(size))
     return ListSource(
@@ -103,6 +103,6 @@ def _synthetic_texts(size: int) -> Iterator[bytes]:
 
 
 def stable_random(seed: int, *stream: int) -> np.random.RandomState:
-    """A generator whose numbers NumPy promises not to change, unlike `default_rng`."""
+    """Return a generator whose numbers NumPy promises not to change, unlike `default_rng`."""
     bits = np.random.MT19937(np.random.SeedSequence((seed, *stream)))
     return np.random.RandomState(bits)

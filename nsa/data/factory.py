@@ -1,4 +1,4 @@
-"""Factory of `data.source`: `open_source` for its documents, `open_store` for its tokens."""
+"""Factory for `data.source`: `open_source` for documents, `open_store` for tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
 from nsa.data.files import open_files
 from nsa.data.shards import is_prepared, open_shards
-from nsa.data.source import ALL, IN_MEMORY, SPLITS, Source, in_split, no_documents
+from nsa.data.source import IN_MEMORY, Source, in_split, no_documents
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import build_tokenizer, with_eos
 
 
 def open_source(config: DataConfig, name: str) -> Source:
-    """Open the documents of `data.source`, or of one name in a mixture."""
+    """Open the documents of `data.source`, or of one source of a mixture."""
     if name == "embedded":
         return embedded()
     if name == "synthetic":
@@ -31,8 +31,6 @@ def open_source(config: DataConfig, name: str) -> Source:
 
 def open_store(config: DataConfig, name: str, split: str) -> TokenStore | None:
     """Open one split of one source as a token store; None for a source that is streamed."""
-    if split not in (*SPLITS, ALL):
-        raise ValueError(f"split = {split!r}: choose one of {', '.join((*SPLITS, ALL))}")
     if name in IN_MEMORY:
         return _tokenise(config, name, split)
     return open_shards(name, split) if is_prepared(name) else None

@@ -28,7 +28,7 @@ from nsa.data.source import (
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 COMPRESSIBLE = (".jsonl", ".ndjson", ".txt")
-SUFFIXES = (*COMPRESSIBLE, ".parquet") + tuple(a + b for a in COMPRESSIBLE for b in COMPRESSIONS)
+SUFFIXES = (*COMPRESSIBLE, ".parquet", *(a + b for a in COMPRESSIBLE for b in COMPRESSIONS))
 READABLE = ".jsonl, .ndjson, .txt, .parquet; all but .parquet also compressed (.gz or .zst)"
 ROWS_PER_BATCH = 128  # of a Parquet file; small, so that long documents fit into memory
 BUFFER_BYTES = 1 << 20

@@ -199,7 +199,7 @@ class Hub:
         return Reader(self._documents(stream, state), state)
 
     def part(self, index: int, count: int) -> Source:
-        """Return complete files if the dataset has at least `count`, else every `count`-th document."""
+        """Return complete files if there are at least `count`, else every `count`-th document."""
         assert self._count == 1
         return Hub(self._dataset, self._opened, index, count)
 

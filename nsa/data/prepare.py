@@ -3,8 +3,8 @@
     source.part(i, n) -> documents -> tokens | eos -> train-<i>-<k>.bin, val-<i>-<k>.bin
                                                       part-<i>.json: these, and the cursor after
 
-A part writes its shards, then its state; the index comes last. After a kill at any moment the same
-command resumes from the last states and writes what an uninterrupted one would have written.
+A part writes its shards, then its state; the index comes last. After a kill at any moment, the same
+command resumes from the last states and writes the same files as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from nsa.data.source import SPLITS, DataError, Document, Reader, State, is_valid
 from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, id_type, with_eos
 from nsa.data.worker import Worker, WorkerDied
 
-DOCUMENTS_PER_CALL = 1_000  # of the tokenizer ...
-BYTES_PER_CALL = 4 << 20  # ... or fewer, if they are long
-# The settings, beside source and tokenizer, that determine a folder's tokens.
+DOCUMENTS_PER_CALL = 1_000  # of the tokenizer; fewer if they have more bytes than the next
+BYTES_PER_CALL = 4 << 20
+# The settings that determine a folder's tokens, besides source and tokenizer.
 SETTINGS = ("subset", "split", "files", "text_field", "held_out", "synthetic_bytes")
-DRAFT = re.compile(r"\..+\.(bin|json)\.(\d+|draft)")  # of a write that was killed
+DRAFT = re.compile(r"\..+\.(bin|json)\.(\d+|draft)")  # file of an interrupted write
 
 
 def prepare(
@@ -63,7 +63,7 @@ def prepare(
     workers: int | None = None,
     progress: bool = True,
 ) -> Index:
-    """Write the source's tokens into the folder `out`, or resume that where it was stopped."""
+    """Write the source's tokens into the folder `out`; continue a folder that is unfinished."""
     config.validate()
     for name, number in (("--shard-tokens", shard_tokens), ("--workers", workers)):
         if number is not None and number < 1:
@@ -77,13 +77,13 @@ def prepare(
     with _locked(out):
         parts = _start_or_resume(out, plan | {"parts": workers or os.cpu_count() or 1})
         if source is not None:
-            _written_shards(out, stamp, parts)  # those of a stopped run are still intact
+            _written_shards(out, stamp, parts)  # check those of a stopped run
             job = _Job(config, tokenizer, stamp, out, shard_tokens, parts)
             try:
                 _run_parts(job, source.size() if progress else None, progress)
             except DataError:
-                if not any(out.glob("part-*.json")):
-                    (out / PLAN).unlink()  # nothing was written: the next command may differ
+                if not any(out.glob("part-*.json")):  # nothing written: the settings may change
+                    (out / PLAN).unlink()
                 raise
             shards = _written_shards(out, stamp, parts)
             if not shards:
@@ -97,8 +97,8 @@ def prepare(
 def _stamp(config: DataConfig, tokenizer: Tokenizer) -> Stamp:
     if isinstance(config.source, dict):
         raise DataError(
-            f"data.source = {config.source!r}: prepare each source of a mixture into a folder of "
-            "its own, and mix the folders"
+            f"data.source = {config.source!r}: prepare each source of a mixture into a separate "
+            "folder, and mix the folders"
         )
     return Stamp(
         source=config.source,
@@ -123,7 +123,7 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 def _start_or_resume(out: Path, plan: dict[str, Any]) -> int:
-    """Write the plan, or check it against that of a stopped run; returns the number of parts."""
+    """Write the plan, or check it against a stopped run's; return the number of parts."""
     path = out / PLAN
     if not path.exists():
         others = [entry.name for entry in out.iterdir() if not DRAFT.fullmatch(entry.name)]
@@ -144,7 +144,7 @@ def _start_or_resume(out: Path, plan: dict[str, Any]) -> int:
 
 
 def _written_shards(out: Path, stamp: Stamp, parts: int) -> list[Shard]:
-    """The shards of all parts so far, by split and part."""
+    """Return the shards written so far, ordered by split and part; check their headers."""
     shards = [Shard(**shard) for part in range(parts) for shard in _state(out, part)["shards"]]
     for shard in shards:
         open_shard(out, shard, stamp).close()
@@ -164,7 +164,7 @@ def _state(out: Path, part: int) -> State:
 
 @dataclass(frozen=True)
 class _Job:
-    """What each process needs."""
+    """The arguments of every worker process."""
 
     config: DataConfig
     tokenizer: Tokenizer
@@ -211,7 +211,7 @@ def _run_parts(job: _Job, size: int | None, progress: bool) -> None:
 
 
 def _forward(worker: Worker, sizes: SimpleQueue[int | BaseException | None]) -> None:
-    """Put a worker's items into the queue, then its error, or None at its end."""
+    """Put a worker's items into the queue, then its error or, at its end, None."""
     try:
         for item in worker:
             sizes.put(item)
@@ -221,7 +221,7 @@ def _forward(worker: Worker, sizes: SimpleQueue[int | BaseException | None]) -> 
 
 
 def _write_part(job: _Job, part: int, on_document: Callable[[str, str], None]) -> Iterator[int]:
-    """Write the shards of one part; yields the bytes of text that were tokenised."""
+    """Write the shards of one part; yield the bytes of text that were tokenised."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false" if job.parts > 1 else "true"
     state = _state(job.out, part)
     try:
@@ -257,7 +257,7 @@ class _Pending:
 def _tokenise(
     job: _Job, reader: Reader, pending: dict[str, _Pending]
 ) -> Generator[int, None, bool]:
-    """Tokenise until a shard of one split is full; returns whether the documents ended."""
+    """Tokenise until a shard of one split is full; return whether the documents ended."""
     call_bytes = min(BYTES_PER_CALL, job.shard_tokens)  # a shard overshoots by less than this
     while documents := _next_documents(reader, call_bytes):
         texts = [document.text for document in documents]
@@ -273,7 +273,7 @@ def _tokenise(
 
 
 def _next_documents(reader: Reader, size: int) -> list[Document]:
-    """Up to DOCUMENTS_PER_CALL documents, until they have `size` bytes; [] at the end."""
+    """Return up to DOCUMENTS_PER_CALL documents, until they have `size` bytes; [] at the end."""
     documents: list[Document] = []
     for document in reader:
         documents.append(document)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from nsa.atomic_io import atomic_write
 from nsa.data.source import DataError
@@ -42,7 +41,7 @@ RESTORE = "restore the file, or prepare the folder again"
 
 @dataclass(frozen=True)
 class Stamp:
-    """What all shards of a folder have in common."""
+    """The description that all shards of a folder share."""
 
     source: str
     tokenizer: str
@@ -63,10 +62,6 @@ class Shard:
     text_bytes: int
     sha256: str
 
-    def bytes(self, dtype: str) -> int:
-        """The size that the file must have."""
-        return _ends_offset(self.tokens, dtype) + 8 * self.documents
-
 
 def _ends_offset(tokens: int, dtype: str) -> int:
     return HEADER + -(-tokens * np.dtype(dtype).itemsize // 8) * 8
@@ -74,20 +69,20 @@ def _ends_offset(tokens: int, dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Index:
-    """A finished folder, as `index.json` describes it."""
+    """The description of a finished folder in `index.json`."""
 
     stamp: Stamp
     settings: dict[str, Any]  # the other settings that determine its content
-    parts: int  # of the source that were read in parallel
+    parts: int  # parts of the source that were read in parallel
     shards: list[Shard]
 
     def of(self, split: str) -> list[Shard]:
-        """The shards of one split, in order."""
+        """Return the shards of one split, in order."""
         return [shard for shard in self.shards if shard.split == split]
 
 
 def write_atomically(path: Path, chunks: Sequence[Any]) -> None:
-    """`atomic_write` with an error that says how much space is missing."""
+    """Call `atomic_write`; raise a DataError with the space needed if the disk is full."""
     try:
         atomic_write(path, chunks)
     except OSError as error:
@@ -113,7 +108,7 @@ def write_shard(
     documents: Sequence[TokenArray],
     text_bytes: int,
 ) -> Shard:
-    """Write documents, each ending with the end of text, as one shard."""
+    """Write documents, each of which ends with the end of text, as one shard."""
     little = np.dtype(stamp.dtype).newbyteorder("<")
     tokens = np.concatenate(documents).astype(little, copy=False)
     ends = np.cumsum([len(document) for document in documents]).astype("<i8")
@@ -144,7 +139,7 @@ def _description(shard: Shard, stamp: Stamp) -> dict[str, Any]:
 
 
 def open_shard(folder: Path, shard: Shard, stamp: Stamp) -> BinaryIO:
-    """Open a shard after checking its size and header, but not its content."""
+    """Open a shard; check its size and header, but not its content."""
     path = folder / shard.name
     try:
         file = path.open("rb", buffering=0)
@@ -152,7 +147,10 @@ def open_shard(folder: Path, shard: Shard, stamp: Stamp) -> BinaryIO:
         raise DataError(f"{path}: this shard is missing; {RESTORE}") from None
     try:
         _check_header(path, file.read(HEADER), shard, stamp)
-        size, expected = os.fstat(file.fileno()).st_size, shard.bytes(stamp.dtype)
+        size, expected = (
+            os.fstat(file.fileno()).st_size,
+            _ends_offset(shard.tokens, stamp.dtype) + 8 * shard.documents,
+        )
         if size != expected:
             raise DataError(
                 f"{path}: {'truncated' if size < expected else 'too long'}: {size:,} bytes instead "
@@ -194,7 +192,7 @@ def check_version(path: Path, version: int) -> None:
 
 
 def is_prepared(path: str) -> bool:
-    """Whether `nsa data prepare` wrote this folder, finished or not."""
+    """Return whether `nsa data prepare` wrote this folder, finished or not."""
     return any(_is_ours(Path(path).expanduser() / name) for name in (INDEX, PLAN))
 
 
@@ -233,8 +231,8 @@ def write_index(folder: Path, index: Index) -> None:
 class ShardStore(TokenStore):
     """One split of a prepared folder, memory-mapped.
 
-    Replacing a shard by a new file leaves the mapped one unchanged. Writing into the mapped file,
-    or truncating it, is refused at the next read, where the system would kill the process.
+    Replacing a shard by a new file leaves the mapped one unchanged. Overwriting or truncating the
+    mapped file raises an error at the next read; the operating system would kill the process.
     """
 
     def __init__(self, folder: Path, name: str, index: Index, split: str) -> None:
@@ -255,8 +253,8 @@ class ShardStore(TokenStore):
             name=name,
             fingerprint=digest.hexdigest(),
             vocab_size=stamp.vocab_size,
-            tokenizer=stamp.tokenizer_fingerprint,
-            tokenizer_name=stamp.tokenizer,
+            tokenizer=stamp.tokenizer,
+            tokenizer_fingerprint=stamp.tokenizer_fingerprint,
         )
 
     def _piece(self, number: int) -> TokenArray:
@@ -273,13 +271,13 @@ class ShardStore(TokenStore):
 
 
 def open_shards(path: str, split: str) -> TokenStore:
-    """Open one split of a prepared folder; checks sizes and headers, not checksums."""
+    """Open one split of a prepared folder; check sizes and headers, but not checksums."""
     folder = Path(path).expanduser()
     index = read_index(folder)
     if not index.of(split):
         raise DataError(
-            f"data.source = {path!r} has no document for split {split!r}: it was prepared with "
-            f"data.held_out = {index.settings['held_out']}; prepare it again with another "
+            f"data.source = {path!r} has no document for split {split!r} (prepared with "
+            f"data.held_out = {index.settings['held_out']}); prepare it again with another "
             "--held-out, or take a larger source"
         )
     return ShardStore(folder, path, index, split)
@@ -307,13 +305,8 @@ def _verify(folder: Path, shard: Shard, stamp: Stamp) -> None:
         )
 
 
-def document_ends(folder: Path, shard: Shard, stamp: Stamp) -> npt.NDArray[np.int64]:
-    """The offset after each document's last token."""
+def longest_document(folder: Path, shard: Shard, stamp: Stamp) -> int:
+    """Return the length in tokens of the longest document, with its end of text."""
     with open_shard(folder, shard, stamp) as file:
         file.seek(_ends_offset(shard.tokens, stamp.dtype))
-        return np.fromfile(file, "<i8", shard.documents)
-
-
-def longest_document(folder: Path, shard: Shard, stamp: Stamp) -> int:
-    """Tokens of the shard's longest document, with its end of text."""
-    return int(np.diff(document_ends(folder, shard, stamp), prepend=0).max())
+        return int(np.diff(np.fromfile(file, "<i8", shard.documents), prepend=0).max())

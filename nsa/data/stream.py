@@ -4,14 +4,16 @@
                                                                         |--- row ---|
                                                                                     |--- row ---|
 
-A cursor is where the next row begins: the block, the reader's state before it, and how much of it
-was consumed. Resuming reads that block again, so no text is saved.
+A cursor locates the start of the next row: the block, the reader's state before it, and the
+documents and tokens of the block that were consumed. Resuming reads that block again, so no text is
+saved.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,11 +27,12 @@ from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, with_eos
 
 OnDocument = Callable[[str, str], None]  # called with (source, location of its newest document)
 NO_DOCUMENT = "none yet"
+START: State = {"pass": 0, "block": 0, "reader": None, "document": 0, "token": 0}  # a cursor
 DOCUMENTS_PER_CALL = 64  # enough to keep a tokenizer's threads busy
 
 
 def stream_rows(config: DataConfig, **arguments: Any) -> Iterator[tuple[TokenArray, State]]:
-    """The endless output of one worker: rows of a `PackedStream`, and the state after them."""
+    """Yield a worker's endless output: rows of a `PackedStream`, and the state after them."""
     stream = PackedStream(config, **arguments)
     while True:
         yield next(stream), stream.state()
@@ -38,8 +41,8 @@ def stream_rows(config: DataConfig, **arguments: Any) -> Iterator[tuple[TokenArr
 class PackedStream(Iterator[TokenArray]):
     """Endless rows [rows, T + 1] from one of `parts` parts of `data.source`.
 
-    A row begins with the last token of its source's previous row. A mixture gives each source its
-    fraction of the rows.
+    A row begins with the last token of its source's previous row. In a mixture, each source fills
+    its fraction of the rows.
     """
 
     def __init__(
@@ -61,20 +64,12 @@ class PackedStream(Iterator[TokenArray]):
         # fall in step with the weights, so that a part never reads one of its sources.
         self._mixer = Mixer(list(fractions.values()), list(fractions))
         tokenizer = build_tokenizer(config)
-        self._streams = {
-            name: _SourceStream(
-                config,
-                name,
-                tokenizer,
-                seed=seed,
-                part=part,
-                parts=parts,
-                cursor=cursors.get(name),
-                on_document=on_document,
+        self._streams = [
+            _SourceStream(
+                config, name, tokenizer, on_document, seed, part, parts, cursors.get(name) or START
             )
             for name in fractions
-        }
-        self._in_order = list(self._streams.values())
+        ]
 
     def __next__(self) -> TokenArray:
         return np.stack([self._row() for _ in range(self._rows)])
@@ -82,41 +77,36 @@ class PackedStream(Iterator[TokenArray]):
     def _row(self) -> TokenArray:
         source, _ = self._mixer.locate(self._consumed)
         self._consumed += 1
-        return self._in_order[source].row(self._seq_len)
+        return self._streams[source].row(self._seq_len)
 
     def state(self) -> State:
-        """Where the next row begins; another stream of the same part resumes from it."""
-        cursors = {name: stream.cursor() for name, stream in self._streams.items()}
+        """Return the cursors, from which another stream of the same part resumes."""
+        cursors = {stream.name: stream.cursor() for stream in self._streams}
         return {"rows": self._consumed, "sources": cursors}
 
 
+@dataclass(eq=False)
 class _SourceStream:
     """The endless tokens of one part of one source, in windows."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        name: str,
-        tokenizer: Tokenizer,
-        *,
-        seed: int,
-        part: int,
-        parts: int,
-        cursor: State | None,
-        on_document: OnDocument,
-    ) -> None:
-        self._config, self._name, self._tokenizer = config, name, tokenizer
-        self._seed, self._part, self._parts = seed, part, parts
-        self._on_document = on_document
-        self._source = open_source(config, name).part(part, parts)
+    config: DataConfig
+    name: str
+    tokenizer: Tokenizer
+    on_document: OnDocument
+    seed: int
+    part: int
+    parts: int
+    start: State  # cursor
+
+    def __post_init__(self) -> None:
+        self._source = open_source(self.config, self.name).part(self.part, self.parts)
         self._newest = NO_DOCUMENT
-        self._start = cursor or {"pass": 0, "block": 0, "reader": None, "document": 0, "token": 0}
         self._pending: deque[tuple[State, TokenArray]] = deque()  # (cursor, tokens) of documents
         self._pending_tokens = 0
         self._documents = self._tokenised()
 
     def row(self, length: int) -> TokenArray:
-        """The next `length` tokens and the one after them, with which the next row begins."""
+        """Return the next `length` tokens and the one after them, which starts the next row."""
         while self._pending_tokens <= length:
             cursor, tokens = next(self._documents)
             self._pending.append((cursor, tokens))
@@ -138,13 +128,13 @@ class _SourceStream:
         self._pending[0] = {**cursor, "token": cursor["token"] + count}, tokens[count:]
 
     def cursor(self) -> State:
-        """Where the next row begins."""
-        return self._pending[0][0] if self._pending else self._start
+        """Return the cursor of the next row."""
+        return self._pending[0][0] if self._pending else self.start
 
     def _tokenised(self) -> Iterator[tuple[State, TokenArray]]:
-        """Each document's cursor and its tokens with eos, from where the stream starts."""
-        number, block, before = (self._start[name] for name in ("pass", "block", "reader"))
-        document, token = self._start["document"], self._start["token"]
+        """Yield the cursor and tokens, with eos, of each document from the start cursor on."""
+        number, block, before = (self.start[name] for name in ("pass", "block", "reader"))
+        document, token = self.start["document"], self.start["token"]
         while True:
             reader = self._source.read(before)
             while texts := self._block(reader):
@@ -158,37 +148,37 @@ class _SourceStream:
             number, block, before = number + 1, 0, None
 
     def _block(self, reader: Reader) -> list[bytes]:
-        """The next training documents: `data.shuffle_documents`, or fewer at the end of a pass."""
+        """Return `data.shuffle_documents` training documents, or fewer at the end of a pass."""
         texts: list[bytes] = []
-        self._on_document(self._name, self._newest)
-        while len(texts) < self._config.shuffle_documents:
+        self.on_document(self.name, self._newest)
+        while len(texts) < self.config.shuffle_documents:
             document = next(reader, None)
             if document is None:
                 break
             self._newest = document.location
-            self._on_document(self._name, self._newest)
-            if not is_validation(document.text, self._config.held_out):
+            self.on_document(self.name, self._newest)
+            if not is_validation(document.text, self.config.held_out):
                 texts.append(document.text)
         return texts
 
     def _shuffle(self, texts: list[bytes], number: int, block: int) -> list[bytes]:
-        """A different order in each block of each pass."""
-        shuffle_key = key(self._seed, "documents", self._part, number, block)
+        """Return the texts in an order that differs between blocks and between passes."""
+        shuffle_key = key(self.seed, "documents", self.part, number, block)
         return [texts[shuffled(index, len(texts), shuffle_key)] for index in range(len(texts))]
 
     def _encode(self, texts: list[bytes], first: int) -> Iterator[tuple[int, TokenArray]]:
         for start in range(first, len(texts), DOCUMENTS_PER_CALL):
-            encoded = self._tokenizer.encode_many(texts[start : start + DOCUMENTS_PER_CALL])
+            encoded = self.tokenizer.encode_many(texts[start : start + DOCUMENTS_PER_CALL])
             for index, tokens in enumerate(encoded, start):
-                yield index, with_eos(self._tokenizer, tokens)
+                yield index, with_eos(self.tokenizer, tokens)
 
     def _no_documents(self) -> DataError:
         part, fix = "", ""
-        if self._parts > 1:
-            part = f"part {self._part + 1} of {self._parts} (one for each worker of each rank) "
+        if self.parts > 1:
+            part = f"part {self.part + 1} of {self.parts} (one for each worker of each rank) "
             fix = "lower data.workers or the number of ranks, or "
         return DataError(
-            f"data.source = {self._name!r}: {part}holds no document to train on; {fix}write "
+            f"data.source = {self.name!r}: {part}holds no document to train on; {fix}write "
             "shards with `nsa data prepare`, or take a larger source"
         )
 
@@ -200,9 +190,9 @@ def collect_tokens(
     *,
     split: str = "val",
 ) -> Iterator[TokenStore]:
-    """Read the first documents of a split of each source, until they have `tokens` tokens.
+    """Yield for each source its split's first documents, with `tokens` or more tokens in total.
 
-    The whole source is read in order, so the result does not depend on the number of ranks.
+    Sources are read in order and undivided, so the result does not depend on the number of ranks.
     """
     tokenizer = build_tokenizer(config)
     for name in config.sources():

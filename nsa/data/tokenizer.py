@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, or any of the `tokenizers` library from a folder or the Hugging Face hub."""
+"""Tokenizers: bytes, or one of the `tokenizers` library from a folder or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ HUB_SECONDS = 28.0  # limit for loading a tokenizer from the hub
 
 PIECE = 1 << 20  # characters per call of the encoder, which bounds memory for a giant text
 CALL = 8 * PIECE  # characters of all texts per call
-# Where no common tokenizer merges across: before a space between two letters or digits. A line end
-# is less safe: some tokenizers merge it with punctuation.
+# A position that no common tokenizer merges across: before a space between two letters or digits.
+# A line end is less safe: some tokenizers merge it with punctuation.
 BREAK = re.compile(r"\w(?= \w)")
 PROBE = ("One line, with 12 words;\nand", " another  one")
 
@@ -39,20 +39,20 @@ class Tokenizer(Protocol):
     fingerprint: str  # differs if any text has different ids
 
     def encode(self, text: bytes) -> TokenArray:
-        """The ids of `text`, never a special one."""
+        """Return the ids of `text`, none of them special."""
         ...
 
     def encode_many(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """The ids of each text; faster than one at a time."""
+        """Return the ids of each text; faster than one at a time."""
         ...
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
-        """The bytes of `ids`; specials and ids outside the vocabulary are skipped."""
+        """Return the bytes of `ids`; skip specials and ids outside the vocabulary."""
         ...
 
 
 def id_type(vocab_size: int) -> type[np.unsignedinteger]:
-    """The smallest dtype for the ids of a shard."""
+    """Return the smallest dtype for all ids."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
@@ -80,9 +80,9 @@ class ByteTokenizer:
 class HubTokenizer:
     """A tokenizer of the `tokenizers` library, which encodes many texts in parallel.
 
-    It is pickled as its JSON, so another process needs no files. A text longer than PIECE
-    characters is split where that changes no id. Where there is no such position, as in text
-    without spaces, it is split at PIECE characters, and ids around the split may differ.
+    It is pickled as JSON, so another process needs no files. A text longer than PIECE characters is
+    split where that changes no id. Text without such a position, for example without spaces, is
+    split after PIECE characters, and ids around the split may differ.
     """
 
     def __init__(self, name: str, backend: str, eos: str) -> None:
@@ -115,11 +115,11 @@ class HubTokenizer:
         return HubTokenizer, self.definition
 
     def encode(self, text: bytes) -> TokenArray:
-        """The ids of `text`; invalid UTF-8 is read as U+FFFD."""
+        """Return the ids of `text`; invalid UTF-8 is read as U+FFFD."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """The ids of each text, on all CPU cores unless TOKENIZERS_PARALLELISM is false."""
+        """Return the ids of each text; use all CPU cores unless TOKENIZERS_PARALLELISM is false."""
         ids: list[list[TokenArray]] = [[] for _ in texts]
         for owners, pieces in _calls(texts, self._can_split):
             encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)
@@ -137,7 +137,7 @@ class HubTokenizer:
 
 
 def _calls(texts: Sequence[bytes], can_split: bool) -> Iterator[tuple[list[int], list[str]]]:
-    """The pieces of all texts, CALL characters at a time, each with the number of its text."""
+    """Yield the pieces of all texts, CALL characters at a time, with the numbers of their texts."""
     owners: list[int] = []
     pieces: list[str] = []
     left = CALL
@@ -154,7 +154,7 @@ def _calls(texts: Sequence[bytes], can_split: bool) -> Iterator[tuple[list[int],
 
 
 def split_text(text: str, longest: int = PIECE) -> Iterator[str]:
-    """Pieces of at most `longest` characters, split between tokens where possible."""
+    """Yield pieces of at most `longest` characters, split between tokens if possible."""
     start = 0
     while len(text) - start > longest:
         match = BREAK.search(text, start + longest // 2, start + longest)
@@ -170,19 +170,18 @@ def with_eos(tokenizer: Tokenizer, ids: TokenArray) -> TokenArray:
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer of `data.tokenizer`; cached."""
+    """Return the tokenizer of `data.tokenizer`; cached."""
     config.validate()
     return _build(config.tokenizer)
 
 
 @lru_cache
 def _build(name: str) -> Tokenizer:
-    if name == "byte":
-        return ByteTokenizer()
-    return _load(name, name.removeprefix("hf:").strip())
+    return ByteTokenizer() if name == "byte" else _load(name)
 
 
-def _load(name: str, path: str) -> HubTokenizer:
+def _load(name: str) -> HubTokenizer:
+    path = name.removeprefix("hf:").strip()
     folder = Path(path).expanduser()
     if not folder.is_dir() and path.startswith(("/", ".", "~")):
         raise DataError(f"data.tokenizer = {name!r}: no such folder")
@@ -218,9 +217,9 @@ def _from_hub(name: str, path: str) -> Any:
     start = time.monotonic()
     fix = (
         "run `nsa data prepare` where there is a network and set data.source to the folder that "
-        "it wrote; or name a folder that holds the tokenizer (data.tokenizer=hf:<folder>); or copy "
-        "HF_HOME from where it was loaded; or use what needs no network: --set "
-        "data.source=embedded --set data.tokenizer=byte"
+        "it wrote; or name a folder with the tokenizer (data.tokenizer=hf:<folder>); or copy "
+        "HF_HOME from a machine that loaded it; or work without a network: "
+        "--set data.source=embedded --set data.tokenizer=byte"
     )
     url = f"{hub_url()}/{path}/resolve/main/tokenizer_config.json"
     probe(f"data.tokenizer = {name!r}", url, fix)
@@ -268,7 +267,7 @@ def train_tokenizer(source: Source, vocab_size: int, out: Path) -> Tokenizer:
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT).save_pretrained(draft)
     out.parent.mkdir(parents=True, exist_ok=True)
     draft.replace(out)
-    return _load(f"hf:{out}", str(out))
+    return _load(f"hf:{out}")
 
 
 def _pieces(source: Source) -> Iterator[str]:

@@ -38,28 +38,28 @@ class ValidationData:
 
     @property
     def sequences(self) -> int:
-        """How many there are: fewer than requested if a source ends before."""
+        """Return the number of samples: fewer than requested if a source has no more."""
         return self._requested if self._repeat is None else self._repeat[0]
 
     @property
     def note(self) -> str | None:
-        """What the user should know; None if there are as many as requested."""
+        """Return a note for the log if there are fewer samples than requested."""
         if self._repeat is None:
             return None
         sequences, source = self._repeat
         return (
-            f"validation: {sequences} of the {self._requested} sequences of train.eval_samples, "
-            f"where the validation split of {source} ends; for more, raise data.held_out (of a "
-            "prepared folder: prepare it with a larger --held-out), or take a larger source"
+            f"train.eval_samples = {self._requested}: the validation split of {source} ends after "
+            f"{sequences} sequences; raise data.held_out (of a prepared folder: prepare it again "
+            "with a larger --held-out), or take a larger source"
         )
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text per token; converts loss to bits per byte."""
+        """Return the bytes of text per token, which convert loss to bits per byte."""
         return self._samples.bytes_per_token
 
     def batches(self, rank: int) -> list[Batch]:
-        """One rank's batches, as many as every other rank's; ignored rows fill the last ones."""
+        """Return a rank's batches, equally many on all ranks; ignored rows fill the last."""
         total, ranks = self.sequences, self._world_size
         positions = range(rank * total // ranks, (rank + 1) * total // ranks)
         most = -(-total // ranks)

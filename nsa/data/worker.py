@@ -3,8 +3,8 @@
     rank  -- pickled work --> worker   its stdin; end of file: the rank has ended
     rank  <---- frames ------ worker   its stdout: items, progress, or an error
 
-It is started afresh, not forked: by then a rank holds a GPU, threads and connections. Frames wait
-in the pipe, so a worker runs ahead by as much as the pipe holds.
+It is a new process, not a fork: a rank already holds a GPU, threads and connections. Frames wait in
+the pipe, so a worker prefetches as much as the pipe holds.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from nsa.data.source import DataError
 
 ITEM, PROGRESS, ERROR, END = "item", "progress", "error", "end"  # kinds of frames
 PROGRESS_SECONDS = 0.5
-LINES_KEPT = 5  # of a worker's stderr, for the error when it dies
+LINES_KEPT = 5  # last lines of a worker's stderr, for the error when it dies
 Work = Callable[..., Iterator[Any]]  # called with `on_document`; must be picklable
 
 
 class WorkerDied(DataError):
-    """A worker process ended without an error of its own."""
+    """A worker process that ended without reporting an error."""
 
 
 class Worker(Iterator[Any]):
-    """Iterates over `work` in a subprocess."""
+    """Iterator over `work` in a subprocess."""
 
     def __init__(self, work: Work, name: str) -> None:
-        self.source = ""  # being read
-        self.location = ""  # of its newest document
+        self.source = ""  # that is being read
+        self.location = ""  # of the last document read
         self.last_progress = time.monotonic()
         self._name = name  # in messages
-        # The same modules as here, whatever the working directory.
+        # The worker imports the same modules as this process, whatever the working directory.
         path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-        # Ctrl-C ends the rank, which ends this; the mask is inherited, so there is no gap.
+        # The worker ignores Ctrl-C and ends with its rank. It inherits the mask, so from the start.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process = subprocess.Popen(
@@ -63,7 +63,7 @@ class Worker(Iterator[Any]):
         self._last_lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._forwarder = Thread(target=self._forward, args=(self._process.stderr,), daemon=True)
         self._forwarder.start()
-        with suppress(BrokenPipeError):  # it died already, which the first read reports
+        with suppress(BrokenPipeError):  # the worker died, which the first read reports
             pickle.dump(work, self._stdin)
             self._stdin.flush()
 
@@ -75,7 +75,7 @@ class Worker(Iterator[Any]):
         while True:
             try:
                 kind, content = pickle.load(self._frames)
-            except (EOFError, pickle.UnpicklingError):  # between two frames, or within one
+            except (EOFError, pickle.UnpicklingError):  # the stream ended, maybe within a frame
                 raise self._death() from None
             self.last_progress = time.monotonic()
             if kind == ITEM:
@@ -104,18 +104,17 @@ class Worker(Iterator[Any]):
     def _death(self) -> WorkerDied:
         code = self._process.wait()
         self._forwarder.join()
-        how = f"ended with exit code {code}"
+        cause = f"ended with exit code {code}"
         if code < 0:
-            how = f"was ended by signal {-code} ({signal.Signals(-code).name})"
+            cause = f"was ended by signal {-code} ({signal.Signals(-code).name})"
         if code == -signal.SIGKILL:
-            how += ", as by a system out of memory; if so, lower data.shuffle_documents or "
-            how += "data.workers"
+            cause += ", possibly out of memory; if so, lower data.shuffle_documents or data.workers"
         lines = " | ".join(line for line in self._last_lines if line)
-        return WorkerDied(f"{self._name}: its worker {how}; last output: {lines or 'none'}")
+        return WorkerDied(f"{self._name}: its worker {cause}; last output: {lines or 'none'}")
 
 
 class _FrameWriter:
-    """The worker's end of the pipe: items as they come, and progress twice a second."""
+    """The worker's end of the pipe: sends items immediately, and progress twice a second."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -143,7 +142,7 @@ class _FrameWriter:
 def main() -> None:
     """Run the work on standard input until it or the parent ends."""
     frames = _FrameWriter(os.fdopen(os.dup(1), "wb"))
-    os.dup2(2, 1)  # what libraries print must not mix with the frames
+    os.dup2(2, 1)  # output of libraries must not mix with the frames
     work = pickle.load(sys.stdin.buffer)
     for task in (_exit_with_parent, frames.send_progress):
         Thread(target=task, daemon=True).start()
