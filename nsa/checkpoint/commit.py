@@ -13,6 +13,7 @@ Ranks wait for each other through files, so that no collective runs beside those
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import shutil
 import threading
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text, fsync_dir
-from nsa.checkpoint.errors import describe_write_error
 from nsa.checkpoint.manifest import (
     MANIFEST,
     checkpoint_name,
@@ -33,12 +33,15 @@ from nsa.checkpoint.manifest import (
 )
 
 LATEST = "latest"
-POLL_SECONDS = 0.02  # between two looks for the other ranks' parts
+POLL_SECONDS = 0.02  # between two checks for the other ranks' parts
 PARTIAL = ".partial"
+NEARLY_FULL = 32 * 2**20  # bytes; with less free, a write without errno most likely lacked space
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_ACCESS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class Aborted(ValueError):
-    """Another rank failed before its part said so."""
+    """Another rank failed without writing its part."""
 
 
 def draft_of(folder: Path, step: int) -> Path:
@@ -58,7 +61,7 @@ def new_draft(folder: Path, step: int) -> Path:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove what crashes left: drafts, and checkpoints that were being removed."""
+    """Remove leftovers of a crash: drafts, and checkpoints that were being removed."""
     for path in folder.glob(f".*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f".{LATEST}.*"):
@@ -67,7 +70,7 @@ def remove_drafts(folder: Path) -> None:
 
 
 def write_part(draft: Path, rank: int, names: Iterable[str], fields: dict[str, Any]) -> None:
-    """Sync and hash one rank's files and write its part; raise a ValueError with the fix."""
+    """Sync and hash a rank's files and write its part; raise a ValueError with the fix."""
     path = draft
     try:
         files = {}
@@ -81,7 +84,7 @@ def write_part(draft: Path, rank: int, names: Iterable[str], fields: dict[str, A
 
 
 def write_failure(draft: Path, rank: int, names: Iterable[str], reason: str) -> None:
-    """Remove one rank's files, which frees their space, and stop rank 0 from waiting for it."""
+    """Remove a rank's files, which frees their space, and report its error to rank 0."""
     for name in names:
         with contextlib.suppress(OSError):
             (draft / name).unlink(missing_ok=True)
@@ -139,7 +142,7 @@ def commit(folder: Path, step: int, parts: list[dict[str, Any]], fields: dict[st
 def prune(folder: Path, keep: int, keep_hours: float, now: float) -> list[str]:
     """Remove checkpoints beyond the `keep` newest or older than `keep_hours`; 0: no limit.
 
-    The newest stays, and the newest without NaN or inf. Damaged ones stay and do not count.
+    The newest stays, and so does the newest without NaN or inf. Damaged ones stay and do not count.
     Return the errors of failed removals.
     """
     paths = complete_by_size(folder)
@@ -158,7 +161,7 @@ def prune(folder: Path, keep: int, keep_hours: float, now: float) -> list[str]:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint and its universal form; renamed first, so that a crash leaves neither."""
+    """Remove a checkpoint and its universal form; rename first, so that a crash leaves no half."""
     for path in (checkpoint.with_name(f"{checkpoint.name}.universal"), checkpoint):
         if path.exists():
             removed = path.with_name(f".{path.name}.removed{PARTIAL}")
@@ -170,3 +173,27 @@ def remove(checkpoint: Path) -> None:
 
 def _part(draft: Path, rank: int) -> Path:
     return draft / f".part{rank}"
+
+
+def describe_write_error(error: BaseException, path: Path) -> str:
+    """Return an error message: the file that could not be written, the cause and the fix."""
+    while not isinstance(error, OSError) and error.__context__ is not None:
+        error = error.__context__  # torch's writer raises a second error when it is closed
+    number = getattr(error, "errno", None)
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line}"
+    free = _free_bytes(path)
+    if number in NO_SPACE or (number is None and free is not None and free < NEARLY_FULL):
+        left = "" if free is None else f" ({free / 1e6:,.1f} MB are free)"
+        fix = "; free some space, or keep fewer checkpoints with checkpoint.keep"
+        return f"{path}: {cause}{left}{fix}"
+    if number in NO_ACCESS:
+        return f"{path}: {cause}; fix the folder's permissions or mount, or choose another folder"
+    return f"{path}: {cause}"
+
+
+def _free_bytes(path: Path) -> int | None:
+    for folder in path.parents:
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(folder).free
+    return None

@@ -1,4 +1,4 @@
-"""Checkpoint settings: when to save, what to keep."""
+"""Checkpoint settings: when to save, which checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nsa.validation import at_least
 
 @dataclass
 class CheckpointConfig:
-    """When to save and what to keep; the last step is always saved."""
+    """The `checkpoint` section of a run's settings; the last step is always saved."""
 
     every: int = 5_000  # steps between two checkpoints; 0: only at the end
     keep: int = 0  # number of newest checkpoints to keep; 0: all
@@ -17,5 +17,5 @@ class CheckpointConfig:
     background: bool = False  # copy to host memory, and write while training continues
 
     def validate(self) -> None:
-        """Raise a ValueError that names the first setting that cannot work."""
+        """Raise a ValueError that names the first invalid setting."""
         at_least(0, "checkpoint", self, "every", "keep", "keep_hours")

@@ -1,24 +1,25 @@
-"""The DeepSpeed engine's side of a checkpoint: capture what it saves, and load it back."""
+"""State of a DeepSpeed engine and of the random number generators: capture, copy, load."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import io
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from nsa.checkpoint.manifest import rng_file
-from nsa.checkpoint.rng import restore_rng
 from nsa.checkpoint.state_file import ANY, LAYOUT_OF_STAGE, check_loadable, read_state_file
 
 
 def capture(engine: Any, draft: Path) -> dict[str, Any]:
-    """Return this rank's files by name, with the engine's own tensors. All ranks must call it.
+    """Return this rank's files by name, with the engine's tensors, not copies. Call on all ranks.
 
     DeepSpeed writes between its collectives, so a rank with a full disk would raise while the
     others wait for it. Here its checkpoint engine only records the files; they are written later.
@@ -49,7 +50,7 @@ def all_finite(files: dict[str, Any]) -> bool:
 
 
 def copy_to_host(files: dict[str, Any]) -> dict[str, Any]:
-    """Copy all tensors to host memory, for a thread to write while training changes the originals.
+    """Copy all tensors to host memory: a thread writes them while training changes the originals.
 
     Tensors that share a storage still share it, as they do in a file of torch.save.
     """
@@ -87,7 +88,7 @@ def load(engine: Any, checkpoint: Path) -> dict[str, Any]:
     """Restore weights, optimizer and random numbers on every rank; return the training state."""
     content = read_state_file(checkpoint)
     check_loadable(checkpoint, content["saved_under"], engine_topology(engine))
-    # Read by DeepSpeed at each load: an engine that loaded a universal checkpoint may go back.
+    # DeepSpeed reads this at each load. An engine may load a universal checkpoint, then another.
     engine._config.load_universal_checkpoint = content["saved_under"]["ranks"] == ANY
     with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints what looks like errors
         path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
@@ -95,12 +96,35 @@ def load(engine: Any, checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{checkpoint} could not be loaded; see DeepSpeed's warning above")
     rng = checkpoint / rng_file(dist.get_rank())
     if rng.exists():  # the saved run may have had fewer ranks
-        restore_rng(rng)
+        _restore_rng(torch.load(rng, map_location="cpu", weights_only=True))
     return content["state"]
 
 
+def rng_state() -> dict[str, Any]:
+    """Return this rank's random number generators, in types that torch.load reads safely."""
+    numpy: Any = np.random.get_state(legacy=True)
+    kind, keys, *rest = numpy
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    kind, keys, *rest = state["numpy"]
+    torch.set_rng_state(state["torch"])
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
 def engine_topology(engine: Any) -> dict[str, Any]:
-    """Return what decides whether a checkpoint of `engine` loads into another engine."""
+    """Return the properties that decide whether a checkpoint loads into another engine."""
     bf16, fp16 = engine.bfloat16_enabled(), engine.fp16_enabled()
     return {
         "layout": LAYOUT_OF_STAGE[engine.zero_optimization_stage()],

@@ -1,4 +1,4 @@
-"""Saving while training continues: what each rank does, and in which order.
+"""Checkpoint saver: the steps of a save on each rank, some of them while training continues.
 
     save    the draft is created        rank 0           \\
             DeepSpeed's state captured  every rank        |  training thread; all ranks
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from nsa.checkpoint.commit import (
     Aborted,
     commit,
+    describe_write_error,
     draft_of,
     new_draft,
     prune,
@@ -42,9 +43,9 @@ from nsa.checkpoint.engine_state import (
     capture,
     copy_to_host,
     engine_topology,
+    rng_state,
     write_file,
 )
-from nsa.checkpoint.errors import SaveFailed, describe_write_error
 from nsa.checkpoint.manifest import (
     STATE,
     checkpoint_name,
@@ -52,9 +53,16 @@ from nsa.checkpoint.manifest import (
     rank_file,
     rng_file,
 )
-from nsa.checkpoint.rng import rng_state
 
-RECOVERY_SCRIPT = "zero_to_fp32.py"  # DeepSpeed's, gathers weights without an engine
+RECOVERY_SCRIPT = "zero_to_fp32.py"  # of DeepSpeed; gathers weights without an engine
+
+
+class SaveFailed(ValueError):
+    """A checkpoint that was not saved. All ranks raise it together, and training can continue."""
+
+    def __init__(self, step: int, text: str) -> None:
+        super().__init__(text)
+        self.step = step
 
 
 @dataclass
@@ -64,9 +72,9 @@ class _Job:
     step: int
     draft: Path
     files: dict[str, Any]  # not yet written, by name: objects for torch.save, or text
-    names: list[str]  # of all of this rank's files
+    names: list[str]  # of all files of this rank
     finite: bool
-    stall: float = 0.0  # seconds that training stood still
+    stall: float = 0.0  # seconds that training waited
     part_done: threading.Event = field(default_factory=threading.Event)
     abort: threading.Event = field(default_factory=threading.Event)
     part_error: ValueError | None = None
@@ -79,9 +87,8 @@ class Saver:
     """Saves one engine into one folder. Every rank has one and calls it at the same steps.
 
     `agree` takes this rank's error, or None, and raises on all ranks if one had an error.
-    `tokenizer` holds its name and fingerprint, to open a checkpoint without the dataset.
-    `on_saved` (step, folder, seconds that training stood still) and `on_failed` are called on rank
-    0 only, from its thread, as soon as the outcome is known.
+    `tokenizer` holds its name and fingerprint, to open a checkpoint without the dataset. Rank 0
+    calls `on_saved` (step, folder, seconds that training waited) or `on_failed` from its thread.
     """
 
     def __init__(
@@ -110,10 +117,10 @@ class Saver:
             remove_drafts(folder)
 
     def save(self, step: int, state: dict[str, Any], rank_state: dict[str, Any] | None) -> None:
-        """Save the engine, `state` (the same on all ranks) and `rank_state` (this rank's own).
+        """Save the engine, `state` (the same on all ranks) and `rank_state` (of this rank).
 
-        Wait for the previous checkpoint first, whose failure goes to `on_failed`. Raise SaveFailed
-        where this one's files cannot be written.
+        Wait for the previous save first; its failure goes to `on_failed`. Raise SaveFailed if the
+        files of this one cannot be written.
         """
         start = time.monotonic()
         with contextlib.suppress(SaveFailed):
@@ -139,7 +146,7 @@ class Saver:
         self._job = job
 
     def finish(self) -> None:
-        """Wait until the last save is a checkpoint, on every rank; else raise SaveFailed."""
+        """Wait until the last save is a checkpoint; raise SaveFailed on every rank if it failed."""
         job, self._job = self._job, None
         if job is None:
             return
@@ -192,7 +199,7 @@ class Saver:
             ) from error
 
     def _work(self, job: _Job) -> None:
-        """Run in the thread: everything that training does not wait for."""
+        """Finish a save in the thread, while training continues."""
         try:
             _write_files(job)
             write_part(job.draft, self._rank, job.names, {"finite": job.finite})
@@ -219,7 +226,7 @@ class Saver:
             shutil.rmtree(job.draft, ignore_errors=True)
             self._report_failure(job, self._failure(job.step, job.commit_error))
             return
-        try:  # a failure below leaves the checkpoint as good as it is
+        try:  # a failure below does not affect the checkpoint
             script = Path(deepspeed.__file__).parent / "utils" / RECOVERY_SCRIPT
             if not (self._folder / RECOVERY_SCRIPT).exists():
                 shutil.copyfile(script, self._folder / RECOVERY_SCRIPT)
@@ -238,7 +245,7 @@ class Saver:
 
 
 def _write_files(job: _Job) -> None:
-    """Write what is not yet written, and free its memory."""
+    """Write the files that are not yet written, and free their memory."""
     for name in list(job.files):
         path = job.draft / name
         try:

@@ -8,8 +8,8 @@ from typing import Any
 
 from nsa.checkpoint.manifest import STATE, rank_file
 
-# DeepSpeed keeps optimizer state whole in stage 0, sharded by the gradients' owner in stages 1 and
-# 2, and with the weights in stage 3. It cannot load one of these layouts as another.
+# DeepSpeed keeps the optimizer state complete in stage 0, sharded in stages 1 and 2, and sharded
+# together with the weights in stage 3. It cannot load one of these layouts as another.
 LAYOUT_OF_STAGE = {0: "0", 1: "1 or 2", 2: "1 or 2", 3: "3"}
 ANY = "any"  # `ranks` of a universal checkpoint, which loads on any number
 
@@ -19,17 +19,17 @@ def read_train_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_topology(checkpoint: Path) -> dict[str, Any]:
-    """Return what the checkpoint was saved under: `layout`, `precision` and `ranks`."""
+    """Return `layout`, `precision` and `ranks` of the run that saved the checkpoint."""
     return read_state_file(checkpoint)["saved_under"]
 
 
 def read_tokenizer(checkpoint: Path) -> dict[str, str] | None:
-    """Return `name` and `fingerprint` of the tokenizer; None where they are not recorded."""
+    """Return `name` and `fingerprint` of the tokenizer; None if they are not recorded."""
     return read_state_file(checkpoint).get("tokenizer") if (checkpoint / STATE).is_file() else None
 
 
 def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
-    """Return the state of one rank alone; None where it had none."""
+    """Return the state of one rank; None if it had none."""
     path = checkpoint / rank_file(rank)
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -39,7 +39,7 @@ def read_state_file(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_loadable(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise a ValueError where DeepSpeed cannot load topology `saved` into `current`."""
+    """Raise a ValueError if DeepSpeed cannot load topology `saved` into `current`."""
     for key, name, fix in (
         ("layout", "ZeRO stage", "choose a DeepSpeed config of ZeRO stage {}"),
         ("precision", "precision", "set train.precision={}"),

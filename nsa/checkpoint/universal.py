@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 from nsa.atomic_io import atomic_write_text, fsync_dir
-from nsa.checkpoint.commit import PARTIAL
-from nsa.checkpoint.errors import describe_write_error
+from nsa.checkpoint.commit import PARTIAL, describe_write_error
 from nsa.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -31,7 +30,7 @@ CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 
 
 def needs_universal(checkpoint: Path, ranks: int) -> bool:
-    """Return whether `ranks` ranks must convert it first; ZeRO stage 0 loads on any number."""
+    """Return whether loading on `ranks` ranks requires conversion; ZeRO stage 0 loads on any."""
     topology = read_topology(checkpoint)
     return topology["layout"] != "0" and topology["ranks"] not in (ranks, ANY)
 
@@ -39,7 +38,7 @@ def needs_universal(checkpoint: Path, ranks: int) -> bool:
 def to_universal(checkpoint: Path) -> Path:
     """Return the universal form of a valid checkpoint; call on one rank while the others wait.
 
-    Raise a ValueError with the converter's last line where it fails, and leave nothing behind.
+    If the converter fails, raise a ValueError with its last line and leave no files.
     """
     topology = read_topology(checkpoint)
     if topology["layout"] == "3":
@@ -58,7 +57,7 @@ def to_universal(checkpoint: Path) -> Path:
         draft.mkdir()
         converted = draft / "converted"  # the converter also writes into the folder above
         _convert(checkpoint, converted)
-        _add_own_files(checkpoint, converted, source["ranks"])
+        _copy_other_files(checkpoint, converted, source["ranks"])
         files = sorted(path for path in converted.rglob("*") if path.is_file())
         entries = {str(path.relative_to(converted)): sync_and_hash(path) for path in files}
         manifest = {**source, "made_from": source["files"], "files": entries}
@@ -77,7 +76,7 @@ def to_universal(checkpoint: Path) -> Path:
 
 
 def _convert(checkpoint: Path, converted: Path) -> None:
-    """Run the converter as a process: it keeps global state, and prints."""
+    """Run the converter as a process, because it keeps global state and prints."""
     command = [sys.executable, "-m", CONVERTER, "--inject_missing_state"]
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     command += ["--input_folder", str(checkpoint), "--output_folder", str(converted)]
@@ -87,8 +86,8 @@ def _convert(checkpoint: Path, converted: Path) -> None:
         raise ValueError(f"{checkpoint} could not be converted: {last}")
 
 
-def _add_own_files(checkpoint: Path, converted: Path, ranks: int) -> None:
-    """Copy what the converter does not know: state.json, and the files of each rank."""
+def _copy_other_files(checkpoint: Path, converted: Path, ranks: int) -> None:
+    """Copy the files that the converter ignores: state.json, and those of each rank."""
     content = read_state_file(checkpoint)
     content["saved_under"]["ranks"] = ANY
     (converted / STATE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

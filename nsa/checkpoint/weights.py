@@ -1,8 +1,8 @@
-"""Model weights of a checkpoint or a Hugging Face folder, of any layout, on the CPU.
+"""Model weights on the CPU, read from a checkpoint of any layout or a Hugging Face folder.
 
-ZeRO stage 0, 1, 2   complete on rank 0, with DeepSpeed's other state; fp32 ones in the optimizer
-ZeRO stage 3         sharded, fp32 only
-universal            as in the original stage; fp32 ones in one file each
+ZeRO stage 0, 1, 2   complete in rank 0's file; master weights in the optimizer's
+ZeRO stage 3         master weights only, sharded
+universal            as in the original stage; master weights in one file each
 safetensors          as `nsa export` and `nsa import` write them
 """
 
@@ -29,7 +29,7 @@ INDEX = f"{SAFETENSORS}.index.json"
 
 
 def find_weights(path: Path) -> Path:
-    """Return the folder to read from: `path`, or the newest valid checkpoint of that run.
+    """Return the folder to read: `path`, or the newest valid checkpoint of a run's folder.
 
     Warn of damaged checkpoints that are skipped.
     """
@@ -41,7 +41,7 @@ def find_weights(path: Path) -> Path:
         newest, notes = newest_complete(path / "checkpoints")
         if newest is not None:
             for note in notes:
-                warnings.warn(f"passed over: {note}", stacklevel=2)
+                warnings.warn(f"skipped: {note}", stacklevel=2)
             return newest
         problem = "; ".join(notes) or "nothing is saved"
     elif (path / MANIFEST).exists():
@@ -63,7 +63,7 @@ def has_safetensors(folder: Path) -> bool:
 def read_weights(folder: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Return all weights by name, in `dtype` or as they were trained.
 
-    In float32 they are the optimizer's master weights, which the trained ones are rounded from.
+    In float32 these are the optimizer's master weights, from which the trained ones are rounded.
     """
     if has_safetensors(folder):
         weights = read_safetensors(folder)
@@ -81,12 +81,8 @@ def read_weights(folder: Path, dtype: torch.dtype | None = None) -> dict[str, Te
             named = _master_weights_universal(folder)
         else:
             named = _master_weights_stage_1_2(folder, topology["ranks"], trained)
-    # Copies: memory-mapped tensors would change, or be gone, with the file.
+    # Copy: memory-mapped tensors would change or disappear with the file.
     return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in named}
-
-
-def load_weights(model: torch.nn.Module, folder: Path) -> None:
-    set_weights(model, read_weights(folder), folder)
 
 
 def set_weights(
@@ -95,14 +91,14 @@ def set_weights(
     """Put weights into `model`; with `assign` they replace its parameters' tensors."""
     expected = model.state_dict()
     for name in sorted(expected.keys() | weights.keys()):
-        wanted, given = (
+        here, there = (
             tuple(tensors[name].shape) if name in tensors else None
             for tensors in (expected, weights)
         )
-        if wanted != given:
+        if here != there:
             raise ValueError(
-                f"the weights of '{source}' do not fit this model: {name} is {given} there and "
-                f"{wanted} here; set model.* as that run had them (its config.yaml says how)"
+                f"the weights of '{source}' do not fit this model: {name} is {there} there and "
+                f"{here} here; set model.* as in that run's config.yaml"
             )
     model.load_state_dict(weights, assign=assign)
 
@@ -135,7 +131,7 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _load_mapped(file: Path) -> Any:
-    """Load a file of torch.save memory-mapped, so that unused tensors are never read."""
+    """Load a file of torch.save memory-mapped, so that unused tensors are not read."""
     return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -154,7 +150,7 @@ def _master_weights_stage_0(
                 yield name, group.pop(0)
                 break
         else:
-            raise ValueError(f"the optimizer's copy of {name} is not what the model has")
+            raise ValueError(f"the optimizer has no master weights that round to {name}")
 
 
 def _master_weights_stage_1_2(
@@ -164,7 +160,7 @@ def _master_weights_stage_1_2(
     pieces: dict[str, list[Tensor]] = {name: [] for name in trained}
     for rank in range(ranks):
         (file,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        with _silence():  # it holds objects of DeepSpeed's
+        with _silence():  # unpickling imports DeepSpeed
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
         state = state["optimizer_state_dict"]
         groups = zip(
@@ -198,7 +194,7 @@ def _stage_3_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Drop what DeepSpeed prints on import, and its progress bars."""
+    """Drop DeepSpeed's output on import, and its progress bars."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         yield

@@ -11,7 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from nsa.checkpoint.weights import load_weights
+from nsa.checkpoint.weights import read_weights, set_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import tolerance
 from nsa.engine.gradient_check import check_gradients, inspect_gradients
@@ -29,7 +29,7 @@ def build_model(
     torch.manual_seed(config.train.seed)
     model = LanguageModel(config.model, sequence_parallel_group(config.train.sequence_parallel))
     if weights is not None:
-        load_weights(model, weights)
+        set_weights(model, read_weights(weights), weights)
     return model.to(device)
 
 

@@ -35,7 +35,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--split",
         choices=SPLITS,
-        help="documents to use (default: held_out of the run's own or prepared data, else all)",
+        help="documents to use (default: held_out of the run's or prepared data, else all)",
     )
     parser.add_argument(
         "--seq-len",
@@ -54,14 +54,14 @@ def add_parser(verbs: Any) -> None:
         "--tokens",
         type=int,
         metavar="N",
-        help="tokens to read; more than there are: all (default: as in training's validation)",
+        help="tokens to read at most (default: as in training's validation)",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="data.KEY=VALUE",
-        help="how the dataset is read, for example data.text_field=content",
+        help="setting of the dataset, for example data.text_field=content",
     )
     parser.add_argument("--out", type=Path, help="folder for the results (default: RUN/eval)")
     parser.set_defaults(run=_eval)
@@ -79,7 +79,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What every run is evaluated on."""
+    """The data and windows on which every run is evaluated."""
 
     data: DataConfig  # with the longest of `lengths` as seq_len
     split: str
@@ -95,7 +95,7 @@ def _eval(args: argparse.Namespace) -> int:
 
     _check_flags(args)
     device = parse_device(args.device)
-    # Everything that can be refused is refused before the first, slow evaluation.
+    # Every error of the settings is raised before the first, slow evaluation.
     paths = labelled([args.place, *args.compare])
     runs = {name: find_run(path) for name, path in paths.items()}
     tokenizers = {name: require_tokenizer(name, run) for name, run in runs.items()}
@@ -123,7 +123,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _log(line: str) -> None:
-    """Print progress; a closed stdout must not cost the results."""
+    """Print progress; ignore a closed stdout, so that the results are still written."""
     with contextlib.suppress(BrokenPipeError):
         print(line, flush=True)
 
@@ -144,11 +144,11 @@ def _check_flags(args: argparse.Namespace) -> None:
         if not assignment.startswith("data."):
             raise ValueError(f"--set {assignment}: only data.* can be set here")
         if assignment.partition("=")[0].strip() == "data.tokenizer":
-            raise ValueError(f"--set {assignment}: each run reads with its own; leave this out")
+            raise ValueError(f"--set {assignment}: each run uses its tokenizer; leave this out")
 
 
 def parse_device(name: str | None) -> torch.device | None:
-    """Return the device that --device names; raise a ValueError where it does not exist."""
+    """Return the device that --device names; raise a ValueError if it does not exist."""
     import torch
 
     if name is None:
@@ -158,7 +158,7 @@ def parse_device(name: str | None) -> torch.device | None:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
     if device.type == "meta":
-        raise ValueError(f"--device {name}: nothing is computed there; choose cpu or cuda")
+        raise ValueError(f"--device {name}: computes nothing; choose cpu or cuda")
     return device
 
 
@@ -170,7 +170,7 @@ def _resolve_settings(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -
     data = resolve_config(config, None, args.set).data
     if args.source is not None:
         data = replace(data, source=args.source)
-    # A run was trained on the other documents of its own data, and on none of other data.
+    # Of its own data, a run was trained on all but the held-out documents; of other data, on none.
     prepared = any(map(is_prepared, data.sources()))
     has_held_out = prepared
     for name, run in runs.items():
@@ -179,8 +179,8 @@ def _resolve_settings(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -
             has_held_out = True
             if data.held_out > trained.held_out and not prepared:
                 _log(
-                    f"{name}: data.held_out = {data.held_out}, and {trained.held_out} in training: "
-                    "some of the documents held out here have been trained on"
+                    f"{name}: data.held_out = {data.held_out} is above {trained.held_out} of its "
+                    "training: it was trained on some of the documents held out here"
                 )
     lengths = sorted(set(args.seq_len or [data.seq_len]))
     for length in lengths:
@@ -198,7 +198,7 @@ def _resolve_settings(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -
 
 
 def share_source(one: DataConfig, other: DataConfig) -> bool:
-    """Return whether a source of one is a source of the other, or a file in its folder."""
+    """Return whether the two have a source in common, or one a file in the other's folder."""
     return any(
         a == b or a in b.parents or b in a.parents
         for a in _source_paths(one)
@@ -214,7 +214,7 @@ def _source_paths(data: DataConfig) -> list[Path]:
 
 
 def require_tokenizer(name: str, run: StoredRun) -> Tokenizer:
-    """Return a run's tokenizer; raise a ValueError where it is missing or too large."""
+    """Return a run's tokenizer; raise a ValueError if it is missing or too large."""
     vocabulary = run.config.model.vocab_size
     if run.tokenizer is None:
         raise ValueError(f"{name}: its tokenizer is missing, so no text can be read")
@@ -235,7 +235,7 @@ def _open_data(settings: _Settings, tokenizer: Tokenizer) -> EvalData:
     data = open_eval_data(config, SPLITS[settings.split], settings.tokens, tokenizer)
     note = ""
     if data.exhausted is not None:
-        note = f"; {data.exhausted} has no more of the {settings.tokens:,} requested"
+        note = f"; {data.exhausted} has fewer than the {settings.tokens:,} requested"
     _log(
         f"{source_names(config)}, split {settings.split}, packing {config.packing}, tokenizer "
         f"{tokenizer.name}: {data.tokens:,} tokens in {data.count:,} samples{note}"

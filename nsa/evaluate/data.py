@@ -1,4 +1,4 @@
-"""Evaluation data: the samples to evaluate, and windows with a given context over them.
+"""Evaluation data: samples, and the windows of context in which their tokens are evaluated.
 
     a sample:                 |----------------- the longest --seq-len -----------------|
     at half of that length:   |============================|============================|
@@ -6,7 +6,7 @@
                                          ...context...     |========|
                                                   ...context...     |========|
 
-All lengths and strides evaluate the same tokens, each one once.
+All lengths and strides evaluate each token of the samples exactly once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from nsa.constants import IGNORE_INDEX
 from nsa.data.batch_source import build_batches, open_batches
 from nsa.data.batches import Batch, Batches, to_batch
 from nsa.data.config import DataConfig
+from nsa.data.shards import is_prepared
 from nsa.data.source import ALL, DataError
 from nsa.data.stream import collect_tokens
 from nsa.data.tokenizer import TokenArray, Tokenizer
@@ -34,17 +35,17 @@ class EvalData:
 
     samples: Batches
     count: int  # samples
-    exhausted: str | None  # the source that has no more, where more was requested
+    exhausted: str | None  # name of the source that has fewer than requested
 
     @property
     def tokens(self) -> int:
-        """Tokens that are read; an end of text may have no next token to predict."""
+        """Return the tokens read; not all have a label: none follows an end of packed text."""
         return self.count * self.samples.seq_len
 
 
 @dataclass(frozen=True)
 class EvalBatch:
-    """A batch, and for each of its labels, flattened, the sample and the position."""
+    """A batch, and the sample and position of each of its labels, flattened."""
 
     batch: Batch
     sample: torch.Tensor
@@ -57,10 +58,8 @@ Window = tuple[int, TokenArray, slice]  # sample, tokens [T + 1], labels to eval
 def open_eval_data(config: DataConfig, split: str, tokens: int, tokenizer: Tokenizer) -> EvalData:
     """Return the first `tokens` tokens of `data.source`, in samples of `data.seq_len`.
 
-    An indexed source is cut into samples as in training; a streamed one is read until it suffices.
+    An indexed source is cut into samples as in training; a streamed one is read in order.
     """
-    from nsa.data.shards import is_prepared
-
     for name in config.sources():
         if split == ALL and is_prepared(name):
             raise DataError(
@@ -83,10 +82,7 @@ def open_eval_data(config: DataConfig, split: str, tokens: int, tokenizer: Token
 
 
 def eval_batches(data: EvalData, seq_len: int, stride: int, rows: int) -> Iterator[EvalBatch]:
-    """Yield all of `data` in windows of `seq_len` tokens, `rows` at a time.
-
-    Each window evaluates `stride` more labels.
-    """
+    """Yield windows of `seq_len` tokens, `rows` at a time, with `stride` new labels each."""
     windows = _windows(data, seq_len, stride)
     while group := list(islice(windows, rows)):
         yield _to_eval_batch(data, group)

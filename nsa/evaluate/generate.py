@@ -1,4 +1,4 @@
-"""`nsa generate`: continue prompts with a run's model, and print the text as it is generated."""
+"""`nsa generate`: continue prompts with a run's model; print the text while it is generated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(verbs: Any) -> None:
-    about = "continue prompts with a run's model, and print the text as it is generated"
+    about = "continue prompts with a run's model; print the text while it is generated"
     parser = verbs.add_parser("generate", help=about, description=about)
     add_run_arguments(parser)
     parser.add_argument(
@@ -94,7 +94,7 @@ def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
 
 
 class StreamDecoder:
-    """Decodes tokens one at a time; holds back a character until its last token."""
+    """Decodes tokens one at a time; returns a character once its last token is added."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -127,9 +127,9 @@ class StreamDecoder:
 
 
 def stream_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tokenizer) -> None:
-    """Print the first text while it is generated, then the others, which are buffered meanwhile.
+    """Print the first text while it is generated, then the others, which are buffered until then.
 
-    Several texts are printed below their titles, in the style of `head`.
+    Several texts are printed below their titles, as `head` prints files.
     """
     decoders = [StreamDecoder(tokenizer) for _ in titles]
     buffers, running = [""] * len(titles), [True] * len(titles)

@@ -1,4 +1,4 @@
-"""Mean loss of a model per token, overall and by position in the context."""
+"""Mean loss per token of a model, overall and by position in the context."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FIRST_BUCKET = 64  # tokens; each next bucket ends at twice the position
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean loss per token and its standard error over samples; None with a single sample.
+    """A mean loss per token, and its standard error over samples; None with a single sample.
 
-    Tokens of one sample are alike, so samples are counted.
+    Tokens of one sample are correlated, so the error counts samples, not tokens.
     """
 
     value: float
@@ -66,9 +66,9 @@ class Losses:
         ]
 
     def minus(self, other: Losses) -> Mean:
-        """Return the mean difference to another model's losses on the same tokens.
+        """Return the mean difference from another model's losses on the same tokens.
 
-        Its error is that of the differences: a hard text is hard for both.
+        Its error is paired, so the difficulty of a text, equal for both models, cancels.
         """
         counts = self.counts.sum(1)
         assert torch.equal(counts, other.counts.sum(1))
@@ -79,7 +79,7 @@ class Losses:
 def evaluate(
     model: LanguageModel, batches: Iterable[EvalBatch], samples: int, seq_len: int
 ) -> Losses:
-    """Return the losses of all labels; logits of a few tokens exist at a time."""
+    """Return the losses of all labels; compute the logits of a few tokens at a time."""
     edges = bucket_edges(seq_len)
     sums = torch.zeros(samples, len(edges) - 1, dtype=torch.float64)
     counts = torch.zeros_like(sums)
@@ -99,6 +99,6 @@ def evaluate(
 
 
 def bucket_edges(seq_len: int) -> list[int]:
-    """Return 0, 64, 128, 256 and so on, up to the length."""
+    """Return 0, 64, 128, 256, …, up to the length."""
     doublings = max(0, math.ceil(math.log2(seq_len / FIRST_BUCKET)))
     return [0, *(FIRST_BUCKET << number for number in range(doublings)), seq_len]

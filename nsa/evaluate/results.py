@@ -49,9 +49,9 @@ class Result:
         return f"{self.run}, {self.seq_len:,}"
 
     def baseline(self, results: Sequence[Result]) -> Result | None:
-        """Return what it is compared with: the first run at this length, or its own first length.
+        """Return the result to compare with: the first run's at this length, else the first of all.
 
-        None for the first result, and where the tokens differ.
+        None for the first of all, or if the evaluated tokens differ.
         """
         first = next(other for other in results if other.seq_len == self.seq_len)
         other = results[0] if first is self else first
@@ -103,7 +103,7 @@ def _plus_minus(mean: Mean) -> str:
 
 
 def make_folder(out: Path) -> None:
-    """Create the folder of --out; raise a ValueError where that is impossible."""
+    """Create the folder of --out; raise a ValueError if it cannot be created."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

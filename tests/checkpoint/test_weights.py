@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nsa.checkpoint.weights import find_weights, load_weights, read_weights
+from nsa.checkpoint.weights import find_weights, read_weights, set_weights
 from tests.ranks import launch
 
 STAGES = (0, 1, 2, 3)
@@ -67,7 +67,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(root: Path, tmp_path: Pa
     older, newer = (tmp_path / "checkpoints" / f"step0000000{step}" for step in (3, 4))
     for path in (older, newer):
         shutil.copytree(checkpoint(root, 3), path)
-    with pytest.warns(UserWarning, match=r"passed over: step00000004: manifest.json is that of"):
+    with pytest.warns(UserWarning, match=r"skipped: step00000004: manifest.json is that of"):
         assert find_weights(tmp_path) == older
     (older / "state.json").write_text("{}")
     with pytest.raises(ValueError, match=r"step00000004: .*; step00000003: state.json has"):
@@ -97,9 +97,9 @@ def test_unfitting_or_damaged_weights_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(3, 2), "bias": torch.ones(3)}, file)
     with pytest.raises(ValueError, match=r"bias is \(3,\) there and None here; set model\.\*"):
-        load_weights(torch.nn.Linear(2, 3, bias=False), tmp_path)
+        set_weights(torch.nn.Linear(2, 3, bias=False), read_weights(tmp_path), tmp_path)
     with pytest.raises(ValueError, match=r"weight is \(3, 2\) there and \(3, 4\) here"):
-        load_weights(torch.nn.Linear(4, 3), tmp_path)
+        set_weights(torch.nn.Linear(4, 3), read_weights(tmp_path), tmp_path)
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ValueError, match=r"model.safetensors is damaged"):
         read_weights(tmp_path)

@@ -100,7 +100,7 @@ def test_a_named_checkpoint_is_loaded_and_a_broken_one_is_skipped(
     shutil.copytree(run, copied)
     file = copied / "checkpoints/step00000004/mp_rank_00_model_states.pt"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="passed over: step00000004: mp_rank_00_model_states.pt"):
+    with pytest.warns(UserWarning, match="skipped: step00000004: mp_rank_00_model_states.pt"):
         other = load_run(copied)
     assert other.step == 3
     assert torch.equal(other.model.embed.weight, named.model.embed.weight)

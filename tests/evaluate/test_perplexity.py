@@ -110,7 +110,7 @@ def test_of_unseen_data_all_documents_are_evaluated(
     assert result["tokens"] == (total - 1) // 96 * 96
     output = capsys.readouterr().out
     assert f"{other}, split all" in output
-    assert "has no more of the 1,000,000 requested" in output
+    assert "has fewer than the 1,000,000 requested" in output
     evaluate(folder, str(folder / "nsa"), "--set", f"data.source={{{other}: 1}}", "--tokens", "96")
     assert f"{other}, split all" in capsys.readouterr().out
 
@@ -219,9 +219,9 @@ def test_results_are_written_though_stdout_is_closed(
         (["--stride", "0"], "--stride 0: must be 1 or more"),
         (["--tokens", "95"], "--tokens 95: fewer than the 96 of one sequence"),
         (["--set", "model.layers=1"], "--set model.layers=1: only data.*"),
-        (["--set", "data.tokenizer=hf:x"], "data.tokenizer=hf:x: each run reads with its own"),
+        (["--set", "data.tokenizer=hf:x"], "data.tokenizer=hf:x: each run uses its tokenizer"),
         (["--device", "tpu9"], "--device tpu9: "),
-        (["--device", "meta"], "--device meta: nothing is computed there; choose cpu or cuda"),
+        (["--device", "meta"], "--device meta: computes nothing; choose cpu or cuda"),
         (["--compare", "nowhere"], "'nowhere': there is no such folder"),
         (["--out", "lines.jsonl"], "--out lines.jsonl: the folder cannot be created (File exists)"),
     ],

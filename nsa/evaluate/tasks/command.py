@@ -1,4 +1,4 @@
-"""`nsa tasks`: long-range recall of NSA, dense and window-only attention."""
+"""`nsa tasks`: long-range recall with NSA, dense and window-only attention."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from nsa.atomic_io import atomic_write_text
 
 def add_parser(verbs: Any) -> None:
     about = (
-        "train small models on associative recall, NSA beside dense and window-only attention, and "
+        "train small models with NSA, dense and window-only attention on associative recall, and "
         "test them on needles in haystacks; takes minutes on a CPU"
     )
     parser = verbs.add_parser("tasks", help=about, description=about)
-    parser.add_argument("--steps", type=int, default=1_000, help="of each model (%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=1_000, help="steps of each model (%(default)s)"
+    )
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[1, 2, 3], help="each trains all models (1 2 3)"
     )
@@ -41,7 +43,7 @@ def _tasks(args: argparse.Namespace) -> int:
     from nsa.evaluate.tasks import evaluate, plots
     from nsa.evaluate.tasks.train import training_lengths
 
-    training_lengths(args.seq_len)  # refuses a wrong --seq-len before anything is trained
+    training_lengths(args.seq_len)  # raises if --seq-len is invalid
     make_folder(args.out)
     log = partial(_log_step, args.steps)
     result = {

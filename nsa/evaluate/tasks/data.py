@@ -1,11 +1,11 @@
 """Associative recall and needle-in-a-haystack sequences.
 
     recall   · f f · f · · f  k k k k k k k k     facts in the first half, questions in the second
-    needle   · · · · f · · · · · · · f · · k      one fact at a given depth; the end asks for it
+    needle   · · · · f · · · · · · · f · · k      a fact at a given depth; the question at the end
 
-A fact is one token that stands for a key and a value. A question is a key; its label is the value
-that this sequence's fact with that key gives it. Keys, values and positions are random for each
-sequence and answers are never shown, so only the fact reveals the value.
+A fact is a token that encodes a key and a value. A question is a key; its label is the value of the
+fact with that key. Keys, values and positions are random in each sequence and answers are not part
+of it, so only the fact reveals the value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TaskBatch:
 
 
 def recall(rng: torch.Generator, batch: int, seq_len: int, facts: int) -> TaskBatch:
-    """Multi-query associative recall: every position of the second half asks for a fact."""
+    """Return multi-query associative recall: each position of the second half is a question."""
     half = seq_len // 2
     if facts > min(half, KEYS):
         raise ValueError(
@@ -45,9 +45,9 @@ def recall(rng: torch.Generator, batch: int, seq_len: int, facts: int) -> TaskBa
 
 
 def needle(rng: torch.Generator, batch: int, seq_len: int, facts: int, depth: float) -> TaskBatch:
-    """A needle among filler and other facts, at the fraction `depth` of the context.
+    """Return a fact at the fraction `depth` of the context, among filler and other facts.
 
-    The last position asks for it.
+    The last position is the question.
     """
     context = seq_len - 1
     if facts > min(context, KEYS):

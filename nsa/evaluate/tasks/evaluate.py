@@ -34,8 +34,8 @@ WITHOUT_SELECTION = "nsa, no choice"  # the trained "nsa" with forced blocks onl
 FACTS = (2, 4, 8, 16)
 HAYSTACK_FACTS = 4  # including the needle
 DEPTHS = tuple(eighth / 8 for eighth in range(9))
-SEQUENCES = 32  # of each cell
-SEED = 1_000_003  # of the evaluated sequences; none of them is trained on
+SEQUENCES = 32  # per accuracy
+SEED = 1_000_003  # of the evaluated sequences, which differ from the training sequences
 
 OnStep = Callable[[str, int, int, float], None]  # variant, seed, step, loss
 Pair = tuple[int, str]  # seed, variant
@@ -45,9 +45,9 @@ Rows = list[dict[str, Any]]
 def evaluate_variants(
     longest: int, steps: int, seeds: Sequence[int], jobs: int, on_step: OnStep
 ) -> dict[str, Any]:
-    """Train every variant with every seed, and ask all of them the same questions.
+    """Train every variant with every seed, and evaluate all on the same sequences.
 
-    With several `jobs`, each model is trained in a process of its own, which calls `on_step`.
+    With several `jobs`, each model is trained in a separate process, which calls `on_step`.
     """
     run = partial(_evaluate_pair, longest, steps, on_step)
     pairs = [(seed, variant) for seed in seeds for variant in VARIANTS]
@@ -70,8 +70,8 @@ def _run_parallel(run: Callable[[Pair], Rows], pairs: Sequence[Pair], jobs: int)
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         try:
-            # Starting workers must not be interrupted, and workers inherit the blocked signals:
-            # a terminal sends Ctrl-C to them as well.
+            # Signals must not interrupt the start of workers. Workers inherit the blocked signals,
+            # because a terminal sends Ctrl-C to them as well.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
             futures = [pool.submit(run, pair) for pair in pairs]
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -142,13 +142,13 @@ def by_model(result: Mapping[str, Any]) -> dict[str, Rows]:
 
 
 def far_needles(row: Mapping[str, Any], seq_len: int, reach: int) -> float | None:
-    """Return the accuracy on needles beyond a window's reach, at one length."""
+    """Return the accuracy on needles beyond the windows' reach, at one length."""
     far = [c["right"] for c in row["needle"] if c["seq_len"] == seq_len and c["distance"] > reach]
     return statistics.fmean(far) if far else None
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """Return a Markdown table of the accuracy beyond a window's reach."""
+    """Return a Markdown table of accuracies beyond the windows' reach."""
     longest, reach = result["seq_len"], result["reach"]
     facts = [f"{facts} facts" for facts in FACTS]
     header = ["model", *facts, f"needles of {longest} tokens", "parameters", "seconds"]
@@ -163,9 +163,9 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def summary_json(result: Mapping[str, Any]) -> str:
-    """Return tasks.json: final results of each model and seed, one row a line.
+    """Return tasks.json: results of each model and seed, one row per line.
 
-    Of the needles it keeps the accuracy at each length, over all depths and beyond the reach.
+    Needle accuracies are averaged at each length: over all depths, and beyond the reach.
     """
     rows = []
     for row in result["rows"]:

@@ -1,7 +1,7 @@
-"""Small models that are trained on recall, one for each kind of attention.
+"""Small models trained on recall in plain PyTorch, one for each kind of attention.
 
-All see the same sequences, with the same sizes and number of steps, in plain PyTorch. A window's
-reach grows by its width with each layer; the tasks put facts further back than all layers reach.
+All have the same sizes, sequences and number of steps. The reach of windows grows by the window's
+width with each layer; the tasks put facts beyond the reach of all layers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SPEC = NSASpec(
     window=16,
 )
 LAYERS = 2
-REACH = LAYERS * (SPEC.window - 1)  # positions back that a window alone can see
+REACH = LAYERS * (SPEC.window - 1)  # positions back that windows alone can see
 NSA = AttentionConfig(spec=SPEC, backend="reference")  # the fastest backend at these lengths
 VARIANTS = {
     "dense": AttentionConfig(kind="dense"),
-    # With shared keys, what the selected branch learns to find also selects the blocks.
+    # With shared keys, the selected branch also trains the scores that select blocks.
     "nsa": replace(NSA, shared_kv=True),
-    # With its own keys, selection is learned through the compressed branch alone: slower.
+    # With separate keys, only the compressed branch trains them, which is slower.
     "nsa, own keys": NSA,
     "cmp+win": replace(NSA, branches="cmp+win"),
     "win": replace(NSA, branches="win"),
@@ -89,14 +89,14 @@ def model_config(variant: str) -> ModelConfig:
         kv_heads=2,
         head_dim=16,
         mlp_width=64,
-        init_std=0.125,  # 1 / √width: with 0.02 so small a model barely learns at first
+        init_std=0.125,  # 1 / √width: with 0.02 a model this small barely learns at first
         attention=VARIANTS[variant],
     )
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread: with tensors this small a second one only waits."""
+    """Compute on one thread: with tensors this small, more threads only wait."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -139,7 +139,7 @@ def training_batch(rng: torch.Generator, lengths: list[int]) -> TaskBatch:
 
 @torch.no_grad()
 def check_answers(model: LanguageModel, batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each question whether the likeliest token is its answer, and the distance."""
+    """Return for each question whether the likeliest token is the answer, and the distance."""
     questions = batch.labels != IGNORE_INDEX
     answers = model(batch.input_ids).argmax(-1)
     return (answers == batch.labels)[questions], batch.distance[questions]
