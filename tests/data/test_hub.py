@@ -182,7 +182,7 @@ def test_the_error_of_a_broken_record_names_the_row_before_it(tmp_path: Path) ->
     reader = source_of("json", tmp_path / "*").read()
     for _ in range(100):
         next(reader)
-    with pytest.raises(DataError, match=r"broke off after row 100 .*is broken: fix it, or name"):
+    with pytest.raises(DataError, match=r"broke off after row 100 .*is broken: repair it, or name"):
         next(reader)
 
 
@@ -191,7 +191,7 @@ def test_a_cursor_of_other_files_is_refused(tmp_path: Path) -> None:
     reader = source_of("json", tmp_path / "*").read()
     next(reader)
     (tmp_path / "0.jsonl").unlink()
-    with pytest.raises(DataError, match=r"no longer those that this run was reading"):
+    with pytest.raises(DataError, match=r"its files changed since this run stopped"):
         source_of("json", tmp_path / "*").read(reader.state())
 
 

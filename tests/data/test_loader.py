@@ -358,7 +358,7 @@ def test_validation_reports_fewer_samples_than_requested(tmp_path: Path, ranks: 
     ) as validation:
         assert len(evaluated(validation, ranks, 2)) == validation.sequences == available
         assert validation.note is not None
-        assert f"{available} of the 50" in validation.note
+        assert f"ends after {available} sequences" in validation.note
 
 
 def test_validation_waits_while_its_source_yields_documents(pipe: tuple[str, Any]) -> None:

@@ -17,9 +17,7 @@ def add_parser(verbs: Any) -> None:
         "test them on needles in haystacks; takes minutes on a CPU"
     )
     parser = verbs.add_parser("tasks", help=about, description=about)
-    parser.add_argument(
-        "--steps", type=int, default=1_000, help="steps of each model (%(default)s)"
-    )
+    parser.add_argument("--steps", type=int, default=1_000, help="steps per model (%(default)s)")
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[1, 2, 3], help="each trains all models (1 2 3)"
     )
