@@ -7,7 +7,7 @@
     step00000010/                   the same folder, renamed: from here on it is a checkpoint
     latest                          written last
 
-Ranks wait for each other through files, so that no collective runs beside those of training.
+Ranks wait for each other through files, so that no collective runs concurrently with those of training.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def commit(folder: Path, step: int, parts: list[dict[str, Any]], fields: dict[st
         atomic_write_text(path, manifest_text(manifest))
         fsync_dir(draft)
         path = checkpoint
-        if checkpoint.exists():  # damaged, or left behind by a rollback
+        if checkpoint.exists():  # damaged, or from before a rollback
             remove(checkpoint)
         draft.rename(checkpoint)
         fsync_dir(folder)

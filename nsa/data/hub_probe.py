@@ -36,7 +36,7 @@ def probe(what: str, url: str, fix: str = WITHOUT_HUB) -> None:
         return get_session().head(url, timeout=PROBE_SECONDS).status_code
 
     try:
-        status = with_timeout(1.5 * PROBE_SECONDS, head)  # name resolution has no limit of its own
+        status = with_timeout(1.5 * PROBE_SECONDS, head)  # name resolution has no limit
     except Exception as error:  # the exception types of the client differ between versions
         raise SourceUnreachable(
             f"{what}: {url} cannot be reached ({one_line(error)}); {fix}"

@@ -1,7 +1,7 @@
 """`nsa data prepare`: tokenise a source once into shards, in parallel and restartable.
 
     source.part(i, n) -> documents -> tokens | eos -> train-<i>-<k>.bin, val-<i>-<k>.bin
-                                                      part-<i>.json: these, and the cursor after
+                                                      part-<i>.json: their names, and a cursor
 
 A part writes its shards, then its state; the index comes last. After a kill at any moment, the same
 command resumes from the last states and writes the same files as an uninterrupted one.

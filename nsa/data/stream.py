@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from nsa.data.config import DataConfig
-from nsa.data.factory import open_source
+from nsa.data.factory import open_source, tokenise
 from nsa.data.order import Mixer, key, shuffled
-from nsa.data.source import DataError, Reader, State, in_split, is_validation, no_documents
+from nsa.data.source import DataError, Reader, State, is_validation
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, with_eos
 
@@ -60,8 +60,8 @@ class PackedStream(Iterator[TokenArray]):
         cursors = state["sources"] if state else {}
         self._seq_len, self._rows = config.seq_len, rows
         self._consumed = state["rows"] if state else 0
-        # Every part mixes its own rows: with one order for all parts, parts taking turns could
-        # fall in step with the weights, so that a part never reads one of its sources.
+        # Each part mixes its rows separately. In an order common to all parts, a part could fall
+        # in step with the weights of the mixture and never read one of its sources.
         self._mixer = Mixer(list(fractions.values()), list(fractions))
         tokenizer = build_tokenizer(config)
         self._streams = [
@@ -194,27 +194,6 @@ def collect_tokens(
 
     Sources are read in order and undivided, so the result does not depend on the number of ranks.
     """
-    tokenizer = build_tokenizer(config)
     for name in config.sources():
-        pieces: list[TokenArray] = []
-        text_bytes = count = 0
         on_document(name, NO_DOCUMENT)
-        for document in open_source(config, name).read():
-            on_document(name, document.location)
-            if not in_split(document.text, config.held_out, split):
-                continue
-            pieces.append(with_eos(tokenizer, tokenizer.encode(document.text)))
-            text_bytes, count = text_bytes + len(document.text), count + len(pieces[-1])
-            if count >= tokens:
-                break
-        if not pieces:
-            raise no_documents(config, name, split)
-        yield TokenStore(
-            pieces,
-            tokenizer.eos_id,
-            text_bytes / count,
-            name=f"{name}, held out" if split == "val" else name,
-            vocab_size=tokenizer.vocab_size,
-            tokenizer=tokenizer.name,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-        )
+        yield tokenise(config, name, split, tokens, on_document)

@@ -113,48 +113,42 @@ class Worker(Iterator[Any]):
         return WorkerDied(f"{self._name}: its worker {cause}; last output: {lines or 'none'}")
 
 
-class _FrameWriter:
-    """The worker's end of the pipe: sends items immediately, and progress twice a second."""
+def main() -> None:
+    """Run the work on standard input until it or the parent ends; report progress twice a second."""
+    stream, lock = os.fdopen(os.dup(1), "wb"), Lock()
+    os.dup2(2, 1)  # output of libraries must not mix with the frames
+    newest: tuple[str, str] | None = None
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._lock = Lock()
-        self._newest: tuple[str, str] | None = None
-
-    def send(self, kind: str, content: Any) -> None:
+    def send(kind: str, content: Any) -> None:
         frame = pickle.dumps((kind, content), pickle.HIGHEST_PROTOCOL)
-        with self._lock:
-            self._stream.write(frame)
-            self._stream.flush()
+        with lock:
+            stream.write(frame)
+            stream.flush()
 
-    def on_document(self, source: str, location: str) -> None:
-        self._newest = (source, location)
+    def on_document(source: str, location: str) -> None:
+        nonlocal newest
+        newest = (source, location)
 
-    def send_progress(self) -> None:
+    def send_progress() -> None:
         sent = None
         while True:
-            if self._newest != sent:
-                sent = self._newest
-                self.send(PROGRESS, sent)
+            if newest != sent:
+                sent = newest
+                send(PROGRESS, sent)
             time.sleep(PROGRESS_SECONDS)
 
-
-def main() -> None:
-    """Run the work on standard input until it or the parent ends."""
-    frames = _FrameWriter(os.fdopen(os.dup(1), "wb"))
-    os.dup2(2, 1)  # output of libraries must not mix with the frames
     work = pickle.load(sys.stdin.buffer)
-    for task in (_exit_with_parent, frames.send_progress):
+    for task in (_exit_with_parent, send_progress):
         Thread(target=task, daemon=True).start()
     try:
-        for item in work(on_document=frames.on_document):
-            frames.send(ITEM, item)
-        frames.send(END, None)
+        for item in work(on_document=on_document):
+            send(ITEM, item)
+        send(END, None)
     except DataError as error:
-        frames.send(ERROR, str(error))
+        send(ERROR, str(error))
     except Exception as error:
         traceback.print_exc()
-        frames.send(ERROR, f"the worker failed: {type(error).__name__}: {error}")
+        send(ERROR, f"the worker failed: {type(error).__name__}: {error}")
     sys.stderr.flush()
     os._exit(0)  # some threads of streaming libraries abort a regular exit
 

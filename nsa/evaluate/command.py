@@ -69,7 +69,7 @@ def add_parser(verbs: Any) -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "place",
+        "path",
         type=Path,
         metavar="run",
         help="a run, a checkpoint, or what `nsa export` or `nsa import` wrote",
@@ -96,7 +96,7 @@ def _eval(args: argparse.Namespace) -> int:
     _check_flags(args)
     device = parse_device(args.device)
     # Every error of the settings is raised before the first, slow evaluation.
-    paths = labelled([args.place, *args.compare])
+    paths = labelled([args.path, *args.compare])
     runs = {name: find_run(path) for name, path in paths.items()}
     tokenizers = {name: require_tokenizer(name, run) for name, run in runs.items()}
     settings = _resolve_settings(args, runs)
@@ -104,7 +104,7 @@ def _eval(args: argparse.Namespace) -> int:
     for tokenizer in tokenizers.values():
         if tokenizer.fingerprint not in data:
             data[tokenizer.fingerprint] = _open_data(settings, tokenizer)
-    out = args.out or args.place / "eval"
+    out = args.out or args.path / "eval"
     make_folder(out)
     results: list[Result] = []
     for name, stored in runs.items():
@@ -175,7 +175,7 @@ def _resolve_settings(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -
     has_held_out = prepared
     for name, run in runs.items():
         trained = run.config.data
-        if share_source(data, trained):
+        if sources_overlap(data, trained):
             has_held_out = True
             if data.held_out > trained.held_out and not prepared:
                 _log(
@@ -197,11 +197,11 @@ def _resolve_settings(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -
     )
 
 
-def share_source(one: DataConfig, other: DataConfig) -> bool:
+def sources_overlap(data: DataConfig, other: DataConfig) -> bool:
     """Return whether the two have a source in common, or one a file in the other's folder."""
     return any(
         a == b or a in b.parents or b in a.parents
-        for a in _source_paths(one)
+        for a in _source_paths(data)
         for b in _source_paths(other)
     )
 

@@ -59,8 +59,8 @@ def _generate(args: argparse.Namespace) -> int:
         from nsa.model.decode import check_sampling, generate
 
         check_sampling(args.max_new_tokens, args.temperature, args.top_p)
-        run = load_run(args.place, device=parse_device(args.device))
-        tokenizer = require_tokenizer(str(args.place), run)
+        run = load_run(args.path, device=parse_device(args.device))
+        tokenizer = require_tokenizer(str(args.path), run)
         ids = [torch.from_numpy(tokenizer.encode(text).astype("int64")) for _, text in prompts]
         steps = generate(
             run.model,

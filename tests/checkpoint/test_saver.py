@@ -50,7 +50,7 @@ def test_background_saves_are_bit_identical(saved: Saved) -> None:
         assert files == read_manifest(root / "background" / step)["files"]
 
 
-def test_rank_0_is_told_of_each_checkpoint_and_its_stall(saved: Saved) -> None:
+def test_on_saved_reports_each_checkpoint_and_its_stall_on_rank_0(saved: Saved) -> None:
     _, (first, second) = saved
     reported = first["both modes"]["saved"]
     assert [row[:2] for row in reported] == [[3, "step00000003"], [6, "step00000006"]] * 2

@@ -1,4 +1,4 @@
-"""Indexed batches: a pure function of (samples consumed, micro-step, rank)."""
+"""Indexed batches: computed from (samples consumed, micro-step, rank) alone."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_a_damaged_shard_is_refused_by_name(folder: Path, how: str, message: str
     open_shards(str(folder), "val")  # the other split is intact
 
 
-def test_verify_finds_a_changed_token_by_its_checksum(folder: Path) -> None:
+def test_verify_detects_a_changed_token_by_its_checksum(folder: Path) -> None:
     damage(folder / "train-000-00000.bin", "one bit")
     open_shards(str(folder), "train")  # does not read the content
     with pytest.raises(DataError, match=r"train-000-00000\.bin.*its content changed"):

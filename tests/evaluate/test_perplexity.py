@@ -24,7 +24,7 @@ from nsa.data.factory import open_source
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import ByteTokenizer, train_tokenizer
 from nsa.evaluate import perplexity
-from nsa.evaluate.command import share_source
+from nsa.evaluate.command import sources_overlap
 from nsa.evaluate.data import EvalData, eval_batches, open_eval_data
 from nsa.evaluate.perplexity import Losses, Mean, bucket_edges
 from nsa.model import loss
@@ -101,7 +101,7 @@ def test_runs_and_lengths_are_compared_on_the_same_tokens(
     assert pixels(folder / "results/positions.png", ORANGE) > 20
 
 
-def test_of_unseen_data_all_documents_are_evaluated(
+def test_all_documents_of_unseen_data_are_evaluated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = str(folder / "other.jsonl")
@@ -144,15 +144,15 @@ def test_sources_are_compared_by_resolved_path_and_by_folder(
         ("hf:a/b", "hf:a/c", False),
         ("embedded", f"{tmp_path}/embedded", False),
     ):
-        assert share_source(DataConfig(source=one), DataConfig(source=other)) == shared, (
+        assert sources_overlap(DataConfig(source=one), DataConfig(source=other)) == shared, (
             one,
             other,
         )
         mixture = {"synthetic": 0.5, other: 0.5}
-        assert share_source(DataConfig(source=mixture), DataConfig(source=one)) == shared
+        assert sources_overlap(DataConfig(source=mixture), DataConfig(source=one)) == shared
 
 
-def test_of_prepared_data_the_held_out_split_is_evaluated(
+def test_the_held_out_split_of_prepared_data_is_evaluated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, prepared = str(folder / "lines.jsonl"), str(folder / "prepared")

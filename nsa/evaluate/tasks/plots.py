@@ -1,4 +1,4 @@
-"""Plots of `nsa tasks`: recall over distance and facts, and grids of needles."""
+"""Plots of `nsa tasks`: recall by distance and number of facts, and grids of needles."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def draw_recall(result: Mapping[str, Any], out: Path) -> None:
     common: dict[str, Any] = {"marked": True, "x_doubles": True}
     draw(
         [
-            Panel("right answers", by_distance, x="positions back to the fact, from", **common),
-            Panel("right answers beyond the window's reach", by_facts, x="facts", **common),
+            Panel("accuracy", by_distance, x="positions back to the fact, from", **common),
+            Panel("accuracy beyond the reach of windows", by_facts, x="facts", **common),
         ],
         out,
     )
@@ -52,7 +52,7 @@ def draw_needle(result: Mapping[str, Any], out: Path) -> None:
         axis.set_xticks(range(len(lengths)), lengths)
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes[0].set_ylabel("depth of the needle")
-    figure.colorbar(image, ax=axes, label="right answers")
+    figure.colorbar(image, ax=axes, label="accuracy")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
 
