@@ -7,7 +7,7 @@
     step00000010/                   the same folder, renamed: from here on it is a checkpoint
     latest                          written last
 
-Ranks wait for each other through files, so that no collective runs concurrently with those of training.
+Ranks wait for each other through files, so that no collective interferes with those of training.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Worker(Iterator[Any]):
 
 
 def main() -> None:
-    """Run the work on standard input until it or the parent ends; report progress twice a second."""
+    """Run the work on standard input until it or the parent ends; send progress regularly."""
     stream, lock = os.fdopen(os.dup(1), "wb"), Lock()
     os.dup2(2, 1)  # output of libraries must not mix with the frames
     newest: tuple[str, str] | None = None
