@@ -179,8 +179,8 @@ def _resolve_settings(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -
             has_held_out = True
             if data.held_out > trained.held_out and not prepared:
                 _log(
-                    f"{name}: data.held_out = {data.held_out} is above {trained.held_out} of its "
-                    "training: it was trained on some of the documents held out here"
+                    f"{name}: data.held_out = {data.held_out} is above the {trained.held_out} "
+                    "of its training, which read some of the documents evaluated here"
                 )
     lengths = sorted(set(args.seq_len or [data.seq_len]))
     for length in lengths:
