@@ -23,6 +23,7 @@ from nsa.flags import reject_unknown_flags
 from nsa.planner.command import add_parser as add_plan_parser
 from nsa.report.compare import add_parser as add_compare_parser
 from nsa.report.report import add_parser as add_report_parser
+from nsa.validation import positive_flags
 from nsa.watchdog.command import add_parser as add_watch_parser
 from nsa.watchdog.command import split_command
 
@@ -101,8 +102,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from nsa.engine.config import RunConfig
 
-    if args.ranks < 1:
-        raise ValueError(f"--ranks {args.ranks}: must be 1 or more")
+    positive_flags(args, "ranks")
     # Importing DeepSpeed logs to stdout, which must only hold the JSON.
     with contextlib.redirect_stdout(io.StringIO()):
         from nsa.engine.ds_config import load_ds_config, resolve_ds_config
@@ -125,8 +125,7 @@ def _info(args: argparse.Namespace) -> int:
     from nsa.model.config import ModelConfig
     from nsa.model.count import flops_per_token, parameter_count
 
-    if args.seq_len < 1:
-        raise ValueError(f"--seq-len {args.seq_len}: must be 1 or more")
+    positive_flags(args, "seq_len")
     m7c = ModelConfig()
     dense = replace(m7c, attention=replace(m7c.attention, kind="dense"))
     print(f"forward and backward, averaged over {args.seq_len:,} tokens")

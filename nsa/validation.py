@@ -1,4 +1,4 @@
-"""Range checks for config sections; errors name the setting and its value.
+"""Range checks for settings and flags; errors name the setting and its value.
 
 at_least(1, "train", self, "steps", "micro_batch")    # train.steps = 0: must be 1 or more
 one_of("train", self, precision=PRECISIONS)           # train.precision = 'x': choose one of …
@@ -39,3 +39,12 @@ def one_of(section: str, config: object, **choices: Sequence[str]) -> None:
         value = getattr(config, name)
         if value not in allowed:
             raise ValueError(f"{section}.{name} = {value!r}: choose one of {', '.join(allowed)}")
+
+
+def positive_flags(args: object, *names: str) -> None:
+    """Require each value of these command-line flags, if given, to be 1 or more."""
+    for name in names:
+        value = getattr(args, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and number < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {number}: must be 1 or more")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nsa.data.config import DataConfig
 from nsa.data.source import SPLITS
+from nsa.validation import positive_flags
 
 if TYPE_CHECKING:
     from nsa.data.shards import Index
@@ -95,6 +96,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from nsa.data.prepare import prepare
     from nsa.data.shards import INDEX
 
+    positive_flags(args, "shard_tokens", "workers")
     config = _config(args, tokenizer=args.tokenizer, held_out=args.held_out)
     out = args.out.expanduser()
     finished = (out / INDEX).exists()
@@ -114,10 +116,7 @@ def _check(args: argparse.Namespace) -> int:
     from nsa.data.shards import open_shards, read_index, verify_shards
     from nsa.data.token_store import coverage
 
-    for name in ("seq_len", "samples_per_step", "steps"):
-        if getattr(args, name) < 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {getattr(args, name)}: must be 1 or more")
+    positive_flags(args, "seq_len", "samples_per_step", "steps")
     folder = args.folder.expanduser()
     index = read_index(folder)
     verify_shards(folder, index)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 ROUNDS = 6
-PARTS = 1_000_000  # resolution of the weights of a mixture
-_WORD = 2**64 - 1
+RESOLUTION = 1_000_000  # of the weights of a mixture
+_MASK = 2**64 - 1
 
 
 def key(*parts: int | str) -> int:
@@ -45,9 +45,9 @@ def _round_keys(shuffle_key: int) -> tuple[int, ...]:
 
 def _mix(x: int) -> int:
     """Apply the finaliser of SplitMix64: every input bit affects every output bit."""
-    x = (x + 0x9E3779B97F4A7C15) & _WORD
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
     return x ^ x >> 31
 
 
@@ -59,17 +59,17 @@ class Mixer:
     """
 
     def __init__(self, fractions: Sequence[float], names: Sequence[str]) -> None:
-        self._counts = _round_to_total(fractions, PARTS)
+        self._counts = _round_to_total(fractions, RESOLUTION)
         for name, fraction, count in zip(names, fractions, self._counts, strict=True):
             if count == 0:
                 raise ValueError(
                     f"data.source: {name!r} would get {fraction:.2g} of the samples; give it at "
-                    f"least {1 / PARTS:g}, or leave it out"
+                    f"least {1 / RESOLUTION:g}, or leave it out"
                 )
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return the source of a position, and the number of its earlier positions."""
-        left = PARTS
+        left = RESOLUTION
         for source, count in enumerate(self._counts):
             before = position * count // left
             if (position + 1) * count // left > before:

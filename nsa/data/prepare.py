@@ -65,9 +65,6 @@ def prepare(
 ) -> Index:
     """Write the source's tokens into the folder `out`; continue a folder that is unfinished."""
     config.validate()
-    for name, number in (("--shard-tokens", shard_tokens), ("--workers", workers)):
-        if number is not None and number < 1:
-            raise DataError(f"{name} {number}: must be 1 or more")
     tokenizer = build_tokenizer(config)
     stamp = _stamp(config, tokenizer)
     settings = {name: getattr(config, name) for name in SETTINGS} | {"shard_tokens": shard_tokens}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.data.source import ALL, is_path
+from nsa.validation import positive_flags
 
 if TYPE_CHECKING:
     import torch
@@ -129,11 +130,8 @@ def _log(line: str) -> None:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
+    positive_flags(args, "seq_len", "stride", "tokens")
     lengths = args.seq_len or []
-    values = [("--seq-len", length) for length in lengths]
-    for flag, value in (*values, ("--stride", args.stride), ("--tokens", args.tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} {value}: must be 1 or more")
     for length in lengths:
         if max(lengths) % length:
             raise ValueError(

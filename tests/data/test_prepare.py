@@ -366,16 +366,14 @@ def test_fewer_documents_than_workers_are_prepared(tmp_path: Path) -> None:
 
 def test_bad_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for config, more, message in (
-        (DataConfig(source={"embedded": 1, "synthetic": 2}), {}, r"each source of a mixture"),
-        (DataConfig(source="synthetic", held_out=0), {}, r"data\.held_out = 0"),
-        (DataConfig(source="synthetic"), {"workers": 0}, r"--workers 0"),
-        (DataConfig(source="synthetic"), {"shard_tokens": 0}, r"--shard-tokens 0"),
-        (DataConfig(source="synthetic", tokenizer="hf:/no"), {}, r"no such folder"),
-        (DataConfig(source=str(tmp_path / "no.jsonl")), {}, r"no such file or folder"),
+    for config, message in (
+        (DataConfig(source={"embedded": 1, "synthetic": 2}), r"each source of a mixture"),
+        (DataConfig(source="synthetic", held_out=0), r"data\.held_out = 0"),
+        (DataConfig(source="synthetic", tokenizer="hf:/no"), r"no such folder"),
+        (DataConfig(source=str(tmp_path / "no.jsonl")), r"no such file or folder"),
     ):
         with pytest.raises(ValueError, match=message):
-            prepare(config, out, progress=False, **more)
+            prepare(config, out, progress=False)
         assert not out.exists()
     out.mkdir()
     (out / "precious.txt").write_text("mine")

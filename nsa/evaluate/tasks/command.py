@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
+from nsa.validation import positive_flags
 
 
 def add_parser(verbs: Any) -> None:
@@ -34,9 +35,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def _tasks(args: argparse.Namespace) -> int:
-    for name in ("steps", "seq_len", "jobs"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
+    positive_flags(args, "steps", "seq_len", "jobs")
     from nsa.evaluate.results import make_folder
     from nsa.evaluate.tasks import evaluate, plots
     from nsa.evaluate.tasks.train import training_lengths
