@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ class _Job:
     thread: threading.Thread | None = None
 
 
+@dataclass(eq=False)
 class Saver:
     """Saves one engine into one folder. Every rank has one and calls it at the same steps.
 
@@ -91,30 +92,21 @@ class Saver:
     calls `on_saved` (step, folder, seconds that training waited) or `on_failed` from its thread.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        folder: Path,
-        config: CheckpointConfig,
-        *,
-        agree: Callable[[ValueError | None], None],
-        attachments: Mapping[str, str] | None = None,
-        tokenizer: Mapping[str, str] | None = None,
-        on_saved: Callable[[int, Path, float], None] | None = None,
-        on_failed: Callable[[SaveFailed], None] | None = None,
-    ) -> None:
-        self._engine = engine
-        self._folder = folder
-        self._config = config
-        self._agree = agree
-        self._attachments = dict(attachments or {})
-        self._tokenizer = tokenizer
-        self._on_saved = on_saved
-        self._on_failed = on_failed or (lambda error: warnings.warn(str(error), stacklevel=2))
+    engine: Any
+    folder: Path
+    config: CheckpointConfig
+    _: KW_ONLY
+    agree: Callable[[ValueError | None], None]
+    attachments: Mapping[str, str] = field(default_factory=dict)  # texts by file name
+    tokenizer: Mapping[str, str] | None = None
+    on_saved: Callable[[int, Path, float], None] | None = None
+    on_failed: Callable[[SaveFailed], None] = lambda error: warnings.warn(str(error), stacklevel=2)
+
+    def __post_init__(self) -> None:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._job: _Job | None = None
         if self._rank == 0:
-            remove_drafts(folder)
+            remove_drafts(self.folder)
 
     def save(self, step: int, state: dict[str, Any], rank_state: dict[str, Any] | None) -> None:
         """Save the engine, `state` (the same on all ranks) and `rank_state` (of this rank).
@@ -125,19 +117,19 @@ class Saver:
         start = time.monotonic()
         with contextlib.suppress(SaveFailed):
             self.finish()
-        draft = draft_of(self._folder, step)
-        self._on_all_ranks(step, lambda: self._rank == 0 and new_draft(self._folder, step))
-        files = capture(self._engine, draft)
+        draft = draft_of(self.folder, step)
+        self._on_all_ranks(step, lambda: self._rank == 0 and new_draft(self.folder, step))
+        files = capture(self.engine, draft)
         finite = all_finite(files)
         files[rng_file(self._rank)] = rng_state()
         if rank_state is not None:
             files[rank_file(self._rank)] = json.dumps(rank_state) + "\n"
         if self._rank == 0:
-            content = {"state": state, "saved_under": engine_topology(self._engine)}
-            if self._tokenizer is not None:
-                content["tokenizer"] = dict(self._tokenizer)
+            content = {"state": state, "saved_under": engine_topology(self.engine)}
+            if self.tokenizer is not None:
+                content["tokenizer"] = dict(self.tokenizer)
             files[STATE] = json.dumps(content, indent=2) + "\n"
-            files.update(self._attachments)
+            files.update(self.attachments)
         job = _Job(step, draft, files, list(files), finite)
         self._on_all_ranks(step, lambda: self._detach(job))
         job.stall = time.monotonic() - start
@@ -153,9 +145,9 @@ class Saver:
         assert job.thread is not None
         job.part_done.wait()
         try:
-            self._agree(job.part_error)
+            self.agree(job.part_error)
             job.thread.join()
-            self._agree(job.commit_error)
+            self.agree(job.commit_error)
         except ValueError as error:
             job.abort.set()
             job.thread.join()
@@ -174,20 +166,20 @@ class Saver:
         except ValueError as error:
             failed = error
         try:
-            self._agree(failed)
+            self.agree(failed)
         except ValueError as error:
             if self._rank == 0:
-                shutil.rmtree(draft_of(self._folder, step), ignore_errors=True)
+                shutil.rmtree(draft_of(self.folder, step), ignore_errors=True)
             raise self._failure(step, error) from error
 
     def _failure(self, step: int, error: ValueError) -> SaveFailed:
-        complete = complete_by_size(self._folder)
+        complete = complete_by_size(self.folder)
         rest = f"{complete[0].name} is still good" if complete else "there is no earlier one"
         return SaveFailed(step, f"{checkpoint_name(step)} was not saved: {error}; {rest}")
 
     def _detach(self, job: _Job) -> None:
         """Write the state, or copy it to host memory, before the next step changes it."""
-        if not self._config.background:
+        if not self.config.background:
             _write_files(job)
             return
         try:
@@ -217,8 +209,8 @@ class Saver:
         versions = {"torch": torch.__version__, "deepspeed": deepspeed.__version__}
         try:
             parts = wait_for_parts(job.draft, self._ranks, job.abort)
-            fields = {**versions, "saved_under": engine_topology(self._engine)}
-            path = commit(self._folder, job.step, parts, fields)
+            fields = {**versions, "saved_under": engine_topology(self.engine)}
+            path = commit(self.folder, job.step, parts, fields)
         except Aborted:
             return  # `finish` reports the cause
         except Exception as error:
@@ -228,20 +220,20 @@ class Saver:
             return
         try:  # a failure below does not affect the checkpoint
             script = Path(deepspeed.__file__).parent / "utils" / RECOVERY_SCRIPT
-            if not (self._folder / RECOVERY_SCRIPT).exists():
-                shutil.copyfile(script, self._folder / RECOVERY_SCRIPT)
-            keep, hours = self._config.keep, self._config.keep_hours
-            for message in prune(self._folder, keep, hours, time.time()):
+            if not (self.folder / RECOVERY_SCRIPT).exists():
+                shutil.copyfile(script, self.folder / RECOVERY_SCRIPT)
+            keep, hours = self.config.keep, self.config.keep_hours
+            for message in prune(self.folder, keep, hours, time.time()):
                 warnings.warn(message, stacklevel=2)
-            if self._on_saved is not None:
-                self._on_saved(job.step, path, job.stall)
+            if self.on_saved is not None:
+                self.on_saved(job.step, path, job.stall)
         except Exception as error:
             warnings.warn(f"after saving {path}: {error!r}", stacklevel=2)
 
     def _report_failure(self, job: _Job, failure: SaveFailed) -> None:
         if self._rank == 0 and not job.failure_reported:
             job.failure_reported = True
-            self._on_failed(failure)
+            self.on_failed(failure)
 
 
 def _write_files(job: _Job) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,23 +24,24 @@ SKIPPED_FOLDERS |= {"encodings", "pydoc_data"}
 SKIPPED_PREFIXES = ("_distutils", "_sysconfigdata", "config-", "sitecustomize", "usercustomize")
 
 
+@dataclass(eq=False)
 class ListSource:
     """A source that loads its documents by number."""
 
-    def __init__(self, name: str, numbers: Sequence[int], load: Callable[[int], Document]) -> None:
-        self.name = name
-        self._numbers, self._load = numbers, load
+    name: str
+    numbers: Sequence[int]
+    load: Callable[[int], Document]
 
     def read(self, state: State | None = None) -> Reader:
         state = state or {"documents": 0}
         return Reader(self._documents(state["documents"]), state)
 
     def _documents(self, first: int) -> Iterator[tuple[Document, State]]:
-        for count, number in enumerate(self._numbers[first:], first + 1):
-            yield self._load(number), {"documents": count}
+        for count, number in enumerate(self.numbers[first:], first + 1):
+            yield self.load(number), {"documents": count}
 
     def part(self, index: int, count: int) -> Source:
-        return ListSource(self.name, self._numbers[index::count], self._load)
+        return ListSource(self.name, self.numbers[index::count], self.load)
 
     def size(self) -> int | None:
         return None

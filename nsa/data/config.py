@@ -34,9 +34,8 @@ class DataConfig:
     def validate(self) -> None:
         """Raise a ValueError that names the first invalid setting."""
         one_of("data", self, packing=PACKINGS)
-        if self.tokenizer != "byte" and not self.tokenizer.removeprefix("hf:").strip():
-            raise ValueError("data.tokenizer = 'hf:': add a name or a folder after the colon")
-        if self.tokenizer != "byte" and not self.tokenizer.startswith("hf:"):
+        kind, _, name = self.tokenizer.partition(":")
+        if self.tokenizer != "byte" and not (kind == "hf" and name.strip()):
             raise ValueError(
                 f"data.tokenizer = {self.tokenizer!r}: choose byte, or hf:<name or folder>, such "
                 "as hf:gpt2"

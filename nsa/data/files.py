@@ -109,18 +109,18 @@ def _text_file(path: Path, root: Path) -> TextFile:
         return TextFile(path, path.relative_to(root).as_posix(), path.stat().st_size)
 
 
+@dataclass(eq=False)
 class Files:
     """All documents of files, or those with numbers `index`, `index + count`, and so on.
 
     Reader state: {"files": digest of names and sizes, "file": number, "at": cursor in that file}.
     """
 
-    def __init__(
-        self, name: str, files: Sequence[TextFile], text_field: str, index: int = 0, count: int = 1
-    ) -> None:
-        self.name = name
-        self._files, self._text_field = files, text_field
-        self._index, self._count = index, count
+    name: str
+    files: Sequence[TextFile]
+    text_field: str
+    index: int = 0
+    count: int = 1
 
     def read(self, state: State | None = None) -> Reader:
         state = state or {"files": self._digest, "file": 0, "at": {}}
@@ -133,38 +133,38 @@ class Files:
 
     def part(self, index: int, count: int) -> Source:
         """Return complete files if there are at least `count`, else every `count`-th document."""
-        assert self._count == 1
-        if len(self._files) >= count:
-            return Files(self.name, self._files[index::count], self._text_field)
-        return Files(self.name, self._files, self._text_field, index, count)
+        assert self.count == 1
+        if len(self.files) >= count:
+            return Files(self.name, self.files[index::count], self.text_field)
+        return Files(self.name, self.files, self.text_field, index, count)
 
     def size(self) -> int | None:
         """Return the bytes of text, including JSON syntax; None if a file is compressed."""
-        if any(file.path.suffix.lower() in COMPRESSIONS for file in self._files):
+        if any(file.path.suffix.lower() in COMPRESSIONS for file in self.files):
             return None
-        return sum(self._size_of(file) for file in self._files) // self._count
+        return sum(self._size_of(file) for file in self.files) // self.count
 
     def _size_of(self, file: TextFile) -> int:
         if file.suffix != ".parquet":
             return file.bytes
-        with _parquet(file, self._text_field) as table:
+        with _parquet(file, self.text_field) as table:
             groups = (table.metadata.row_group(i) for i in range(table.metadata.num_row_groups))
             columns = (group.column(i) for group in groups for i in range(group.num_columns))
             return sum(
                 column.total_uncompressed_size
                 for column in columns
-                if column.path_in_schema == self._text_field
+                if column.path_in_schema == self.text_field
             )
 
     @cached_property
     def _digest(self) -> str:
-        listing = json.dumps([[file.name, file.bytes] for file in self._files])
+        listing = json.dumps([[file.name, file.bytes] for file in self.files])
         return hashlib.blake2b(listing.encode(), digest_size=8).hexdigest()
 
     def _documents(self, state: State) -> Documents:
         cursor = state["at"]
-        for number in range(state["file"], len(self._files)):
-            file = self._files[number]
+        for number in range(state["file"], len(self.files)):
+            file = self.files[number]
             with _errors_name(file.path):
                 if file.path.stat().st_size != file.bytes:
                     raise DataError(
@@ -172,12 +172,12 @@ class Files:
                         "bytes while in use; start a new run with files that do not change"
                     )
                 read = FORMATS[file.suffix]
-                for document, here in read(file, cursor, self._text_field, self._in_part(number)):
+                for document, here in read(file, cursor, self.text_field, self._in_part(number)):
                     yield document, {"files": state["files"], "file": number, "at": here}
             cursor = {}
 
     def _in_part(self, number: int) -> InPart:
-        return lambda record: (number + record) % self._count == self._index
+        return lambda record: (number + record) % self.count == self.index
 
 
 def _lines(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
