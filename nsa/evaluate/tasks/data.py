@@ -34,11 +34,7 @@ class TaskBatch:
 def recall(rng: torch.Generator, batch: int, seq_len: int, facts: int) -> TaskBatch:
     """Return multi-query associative recall: each position of the second half is a question."""
     half = seq_len // 2
-    if facts > min(half, KEYS):
-        raise ValueError(
-            f"{facts} facts: the first half of {seq_len} positions holds {half}, and there are "
-            f"{KEYS} keys; take fewer facts"
-        )
+    assert facts <= min(half, KEYS)
     questions = torch.arange(half, seq_len).expand(batch, -1)
     which = torch.randint(facts, questions.shape, generator=rng)
     return _build(rng, seq_len, _distinct(rng, batch, half, facts), questions, which)
@@ -50,11 +46,7 @@ def needle(rng: torch.Generator, batch: int, seq_len: int, facts: int, depth: fl
     The last position is the question.
     """
     context = seq_len - 1
-    if facts > min(context, KEYS):
-        raise ValueError(
-            f"{facts} facts: {context} positions come before the question, and there are {KEYS} "
-            "keys; take fewer facts, or a longer context"
-        )
+    assert facts <= min(context, KEYS)
     positions = _distinct(rng, batch, context, facts)
     target = round(depth * (context - 1))
     # A fact that lies at the target swaps positions with the needle, which is the first fact.

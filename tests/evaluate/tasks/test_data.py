@@ -93,11 +93,3 @@ def test_sequences_are_a_function_of_the_seed() -> None:
     first, second = (recall(rng(3), 4, 64, 8) for _ in range(2))
     assert first.input_ids.equal(second.input_ids)
     assert not recall(rng(4), 4, 64, 8).input_ids.equal(first.input_ids)
-
-
-@pytest.mark.parametrize(("seq_len", "facts"), [(16, 9), (64, 17)])
-def test_more_facts_than_positions_or_keys_are_refused(seq_len: int, facts: int) -> None:
-    with pytest.raises(ValueError, match=f"{facts} facts: .* take fewer facts"):
-        recall(rng(), 1, seq_len, facts)
-    with pytest.raises(ValueError, match=f"{facts} facts: .* take fewer facts"):
-        needle(rng(), 1, seq_len // 2, facts, 0.5)
