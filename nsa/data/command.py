@@ -34,9 +34,8 @@ def add_parser(verbs: Any) -> None:
     about = "fraction of the documents for validation only (default %(default)s)"
     prepare.add_argument("--held-out", type=float, default=DEFAULT.held_out, help=about)
     prepare.add_argument("--workers", type=int, help="processes (default: one per CPU core)")
-    prepare.add_argument(
-        "--shard-tokens", type=int, default=100_000_000, help="per file (default 100 million)"
-    )
+    about = "tokens per file (default 100 million)"
+    prepare.add_argument("--shard-tokens", type=int, default=100_000_000, help=about)
     prepare.set_defaults(run=_prepare)
 
     about = "verify every byte of a prepared folder, and report how many epochs a run takes"
@@ -59,17 +58,13 @@ def add_parser(verbs: Any) -> None:
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--source",
-        required=True,
-        help="fineweb_edu, hf:<dataset>, embedded, synthetic, or a path to text files",
-    )
-    parser.add_argument("--subset", help="configuration of a hub dataset")
-    parser.add_argument("--split", default=DEFAULT.split, help="split of a hub dataset")
-    parser.add_argument("--files", help="files of a hub dataset, as a path or pattern")
-    parser.add_argument(
-        "--text-field", default=DEFAULT.text_field, help="the field that holds a record's text"
-    )
+    add = parser.add_argument
+    about = "fineweb_edu, hf:<dataset>, embedded, synthetic, or a path to text files"
+    add("--source", required=True, help=about)
+    add("--subset", help="configuration of a hub dataset")
+    add("--split", default=DEFAULT.split, help="split of a hub dataset")
+    add("--files", help="files of a hub dataset, as a path or pattern")
+    add("--text-field", default=DEFAULT.text_field, help="the field that holds a record's text")
 
 
 def _config(args: argparse.Namespace, **more: Any) -> DataConfig:

@@ -29,52 +29,26 @@ def add_parser(verbs: Any) -> None:
     about = "loss, perplexity and bits per byte of runs on a dataset, also by position in context"
     parser = verbs.add_parser("eval", help=about, description=about)
     add_run_arguments(parser)
-    parser.add_argument(
-        "--compare", type=Path, nargs="+", default=[], metavar="RUN", help="runs to compare with"
-    )
-    parser.add_argument("--source", help="the dataset, as in data.source (default: the run's)")
-    parser.add_argument(
-        "--split",
-        choices=SPLITS,
-        help="documents to use (default: held_out of the run's or prepared data, else all)",
-    )
-    parser.add_argument(
-        "--seq-len",
-        type=int,
-        nargs="+",
-        metavar="T",
-        help="tokens that the model sees at once, one or more lengths (default: as in training)",
-    )
-    parser.add_argument(
-        "--stride",
-        type=int,
-        metavar="S",
-        help="evaluate S tokens at a time, after T - S others (default: all T at once)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        metavar="N",
-        help="tokens to read at most (default: as in training's validation)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="data.KEY=VALUE",
-        help="setting of the dataset, for example data.text_field=content",
-    )
-    parser.add_argument("--out", type=Path, help="folder for the results (default: RUN/eval)")
+    add = parser.add_argument
+    add("--compare", type=Path, nargs="+", default=[], metavar="RUN", help="runs to compare with")
+    add("--source", help="the dataset, as in data.source (default: the run's)")
+    about = "documents to use (default: held_out of the run's or prepared data, else all)"
+    add("--split", choices=SPLITS, help=about)
+    about = "tokens that the model sees at once, one or more lengths (default: as in training)"
+    add("--seq-len", type=int, nargs="+", metavar="T", help=about)
+    about = "evaluate S tokens at a time, after T - S others (default: all T at once)"
+    add("--stride", type=int, metavar="S", help=about)
+    about = "tokens to read at most (default: as in training's validation)"
+    add("--tokens", type=int, metavar="N", help=about)
+    about = "setting of the dataset, for example data.text_field=content"
+    add("--set", action="append", default=[], metavar="data.KEY=VALUE", help=about)
+    add("--out", type=Path, help="folder for the results (default: RUN/eval)")
     parser.set_defaults(run=_eval)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        type=Path,
-        metavar="run",
-        help="a run, a checkpoint, or what `nsa export` or `nsa import` wrote",
-    )
+    about = "a run, a checkpoint, or what `nsa export` or `nsa import` wrote"
+    parser.add_argument("path", type=Path, metavar="run", help=about)
     parser.add_argument("--device", help="for example cpu or cuda:1 (default: CUDA if available)")
 
 

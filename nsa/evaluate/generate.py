@@ -20,33 +20,16 @@ def add_parser(verbs: Any) -> None:
     about = "continue prompts with a run's model; print the text while it is generated"
     parser = verbs.add_parser("generate", help=about, description=about)
     add_run_arguments(parser)
-    parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="the text to continue"
-    )
-    parser.add_argument(
-        "--file",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="F",
-        help="a file with a prompt; --file and --prompt can be repeated, all run as one batch",
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=200, metavar="N", help="tokens at most (default 200)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        help="sampling temperature; 0: always the likeliest token (default 1)",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the fewest tokens with this total probability (default 1: all)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    add = parser.add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="the text to continue")
+    about = "a file with a prompt; --file and --prompt can be repeated, all run as one batch"
+    add("--file", action="append", default=[], type=Path, metavar="F", help=about)
+    add("--max-new-tokens", type=int, default=200, metavar="N", help="tokens at most (default 200)")
+    about = "sampling temperature; 0: always the likeliest token (default 1)"
+    add("--temperature", type=float, default=1.0, help=about)
+    about = "sample from the fewest tokens with this total probability (default 1: all)"
+    add("--top-p", type=float, default=1.0, help=about)
+    add("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     parser.set_defaults(run=_generate)
 
 

@@ -18,19 +18,12 @@ def add_parser(verbs: Any) -> None:
         "test them on needles in haystacks; takes minutes on a CPU"
     )
     parser = verbs.add_parser("tasks", help=about, description=about)
-    parser.add_argument("--steps", type=int, default=1_000, help="steps per model (%(default)s)")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="each trains all models (1 2 3)"
-    )
-    parser.add_argument(
-        "--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="models at a time, one thread each (%(default)s)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/tasks"), help="folder for the results (%(default)s)"
-    )
+    add = parser.add_argument
+    add("--steps", type=int, default=1_000, help="steps per model (%(default)s)")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="each trains all models (1 2 3)")
+    add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
+    add("--jobs", type=int, default=1, help="models at a time, one thread each (%(default)s)")
+    add("--out", type=Path, default=Path("runs/tasks"), help="folder for the results (%(default)s)")
     parser.set_defaults(run=_tasks)
 
 
