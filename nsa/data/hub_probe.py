@@ -29,7 +29,7 @@ def hub_url() -> str:
 
 
 def probe(what: str, url: str, fix: str = WITHOUT_HUB) -> None:
-    """Raise SourceUnreachable for `what` unless the server of `url` responds without an error."""
+    """Raise SourceUnreachable for `what` if the server of `url` is silent or has an error."""
     from huggingface_hub.utils import get_session  # configured with proxies and certificates
 
     def head() -> int:

@@ -39,7 +39,7 @@ class EvalData:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens read; not all have a label: none follows an end of packed text."""
+        """Return the number of tokens read; the end of a packed document has no label."""
         return self.count * self.samples.seq_len
 
 
