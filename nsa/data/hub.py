@@ -12,14 +12,13 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from nsa.data.config import DataConfig
-from nsa.data.hub_probe import PROBE_SECONDS, WITHOUT_HUB, hub_url, in_background, one_line, probe
+from nsa.data.hub_probe import PROBE_SECONDS, WITHOUT_HUB, Background, hub_url, one_line, probe
 from nsa.data.source import DataError, Document, Reader, Source, State, missing_field, not_text
 
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
@@ -71,15 +70,15 @@ class _Dataset:
         url = self._url(revision) if self.remote else None
         if url is None:  # no server, or one with the time limits of `_http_options`
             return work()
-        future = in_background(work)
-        while not wait([future], PROBE_SECONDS).done:
+        background = Background(work)
+        while not background.wait(PROBE_SECONDS):
             try:
                 probe(what, url)
             except DataError:
                 # A thread that returns from Arrow during Python's exit would abort the process.
-                atexit.register(wait, [future], HUB_CLIENT_SECONDS)
+                atexit.register(background.wait, HUB_CLIENT_SECONDS)
                 raise
-        return future.result()
+        return background.result()
 
     def _url(self, revision: str | None) -> str | None:
         """Return the URL to probe; None without a server."""

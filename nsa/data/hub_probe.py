@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any
 
@@ -47,24 +46,36 @@ def probe(what: str, url: str, fix: str = WITHOUT_HUB) -> None:
 
 def with_timeout(seconds: float, work: Callable[[], Any]) -> Any:
     """Return the result of `work`; raise TimeoutError after `seconds`, whatever blocks it."""
-    future = in_background(work)
-    if not wait([future], seconds).done:
+    background = Background(work)
+    if not background.wait(seconds):
         raise TimeoutError(f"no response within {seconds:g} seconds")
-    return future.result()
+    return background.result()
 
 
-def in_background(work: Callable[[], Any]) -> Future[Any]:
-    """Run `work` in a daemon thread, which can be abandoned, unlike an executor's."""
-    future: Future[Any] = Future()
+class Background:
+    """Work in a daemon thread, which can be abandoned."""
 
-    def run() -> None:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to `seconds`; return whether the thread has ended."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _run(self, work: Callable[[], Any]) -> None:
         try:
-            future.set_result(work())
+            self._result = work()
         except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return future
+            self._error = error
 
 
 def one_line(error: BaseException) -> str:
