@@ -11,7 +11,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from nsa.dtypes import DTYPES
-from nsa.engine.config import RunConfig, TrainConfig
+from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.resolve import resolve_config
 from nsa.engine.run_dir import choose_run_dir
@@ -94,7 +94,8 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
             f"{config.train.steps}, so the learning rate never decays"
         )
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    _check_hardware(config.train, world_size)
+    _check_precision(config.train.precision)
+    _check_world_size(config.train.sequence_parallel, world_size)
     ds_config_path = flags.deepspeed_config or DEFAULT_DS_CONFIG
     if resumed and not flags.deepspeed_config:
         ds_config_path = run_dir / "ds_config.json"
@@ -163,18 +164,20 @@ def _check_resumable(saved: RunConfig, config: RunConfig, run_dir: Path) -> None
             )
 
 
-def _check_hardware(train: TrainConfig, world_size: int) -> None:
-    """Refuse a precision or a sequence-parallel size that does not fit the device or launch."""
+def _check_precision(precision: str) -> None:
     accelerator = get_accelerator()
     supported = [name for name, dtype in DTYPES.items() if dtype in accelerator.supported_dtypes()]
-    if train.precision not in supported:
+    if precision not in supported:
         raise ValueError(
-            f"train.precision = {train.precision!r}: DeepSpeed does not support it on "
+            f"train.precision = {precision!r}: DeepSpeed does not support it on "
             f"{accelerator.device_name()} here; set train.precision to {' or '.join(supported)}"
         )
-    if world_size % train.sequence_parallel:
+
+
+def _check_world_size(sequence_parallel: int, world_size: int) -> None:
+    if world_size % sequence_parallel:
         raise ValueError(
-            f"train.sequence_parallel = {train.sequence_parallel}: does not divide the world size, "
-            f"{world_size}; launch a multiple of it (deepspeed --num_gpus "
-            f"{train.sequence_parallel}), or set train.sequence_parallel=1"
+            f"train.sequence_parallel = {sequence_parallel}: does not divide the world size, "
+            f"{world_size}; launch a multiple of it (deepspeed --num_gpus {sequence_parallel}), or "
+            "set train.sequence_parallel=1"
         )

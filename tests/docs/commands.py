@@ -67,7 +67,7 @@ def recipe(script: str, arguments: list[str], ranks: int = 1) -> None:
     found = _recipe_of(ROOT / script)
     flags = build_parser(found).parse_args(arguments)
     flags.resume = flags.universal = False
-    any_device = mock.patch("nsa.engine.command_line._check_hardware")
+    any_device = mock.patch("nsa.engine.command_line._check_precision")
     with mock.patch.dict(os.environ, WORLD_SIZE=str(ranks)), any_device:
         resolve_request(found, flags)
 
