@@ -8,10 +8,7 @@ from dataclasses import astuple, dataclass, fields
 
 @dataclass(frozen=True)
 class NSASpec:
-    """Which keys a query sees in each branch.
-
-    The defaults are the paper's: 32/16/64, 16 blocks (1 initial, 2 local), window 512.
-    """
+    """Sizes that determine which keys a query sees in each branch; defaults are the paper's."""
 
     block_len: int = 32  # l: positions that one compressed key covers
     block_stride: int = 16  # d: distance between the starts of two compressed blocks
@@ -32,7 +29,7 @@ class NSASpec:
         if self.block_stride > self.block_len:
             raise ValueError(
                 f"NSASpec.block_stride = {self.block_stride} is more than block_len = "
-                f"{self.block_len}: positions between two blocks would be in none; "
+                f"{self.block_len}: positions between blocks would be skipped; "
                 "lower block_stride or raise block_len"
             )
         if self.init_blocks + self.local_blocks > self.select_top:
@@ -43,7 +40,7 @@ class NSASpec:
             )
 
     def to_ints(self) -> list[int]:
-        """The seven integers in field order: how custom ops pass a spec."""
+        """The seven integers in field order, as custom ops take them."""
         return list(astuple(self))
 
     @classmethod
@@ -63,7 +60,7 @@ class NSASpec:
 
     @property
     def max_overlaps(self) -> int:
-        """The most compressed blocks that overlap one selection block."""
+        """Maximum number of compressed blocks that overlap one selection block."""
         if self.select_len % self.block_stride == 0:
             return self.select_len // self.block_stride - (-self.block_len // self.block_stride) - 1
         return -(-(self.block_len + self.select_len - 1) // self.block_stride)
@@ -73,7 +70,7 @@ class NSASpec:
         return self.compressed_len(position + 1)
 
     def visible_selected(self, position: int) -> int:
-        """Positions that the selected branch sees at `position`, whichever blocks are selected."""
+        """Positions that the selected branch sees at `position`; any selection gives the same."""
         before = min(position // self.select_len, self.select_top - 1) * self.select_len
         return before + position % self.select_len + 1
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa.bench.options import SHAPES
 from nsa.dtypes import DTYPES
-from nsa.ops.selection import Selection
+from nsa.ops.inputs import Selection
 from nsa.ops.triton.band_op import Band, band_backward, band_forward
 from nsa.ops.triton.configs import Choice, override_choices
 from nsa.ops.triton.decode import Token, decode_forward

@@ -1,9 +1,9 @@
-"""The functions of Native Sparse Attention on tensors; docs/design/nsa.md has the definitions.
+"""Functional Native Sparse Attention; docs/design/nsa.md defines it.
 
 Sizes: q [B, T, Hq, Dk]; keys [B, T or N, Hkv, Dk]; values [..., Dv]; gates [B, T, Hq, 3] in the
 order compressed, selected, window, each 0 or more. `scale` defaults to Dk^-0.5. `lse` is float32
-(float64 for float64 inputs). With `cu_seqlens` int32 [documents + 1] the batch is 1 and each
-document stands alone.
+(float64 for float64 inputs). `cu_seqlens` int32 [documents + 1] packs documents into a batch of 1;
+no query sees another document.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nsa.ops.checks import (
     check_scale,
 )
 from nsa.ops.documents import compressed_cu_seqlens
+from nsa.ops.inputs import Attention, Selection
 from nsa.spec import NSASpec
 
 __all__ = [
@@ -49,7 +50,7 @@ def compressed_attention(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend over the compressed keys that end at or before each query; returns (o, lse).
+    """Attend over the compressed blocks that end at or before each query; return (o, lse).
 
     A query that sees no block gets o = 0 and lse = -inf.
     """
@@ -57,10 +58,8 @@ def compressed_attention(
     check_pair(k_cmp, v_cmp, "_cmp")
     check_documents(cu_seqlens, q)
     check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
-    implementation = dispatch(backend, "compressed_attention", q, v_cmp)
-    return implementation.compressed_attention(
-        q, k_cmp, v_cmp, spec, scale=check_scale(q, scale), cu_seqlens=cu_seqlens
-    )
+    inputs = q, k_cmp, v_cmp, None, cu_seqlens, "compressed", spec, check_scale(q, scale)
+    return dispatch(backend, "compressed_attention", q, v_cmp).attention(Attention(*inputs))
 
 
 def select_blocks(
@@ -76,8 +75,8 @@ def select_blocks(
 ) -> Tensor:
     """Select each query's blocks from the compressed softmax: int32 [B, T, Hkv, n].
 
-    `seq_len` is the document's length where q holds only its last positions (decoding). No
-    gradient passes through the selection.
+    Blocks ascend and are padded with -1. If q holds only a document's last positions (decoding),
+    `seq_len` is the document's full length. No gradient flows through the selection.
     """
     check_heads(q, k_cmp=k_cmp)
     check_documents(cu_seqlens, q)
@@ -90,11 +89,9 @@ def select_blocks(
     check_compressed(k_cmp, length, spec, cu_seqlens)
     if lse.shape != q.shape[:3]:
         raise ValueError(f"lse has shape {tuple(lse.shape)}; it must be {tuple(q.shape[:3])}")
-    inputs, scale = (q.detach(), k_cmp.detach(), lse.detach()), check_scale(q, scale)
-    implementation = dispatch(backend, "select_blocks", q)
-    return implementation.select_blocks(
-        *inputs, spec, seq_len=length, scale=scale, cu_seqlens=cu_seqlens
-    )
+    detached = q.detach(), k_cmp.detach(), lse.detach()
+    x = Selection(*detached, cu_seqlens, spec, length, check_scale(q, scale))
+    return dispatch(backend, "select_blocks", q).select_blocks(x)
 
 
 def selected_attention(
@@ -119,10 +116,8 @@ def selected_attention(
             f"block_index has shape {tuple(block_index.shape)}; it must be {expected}: "
             "[B, T, Hkv, select_top]"
         )
-    implementation = dispatch(backend, "selected_attention", q, v)
-    return implementation.selected_attention(
-        q, k, v, block_index, spec, scale=check_scale(q, scale), cu_seqlens=cu_seqlens
-    )
+    inputs = q, k, v, block_index, cu_seqlens, "selected", spec, check_scale(q, scale)
+    return dispatch(backend, "selected_attention", q, v).attention(Attention(*inputs))[0]
 
 
 def window_attention(
@@ -142,10 +137,9 @@ def window_attention(
     check_documents(cu_seqlens, q)
     if window < 1:
         raise ValueError(f"window = {window}: a query sees at least itself; make it 1 or more")
-    implementation = dispatch(backend, "window_attention", q, v)
-    return implementation.window_attention(
-        q, k, v, window, scale=check_scale(q, scale), cu_seqlens=cu_seqlens
-    )
+    spec = NSASpec(window=window)  # the window branch reads only this field
+    inputs = q, k, v, None, cu_seqlens, "window", spec, check_scale(q, scale)
+    return dispatch(backend, "window_attention", q, v).attention(Attention(*inputs))[0]
 
 
 def nsa_attention(
@@ -165,8 +159,8 @@ def nsa_attention(
 ) -> Tensor:
     """All three branches, mixed by their gates: Σ gate_c · o_c.
 
-    Gates must be 0 or more; nothing checks it, which would wait for the device. Below 0 the
-    kernels' gradients are NaN.
+    Gates must be 0 or more. This is not checked, as a check would synchronise with the device;
+    a negative gate makes the kernels' gradients NaN.
     """
     pairs = k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
     return nsa_attention_and_blocks(
@@ -189,7 +183,7 @@ def nsa_attention_and_blocks(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`nsa_attention`, and each query's selected blocks, for telemetry."""
+    """`nsa_attention`, and the blocks that each query selected (for telemetry)."""
     if gates.shape != (*q.shape[:3], 3):
         raise ValueError(
             f"gates has shape {tuple(gates.shape)}; it must be {(*q.shape[:3], 3)}: [B, T, Hq, 3]"

@@ -1,4 +1,4 @@
-"""Backend dispatch: `auto` takes the fastest backend that supports a call, and counts fallbacks."""
+"""Backend dispatch: `auto` takes Triton if it supports a call, else blockwise and counts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _fallbacks: Counter[tuple[str, str, str]] = Counter()
 
 
 def dispatch(backend: str, operation: str, q: Tensor, *others: Tensor) -> ModuleType:
-    """The module that implements `operation`; a backend requested by name is returned or raises."""
+    """Return the backend module for a call; raise if a backend requested by name cannot run."""
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
     if q.dtype not in DTYPES:
@@ -44,7 +44,7 @@ def _count(operation: str, backend: str, reason: str) -> None:
 
 
 def runs_fused(backend: str, q: Tensor, *others: Tensor) -> bool:
-    """Whether the kernels run all branches, so that one operation can also mix them."""
+    """Whether Triton runs all branches and the gates as one custom op."""
     by_name = backend == "triton"
     return (by_name or backend == "auto") and not triton.unsupported_reason(
         q, *others, by_name=by_name
@@ -52,9 +52,9 @@ def runs_fused(backend: str, q: Tensor, *others: Tensor) -> bool:
 
 
 def fallback_counts() -> dict[tuple[str, str, str], int]:
-    """How often `auto` could not take a backend, by (operation, backend, reason).
+    """How often `auto` fell back, by (operation, skipped backend, reason).
 
-    Compiled code counts when it is compiled.
+    Compiled code counts once, when it is compiled.
     """
     return dict(_fallbacks)
 

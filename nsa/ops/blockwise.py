@@ -1,22 +1,21 @@
 """Blockwise backend: Native Sparse Attention in PyTorch, tile by tile; any device, memory O(T).
 
-Layers: the loops over tiles (`tiles.py`), the walk over documents and KV heads, the custom ops with
-their gradient, and at the end the functions that every backend has. Sizes in names: B batch, T
-queries, N keys, H query heads, K key/value heads, G query heads of each, M selection blocks.
+`tiles.py` computes a list of tiles; this file loops over documents and KV heads, registers the
+custom ops and their gradient, and ends with the backend's entry points. Sizes in names: B batch,
+T queries, N keys, H query heads, K KV heads, G query heads per KV head, M selection blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.documents import compressed_slices, document_slices
-from nsa.ops.selection import Selection
+from nsa.ops.inputs import Attention, Selection
 from nsa.ops.tiles import (
     HEADS,
     Tile,
@@ -30,80 +29,71 @@ from nsa.ops.tiles import (
 from nsa.spec import NSASpec
 
 
-class Branch(NamedTuple):
-    """Inputs of the attention op."""
+def _by_head(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """q · scale [B*K, T, G, Dk], k [B*K, N, Dk] and v, in the accumulator's dtype."""
+    q = by_group(x.q, x.k.shape[2]).mul(x.scale)
+    return q, by_group(x.k)[:, :, 0], by_group(x.v)[:, :, 0]
 
-    q: Tensor  # [B, T, H, Dk]
-    k: Tensor  # [B, N, K, Dk]
-    v: Tensor  # [B, N, K, Dv]
-    block_index: Tensor | None  # int32 [B, T, K, n]; of the selected branch
-    cu_seqlens: Tensor | None
-    name: str  # compressed, selected or window
-    spec: NSASpec
-    scale: float
 
-    def by_head(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q · scale [B*K, T, G, Dk], k [B*K, N, Dk] and v, in the accumulator's dtype."""
-        q = by_group(self.q, self.k.shape[2]).mul(self.scale)
-        return q, by_group(self.k)[:, :, 0], by_group(self.v)[:, :, 0]
-
-    def tiles(self) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], Iterable[Tile]]]:
-        """For some KV heads of each document: their rows, their keys, and the tiles of the two."""
-        (batch, seq_len, heads, _), spec, device = self.q.shape, self.spec, self.q.device
-        count, group = batch * self.k.shape[2], heads // self.k.shape[2]
-        step = queries_per_tile(min(count, HEADS), group)
-        keys = documents = document_slices(seq_len, self.cu_seqlens)
-        if self.name == "compressed":
-            keys = compressed_slices(seq_len, self.cu_seqlens, spec)
-        elif self.block_index is not None:
-            index = self.block_index.transpose(1, 2).flatten(0, 1)  # [B*K, T, n]
-        for rows, run in zip(documents, keys, strict=True):
-            length = rows.stop - rows.start
-            tiles: Iterable[Tile] = []
-            if self.name == "compressed":
-                tiles = compressed_tiles(length, spec, step, device)
-            elif self.name == "window":
-                tiles = window_tiles(length, spec.window, step, device)
-            for kv_heads in head_slices(count):
-                if self.name == "selected":
-                    tiles = selected_tiles(index[kv_heads, rows], spec, group)
-                yield (kv_heads, rows), (kv_heads, run), tiles
+def _tiles(
+    x: Attention,
+) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], Iterable[Tile]]]:
+    """Yield (heads, rows), (heads, keys) and tiles of a document, HEADS KV heads at a time."""
+    (batch, seq_len, heads, _), spec, device = x.q.shape, x.spec, x.q.device
+    count, group = batch * x.k.shape[2], heads // x.k.shape[2]
+    step = queries_per_tile(min(count, HEADS), group)
+    keys = documents = document_slices(seq_len, x.cu_seqlens)
+    if x.name == "compressed":
+        keys = compressed_slices(seq_len, x.cu_seqlens, spec)
+    elif x.block_index is not None:
+        index = x.block_index.transpose(1, 2).flatten(0, 1)  # [B*K, T, n]
+    for rows, run in zip(documents, keys, strict=True):
+        length = rows.stop - rows.start
+        tiles: Iterable[Tile] = []
+        if x.name == "compressed":
+            tiles = compressed_tiles(length, spec, step, device)
+        elif x.name == "window":
+            tiles = window_tiles(length, spec.window, step, device)
+        for kv_heads in head_slices(count):
+            if x.name == "selected":
+                tiles = selected_tiles(index[kv_heads, rows], spec, group)
+            yield (kv_heads, rows), (kv_heads, run), tiles
 
 
 def head_slices(count: int) -> list[slice]:
-    """The KV heads, HEADS at a time."""
+    """Slices of at most HEADS out of `count` KV heads."""
     return [slice(start, start + HEADS) for start in range(0, count, HEADS)]
 
 
 def by_group(x_BTHD: Tensor, groups: int | None = None) -> Tensor:
-    """[B, T, H, D] to contiguous [B*K, T, G, D] in float32, or float64 where it was."""
+    """[B, T, H, D] to contiguous [B*K, T, G, D] in float32 (float64 stays float64)."""
     dtype = torch.float64 if x_BTHD.dtype == torch.float64 else torch.float32
     x = x_BTHD.unflatten(2, (groups or x_BTHD.shape[2], -1)).permute(0, 2, 1, 3, 4)
     return x.to(dtype).contiguous().flatten(0, 1)
 
 
 def by_token(x_KTGD: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
-    """The inverse: [B*K, T, G, D] to contiguous [B, T, H, D]."""
+    """The inverse of `by_group`: [B*K, T, G, D] to contiguous [B, T, H, D]."""
     x = x_KTGD.unflatten(0, (batch, -1)).permute(0, 2, 1, 3, 4)
     return x.flatten(2, 3).to(dtype).contiguous()
 
 
-def _forward(x: Branch) -> tuple[Tensor, Tensor]:
+def _forward(x: Attention) -> tuple[Tensor, Tensor]:
     with torch.autocast(x.q.device.type, enabled=False):
-        q, k, v = x.by_head()
+        q, k, v = _by_head(x)
         o = q.new_zeros(*q.shape[:3], v.shape[-1])
         lse = q.new_full(q.shape[:3], -torch.inf)
-        for rows, run, tiles in x.tiles():
+        for rows, run, tiles in _tiles(x):
             attend(q[rows], k[run], v[run], tiles, o[rows], lse[rows])
         batch = len(x.q)
         return by_token(o, batch, x.q.dtype), by_token(lse[..., None], batch, lse.dtype)[..., 0]
 
 
 def _backward(
-    do: Tensor, dlse: Tensor, x: Branch, o: Tensor, lse: Tensor
+    do: Tensor, dlse: Tensor, x: Attention, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(x.q.device.type, enabled=False):
-        q, k, v = x.by_head()
+        q, k, v = _by_head(x)
         groups, batch = x.k.shape[2], len(x.q)
         lse = by_group(lse[..., None], groups)
         blind = lse == -torch.inf
@@ -111,7 +101,7 @@ def _backward(
         delta = (do * by_group(o, groups)).sum(-1, keepdim=True) - by_group(dlse[..., None], groups)
         delta = delta.masked_fill(blind, 0)
         dq, dk, dv = (torch.zeros_like(y) for y in (q, k, v))
-        for rows, run, tiles in x.tiles():
+        for rows, run, tiles in _tiles(x):
             attend_backward(
                 (do[rows], delta[rows][..., 0], lse[rows][..., 0]),
                 (q[rows], k[run], v[run]),
@@ -125,14 +115,14 @@ def _backward(
         )
 
 
-def _fake(x: Branch) -> tuple[Tensor, Tensor]:
+def _fake(x: Attention) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if x.q.dtype == torch.float64 else torch.float32
     return x.q.new_empty(*x.q.shape[:3], x.v.shape[-1]), x.q.new_empty(x.q.shape[:3], dtype=dtype)
 
 
 blockwise_attention = register(
     "nsa::blockwise_attention",
-    Branch,
+    Attention,
     _forward,
     _fake,
     outputs=2,
@@ -161,7 +151,7 @@ def _select(x: Selection) -> Tensor:
 def _fill_index(
     q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, seq_len: int, index: Tensor
 ) -> None:
-    """Fill `index` [K, T, n] for some KV heads of one document."""
+    """Fill `index` [K, T, n] for K of the KV heads and one document."""
     heads, queries, group = q.shape[:3]
     step = queries_per_tile(heads, group)
     blocks, weights = overlap_table(seq_len, spec, q.dtype, q.device)
@@ -187,18 +177,18 @@ def _fill_index(
 
 def sum_overlaps(p: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
     """Importance [.., M] from probabilities [.., N] of compressed blocks and an overlap table."""
-    padded = torch.nn.functional.pad(p, (0, 1))  # column N is the 0 of blocks beyond
+    padded = torch.nn.functional.pad(p, (0, 1))  # indices past the last block read this 0
     total = p.new_zeros(*p.shape[:-1], blocks.shape[1])
-    for index, weight in zip(blocks, weights, strict=True):  # in order: ties stay exact
+    for index, weight in zip(blocks, weights, strict=True):  # in a fixed order: ties stay exact
         total += padded.index_select(-1, index.clamp(max=p.shape[-1])) * weight
     return total
 
 
 def top_blocks(importance: Tensor, own: Tensor, spec: NSASpec) -> Tensor:
-    """The n blocks of each row of `importance` [K, R, M], M > n, ascending and padded with -1.
+    """The top n blocks per row of `importance` [K, R, M] with M > n, ascending, padded with -1.
 
-    `topk` alone may take either of two equal scores, so it only finds the n-th score. Blocks
-    above it are selected, and of those equal to it the lowest.
+    `topk` may return either of two equal scores, so it only provides the n-th score: blocks above
+    it are selected, then the lowest indices among blocks equal to it.
     """
     block = torch.arange(importance.shape[-1], device=importance.device)
     always = (block < spec.init_blocks) | (block > own - spec.local_blocks)
@@ -216,7 +206,7 @@ def top_blocks(importance: Tensor, own: Tensor, spec: NSASpec) -> Tensor:
 def overlap_table(
     seq_len: int, spec: NSASpec, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The compressed blocks that overlap each selection block, and overlap/d: both [c, M]."""
+    """The c compressed blocks that overlap each selection block, and overlap/d: both [c, M]."""
     length, stride, size = spec.block_len, spec.block_stride, spec.select_len
     first = torch.arange(spec.select_blocks_len(seq_len), device=device) * size
     low = torch.div(first - length, stride, rounding_mode="floor") + 1
@@ -233,44 +223,13 @@ blockwise_select_blocks = register(
 )
 
 
-def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec, scale: float, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Attention over the compressed keys of blocks that end at or before each query; (o, lse)."""
-    rest = cu_seqlens, "compressed", spec.to_ints(), scale
-    return blockwise_attention(q, k_cmp, v_cmp, None, *rest)
+def attention(x: Attention) -> tuple[Tensor, Tensor]:
+    """One branch's attention: (o, lse)."""
+    q, k, v, block_index, cu_seqlens, name, spec, scale = x
+    return blockwise_attention(q, k, v, block_index, cu_seqlens, name, spec.to_ints(), scale)
 
 
-def select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    spec: NSASpec,
-    seq_len: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    """The blocks that each query attends to, ascending, padded with -1: int32 [B, T, K, n]."""
+def select_blocks(x: Selection) -> Tensor:
+    """The blocks that each query selects, ascending, padded with -1: int32 [B, T, K, n]."""
+    q, k_cmp, lse, cu_seqlens, spec, seq_len, scale = x
     return blockwise_select_blocks(q, k_cmp, lse, cu_seqlens, spec.to_ints(), seq_len, scale)
-
-
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_index: Tensor,
-    spec: NSASpec,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    """Attention over the positions at or before each query inside its selected blocks."""
-    rest = cu_seqlens, "selected", spec.to_ints(), scale
-    return blockwise_attention(q, k, v, block_index, *rest)[0]
-
-
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, cu_seqlens: Tensor | None
-) -> Tensor:
-    """Attention over the last `window` positions, the query's own included."""
-    spec = NSASpec(window=window).to_ints()  # of which the branch reads the window alone
-    return blockwise_attention(q, k, v, None, cu_seqlens, "window", spec, scale)[0]

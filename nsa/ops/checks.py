@@ -1,4 +1,4 @@
-"""Argument checks of the public functions: errors name the argument, before any work is done."""
+"""Argument checks of the public functions; every error names the argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nsa.spec import NSASpec
 
 
 def check_heads(q: Tensor, **keys_or_values: Tensor) -> None:
-    """q, keys and values are [B, length, heads, size] of one dtype; heads divide q's."""
+    """Require [B, length, heads, size] tensors of one dtype and device; KV heads divide q's."""
     for name, x in {"q": q, **keys_or_values}.items():
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [B, T, heads, size]")
@@ -30,31 +30,31 @@ def check_heads(q: Tensor, **keys_or_values: Tensor) -> None:
 
 
 def check_scale(q: Tensor, scale: float | None) -> float:
-    """The factor of scores: above 0, or Dk^-0.5 where None."""
+    """Return the softmax scale, which defaults to Dk^-0.5."""
     if scale is None:
         return q.shape[-1] ** -0.5
-    if not 1e-30 < scale < 1e30:  # outside, it is 0 or infinite in float32
-        raise ValueError(f"scale is {scale}; give one from 1e-30 to 1e30, or None for Dk^-0.5")
+    if not 1e-30 < scale < 1e30:  # beyond these it under- or overflows in float32
+        raise ValueError(f"scale = {scale}: must be from 1e-30 to 1e30, or None for Dk^-0.5")
     return scale
 
 
 def check_pair(k: Tensor, v: Tensor, suffix: str) -> None:
-    """A branch's keys and values agree in all but head size."""
+    """Require a branch's keys and values to differ in head size only."""
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"k{suffix} is {tuple(k.shape)} and v{suffix} is {tuple(v.shape)}; "
-            "they may differ in the last size only"
+            "they may differ in head size only"
         )
 
 
 def check_length(name: str, x: Tensor, length: int, required_by: str) -> None:
-    """x has `length` entries along its second dimension."""
+    """Require `length` entries along x's second dimension."""
     if x.shape[1] != length:
         raise ValueError(f"{name} has length {x.shape[1]}; {required_by} requires {length}")
 
 
 def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> None:
-    """cu_seqlens is int32 (or int64) [documents + 1], from 0 to T, for an x of [1, T, ..]."""
+    """Require integer cu_seqlens [documents + 1] that ascends from 0 to T, for x [1, T, ..]."""
     if cu_seqlens is None:
         return
     batch, seq_len = x.shape[:2]
@@ -72,7 +72,7 @@ def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> No
             "give both the same device"
         )
     if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
-        return  # reading the values would break the graph or wait for the device
+        return  # reading values would break the graph or synchronise with the device
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if first != 0 or last != seq_len or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
         raise ValueError(
@@ -81,7 +81,7 @@ def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> No
 
 
 def check_compressed(k_cmp: Tensor, seq_len: int, spec: NSASpec, cu_seqlens: Tensor | None) -> None:
-    """There is one compressed key for each block of the documents."""
+    """Require one compressed key per compressed block of the documents."""
     if cu_seqlens is None:
         expected = spec.compressed_len(seq_len)
     elif cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -1,8 +1,8 @@
 """Register a PyTorch custom op, its fake kernel and its gradient from one declaration.
 
-An op's inputs are a NamedTuple, tensors before constants. Its annotated fields become the op's
-schema, and every function behind the op takes the tuple itself. Callers unpack it: `op(*inputs)`.
-An NSASpec crosses PyTorch as integers, so callers pass `spec.to_ints()`.
+An op's inputs are a NamedTuple, tensors before constants. The annotated fields give the op's
+schema, and its implementations receive the NamedTuple. Callers unpack it: `op(*inputs)`. Schemas
+have no type for an NSASpec, so callers pass `spec.to_ints()`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SCHEMA_TYPES = {
 
 
 class Gradient(NamedTuple):
-    """The backward pass of an op, registered as an op of its own, `<name>_backward`.
+    """The backward pass of an op, registered as the op `<name>_backward`.
 
     `backward(*output_gradients, inputs, *saved_outputs)` returns the gradients of the first inputs.
     """
 
     backward: Callable[..., tuple[Tensor, ...]]
-    inputs: int  # how many of the first inputs have a gradient
-    outputs: int  # how many of the first outputs have one
+    inputs: int  # number of inputs with a gradient; they come first
+    outputs: int  # number of differentiable outputs; they come first
     saved: slice = slice(None)  # the outputs that `backward` reads
 
 
@@ -87,7 +87,7 @@ def _register_gradient(op: Any, name: str, inputs: Any, outputs: int, gradient: 
         ctx.constants = inputs[tensors:]
         if count < outputs:
             ctx.mark_non_differentiable(*output[count:])
-            ctx.set_materialize_grads(False)  # no zeros the size of those outputs
+            ctx.set_materialize_grads(False)  # no zero gradients for the other outputs
 
     def autograd(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: non-reentrant checkpointing unpacks only once

@@ -1,7 +1,7 @@
-"""Decoding: attention of one new token of each sequence over the buffers of a KV cache.
+"""Decoding: attention of one new token per sequence over the buffers of a KV cache.
 
-A token costs O(T/d + n·l' + w), nothing waits for the host, and nothing loops over sequences or
-blocks. Sizes in names: B sequences, K key/value heads, G query heads of each, N keys.
+A token costs O(T/d + n·l' + w), without host synchronisation or loops over sequences or blocks.
+Sizes in names: B sequences, K KV heads, G query heads per KV head, N keys.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def decode_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """`nsa_attention` for the last token of each sequence alone: [B, Hq, Dv].
+    """`nsa_attention` for only the last token of each sequence: [B, Hq, Dv].
 
-    q [B, Hq, Dk] and gates [B, Hq, branches] are of that token, which `lengths` int64 [B] counts
-    and whose keys and values are in the buffers already. k_sel and v_sel [B, S, Hkv, D] begin with
-    position 0, k_cmp and v_cmp [B, N, Hkv, D] with block 0. k_win and v_win [B, R, Hkv, D] are
-    rings: position p is at p % R, where R is the window or more, or no sequence is longer than R.
-    Nothing after a sequence's length gets into the result, not even NaN.
+    q [B, Hq, Dk] and gates [B, Hq, branches] belong to that token. `lengths` int64 [B] includes it,
+    and the buffers already contain its keys and values. k_sel and v_sel [B, S, Hkv, D] start at
+    position 0, k_cmp and v_cmp [B, N, Hkv, D] at block 0. k_win and v_win [B, R, Hkv, D] are ring
+    buffers: position p is at p % R, and R is at least the window or the longest sequence. Entries
+    past a sequence's length, even NaN, never affect the result.
 
-    Buffers that only a missing branch reads may be None; selection always reads k_cmp. "blockwise"
-    and "reference" both mean the PyTorch here.
+    Buffers that no branch in `branches` reads may be None; selection also reads k_cmp. The backends
+    "blockwise" and "reference" both run the PyTorch code in this file.
     """
     scale = check_scale(q, scale)
     buffers = {"cmp": (k_cmp, v_cmp), "sel": (k_sel, v_sel), "win": (k_win, v_win)}
@@ -75,7 +75,7 @@ def decode_attention(
         gate[..., None] * outputs[name].flatten(1, 2).to(q.dtype)
         for name, gate in zip(branches, gates.unbind(-1), strict=True)
     ]
-    return reduce(torch.add, mixed)  # rounded as nsa_attention rounds
+    return reduce(torch.add, mixed)  # in q's dtype, with the same rounding as nsa_attention
 
 
 def _check(
@@ -85,19 +85,19 @@ def _check(
     lengths: Tensor,
     branches: Sequence[str],
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """The keys and values of `branches`, checked by their shapes alone."""
+    """Return the keys and values of `branches`; raise if a shape or dtype is wrong."""
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for name in branches:
         k, v = buffers.get(name, (None, None))
         if k is None or v is None:
-            raise ValueError(f"branches = {tuple(branches)}: give k_{name} and v_{name}")
+            raise ValueError(f"branches = {tuple(branches)}: pass k_{name} and v_{name}")
         check_heads(q[:, None], **{f"k_{name}": k, f"v_{name}": v})
         check_pair(k, v, f"_{name}")
         pairs[name] = k, v
     if "sel" in pairs:
         k_cmp = buffers["cmp"][0]
         if k_cmp is None:
-            raise ValueError("k_cmp is not given; give it, as the selected branch selects by it")
+            raise ValueError("k_cmp = None: the selected branch needs it; pass k_cmp")
         check_heads(q[:, None], k_cmp=k_cmp)
     if not pairs or gates.shape != (*q.shape[:2], len(branches)):
         raise ValueError(
@@ -112,13 +112,13 @@ def _check(
 
 
 def _visible_blocks(k_cmp: Tensor, lengths: Tensor, spec: NSASpec) -> Tensor:
-    """Which compressed blocks are complete: bool [B, 1, N]."""
+    """Mask of complete compressed blocks: bool [B, 1, N]."""
     end = torch.arange(k_cmp.shape[1], device=lengths.device) * spec.block_stride + spec.block_len
     return (end <= lengths[:, None])[:, None]
 
 
 def _select(p_BKN: Tensor, lengths: Tensor, spec: NSASpec, capacity: int) -> Tensor:
-    """The blocks of each sequence's last token, ascending, padded with -1: [B, K, n], or fewer."""
+    """The blocks of each sequence's last token, ascending, padded with -1: [B, K, n or fewer]."""
     own = torch.div(lengths - 1, spec.select_len, rounding_mode="floor")[:, None, None]
     if spec.select_blocks_len(capacity) <= spec.select_top:
         block = torch.arange(spec.select_blocks_len(capacity), device=own.device)
@@ -130,14 +130,14 @@ def _select(p_BKN: Tensor, lengths: Tensor, spec: NSASpec, capacity: int) -> Ten
 def _selected_keys(
     k: Tensor, v: Tensor, index_BKn: Tensor, lengths: Tensor, spec: NSASpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [B, K, n·l', D] of the selected blocks, and which of them are seen."""
+    """Keys and values [B, K, n·l', D] of the selected blocks, and the mask of visible ones."""
     inside = torch.arange(spec.select_len, device=k.device)
     position = (index_BKn[..., None] * spec.select_len + inside).flatten(-2)
     seen = (position >= 0) & (position < lengths[:, None, None])
     batch = torch.arange(len(k), device=k.device)[:, None, None]
     head = torch.arange(k.shape[2], device=k.device)[:, None]
     token = batch * k.shape[1] + position.clamp(0, k.shape[1] - 1)
-    # By rows of a matrix: indexing with three tensors takes four times as long on a CPU.
+    # index_select on a matrix: indexing with three tensors takes four times as long on a CPU.
     row = (token * k.shape[2] + head).flatten()
     k, v = (x.flatten(0, 2).index_select(0, row).view(*token.shape, -1) for x in (k, v))
     return k, v, seen
@@ -146,10 +146,10 @@ def _selected_keys(
 def _window_keys(
     k: Tensor, v: Tensor, lengths: Tensor, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [B, K, N, D] of the window, and which of them are seen."""
+    """Keys and values [B, K, N, D] of the window, and the mask of visible ones."""
     last, size = lengths[:, None] - 1, k.shape[1]
     slot = torch.arange(min(size, window), device=k.device)
-    if size <= window:  # the ring as it is
+    if size <= window:  # the ring in storage order
         age = (last - slot) % size
     else:
         age, batch = slot, torch.arange(len(k), device=k.device)[:, None]
@@ -162,12 +162,12 @@ def _attend(q_BKGD: Tensor, k_BKND: Tensor, v_BKND: Tensor, seen: Tensor) -> Ten
 
 
 def _softmax(q_BKGD: Tensor, k_BKND: Tensor, seen: Tensor) -> Tensor:
-    """[B, K, G, N] where `seen` [B, K or 1, N]; nothing seen gives 0."""
+    """Probabilities [B, K, G, N], masked by `seen` [B, K or 1, N]; all 0 if no key is visible."""
     seen = seen[:, :, None]
     score = (q_BKGD @ k_BKND.to(q_BKGD.dtype).mT).masked_fill(~seen, -torch.inf)
     return score.softmax(-1).masked_fill(~seen, 0)
 
 
 def _weighted(p_BKGN: Tensor, v_BKND: Tensor, seen: Tensor) -> Tensor:
-    # What is hidden has the weight 0, but 0 times NaN is NaN.
+    # Hidden values have weight 0, but 0 * NaN is NaN.
     return p_BKGN @ v_BKND.to(p_BKGN.dtype).masked_fill(~seen[..., None], 0)

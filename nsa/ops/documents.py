@@ -1,4 +1,4 @@
-"""Packed documents: where each one and its compressed keys begin."""
+"""Packed documents: slices and offsets of their positions and compressed keys."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nsa.spec import NSASpec
 def compressed_cu_seqlens(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
     """Offsets of each document's compressed keys, int32 [documents + 1].
 
-    Block grids restart at a document's first token, so a document shorter than `block_len` has
-    no compressed key at all.
+    The block grid restarts at each document's first token, so a document shorter than
+    `block_len` has no compressed key.
     """
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
     blocks = torch.div(lengths - spec.block_len, spec.block_stride, rounding_mode="floor") + 1
@@ -23,7 +23,7 @@ def compressed_cu_seqlens(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
 
 
 def document_slices(seq_len: int, cu_seqlens: Tensor | None) -> list[slice]:
-    """The positions of each document; one document where `cu_seqlens` is None."""
+    """The positions of each document; one document if `cu_seqlens` is None."""
     if cu_seqlens is None:
         return [slice(0, seq_len)]
     return [slice(start, stop) for start, stop in pairwise(cu_seqlens.tolist())]

@@ -1,4 +1,4 @@
-"""Reference backend: the definition of Native Sparse Attention, which every other is held to.
+"""Reference backend: the definition of Native Sparse Attention, which other backends must match.
 
 Dense and short rather than fast: it builds each branch's mask and calls one softmax.
 Sizes in names: B batch, T queries, N keys, H query heads, K key/value heads, M selection blocks.
@@ -10,72 +10,48 @@ import torch
 from torch import Tensor
 
 from nsa.ops.documents import compressed_slices, document_slices
+from nsa.ops.inputs import Attention, Selection
 from nsa.spec import NSASpec
 
 
-def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec, scale: float, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Attention over the compressed keys of blocks that end at or before each query; (o, lse)."""
+def attention(x: Attention) -> tuple[Tensor, Tensor]:
+    """One branch's attention: (o, lse)."""
     parts = []
-    documents = document_slices(q.shape[1], cu_seqlens)
-    blocks = compressed_slices(q.shape[1], cu_seqlens, spec)
-    for doc, cmp in zip(documents, blocks, strict=True):
-        seen = visible_blocks(doc.stop - doc.start, spec, q.device)
-        parts.append(_attend(q[:, doc], k_cmp[:, cmp], v_cmp[:, cmp], seen, scale))
+    documents = document_slices(x.q.shape[1], x.cu_seqlens)
+    keys = documents
+    if x.name == "compressed":
+        keys = compressed_slices(x.q.shape[1], x.cu_seqlens, x.spec)
+    for rows, cols in zip(documents, keys, strict=True):
+        seen = _visible(x, rows)
+        parts.append(_attend(x.q[:, rows], x.k[:, cols], x.v[:, cols], seen, x.scale))
     return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 
-def select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    spec: NSASpec,
-    seq_len: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    """The blocks that each query attends to, ascending, padded with -1: int32 [B, T, K, n]."""
+def _visible(x: Attention, rows: slice) -> Tensor:
+    """The keys that each query of one document sees in the branch: bool [B or 1, T, K or 1, N]."""
+    length = rows.stop - rows.start
+    if x.name == "compressed":
+        return visible_blocks(length, x.spec, x.q.device)
+    position = torch.arange(length, device=x.q.device)
+    distance = position[:, None] - position
+    if x.block_index is None:
+        return ((distance >= 0) & (distance < x.spec.window))[None, :, None]
+    block = position // x.spec.select_len
+    selected = (x.block_index[:, rows, :, :, None] == block).any(3)  # [B, T, K, N]
+    return selected & (distance >= 0)[None, :, None]
+
+
+def select_blocks(x: Selection) -> Tensor:
+    """The blocks that each query selects, ascending, padded with -1: int32 [B, T, K, n]."""
     parts = []
-    documents = document_slices(q.shape[1], cu_seqlens)
-    blocks = compressed_slices(seq_len, cu_seqlens, spec)
+    documents = document_slices(x.q.shape[1], x.cu_seqlens)
+    blocks = compressed_slices(x.seq_len, x.cu_seqlens, x.spec)
     for doc, cmp in zip(documents, blocks, strict=True):
-        length = seq_len if cu_seqlens is None else doc.stop - doc.start
-        score = importance(q[:, doc], k_cmp[:, cmp], lse[:, doc], spec, seq_len=length, scale=scale)
-        parts.append(top_blocks(score, spec, seq_len=length))
-    return torch.cat(parts, 1)
-
-
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_index: Tensor,
-    spec: NSASpec,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    """Attention over the positions at or before each query inside its selected blocks."""
-    parts = []
-    for doc in document_slices(q.shape[1], cu_seqlens):
-        position = torch.arange(doc.stop - doc.start, device=q.device)
-        block = position // spec.select_len
-        selected = (block_index[:, doc, :, :, None] == block).any(3)  # [B, T, K, N]
-        seen = selected & (position <= position[:, None])[None, :, None]
-        parts.append(_attend(q[:, doc], k[:, doc], v[:, doc], seen, scale)[0])
-    return torch.cat(parts, 1)
-
-
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, cu_seqlens: Tensor | None
-) -> Tensor:
-    """Attention over the last `window` positions, the query's own included."""
-    parts = []
-    for doc in document_slices(q.shape[1], cu_seqlens):
-        position = torch.arange(doc.stop - doc.start, device=q.device)
-        distance = position[:, None] - position
-        seen = ((distance >= 0) & (distance < window))[None, :, None]
-        parts.append(_attend(q[:, doc], k[:, doc], v[:, doc], seen, scale)[0])
+        length = x.seq_len if x.cu_seqlens is None else doc.stop - doc.start
+        score = importance(
+            x.q[:, doc], x.k_cmp[:, cmp], x.lse[:, doc], x.spec, seq_len=length, scale=x.scale
+        )
+        parts.append(top_blocks(score, x.spec, seq_len=length))
     return torch.cat(parts, 1)
 
 
@@ -90,7 +66,7 @@ def visible_blocks(
 
 
 def overlap(seq_len: int, spec: NSASpec, device: torch.device | None = None) -> Tensor:
-    """overlap(i, j)/d: the positions that compressed and selection block share, [N, M]."""
+    """overlap(i, j)/d, where overlap counts the positions in both blocks: [N, M]."""
     start = torch.arange(spec.compressed_len(seq_len), device=device)[:, None] * spec.block_stride
     block = torch.arange(spec.select_blocks_len(seq_len), device=device) * spec.select_len
     last = torch.minimum(start + spec.block_len, block + spec.select_len)
@@ -114,15 +90,15 @@ def importance(
     p = torch.where(seen, shifted, -torch.inf).exp().sum(3)  # [B, T, K, N]
     weight = overlap(seq_len, spec, q.device).to(dtype)
     total = p.new_zeros(*p.shape[:3], weight.shape[1])
-    # One compressed block after the other, so that selection blocks which the same ones overlap
-    # in the same measure come out equal to the last bit: ties are ties.
+    # Add compressed blocks one by one: selection blocks with equal overlaps then get bitwise equal
+    # sums, so ties are exact.
     for i in range(len(weight)):
         total += p[..., i : i + 1] * weight[i]
     return total
 
 
 def top_blocks(score: Tensor, spec: NSASpec, *, seq_len: int) -> Tensor:
-    """The n blocks of highest `score` [B, T, K, M], among them those that are always selected."""
+    """The always-selected blocks, then those of highest `score` [B, T, K, M], n in all."""
     queries, blocks = score.shape[1], score.shape[-1]
     position = torch.arange(seq_len - queries, seq_len, device=score.device)
     own = (position // spec.select_len)[:, None, None]
@@ -141,15 +117,15 @@ def _accumulator(q: Tensor) -> torch.dtype:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax attention where `seen` [B or 1, T, K or 1, N]; nothing seen gives 0 and lse -inf."""
+    """Softmax attention masked by `seen` [B or 1, T, K or 1, N]; no key gives o = 0, lse = -inf."""
     dtype = _accumulator(q)
     groups = k.shape[2]
     grouped = q.to(dtype).unflatten(2, (groups, q.shape[2] // groups))
     score = torch.einsum("btkgd,bnkd->btkgn", grouped, k.to(dtype)) * scale
     seen = seen[:, :, :, None]
     not_blind = seen.any(-1, keepdim=True)
-    # A row that sees nothing is zero before the softmax and masked after it, so that its gradient
-    # is 0 and not NaN.
+    # A row without visible keys is 0 before the softmax and masked after it: its gradient is then
+    # 0, not NaN.
     score = torch.where(not_blind, torch.where(seen, score, -torch.inf), 0.0)
     lse = torch.where(not_blind[..., 0], score.logsumexp(-1), -torch.inf)
     p = torch.where(not_blind, score.softmax(-1), 0.0) if k.shape[1] else score

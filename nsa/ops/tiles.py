@@ -1,14 +1,14 @@
-"""Attention over a list of tiles in PyTorch, and the tiles that each branch is computed from.
+"""Tiled attention in PyTorch: the tiles of each branch, and their forward and backward pass.
 
-Every branch is the same computation over a different list of tiles: some query rows against a
-run of keys, some entries hidden. A tile's softmax is merged into the running one of its rows, and
-the backward pass walks the same tiles again. Sums are float32 (float64 for float64 inputs), in a
-fixed order, so results and gradients are the same from run to run.
+All branches run the same computation over different tiles: query rows against a slice of keys, with
+a mask. A tile's softmax is merged into the running softmax of its rows; the backward pass goes over
+the same tiles again. Sums are float32 (float64 for float64 inputs) in a fixed order, so results and
+gradients are bitwise reproducible.
 
-    compressed   rows of a tile x every compressed key that one of them can see
+    compressed   rows of a tile x all compressed keys that any of them sees
     window       rows of a tile x the positions from the first row's window to the last row
-    selected     early rows x their whole past, other blocks hidden (most are selected),
-                 later rows grouped by block: block j x the rows that selected it
+    selected     early rows x all earlier positions, unselected blocks masked (few are),
+                 later rows by block: block j x the rows that selected it
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from torch import Tensor
 
 from nsa.spec import NSASpec
 
-# KV heads that share a tile, each a matrix product of its own: cores work side by side on them
-# instead of waiting for each other inside one.
+# KV heads in one tile: a batched matrix product gives each CPU core its own head, which is faster
+# than several cores sharing one product.
 HEADS = 4
 # Rows of one tile, queries x heads: enough to keep matrix products busy, few enough that a tile's
 # scores stay in the CPU's cache.
 TILE_ROWS = 768
 GATHERED_ROWS = 3072
-# Early rows walk their whole past while it has at most this many times n blocks: the products
-# wasted on other blocks cost less than gathering the rows of each block.
+# Rows with at most this many times n blocks before them attend densely with a mask: computing
+# unselected blocks costs less than gathering the rows of each block.
 DENSE_BLOCKS = 2
-# A hidden score. Finite, so that a row with everything hidden has no NaN.
+# A masked score: finite, so that a fully masked row gives no NaN.
 HIDDEN = -1e30
 
 
 @dataclass
 class Tile:
-    """Rows against a run of keys, in some KV heads; `hidden` has the masks of rows and keys."""
+    """Query rows against a slice of keys, in a slice of KV heads."""
 
     rows: slice | Tensor
     keys: slice
-    hidden: list[tuple[slice, slice, Tensor]] = field(default_factory=list)  # rows, keys, mask
+    hidden: list[tuple[slice, slice, Tensor]]  # (rows, keys, mask of hidden entries)
     heads: slice = field(default_factory=lambda: slice(None))
-    complete: bool = True  # its rows see no key outside this tile
+    complete: bool = True  # its rows see no keys outside this tile
 
     def scores(self, q_KTGD: Tensor, k_KND: Tensor) -> tuple[Tensor, Tensor]:
         """The tile's queries [K, R*G, D] and their masked scores [K, R*G, N]."""
@@ -62,12 +62,12 @@ class Tile:
 
 
 def queries_per_tile(heads: int, group: int) -> int:
-    """How many queries a tile has, where `heads` KV heads share it."""
+    """Queries per tile, for `heads` KV heads in the tile."""
     return max(1, TILE_ROWS // (heads * group))
 
 
 def compressed_tiles(seq_len: int, spec: NSASpec, step: int, device: torch.device) -> list[Tile]:
-    """Rows against the compressed keys that end at or before them; blind rows have no tile."""
+    """Tiles of the compressed branch; rows that see no compressed key are in none."""
     tiles = []
     for start in range(spec.block_len - 1, seq_len, step):
         stop = min(start + step, seq_len)
@@ -80,7 +80,7 @@ def compressed_tiles(seq_len: int, spec: NSASpec, step: int, device: torch.devic
 
 
 def window_tiles(seq_len: int, window: int, step: int, device: torch.device) -> list[Tile]:
-    """Rows against the positions in their window; only a tile's two ends need a mask."""
+    """Tiles of the window branch; only the first and last keys of a tile need a mask."""
     tiles = []
     for start in range(0, seq_len, step):
         stop = min(start + step, seq_len)
@@ -99,7 +99,7 @@ def window_tiles(seq_len: int, window: int, step: int, device: torch.device) -> 
 
 
 def selected_tiles(block_index_KTn: Tensor, spec: NSASpec, group: int) -> Iterator[Tile]:
-    """The tiles of some KV heads of one document, from their queries' selected blocks."""
+    """Tiles of the selected branch for K KV heads and one document."""
     heads, seq_len = block_index_KTn.shape[:2]
     switch = min(seq_len, DENSE_BLOCKS * spec.select_top * spec.select_len)
     yield from _early_tiles(block_index_KTn, switch, spec, queries_per_tile(heads, group))
@@ -125,7 +125,7 @@ def _early_tiles(block_index: Tensor, switch: int, spec: NSASpec, step: int) -> 
 
 
 def _one_hot(block_index_KRn: Tensor, blocks: int) -> Tensor:
-    """Which of the first `blocks` blocks each row selected: bool [K, R, M]."""
+    """Mask of selected blocks among the first M = `blocks`: bool [K, R, M]."""
     outside = (block_index_KRn < 0) | (block_index_KRn >= blocks)
     index = torch.where(outside, blocks, block_index_KRn).long()
     selected = torch.zeros(*index.shape[:2], blocks + 1, dtype=torch.bool, device=index.device)
@@ -138,7 +138,7 @@ def _gathered_tiles(block_index: Tensor, switch: int, spec: NSASpec, group: int)
     row = torch.arange(switch, seq_len, device=device)[:, None]
     index = block_index[switch:].long()
     pair = (index * seq_len + row)[(index >= 0) & (index <= row // spec.select_len)]
-    pair = pair.unique()  # by block, then by row; a block named twice counts once
+    pair = pair.unique()  # by block, then by row; duplicates count once
     rows = pair % seq_len
     counts = torch.bincount(pair // seq_len, minlength=blocks).tolist()
     step = max(1, GATHERED_ROWS // group)
@@ -149,7 +149,7 @@ def _gathered_tiles(block_index: Tensor, switch: int, spec: NSASpec, group: int)
         key = torch.arange(keys.start, keys.stop, device=device)
         for start in range(offset, offset + count, step):
             tile_rows = rows[start : min(start + step, offset + count)]
-            # Rows ascend, so those inside the block itself come first.
+            # Rows ascend, so queries inside the block come first; only they need a causal mask.
             inside = int((tile_rows < keys.stop).sum())
             mask = key > tile_rows[:inside, None]
             yield Tile(tile_rows, keys, [(slice(0, inside), slice(None), mask)], complete=False)
@@ -202,5 +202,5 @@ def attend_backward(
         dq_tile = (ds @ k[tile.heads, tile.keys]).unflatten(1, (-1, group))
         if isinstance(tile.rows, slice):
             dq[tile.heads, tile.rows] += dq_tile
-        else:  # a tile names a row once, so the order of the sum is fixed
+        else:  # rows of a tile are unique, so the order of the sum is fixed
             dq[tile.heads].index_add_(1, tile.rows, dq_tile)

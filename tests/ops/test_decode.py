@@ -210,8 +210,8 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 WRONG = {
-    r"^branches = \('cmp', 'sel', 'win'\): give k_win and v_win$": {"k_win": None},
-    r"^k_cmp is not given; give it, as the selected branch selects by it$": {
+    r"^branches = \('cmp', 'sel', 'win'\): pass k_win and v_win$": {"k_win": None},
+    r"^k_cmp = None: the selected branch needs it; pass k_cmp$": {
         "k_cmp": None,
         "branches": ("sel",),
     },

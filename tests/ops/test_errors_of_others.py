@@ -41,11 +41,11 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
         check.compressed_blocks_are_seen_once_they_have_ended,
     ),
     "window of w + 1": (
-        Plant(blockwise, "Branch.tiles", "spec.window,", "spec.window + 1,"),
+        Plant(blockwise, "_tiles", "spec.window,", "spec.window + 1,"),
         check.the_window_holds_exactly_w_positions,
     ),
     "window of w + 1 in the reference": (
-        Plant(reference, "window_attention", "distance < window", "distance <= window"),
+        Plant(reference, "_visible", "distance < x.spec", "distance <= x.spec"),
         check.the_window_holds_exactly_w_positions,
     ),
     "local blocks not forced past 128": (
@@ -151,9 +151,9 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
     "documents leak through the window and the selected blocks": (
         Plant(
             blockwise,
-            "Branch.tiles",
-            "document_slices(seq_len, self.cu_seqlens)",
-            "document_slices(seq_len, self.cu_seqlens if self.name == 'compressed' else None)",
+            "_tiles",
+            "document_slices(seq_len, x.cu_seqlens)",
+            "document_slices(seq_len, x.cu_seqlens if x.name == 'compressed' else None)",
         ),
         check.documents_do_not_see_each_other,
     ),

@@ -1,9 +1,9 @@
-"""Triton backend: the backend's functions, and which inputs its kernels support.
+"""Triton backend: its entry points, and the inputs that its kernels support.
 
-An operation has a file of kernels (`band.py`, `select.py`, `selected.py`, `selected_keys.py`,
-`decode_parts.py`) and its launchers and custom op, beside it where one file cannot hold both
-(`band_op.py`, `selected_op.py`, `decode.py`); `gated.py` joins the three branches. They are
-imported at their first call: importing Triton takes a while.
+Kernels and their launchers are in one file per operation (`select.py`, `gated.py`) or in two:
+`band.py` and `band_op.py`, `selected.py`, `selected_keys.py` and `selected_op.py`,
+`decode_parts.py` and `decode.py`. Entry points import them at the first call, because importing
+Triton is slow.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from nsa.ops.inputs import Attention, Selection
 from nsa.spec import NSASpec
 
 MAX_HEAD_SIZE = 256
@@ -22,7 +23,10 @@ MIN_CAPABILITY = (8, 0)  # bf16 matrix products need it
 
 
 def unsupported_reason(q: Tensor, *others: Tensor, by_name: bool) -> str | None:
-    """Why the kernels do not support these tensors, or None; the interpreter runs only by name."""
+    """Why the kernels cannot run on these tensors, or None.
+
+    `by_name`: the caller requested Triton by name, which also allows its CPU interpreter.
+    """
     if q.device.type != "cuda" and not (by_name and interpreted()):
         return f"tensors are on {q.device.type}, and it needs a CUDA device"
     if q.dtype == torch.float64:
@@ -48,53 +52,25 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
-def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, spec: NSASpec, scale: float, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Attention over the compressed keys of blocks that end at or before each query; (o, lse)."""
+def attention(x: Attention) -> tuple[Tensor, Tensor]:
+    """One branch's attention: (o, lse)."""
     from nsa.ops.triton.band_op import triton_band
-
-    band = [spec.block_len, spec.block_stride, 0]
-    return triton_band(q, k_cmp, v_cmp, cu_seqlens, band, scale)
-
-
-def select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    spec: NSASpec,
-    seq_len: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    """The blocks that each query attends to, ascending, padded with -1: int32 [B, T, Hkv, n]."""
-    from nsa.ops.triton.select import triton_select
-
-    return triton_select(q, k_cmp, lse, cu_seqlens, spec.to_ints(), seq_len, scale)
-
-
-def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_index: Tensor,
-    spec: NSASpec,
-    scale: float,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    """Attention over the positions at or before each query inside its selected blocks."""
     from nsa.ops.triton.selected_op import triton_selected
 
-    return triton_selected(q, k, v, block_index, cu_seqlens, spec.to_ints(), scale)[0]
+    q, k, v, block_index, cu_seqlens, name, spec, scale = x
+    if name == "selected":
+        return triton_selected(q, k, v, block_index, cu_seqlens, spec.to_ints(), scale)
+    compressed = [spec.block_len, spec.block_stride, 0]
+    band = compressed if name == "compressed" else [1, 1, spec.window]
+    return triton_band(q, k, v, cu_seqlens, band, scale)
 
 
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, cu_seqlens: Tensor | None
-) -> Tensor:
-    """Attention over the last `window` positions, the query's own included."""
-    from nsa.ops.triton.band_op import triton_band
+def select_blocks(x: Selection) -> Tensor:
+    """The blocks that each query selects, ascending, padded with -1: int32 [B, T, Hkv, n]."""
+    from nsa.ops.triton.select import triton_select
 
-    return triton_band(q, k, v, cu_seqlens, [1, 1, window], scale)[0]
+    q, k_cmp, lse, cu_seqlens, spec, seq_len, scale = x
+    return triton_select(q, k_cmp, lse, cu_seqlens, spec.to_ints(), seq_len, scale)
 
 
 def nsa_attention(
@@ -104,7 +80,7 @@ def nsa_attention(
     scale: float,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The three branches and their gates as one operation; (o, block_index)."""
+    """The three branches and their gates as one custom op: (o, block_index)."""
     from nsa.ops.triton.gated import triton_gated
 
     o, block_index, *_ = triton_gated(q, *pairs_and_gates, cu_seqlens, spec.to_ints(), scale)
@@ -118,7 +94,7 @@ def decode_attention(
     branches: str,
     scale: float,
 ) -> Tensor:
-    """One new token of each sequence over its cache: [B, Hq, Dv]."""
+    """Attention of one new token per sequence over its KV cache: [B, Hq, Dv]."""
     from nsa.ops.triton.decode import triton_decode
 
     return triton_decode(q, *buffers_gates_and_lengths, spec.to_ints(), branches, scale)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.selection import Selection
+from nsa.ops.inputs import Selection
 from nsa.ops.triton.band_op import Band, band_forward, band_gradients
 from nsa.ops.triton.common import binary_lse, kernel
 from nsa.ops.triton.configs import Config

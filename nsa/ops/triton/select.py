@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import register
-from nsa.ops.selection import Selection
+from nsa.ops.inputs import Selection
 from nsa.ops.triton.common import (
     LOG2E,
     document_arguments,

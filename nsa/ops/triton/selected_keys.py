@@ -1,9 +1,9 @@
 """Triton kernels of attention over selected blocks: the gradients of keys and values.
 
-Block by block, over the list of the queries that selected it (`offsets`, `queries`: compressed
-sparse rows). A program adds up one block's gradient over CHUNK queries of its list, so that a
-block which every query selected does not hold up the others. Blocks with a longer list leave
-float32 parts, which are added in order: no atomics, and the same gradients from run to run.
+Each block has a list of the queries that selected it (`offsets`, `queries`: compressed sparse
+rows). A program accumulates one block's gradients over at most CHUNK queries, so that blocks which
+every query selected do not dominate the run time. Longer lists give float32 parts, which are
+summed in a fixed order: no atomics, and bitwise reproducible gradients.
 """
 
 from __future__ import annotations
@@ -24,11 +24,31 @@ from nsa.ops.triton.common import (
 
 @triton.jit
 def _part_slot(begin, chunk, CHUNK: tl.constexpr):
-    """Where a part of a long list is kept.
+    """Index of the buffer slot for one part of a long list.
 
     A list of more than CHUNK has at most 2 · length // CHUNK chunks, so lists never share a slot.
     """
     return begin * 2 // CHUNK + chunk
+
+
+@triton.jit
+def _keys_step(
+    k_tile, v_tile, dk, dv, q, do, lse2, delta, n, t, h, valid, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Add the rows of queries t and heads h to dk and dv; CAUSAL masks keys n after t."""
+    # Offsets of tiles and of single numbers have different layouts, and are computed separately:
+    # converting one to the other takes registers and shared memory.
+    at = t.to(tl.int64) * (HEADS * GROUP)
+    q_tile = load_rows(q, at * KEY + h * KEY, 1, KEY, KEY_P, valid)  # [ROWS, KEY_P]
+    do_tile = load_rows(do, at * VALUE + h * VALUE, 1, VALUE, VALUE_P, valid)
+    row_lse = tl.load(lse2 + at + h, mask=valid, other=float("inf"))
+    row_delta = tl.load(delta + at + h, mask=valid, other=0.0)
+    s = dot(k_tile, tl.trans(q_tile))  # [KEYS, ROWS]
+    if CAUSAL:
+        s = tl.where(n[:, None] <= t[None, :], s, float("-inf"))
+    return add_key_gradients(s, v_tile, q_tile, do_tile, row_lse, row_delta, dk, dv, scale)
 
 
 @kernel
@@ -39,7 +59,7 @@ def selected_keys_kernel(
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block, or of KEYS positions of it, from one chunk of its list."""
+    """dk and dv of KEYS positions of a block, from one chunk of its list of queries."""
     part = tl.program_id(1)
     head = (tl.program_id(2) % HEADS).to(tl.int64)
     batch = (tl.program_id(2) // HEADS).to(tl.int64)
@@ -69,11 +89,11 @@ def selected_keys_kernel(
         i_row = tl.arange(0, ROWS)
         rows = (high - low) * GROUP
         queries += low
-        # Lists ascend, so the block's own queries, which do not see all of it, come first.
+        # Lists ascend, so queries inside the block, which need the causal mask, come first.
         own = tl.cdiv(tl.maximum(SELECT - chunk * CHUNK, 0) * GROUP, ROWS) * ROWS
         own = tl.minimum(own, rows)
-        # The next queries are loaded a step early: copies whose addresses are not known yet cannot
-        # be under way while the products of the step before are computed.
+        # Load the next queries one step early, so that copies of their rows can overlap with this
+        # step's products.
         next_t = tl.load(queries + i_row // GROUP, mask=i_row < rows, other=0)
         for phase in tl.static_range(2):
             for row in range(own * phase, tl.where(phase == 0, own, rows), ROWS):
@@ -82,19 +102,10 @@ def selected_keys_kernel(
                 t = next_t - start  # positions in the batch's row; the document's begin at `start`
                 after = row + ROWS + i_row
                 next_t = tl.load(queries + after // GROUP, mask=after < rows, other=0)
-                # Offsets of tiles and of single numbers have different layouts, and are computed
-                # apart: to convert one to the other takes registers and shared memory.
-                at = t.to(tl.int64) * (HEADS * GROUP)
-                q_tile = load_rows(q, at * KEY + h * KEY, 1, KEY, KEY_P, valid)  # [ROWS, KEY_P]
-                do_tile = load_rows(do, at * VALUE + h * VALUE, 1, VALUE, VALUE_P, valid)
-                row_lse = tl.load(lse2 + at + h, mask=valid, other=float("inf"))
-                row_delta = tl.load(delta + at + h, mask=valid, other=0.0)
-                s = dot(k_tile, tl.trans(q_tile))  # [KEYS, ROWS]
-                if phase == 0:
-                    s = tl.where(n[:, None] <= t[None, :], s, float("-inf"))
-                dk_acc, dv_acc = add_key_gradients(
-                    s, v_tile, q_tile, do_tile, row_lse, row_delta, dk_acc, dv_acc, scale
-                )
+                dk_acc, dv_acc = _keys_step(
+                    k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta, n, t, h, valid, scale,
+                    HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, phase == 0,
+                )  # fmt: skip
         dk_acc *= scale_out
         if end - begin <= CHUNK:
             out = token * HEADS + head

@@ -222,11 +222,10 @@ PLANTS = {
         any_block_index_is_valid,
     ),
     "all heads of a group read one head's lse": Plant(
-        selected_keys, "selected_keys_kernel", "tl.load(lse2 + at + h,", "tl.load(lse2 + at,",
-        SELECTED,
+        selected_keys, "_keys_step", "tl.load(lse2 + at + h,", "tl.load(lse2 + at,", SELECTED
     ),
     "a block's own queries see all of it, in dk and dv": Plant(
-        selected_keys, "selected_keys_kernel", "if phase == 0:", "if phase == 7:", SELECTED
+        selected_keys, "_keys_step", "if CAUSAL:", "if False:", SELECTED
     ),
     "later chunks of a list take their first queries for the block's own": Plant(
         selected_keys, "selected_keys_kernel", "SELECT - chunk * CHUNK", "SELECT - chunk * SELECT",
