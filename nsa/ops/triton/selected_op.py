@@ -29,7 +29,7 @@ from nsa.spec import NSASpec
 
 CHUNK = 2048  # queries of one block's list that one program adds up
 # Up to this many times `select_top` blocks, neighbouring queries select most of them between them,
-# and large tiles that walk nearly all blocks win. An estimate: docs/design/kernels.md has the arithmetic.
+# and large tiles over nearly all blocks are faster. An estimate, derived in docs/design/kernels.md.
 DENSE_BLOCKS = 4
 MAX_QUERIES = 32  # of a tile: a bit each
 
