@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from nsa.bench.implementations import Implementation, Unsupported
+from nsa.bench.implementations import Implementation
 from nsa.bench.inputs import Inputs
 from nsa.bench.options import Shape
 from nsa.ops import NSASpec, window_attention
@@ -146,20 +146,20 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-def versions() -> dict[str, dict[str, str | None]]:
+def versions() -> dict[str, str]:
     """Each optional library's version, or why it is missing."""
-    result: dict[str, dict[str, str | None]] = {}
+    result = {}
     for name, (_, distribution) in LIBRARIES.items():
         try:
             load(name)
-            result[name] = {"version": importlib.metadata.version(distribution), "error": None}
+            result[name] = importlib.metadata.version(distribution)
         except ImportError as error:
-            result[name] = {"version": None, "error": str(error)}
+            result[name] = str(error)
     return result
 
 
 def load(name: str) -> ModuleType:
-    """Import an optional library; raise ImportError for whatever goes wrong meanwhile."""
+    """Import an optional library; raise ImportError for any error."""
     module, distribution = LIBRARIES[name]
     try:
         return importlib.import_module(module)
@@ -168,12 +168,11 @@ def load(name: str) -> ModuleType:
         raise ImportError(f"{distribution} cannot be imported: {reason}") from error
 
 
-def fla(inputs: Inputs, shape: Shape, spec: NSASpec, *, window: bool) -> Implementation:
+def fla(inputs: Inputs, shape: Shape, *, window: bool) -> Implementation:
     """fla's NSA, mean pooling included; its window needs flash-attn, else ours replaces it."""
-    if not spec.block_len == spec.block_stride == spec.select_len:
-        raise Unsupported("fla has one block size for compression, stride and selection")
-    _check_group(shape)
-    parallel_nsa = load("fla").parallel_nsa
+    if shape.group < 16 or shape.group & (shape.group - 1):
+        raise ValueError(f"fla needs a group of 16, 32, ... query heads; here it is {shape.group}")
+    parallel_nsa, spec = load("fla").parallel_nsa, FLA_SPEC
     fla_window = window and find_spec("flash_attn") is not None
 
     def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
@@ -199,24 +198,6 @@ def fla(inputs: Inputs, shape: Shape, spec: NSASpec, *, window: bool) -> Impleme
     return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates, note=note)
 
 
-def fla_selected(inputs: Inputs, shape: Shape, spec: NSASpec, index: Tensor) -> Implementation:
-    """fla's selected branch alone, with given blocks."""
-    _check_group(shape)
-    parallel_nsa = load("fla").parallel_nsa
-
-    def run(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
-        sizes = {"block_counts": spec.select_top, "block_size": spec.select_len}
-        return parallel_nsa(q, k, v, block_indices=index, **sizes)
-
-    note = "pools keys and values too, though nothing reads that"
-    return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel, index, note=note)
-
-
-def _check_group(shape: Shape) -> None:
-    if shape.group < 16 or shape.group & (shape.group - 1):
-        raise Unsupported(f"fla needs a group of 16, 32, ... query heads; here it is {shape.group}")
-
-
 class _Mean(nn.Module):
     """φ over blocks [..., l, D]."""
 
@@ -228,9 +209,9 @@ def pytorch_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
     """native-sparse-attention-pytorch's module without its projections, φ a mean."""
     on_gpu = inputs.q.device.type == "cuda"
     if shape.key != shape.value:
-        raise Unsupported("its keys and values have one size")
+        raise ValueError("its keys and values have one size")
     if on_gpu and (shape.key > 128 or 16 % shape.group):
-        raise Unsupported("its kernel takes heads of up to 128, and groups that divide 16")
+        raise ValueError("its kernel takes heads of up to 128, and groups that divide 16")
     sparse_attention = load("native-sparse-attention-pytorch").SparseAttention
     packed = torch.cat([x.flatten(2) for x in (inputs.q, inputs.k_sel, inputs.v_sel)], -1)
     module = sparse_attention(

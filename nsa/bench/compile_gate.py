@@ -68,7 +68,8 @@ def _exceeded(facts: Facts, chip: Chip, case: Case) -> list[str]:
         )
         if figure > limit
     ]
-    if facts.products and facts.multiplies and not facts.tensor_core:
+    # A single position sees no compressed block: the compiler drops its products.
+    if facts.products and not facts.tensor_core and case.seq_len > 1:
         errors.append("matrix products, and no tensor-core instruction")
     return errors
 
@@ -81,15 +82,9 @@ def _try_compile(variant: Variant) -> Facts | str:
 
 
 def _line(variant: Variant, case: Case, config: str, facts: Facts | str, errors: list[str]) -> str:
-    names = (variant.kernel, str(case), config, variant.chip)
-    if isinstance(facts, str):
-        return _COLUMNS.format(*names, "", "", "", "", "", errors[0])
-    return _COLUMNS.format(
-        *names,
-        f"{facts.shared / 1024:.1f}",
-        facts.registers,
-        facts.spilled,
-        facts.tensor_core,
-        facts.blocks_per_sm,
-        "; ".join(errors),
-    )
+    figures: tuple[object, ...] = ("",) * 5
+    if isinstance(facts, Facts):
+        shared = f"{facts.shared / 1024:.1f}"
+        figures = shared, facts.registers, facts.spilled, facts.tensor_core, facts.blocks_per_sm
+    words = variant.kernel, str(case), config, variant.chip, *figures, "; ".join(errors)
+    return _COLUMNS.format(*words)

@@ -18,20 +18,13 @@ from triton.runtime.driver import driver
 from nsa.bench.hazards import overwritten
 from nsa.ops.triton.launch import Launch
 
-# In PTX: instructions of the tensor cores; instructions of any matrix unit by the part of the name
-# that they share (waiting for one does not count); Hopper's product with its left operand in
-# registers; multiply-adds, one or two at a time.
+# In PTX: instructions of the tensor cores; Hopper's product with its left operand in registers.
 TENSOR_CORE = re.compile(
     r"^\s*(?:@\S+\s+)?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", re.MULTILINE
 )
-MATRIX_UNIT = re.compile(
-    r"^\s*(?:@\S+\s+)?[\w.]*mma\.(?!wait_group|commit_group|fence)", re.MULTILINE
-)
 FROM_REGISTERS = re.compile(r"\bwgmma\.mma_async\S* \{[^}]*\}, *\{")
-MULTIPLY_ADD = re.compile(r"^\s*(?:@\S+\s+)?fma\.[\w.]*?(x2)?\s", re.MULTILINE)
-# In Triton's IR: products, their sizes, and those with a blocked layout, done by multiply-adds.
+# In Triton's IR: products, and those with a blocked layout, done by multiply-adds.
 PRODUCT = re.compile(r"\btt\.dot(?:_scaled)?\b")
-PRODUCT_SIZES = re.compile(r"\btt\.dot\b.*: tensor<(\d+)x(\d+)x\w+> \* tensor<\d+x(\d+)x")
 PLAIN_PRODUCT = re.compile(r"\btt\.dot\b.*-> tensor<[^>]*#blocked")
 
 
@@ -142,7 +135,6 @@ class Facts:
     plain_products: int  # without tensor cores
     tensor_core: int  # instructions
     overwritten: int  # products whose operand is overwritten while they run
-    multiplies: bool  # whether any product is left in the binary
     blocks_per_sm: int
 
 
@@ -167,27 +159,10 @@ def compile_variant(variant: Variant) -> Facts:
         plain_products=len(PLAIN_PRODUCT.findall(compiled.asm["ttgir"])),
         tensor_core=len(TENSOR_CORE.findall(ptx)),
         overwritten=hazards,
-        multiplies=_multiplies(compiled.asm["ttir"], ptx, variant.warps),
         blocks_per_sm=_blocks_per_sm(
             CHIPS[variant.chip], shared, tensor_memory, registers, variant.warps
         ),
     )
-
-
-def _multiplies(ttir: str, ptx: str, warps: int) -> bool:
-    """Whether a product is left in the compiled code, by any instruction.
-
-    The compiler drops those of a query without visible keys. The others use a matrix unit, maybe by
-    an instruction that TENSOR_CORE lacks, or as many multiply-adds as the smallest product needs.
-    """
-    if MATRIX_UNIT.search(ptx):
-        return True
-    least = [
-        int(rows) * int(inner) * int(columns) // (32 * warps)
-        for rows, inner, columns in PRODUCT_SIZES.findall(ttir)
-    ]
-    multiply_adds = sum(2 if pair else 1 for pair in MULTIPLY_ADD.findall(ptx))
-    return multiply_adds >= min(least, default=0)
 
 
 def _blocks_per_sm(chip: Chip, shared: int, tensor_memory: int, registers: int, warps: int) -> int:

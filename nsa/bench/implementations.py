@@ -13,10 +13,6 @@ from nsa.bench.results import Report, Result, figure, ratio
 FIGURES = ("forward", "forward_backward", "peak_bytes")
 
 
-class Unsupported(ValueError):
-    """The implementation does not take this shape."""
-
-
 class Implementation:
     """`function(*inputs)` returns attention's output; floating-point inputs get gradients."""
 

@@ -5,7 +5,6 @@ the case. Kinds of case:
 
     module         three branches and gates, compressed keys given, against dense attention
     same-pattern   l = d = l' = 64, shared keys and values, mean pooling included: as fla does it
-    selected       the selected branch alone, with given blocks
     parts          the forward pass, total and by function, and each function's fraction
 
 Random queries select different blocks. In nsa-local, neighbouring queries are similar and select
@@ -31,9 +30,9 @@ from nsa.bench.results import Report, Result, cell, figure, print_errors, print_
 from nsa.ops import NSASpec, compressed_attention, nsa_attention, select_blocks, selected_attention
 
 SPEC = NSASpec()
-KINDS = ("module", "same-pattern", "selected", "parts")
+KINDS = ("module", "same-pattern", "parts")
 # Bases for ratios, where that is not nsa.
-BASES = {f"fla-{what}": f"nsa-{what}" for what in ("with-window", "random", "local")}
+BASES = {"fla-with-window": "nsa-with-window"}
 # Outputs that are equal but for rounding and near-ties.
 REFERENCES = {"sdpa-cudnn": "sdpa-flash", "flex-causal": "sdpa-flash", "fla": "nsa", **BASES}
 
@@ -41,7 +40,7 @@ REFERENCES = {"sdpa-cudnn": "sdpa-flash", "flex-causal": "sdpa-flash", "fla": "n
 def add_flags(parser: argparse.ArgumentParser) -> None:
     lengths = "1k,2k,4k,6k,8k,16k,32k,64k,128k"
     add_gpu_flags(parser, lengths, shapes_default="m7c,16x4x64,64x4x128,paper")
-    about = "against dense attention, fla's pattern, selected branch, functions"
+    about = "against dense attention, fla's pattern, functions"
     parser.add_argument("--kinds", type=choice(*KINDS), default=",".join(KINDS), help=about)
     parser.add_argument("--plot", type=Path, help="plot the times to this PNG file")
 
@@ -80,13 +79,12 @@ def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
     elif kind == "parts":
         builders = _parts(inputs, backend)
     else:
-        variants = {"random": inputs, "local": inputs.local(SPEC)}
-        index = {name: Selection.of(x, SPEC, backend).index for name, x in variants.items()}
-        row["neighbour_overlap"] = {name: neighbour_overlap(x) for name, x in index.items()}
-        if kind == "module":
-            builders = _module(variants, shape, backend)
-        else:
-            builders = _selected(inputs, index, shape, backend)
+        variants = {"nsa": inputs, "nsa-local": inputs.local(SPEC)}
+        row["neighbour_overlap"] = {
+            name: neighbour_overlap(Selection.of(x, SPEC, backend).index)
+            for name, x in variants.items()
+        }
+        builders = _module(variants, shape, backend)
     results = measure(builders, report, REFERENCES)
     row |= {"implementations": results, "ratios": {}}
     if kind == "parts":
@@ -103,27 +101,16 @@ def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
 def _module(variants: dict[str, Inputs], shape: Shape, backend: str) -> Builders:
     """Three branches and gates on random and on local queries, against dense attention."""
     attention = partial(nsa_attention, spec=SPEC, backend=backend)
-    inputs = variants["random"]
+    inputs = variants["nsa"]
+    ours = {name: partial(Implementation, attention, *x) for name, x in variants.items()}
     return {
-        "nsa": partial(Implementation, attention, *inputs),
-        "nsa-local": partial(Implementation, attention, *variants["local"]),
-        "sdpa-flash": lambda: baselines.sdpa("sdpa-flash", inputs, shape),
-        "sdpa-cudnn": lambda: baselines.sdpa("sdpa-cudnn", inputs, shape),
-        "flex-causal": lambda: baselines.flex(inputs, None),
-        "flex-blocks": lambda: baselines.flex(inputs, SPEC),
-        "native-sparse-attention-pytorch": lambda: baselines.pytorch_nsa(inputs, shape, SPEC),
+        **ours,
+        "sdpa-flash": partial(baselines.sdpa, "sdpa-flash", inputs, shape),
+        "sdpa-cudnn": partial(baselines.sdpa, "sdpa-cudnn", inputs, shape),
+        "flex-causal": partial(baselines.flex, inputs, None),
+        "flex-blocks": partial(baselines.flex, inputs, SPEC),
+        "native-sparse-attention-pytorch": partial(baselines.pytorch_nsa, inputs, shape, SPEC),
     }
-
-
-def _selected(inputs: Inputs, index: dict[str, Tensor], shape: Shape, backend: str) -> Builders:
-    """The selected branch alone, with blocks that random and local queries select."""
-    attention = partial(selected_attention, spec=SPEC, backend=backend)
-    builders: Builders = {}
-    for name, blocks in index.items():
-        tensors = inputs.q, inputs.k_sel, inputs.v_sel, blocks
-        builders[f"nsa-{name}"] = partial(Implementation, attention, *tensors)
-        builders[f"fla-{name}"] = partial(baselines.fla_selected, inputs, shape, SPEC, blocks)
-    return builders
 
 
 def _same_pattern(inputs: Inputs, shape: Shape, backend: str) -> Builders:
@@ -146,7 +133,7 @@ def _same_pattern(inputs: Inputs, shape: Shape, backend: str) -> Builders:
     for window, ending in ((False, ""), (True, "-with-window")):
         attention = partial(nsa, window=window)
         builders[f"nsa{ending}"] = partial(Implementation, attention, *tensors, note=note)
-        builders[f"fla{ending}"] = partial(baselines.fla, inputs, shape, spec, window=window)
+        builders[f"fla{ending}"] = partial(baselines.fla, inputs, shape, window=window)
     return builders
 
 

@@ -54,16 +54,15 @@ def test_float32_in_three_passes_counts_as_tensor_cores(results: dict[str, Any])
     assert results["in three passes"]["failures"] == []
 
 
-def test_a_kernel_without_visible_keys_may_lack_products(results: dict[str, Any]) -> None:
+def test_a_kernel_for_one_position_may_lack_products(results: dict[str, Any]) -> None:
     assert results["no key"]["failures"] == []
     assert [row["chip"] for row in results["no key"]["rows"]] == ["sm_80", "sm_90", "sm_100"]
     for row in results["no key"]["rows"]:
-        assert (row["products"], row["tensor_core"], row["multiplies"]) == (2, 0, False)
+        assert (row["products"], row["tensor_core"]) == (2, 0)
 
 
-@pytest.mark.parametrize("kernel", ["without tensor cores", "unknown instructions"])
-def test_products_without_tensor_cores_are_a_failure(results: dict[str, Any], kernel: str) -> None:
-    for row in results[kernel]["rows"]:
+def test_products_without_tensor_cores_are_a_failure(results: dict[str, Any]) -> None:
+    for row in results["without tensor cores"]["rows"]:
         assert "matrix products, and no tensor-core instruction" in row["failures"]
 
 
