@@ -31,7 +31,7 @@ ENDINGS = {"json": "jsonl", "parquet": "parquet"}
 # Reads sources and prints the results; `datasets` reads the environment when it is imported, so
 # each environment needs a process.
 READ = """
-import datasets, json, sys, time
+import datasets, json, os, sys, time
 from nsa.data.config import DataConfig
 from nsa.data.hub import open_hub
 from nsa.data.hub_probe import hub_url, probe
@@ -50,6 +50,8 @@ for job in json.loads(sys.argv[1]):
         error = str(refused)
     seconds = time.monotonic() - start
     print(json.dumps({"texts": texts, "state": state, "error": error, "seconds": seconds}))
+sys.stdout.flush()
+os._exit(0)  # as a run ends: pyarrow's threads may outlive the interpreter
 """
 
 
