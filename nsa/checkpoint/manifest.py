@@ -46,6 +46,11 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest; raise a ValueError that names the problem with it."""
     try:
         content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        step, ranks = int(content["step"]), int(content["ranks"])
+        for entry in content["files"].values():
+            int(entry["bytes"]), str(entry["sha256"])
+        names = set(content["files"])
+        bool(content["finite"]), float(content["time"])
         intact = content.pop("sha256") == _content_hash(content)
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
@@ -54,8 +59,13 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if not intact:
         raise ValueError(f"{MANIFEST} was changed after it was written: its hash differs")
     match = NAME.match(checkpoint.name)
-    if match and int(match[1]) != content["step"]:
-        raise ValueError(f"{MANIFEST} is that of step {content['step']}")
+    if match and int(match[1]) != step:
+        raise ValueError(f"{MANIFEST} is that of step {step}")
+    for name in sorted({STATE, *map(rng_file, range(ranks))} - names):
+        raise ValueError(f"{MANIFEST} does not name {name}")
+    for name in sorted(names):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{MANIFEST} names {name}, outside its folder")
     return content
 
 

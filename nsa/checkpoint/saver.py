@@ -89,7 +89,8 @@ class Saver:
 
     `agree` takes this rank's error, or None, and raises on all ranks if one had an error.
     `tokenizer` holds its name and fingerprint, to open a checkpoint without the dataset. Rank 0
-    calls `on_saved` (step, folder, seconds that training waited) or `on_failed` from its thread.
+    calls `on_saved` (step, folder, seconds that training waited) from its thread, and `on_failed`
+    from there or from `finish`. A failure inside `save` is raised, not reported.
     """
 
     engine: Any
@@ -131,7 +132,7 @@ class Saver:
             files[STATE] = json.dumps(content, indent=2) + "\n"
             files.update(self.attachments)
         job = _Job(step, draft, files, list(files), finite)
-        self._on_all_ranks(step, lambda: self._detach(job))
+        self._on_all_ranks(step, lambda: self._capture(job))
         job.stall = time.monotonic() - start
         job.thread = threading.Thread(target=self._work, args=[job], name="checkpoint", daemon=True)
         job.thread.start()
@@ -177,7 +178,7 @@ class Saver:
         rest = f"{complete[0].name} is still good" if complete else "there is no earlier one"
         return SaveFailed(step, f"{checkpoint_name(step)} was not saved: {error}; {rest}")
 
-    def _detach(self, job: _Job) -> None:
+    def _capture(self, job: _Job) -> None:
         """Write the state, or copy it to host memory, before the next step changes it."""
         if not self.config.background:
             _write_files(job)
@@ -218,7 +219,7 @@ class Saver:
             shutil.rmtree(job.draft, ignore_errors=True)
             self._report_failure(job, self._failure(job.step, job.commit_error))
             return
-        try:  # a failure below does not affect the checkpoint
+        try:  # the checkpoint is committed: errors below are warnings
             script = Path(deepspeed.__file__).parent / "utils" / RECOVERY_SCRIPT
             if not (self.folder / RECOVERY_SCRIPT).exists():
                 shutil.copyfile(script, self.folder / RECOVERY_SCRIPT)

@@ -41,14 +41,15 @@ def read_state_file(checkpoint: Path) -> dict[str, Any]:
 def check_loadable(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise a ValueError if DeepSpeed cannot load topology `saved` into `current`."""
     for key, name, fix in (
-        ("layout", "ZeRO stage", "choose a DeepSpeed config of ZeRO stage {}"),
-        ("precision", "precision", "set train.precision={}"),
-        ("ranks", "ranks", "start {} ranks, or add --universal to convert it"),
+        ("layout", "ZeRO stage {}", "choose a DeepSpeed config of ZeRO stage {}"),
+        ("precision", "precision {}", "set train.precision={}"),
+        ("ranks", "{} ranks", "start {} ranks, or add --universal to convert it"),
     ):
         if key == "ranks" and saved["layout"] == "0":
             continue  # rank 0 holds everything
         if saved[key] not in (current[key], ANY):
             raise ValueError(
-                f"{checkpoint} was saved with {name} {saved[key]}, and this run has {name} "
-                f"{current[key]}: DeepSpeed cannot load one as the other; {fix.format(saved[key])}"
+                f"{checkpoint} was saved with {name.format(saved[key])}, and this run has "
+                f"{name.format(current[key])}: DeepSpeed cannot load one as the other; "
+                f"{fix.format(saved[key])}"
             )

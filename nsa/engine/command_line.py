@@ -28,6 +28,7 @@ def build_parser(recipe: Recipe) -> argparse.ArgumentParser:
     """Return the parser of a recipe's flags."""
     parser = argparse.ArgumentParser(
         prog=f"{recipe.name}.py",
+        allow_abbrev=False,
         description=recipe.description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Precedence: recipe < --config < --set. DeepSpeed settings: --deepspeed_config.",

@@ -52,7 +52,7 @@ def train(run: Run) -> str:
 def _train_steps(run: Run) -> str | None:
     """Run the remaining steps; return the reason for stopping early."""
     config, stop_step, first_step = run.config, run.request.stop_step, run.state.step
-    _judge_if_due(run)  # resumed at a gate: a No-Go stands until its cause is fixed
+    _judge_if_due(run)  # a run resumed at a gate is judged again
     while run.state.step < stop_step:
         step = run.state.step + 1
         evaluates = _is_due(step, config.train.eval_every, stop_step)

@@ -1,4 +1,4 @@
-"""Trainer: one rank of a run, from a RunRequest to the end of training.
+"""Start one rank of a run: from a RunRequest to the end of training.
 
     prepare()   checkpoint, node checks, dataset                  no process group yet
     build()     process group, checks of all ranks, engine        writes the run's folder last
@@ -81,7 +81,8 @@ def prepare(run: Run) -> None:
 
 
 def _check_steps_left(request: RunRequest, step: int) -> None:
-    finished = step == request.stop_step == request.config.train.steps  # but maybe not reported
+    # A finished run may be resumed: its last gate or report may be missing.
+    finished = step == request.stop_step == request.config.train.steps
     if step >= request.stop_step > 0 and not finished:
         raise ValueError(
             f"{request.run_dir}: already at step {step}, not below the requested stop at "
@@ -125,7 +126,7 @@ def build(run: Run) -> None:
         folder = str(run_dir / "tensorboard")
         ds_config["tensorboard"] = {"enabled": True, "output_path": folder, "job_name": ""}
     run.engine, gradient_notes = build_engine(config, ds_config, run.device, run.weights)
-    checks.append(Check("dry batch", OK, "forward and backward; one gradient for each parameter"))
+    checks.append(Check("gradient check", OK, "one gradient for each parameter on every rank"))
     if run.resume_from is not None:
         checkpoint.load(run.engine, run.resume_from)
     # Nothing is refused from here on, so the run's folder may change.
@@ -134,15 +135,15 @@ def build(run: Run) -> None:
         record_run(request, [process.host for process in run.processes])
         result.record(run_dir, preflight)
     dist.barrier()
-    if request.stop_step == 0:  # the run stops at the preflight gate
+    if request.stop_step == 0:  # --until preflight
         run.notes += [*lines(checks), preflight.summary]
     else:
         run.notes += lines([check for check in checks if check.status == "warn"])
     run.notes += [*gradient_notes, *run.data.notes]
-    _attach_observers(run)
+    _create_parts(run)
 
 
-def _attach_observers(run: Run) -> None:
+def _create_parts(run: Run) -> None:
     """Create what the training loop reports to, saves with and is stopped by."""
     request, config, device = run.request, run.config, run.device
     rank, world_size = run.ranks.rank, run.ranks.world_size
@@ -184,7 +185,7 @@ def _attach_observers(run: Run) -> None:
         attachments=request.config_files(),
         tokenizer={"name": loader.tokenizer, "fingerprint": loader.tokenizer_fingerprint},
         on_saved=observers.on_checkpoint,
-        on_failed=lambda error: observers.on_message(f"NOT SAVED, training continues: {error}"),
+        on_failed=lambda error: observers.on_message(f"NOT SAVED: {error}"),
     )
 
 

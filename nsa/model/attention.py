@@ -23,7 +23,7 @@ from nsa.ops import (
 )
 from nsa.ops.documents import document_slices
 
-# Decoding passes this function to replace a layer's forward: (layer, x, metadata) -> output.
+# Replaces a layer's forward pass during decoding: (layer, x, metadata) -> output.
 CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
 BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nsa.checkpoint import newest_complete
-from nsa.checkpoint.manifest import read_manifest
+from nsa.checkpoint.manifest import manifest_text, read_manifest
 from tests.checkpoint.conftest import Rows
 
 FILES = (
@@ -71,6 +73,41 @@ def test_a_wrong_size_is_reported_in_bytes(folder: Path) -> None:
         f"step00000006: mp_rank_00_model_states.pt has {size // 2:,} bytes, "
         f"manifest.json says {size:,}"
     )
+
+
+def entries(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest["files"]
+
+
+@pytest.mark.parametrize(
+    ("forge", "problem"),
+    [
+        (lambda m: m.update(step=3), "is that of step 3"),
+        (lambda m: m.update(step="soon"), "cannot be read: ValueError"),
+        (lambda m: m.update(files=list(entries(m))), "cannot be read"),
+        (lambda m: m.update(files={}), "does not name rng_rank0.pt"),
+        (lambda m: entries(m).pop("rng_rank1.pt"), "does not name rng_rank1.pt"),
+        (lambda m: entries(m).pop("state.json"), "does not name state.json"),
+        (lambda m: m.pop("ranks"), "cannot be read: KeyError"),
+        (lambda m: entries(m)["state.json"].update(bytes=-1), "manifest.json says -1"),
+        (lambda m: entries(m)["state.json"].pop("sha256"), "cannot be read: KeyError"),
+        (
+            lambda m: entries(m).update({"../latest": {"bytes": 12, "sha256": ""}}),
+            "names ../latest, outside its folder",
+        ),
+    ],
+)
+def test_an_inconsistent_manifest_is_refused_though_its_own_hash_is_right(
+    folder: Path, forge: Callable[[dict[str, Any]], object], problem: str
+) -> None:
+    path = folder / "step00000006/manifest.json"
+    content = json.loads(path.read_text())
+    content.pop("sha256")
+    forge(content)
+    path.write_text(manifest_text(content))
+    newest, (note,) = newest_complete(folder)
+    assert newest == folder / "step00000003"
+    assert problem in note
 
 
 def test_an_edited_manifest_is_refused_by_its_hash(folder: Path) -> None:

@@ -52,6 +52,8 @@ def choose(
     return next((option for option in options if _as_json(option) == tuned), options[0])
 
 
+# The window and the compressed branch are `band_*`. A row `band_forward` would change theirs alone;
+# `forward` serves several kernels.
 # By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the likeliest first.
 # 192 is for keys of up to 256 with values of up to 128, as in the paper.
 # All of them compile within the limits of sm_80, sm_90 and sm_100 (python -m nsa.bench aot --full).
