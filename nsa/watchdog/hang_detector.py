@@ -7,8 +7,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,34 +36,25 @@ WINDOW = 10  # logged steps that a collapse or a dead gate has to last
 
 @dataclass(eq=False)
 class WatchedRank:
-    """A rank's newest heartbeat, when it was received, and its process."""
+    """A rank of this host: its newest heartbeat and its process."""
 
     number: int
     beat: dict[str, Any]
-    received: float  # time.monotonic() of this process
-    process: psutil.Process | None  # None: it is already gone, or runs on another host
-    remote: bool = False
+    process: psutil.Process | None  # None: it had exited before it was found
 
     @property
     def running(self) -> bool:
-        """Whether it runs; for another host, whether its last heartbeat is still to come."""
-        if self.remote:
-            return not self.ended
         return self.process is not None and is_alive(self.process)
 
     @property
     def ended(self) -> bool:
+        """Whether it has written its last heartbeat."""
         return self.beat["event"] == "end"
-
-    def age(self, now: float) -> float:
-        """Seconds since the newest heartbeat; since its receipt where the clock is not shared."""
-        same_clock = not self.remote and self.beat["mono"] <= now
-        return now - (self.beat["mono"] if same_clock else self.received)
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """Why a run should be halted or warned about; all fields go into halt.json."""
+    """Why a run is halted or warned about; all fields go into halt.json."""
 
     reason: str
     rank: int | None = None
@@ -78,7 +69,7 @@ class HangDetector:
 
     def __init__(self, folder: Path, log: Callable[[str], None]) -> None:
         self.limits = WatchConfig()
-        self._folder = folder
+        self.folder = folder
         self._log = log
         self._interval = 0.0  # seconds between two heartbeats
         self._unwritable = float("-inf")  # when the folder last could not be written
@@ -88,77 +79,76 @@ class HangDetector:
     def find_hang(self, ranks: Mapping[int, WatchedRank], now: float) -> HangReport | None:
         """Report the first rank above its limit, unless the disk takes no heartbeats.
 
-        `now` is from before the heartbeats were read, so a delay of this process counts for none.
+        `now` is from before the heartbeats were read, so that a delay of this process adds nothing.
         """
-        self._read_limits()
-        reports = [self._check(rank, ranks.values(), now) for rank in ranks.values()]
+        if self._has_changed("config.yaml"):
+            self._read_limits()
+        reports = (self._check(rank, ranks, now) for rank in ranks.values())
         report = next(filter(None, reports), None)
-        if report is None or _is_writable(self._folder):
+        if report is None or _is_writable(self.folder):
             return report
         if self._unwritable < 0:
-            self._log(f"{self._folder} cannot be written, so missing heartbeats prove nothing")
+            self._log(f"{self.folder} cannot be written, so missing heartbeats prove nothing")
         self._unwritable = time.monotonic()
         return None
 
-    def find_degradation(self) -> list[tuple[HangReport, str]]:
-        """Return new problems of a run that still moves, each with its action: warn or halt."""
-        problems = []
-        on_collapse, on_dead_gate = self.limits.on_collapse, self.limits.on_dead_gate
-        if on_collapse != "ignore" and self._has_changed("metrics.csv"):
-            problems += [(report, on_collapse) for report in self._find_collapse()]
-        if on_dead_gate != "ignore" and self._has_changed("selection.csv"):
-            problems += [(report, on_dead_gate) for report in self._find_dead_gates()]
-        return problems
+    def find_degradation(self) -> Iterator[tuple[HangReport, str]]:
+        """Yield new problems of a run that still makes progress, with the action: warn or halt."""
+        limits = self.limits
+        if limits.on_collapse != "ignore" and self._has_changed("metrics.csv"):
+            yield from ((report, limits.on_collapse) for report in self._find_collapse())
+        if limits.on_dead_gate != "ignore" and self._has_changed("selection.csv"):
+            yield from ((report, limits.on_dead_gate) for report in self._find_dead_gates())
 
     def _check(
-        self, rank: WatchedRank, ranks: Iterable[WatchedRank], now: float
+        self, rank: WatchedRank, ranks: Mapping[int, WatchedRank], now: float
     ) -> HangReport | None:
-        beat, age = rank.beat, min(rank.age(now), now - self._unwritable)
-        name, where = f"rank {rank.number}", f"{beat['phase']} after step {beat['step']}"
+        beat, age = rank.beat, now - max(rank.beat["mono"], self._unwritable)
+        name, position = f"rank {rank.number}", f"{beat['phase']} after step {beat['step']}"
         silence = self.limits.silence and max(self.limits.silence, 3 * self._interval)
+        setting, limit, seconds, detail = "compute", self.limits.compute, age, ""
         if rank.ended:
-            setting, limit, seconds = "compute", self.limits.compute, age
-            reason, detail = f"{name} has written its last heartbeat but not exited", ""
+            reason = f"{name} has written its last heartbeat but not exited"
         elif silence and age > silence:
-            setting, limit, seconds = "silence", silence, age
-            reason = f"no heartbeat from {name}"
-            detail = f", in {where}" + ("" if rank.remote else "; its process is alive")
+            setting, limit = "silence", silence
+            reason, detail = f"no heartbeat from {name}", f", in {position}; its process is alive"
         else:
             setting = LIMIT_OF_PHASE[beat["phase"]]
             limit = getattr(self.limits, setting)
             # With `silence` on, a rank may have moved on since its last heartbeat.
             seconds = beat["since"] + (0.0 if silence else age)
-            reason, detail = f"{name} has been in {where}", ""
+            reason = f"{name} has been in {position}"
         if not limit or seconds <= limit:
             return None
         reason += f" for {seconds:.0f} s (limit monitor.watch.{setting} = {limit:g}){detail}"
-        active = [other for other in ranks if not other.ended]
-        slowest = max(active, key=lambda other: other.beat["since"] + other.age(now), default=rank)
+        stuck = {
+            other: other.beat["since"] + now - other.beat["mono"]
+            for other in ranks.values()
+            if not other.ended
+        }
+        slowest = max(stuck, key=stuck.__getitem__, default=rank)
         if slowest is not rank and slowest.beat["since"] > beat["since"] + self._interval:
             reason += (
                 f"; rank {slowest.number} has been in {slowest.beat['phase']} for longer, "
-                f"{slowest.beat['since']:.0f} s, and may be the one it waits for"
+                f"{slowest.beat['since']:.0f} s, and may be the cause"
             )
         phase, step = beat["phase"], int(beat["step"])
         return HangReport(reason, rank.number, phase, step, round(seconds, 1), limit)
 
     def _read_limits(self) -> None:
-        if not self._has_changed("config.yaml"):
-            return
-        path = self._folder / "config.yaml"
+        path = self.folder / "config.yaml"
         try:
             monitor = yaml.safe_load(path.read_text())["monitor"]
             self._interval = float(monitor["heartbeat"])
-            names = {field.name for field in fields(WatchConfig)} & set(monitor["watch"])
-            limits = WatchConfig(**{name: monitor["watch"][name] for name in names})
+            limits = WatchConfig(**monitor["watch"])
             limits.validate()
             self.limits = limits
-        except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
             self._log(f"{path}: monitor.watch cannot be read, so its limits stay: {error!r}")
 
     def _has_changed(self, name: str) -> bool:
         try:
-            status = os.stat(self._folder / name)
+            status = os.stat(self.folder / name)
         except OSError:
             return False
         version = (status.st_mtime_ns, status.st_size)
@@ -166,24 +156,23 @@ class HangDetector:
         self._file_versions[name] = version
         return changed
 
-    def _find_collapse(self) -> list[HangReport]:
-        rows = [r for r in read_table(self._folder / "metrics.csv").rows if "tokens_per_s" in r]
-        speeds = [row["tokens_per_s"] for row in rows]
-        if len(speeds) < 2 * WINDOW:
-            return []
-        median, best, limit = statistics.median(speeds), max(speeds[-WINDOW:]), self.limits.collapse
-        if not self._is_new("collapse", best < limit * median):
-            return []
-        reason = (
-            f"throughput has collapsed: at most {best:,.0f} tokens/s in the last {WINDOW} logged "
-            f"steps, up to step {rows[-1]['step']:.0f}; the run's median is {median:,.0f} "
-            f"(limit monitor.watch.collapse = {limit:g} of it)"
-        )
-        return [HangReport(reason, step=int(rows[-1]["step"]), limit=limit)]
+    def _find_collapse(self) -> Iterator[HangReport]:
+        rows = [r for r in read_table(self.folder / "metrics.csv").rows if "tokens_per_s" in r]
+        rates = [row["tokens_per_s"] for row in rows]
+        if len(rates) < 2 * WINDOW:
+            return
+        median, best, limit = statistics.median(rates), max(rates[-WINDOW:]), self.limits.collapse
+        if self._is_new("collapse", best < limit * median):
+            step = int(rows[-1]["step"])
+            reason = (
+                f"throughput has collapsed: at most {best:,.0f} tokens/s in the last {WINDOW} "
+                f"logged steps, up to step {step}; the run's median is {median:,.0f} "
+                f"(limit: monitor.watch.collapse = {limit:g} of it)"
+            )
+            yield HangReport(reason, step=step, limit=limit)
 
-    def _find_dead_gates(self) -> list[HangReport]:
-        rows, limit = read_table(self._folder / "selection.csv").rows, self.limits.dead_gate
-        reports = []
+    def _find_dead_gates(self) -> Iterator[HangReport]:
+        rows, limit = read_table(self.folder / "selection.csv").rows, self.limits.dead_gate
         for branch in BRANCHES:
             gates: dict[int, list[float]] = {}  # of each layer, by step
             for row in rows:
@@ -195,10 +184,9 @@ class HangDetector:
                 reason = (
                     f"the gate of branch {branch} is dead: its mean over all layers was at most "
                     f"{max(means):.2g} in the last {WINDOW} logged steps, up to step {step} "
-                    f"(limit monitor.watch.dead_gate = {limit:g})"
+                    f"(limit: monitor.watch.dead_gate = {limit:g})"
                 )
-                reports.append(HangReport(reason, step=step, limit=limit))
-        return reports
+                yield HangReport(reason, step=step, limit=limit)
 
     def _is_new(self, name: str, present: bool) -> bool:
         """Return whether a problem has just begun: each occurrence is reported once."""

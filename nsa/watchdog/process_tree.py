@@ -26,26 +26,16 @@ def adopt_orphans() -> None:
 
 
 class ProcessTree:
-    """A process tree that keeps its members when a process between them has died.
+    """The launched processes, or adopted ranks with their launchers; orphans remain members.
 
     psutil compares start times, so a later process with the same pid is never signalled.
     """
 
-    def __init__(self, root: psutil.Process | None = None, launcher_pid: int = 0) -> None:
-        self._roots = [root] if root else []
+    def __init__(self, launcher_pid: int | None) -> None:
+        self._roots = [psutil.Process()] if launcher_pid is not None else []
         self._launcher_pid = launcher_pid  # reaped by its Popen
         self._members: dict[int, psutil.Process] = {}
         self.exit_codes: dict[psutil.Process, int] = {}  # of orphans that were reaped here
-
-    def add(self, process: psutil.Process) -> None:
-        """Follow one more process, its descendants, and the launchers above it."""
-        self._roots.append(process)
-        self._members[process.pid] = process
-        with contextlib.suppress(psutil.Error):
-            for parent in process.parents():
-                if not any(Path(word).name in _LAUNCHERS for word in parent.cmdline()[:4]):
-                    break
-                self._members[parent.pid] = parent
 
     def running(self) -> list[psutil.Process]:
         """Update the tree, reap orphans, and return what runs. Call often, or orphans get lost."""
@@ -62,34 +52,41 @@ class ProcessTree:
                         self.exit_codes[process] = os.waitstatus_to_exitcode(status)
         return [process for process in members if is_alive(process)]
 
-    def find(self, pid: int) -> psutil.Process | None:
+    def find(self, pid: int, heartbeats: Path) -> psutil.Process | None:
+        """Return the rank with this pid: a descendant, or a process that writes `heartbeats`.
+
+        The latter is adopted with its descendants and the launchers above it.
+        """
         self.running()
+        if pid not in self._members and (process := find_writer(pid, heartbeats)) is not None:
+            self._roots.append(process)
+            self._members[pid] = process
+            with contextlib.suppress(psutil.Error):
+                for parent in process.parents():
+                    if not any(Path(word).name in _LAUNCHERS for word in parent.cmdline()[:4]):
+                        break
+                    self._members[parent.pid] = parent
         return self._members.get(pid)
 
-    def kill(self, seconds: float = 10.0) -> int:
-        """SIGKILL all members and what they start meanwhile; return how many that were."""
-        killed: set[psutil.Process] = set()
+    def kill(self, seconds: float = 10.0) -> None:
+        """SIGKILL all members, and whatever they start meanwhile."""
         deadline = time.monotonic() + seconds
         while (running := self.running()) and time.monotonic() < deadline:
-            for process in running:
-                send(process, signal.SIGKILL)
-            killed.update(running)
+            send(running, signal.SIGKILL)
             wait_for(running, _PAUSE)
-        return len(killed)
 
 
-def send(process: psutil.Process, number: signal.Signals) -> bool:
-    """Send a signal; return False where the process is gone or not ours."""
-    with contextlib.suppress(psutil.Error):
-        process.send_signal(number)
-        return True
-    return False
+def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to each process that still exists."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
 
 
 def wait_for(processes: Iterable[psutil.Process], seconds: float) -> bool:
-    """Wait until all have ended, zombies included, and leave their exit codes unread.
+    """Wait until all have ended, zombies included; return False after `seconds`.
 
-    Return False after `seconds`. (psutil.wait_procs reaps children and waits for zombies.)
+    (psutil.wait_procs would reap children, whose exit codes are needed, and wait for zombies.)
     """
     running, deadline = list(processes), time.monotonic() + seconds
     while running := [process for process in running if is_alive(process)]:
@@ -99,19 +96,11 @@ def wait_for(processes: Iterable[psutil.Process], seconds: float) -> bool:
     return True
 
 
-def handles_signal(process: psutil.Process, number: signal.Signals) -> bool:
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        caught = next(line for line in lines if line.startswith("SigCgt:"))
-        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
-    return False
-
-
-def find_holder(pid: int, path: Path) -> psutil.Process | None:
-    """Return the process with this pid if it has `path` open, as only the real rank does."""
+def find_writer(pid: int, heartbeats: Path) -> psutil.Process | None:
+    """Return the process with this pid if it has the file open, as only the real rank does."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return process if path.resolve() in open_heartbeats(process) else None
+        return process if heartbeats.resolve() in open_heartbeats(process) else None
     return None
 
 

@@ -169,7 +169,7 @@ def test_a_hang_is_ended_with_all_its_processes_and_explained_in_halt_json(runs:
     assert "limit monitor.watch.compute = 20" in halt["reason"]
     assert (halt["rank"], halt["phase"], halt["step"]) == (1, "forward", 3)
     assert (halt["limit"], halt["exit_code"]) == (20, 4)
-    assert halt["done"][:2] == ["SIGUSR1 to rank 1 for stacks", "SIGTERM to ranks 0, 1"]
+    assert halt["done"][:2] == ["SIGUSR1 to ranks 0, 1 for stacks", "SIGTERM to ranks 0, 1"]
     assert "SIGKILL to rank 0 after 0.5 s" in halt["done"]
     assert halt["ranks"]["0"]["phase"] == "backward"
     assert (run.folder / "stacks/rank1.txt").read_text() == "a stack\n"
@@ -198,7 +198,7 @@ def test_the_exit_code_is_the_ranks_and_only_a_crash_is_restarted(runs: Runs) ->
 
 def test_peers_of_a_dead_rank_are_killed_though_they_ignore_sigterm(runs: Runs) -> None:
     assert runs["rank killed"].exit_code() == 137
-    assert "rank 1, forward after step 3: died without a word" in runs["rank killed"].stderr
+    assert "rank 1, forward after step 3: exited without a last heartbeat" in runs["rank killed"].stderr
 
 
 def test_orphaned_ranks_are_watched_to_their_end_and_give_the_exit_code(runs: Runs) -> None:
@@ -247,7 +247,7 @@ def test_a_throughput_collapse_halts_the_run_if_configured(runs: Runs) -> None:
     assert run.exit_code() == 4
     halt = run.halt()
     assert halt["reason"].startswith("throughput has collapsed")
-    assert halt["done"] == ["SIGTERM to ranks 0, 1"]
+    assert halt["done"][1:] == ["SIGTERM to ranks 0, 1"]
     assert run.statuses() == ["preempted: SIGTERM"] * 2
 
 
@@ -283,7 +283,7 @@ def test_a_run_survives_its_watchdog_and_another_one_takes_over(watch: Watch) ->
     run = watch("0:train", "1:hang", compute=1_000)
     run.wait_for_phase("forward")
     second = call(run.folder)
-    assert "is watched already" in second.communicate(timeout=60)[1]
+    assert "already watched" in second.communicate(timeout=60)[1]
     assert second.returncode == 2
     run.process.kill()
     run.process.wait()
@@ -308,7 +308,7 @@ def test_a_process_that_only_has_the_pid_of_a_rank_is_left_alone(tmp_path: Path)
         beat = a_line(0, pid=bystander.pid, since=9_000.0)
         (tmp_path / "run/heartbeat_rank0.jsonl").write_text(json.dumps(beat) + "\n")
         process = call(tmp_path / "run")
-        assert "died without a word" in process.communicate(timeout=60)[1]
+        assert "exited without a last heartbeat" in process.communicate(timeout=60)[1]
         assert process.returncode == 1
         assert alive(bystander.pid)
     finally:
