@@ -18,7 +18,7 @@ from nsa.monitor.selection_csv import SelectionCsv
 from nsa.monitor.tensorboard import BackgroundMonitor, TensorBoardObserver
 from nsa.monitor.writer import BackgroundWriter
 from nsa.ops import fallback_counts
-from nsa.report.observer import Reporter
+from nsa.report.report import Reporter, write_report
 
 
 def build_observers(
@@ -58,8 +58,6 @@ def build_observers(
 def write_final_report(run_dir: Path) -> None:
     """Write report.md after all other files; warn if that fails."""
     try:
-        from nsa.report.report import write_report  # late: imports matplotlib
-
         write_report(run_dir)
     except Exception as error:
         warn(f"report.md not written: {error!r}")

@@ -53,23 +53,13 @@ def ladder(config: LadderConfig, total_steps: int) -> list[Gate]:
 def until(text: str, config: LadderConfig, total_steps: int) -> int:
     """Return the step that `--until` names: a number, or a gate; preflight is 0."""
     name = text.strip().lower()
-    try:
-        step = int(name)
-    except ValueError:
-        step = _gate_step(name, text, config, total_steps)
-        if name == PREFLIGHT:
-            return 0
-    if step < 1:
-        raise ValueError(f"--until {text}: must be 1 or more, or a gate: {', '.join(NAMES)}")
-    return min(step, total_steps)
-
-
-def _gate_step(name: str, text: str, config: LadderConfig, total_steps: int) -> int:
+    if name.isdecimal() and int(name) > 0:
+        return min(int(name), total_steps)
     if name not in NAMES:
         near = get_close_matches(name, NAMES, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(
-            f"--until {text}: not a number of steps and not a gate{hint} "
+            f"--until {text}: neither a number of steps above 0 nor a gate{hint} "
             f"(choose from {', '.join(NAMES)})"
         )
     if name == PREFLIGHT:

@@ -1,8 +1,8 @@
-"""CSV file that stays one table however often the run resumes or rolls back."""
+"""CSV file of logged steps: rows are appended, and dropped when steps run again."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from nsa.atomic_io import atomic_write_text
@@ -12,44 +12,31 @@ class CsvAppender:
     """Rows of cells under fixed columns, the first of which is `step`."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self.path = path
-        self._columns = tuple(columns)
-        self._header = ",".join(columns) + "\n"
-
-    def rows(self) -> list[list[str]]:
-        """Read the complete rows, without a last one that a crash tore."""
-        header, _, rest = self.path.read_text().partition("\n")
-        if header and header + "\n" != self._header:
-            raise ValueError(
-                f"{self.path}: the columns are {header!r}, not {self._header.strip()!r}; "
-                "move the file away"
-            )
-        rows = [line.split(",") for line in rest.split("\n")[:-1]]
-        return [row for row in rows if len(row) == len(self._columns)]
-
-    def numbers(self, integers: Container[str]) -> list[dict[str, float | int | None]]:
-        """Read the rows by column name, those of `integers` as int; an empty cell is None."""
-
-        def number(column: str, cell: str) -> float | int | None:
-            return (int if column in integers else float)(cell) if cell else None
-
-        return [
-            {column: number(column, cell) for column, cell in zip(self._columns, row, strict=True)}
-            for row in self.rows()
-        ]
+        self._path = path
+        self._columns = ",".join(columns)
 
     def restart(self, step: int) -> None:
-        """Create the file, or drop the rows after `step`: these steps are taken again."""
-        rows = self.rows() if self.path.exists() else []
-        kept = [",".join(row) + "\n" for row in rows if int(row[0]) <= step]
-        atomic_write_text(self.path, self._header + "".join(kept))
+        """Create the file, or drop the rows after `step` and those that a crash tore."""
+        text = self._path.read_text() if self._path.exists() else ""
+        header, _, rest = text.partition("\n")
+        if header and header != self._columns:
+            raise ValueError(
+                f"{self._path}: the columns are {header!r}, not {self._columns!r}; "
+                "move the file away"
+            )
+        kept = [
+            line
+            for line in rest.split("\n")[:-1]
+            if line.count(",") == self._columns.count(",") and int(line.partition(",")[0]) <= step
+        ]
+        atomic_write_text(self._path, "\n".join([self._columns, *kept]) + "\n")
 
     def append(self, rows: Iterable[Sequence[str]]) -> None:
         """Append all rows or none: a torn row on a full disk would spoil the next one."""
         lines = "".join(",".join(row) + "\n" for row in rows).encode()
-        with self.path.open("ab", buffering=0) as file:
+        with self._path.open("ab", buffering=0) as file:
             end = file.tell()
             written = file.write(lines)
             if written != len(lines):
                 file.truncate(end)
-                raise OSError(f"{self.path}: only {written} of {len(lines)} bytes fit on the disk")
+                raise OSError(f"{self._path}: only {written} of {len(lines)} bytes were written")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nsa.monitor.artifacts import read_table
 from nsa.monitor.csv_appender import CsvAppender
 from nsa.monitor.observer import Observer, RunInfo, StepRecord
 from nsa.monitor.writer import BackgroundWriter
@@ -22,7 +23,6 @@ COLUMNS = (
     "memory_gb",
     "seconds",
 )
-_INTEGERS = ("step", "tokens")
 
 
 class MetricsCsv(Observer):
@@ -30,7 +30,7 @@ class MetricsCsv(Observer):
 
     def __init__(self, writer: BackgroundWriter) -> None:
         self._writer = writer
-        self._file = CsvAppender(Path(FILE_NAME), COLUMNS)
+        self._file: CsvAppender
 
     def on_start(self, info: RunInfo) -> None:
         self._file = CsvAppender(info.run_dir / FILE_NAME, COLUMNS)
@@ -44,13 +44,13 @@ class MetricsCsv(Observer):
         self._writer.submit(lambda: self._file.append([row]))
 
 
-def read_metrics(path: Path) -> list[dict[str, float | int | None]]:
-    """Read the rows of a `metrics.csv`, oldest first; an empty cell is None."""
-    return CsvAppender(path, COLUMNS).numbers(_INTEGERS)
+def read_metrics(path: Path) -> list[dict[str, float | None]]:
+    """Return the rows of a `metrics.csv`, oldest first; an empty cell is None."""
+    return [{column: row.get(column) for column in COLUMNS} for row in read_table(path).rows]
 
 
 def _cell(record: StepRecord, column: str) -> str:
     value = getattr(record, column)
     if value is None:
         return ""
-    return repr(int(value) if column in _INTEGERS else float(value))
+    return repr(int(value) if column in ("step", "tokens") else float(value))

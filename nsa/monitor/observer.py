@@ -1,4 +1,4 @@
-"""Observer API of the training loop: callbacks, their records, and an isolating fan-out."""
+"""Observers of the training loop: their callbacks and records; one that fails is switched off."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ class RunInfo:
     profile: str
     total_steps: int  # where the run stops
     start_step: int = 0  # steps already done; above 0 in a resumed run
-    rank: int = 0
     world_size: int = 1
     parameters: int = 0
     flops_per_token: float = 0.0  # forward and backward, executed
-    notes: Sequence[str] = ()  # lines to show before the first step
+    notes: Sequence[str] = ()  # lines printed before the first step
 
 
 GATE_BINS = 20  # of equal width from 0 to 1; the first and last hold the saturated gates
@@ -35,16 +34,16 @@ DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # blocks: lower edges of th
 class LayerHealth:
     """Gates and block selection of one layer; docs/reference/metrics.md defines each value.
 
-    Values about free picks are None if no query had more candidates than it may select.
+    Statistics of free picks are None if no query had more candidates than it may select.
     """
 
     gate_mean: Mapping[str, float]  # of each branch, over tokens and heads
     gate_std: Mapping[str, float]
-    gate_saturated: Mapping[str, float]  # fraction below 0.05 or from 0.95 on
+    gate_saturated: Mapping[str, float]  # fraction below 0.05 or from 0.95 up
     gate_bins: Mapping[str, Sequence[float]]  # fraction in each of GATE_BINS
     choosing: float  # fraction of queries with more candidates than they may select
-    forced: float  # fraction of selected blocks that are initial or local ones
-    entropy: float | None  # of free picks over blocks: 0 always the same ones, 1 uniform
+    forced: float  # fraction of selected blocks that are initial or local
+    entropy: float | None  # of free picks over blocks: 0 always the same blocks, 1 uniform
     overlap: float | None  # fraction of free picks that the previous token selected too
     distance: float | None  # mean blocks back to a free pick
     distances: Sequence[float]  # fraction of free picks in each bin of DISTANCES; may be empty
@@ -52,7 +51,7 @@ class LayerHealth:
 
 @dataclass(frozen=True)
 class Health:
-    """All NSA layers, from a sample of one micro-batch on rank 0."""
+    """Health of all NSA layers, from a sample of one micro-batch on rank 0."""
 
     layers: Sequence[LayerHealth]
 
@@ -67,10 +66,10 @@ class Health:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """Everything known about one logged step; None: not measured."""
+    """Metrics of one logged step; None: not measured."""
 
-    step: int  # optimizer steps done, this one included
-    tokens: int  # seen by all ranks since the first step of the run
+    step: int  # optimizer steps done, including this one
+    tokens: int  # of all ranks since the first step of the run
     loss: float
     val_loss: float | None = None
     bits_per_byte: float | None = None  # of the validation split
@@ -79,53 +78,47 @@ class StepRecord:
     tokens_per_s: float | None  # all ranks; None if only the warm-up step was timed
     mfu: float | None = None  # 0 to 1; None on hardware of unknown peak
     memory_gb: float  # peak so far
-    seconds: float  # per step, the mean since the last logged one
+    seconds: float  # per step, mean since the previous logged step
     skipped_steps: int = 0  # since the first step of the run
     gates: Mapping[str, float] = field(default_factory=dict)  # mean gate of each branch
     health: Health | None = None  # None for dense attention
 
 
 class Observer:
-    """Callbacks of the training loop, on rank 0; they cannot change what it computes."""
-
-    every_rank = False  # True: called on the other ranks too
+    """Callbacks of the training loop on rank 0; they cannot change what it computes."""
 
     def on_start(self, info: RunInfo) -> None:
-        """The run is built; its first step follows."""
+        """Called before the first step."""
 
     def on_step(self, record: StepRecord) -> None:
-        """A logged step is done."""
+        """Called after each logged step."""
 
     def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
-        """The checkpoint of `step` is on disk; it paused training for `seconds`.
+        """Called by a background thread once the checkpoint of `step` is on disk.
 
-        Called by another thread than the training thread.
+        Saving paused training for `seconds`.
         """
 
     def on_rollback(self, step: int) -> None:
-        """The run went back to `step`; the steps after it will be taken again."""
+        """Called after a rollback to `step`; the steps after it will run again."""
 
     def on_gate(self, name: str, go: bool) -> None:
-        """The run was judged at a gate; gates.json holds the result."""
+        """Called at each gate, after gates.json was written."""
 
     def on_message(self, text: str) -> None:
-        """A line for the user."""
+        """Called with a line for the user."""
 
     def on_end(self, status: str) -> None:
-        """The loop has ended."""
+        """Called after the last step."""
 
 
 class Observers(Observer):
     """Calls each observer in turn; one that raises is reported and removed."""
 
-    every_rank = True
-
     def __init__(self, observers: Iterable[Observer]) -> None:
         self._active = list(observers)
 
     def on_start(self, info: RunInfo) -> None:
-        if info.rank != 0:
-            self._active = [observer for observer in self._active if observer.every_rank]
         self._call(lambda observer: observer.on_start(info))
 
     def on_step(self, record: StepRecord) -> None:

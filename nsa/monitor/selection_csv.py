@@ -19,7 +19,6 @@ COLUMNS = (
     *_SELECTION,
     *(f"distance_from_{edge}" for edge in DISTANCES),
 )
-_INTEGERS = ("step", "layer")
 
 
 class SelectionCsv(Observer):
@@ -57,11 +56,6 @@ class SelectionCsv(Observer):
         self._file = CsvAppender(self._run_dir / FILE_NAME, COLUMNS)
         self._file.restart(self._start_step)
         return self._file
-
-
-def read_selection(path: Path) -> list[dict[str, float | int | None]]:
-    """Read the rows of a `selection.csv` by step and layer; an empty cell is None."""
-    return CsvAppender(path, COLUMNS).numbers(_INTEGERS)
 
 
 def _cells(health: LayerHealth) -> list[str]:

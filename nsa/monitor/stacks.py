@@ -10,7 +10,7 @@ import faulthandler
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from nsa.monitor.observer import warn
 _POLL_SECONDS = 0.25
 
 
-def dump_stacks_on_signal(run_dir: Path, rank: int) -> Callable[[], None]:
-    """Dump the stacks of this process at each SIGUSR1; return a function that ends this.
+def dump_stacks_on_signal(run_dir: Path, rank: int) -> None:
+    """Dump the stacks of this process at each SIGUSR1.
 
     faulthandler writes the stacks in C, even while Python is blocked. A thread that polls the
     file's size adds the flight record.
@@ -32,14 +32,14 @@ def dump_stacks_on_signal(run_dir: Path, rank: int) -> Callable[[], None]:
         file = path.open("ab", buffering=0)
     except OSError as error:
         warn(f"SIGUSR1 will write no stacks: {error!r}")
-        return lambda: None
-    ended = threading.Event()
+        return
     size = os.fstat(file.fileno()).st_size
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
 
-    def follow() -> None:
+    def add_flight_records() -> None:
         seen = done = size
-        while not ended.wait(_POLL_SECONDS):
+        while True:
+            time.sleep(_POLL_SECONDS)
             now = os.fstat(file.fileno()).st_size
             if now == seen and now > done:  # the dump is complete
                 try:
@@ -51,12 +51,4 @@ def dump_stacks_on_signal(run_dir: Path, rank: int) -> Callable[[], None]:
                 done = now = os.fstat(file.fileno()).st_size
             seen = now
 
-    def end() -> None:
-        faulthandler.unregister(signal.SIGUSR1)
-        ended.set()
-        thread.join()
-        file.close()
-
-    thread = threading.Thread(target=follow, name="stacks", daemon=True)
-    thread.start()
-    return end
+    threading.Thread(target=add_flight_records, name="stacks", daemon=True).start()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from nsa.constants import BRANCHES
 from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, Observer, RunInfo, StepRecord
 from nsa.monitor.writer import BackgroundWriter
 
 Event = tuple[str, float, int]  # tag, value, x
-Write = Callable[[Any], object]  # called with torch's SummaryWriter
+Write = Callable[[Any], object]  # takes torch's SummaryWriter
 METRICS = ("train/loss", "eval/loss", "eval/bits_per_byte", "speed/tokens_per_s")  # of HPARAMS
 SHOWN_FIRST = (  # columns of HPARAMS; the user may tick the others
     "deepspeed.stage",
@@ -27,58 +26,14 @@ _GATE_EDGES = [index / GATE_BINS for index in range(GATE_BINS + 1)]
 _DISTANCE_EDGES = [math.log2(edge) for edge in (*DISTANCES, 2 * DISTANCES[-1])]
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """The fraction of values in each bin."""
-
-    tag: str
-    fractions: Sequence[float]
-    edges: Sequence[float]
-    step: int
-
-    def raw(self) -> dict[str, Any]:
-        """Return the arguments of `add_histogram_raw`; values count as the middle of their bin."""
-        middles = [(low + high) / 2 for low, high in pairwise(self.edges)]
-        bins = list(zip(self.fractions, middles, strict=True))
-        return {
-            "tag": self.tag,
-            "min": self.edges[0],
-            "max": self.edges[-1],
-            "num": sum(self.fractions),
-            "sum": sum(fraction * middle for fraction, middle in bins),
-            "sum_squares": sum(fraction * middle**2 for fraction, middle in bins),
-            "bucket_limits": list(self.edges[1:]),
-            "bucket_counts": list(self.fractions),
-            "global_step": self.step,
-        }
-
-
-class EventMonitor(Protocol):
-    """The interface of `engine.monitor` that DeepSpeed uses."""
-
-    enabled: bool
-
-    def write_events(self, event_list: Sequence[Event]) -> None: ...
-
-
-class Board(Protocol):
-    """The part of BackgroundMonitor that the observer uses."""
-
-    def write_scalars(self, scalars: Sequence[Event]) -> None: ...
-
-    def write(self, write: Write) -> None: ...
-
-
 class BackgroundMonitor:
-    """Replaces `engine.monitor`: another thread writes and flushes DeepSpeed's events and ours.
+    """Replaces `engine.monitor`: a background thread writes and flushes all events.
 
-    DeepSpeed's monitor flushes inside `engine.step()` and uses x = samples; here x = `step()`.
-    Close the writer before the process group is destroyed.
+    DeepSpeed's own monitor flushes inside `engine.step()` and counts samples on the x axis; here x
+    is `step()`. Close the writer before the process group is destroyed.
     """
 
-    def __init__(
-        self, monitor: EventMonitor, writer: BackgroundWriter, step: Callable[[], int]
-    ) -> None:
+    def __init__(self, monitor: Any, writer: BackgroundWriter, step: Callable[[], int]) -> None:
         self.enabled = monitor.enabled
         self._monitor = monitor
         self._writer = writer
@@ -92,14 +47,14 @@ class BackgroundMonitor:
         )
 
     def write_scalars(self, scalars: Sequence[Event]) -> None:
-        """Queue our scalars; the caller may reuse the list."""
+        """Queue scalars under their own tags; the caller may reuse the list."""
         events = list(scalars)
         self._writer.submit(lambda: self._monitor.write_events(events))
 
     def write(self, write: Write) -> None:
-        """Queue what DeepSpeed's monitor, which only takes scalars, cannot write.
+        """Queue text, histograms or hparams, which DeepSpeed's monitor cannot write.
 
-        The scalars that follow flush it to disk.
+        The next scalars flush them to disk.
         """
         board = getattr(self._monitor, "tb_monitor", None)
         if board is not None and board.summary_writer is not None:
@@ -109,17 +64,19 @@ class BackgroundMonitor:
 class TensorBoardObserver(Observer):
     """Writes the scalars of every logged step, and histograms at every tenth.
 
-    `settings`, a tree, becomes a row of HPARAMS; `texts` are shown verbatim by name.
+    The nested `settings` become a row of HPARAMS, `texts` pages of TEXT.
     """
 
-    def __init__(self, board: Board, settings: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+    def __init__(
+        self, board: BackgroundMonitor, settings: Mapping[str, Any], texts: Mapping[str, str]
+    ) -> None:
         self._board = board
         self._settings = settings
         self._texts = texts
         self._health_records = 0
 
     def on_start(self, info: RunInfo) -> None:
-        # At step 0 too: an earlier process may have ended before its first checkpoint.
+        # Also at step 0: an earlier process may have ended before its first checkpoint.
         self.on_rollback(info.start_step)
         self._board.write(lambda board: _describe_run(board, info, self._settings, self._texts))
 
@@ -127,7 +84,7 @@ class TensorBoardObserver(Observer):
         self._board.write(lambda board: _restart(board, step + 1))
 
     def on_end(self, status: str) -> None:
-        """Write only success: TensorBoard keeps the first end, and the others may be resumed."""
+        """Mark a finished run only: TensorBoard keeps the first mark, and others may be resumed."""
         if status == "finished":
             self._board.write(_succeed)
 
@@ -156,14 +113,14 @@ class TensorBoardObserver(Observer):
         )
 
 
-def _add(board: Any, histograms: Sequence[Histogram]) -> None:
+def _add(board: Any, histograms: Sequence[dict[str, Any]]) -> None:
     for histogram in histograms:
-        board.add_histogram_raw(**histogram.raw())
+        board.add_histogram_raw(**histogram)
 
 
 def _restart(board: Any, step: int) -> None:
-    """Make TensorBoard drop the values from `step` on."""
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # late: seldom needed
+    """Make TensorBoard drop the values from `step` onwards."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # late: optional
 
     board.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
@@ -222,12 +179,31 @@ def _scalars(health: Health) -> dict[str, float | None]:
     return scalars
 
 
-def _histograms(health: Health, step: int) -> Iterator[Histogram]:
-    """Use tags that no scalar has: TensorBoard takes one kind of value per tag."""
+def _histograms(health: Health, step: int) -> Iterator[dict[str, Any]]:
+    """Yield histograms, whose tags differ from scalars': a tag holds one kind of value."""
     for index, layer in enumerate(health.layers):
         for branch in BRANCHES:
             tag = f"gate_values/layer{index:02}/{branch}"
-            yield Histogram(tag, layer.gate_bins[branch], _GATE_EDGES, step)
+            yield _histogram(tag, step, layer.gate_bins[branch], _GATE_EDGES)
         if layer.distances:
             tag = f"selection_distance_log2/layer{index:02}"
-            yield Histogram(tag, layer.distances, _DISTANCE_EDGES, step)
+            yield _histogram(tag, step, layer.distances, _DISTANCE_EDGES)
+
+
+def _histogram(
+    tag: str, step: int, fractions: Sequence[float], edges: Sequence[float]
+) -> dict[str, Any]:
+    """Return the arguments of `add_histogram_raw`; values count as the middle of their bin."""
+    middles = [(low + high) / 2 for low, high in pairwise(edges)]
+    bins = list(zip(fractions, middles, strict=True))
+    return {
+        "tag": tag,
+        "min": edges[0],
+        "max": edges[-1],
+        "num": sum(fractions),
+        "sum": sum(fraction * middle for fraction, middle in bins),
+        "sum_squares": sum(fraction * middle**2 for fraction, middle in bins),
+        "bucket_limits": list(edges[1:]),
+        "bucket_counts": list(fractions),
+        "global_step": step,
+    }

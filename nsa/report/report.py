@@ -13,6 +13,8 @@ import yaml
 from nsa.atomic_io import atomic_write_text
 from nsa.gates.result import NAMES, GateResult
 from nsa.monitor.artifacts import read_json, read_text
+from nsa.monitor.observer import Observer, RunInfo
+from nsa.monitor.writer import BackgroundWriter
 from nsa.report.markdown import plain, table
 from nsa.report.report_plots import draw_plots
 from nsa.report.summary import Summary, summarise
@@ -62,7 +64,6 @@ def write_report(run_dir: Path) -> Path:
     lines = [
         f"# {run.name}: {_decision(run.gates)}",
         *_gate_sections(run.gates),
-        *_unmeasured(run.gates),
         *_facts(run),
         *_comparison(run),
         *_settings(run_dir),
@@ -71,6 +72,20 @@ def write_report(run_dir: Path) -> Path:
         lines += [*_heading(title), "", f"![{title}]({path})"]
     atomic_write_text(run_dir / FILE_NAME, "\n".join(lines) + "\n")
     return run_dir / FILE_NAME
+
+
+class Reporter(Observer):
+    """Writes the report at each gate, on the writer's thread."""
+
+    def __init__(self, writer: BackgroundWriter) -> None:
+        self._writer = writer
+        self._run_dir = Path()
+
+    def on_start(self, info: RunInfo) -> None:
+        self._run_dir = info.run_dir
+
+    def on_gate(self, name: str, go: bool) -> None:
+        self._writer.submit(lambda: write_report(self._run_dir))
 
 
 def _decision(gates: Sequence[GateResult]) -> str:
@@ -93,17 +108,6 @@ def _gate_sections(gates: Sequence[GateResult]) -> Iterator[str]:
         )
     if missing := [name for name in NAMES if name not in {gate.gate for gate in gates}]:
         yield from ("", f"Not judged: {', '.join(missing)}.")
-
-
-def _unmeasured(gates: Sequence[GateResult]) -> Iterator[str]:
-    gates_of: dict[tuple[str, str], list[str]] = {}  # by criterion and reason
-    for gate in gates:
-        for criterion in gate.unmeasured:
-            gates_of.setdefault((criterion.name, criterion.evidence), []).append(gate.gate)
-    if gates_of:
-        yield from (*_heading("Not measured"), "")
-        for (name, reason), names in gates_of.items():
-            yield f"- {plain(name)} ({', '.join(names)}): {plain(reason)}"
 
 
 def _facts(run: Summary) -> Iterator[str]:

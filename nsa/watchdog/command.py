@@ -129,9 +129,7 @@ def launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
 def attach(folder: Path) -> int:
     """Watch a running run until it ends; it does not depend on this process."""
     if not lock(folder):
-        raise ValueError(
-            f"{folder}: already watched; nsa watch --status {folder} shows its ranks"
-        )
+        raise ValueError(f"{folder}: already watched; nsa watch --status {folder} shows its ranks")
     deadline = time.monotonic() + WatchConfig().setup
     while not (beats := newest_heartbeats(folder)):
         if time.monotonic() > deadline:
@@ -176,7 +174,10 @@ def _report_ended(folder: Path, beats: dict[int, dict[str, Any]]) -> int:
     if hosts:
         raise ValueError(f"{folder}: its ranks run on {', '.join(sorted(hosts))}; watch them there")
     step = max(int(beat["step"]) for beat in beats.values())
-    log(f"{folder} has ended: rank {unfinished[0]} exited without a last heartbeat, at or before step {step}")
+    log(
+        f"{folder} has ended: rank {unfinished[0]} exited without a last heartbeat, "
+        f"at or before step {step}"
+    )
     return 1
 
 

@@ -241,7 +241,11 @@ class Supervisor:
         running = self._running_ranks()
         if failed is not None:
             beat = failed.beat
-            how = f"ended as {beat.get('status')!r}" if failed.ended else "exited without a last heartbeat"
+            how = (
+                f"ended as {beat.get('status')!r}"
+                if failed.ended
+                else "exited without a last heartbeat"
+            )
             self._log_once(
                 f"rank {failed.number}, {beat['phase']} after step {beat['step']}: {how}"
             )

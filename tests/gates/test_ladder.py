@@ -36,8 +36,8 @@ def test_until_accepts_steps_and_gates(text: str, step: int) -> None:
     ("text", "message"),
     [
         ("smok", r"--until smok: .* did you mean smoke\? \(choose from preflight, sanity"),
-        ("xyzzy", "--until xyzzy: not a number of steps and not a gate"),
-        ("0", "--until 0: must be 1 or more"),
+        ("xyzzy", "--until xyzzy: neither a number of steps above 0 nor a gate"),
+        ("0", "--until 0: neither a number of steps above 0 nor a gate"),
         ("extended", "is at step 1,000, but the run ends at 300; raise --steps"),
     ],
 )

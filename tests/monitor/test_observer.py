@@ -36,10 +36,6 @@ class CallLog(Observer):
         self.record(status)
 
 
-class PerRankLog(CallLog):
-    every_rank = True
-
-
 def call_all(observers: Observer, info: RunInfo) -> None:
     observers.on_start(info)
     observers.on_step(make_record(1))
@@ -79,10 +75,3 @@ def test_a_full_stderr_cannot_stop_the_run_either(
 
         monkeypatch.setattr("sys.stderr", Full())
         call_all(Observers([CallLog(Path("/dev/full"))]), make_info(tmp_path))
-
-
-def test_other_ranks_call_only_observers_of_every_rank(tmp_path: Path) -> None:
-    one, every = CallLog(tmp_path / "one"), PerRankLog(tmp_path / "every")
-    call_all(Observers([one, every]), make_info(tmp_path, rank=1, world_size=2))
-    assert one.calls == []
-    assert every.calls == ALL_CALLS

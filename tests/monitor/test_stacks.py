@@ -101,6 +101,6 @@ def test_an_unwritable_stacks_folder_does_not_stop_the_run(
 ) -> None:
     (tmp_path / "stacks").write_text("a file where the folder should be")
     before = signal.getsignal(signal.SIGUSR1)
-    dump_stacks_on_signal(tmp_path, 0)()
+    dump_stacks_on_signal(tmp_path, 0)
     assert signal.getsignal(signal.SIGUSR1) == before
     assert "SIGUSR1 will write no stacks" in capsys.readouterr().err

@@ -198,7 +198,10 @@ def test_the_exit_code_is_the_ranks_and_only_a_crash_is_restarted(runs: Runs) ->
 
 def test_peers_of_a_dead_rank_are_killed_though_they_ignore_sigterm(runs: Runs) -> None:
     assert runs["rank killed"].exit_code() == 137
-    assert "rank 1, forward after step 3: exited without a last heartbeat" in runs["rank killed"].stderr
+    assert (
+        "rank 1, forward after step 3: exited without a last heartbeat"
+        in runs["rank killed"].stderr
+    )
 
 
 def test_orphaned_ranks_are_watched_to_their_end_and_give_the_exit_code(runs: Runs) -> None:
