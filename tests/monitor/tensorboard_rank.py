@@ -39,9 +39,9 @@ def main(run_dir: Path, disk: str) -> None:
     )
     writer = BackgroundWriter("TensorBoard", capacity=4096)
     engine.monitor = BackgroundMonitor(engine.monitor, writer, step=lambda: engine.global_steps)
-    observers = Observers([TensorBoardObserver(engine.monitor, SETTINGS, TEXTS)])
-    rank = torch.distributed.get_rank()
-    observers.on_start(make_info(run_dir, rank=rank, world_size=2))
+    observer = TensorBoardObserver(engine.monitor, SETTINGS, TEXTS)
+    observers = Observers([observer] if torch.distributed.get_rank() == 0 else [])
+    observers.on_start(make_info(run_dir, world_size=2))
 
     def step(number: int) -> None:
         engine.backward(engine(torch.ones(1, 4)).sum())
