@@ -28,7 +28,7 @@ class RankTelemetry:
         gates = ladder(monitor.ladder, request.config.train.steps)
         windows = [(gate.since, gate.step) for gate in gates]
         self.history = HistoryRecorder(run_dir, rank, windows)
-        self.run_history = RunHistory(csv=monitor.csv, health=monitor.health)  # used by rank 0
+        self.run_history = RunHistory()  # used by rank 0
         self.heartbeat = Heartbeat(
             run_dir,
             rank=rank,
@@ -39,7 +39,7 @@ class RankTelemetry:
             skipped=state.skipped,
             history=self.history,
         )
-        self.memory = MemorySnapshots(run_dir, rank, monitor.memory_every, self.history)
+        self.memory = MemorySnapshots(run_dir, rank, monitor.memory_every)
         self.profiler = StepProfiler(run_dir, rank, request.profile_steps)
         self._write_dtypes: Callable[[], None] | None = None
 

@@ -14,8 +14,7 @@ from typing import Any
 from nsa.atomic_io import atomic_write_text
 from nsa.evaluate.data import EvalData
 from nsa.evaluate.perplexity import Losses, Mean
-from nsa.monitor.artifacts import number
-from nsa.report.compare import table
+from nsa.monitor.artifacts import align, number
 from nsa.report.plots import Panel, draw
 
 JSON, CSV, PLOT = "eval.json", "positions.csv", "positions.png"
@@ -73,9 +72,9 @@ def lines(results: Sequence[Result]) -> list[str]:
         for positions, row in sorted(cells.items(), key=lambda item: (item[0][0], item[0][-1]))
     ]
     return [
-        *table([_HEADER, *(_row(result, results) for result in results)]),
+        *align([_HEADER, *(_row(result, results) for result in results)]),
         "",
-        *table([("loss by position", *(result.label for result in results), ""), *by_position]),
+        *align([("loss by position", *(result.label for result in results), ""), *by_position]),
     ]
 
 

@@ -128,13 +128,9 @@ def _slowest_rank(evidence: Evidence) -> Criterion:
 
 
 def _losses(evidence: Evidence) -> tuple[list[tuple[float, float]], str]:
-    """Return (step, loss) of the logged steps, else of rank 0's heartbeats, and the source."""
+    """Return (step, loss) of the logged steps, and the source."""
     losses = [(row["step"], row["loss"]) for row in evidence.rows if "loss" in row]
-    if losses:
-        return losses, evidence.source("loss", len(losses))
-    losses = [(float(step), loss) for step, loss in evidence.ranks[0].losses]
-    problem = evidence.metrics.problem or "metrics.csv has no losses"
-    return losses, f"{problem}; {len(losses):,} losses from rank 0's heartbeats"
+    return losses, evidence.source("loss", len(losses))
 
 
 def _loss_finite(evidence: Evidence) -> Criterion:
@@ -248,13 +244,12 @@ def _min_mean_gate(evidence: Evidence, limit: float) -> Value:
 def _peak_memory(evidence: Evidence, limit: float) -> Value:
     peaks = {}
     for history in evidence.ranks:
-        peak = max([history.snapshot_gb, *(memory for _, memory in _samples(evidence, history))])
-        if peak:
-            peaks[history.rank] = peak
+        if samples := _samples(evidence, history):
+            peaks[history.rank] = max(memory for _, memory in samples)
     if not peaks:
-        raise NotMeasured("no memory in heartbeats, snapshots or metrics.csv")
+        raise NotMeasured("no memory in heartbeats or metrics.csv")
     worst = max(peaks, key=lambda rank: peaks[rank])
-    source = f"heartbeats, memory/ and metrics.csv of ranks {', '.join(map(str, peaks))}"
+    source = f"heartbeats and metrics.csv of ranks {', '.join(map(str, peaks))}"
     if peaks[worst] < limit and len(peaks) < len(evidence.ranks):
         raise NotMeasured(f"{source} only: {peaks[worst]:.3g}")
     return peaks[worst], f"{source}; rank {worst} is the highest"

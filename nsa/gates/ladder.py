@@ -1,4 +1,4 @@
-"""Go/no-go gates of a run, in the order in which it passes them.
+"""Go/no-go gates of a run, in order.
 
     preflight -> sanity -> smoke -> extended -> production
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Protocol
 
+from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
 from nsa.gates.criteria import Evidence, judge_criteria
 from nsa.gates.result import NAMES, PREFLIGHT, Criterion, GateResult, conclude
 from nsa.monitor.config import LadderConfig
@@ -19,24 +19,11 @@ from nsa.monitor.config import LadderConfig
 
 @dataclass(frozen=True)
 class Gate:
-    """A step after which a run is judged."""
+    """A step at which the run is judged."""
 
     name: str
     step: int
-    since: int = 0  # the step of the gate before: speed is judged from there on
-
-
-class PreflightCheck(Protocol):
-    """One check of `nsa doctor`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def status(self) -> str: ...  # ok, warn, fail or skip
-    @property
-    def detail(self) -> str: ...
-    @property
-    def fix(self) -> str: ...
+    since: int = 0  # step of the previous gate; speed is judged from there on
 
 
 def ladder(config: LadderConfig, total_steps: int) -> list[Gate]:
@@ -78,13 +65,13 @@ def judge(gate: Gate, evidence: Evidence, config: LadderConfig) -> GateResult:
     return conclude(gate.name, gate.step, judge_criteria(gate.name, evidence, config))
 
 
-def preflight(checks: Iterable[PreflightCheck]) -> GateResult:
+def preflight(checks: Iterable[Check]) -> GateResult:
     """Return the result of the node and rank checks; a skipped check is not measured."""
-    ok = {"ok": True, "warn": True, "fail": False, "skip": None}
+    ok = {OK: True, WARN: True, FAIL: False, SKIP: None}
     criteria = []
     for check in checks:
         evidence = check.detail
-        if check.status in ("warn", "fail"):
+        if check.status in (WARN, FAIL):
             evidence = f"{check.status}: {evidence}" + (f"; {check.fix}" if check.fix else "")
         criteria.append(Criterion(check.name, ok[check.status], None, "", evidence))
     return conclude(PREFLIGHT, 0, criteria)

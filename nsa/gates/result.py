@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
-from nsa.monitor.artifacts import number, read_text
+from nsa.monitor.artifacts import read_text
 
 FILE_NAME = "gates.json"
 PREFLIGHT = "preflight"
@@ -29,7 +29,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class GateResult:
-    """Go or No-Go at a gate, with all criteria."""
+    """Decision at a gate, Go or No-Go, with all criteria."""
 
     gate: str
     step: int
@@ -59,22 +59,22 @@ class GateResult:
 
 
 def conclude(gate: str, step: int, criteria: list[Criterion]) -> GateResult:
-    """Go unless a criterion failed."""
+    """Return a Go unless a criterion failed."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     go = all(criterion.ok is not False for criterion in criteria)
     return GateResult(gate, step, go, now, tuple(criteria))
 
 
 def record(run_dir: Path, result: GateResult) -> None:
-    """Write the result into `gates.json`, in place of an earlier one of the same gate."""
+    """Write the result to `gates.json`; it replaces an earlier result of the same gate."""
     results = [other for other in read_gates(run_dir) if other.gate != result.gate] + [result]
     results.sort(key=lambda other: (NAMES.index(other.gate), other.step))
-    text = json.dumps([asdict(one) for one in results], indent=2, allow_nan=False)
+    text = json.dumps([asdict(other) for other in results], indent=2, allow_nan=False)
     atomic_write_text(run_dir / FILE_NAME, text + "\n")
 
 
 def read_gates(run_dir: Path) -> list[GateResult]:
-    """Read the results so far, in the order of the gates; skip what cannot be read."""
+    """Read the results so far, in the order of the gates; skip unreadable ones."""
     try:
         entries = json.loads(read_text(run_dir / FILE_NAME) or "[]")
     except (ValueError, RecursionError):
@@ -85,22 +85,10 @@ def read_gates(run_dir: Path) -> list[GateResult]:
 
 def _parse(entry: Any) -> GateResult | None:
     try:
-        criteria = tuple(
-            Criterion(
-                name=str(one["name"]),
-                ok=one["ok"] if one["ok"] is None else bool(one["ok"]),
-                value=number(one["value"]),
-                limit=str(one["limit"]),
-                evidence=str(one["evidence"]),
-            )
-            for one in entry["criteria"]
-        )
-        result = GateResult(
-            str(entry["gate"]), int(entry["step"]), bool(entry["go"]), str(entry["time"]), criteria
-        )
-    except (KeyError, TypeError, ValueError):
+        criteria = tuple(Criterion(**criterion) for criterion in entry["criteria"])
+        return GateResult(**{**entry, "criteria": criteria})
+    except (KeyError, TypeError):
         return None
-    return result if result.gate in NAMES else None
 
 
 def _reason(criterion: Criterion) -> str:

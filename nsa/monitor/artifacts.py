@@ -1,31 +1,31 @@
-"""Readers of a run's files: torn lines, corrupt bytes and missing files never crash them."""
+"""Readers of a run's files, which tolerate torn lines, corrupt bytes and missing files."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, float]  # one line of a table, without the cells that are empty or not numbers
+Row = dict[str, float]  # by column name, without cells that are empty or not numbers
 
 
 @dataclass
 class Table:
-    """Numbers read from a CSV file: rows by rising step, and why some are missing."""
+    """Numbers from a CSV file: rows sorted by step, and why rows are missing."""
 
     name: str
     rows: list[Row] = field(default_factory=list)
     problem: str = ""
 
 
-def read_table(path: Path, steps: Container[int] | None = None) -> Table:
-    """Read a CSV file whose first column is `step`, only `steps` if given.
+def read_table(path: Path) -> Table:
+    """Read a CSV file whose first column is `step`.
 
-    Of two rows with the same step (and layer, if there is such a column) the later one counts.
+    A later row replaces an earlier one of the same step (and layer, if there is such a column).
     """
     table = Table(path.name)
     rows: dict[tuple[float, float], Row] = {}
@@ -37,14 +37,10 @@ def read_table(path: Path, steps: Container[int] | None = None) -> Table:
                 table.problem = f"{path.name}: the first column is not 'step'"
                 return table
             for line in file:
-                if steps is not None:
-                    first = line[: line.find(",")]
-                    if first.isdecimal() and int(first[:15]) not in steps:
-                        continue
                 row = _row(columns, line)
                 if row is not None:
                     rows[row["step"], row.get("layer", 0)] = row
-                elif line.endswith("\n"):  # otherwise it is being written, or a crash tore it
+                elif line.endswith("\n"):  # without it, the row is being written or was torn
                     unreadable += 1
     except OSError as error:
         table.problem = f"{path.name} cannot be read: {error.strerror}"
@@ -72,9 +68,9 @@ def _row(columns: list[str], line: str) -> Row | None:
 
 
 def ranks(run_dir: Path) -> list[int]:
-    """Return the ranks of a run: by env.json's world_size, else by the heartbeat files.
+    """Return the ranks of a run, from env.json's world_size or else from its heartbeat files.
 
-    A run resumed on fewer ranks still holds the heartbeats of the others.
+    The folder of a run resumed on fewer ranks still holds the heartbeats of the others.
     """
     size = number(read_json(run_dir / "env.json").get("world_size"))
     if size is not None and 1 <= size < 65_536:
@@ -98,8 +94,20 @@ def read_jsonl(path: Path, skip: str | None = None) -> Iterator[dict[str, Any]]:
         return
 
 
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align the columns of a table: the first and last to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<", *[">"] * (len(widths) - 2), "<"]
+    return [
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty where there is none."""
+    """Return the JSON object in a file; empty if there is none."""
     value = _parse(read_text(path) or "")
     return value if isinstance(value, dict) else {}
 
@@ -112,7 +120,7 @@ def _parse(text: str) -> Any:
 
 
 def read_text(path: Path) -> str | None:
-    """Return a file's text, whatever its bytes; None where it cannot be read."""
+    """Return a file's text, with invalid bytes replaced; None if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -120,7 +128,7 @@ def read_text(path: Path) -> str | None:
 
 
 def number(value: object) -> float | None:
-    """Return `value` if it is a finite number."""
+    """Return `value` if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from nsa.atomic_io import atomic_write_text
+from nsa.monitor.artifacts import align
 from nsa.monitor.observer import warn
 
 _ACCUMULATED = ("grad_acc_dtype", "gradient_accumulation_dtype")  # DeepSpeed's names
@@ -83,7 +84,7 @@ class DtypeReport:
             shared = len(names) > 1 and patterns.count(pattern) == 1
             shown = [f"{pattern} ({len(names)})"] if shared else names
             rows += [(name or "(the model)", *cells) for name in shown]
-        return _table(rows)
+        return "\n".join(align(rows)) + "\n"
 
 
 def _optimizer_states(optimizer: Any) -> str:
@@ -102,7 +103,7 @@ def _optimizer_states(optimizer: Any) -> str:
             dtypes[name] |= _dtypes([value])
     rows: list[tuple[str, ...]] = [("optimizer state", "dtype")]
     rows += [(name, _join(names)) for name, names in dtypes.items() if names]
-    return f"optimizer: {' > '.join(wrappers)}\n" + _table(rows)
+    return f"optimizer: {' > '.join(wrappers)}\n" + "\n".join(align(rows)) + "\n"
 
 
 def _dtypes(values: Iterable[Any]) -> set[str]:
@@ -115,12 +116,3 @@ def _name(dtype: torch.dtype) -> str:
 
 def _join(names: set[str]) -> str:
     return "+".join(sorted(names)) or "-"
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-    return "\n".join(lines) + "\n"

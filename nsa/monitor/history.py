@@ -1,7 +1,7 @@
-"""History of one rank: steps, pauses, memory and losses, built from its heartbeat lines.
+"""History of one rank: steps, pauses and memory, built from its heartbeat lines.
 
-While a run trains, each rank keeps its history in memory, one for each gate (`HistoryRecorder`).
-A report of a finished run builds the same history from files (`read_rank`).
+During training each rank keeps a history per gate in memory (`HistoryRecorder`). A report builds
+the same history from files (`read_rank`).
 """
 
 from __future__ import annotations
@@ -18,24 +18,21 @@ from typing import Any
 from nsa.monitor.artifacts import number, read_jsonl
 
 UNTIMED = ("eval", "save", "setup")  # phases in which no step is due
-MAX_LOSSES = 1_000
 TRAINING = ("data", "forward", "backward", "step")
 
 
 @dataclass
 class RankHistory:
-    """One rank's steps (since, upto]. Its size does not grow with the number of steps."""
+    """One rank's history up to a step; its size does not grow with the number of steps."""
 
     rank: int
     lines: int = 0
-    step: int = 0  # the highest completed
+    step: int = 0  # the highest completed step
     done: list[tuple[int, int]] = field(default_factory=list)  # (from, to], one per process
     processes: int = 0
     pause: float = 0.0  # seconds: the longest time without a step, within a process
-    pause_at: str = ""
+    pause_at: str = ""  # rank and step of that pause
     memory: list[tuple[int, float]] = field(default_factory=list)  # (step, GB), rising peaks
-    snapshot_gb: float = 0.0  # the highest peak among the memory snapshots
-    losses: list[tuple[int, float]] = field(default_factory=list)  # (step, loss) when it changed
     gpu_busy: Counter[float] = field(default_factory=Counter)  # how often each value was sampled
     skipped: int | None = None
     status: str = ""  # how the last process ended
@@ -52,10 +49,10 @@ class RankHistory:
 
 
 class HistoryRecorder:
-    """Keeps the history of this rank for each gate, from the files of earlier processes onwards.
+    """Keeps the history of this rank for each gate, including earlier processes of the run.
 
-    `windows` are pairs (step of the gate before, step of the gate). Reads files only once, here:
-    no process writes them yet. All methods may be called from any thread.
+    `windows` are pairs (step of the previous gate, step of the gate). Their heartbeat files are
+    read here, before this process writes any. All methods are thread-safe.
     """
 
     def __init__(self, run_dir: Path, rank: int, windows: Iterable[tuple[int, int]]) -> None:
@@ -63,22 +60,12 @@ class HistoryRecorder:
         self._builders = {upto: _Builder(rank, since, upto) for since, upto in windows}
         for line in _heartbeat_lines(run_dir, rank):
             self.add(line)
-        for line in read_jsonl(run_dir / "memory" / f"rank{rank}.jsonl"):
-            self.add_snapshot(line)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take in a heartbeat line of this process."""
+        """Add a heartbeat line of this process."""
         with self._lock:
             for builder in self._builders.values():
                 builder.add(line)
-
-    def add_snapshot(self, line: dict[str, Any]) -> None:
-        """Take in a memory snapshot."""
-        step, peak = number(line.get("step")), number(line.get("peak_gb"))
-        with self._lock:
-            for upto, builder in self._builders.items():
-                if step is not None and peak is not None and step <= upto:
-                    builder.history.snapshot_gb = max(builder.history.snapshot_gb, peak)
 
     def history(self, step: int) -> RankHistory:
         """Return a copy of the history for the gate at `step`."""
@@ -101,10 +88,10 @@ def _heartbeat_lines(run_dir: Path, rank: int) -> Iterator[dict[str, Any]]:
 
 
 class _Builder:
-    """Adds up a rank's lines, given in the order in which they were written.
+    """Builds a history from a rank's heartbeat lines, oldest first.
 
-    A line holds the rank's phase and for how long it has been in it: the time between that moment
-    and the line before belongs to the phase of the line before.
+    `since` of a line is the time spent in its phase; the rest of the time since the previous line
+    was spent in the previous line's phase.
     """
 
     def __init__(self, rank: int, since: int, upto: float) -> None:
@@ -119,22 +106,22 @@ class _Builder:
 
     def add(self, line: dict[str, Any]) -> None:
         step, mono, event = number(line.get("step")), number(line.get("mono")), line.get("event")
-        if event == "step_start":  # its step_end says the same
+        if event == "step_start":  # the step's step_end has the same information
             return
         if step is None or not 0 <= step <= self._upto:
             return
         step = int(step)
-        starts = event == "start" or line.get("pid") != self._pid
-        if starts or (self._first is not None and step < self._step):  # or rolled back
+        new_process = event == "start" or line.get("pid") != self._pid
+        if new_process or (self._first is not None and step < self._step):  # or rolled back
             self._end_process()
             self._pid = line.get("pid")
-            self.history.processes += starts
+            self.history.processes += new_process
             self.history.status = ""
         phase = str(line.get("phase"))
         if mono is not None:
             self._add_time(mono, number(line.get("since")) or 0.0, phase)
         if self._first is None and event == "step_end":
-            # Lines before the first step_end prove no step: the checkpoint may still be loading.
+            # Earlier lines count no step: the checkpoint may still be loading.
             self._first = self._step = step - 1
         if self._first is not None and step > self._step:
             self._end_pause(self._step + 1)
@@ -146,7 +133,7 @@ class _Builder:
         return self.history
 
     def _end_process(self) -> None:
-        """The time since the last step is a pause too: the process may have been killed for it."""
+        """End a process; a hang before its end counts as a pause."""
         if self._first is not None:
             self.history.done.append((self._first, self._step))
             if self._step < self._upto:
@@ -179,16 +166,13 @@ class _Builder:
             history.first_time = time if history.first_time is None else history.first_time
             history.last_time = time
         skipped = number(line.get("skipped"))
-        if skipped is not None and line.get("event") == "step_end":  # not yet loaded before
+        if (
+            skipped is not None and line.get("event") == "step_end"
+        ):  # 0 until a checkpoint is loaded
             history.skipped = int(skipped)
         memory = number(line.get("memory_gb"))
         if memory and (not history.memory or memory > history.memory[-1][1]):
             history.memory.append((step, memory))
-        loss = line.get("loss")
-        if isinstance(loss, float) and (not history.losses or loss != history.losses[-1][1]):
-            history.losses.append((step, loss))
-            if len(history.losses) > MAX_LOSSES:  # gates compare the first few with the last few
-                del history.losses[MAX_LOSSES // 4 : -MAX_LOSSES // 4]
         busy = number(line.get("gpu_busy"))
         if busy is not None and phase in TRAINING and step >= self._since:
             history.gpu_busy[busy] += 1

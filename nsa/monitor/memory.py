@@ -1,4 +1,4 @@
-"""Memory snapshots around chosen steps, and advice when memory runs out."""
+"""Memory snapshots before and after selected steps, and advice when memory runs out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nsa.monitor.history import HistoryRecorder
 from nsa.monitor.writer import BackgroundWriter
 
 _OOM_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
@@ -17,32 +16,30 @@ _OOM_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", 
 class MemorySnapshots:
     """Writes `<run>/memory/rank<k>.jsonl` before and after the first and every `every`-th step.
 
-    Reads the allocator's counters on the host, never the device. `every` 0: only out-of-memory.
+    Reads the allocator's counters on the host, never the device. `every` = 0 writes a snapshot only
+    when memory runs out.
     """
 
-    def __init__(
-        self, folder: Path, rank: int, every: int, history: HistoryRecorder | None = None
-    ) -> None:
+    def __init__(self, folder: Path, rank: int, every: int) -> None:
         self._path = folder / "memory" / f"rank{rank}.jsonl"
         self._rank = rank
         self._every = every
-        self._history = history
         self._step = 0
         self._first: int | None = None
         self._writer = BackgroundWriter("memory") if every else None
 
     def before(self, step: int) -> None:
-        """Step number `step`, from 1, is about to be taken."""
+        """Step `step`, counted from 1, is about to run."""
         self._step = step
         self._first = self._first or step
         self._take(step, "before")
 
     def after(self, step: int) -> None:
-        """Step number `step` is done."""
+        """Step `step` is done."""
         self._take(step, "after")
 
     def out_of_memory(self, error: BaseException) -> str | None:
-        """Return advice if `error` means that memory ran out, and write a snapshot; else None."""
+        """Write a snapshot and return advice if `error` means that memory ran out; else None."""
         if not is_out_of_memory(error):
             return None
         try:
@@ -62,15 +59,13 @@ class MemorySnapshots:
         )
 
     def close(self) -> None:
-        """Finish writing."""
+        """Write what is queued."""
         if self._writer is not None:
             self._writer.close()
 
     def _take(self, step: int, when: str) -> None:
         if self._writer is not None and (step == self._first or step % self._every == 0):
             line = self._line(step, when)
-            if self._history is not None:
-                self._history.add_snapshot(line)
             self._writer.submit(lambda: _append(self._path, line))
 
     def _line(self, step: int, when: str) -> dict[str, Any]:
@@ -78,7 +73,7 @@ class MemorySnapshots:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that the device or the host ran out of memory."""
+    """Return whether `error` means that the device or the host ran out of memory."""
     if isinstance(error, MemoryError):
         return True
     text = str(error).lower()

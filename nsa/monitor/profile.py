@@ -1,4 +1,4 @@
-"""PyTorch profiler traces of chosen steps, for Perfetto or chrome://tracing."""
+"""PyTorch profiler traces of the steps of `--profile-steps`, for Perfetto."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """Return the first and the last step of "10-12" or "10"."""
+    """Parse "10-12" or "10" into the first and the last step."""
     match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
         raise ValueError(
-            f"--profile-steps {text!r}: not a range of steps; give the first and the last step, "
-            "counted from 1: 10-12"
+            f"--profile-steps {text!r}: not a range of steps; give the first and last, counted "
+            "from 1: 10-12"
         )
     return first, last
 
@@ -39,7 +39,7 @@ class StepProfiler:
         self._first = self._last = 0
 
     def step_start(self, step: int) -> None:
-        """Step number `step`, from 1, is about to be taken."""
+        """Step `step`, counted from 1, is about to run."""
         if self._steps is None or not self._steps[0] <= step <= self._steps[1]:
             return
         if self._profiler is None:
@@ -47,12 +47,12 @@ class StepProfiler:
         self._last = step
 
     def step_end(self, step: int) -> None:
-        """Step number `step` is done."""
+        """Step `step` is done."""
         if self._profiler is not None and self._steps is not None and step >= self._steps[1]:
             self.close()
 
     def close(self) -> None:
-        """Write what was traced, also if the run ends before the last chosen step."""
+        """Write what was traced, also if the run ends before the last step to trace."""
         if self._profiler is None:
             return
         profiler, self._profiler, self._steps = self._profiler, None, None

@@ -1,4 +1,4 @@
-"""History of a run's logged steps in rank 0's memory: what its gates judge beside `RankHistory`."""
+"""History of a run's logged steps in rank 0's memory: input of the gates, with `RankHistory`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ class RunHistory(Observer):
     10 take about 4 MB.
     """
 
-    def __init__(self, *, csv: bool = True, health: bool = True) -> None:
-        self._csv, self._health = csv, health
-        self.metrics = Table(metrics_csv.FILE_NAME, problem="" if csv else "monitor.csv is off")
-        self._gates: deque[list[Row]] = deque(maxlen=NEWEST)  # of each step: a row for each layer
-        self._gates_problem = "" if health else "monitor.health is off"
+    def __init__(self) -> None:
+        self.metrics = Table(metrics_csv.FILE_NAME)
+        self._gates: deque[list[Row]] = deque(maxlen=NEWEST)  # per step: a row for each layer
+        self._gates_problem = ""
 
     @property
     def selection(self) -> Table:
-        """The newest gate means of each layer, with the columns of selection.csv."""
+        """The newest mean gates of each layer, with the columns of selection.csv."""
         rows = [row for layers in self._gates for row in layers]
         return Table(selection_csv.FILE_NAME, rows, self._gates_problem)
 
@@ -38,28 +37,25 @@ class RunHistory(Observer):
 
     def load(self, run_dir: Path, step: int) -> None:
         """Read the rows up to `step` that earlier processes wrote."""
-        if self._csv:
-            self.metrics = read_table(run_dir / metrics_csv.FILE_NAME)
-            self.on_rollback(step)
-        if self._health:
-            steps = {int(row["step"]) for row in self.metrics.rows[-NEWEST:]}
-            table = read_table(run_dir / selection_csv.FILE_NAME, steps)
-            self._gates.extend(
-                [row for row in table.rows if row["step"] == at] for at in sorted(steps)
-            )
-            self._gates_problem = table.problem
+        self.metrics = read_table(run_dir / metrics_csv.FILE_NAME)
+        selection = read_table(run_dir / selection_csv.FILE_NAME)
+        self._gates_problem = selection.problem
+        by_step: dict[float, list[Row]] = {}
+        for row in selection.rows:
+            by_step.setdefault(row["step"], []).append(row)
+        self._gates.extend(layers for at, layers in by_step.items() if at <= step)
+        self.on_rollback(step)
 
     def on_rollback(self, step: int) -> None:
         self.metrics.rows = [row for row in self.metrics.rows if 1 <= row["step"] <= step]
-        kept = [layers for layers in self._gates if layers and layers[0]["step"] <= step]
+        kept = [layers for layers in self._gates if layers[0]["step"] <= step]
         self._gates = deque(kept, NEWEST)
 
     def on_step(self, record: StepRecord) -> None:
-        if self._csv:
-            values = {column: getattr(record, column) for column in metrics_csv.COLUMNS}
-            row = {name: float(value) for name, value in values.items() if value is not None}
-            self.metrics.rows.append(row)
-        if self._health and record.health is not None:
+        values = {column: getattr(record, column) for column in metrics_csv.COLUMNS}
+        row = {name: float(value) for name, value in values.items() if value is not None}
+        self.metrics.rows.append(row)
+        if record.health is not None:
             self._gates.append(
                 [
                     {"step": float(record.step), "layer": float(layer)}

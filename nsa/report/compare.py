@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nsa.monitor.artifacts import align
 from nsa.report.plots import Panel, draw
 from nsa.report.summary import Summary, summarise
 
@@ -52,7 +53,7 @@ def compare_runs(runs: Sequence[Path], out: Path) -> list[str]:
         if any(steps for steps, _ in curves.values()):
             panels.append(Panel(title, curves, marked=column == "bits_per_byte"))
     draw(panels, out)
-    return table([_HEADER, *(_row(label, run) for label, run in summaries.items())])
+    return align([_HEADER, *(_row(label, run) for label, run in summaries.items())])
 
 
 def _row(label: str, run: Summary) -> tuple[str, ...]:
@@ -68,19 +69,6 @@ def _row(label: str, run: Summary) -> tuple[str, ...]:
         cell(run.memory_gb, ".2f"),
         *(gates or ["-"]),
     )
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns: the first and last to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(widths) - 1
-    return [
-        "  ".join(
-            f"{cell:{'<' if at in (0, last) else '>'}{width}}"
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def labelled(runs: Sequence[Path]) -> dict[str, Path]:

@@ -11,7 +11,6 @@ from nsa.report.plots import Panel, Points, draw
 from nsa.report.summary import Summary
 
 FOLDER = "report"
-_MAX_STEPS = 200  # of selection.csv, which has a row for each layer of each logged step
 _SELECTION = {
     "entropy": "entropy of free picks",
     "overlap": "overlap with the previous token's blocks",
@@ -41,9 +40,7 @@ def _plots(run: Summary) -> Iterator[tuple[str, str, list[Panel]]]:
     ):
         yield name, title, [Panel(title.lower(), {run.name: run.points(column)})]
     yield "memory", "Peak memory", [Panel("peak memory, GB", _memory(run))]
-    steps = [int(row["step"]) for row in run.metrics.rows]
-    stride = max(1, -(-len(steps) // _MAX_STEPS))
-    health = read_table(run.run_dir / "selection.csv", set(steps[::-1][::stride]) or None)
+    health = read_table(run.run_dir / "selection.csv")
     gates = [_by_layer(health, f"gate_{branch}", f"mean gate, {branch}") for branch in BRANCHES]
     yield "gates", "Mean gates by layer, first (dark) to last", gates
     selection = [_by_layer(health, column, title) for column, title in _SELECTION.items()]

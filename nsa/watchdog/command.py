@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.monitor.artifacts import read_json
+from nsa.monitor.artifacts import align, read_json
 from nsa.monitor.config import WatchConfig
 from nsa.watchdog.process_tree import adopt_orphans, find_writer
 from nsa.watchdog.supervisor import (
@@ -159,8 +159,7 @@ def status_lines(folder: Path) -> list[str]:
         rows.append([*row, f"ended: {beat.get('status')}" if ended else f"{pid} {state}"])
     if len(rows) == 1:
         return [f"{folder}: no heartbeats"]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    return align(rows)
 
 
 def _report_ended(folder: Path, beats: dict[int, dict[str, Any]]) -> int:

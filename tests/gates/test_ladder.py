@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from nsa.doctor.check import Check
 from nsa.gates.ladder import Gate, ladder, preflight, until
 from nsa.gates.result import Criterion, GateResult, conclude, read_gates, record
 from nsa.monitor.config import LadderConfig
@@ -62,19 +62,13 @@ def test_results_are_kept_by_gate_and_a_new_one_replaces_the_old(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.glob(".*")) == [], "no drafts are left"
 
 
-@dataclass(frozen=True)
-class Check:
-    name: str
-    status: str
-    detail: str = ""
-    fix: str = ""
-
-
 def test_preflight_is_a_no_go_where_a_check_fails(tmp_path: Path) -> None:
-    good = preflight([Check("torch", "ok"), Check("shm", "warn", "64 MB", "--shm-size 8g")])
+    good = preflight([Check("torch", "ok", "2.13"), Check("shm", "warn", "64 MB", "--shm-size 8g")])
     assert good.go
     assert good.criteria[1].evidence == "warn: 64 MB; --shm-size 8g"
-    bad = preflight([Check("peer access", "skip"), Check("disk", "fail", "full", "free 9 GB")])
+    bad = preflight(
+        [Check("peer access", "skip", "one GPU"), Check("disk", "fail", "full", "free 9 GB")]
+    )
     assert not bad.go
     assert "disk: fail: full; free 9 GB" in bad.summary
     record(tmp_path, bad)
