@@ -1,4 +1,4 @@
-"""Atomic file writes: a reader, or a crash, sees the old file or the new one, never half of one."""
+"""Atomic file writes: a reader finds the old file or the new one, even after a crash."""
 
 from __future__ import annotations
 

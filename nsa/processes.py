@@ -1,4 +1,4 @@
-"""Whether a process still runs, for everything that supervises processes."""
+"""Whether a process is alive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether `process` runs; a zombie, which only waits to be reaped, does not."""
+    """Return whether `process` runs; a zombie does not."""
     with contextlib.suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

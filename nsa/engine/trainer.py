@@ -153,7 +153,6 @@ def _create_parts(run: Run) -> None:
         profile=request.profile,
         total_steps=request.stop_step,
         start_step=run.state.step,
-        rank=rank,
         world_size=world_size,
         parameters=parameter_count(config.model),
         flops_per_token=flops_per_token(config.model, config.data.seq_len),

@@ -1,4 +1,4 @@
-"""Criteria of the gates: pure functions of what a run has recorded in memory."""
+"""Criteria of the gates: functions of the metrics and histories that a run keeps in memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from nsa.monitor.config import LadderConfig
 from nsa.monitor.history import RankHistory
 
 MIN_TIMED_STEPS = 20  # logged steps needed to judge the spread of step times
-MIN_STEPS_FOR_GROWTH = 100  # below, caches still fill in the first half
+MIN_STEPS_FOR_GROWTH = 100  # in shorter runs caches still fill in the first half
 MIN_LOSSES = 4  # logged steps needed to compare the last losses with the first
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is recorded of a run up to the step of a gate."""
+    """What a run has recorded up to the step of a gate."""
 
-    since: int  # the step of the gate before
+    since: int  # step of the previous gate
     step: int
     log_every: int
     metrics: Table  # rows of metrics.csv
@@ -36,7 +36,7 @@ class Evidence:
         return [row for row in self.metrics.rows if 1 <= row["step"] <= self.step]
 
     def recent(self, column: str) -> list[float]:
-        """Return the finite values since the gate before, without the first step of each start.
+        """Return the finite values since the previous gate, without each launch's first step.
 
         That step compiles and fills caches; its row has no tokens/s.
         """
@@ -49,11 +49,10 @@ class Evidence:
 
 
 class NotMeasured(Exception):
-    """A value cannot be measured; the text says why."""
+    """Raised with the reason if a value cannot be measured."""
 
 
-Value = tuple[float, str]  # and where it comes from
-Measure = Callable[[Evidence, float], Value]  # of a run, given the limit
+Value = tuple[float, str]  # a measured value and its source
 _COMPARE = {"at most": operator.le, "at least": operator.ge, "below": operator.lt}
 
 
@@ -64,7 +63,7 @@ class _Limited:
     name: str
     setting: str
     comparison: str
-    measure: Measure
+    measure: Callable[[Evidence], Value]
 
     def judge(self, evidence: Evidence, config: LadderConfig) -> Criterion:
         threshold = float(getattr(config, self.setting))
@@ -73,7 +72,7 @@ class _Limited:
             return Criterion(self.name, None, None, "", why)
         limit = f"{self.comparison} {threshold:g}"
         try:
-            value, source = self.measure(evidence, threshold)
+            value, source = self.measure(evidence)
         except NotMeasured as reason:
             return Criterion(self.name, None, None, limit, str(reason))
         ok = _COMPARE[self.comparison](value, threshold)
@@ -90,9 +89,9 @@ def judge_criteria(gate: str, evidence: Evidence, config: LadderConfig) -> list[
 
 
 def _steps_recorded(evidence: Evidence) -> Criterion:
-    """Each step up to the gate must lie in the span of a logged row or of rank 0's heartbeats.
+    """Require each step up to the gate in a logged row or in rank 0's heartbeats.
 
-    A row covers the steps since the row that is due before it.
+    A row covers the `log_every` steps up to its own.
     """
     spans = [(int(row["step"]) - evidence.log_every, int(row["step"])) for row in evidence.rows]
     spans += evidence.ranks[0].done
@@ -108,7 +107,7 @@ def _steps_recorded(evidence: Evidence) -> Criterion:
 
 
 def _gaps(spans: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and last of the steps from 1 to `step` that no (from, to] covers."""
+    """Yield the first and last step of each gap that the spans (from, to] leave in 1 … `step`."""
     reached = 0
     for start, end in sorted(spans):
         if start > reached:
@@ -134,7 +133,7 @@ def _losses(evidence: Evidence) -> tuple[list[tuple[float, float]], str]:
 
 
 def _loss_finite(evidence: Evidence) -> Criterion:
-    """A skipped step may have a non-finite loss: its gradients never reached the weights."""
+    """Tolerate one non-finite loss per skipped step, whose gradients never reached the weights."""
     losses, source = _losses(evidence)
     bad = [step for step, loss in losses if not math.isfinite(loss)]
     skipped = _skipped(evidence) or 0
@@ -148,7 +147,7 @@ def _loss_finite(evidence: Evidence) -> Criterion:
     return Criterion("non-finite losses", ok, value, limit, source)
 
 
-def _loss_ratio(evidence: Evidence, limit: float) -> Value:
+def _loss_ratio(evidence: Evidence) -> Value:
     rows, source = _losses(evidence)
     losses = [loss for _, loss in rows if math.isfinite(loss)]
     if len(losses) < MIN_LOSSES:
@@ -159,23 +158,15 @@ def _loss_ratio(evidence: Evidence, limit: float) -> Value:
     return last / first if first else math.inf, source
 
 
-def _longest_pause(evidence: Evidence, limit: float) -> Value:
-    if all(history.lines for history in evidence.ranks):
-        worst = max(evidence.ranks, key=lambda history: history.pause)
-        source = f"heartbeats of {len(evidence.ranks)} ranks; {worst.pause_at or 'no pause'}"
-        return worst.pause, source
-    means = evidence.recent("seconds")
-    if not means:
-        raise NotMeasured("neither heartbeats of every rank nor rows of metrics.csv")
-    # A row holds the mean since the row before, all of which may have been one pause.
-    longest, rows = max(means), evidence.log_every
-    source = f"no heartbeats; {evidence.source('seconds', len(means), evidence.since)}"
-    if longest <= limit < longest * rows:
-        raise NotMeasured(f"{source}: a row is the mean of {rows} steps")
-    return longest if longest > limit else longest * rows, source
+def _longest_pause(evidence: Evidence) -> Value:
+    if not all(history.lines for history in evidence.ranks):
+        raise NotMeasured("no heartbeats of every rank")
+    worst = max(evidence.ranks, key=lambda history: history.pause)
+    source = f"heartbeats of {len(evidence.ranks)} ranks; {worst.pause_at or 'no pause'}"
+    return worst.pause, source
 
 
-def _step_time_spread(evidence: Evidence, limit: float) -> Value:
+def _step_time_spread(evidence: Evidence) -> Value:
     times = sorted(evidence.recent("seconds"))
     if len(times) < MIN_TIMED_STEPS or median(times) <= 0:
         raise NotMeasured(
@@ -186,10 +177,10 @@ def _step_time_spread(evidence: Evidence, limit: float) -> Value:
     return p90 / middle, f"{source}; median {middle:.3g} s, p90 {p90:.3g} s"
 
 
-def _tokens_per_s(evidence: Evidence, limit: float) -> Value:
+def _tokens_per_s(evidence: Evidence) -> Value:
     rates = evidence.recent("tokens_per_s")
     if not rates:
-        raise NotMeasured("no logged tokens/s since the gate before")
+        raise NotMeasured("no logged tokens/s since the previous gate")
     return median(rates), evidence.source("tokens_per_s", len(rates), evidence.since)
 
 
@@ -202,17 +193,17 @@ def _utilization(evidence: Evidence) -> tuple[list[float], str]:
     return values, f"gpu_busy of heartbeats between steps: {shown}"
 
 
-def _min_utilization(evidence: Evidence, limit: float) -> Value:
+def _min_utilization(evidence: Evidence) -> Value:
     values, source = _utilization(evidence)
     return min(values), source
 
 
-def _utilization_spread(evidence: Evidence, limit: float) -> Value:
+def _utilization_spread(evidence: Evidence) -> Value:
     values, source = _utilization(evidence)
     return max(values) - min(values), source
 
 
-def _skipped_fraction(evidence: Evidence, limit: float) -> Value:
+def _skipped_fraction(evidence: Evidence) -> Value:
     skipped = _skipped(evidence)
     if skipped is None:
         raise NotMeasured("no heartbeats")
@@ -224,7 +215,7 @@ def _skipped(evidence: Evidence) -> int | None:
     return max((count for count in counts if count is not None), default=None)
 
 
-def _min_mean_gate(evidence: Evidence, limit: float) -> Value:
+def _min_mean_gate(evidence: Evidence) -> Value:
     rows = [row for row in evidence.selection.rows if row["step"] <= evidence.step]
     newest = rows[-1]["step"] if rows else 0
     layers = [row for row in rows if row["step"] == newest > evidence.since]
@@ -234,50 +225,37 @@ def _min_mean_gate(evidence: Evidence, limit: float) -> Value:
         if layers and all(f"gate_{branch}" in row for row in layers)
     }
     if not means:
-        why = evidence.selection.problem or "no gates were logged since the gate before"
+        why = evidence.selection.problem or "no gates were logged since the previous gate"
         raise NotMeasured(f"{why} (dense attention has no gates)")
     shown = ", ".join(f"{branch} {mean:.3f}" for branch, mean in means.items())
     source = f"selection.csv, {len(layers)} layers at step {newest:,.0f}: {shown}"
     return math.nan if any(map(math.isnan, means.values())) else min(means.values()), source
 
 
-def _peak_memory(evidence: Evidence, limit: float) -> Value:
-    peaks = {}
-    for history in evidence.ranks:
-        if samples := _samples(evidence, history):
-            peaks[history.rank] = max(memory for _, memory in samples)
-    if not peaks:
-        raise NotMeasured("no memory in heartbeats or metrics.csv")
-    worst = max(peaks, key=lambda rank: peaks[rank])
-    source = f"heartbeats and metrics.csv of ranks {', '.join(map(str, peaks))}"
-    if peaks[worst] < limit and len(peaks) < len(evidence.ranks):
-        raise NotMeasured(f"{source} only: {peaks[worst]:.3g}")
-    return peaks[worst], f"{source}; rank {worst} is the highest"
+def _peak_memory(evidence: Evidence) -> Value:
+    _require_memory(evidence)
+    worst = max(evidence.ranks, key=lambda history: history.memory[-1][1])
+    source = f"heartbeats of {len(evidence.ranks)} ranks; rank {worst.rank} is the highest"
+    return worst.memory[-1][1], source
 
 
-def _memory_growth(evidence: Evidence, limit: float) -> Value:
+def _memory_growth(evidence: Evidence) -> Value:
     if evidence.step < MIN_STEPS_FOR_GROWTH:
         raise NotMeasured(f"{evidence.step:,} steps, {MIN_STEPS_FOR_GROWTH} are needed")
+    _require_memory(evidence)
     growth = {}
     for history in evidence.ranks:
-        samples = _samples(evidence, history)
-        early = max((memory for step, memory in samples if 2 * step <= evidence.step), default=0)
-        if early > 0:
-            growth[history.rank] = max(memory for _, memory in samples) / early - 1
-    if not growth:
-        raise NotMeasured("no rank recorded its memory in the first half")
+        early = [memory for step, memory in history.memory if 2 * step <= evidence.step]
+        if not early:
+            raise NotMeasured(f"rank {history.rank} recorded no memory in the first half")
+        growth[history.rank] = history.memory[-1][1] / early[-1] - 1
     worst = max(growth, key=lambda rank: growth[rank])
-    source = f"memory_gb of ranks {', '.join(map(str, growth))}; rank {worst} grew the most"
-    if growth[worst] <= limit and len(growth) < len(evidence.ranks):
-        raise NotMeasured(f"{source}: {growth[worst]:.1%}; others unknown")
-    return growth[worst], source
+    return growth[worst], f"heartbeats of {len(growth)} ranks; rank {worst} grew the most"
 
 
-def _samples(evidence: Evidence, history: RankHistory) -> list[tuple[float, float]]:
-    """Return (step, GB) from a rank's heartbeats; for rank 0 without any, from metrics.csv."""
-    if history.memory or history.rank:
-        return [(float(step), memory) for step, memory in history.memory]
-    return [(row["step"], row["memory_gb"]) for row in evidence.rows if row.get("memory_gb")]
+def _require_memory(evidence: Evidence) -> None:
+    if not all(history.memory for history in evidence.ranks):
+        raise NotMeasured("no memory in the heartbeats of every rank")
 
 
 def _validation_loss(evidence: Evidence) -> Criterion:

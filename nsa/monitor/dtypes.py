@@ -22,8 +22,8 @@ _HEADER = ("module", "kind", "parameters", "gradients", "outputs")
 class DtypeReport:
     """Hooks on `module` during its first step; `write` removes them.
 
-    Gradients are recorded when they arrive at a parameter, because DeepSpeed removes them later.
-    Only names of dtypes are kept, so no number changes and no tensor lives longer.
+    Gradients are recorded when a parameter receives them, because DeepSpeed frees them later. Only
+    names of dtypes are kept: no result changes and no tensor lives longer.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -64,7 +64,7 @@ class DtypeReport:
         return hook
 
     def _modules(self) -> str:
-        """Return a row for each module; equal rows of all layers become one."""
+        """Return a table with a row per module; equal rows of all layers are merged."""
         names_of: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for name, part in self._module.named_modules():
             parameters = list(part.parameters(recurse=False))

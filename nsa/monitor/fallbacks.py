@@ -17,7 +17,7 @@ Counts = Mapping[tuple[str, str, str], int]  # calls by operation, backend and r
 
 
 class Fallbacks(Observer):
-    """Writes `<run>/fallbacks.csv` at logged steps where counts changed, and always at the end."""
+    """Writes `<run>/fallbacks.csv` at logged steps if counts changed, and at the end."""
 
     def __init__(self, writer: BackgroundWriter, counts: Callable[[], Counts]) -> None:
         self._writer = writer

@@ -1,4 +1,4 @@
-"""Collectives in torch's flight recorder: the pending one, or all of them as JSON."""
+"""Collectives from torch's flight recorder: the pending one by name, or all of them as JSON."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from nsa.atomic_io import atomic_write_text
 
-# NCCL's recorder, and that of gloo and the others. Reading a recorder before a process group
-# exists would fix its size for good.
+# NCCL's recorder, and that of the other backends. The first read fixes a recorder's size, so none
+# is read before a process group exists.
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 _Key = tuple[str, int]  # process group, number of the collective
 
 
 class Collectives:
-    """Names the collective that this process waits for, within microseconds.
+    """Names the collective that this process waits for.
 
-    A full record takes tens of milliseconds, so names are only read for a collective that two
-    readings in a row report as pending.
+    A summary takes microseconds, a full record with names tens of milliseconds: names are read only
+    for a collective that is pending in two summaries in a row.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Collectives:
         self._names: dict[_Key, str] = {}
 
     def read(self) -> str | None:
-        """Return the pending collective, else the last completed one; None without any."""
+        """Return the pending collective, else the last completed one; None if there is none."""
         done: list[str] = []
         pending: list[_Key] = []
         for record in _records(entries=False):

@@ -17,19 +17,17 @@ from nsa.constants import BRANCHES
 from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, LayerHealth, warn
 from nsa.spec import NSASpec
 
-MOST_QUERIES = 4_096  # sampled in a layer, about
+MAX_QUERIES = 4_096  # sampled per layer, approximately
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """Every stride-th query of one layer."""
+    """Gates and selected blocks of every stride-th query of one layer."""
 
     gates: Tensor  # [B, S, Hq, 3]
     blocks: Tensor  # [B, S, Hkv, n]
-    previous: (
-        Tensor  # [B, S - 1, Hkv, n]: blocks of the token before each sampled one but the first
-    )
+    previous: Tensor  # [B, S - 1, Hkv, n], blocks of the tokens before sampled queries 1 … S - 1
     stride: int
     seq_len: int
     cu_seqlens: Tensor | None
@@ -38,9 +36,9 @@ class _Sample:
 class HealthRecorder:
     """Samples the first forward pass of each layer after `arm`; `read` computes the statistics.
 
-    Layers call their `observer` with gates, selected blocks and cu_seqlens. Without an observer a
-    layer pays for one attribute lookup. Recomputation and further micro-batches change nothing;
-    compiled layers are not sampled.
+    Layers call their `observer` with gates, selected blocks and cu_seqlens; without one they pay
+    one attribute lookup. Recomputed and later forward passes are ignored, and so are compiled
+    layers.
     """
 
     def __init__(self, layers: Mapping[str, Any], spec: NSASpec | None) -> None:
@@ -55,7 +53,7 @@ class HealthRecorder:
             layer.observer = partial(self._observe, name)
 
     def read(self) -> Health | None:
-        """Return the statistics since `arm`, in one transfer; None without samples."""
+        """Return the statistics of the samples, in one transfer; None without samples."""
         self._disarm()
         samples = [self._samples[name] for name in self._layers if name in self._samples]
         self._samples.clear()
@@ -76,9 +74,9 @@ class HealthRecorder:
             self._samples[name] = sample
 
     def _try(self, work: Callable[[], T]) -> T | None:
-        """Return what `work` returns; if it fails (out of memory), switch the recorder off."""
+        """Call `work`; if it fails (for example out of memory), switch the recorder off."""
         try:
-            # Selective checkpointing counts operations to match what it saved: hide ours from it.
+            # Selective checkpointing counts operations; these must not be among them.
             with _disable_current_modes(), torch.no_grad():
                 return work()
         except Exception as error:
@@ -89,9 +87,9 @@ class HealthRecorder:
 
 
 def _sample(gates: Tensor, blocks: Tensor, cu_seqlens: Tensor | None) -> _Sample:
-    """Copy every stride-th query, so that no activation is kept alive."""
+    """Copy every stride-th query; a copy keeps no activation alive."""
     batch, seq_len = gates.shape[:2]
-    stride = -(-batch * seq_len // MOST_QUERIES)
+    stride = -(-batch * seq_len // MAX_QUERIES)
     return _Sample(
         gates[:, ::stride].detach().clone(),
         blocks[:, ::stride].clone(),
@@ -113,11 +111,11 @@ def measure(samples: list[_Sample], spec: NSASpec) -> Tensor:
 
 def _gate_columns(gates: Tensor) -> Tensor:
     """Return mean, standard deviation and bins of each branch; gates [L, B, S, Hq, 3]."""
-    over = (1, 2, 3)
+    dims = (1, 2, 3)
     edges = [index / GATE_BINS for index in range(1, GATE_BINS)]
-    bins = _fractions([(gates < edge).sum(over) for edge in edges], gates[0, ..., 0].numel())
-    std = gates.std(over, correction=0)
-    return torch.cat([gates.mean(over), std, bins.flatten(1)], 1)
+    bins = _fractions([(gates < edge).sum(dims) for edge in edges], gates[0, ..., 0].numel())
+    std = gates.std(dims, correction=0)
+    return torch.cat([gates.mean(dims), std, bins.flatten(1)], 1)
 
 
 def _block_columns(blocks: Tensor, previous: Tensor, sample: _Sample, spec: NSASpec) -> Tensor:
@@ -132,17 +130,17 @@ def _block_columns(blocks: Tensor, previous: Tensor, sample: _Sample, spec: NSAS
     forced = selected & ((blocks < spec.init_blocks) | (blocks > current - spec.local_blocks))
     choosing = current >= spec.select_top  # more candidates than can be selected
     free = selected & ~forced & choosing  # selected by importance
-    over = (1, 2, 3, 4)
-    picks = free.sum(over)
+    dims = (1, 2, 3, 4)
+    picks = free.sum(dims)
     distance = current - blocks
-    nearer = [(free & (distance < edge)).sum(over) for edge in DISTANCES[1:]]
+    nearer = [(free & (distance < edge)).sum(dims) for edge in DISTANCES[1:]]
     return torch.cat(
         [
             choosing.float().mean().expand(len(blocks), 1),
-            (forced.sum(over) / selected.sum(over))[:, None],
+            (forced.sum(dims) / selected.sum(dims))[:, None],
             _entropy(blocks, free, current, sample.seq_len, spec)[:, None],
             _overlap(blocks[:, :, 1:], previous, free[:, :, 1:])[:, None],
-            ((distance * free).sum(over) / picks)[:, None],
+            ((distance * free).sum(dims) / picks)[:, None],
             _fractions(nearer, picks),
         ],
         1,
@@ -169,9 +167,9 @@ def _entropy(blocks: Tensor, free: Tensor, current: Tensor, seq_len: int, spec: 
 
 
 def _overlap(blocks: Tensor, previous: Tensor, counted: Tensor) -> Tensor:
-    """Return the fraction of the counted blocks that the previous token selected as well; [L].
+    """Return the fraction of the counted blocks that the previous token also selected; [L].
 
-    A query with free picks is not its document's first; the token before it has no padding.
+    The previous token lies in the same document: the first query of a document has no free picks.
     """
     index = torch.searchsorted(previous, blocks.contiguous()).clamp(max=previous.shape[-1] - 1)
     shared = (previous.gather(-1, index) == blocks) & counted
@@ -179,7 +177,7 @@ def _overlap(blocks: Tensor, previous: Tensor, counted: Tensor) -> Tensor:
 
 
 def _fractions(below: list[Tensor], total: Tensor | int) -> Tensor:
-    """Return the fraction of `total` in each bin (new last axis) from counts below the edges."""
+    """Turn counts below each bin edge into fractions of `total` per bin, along a new last axis."""
     counts = torch.stack(below, -1)
     zero = torch.zeros_like(counts[..., :1])
     totals = zero + (total if isinstance(total, int) else total[..., None])
@@ -187,7 +185,7 @@ def _fractions(below: list[Tensor], total: Tensor | int) -> Tensor:
 
 
 def _layer(row: list[float]) -> LayerHealth:
-    """Name the columns of a row of `measure`; 0/0 becomes None."""
+    """Build a LayerHealth from a row of `measure`; NaN (0/0) becomes None."""
     sizes = [len(BRANCHES)] * 2 + [GATE_BINS] * len(BRANCHES) + [5, len(DISTANCES)]
     ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
     mean, std, *bins, selection, distances = (row[start:end] for start, end in pairwise(ends))
@@ -196,7 +194,9 @@ def _layer(row: list[float]) -> LayerHealth:
     return LayerHealth(
         gate_mean=dict(zip(BRANCHES, mean, strict=True)),
         gate_std=dict(zip(BRANCHES, std, strict=True)),
-        gate_saturated={name: one[0] + one[-1] for name, one in zip(BRANCHES, bins, strict=True)},
+        gate_saturated={
+            name: bin_[0] + bin_[-1] for name, bin_ in zip(BRANCHES, bins, strict=True)
+        },
         gate_bins=dict(zip(BRANCHES, bins, strict=True)),
         choosing=choosing,
         forced=forced,

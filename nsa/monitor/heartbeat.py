@@ -1,7 +1,7 @@
-"""Heartbeat of a rank: what it is doing, written by a thread that lives when training hangs.
+"""Heartbeat file of a rank: its step and phase, written by a thread even while training hangs.
 
-heartbeat_rank<k>.jsonl     a line for the start and end of each step, and one every few seconds
-heartbeat_rank<k>.1.jsonl   the older part, once the newer one has grown too long
+heartbeat_rank<k>.jsonl     a line at the start and end of each step, and one every few seconds
+heartbeat_rank<k>.1.jsonl   older lines, moved here when the first file reaches its size limit
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ PHASES = ("setup", "data", "forward", "backward", "step", "eval", "save", "idle"
 EVENTS = ("start", "step_start", "progress", "step_end", "end")
 
 _NUMBERS = ("time", "mono", "rank", "pid", "since", "step", "micro_step", "tokens", "skipped")
-_BATCH_SECONDS = 0.5  # how long a step's line may wait to be written
+_BATCH_SECONDS = 0.5  # longest delay between a line and its write
 _BACKLOG = 1_000  # lines kept while the disk refuses writes
-_CLOSE_SECONDS = 5.0  # how long the end of a run waits for the disk
+_CLOSE_SECONDS = 5.0  # longest wait for the disk at the end of a run
 _TAIL = 64 * 1024  # bytes at a file's end that hold its last complete line
 
 
 class Heartbeat:
-    """Records where a rank is; never makes the training thread wait.
+    """Records the step and phase of a rank without delaying the training thread.
 
-    `seconds` between two progress lines; 0 records nothing. A full disk costs lines, not the run.
-    A resumed run starts with `step` steps done. `history` receives each line as well.
+    `seconds` is the time between two progress lines; 0 records nothing. A full disk costs lines,
+    not the run. A resumed run starts with `step` steps done. `history` receives each line too.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Heartbeat:
         }
         self._seconds = seconds
         self._history = history
-        self._position = ("setup", time.monotonic(), 0)  # phase, since when, micro-step; set as one
+        # Phase, its start and micro-step: one tuple, so that threads see all three change at once.
+        self._position = ("setup", time.monotonic(), 0)
         self._step, self._tokens, self._skipped = step, tokens, skipped
         self._loss: float | None = None
         self._device: int | None = None
@@ -72,7 +73,7 @@ class Heartbeat:
         self._measured_at: tuple[str, float, int] | None = None  # position when memory was read
         self._collectives = Collectives()
         self._lines: deque[dict[str, Any]] = deque(maxlen=_BACKLOG)
-        self._order = threading.Lock()  # lines are queued in the order of their times
+        self._order = threading.Lock()  # keeps the lines in the order of their times
         self._status: str | None = None  # how the run ended
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -87,23 +88,23 @@ class Heartbeat:
         self._position = (phase, time.monotonic(), micro_step)
 
     def step_start(self, step: int) -> None:
-        """Step number `step`, from 1, is about to be taken."""
+        """Step `step`, counted from 1, is about to run."""
         self._step = step - 1
         if self._device is None:
             self._device = _current_device()  # the current device is a property of this thread
         self._record("step_start")
 
     def step_end(self, step: int, tokens: int, skipped: int) -> None:
-        """`step` steps are done; all ranks have seen `tokens`, and skipped `skipped` steps."""
+        """Step `step` is done; `tokens` (of all ranks) and `skipped` count from the run's start."""
         self._step, self._tokens, self._skipped = step, tokens, skipped
         self._record("step_end")
 
     def logged(self, loss: float) -> None:
-        """Set the loss of the last logged step; a non-finite one becomes null, JSON has no NaN."""
+        """Set the loss of the last logged step; JSON has no NaN, so a non-finite loss is null."""
         self._loss = loss if math.isfinite(loss) else None
 
     def close(self, status: str) -> None:
-        """Write the last line; give up on a disk that hangs after a few seconds."""
+        """Write the last line; wait only a few seconds for a disk that hangs."""
         if self._thread is not None and self._status is None:
             self._status = status
             self._closing.set()
@@ -147,7 +148,7 @@ class Heartbeat:
         while True:
             status = self._status
             try:
-                if status is not None:  # written here, so that no line follows it
+                if status is not None:  # written by this thread, so that no line follows it
                     self._record("end", status=status)
                 elif time.monotonic() >= due:
                     due = time.monotonic() + self._seconds
@@ -162,7 +163,7 @@ class Heartbeat:
             self._closing.wait(min(self._seconds, _BATCH_SECONDS))
 
     def _record_progress(self) -> None:
-        """Record what this thread can measure without delaying the step."""
+        """Record memory, GPU utilization and collectives, which this thread reads."""
         position = self._position
         if position is not self._measured_at:
             # A hung device may hold its allocator's lock: measure only while the rank moves.
@@ -174,7 +175,7 @@ class Heartbeat:
 
 
 class _LineFile:
-    """A JSONL file that is appended to in complete lines, or not at all."""
+    """A JSONL file to which complete lines are appended, or nothing."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path = path
@@ -185,7 +186,7 @@ class _LineFile:
         self._warned = False
 
     def write(self, lines: deque[dict[str, Any]]) -> None:
-        """Append `lines` and empty it; retry at the next call what the disk refuses."""
+        """Append and remove `lines`; those that the disk refuses are kept for the next call."""
         while lines:
             self._backlog.append(lines.popleft())
         while len(self._backlog) > _BACKLOG:
@@ -223,7 +224,7 @@ class _LineFile:
             self._file = io.FileIO(self.path, "ab+")
 
     def _is_current(self, file: io.FileIO) -> bool:
-        """Return whether the open file still has this path; it may have been deleted."""
+        """Return whether the open file is still at this path; it may have been deleted."""
         try:
             return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
         except FileNotFoundError:
@@ -242,7 +243,7 @@ def last_beat(path: Path) -> dict[str, Any] | None:
 
 
 def valid_beats(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the heartbeats among the lines of a file, without torn and corrupt ones."""
+    """Yield the heartbeats among `lines`; skip torn and corrupt lines."""
     for line in lines:
         try:
             beat = json.loads(line)
@@ -283,7 +284,7 @@ def _memory_gb(device: int | None) -> float:
 
 
 def _gpu_busy(device: int | None) -> float | None:
-    """Return the GPU's utilization over the last second, from 0 to 1; needs nvidia-ml-py."""
+    """Return the GPU's utilization over the last second, 0 to 1; None without nvidia-ml-py."""
     cuda = _cuda()
     if cuda is None or device is None:
         return None

@@ -1,4 +1,4 @@
-"""Console progress: a bar on a terminal, a line now and then elsewhere."""
+"""Console progress: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from nsa.monitor.observer import Observer, RunInfo, StepRecord
 from nsa.monitor.writer import BackgroundWriter
 
-_LINES_PER_RUN = 20  # of a fast run; a slow one gets a line every `min_seconds`
+_LINES_PER_RUN = 20  # in a fast run; a slow one prints a line every `min_seconds`
 
 
 class Progress(Observer):

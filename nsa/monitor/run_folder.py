@@ -16,12 +16,12 @@ from typing import Any
 from nsa.atomic_io import atomic_write_text
 
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
-# Only these: other environment variables may hold secrets.
+# Prefixes of the variables to record; others may hold secrets.
 _VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_")
 
 
 def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
-    """Write `env.json`: the caller's `facts`, then what this process knows."""
+    """Write `env.json`: the caller's `facts`, then those of this process and machine."""
     cores = os.cpu_count()
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     env = {

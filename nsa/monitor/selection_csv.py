@@ -24,7 +24,7 @@ COLUMNS = (
 class SelectionCsv(Observer):
     """Appends the health of every layer to `<run>/selection.csv`, on the writer's thread.
 
-    A run without NSA layers gets no file.
+    A run without NSA layers has no such file.
     """
 
     def __init__(self, writer: BackgroundWriter) -> None:

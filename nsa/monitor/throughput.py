@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 # Dense tensor-core peaks in TFLOP/s: (bf16 and fp16 with fp32 accumulation, TF32), by the driver's
-# full device name without "NVIDIA": the SXM, PCIe and NVL boards of one chip differ, and MIG slices
-# ("... MIG 3g.40gb"), laptop chips and custom boards are not listed.
+# full device name without "NVIDIA", because the SXM, PCIe and NVL boards of one chip differ. MIG
+# slices ("... MIG 3g.40gb"), laptop chips and custom boards are not listed.
 # From NVIDIA's data sheets (figures "with sparsity" halved); GeForce from the GA102, Ada and RTX
 # Blackwell architecture papers.
 _PEAK_TFLOPS: dict[str, tuple[float, float]] = {
@@ -47,7 +47,7 @@ _PEAK_TFLOPS: dict[str, tuple[float, float]] = {
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the peak FLOP/s of one device in dense matrix products; None if unknown.
 
-    "fp32" is compared with TF32, the fastest way that these chips multiply fp32 matrices.
+    The peak of "fp32" is that of TF32, the fastest way these chips multiply fp32 matrices.
     """
     peaks = _PEAK_TFLOPS.get(device_name.removeprefix("NVIDIA ").strip())
     if peaks is None:
@@ -66,7 +66,7 @@ def memory_gb() -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """Speed since the last reading; rates are None if it only covers the warm-up step."""
+    """Speed since the previous reading; rates are None if only the warm-up step was timed."""
 
     tokens_per_s: float | None  # all ranks together
     mfu: float | None  # 0 to 1
@@ -74,10 +74,10 @@ class Speed:
 
 
 class Throughput:
-    """Measures the steps between logged ones. Create it just before the loop: the clock starts.
+    """Measures speed between logged steps. The clock starts when it is created.
 
     The first step compiles, allocates and fills caches, so it never counts in tokens/s and MFU. A
-    reading of this step alone has its duration in `seconds`.
+    reading after this step alone returns its duration as `seconds`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Throughput:
         self._start = self._now()
 
     def step(self, tokens: int) -> None:
-        """Count a step of `tokens` over all ranks; only the first one waits for the device."""
+        """Count a step of `tokens` over all ranks; only the first call waits for the device."""
         if not self._warm:
             self._warm = True
             now = self._now()
@@ -118,7 +118,7 @@ class Throughput:
             self._start += self._now() - began
 
     def read(self) -> Speed:
-        """Return the speed since the last reading; waits for the device."""
+        """Return the speed since the previous reading; waits for the device."""
         assert self._warm, "read() before the first step()"
         now = self._now()
         if self._steps == 0:

@@ -13,14 +13,14 @@ from nsa.monitor.observer import warn
 class BackgroundWriter:
     """Runs jobs one after the other on a daemon thread.
 
-    Jobs that find the queue full are dropped and counted, jobs that raise are counted: a slow or
-    full disk costs log lines, not the run. Use one writer per destination, so that one that hangs
+    Jobs that find the queue full are dropped and counted; jobs that raise are counted: a slow or
+    full disk costs log lines, not the run. With a writer per destination, a destination that hangs
     does not block the others.
     """
 
     def __init__(self, name: str, capacity: int = 1024) -> None:
         self.name = name
-        self.dropped = 0  # the queue was full, or they were left at the end
+        self.dropped = 0  # jobs that found the queue full, or were left at the end
         self.failed = 0  # jobs that raised
         self._submitted = 0
         self._finished = 0
@@ -41,7 +41,7 @@ class BackgroundWriter:
                 pass
         self.dropped += 1
         if self._reporter is None:
-            # stderr may be a file on the same slow disk, so don't wait for it either.
+            # In a thread, because stderr may be a file on the same slow disk.
             text = f"{self.name}: writing is slower than the run; dropping lines from here on"
             self._reporter = threading.Thread(target=warn, args=(text,), daemon=True)
             self._reporter.start()

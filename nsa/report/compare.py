@@ -22,11 +22,11 @@ _HEADER = ("run", "steps", "loss", "val loss", "bits/byte", "tokens/s", "GB", "g
 
 def add_parser(verbs: Any) -> None:
     """Add `compare` to the verbs of `nsa`."""
-    about = "draw the curves of runs into one picture, and print their final values"
+    about = "plot the curves of runs in one picture, and print their final values"
     compare = verbs.add_parser("compare", help=about, description=about)
     compare.add_argument("runs", type=Path, nargs="+", help="run folders, e.g. runs/m7c-demo")
     compare.add_argument(
-        "--out", type=Path, help="the picture (default: compare.png beside the first run)"
+        "--out", type=Path, help="the picture to write (default: compare.png next to the first run)"
     )
     compare.set_defaults(run=_compare)
 
@@ -40,12 +40,12 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def compare_runs(runs: Sequence[Path], out: Path) -> list[str]:
-    """Draw the runs into `out`; return the lines of a table."""
+    """Draw the runs into `out`; return a table of their final values."""
     summaries = {label: summarise(run) for label, run in labelled(runs).items()}
     for run in summaries.values():
         if not run.metrics.rows:
             raise ValueError(
-                f"{run.run_dir}: {run.metrics.problem}; give the folder of a run with logged steps"
+                f"{run.run_dir}: {run.metrics.problem}; choose a run with logged steps"
             )
     panels = []
     for column, title in _PANELS:

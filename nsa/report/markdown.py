@@ -13,7 +13,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Format several measurements: the mean, and the range if they differ."""
+    """Format measurements: their mean, and their range if they differ."""
     if not values:
         return "–"
     mean, low, high = (
@@ -23,5 +23,5 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def plain(value: object) -> str:
-    """Return one line that cannot end its cell."""
+    """Return the value as one line without `|`, which would end a cell."""
     return " ".join(str(value).split()).replace("|", "/")

@@ -22,14 +22,13 @@ class Panel:
     """One pair of axes with labelled curves."""
 
     title: str
-    curves: Mapping[str, Points]
-    marked: bool = False  # few points: draw markers
+    curves: Mapping[str, Points]  # by label
+    marked: bool = False  # draw a marker at each point
     ordered: bool = False  # the curves are layers, first to last: shade them
     x: str = "step"
     x_doubles: bool = False  # logarithmic x axis, base 2
-    errors: Mapping[str, Sequence[float]] = field(
-        default_factory=dict
-    )  # half widths of error bars, if marked
+    # Half widths of the error bars of marked curves.
+    errors: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def draw(panels: Sequence[Panel], out: Path, *, width: float = 6.0) -> None:
@@ -89,20 +88,20 @@ def _draw_curve(
     *,
     faint: bool,
 ) -> None:
-    """Draw a line; of many noisy points a running mean over a faint line of their range."""
+    """Draw a line; for many noisy points, their running mean over a faint line of their range."""
     stride = max(1, len(values) // _MAX_POINTS)
     if len(values) >= _SMOOTHED_FROM:
         if faint:
             parts = [values[at : at + stride] for at in range(0, len(values), stride)]
             ends = [end for part in parts for end in (min(part), max(part))]
-            places = [step for step in steps[::stride] for _ in range(2)]
-            axis.plot(places, ends, color=colour, alpha=0.25, linewidth=0.8)
+            twice = [step for step in steps[::stride] for _ in range(2)]
+            axis.plot(twice, ends, color=colour, alpha=0.25, linewidth=0.8)
         values = running_mean(values, len(values) // 50, stride)
     axis.plot(steps[::stride], values, label=label, color=colour, linewidth=1.4)
 
 
 def running_mean(values: Sequence[float], width: int, stride: int = 1) -> list[float]:
-    """Return the centred mean over `width` values to either side."""
+    """Return the mean over up to `width` values on each side, at every `stride`-th value."""
     sums, count = [0.0, *accumulate(values)], len(values)
     spans = ((max(0, at - width), min(count, at + width + 1)) for at in range(0, count, stride))
     return [(sums[end] - sums[start]) / (end - start) for start, end in spans]

@@ -55,7 +55,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.md` and its plots, however far the run has come."""
+    """Write `report.md` and its plots for a run in any state."""
     run = summarise(run_dir)
     if not any((run_dir / name).exists() for name in ("config.yaml", "metrics.csv", "gates.json")):
         raise ValueError(
@@ -102,8 +102,8 @@ def _gate_sections(gates: Sequence[GateResult]) -> Iterator[str]:
         yield from table(
             ("criterion", "met", "value", "limit", "evidence"),
             [
-                (one.name, _MET[one.ok], _number(one.value), one.limit, one.evidence)
-                for one in gate.criteria
+                (row.name, _MET[row.ok], _number(row.value), row.limit, row.evidence)
+                for row in gate.criteria
             ],
         )
     if missing := [name for name in NAMES if name not in {gate.gate for gate in gates}]:
@@ -139,7 +139,7 @@ def _facts(run: Summary) -> Iterator[str]:
 
 
 def _processes(run: Summary) -> Iterator[tuple[str, str]]:
-    """Yield wall time, resumes, pauses and the end, from heartbeats."""
+    """Yield wall time, resumes, longest pause, engine and end of the run, from heartbeats."""
     if not run.histories or not run.histories[0].lines:
         return
     history = run.histories[0]
@@ -148,7 +148,7 @@ def _processes(run: Summary) -> Iterator[tuple[str, str]]:
         clock = f"{passed // 3600}:{passed // 60 % 60:02}:{passed % 60:02}"
         yield "wall time", f"{clock} on {len(run.histories)} ranks"
     yield "resumes", f"{max(0, history.processes - 1):,}"
-    worst = max(run.histories, key=lambda one: one.pause)
+    worst = max(run.histories, key=lambda history: history.pause)
     yield "longest pause", f"{worst.pause:.1f} s ({worst.pause_at})" if worst.pause_at else ""
     yield "engine", plain(history.backend)
     yield "end", plain(history.status or "none recorded: still running, or killed")
@@ -179,7 +179,7 @@ def _fallbacks(run_dir: Path) -> str:
 
 
 def _comparison(run: Summary) -> Iterator[str]:
-    """The earlier system: 12 layers, 2,048 tokens, bf16, two A100 80GB over PCIe."""
+    """Compare with the earlier system: 12 layers, 2,048 tokens, bf16, two A100 80GB over PCIe."""
     yield from (*_heading("Compared with the earlier system"), "")
     yield from table(
         ("", "this run", "earlier system, M7C on two A100"),

@@ -1,4 +1,4 @@
-"""Summary of a run: its main figures, from the files that can be read."""
+"""Summary of a run: its main figures, from the readable files of its folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nsa.monitor.history import RankHistory, read_rank
 
 @dataclass
 class Summary:
-    """A run's files, read once; None stands for what is not recorded."""
+    """Contents of a run's files; a figure that was not recorded is None."""
 
     run_dir: Path
     metrics: Table

@@ -15,7 +15,6 @@ import psutil
 from nsa.processes import is_alive
 
 _PR_SET_CHILD_SUBREAPER = 36  # Linux' prctl
-_LAUNCHERS = ("deepspeed", "deepspeed.launcher.launch", "torchrun", "torch.distributed.run")
 _PAUSE = 0.05
 
 
@@ -26,7 +25,7 @@ def adopt_orphans() -> None:
 
 
 class ProcessTree:
-    """The launched processes, or adopted ranks with their launchers; orphans remain members.
+    """The launched processes, or the ranks of a running run; orphans remain members.
 
     psutil compares start times, so a later process with the same pid is never signalled.
     """
@@ -55,17 +54,12 @@ class ProcessTree:
     def find(self, pid: int, heartbeats: Path) -> psutil.Process | None:
         """Return the rank with this pid: a descendant, or a process that writes `heartbeats`.
 
-        The latter is adopted with its descendants and the launchers above it.
+        The latter is adopted with its descendants.
         """
         self.running()
         if pid not in self._members and (process := find_writer(pid, heartbeats)) is not None:
             self._roots.append(process)
             self._members[pid] = process
-            with contextlib.suppress(psutil.Error):
-                for parent in process.parents():
-                    if not any(Path(word).name in _LAUNCHERS for word in parent.cmdline()[:4]):
-                        break
-                    self._members[parent.pid] = parent
         return self._members.get(pid)
 
     def kill(self, seconds: float = 10.0) -> None:

@@ -150,12 +150,10 @@ def test_a_hang_before_a_kill_is_a_pause_but_the_time_to_the_resume_is_not(
     assert criterion(tmp_path / "hung", "longest pause").value == pytest.approx(500, abs=1)
 
 
-def test_without_heartbeats_logged_rows_bound_the_pauses(tmp_path: Path) -> None:
-    write_metrics(tmp_path)
-    assert criterion(tmp_path, "longest pause", max_pause=6.0).ok
-    assert criterion(tmp_path, "longest pause", max_pause=5.0).ok is None, "ten steps of 0.5 s"
-    assert criterion(tmp_path, "longest pause", max_pause=0.4).ok is False
-    assert criterion(tmp_path, "slowest rank").ok is None
+def test_without_heartbeats_pauses_ranks_and_memory_are_not_measured(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 1_000)
+    for name in ("longest pause", "slowest rank", "peak memory of", "growth"):
+        assert criterion(tmp_path, name, gate_at("extended", 1_000)).ok is None
 
 
 def test_unsteady_step_times_are_a_no_go_and_too_few_are_not_judged(tmp_path: Path) -> None:
@@ -178,8 +176,8 @@ def test_speed_is_judged_from_the_gate_before(tmp_path: Path) -> None:
 
 def test_the_first_step_of_each_process_does_not_count_as_slow(tmp_path: Path) -> None:
     first = {"tokens_per_s": None, "seconds": 400.0}
-    write_metrics(tmp_path, change=lambda step: first if step == 150 else {})
-    assert criterion(tmp_path, "longest pause").ok
+    write_metrics(tmp_path, change=lambda step: first if step % 50 == 0 else {})
+    assert criterion(tmp_path, "p90 / median step time").ok
 
 
 def test_idle_or_unequally_busy_gpus_are_a_no_go(tmp_path: Path) -> None:

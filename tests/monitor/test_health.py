@@ -179,7 +179,7 @@ def test_all_statistics_match_a_loop_over_single_values(
 def test_long_sequences_are_sampled_at_a_fixed_stride(
     batch: int, most: int, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "MOST_QUERIES", most)
+    monkeypatch.setattr(health, "MAX_QUERIES", most)
     documents = packed(9, 50, 61) if batch == 1 else None
     recorder, (layer,) = armed_recorder(1)
     outputs = make_gates(batch, 120), make_blocks(batch, 120, SPEC, documents)
