@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+PHASES = ("setup", "data", "forward", "backward", "step", "eval", "save", "idle")  # of heartbeats
+EVENTS = ("start", "step_start", "progress", "step_end", "end")
+
+_NUMBERS = ("time", "mono", "rank", "pid", "since", "step", "micro_step", "tokens", "skipped")
+_TAIL = 64 * 1024  # bytes at a heartbeat file's end that hold its last complete line
 
 Row = dict[str, float]  # by column name, without cells that are empty or not numbers
 
@@ -80,18 +88,36 @@ def ranks(run_dir: Path) -> list[int]:
     return sorted({0, *(int(match[1]) for match in matches if match)})
 
 
-def read_jsonl(path: Path, skip: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file line by line, without parsing lines that contain `skip`."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if skip is not None and skip in line:
-                    continue
-                value = _parse(line)
-                if isinstance(value, dict):
-                    yield value
-    except OSError:
-        return
+def last_beat(path: Path) -> dict[str, Any] | None:
+    """Return the newest valid line of a heartbeat file; reads only its end."""
+    for part in (path, older_part(path)):
+        with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL))
+            for line in valid_beats(reversed(file.read().splitlines())):
+                return line
+    return None
+
+
+def valid_beats(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the heartbeats among `lines`; skip torn and corrupt lines."""
+    for line in lines:
+        try:
+            beat = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if (
+            isinstance(beat, dict)
+            and beat.get("event") in EVENTS
+            and beat.get("phase") in PHASES
+            and all(isinstance(beat.get(name), (int, float)) for name in _NUMBERS)
+        ):
+            yield beat
+
+
+def older_part(path: Path) -> Path:
+    """Return the file to which a full heartbeat file is moved."""
+    return path.with_name(f"{path.stem}.1.jsonl")
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -108,15 +134,11 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is none."""
-    value = _parse(read_text(path) or "")
-    return value if isinstance(value, dict) else {}
-
-
-def _parse(text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(read_text(path) or "")
     except (ValueError, RecursionError):
-        return None
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_text(path: Path) -> str | None:

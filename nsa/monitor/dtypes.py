@@ -39,17 +39,12 @@ class DtypeReport:
 
     def write(self, path: Path, optimizer: Any) -> None:
         """Remove the hooks and write the table; `optimizer` is DeepSpeed's or PyTorch's."""
-        self.close()
+        for hook in self._hooks:
+            hook.remove()
         try:
             atomic_write_text(path, self._modules() + "\n" + _optimizer_states(optimizer))
         except Exception as error:
             warn(f"{path} was not written, the run continues: {error!r}")
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     def _output_hook(self, name: str) -> Any:
         def hook(_module: torch.nn.Module, _inputs: Any, outputs: Any) -> None:

@@ -16,22 +16,18 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nsa.monitor.flight import Collectives
+from nsa.monitor.artifacts import PHASES, older_part
 from nsa.monitor.history import HistoryRecorder
 from nsa.monitor.observer import warn
+from nsa.monitor.stacks import Collectives
 
-PHASES = ("setup", "data", "forward", "backward", "step", "eval", "save", "idle")
-EVENTS = ("start", "step_start", "progress", "step_end", "end")
-
-_NUMBERS = ("time", "mono", "rank", "pid", "since", "step", "micro_step", "tokens", "skipped")
 _BATCH_SECONDS = 0.5  # longest delay between a line and its write
 _BACKLOG = 1_000  # lines kept while the disk refuses writes
 _CLOSE_SECONDS = 5.0  # longest wait for the disk at the end of a run
-_TAIL = 64 * 1024  # bytes at a file's end that hold its last complete line
 
 
 class Heartbeat:
@@ -153,7 +149,9 @@ class Heartbeat:
                 elif time.monotonic() >= due:
                     due = time.monotonic() + self._seconds
                     self._record_progress()
-                self._file.write(self._lines)
+                with self._order:
+                    lines, self._lines = self._lines, deque(maxlen=_BACKLOG)
+                self._file.write(lines)
             except Exception as error:
                 if not failed:
                     warn(f"heartbeat of rank {self._rank}: a line failed: {error!r}")
@@ -182,16 +180,14 @@ class _LineFile:
         self.lost = 0
         self._limit = limit
         self._file: io.FileIO | None = None
-        self._backlog: deque[dict[str, Any]] = deque()
+        self._backlog: list[dict[str, Any]] = []
         self._warned = False
 
-    def write(self, lines: deque[dict[str, Any]]) -> None:
-        """Append and remove `lines`; those that the disk refuses are kept for the next call."""
-        while lines:
-            self._backlog.append(lines.popleft())
-        while len(self._backlog) > _BACKLOG:
-            self._backlog.popleft()
-            self.lost += 1
+    def write(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Append `lines`; those that the disk refuses are kept for the next call."""
+        self._backlog += lines
+        self.lost += max(0, len(self._backlog) - _BACKLOG)
+        del self._backlog[:-_BACKLOG]
         if not self._backlog:
             return
         try:
@@ -219,7 +215,7 @@ class _LineFile:
                 self._file.truncate(end)
             raise
         if end + len(data) >= self._limit:
-            os.replace(self.path, _older(self.path))
+            os.replace(self.path, older_part(self.path))
             # Always keep it open: the watchdog finds a run's folder by its ranks' open files.
             self._file = io.FileIO(self.path, "ab+")
 
@@ -231,51 +227,20 @@ class _LineFile:
             return False
 
 
-def last_beat(path: Path) -> dict[str, Any] | None:
-    """Return the newest valid line of a heartbeat file; reads only its end."""
-    for part in (path, _older(path)):
-        with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL))
-            for line in valid_beats(reversed(file.read().splitlines())):
-                return line
-    return None
-
-
-def valid_beats(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the heartbeats among `lines`; skip torn and corrupt lines."""
-    for line in lines:
-        try:
-            beat = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if (
-            isinstance(beat, dict)
-            and beat.get("event") in EVENTS
-            and beat.get("phase") in PHASES
-            and all(isinstance(beat.get(name), (int, float)) for name in _NUMBERS)
-        ):
-            yield beat
-
-
-def _older(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.1.jsonl")
-
-
-def _cuda() -> Any | None:
+def initialized_cuda() -> Any | None:
     """Return `torch.cuda` if this process uses it; imports nothing."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return cuda if cuda is not None and cuda.is_initialized() else None
 
 
 def _current_device() -> int | None:
-    cuda = _cuda()
+    cuda = initialized_cuda()
     return None if cuda is None else int(cuda.current_device())
 
 
 def _memory_gb(device: int | None) -> float:
     """Return the allocator's peak on the device, or the process's memory if it uses none."""
-    cuda = _cuda()
+    cuda = initialized_cuda()
     if cuda is not None:
         return 0.0 if device is None else cuda.max_memory_allocated(device) / 1e9
     import psutil  # late: readers of heartbeats need none
@@ -285,7 +250,7 @@ def _memory_gb(device: int | None) -> float:
 
 def _gpu_busy(device: int | None) -> float | None:
     """Return the GPU's utilization over the last second, 0 to 1; None without nvidia-ml-py."""
-    cuda = _cuda()
+    cuda = initialized_cuda()
     if cuda is None or device is None:
         return None
     try:

@@ -6,6 +6,7 @@ the same history from files (`read_rank`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import threading
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.monitor.artifacts import number, read_jsonl
+from nsa.monitor.artifacts import older_part, valid_beats
 
 UNTIMED = ("eval", "save", "setup")  # phases in which no step is due
 TRAINING = ("data", "forward", "backward", "step")
@@ -83,8 +84,10 @@ def read_rank(run_dir: Path, rank: int) -> RankHistory:
 
 
 def _heartbeat_lines(run_dir: Path, rank: int) -> Iterator[dict[str, Any]]:
-    for name in (f"heartbeat_rank{rank}.1.jsonl", f"heartbeat_rank{rank}.jsonl"):
-        yield from read_jsonl(run_dir / name, skip='"step_start"')
+    path = run_dir / f"heartbeat_rank{rank}.jsonl"
+    for part in (older_part(path), path):
+        with contextlib.suppress(OSError), part.open("rb") as file:
+            yield from valid_beats(line for line in file if b'"step_start"' not in line)
 
 
 class _Builder:
@@ -105,21 +108,18 @@ class _Builder:
         self._waited: float | None = None  # since the last step; None: no step yet
 
     def add(self, line: dict[str, Any]) -> None:
-        step, mono, event = number(line.get("step")), number(line.get("mono")), line.get("event")
+        step, event, phase = int(line["step"]), line["event"], line["phase"]
         if event == "step_start":  # the step's step_end has the same information
             return
-        if step is None or not 0 <= step <= self._upto:
+        if step > self._upto:
             return
-        step = int(step)
-        new_process = event == "start" or line.get("pid") != self._pid
+        new_process = event == "start" or line["pid"] != self._pid
         if new_process or (self._first is not None and step < self._step):  # or rolled back
             self._end_process()
-            self._pid = line.get("pid")
+            self._pid = line["pid"]
             self.history.processes += new_process
             self.history.status = ""
-        phase = str(line.get("phase"))
-        if mono is not None:
-            self._add_time(mono, number(line.get("since")) or 0.0, phase)
+        self._add_time(line["mono"], line["since"], phase)
         if self._first is None and event == "step_end":
             # Earlier lines count no step: the checkpoint may still be loading.
             self._first = self._step = step - 1
@@ -159,20 +159,15 @@ class _Builder:
         history.lines += 1
         history.step = max(history.step, step)
         history.backend = str(line.get("backend") or history.backend)
-        if line.get("event") == "end":
+        if line["event"] == "end":
             history.status = str(line.get("status") or "")
-        time = number(line.get("time"))
-        if time is not None:
-            history.first_time = time if history.first_time is None else history.first_time
-            history.last_time = time
-        skipped = number(line.get("skipped"))
-        if (
-            skipped is not None and line.get("event") == "step_end"
-        ):  # 0 until a checkpoint is loaded
-            history.skipped = int(skipped)
-        memory = number(line.get("memory_gb"))
+        history.first_time = line["time"] if history.first_time is None else history.first_time
+        history.last_time = line["time"]
+        if line["event"] == "step_end":  # before, a checkpoint may still be loading
+            history.skipped = int(line["skipped"])
+        memory = line.get("memory_gb")
         if memory and (not history.memory or memory > history.memory[-1][1]):
             history.memory.append((step, memory))
-        busy = number(line.get("gpu_busy"))
+        busy = line.get("gpu_busy")
         if busy is not None and phase in TRAINING and step >= self._since:
             history.gpu_busy[busy] += 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from nsa.monitor.heartbeat import initialized_cuda
 from nsa.monitor.writer import BackgroundWriter
 
 _OOM_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
@@ -44,9 +44,9 @@ class MemorySnapshots:
             return None
         try:
             _append(self._path, self._line(self._step, "out of memory"))
-            torch = _torch_with_cuda()
-            if torch is not None:  # for PyTorch's memory viewer, pytorch.org/memory_viz
-                torch.cuda.memory._dump_snapshot(str(self._path.with_suffix(".pickle")))
+            cuda = initialized_cuda()
+            if cuda is not None:  # for PyTorch's memory viewer, pytorch.org/memory_viz
+                cuda.memory._dump_snapshot(str(self._path.with_suffix(".pickle")))
             where = f"; details are in {self._path}"
         except Exception as failure:
             where = f"; details could not be written: {failure!r}"
@@ -80,19 +80,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in text for message in _OOM_MESSAGES)
 
 
-def _torch_with_cuda() -> Any | None:
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_initialized() else None
-
-
 def _counters() -> dict[str, float | None]:
     import psutil  # late: only snapshots need it
 
-    torch = _torch_with_cuda()
+    cuda = initialized_cuda()
     return {
-        "allocated_gb": torch.cuda.memory_allocated() / 1e9 if torch else None,
-        "reserved_gb": torch.cuda.memory_reserved() / 1e9 if torch else None,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if torch else None,
+        "allocated_gb": cuda.memory_allocated() / 1e9 if cuda else None,
+        "reserved_gb": cuda.memory_reserved() / 1e9 if cuda else None,
+        "peak_gb": cuda.max_memory_allocated() / 1e9 if cuda else None,
         "resident_gb": psutil.Process().memory_info().rss / 1e9,
         "available_gb": psutil.virtual_memory().available / 1e9,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nsa.constants import BRANCHES
-from nsa.monitor.csv_appender import CsvAppender
+from nsa.monitor.metrics_csv import CsvAppender
 from nsa.monitor.observer import DISTANCES, LayerHealth, Observer, RunInfo, StepRecord
 from nsa.monitor.writer import BackgroundWriter
 

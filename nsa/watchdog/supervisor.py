@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
-from nsa.monitor.artifacts import read_json
+from nsa.monitor.artifacts import last_beat, read_json
 from nsa.monitor.config import WatchConfig
-from nsa.monitor.heartbeat import last_beat
 from nsa.watchdog.hang_detector import HangDetector, HangReport, WatchedRank
 from nsa.watchdog.process_tree import ProcessTree, open_heartbeats, send, wait_for
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from nsa.monitor.heartbeat import last_beat
+from nsa.monitor.artifacts import last_beat
 from tests.engine.runs import BIN, TINY, losses
 from tests.faults.processes import LAUNCHER, find
 from tests.ranks import ROOT, free_port, user_environment

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from nsa.monitor.heartbeat import valid_beats
+from nsa.monitor.artifacts import valid_beats
 
 LIMITS = {"compute": 20, "silence": 10, "save": 1_000, "grace": 0.5}
 

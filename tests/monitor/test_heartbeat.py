@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from nsa.monitor import heartbeat
-from nsa.monitor.heartbeat import Heartbeat, last_beat
+from nsa.monitor.artifacts import last_beat
+from nsa.monitor.heartbeat import Heartbeat
 from tests.engine.runs import deepspeed, succeed
 from tests.monitor.heartbeats import read_heartbeats
 from tests.monitor.records import PATIENCE, files_no_longer_than

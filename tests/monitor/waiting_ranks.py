@@ -13,7 +13,8 @@ os.environ["TORCH_FR_BUFFER_SIZE"] = "100"  # as recipes do, before the process 
 import torch
 import torch.distributed as dist
 
-from nsa.monitor.heartbeat import Heartbeat, last_beat
+from nsa.monitor.artifacts import last_beat
+from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.stacks import dump_stacks_on_signal
 
 
