@@ -142,9 +142,10 @@ def _loss_finite(evidence: Evidence) -> Criterion:
     if bad and skipped:
         source += f"; {skipped:,} steps were skipped"
     limit = f"at most {skipped}, the skipped steps" if skipped else "none"
-    ok = bool(losses) and len(bad) <= skipped
-    value = float(len(bad)) if losses else None
-    return Criterion("non-finite losses", ok, value, limit, source)
+    if not losses:
+        return Criterion("non-finite losses", None, None, limit, source)
+    ok = len(bad) <= skipped
+    return Criterion("non-finite losses", ok, float(len(bad)), limit, source)
 
 
 def _loss_ratio(evidence: Evidence) -> Value:
