@@ -150,9 +150,9 @@ def test_a_hang_before_a_kill_is_a_pause_but_the_time_to_the_resume_is_not(
     assert criterion(tmp_path / "hung", "longest pause").value == pytest.approx(500, abs=1)
 
 
-def test_without_heartbeats_pauses_ranks_and_memory_are_not_measured(tmp_path: Path) -> None:
+def test_without_heartbeats_pauses_ranks_and_growth_are_not_measured(tmp_path: Path) -> None:
     write_metrics(tmp_path, 1_000)
-    for name in ("longest pause", "slowest rank", "peak memory of", "growth"):
+    for name in ("longest pause", "slowest rank", "growth"):
         assert criterion(tmp_path, name, gate_at("extended", 1_000)).ok is None
 
 
