@@ -52,7 +52,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Case:
+class CommCase:
     """One engine to measure."""
 
     config: str  # a file of ds_configs/
@@ -137,7 +137,7 @@ class Bench:
                 rows.append(row | {"seconds": round(statistics.median(seconds), 5)})
         return rows
 
-    def measure(self, case: Case) -> Iterator[Row]:
+    def measure(self, case: CommCase) -> Iterator[Row]:
         """A row per rate. Compute-only steps alternate with the others, so that a slow minute of a
         shared machine affects both."""
         ds_config = case.ds_config()
@@ -245,7 +245,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any] | None:
         for reduce_dtype in ("bf16", "fp32"):
             for config in flags.config:
                 for accumulation in flags.accumulation:
-                    for row in bench.measure(Case(config, accumulation, reduce_dtype)):
+                    for row in bench.measure(CommCase(config, accumulation, reduce_dtype)):
                         result["parameters"] = row.pop("parameters")
                         result["rows"].append(row)
                         _print(row)

@@ -10,7 +10,7 @@ from typing import Any
 
 import triton
 
-from nsa.bench.compiled import CHIPS, Chip, Facts, Variant, compile_variant
+from nsa.bench.compiled import CHIPS, ChipLimits, Facts, Variant, compile_variant
 from nsa.bench.kernel_launches import Case
 from nsa.ops.triton.launch import Launch
 
@@ -55,7 +55,7 @@ def check(
     return rows, failures
 
 
-def _exceeded(facts: Facts, chip: Chip, case: Case) -> list[str]:
+def _exceeded(facts: Facts, chip: ChipLimits, case: Case) -> list[str]:
     wide = case.dtype == "fp32" and max(case.key, case.value) > 128
     errors = [
         f"{figure:,} {what}, limit {limit:,}"

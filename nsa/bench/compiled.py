@@ -29,7 +29,7 @@ PLAIN_PRODUCT = re.compile(r"\btt\.dot\b.*-> tensor<[^>]*#blocked")
 
 
 @dataclass(frozen=True)
-class Chip:
+class ChipLimits:
     """A GPU's limits; bytes of shared memory per block and per multiprocessor."""
 
     capability: int
@@ -42,9 +42,9 @@ class Chip:
 
 
 CHIPS = {
-    "sm_80": Chip(80, 163 * 1024, 164 * 1024),
-    "sm_90": Chip(90, 227 * 1024, 228 * 1024),
-    "sm_100": Chip(100, 227 * 1024, 228 * 1024),
+    "sm_80": ChipLimits(80, 163 * 1024, 164 * 1024),
+    "sm_90": ChipLimits(90, 227 * 1024, 228 * 1024),
+    "sm_100": ChipLimits(100, 227 * 1024, 228 * 1024),
 }
 
 
@@ -165,7 +165,9 @@ def compile_variant(variant: Variant) -> Facts:
     )
 
 
-def _blocks_per_sm(chip: Chip, shared: int, tensor_memory: int, registers: int, warps: int) -> int:
+def _blocks_per_sm(
+    chip: ChipLimits, shared: int, tensor_memory: int, registers: int, warps: int
+) -> int:
     """Concurrent blocks: registers are allocated by 256 per warp, and the system takes 1 KB of
     shared memory per block."""
     per_warp = -(-registers * 32 // 256) * 256

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from nsa.bench.options import SHAPES
 from nsa.dtypes import DTYPES
-from nsa.ops.inputs import Selection
+from nsa.ops.inputs import SelectionInputs
 from nsa.ops.triton.band_op import Band, band_backward, band_forward
 from nsa.ops.triton.configs import Choice, override_choices
-from nsa.ops.triton.decode import Token, decode_forward
+from nsa.ops.triton.decode import DecodeInputs, decode_forward
 from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
 from nsa.ops.triton.launch import Launch, recording
 from nsa.ops.triton.select import select_forward
@@ -87,7 +87,7 @@ def _band(case: Case, keys: int, band: list[int]) -> None:
 def _select(case: Case) -> None:
     q, k, _, cu_seqlens = case.tensors(case.spec.compressed_len(case.seq_len))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    select_forward(Selection(q, k, lse, cu_seqlens, case.spec, case.seq_len, SCALE))
+    select_forward(SelectionInputs(q, k, lse, cu_seqlens, case.spec, case.seq_len, SCALE))
 
 
 def _selected(case: Case) -> None:
@@ -115,7 +115,7 @@ def _decode(case: Case) -> None:
     pairs = k_cmp, v_cmp, k, v, k[:, window], v[:, window]
     gates = q.new_empty(1, case.heads, 3)
     lengths = torch.empty(1, dtype=torch.int64, device="meta")
-    decode_forward(Token(q[:, -1], *pairs, gates, lengths, case.spec, branches, SCALE))
+    decode_forward(DecodeInputs(q[:, -1], *pairs, gates, lengths, case.spec, branches, SCALE))
 
 
 # Every public operation, forward and backward.

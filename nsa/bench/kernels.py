@@ -15,7 +15,7 @@ import torch
 from nsa.bench.implementations import Builders, measure, ratios
 from nsa.bench.inputs import Inputs
 from nsa.bench.measure import recover, time_alternating
-from nsa.bench.operations import FUNCTIONS, Selection, calls, flops, moved_bytes
+from nsa.bench.operations import FUNCTIONS, SelectedBlocks, calls, flops, moved_bytes
 from nsa.bench.options import Shape, add_gpu_flags, names
 from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table, ratio
 from nsa.ops import NSASpec
@@ -100,11 +100,11 @@ def _case(shape: Shape, seq_len: int, backends: list[str], report: Report) -> No
     print_errors(all_results)
 
 
-def _selection(inputs: Inputs, backends: list[str], device: torch.device) -> Selection:
+def _selection(inputs: Inputs, backends: list[str], device: torch.device) -> SelectedBlocks:
     """Select with the first backend that can; blockwise always can."""
     for backend in backends:
         try:
-            return Selection.of(inputs, SPEC, backend)
+            return SelectedBlocks.of(inputs, SPEC, backend)
         except Exception as error:  # recorded again where this backend is measured
             recover(error, device)
-    return Selection.of(inputs, SPEC, "blockwise")
+    return SelectedBlocks.of(inputs, SPEC, "blockwise")

@@ -24,7 +24,7 @@ from torch import Tensor
 from nsa.bench import baselines
 from nsa.bench.implementations import FIGURES, Builders, Implementation, measure, ratios
 from nsa.bench.inputs import Inputs, mean_pool, neighbour_overlap
-from nsa.bench.operations import PARTS, Selection, calls
+from nsa.bench.operations import PARTS, SelectedBlocks, calls
 from nsa.bench.options import Shape, add_gpu_flags, choice
 from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table, ratio
 from nsa.ops import NSASpec, compressed_attention, nsa_attention, select_blocks, selected_attention
@@ -81,7 +81,7 @@ def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
     else:
         variants = {"nsa": inputs, "nsa-local": inputs.local(SPEC)}
         row["neighbour_overlap"] = {
-            name: neighbour_overlap(Selection.of(x, SPEC, backend).index)
+            name: neighbour_overlap(SelectedBlocks.of(x, SPEC, backend).index)
             for name, x in variants.items()
         }
         builders = _module(variants, shape, backend)

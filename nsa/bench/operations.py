@@ -25,14 +25,14 @@ FUNCTIONS = (*PARTS, "nsa_attention")
 
 
 @dataclass(frozen=True)
-class Selection:
+class SelectedBlocks:
     """What the compressed branch passes on: lse, and the selected blocks."""
 
     lse: Tensor
     index: Tensor
 
     @classmethod
-    def of(cls, inputs: Inputs, spec: NSASpec, backend: str) -> Selection:
+    def of(cls, inputs: Inputs, spec: NSASpec, backend: str) -> SelectedBlocks:
         with torch.no_grad():
             _, lse = compressed_attention(
                 inputs.q, inputs.k_cmp, inputs.v_cmp, spec, backend=backend
@@ -41,10 +41,10 @@ class Selection:
 
 
 def calls(
-    inputs: Inputs, spec: NSASpec, backend: str, selection: Selection | None = None
+    inputs: Inputs, spec: NSASpec, backend: str, selection: SelectedBlocks | None = None
 ) -> dict[str, Implementation]:
     """Every function by name; selecting blocks has no gradient."""
-    x, selection = inputs, selection or Selection.of(inputs, spec, backend)
+    x, selection = inputs, selection or SelectedBlocks.of(inputs, spec, backend)
 
     def cmp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return compressed_attention(q, k, v, spec, backend=backend)[0]

@@ -46,7 +46,7 @@ _LINK_FIX = (
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankFacts:
     """What one rank reports to the others."""
 
     host: str
@@ -110,7 +110,7 @@ def code_fingerprint(root: Path | None = None) -> str:
     return digest.hexdigest()[:12]
 
 
-def compare(ranks: Sequence[Facts]) -> list[Check]:
+def compare(ranks: Sequence[RankFacts]) -> list[Check]:
     """Compare every rank with rank 0, and check that no two ranks use the same GPU."""
     checks = []
     for name, (status, fix) in _COMPARED.items():
@@ -136,7 +136,7 @@ def compare(ranks: Sequence[Facts]) -> list[Check]:
     return checks
 
 
-def clock_check(clocks: Sequence[float], ranks: Sequence[Facts]) -> Check:
+def clock_check(clocks: Sequence[float], ranks: Sequence[RankFacts]) -> Check:
     """Compare clocks that were read right after a barrier."""
     skews = [seconds - clocks[0] for seconds in clocks]
     worst = max(range(len(skews)), key=lambda rank: abs(skews[rank]))
@@ -160,7 +160,7 @@ def all_reduce_check(results: Sequence[AllReduce], megabytes: int, gpus: bool) -
     return Check("all-reduce", OK, detail)
 
 
-def _facts(config: str, device: torch.device, node: list[Check]) -> Facts:
+def _facts(config: str, device: torch.device, node: list[Check]) -> RankFacts:
     import torch
 
     versions = {"python": platform.python_version()}
@@ -180,7 +180,7 @@ def _facts(config: str, device: torch.device, node: list[Check]) -> Facts:
         "nccl on ranks": {k: v for k, v in os.environ.items() if k.startswith(PREFIX)},
         "devices": {"": model},
     }
-    return Facts(platform.node(), device_id, compared, node)
+    return RankFacts(platform.node(), device_id, compared, node)
 
 
 def _difference(values: Mapping[str, str], first: Mapping[str, str]) -> str:
@@ -193,7 +193,7 @@ def _difference(values: Mapping[str, str], first: Mapping[str, str]) -> str:
     return ", ".join(different[:3])
 
 
-def _node_checks(ranks: Sequence[Facts]) -> list[Check]:
+def _node_checks(ranks: Sequence[RankFacts]) -> list[Check]:
     """Return every node's checks, with the host's name if there are several."""
     several = len({facts.host for facts in ranks}) > 1
     return [

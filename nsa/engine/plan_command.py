@@ -17,7 +17,7 @@ from nsa.engine.resolve import resolve_config
 from nsa.model import loss
 from nsa.model.count import flops_per_token, parameter_count
 from nsa.planner.command import describe, hardware, table
-from nsa.planner.model import Batch, Model
+from nsa.planner.model import BatchShape, Model
 from nsa.planner.search import compare, search
 from nsa.planner.step import fits, forecast
 from nsa.planner.traffic import Zero
@@ -95,9 +95,9 @@ def model_of(config: RunConfig) -> Model:
     )
 
 
-def batch_of(config: RunConfig) -> Batch:
+def batch_of(config: RunConfig) -> BatchShape:
     """Return a run's batch as planner input."""
-    return Batch(
+    return BatchShape(
         seq_len=config.data.seq_len,
         micro_batch=config.train.micro_batch,
         accumulation=config.train.accumulation,

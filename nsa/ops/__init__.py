@@ -23,7 +23,7 @@ from nsa.ops.checks import (
     check_scale,
 )
 from nsa.ops.documents import compressed_cu_seqlens
-from nsa.ops.inputs import Attention, Selection
+from nsa.ops.inputs import AttentionInputs, SelectionInputs
 from nsa.spec import NSASpec
 
 __all__ = [
@@ -59,7 +59,7 @@ def compressed_attention(
     check_documents(cu_seqlens, q)
     check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
     inputs = q, k_cmp, v_cmp, None, cu_seqlens, "compressed", spec, check_scale(q, scale)
-    return dispatch(backend, "compressed_attention", q, v_cmp).attention(Attention(*inputs))
+    return dispatch(backend, "compressed_attention", q, v_cmp).attention(AttentionInputs(*inputs))
 
 
 def select_blocks(
@@ -90,7 +90,7 @@ def select_blocks(
     if lse.shape != q.shape[:3]:
         raise ValueError(f"lse has shape {tuple(lse.shape)}; it must be {tuple(q.shape[:3])}")
     detached = q.detach(), k_cmp.detach(), lse.detach()
-    x = Selection(*detached, cu_seqlens, spec, length, check_scale(q, scale))
+    x = SelectionInputs(*detached, cu_seqlens, spec, length, check_scale(q, scale))
     return dispatch(backend, "select_blocks", q).select_blocks(x)
 
 
@@ -117,7 +117,7 @@ def selected_attention(
             "[B, T, Hkv, select_top]"
         )
     inputs = q, k, v, block_index, cu_seqlens, "selected", spec, check_scale(q, scale)
-    return dispatch(backend, "selected_attention", q, v).attention(Attention(*inputs))[0]
+    return dispatch(backend, "selected_attention", q, v).attention(AttentionInputs(*inputs))[0]
 
 
 def window_attention(
@@ -139,7 +139,7 @@ def window_attention(
         raise ValueError(f"window = {window}: a query sees at least itself; make it 1 or more")
     spec = NSASpec(window=window)  # the window branch reads only this field
     inputs = q, k, v, None, cu_seqlens, "window", spec, check_scale(q, scale)
-    return dispatch(backend, "window_attention", q, v).attention(Attention(*inputs))[0]
+    return dispatch(backend, "window_attention", q, v).attention(AttentionInputs(*inputs))[0]
 
 
 def nsa_attention(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.documents import compressed_slices, document_slices
-from nsa.ops.inputs import Attention, Selection
+from nsa.ops.inputs import AttentionInputs, SelectionInputs
 from nsa.ops.tiles import (
     HEADS,
     Tile,
@@ -29,14 +29,14 @@ from nsa.ops.tiles import (
 from nsa.spec import NSASpec
 
 
-def _by_head(x: Attention) -> tuple[Tensor, Tensor, Tensor]:
+def _by_head(x: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     """q · scale [B*K, T, G, Dk], k [B*K, N, Dk] and v, in the accumulator's dtype."""
     q = by_group(x.q, x.k.shape[2]).mul(x.scale)
     return q, by_group(x.k)[:, :, 0], by_group(x.v)[:, :, 0]
 
 
 def _tiles(
-    x: Attention,
+    x: AttentionInputs,
 ) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], Iterable[Tile]]]:
     """Yield (heads, rows), (heads, keys) and tiles of a document, HEADS KV heads at a time."""
     (batch, seq_len, heads, _), spec, device = x.q.shape, x.spec, x.q.device
@@ -78,7 +78,7 @@ def by_token(x_KTGD: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
     return x.flatten(2, 3).to(dtype).contiguous()
 
 
-def _forward(x: Attention) -> tuple[Tensor, Tensor]:
+def _forward(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     with torch.autocast(x.q.device.type, enabled=False):
         q, k, v = _by_head(x)
         o = q.new_zeros(*q.shape[:3], v.shape[-1])
@@ -90,7 +90,7 @@ def _forward(x: Attention) -> tuple[Tensor, Tensor]:
 
 
 def _backward(
-    do: Tensor, dlse: Tensor, x: Attention, o: Tensor, lse: Tensor
+    do: Tensor, dlse: Tensor, x: AttentionInputs, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(x.q.device.type, enabled=False):
         q, k, v = _by_head(x)
@@ -115,14 +115,14 @@ def _backward(
         )
 
 
-def _fake(x: Attention) -> tuple[Tensor, Tensor]:
+def _fake(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if x.q.dtype == torch.float64 else torch.float32
     return x.q.new_empty(*x.q.shape[:3], x.v.shape[-1]), x.q.new_empty(x.q.shape[:3], dtype=dtype)
 
 
 blockwise_attention = register(
     "nsa::blockwise_attention",
-    Attention,
+    AttentionInputs,
     _forward,
     _fake,
     outputs=2,
@@ -130,7 +130,7 @@ blockwise_attention = register(
 )
 
 
-def _select(x: Selection) -> Tensor:
+def _select(x: SelectionInputs) -> Tensor:
     """The blocks that each query attends to, int32 [B, T, K, n]."""
     groups, (batch, queries) = x.k_cmp.shape[2], x.q.shape[:2]
     with torch.autocast(x.q.device.type, enabled=False):
@@ -219,17 +219,17 @@ def overlap_table(
 
 
 blockwise_select_blocks = register(
-    "nsa::blockwise_select_blocks", Selection, _select, fake=Selection.empty_index
+    "nsa::blockwise_select_blocks", SelectionInputs, _select, fake=SelectionInputs.empty_index
 )
 
 
-def attention(x: Attention) -> tuple[Tensor, Tensor]:
+def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     """One branch's attention: (o, lse)."""
     q, k, v, block_index, cu_seqlens, name, spec, scale = x
     return blockwise_attention(q, k, v, block_index, cu_seqlens, name, spec.to_ints(), scale)
 
 
-def select_blocks(x: Selection) -> Tensor:
+def select_blocks(x: SelectionInputs) -> Tensor:
     """The blocks that each query selects, ascending, padded with -1: int32 [B, T, K, n]."""
     q, k_cmp, lse, cu_seqlens, spec, seq_len, scale = x
     return blockwise_select_blocks(q, k_cmp, lse, cu_seqlens, spec.to_ints(), seq_len, scale)

@@ -10,7 +10,7 @@ from torch import Tensor
 from nsa.spec import NSASpec
 
 
-class Attention(NamedTuple):
+class AttentionInputs(NamedTuple):
     """Inputs of one branch's attention; also the arguments of the blockwise custom op."""
 
     q: Tensor  # [B, T, Hq, Dk]
@@ -23,7 +23,7 @@ class Attention(NamedTuple):
     scale: float
 
 
-class Selection(NamedTuple):
+class SelectionInputs(NamedTuple):
     """Inputs of block selection; also the arguments of its custom ops."""
 
     q: Tensor  # [B, T, Hq, Dk]; the last T positions of the document

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from nsa.ops.documents import compressed_slices, document_slices
-from nsa.ops.inputs import Attention, Selection
+from nsa.ops.inputs import AttentionInputs, SelectionInputs
 from nsa.spec import NSASpec
 
 
-def attention(x: Attention) -> tuple[Tensor, Tensor]:
+def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     """One branch's attention: (o, lse)."""
     parts = []
     documents = document_slices(x.q.shape[1], x.cu_seqlens)
@@ -27,7 +27,7 @@ def attention(x: Attention) -> tuple[Tensor, Tensor]:
     return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
 
 
-def _visible(x: Attention, rows: slice) -> Tensor:
+def _visible(x: AttentionInputs, rows: slice) -> Tensor:
     """The keys that each query of one document sees in the branch: bool [B or 1, T, K or 1, N]."""
     length = rows.stop - rows.start
     if x.name == "compressed":
@@ -41,7 +41,7 @@ def _visible(x: Attention, rows: slice) -> Tensor:
     return selected & (distance >= 0)[None, :, None]
 
 
-def select_blocks(x: Selection) -> Tensor:
+def select_blocks(x: SelectionInputs) -> Tensor:
     """The blocks that each query selects, ascending, padded with -1: int32 [B, T, K, n]."""
     parts = []
     documents = document_slices(x.q.shape[1], x.cu_seqlens)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nsa.planner.model import Batch, Model
+from nsa.planner.model import BatchShape, Model
 from nsa.planner.search import Candidate
 from nsa.planner.step import Forecast, Hardware
 from nsa.planner.traffic import Traffic
@@ -90,7 +90,7 @@ def _number(flag: str, text: str, unit: str, names: Mapping[str, object]) -> flo
 
 
 def describe(
-    name: str, model: Model, batch: Batch, step: Forecast, hardware: Hardware, steps: int
+    name: str, model: Model, batch: BatchShape, step: Forecast, hardware: Hardware, steps: int
 ) -> list[str]:
     """Return the plan of one setting, a line per number."""
     memory, sent = step.memory, step.traffic
@@ -141,7 +141,7 @@ def _sent(sent: Traffic, model: Model) -> str:
     return text
 
 
-def _batch(batch: Batch) -> str:
+def _batch(batch: BatchShape) -> str:
     ranks = batch.ranks_per_sequence
     shared = f", {ranks} ranks per sequence" if ranks > 1 else ""
     each = f"{batch.micro_batch}×{batch.seq_len} ×{batch.accumulation}"

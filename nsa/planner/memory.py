@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nsa.planner.model import Activations, Batch, Model, activations
+from nsa.planner.model import Activations, BatchShape, Model, activations
 from nsa.planner.traffic import Zero
 
 
@@ -37,7 +37,9 @@ class Memory:
         return sum(self.at_peak.values())
 
 
-def memory(model: Model, zero: Zero, batch: Batch, ranks: int, *, fused: bool = True) -> Memory:
+def memory(
+    model: Model, zero: Zero, batch: BatchShape, ranks: int, *, fused: bool = True
+) -> Memory:
     """Count tensors, without CUDA's context, NCCL's buffers and fragmentation."""
     count, size = model.parameters, model.weight_bytes
     shards = ranks if zero.stage else 1

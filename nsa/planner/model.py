@@ -1,4 +1,4 @@
-"""Planner inputs `Model` and `Batch`, and the activation memory of a micro-batch.
+"""Planner inputs `Model` and `BatchShape`, and the activation memory of a micro-batch.
 
 Byte counts are sums over the tensors that a layer saves for its backward pass, one term each.
 """
@@ -64,7 +64,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchShape:
     """One rank's work per optimizer step."""
 
     seq_len: int
@@ -87,7 +87,7 @@ def flops_per_token(model: Model, checkpointing: str) -> float:
     return model.flops + recomputed
 
 
-def exchange_bytes(model: Model, batch: Batch) -> float:
+def exchange_bytes(model: Model, batch: BatchShape) -> float:
     """Return the bytes that a rank sends per micro-batch for sequence parallelism.
 
     Recomputation repeats the exchanges, except with `selective`, which keeps received tensors.
@@ -98,12 +98,12 @@ def exchange_bytes(model: Model, batch: Batch) -> float:
     return passes * sent * batch.tokens * elements * model.weight_bytes
 
 
-def exchange_count(model: Model, batch: Batch) -> int:
+def exchange_count(model: Model, batch: BatchShape) -> int:
     """Return the number of exchanges per micro-batch, including the loss's all-reduce."""
     return 2 * model.layers * _passes(batch) + 1 if batch.ranks_per_sequence > 1 else 0
 
 
-def _passes(batch: Batch) -> int:
+def _passes(batch: BatchShape) -> int:
     return 2 if batch.checkpointing in ("none", "selective") else 3
 
 
@@ -121,7 +121,7 @@ class Activations:
     in_head: int  # the head's gradient, and its scaled copy
 
 
-def activations(model: Model, batch: Batch, *, fused: bool = True) -> Activations:
+def activations(model: Model, batch: BatchShape, *, fused: bool = True) -> Activations:
     """Count activations; `fused` norms (GPU) save their input, PyTorch's (CPU) two fp32 copies."""
     tokens, size = batch.tokens, model.weight_bytes
     stream, hidden = size * model.width * tokens, size * model.mlp_width * tokens
@@ -146,7 +146,7 @@ def activations(model: Model, batch: Batch, *, fused: bool = True) -> Activation
     )
 
 
-def _attention(model: Model, batch: Batch) -> int:
+def _attention(model: Model, batch: BatchShape) -> int:
     """Return the bytes that attention saves: queries, keys, values, gates, outputs, φ."""
     tokens, size = batch.tokens, model.weight_bytes
     query, output = model.heads * model.head_dim, model.heads * model.value_dim
@@ -174,7 +174,7 @@ def _rope_keys(model: Model) -> int:
     return 1 if model.shared_kv and "cmp" in model.branches else rotated
 
 
-def _branch_outputs(model: Model, batch: Batch) -> int:
+def _branch_outputs(model: Model, batch: BatchShape) -> int:
     """Return the bytes of the branches' outputs, their fp32 lse, and the selected blocks."""
     branches = 1 if model.spec is None else len(model.branches)
     per_token = branches * model.heads * (model.weight_bytes * model.value_dim + 4)
@@ -183,7 +183,7 @@ def _branch_outputs(model: Model, batch: Batch) -> int:
     return per_token * batch.tokens
 
 
-def _selective_extra(model: Model, batch: Batch) -> int:
+def _selective_extra(model: Model, batch: BatchShape) -> int:
     """Return the bytes that `selective` keeps on top of what autograd saves."""
     elements, lse = 0, 0
     if batch.ranks_per_sequence > 1:  # results of both exchanges; autograd saves copies

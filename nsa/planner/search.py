@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from nsa.planner.model import Batch, Model
+from nsa.planner.model import BatchShape, Model
 from nsa.planner.step import Forecast, Hardware, fits, forecast
 from nsa.planner.traffic import Zero
 
@@ -18,12 +18,12 @@ class Candidate:
     """A DeepSpeed config and batch, with its forecast."""
 
     config: str
-    batch: Batch
+    batch: BatchShape
     forecast: Forecast
 
 
 def search(
-    model: Model, zeros: Mapping[str, Zero], batch: Batch, hardware: Hardware, ranks: int
+    model: Model, zeros: Mapping[str, Zero], batch: BatchShape, hardware: Hardware, ranks: int
 ) -> list[Candidate]:
     """Return the settings that fit, fastest first.
 
@@ -44,7 +44,7 @@ def search(
 
 
 def compare(
-    model: Model, zeros: Mapping[str, Zero], batch: Batch, hardware: Hardware, ranks: int
+    model: Model, zeros: Mapping[str, Zero], batch: BatchShape, hardware: Hardware, ranks: int
 ) -> list[Candidate]:
     """Return each config with the same batch, by name."""
     return [
@@ -53,7 +53,7 @@ def compare(
     ]
 
 
-def _splits(model: Model, batch: Batch, ranks: int) -> Iterator[Batch]:
+def _splits(model: Model, batch: BatchShape, ranks: int) -> Iterator[BatchShape]:
     """Yield every split of a step's sequences; at most `kv_heads` ranks process one sequence."""
     sequences = batch.micro_batch * batch.accumulation * (ranks // batch.ranks_per_sequence)
     for parts in range(1, model.kv_heads + 1):
@@ -62,4 +62,4 @@ def _splits(model: Model, batch: Batch, ranks: int) -> Iterator[Batch]:
         per_group, rest = divmod(sequences, ranks // parts)
         for micro_batch, mode in product(range(1, per_group + 1), MODES):
             if rest == 0 and per_group % micro_batch == 0:
-                yield Batch(batch.seq_len, micro_batch, per_group // micro_batch, mode, parts)
+                yield BatchShape(batch.seq_len, micro_batch, per_group // micro_batch, mode, parts)

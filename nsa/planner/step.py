@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from nsa.planner.memory import Memory, memory
-from nsa.planner.model import Batch, Model, flops_per_token
+from nsa.planner.model import BatchShape, Model, flops_per_token
 from nsa.planner.traffic import Traffic, Zero, traffic
 
 BACKWARD_FRACTION = 2 / 3  # of a micro-batch without recomputation
@@ -53,7 +53,9 @@ class Forecast:
         return self.exposed / self.seconds
 
 
-def forecast(model: Model, zero: Zero, batch: Batch, hardware: Hardware, ranks: int) -> Forecast:
+def forecast(
+    model: Model, zero: Zero, batch: BatchShape, hardware: Hardware, ranks: int
+) -> Forecast:
     """Return memory, traffic and time of one optimizer step."""
     sent = traffic(model, zero, batch, ranks)
     work = batch.tokens * flops_per_token(model, batch.checkpointing)
@@ -70,7 +72,7 @@ def forecast(model: Model, zero: Zero, batch: Batch, hardware: Hardware, ranks: 
 
 
 def communication_seconds(
-    sent: Traffic, zero: Zero, batch: Batch, hardware: Hardware, ranks: int, micro: float
+    sent: Traffic, zero: Zero, batch: BatchShape, hardware: Hardware, ranks: int, micro: float
 ) -> tuple[float, float]:
     """Return total and exposed seconds, given micro-batches of `micro` seconds.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nsa.planner.model import Batch, Model, exchange_bytes, exchange_count
+from nsa.planner.model import BatchShape, Model, exchange_bytes, exchange_count
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Traffic:
         return zero + self.exchange
 
 
-def traffic(model: Model, zero: Zero, batch: Batch, ranks: int) -> Traffic:
+def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
     """Return ring traffic: an all-reduce sends 2(n-1)/n of its input, an all-gather (n-1)/n."""
     ring = (ranks - 1) / ranks
     weights = ring * model.weight_bytes
@@ -66,7 +66,7 @@ def traffic(model: Model, zero: Zero, batch: Batch, ranks: int) -> Traffic:
     )
 
 
-def _collectives(model: Model, zero: Zero, batch: Batch) -> int:
+def _collectives(model: Model, zero: Zero, batch: BatchShape) -> int:
     """Count the collectives of a step, including the small ones for grad_norm and overflow."""
     layers = model.parameters - model.embedding
     reductions = batch.accumulation if zero.stage >= 2 else 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nsa.bench.__main__ import main
-from nsa.bench.comm import Bench, Case, started
+from nsa.bench.comm import Bench, CommCase, started
 from nsa.bench.netns import INTERFACE, PREFIX, link, missing, remove_leftovers
 from tests.ranks import ROOT
 
@@ -63,14 +63,14 @@ def link_holder() -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        (Case("zero1_pcie", 2, "bf16"), 3.0),
-        pytest.param(Case("zero1_pcie", 2, "fp32"), 5.0, marks=pytest.mark.full),
-        pytest.param(Case("zero2_pcie", 2, "bf16"), 5.0, marks=pytest.mark.full),
+        (CommCase("zero1_pcie", 2, "bf16"), 3.0),
+        pytest.param(CommCase("zero1_pcie", 2, "fp32"), 5.0, marks=pytest.mark.full),
+        pytest.param(CommCase("zero2_pcie", 2, "bf16"), 5.0, marks=pytest.mark.full),
     ],
     ids=str,
 )
 def test_the_link_carries_the_bytes_of_the_zero_stage(
-    bench: Bench, case: Case, expected: float
+    bench: Bench, case: CommCase, expected: float
 ) -> None:
     (row,) = bench.measure(case)
     assert row["bytes_per_parameter_per_step"] == pytest.approx(expected, rel=0.02)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nsa.doctor.check import FAIL, OK, WARN, Check
-from nsa.doctor.ranks import AllReduce, Facts, all_reduce_check, compare
+from nsa.doctor.ranks import AllReduce, RankFacts, all_reduce_check, compare
 from tests.ranks import launch
 
 Results = dict[str, dict[str, Check]]
@@ -20,7 +20,7 @@ VALUES = {
     "nccl on ranks": {},
     "devices": {"": "NVIDIA A100"},
 }
-FACTS = Facts("node1", "gpu-a", VALUES)
+FACTS = RankFacts("node1", "gpu-a", VALUES)
 OTHER, THIRD = replace(FACTS, device_id="gpu-b"), replace(FACTS, device_id="gpu-c")
 
 
@@ -88,7 +88,7 @@ def test_an_error_on_one_rank_is_reported_by_both(results: Results) -> None:
     assert "last error" not in check.detail
 
 
-def check_of(name: str, *ranks: Facts) -> Check:
+def check_of(name: str, *ranks: RankFacts) -> Check:
     return next(check for check in compare(ranks) if check.name == name)
 
 

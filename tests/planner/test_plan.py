@@ -16,7 +16,7 @@ import pytest
 from nsa import cli
 from nsa.engine.config import RunConfig
 from nsa.engine.plan_command import batch_of, model_of, zero_of
-from nsa.planner.model import Batch, Model
+from nsa.planner.model import BatchShape, Model
 from nsa.planner.search import search
 from nsa.planner.step import Hardware, communication_seconds, fits, forecast
 from nsa.planner.traffic import Traffic, Zero, traffic
@@ -28,7 +28,7 @@ SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
 A100 = Hardware(flops=312e12, mfu=0.25, link=12e9, memory=80e9)
 
 
-def setting_of(row: dict[str, Any]) -> tuple[Model, Zero, Batch]:
+def setting_of(row: dict[str, Any]) -> tuple[Model, Zero, BatchShape]:
     """Return the setting of a benchmark row."""
     model, zero, batch = _measured_config(row["config"], row["accumulation"])
     reduced = {"bf16": 2, "fp32": 4}[row["reduce_dtype"]]
@@ -36,7 +36,7 @@ def setting_of(row: dict[str, Any]) -> tuple[Model, Zero, Batch]:
 
 
 @cache
-def _measured_config(name: str, accumulation: int) -> tuple[Model, Zero, Batch]:
+def _measured_config(name: str, accumulation: int) -> tuple[Model, Zero, BatchShape]:
     config = RunConfig()
     for setting, value in MEASURED["model"].items():
         if setting != "spec":
@@ -47,7 +47,7 @@ def _measured_config(name: str, accumulation: int) -> tuple[Model, Zero, Batch]:
     return model, zero, batch_of(config)
 
 
-def m7c(config: str, **changes: Any) -> tuple[Model, Zero, Batch]:
+def m7c(config: str, **changes: Any) -> tuple[Model, Zero, BatchShape]:
     run = RunConfig()
     run.model.activation_checkpointing = "reentrant"
     zero = zero_of(ROOT / f"ds_configs/{config}.json", run, 2)

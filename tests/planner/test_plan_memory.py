@@ -14,7 +14,7 @@ from nsa.engine.build import build_model
 from nsa.engine.plan_command import batch_of, model_of, zero_of
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.planner.memory import memory
-from nsa.planner.model import Batch, Model, activations
+from nsa.planner.model import BatchShape, Model, activations
 from nsa.planner.traffic import Zero, traffic
 from tests.planner.allocations import Allocations
 from tests.planner.toys import BUCKET, toy
@@ -43,7 +43,7 @@ def case_of(name: str) -> str:
     return f"{name.split(',')[0]}:{CASES[name]}"
 
 
-def setting(name: str) -> tuple[Model, Zero, Batch]:
+def setting(name: str) -> tuple[Model, Zero, BatchShape]:
     """Return the worker's setting as planner inputs."""
     file, mode, ranks_per_sequence, kind = case_of(name).split(":")
     config = toy(mode, kind, int(ranks_per_sequence))

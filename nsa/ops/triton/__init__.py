@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from nsa.ops.inputs import Attention, Selection
+from nsa.ops.inputs import AttentionInputs, SelectionInputs
 from nsa.spec import NSASpec
 
 MAX_HEAD_SIZE = 256
@@ -52,7 +52,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
 
 
-def attention(x: Attention) -> tuple[Tensor, Tensor]:
+def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     """One branch's attention: (o, lse)."""
     from nsa.ops.triton.band_op import triton_band
     from nsa.ops.triton.selected_op import triton_selected
@@ -65,7 +65,7 @@ def attention(x: Attention) -> tuple[Tensor, Tensor]:
     return triton_band(q, k, v, cu_seqlens, band, scale)
 
 
-def select_blocks(x: Selection) -> Tensor:
+def select_blocks(x: SelectionInputs) -> Tensor:
     """The blocks that each query selects, ascending, padded with -1: int32 [B, T, Hkv, n]."""
     from nsa.ops.triton.select import triton_select
 

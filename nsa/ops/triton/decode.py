@@ -28,7 +28,7 @@ BLOCKS = 64  # selection blocks that one program ranks
 ELEMENTS = 2048  # of the outputs that are joined at a time
 
 
-class Token(NamedTuple):
+class DecodeInputs(NamedTuple):
     """Inputs of the op, as `nsa.ops.decode.decode_attention` describes and checks them."""
 
     q: Tensor  # [B, Hq, Dk]
@@ -49,7 +49,7 @@ class Token(NamedTuple):
         return getattr(self, f"k_{branch}"), getattr(self, f"v_{branch}")
 
 
-def decode_forward(x: Token) -> Tensor:
+def decode_forward(x: DecodeInputs) -> Tensor:
     """Five launches, fewer where a branch is missing or there are no blocks to select among."""
     (batch, heads, _), spec, branches = x.q.shape, x.spec, x.branches.split("+")
     k, v = x.pair(branches[0])
@@ -90,7 +90,7 @@ def decode_forward(x: Token) -> Tensor:
 
 
 def _constants(
-    x: Token, k: Tensor, v: Tensor, branches: Sequence[str]
+    x: DecodeInputs, k: Tensor, v: Tensor, branches: Sequence[str]
 ) -> tuple[dict[str, Any], Config]:
     """Compile-time constants. Parts are numbered: blocks, then the window, then compressed keys."""
     spec, sizes = x.spec, (padded_size(x.q.shape[2]), padded_size(v.shape[3]))
@@ -111,7 +111,7 @@ def _constants(
     }, config
 
 
-def _buffers(x: Token, branches: Sequence[str]) -> dict[str, Any]:
+def _buffers(x: DecodeInputs, branches: Sequence[str]) -> dict[str, Any]:
     """Keys, values and the strides of their sequences by the names that kernels have for them.
 
     A cache may pass the first rows of larger buffers, so that sequences are apart.
@@ -135,8 +135,8 @@ def _capacity(count: int) -> int:
     return triton.cdiv(count, 16) * 16
 
 
-def _fake(x: Token) -> Tensor:
+def _fake(x: DecodeInputs) -> Tensor:
     return x.q.new_empty(*x.q.shape[:2], x.pair(x.branches[:3])[1].shape[-1])
 
 
-triton_decode = register("nsa::triton_decode", Token, decode_forward, fake=_fake)
+triton_decode = register("nsa::triton_decode", DecodeInputs, decode_forward, fake=_fake)

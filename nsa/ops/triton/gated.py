@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.inputs import Selection
+from nsa.ops.inputs import SelectionInputs
 from nsa.ops.triton.band_op import Band, band_forward, band_gradients
 from nsa.ops.triton.common import binary_lse, kernel
 from nsa.ops.triton.configs import Config
@@ -115,10 +115,10 @@ class Gated(NamedTuple):
         band = [self.spec.block_len, self.spec.block_stride, 0]
         return Band(self.q, self.k_cmp, self.v_cmp, self.cu_seqlens, band, self.scale)
 
-    def selection(self, lse: Tensor) -> Selection:
+    def selection(self, lse: Tensor) -> SelectionInputs:
         """Block selection from the compressed branch's lse."""
         rest = self.cu_seqlens, self.spec, self.q.shape[1], self.scale
-        return Selection(self.q, self.k_cmp, lse, *rest)
+        return SelectionInputs(self.q, self.k_cmp, lse, *rest)
 
     def selected(self, block_index: Tensor) -> Selected:
         """The selected branch alone."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import register
-from nsa.ops.inputs import Selection
+from nsa.ops.inputs import SelectionInputs
 from nsa.ops.triton.common import (
     LOG2E,
     document_arguments,
@@ -164,7 +164,7 @@ def select_kernel(
         )
 
 
-def select_forward(x: Selection) -> Tensor:
+def select_forward(x: SelectionInputs) -> Tensor:
     """The blocks that each query attends to: int32 [B, T, Hkv, n]."""
     (batch, queries, heads, size), groups, spec = x.q.shape, x.k_cmp.shape[2], x.spec
     out = x.empty_index()
@@ -189,5 +189,5 @@ def select_forward(x: Selection) -> Tensor:
 
 
 triton_select = register(
-    "nsa::triton_select", Selection, select_forward, fake=Selection.empty_index
+    "nsa::triton_select", SelectionInputs, select_forward, fake=SelectionInputs.empty_index
 )

@@ -230,7 +230,9 @@ def test_launches_follow_the_room_and_ask_the_lengths_nothing() -> None:
     x = buffers(case, sequences(case)).to("meta")
     lengths = torch.empty(len(LENGTHS), dtype=torch.int64, device="meta")
     with recording() as started:
-        decode.decode_forward(decode.Token(*x.tensors(), lengths, SPEC, "+".join(BRANCHES), 0.5))
+        decode.decode_forward(
+            decode.DecodeInputs(*x.tensors(), lengths, SPEC, "+".join(BRANCHES), 0.5)
+        )
     names = [launched.kernel.fn.__name__.split("_")[1] for launched in started]
     assert names == ["compressed", "importance", "rank", "parts", "mix"]
     assert started[0].grid == (-(-x.k_cmp.shape[1] // 24), 2, len(LENGTHS))
