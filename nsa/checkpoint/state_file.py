@@ -43,7 +43,7 @@ def check_loadable(checkpoint: Path, saved: dict[str, Any], current: dict[str, A
     for key, name, fix in (
         ("layout", "ZeRO stage {}", "choose a DeepSpeed config of ZeRO stage {}"),
         ("precision", "precision {}", "set train.precision={}"),
-        ("ranks", "{} ranks", "start {} ranks, or add --universal to convert it"),
+        ("ranks", "world size {}", "start {} ranks, or add --universal to convert it"),
     ):
         if key == "ranks" and saved["layout"] == "0":
             continue  # rank 0 holds everything

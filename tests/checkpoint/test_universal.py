@@ -93,7 +93,7 @@ def test_converted_weights_equal_the_original(root: Path, dtype: torch.dtype | N
 
 def test_another_number_of_ranks_is_refused_with_the_flag_to_add() -> None:
     saved = {"layout": "1 or 2", "precision": "bf16", "ranks": 2}
-    with pytest.raises(ValueError, match=r"saved with ranks 2.*has ranks 1.*--universal"):
+    with pytest.raises(ValueError, match=r"saved with world size 2.*has world size 1.*--universal"):
         check_loadable(Path("step00000004"), saved, saved | {"ranks": 1})
 
 

@@ -285,7 +285,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
 def test_resuming_on_another_number_of_ranks_names_the_right_one(stopped: Path) -> None:
     result = deepspeed("m7c.py", f"--run-dir={stopped}", "--resume", folder=stopped)
     assert result.returncode == 2
-    assert "saved with ranks 1" in result.stderr
+    assert "saved with world size 1" in result.stderr
     assert "start 1 ranks" in result.stderr
 
 

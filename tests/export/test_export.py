@@ -83,7 +83,7 @@ def test_the_cards_figures_belong_to_the_exported_step(run: Path, tmp_path: Path
     rows = [row for row in read_metrics(run / "metrics.csv") if row["step"] <= 3]
     figures, last = card(tmp_path / "third"), rows[-1]
     assert figures["steps"] == "3 of 6"
-    assert figures["tokens seen"].split()[0] == f"{last['tokens']:,}"
+    assert figures["tokens seen"].split()[0] == f"{last['tokens']:,.0f}"
     assert figures["training loss (nats a token)"].split()[0] == f"{last['loss']:.4f}"
     assert figures["data.source"] == "embedded"
     assert figures["torch"] == torch.__version__

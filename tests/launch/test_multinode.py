@@ -76,7 +76,7 @@ def test_two_machines_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
     (folder / "hosts").write_text("".join(f"{one} slots=1\n" for one in link.addresses))
     (folder / "bin").mkdir()
     ssh = folder / "bin/ssh"
-    second = " ".join([*link.inside(1), MACHINE])
+    second = f"ip netns exec {link.namespaces[1]} {MACHINE}"
     ssh.write_text(
         f"#!/usr/bin/env bash\n[ ${{@: -2:1}} = {link.addresses[1]} ] || exit 255\n"
         f'exec {second} "hostname node1; ${{@: -1}}"\n'
@@ -87,7 +87,7 @@ def test_two_machines_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
     script = "hostname node0; exec bash launch/multinode.sh hosts --run-dir run "
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(
-            [*link.inside(0), *MACHINE.split(), script + " ".join(SETTINGS)],
+            ["ip", "netns", "exec", link.namespaces[0], *MACHINE.split(), script + " ".join(SETTINGS)],
             cwd=folder, env=environment, stdout=said, stderr=said,
         )  # fmt: skip
     try:

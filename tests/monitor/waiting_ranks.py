@@ -26,7 +26,7 @@ def watch(run_dir: Path) -> None:
     """Wait for and signal rank 0 from outside, as the watchdog does."""
     while True:
         beat = last_beat(run_dir / "heartbeat_rank0.jsonl")
-        if beat and beat["phase"] == "backward" and "gloo:" in (beat["collective"] or ""):
+        if beat and beat["phase"] == "backward" and "#4" in (beat["collective"] or ""):
             break
         time.sleep(0.01)
     os.kill(beat["pid"], signal.SIGUSR1)
