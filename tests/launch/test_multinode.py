@@ -87,7 +87,8 @@ def test_two_machines_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
     script = "hostname node0; exec bash launch/multinode.sh hosts --run-dir run "
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(
-            ["ip", "netns", "exec", link.namespaces[0], *MACHINE.split(), script + " ".join(SETTINGS)],
+            ["ip", "netns", "exec", link.namespaces[0], *MACHINE.split(),
+             script + " ".join(SETTINGS)],
             cwd=folder, env=environment, stdout=said, stderr=said,
         )  # fmt: skip
     try:
