@@ -23,7 +23,7 @@ from nsa.bench.baselines import block_mask, compiled_flex, flex
 from nsa.bench.implementations import Implementation, difference, measure
 from nsa.bench.inputs import Inputs, mean_pool, neighbour_overlap
 from nsa.bench.measure import elapsed_ms, peak_bytes, time_alternating
-from nsa.bench.operations import FUNCTIONS, PARTS, Selection, pairs
+from nsa.bench.operations import FUNCTIONS, PARTS, SelectedBlocks, pairs
 from nsa.bench.options import shapes
 from nsa.bench.results import Report, figure, to_json
 from nsa.model import ModelConfig
@@ -86,7 +86,7 @@ def test_kernels_reports_times_and_rates_of_every_function(bench: Bench, device:
 def test_counted_pairs_are_the_visible_ones_of_each_branch() -> None:
     length, shape = 53, shapes("6x2x8")[0]
     inputs = Inputs.random(shape, 2, length, SMALL, CPU, torch.float32)
-    selection = Selection.of(inputs, SMALL, "blockwise")
+    selection = SelectedBlocks.of(inputs, SMALL, "blockwise")
     index = selection.index.numpy()
     by_hand = {
         "compressed_attention": 2 * 6 * sum(
@@ -234,7 +234,7 @@ def test_similar_neighbours_select_mostly_the_same_blocks() -> None:
     local = inputs.local(spec)
     assert torch.equal(local.k_cmp, inputs.k_cmp)
     for x, low, high in ((inputs, 0, 0.75), (local, 0.85, 1)):
-        assert low < neighbour_overlap(Selection.of(x, spec, "blockwise").index) < high
+        assert low < neighbour_overlap(SelectedBlocks.of(x, spec, "blockwise").index) < high
 
 
 def test_compressed_keys_are_the_means_of_their_blocks() -> None:

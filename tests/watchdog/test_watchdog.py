@@ -182,7 +182,7 @@ def test_a_stopped_process_is_ended_for_its_silence(runs: Runs) -> None:
     assert runs["silent"].exit_code() == 4
     reason = runs["silent"].halt()["reason"]
     assert reason.startswith("no heartbeat from rank 1 for ")
-    assert reason.endswith("in forward after step 3; its process is alive")
+    assert "in forward after step 3; its process is alive" in reason
     assert reason in runs["silent"].stderr
 
 

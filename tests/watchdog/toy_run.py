@@ -97,6 +97,9 @@ def run_rank(folder: Path, number: int, faults: list[str], resumed: bool) -> Non
     if "clock" in faults:
         rank.clock = -86_400.0
     if "hang" in faults:
+        peer = folder / "heartbeat_rank0.jsonl"
+        while "0:train" in sys.argv and '"backward"' not in peer.read_text():
+            rank.wait(INTERVAL)
         rank.enter("forward", ago=100)
         rank.wait()
     if "slow-save" in faults:
