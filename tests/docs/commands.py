@@ -1,7 +1,7 @@
-"""Checks of the commands on the pages, by each program's own parser and validation.
+"""Checks of the commands in the docs, by each program's own parser and validation.
 
-A command with deterministic output runs and returns it. Training is validated (flags, settings,
-DeepSpeed JSON, run folder) without starting a rank. A command in neither table fails: add a rule.
+A command with deterministic output is run. Training commands are validated (flags, settings,
+DeepSpeed JSON, run folder) without starting a rank. A command without a rule fails.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from nsa.engine.recipe import Recipe
 from nsa.watchdog.command import split_command
 from tests.ranks import ROOT, start_ranks
 
-# Programs that are not run, and why.
+# Programs that are neither run nor parsed, and why.
 NOT_RUN = {
-    "git": "needs the network and a folder of its own",
-    "cd": "goes to where these tests are",
-    "pip": "installs packages; launch/setup.sh and its tests do that",
-    "source": "changes the reader's shell",
-    "lm_eval": "comes with an extra; tests/evaluate/test_lm_eval.py has the command's tasks",
-    "sbatch": "needs Slurm; tests/launch/test_slurm.py has the script",
+    "git": "needs the network",
+    "cd": "has no effect on the commands after it",
+    "pip": "installs packages; tests/launch/test_setup.py tests that",
+    "source": "changes the current shell",
+    "lm_eval": "is an optional extra; tests/evaluate/test_lm_eval.py runs its tasks",
+    "sbatch": "needs Slurm; tests/launch/test_slurm.py runs the script",
 }
 
 
 def check(words: list[str]) -> str | None:
-    """Raise if a command would not work; return its output if that is deterministic."""
+    """Raise if the command would fail; return its output if that is deterministic."""
     line = " ".join(words)
     if words[0] in NOT_RUN:
         return None
     if words[0] == "bash" and not (ROOT / words[1]).is_file():
-        raise ValueError(f"{line!r}: there is no such script")
+        raise ValueError(f"{line!r}: no such script")
     for start, rule in RULES.items():
         if line == start or line.startswith(f"{start} "):
             with contextlib.suppress(_Parsed), _parsers_raise():
                 return rule(words[len(start.split()) :])
             return None
-    raise ValueError(f"{line!r}: no rule in {__name__} says how to check such a command")
+    raise ValueError(f"{line!r}: no rule checks this command; fix: add one to RULES in {__name__}")
 
 
 def launcher(arguments: list[str]) -> None:
@@ -62,29 +62,28 @@ def launcher(arguments: list[str]) -> None:
 
 
 def recipe(script: str, arguments: list[str], ranks: int = 1) -> None:
-    """Plan a recipe's run. The run that `--resume` goes on with, and the reader's device, are not
-    here: they are left out."""
-    found = _recipe_of(ROOT / script)
-    flags = build_parser(found).parse_args(arguments)
+    """Resolve a recipe's run, without `--resume` (its run does not exist) and for any device."""
+    loaded = _recipe_of(ROOT / script)
+    flags = build_parser(loaded).parse_args(arguments)
     flags.resume = flags.universal = False
     any_device = mock.patch("nsa.engine.command_line._check_precision")
     with mock.patch.dict(os.environ, WORLD_SIZE=str(ranks)), any_device:
-        resolve_request(found, flags)
+        resolve_request(loaded, flags)
 
 
 def nsa(arguments: list[str]) -> str | None:
-    """`nsa <verb>`: verbs that only read the repository run, the others are parsed."""
+    """Run an `nsa` verb that only reads the repository; parse any other."""
     if cli._parser().parse_args(arguments).verb not in ("info", "check", "plan"):
         return None
     with contextlib.redirect_stdout(io.StringIO()) as output:
         code = cli.main(arguments)
     if code:
-        raise ValueError(f"nsa {' '.join(arguments)} ends with exit code {code}")
+        raise ValueError(f"nsa {' '.join(arguments)} failed with exit code {code}")
     return output.getvalue()
 
 
 def watch(arguments: list[str]) -> None:
-    """The watchdog's own flags, then the command it would start."""
+    """Parse the watchdog's flags, then check the command that it would start."""
     own, command = split_command(["watch", *arguments])
     cli._parser().parse_args(own)
     if command:
@@ -92,20 +91,20 @@ def watch(arguments: list[str]) -> None:
 
 
 def m7c(arguments: list[str]) -> None:
-    """The script's own flag, then the recipe's."""
+    """Parse the script's `--restart`, then the recipe's flags."""
     own = 2 if arguments[:1] == ["--restart"] else 0
     watch([*arguments[:own], "runs"])
     recipe("recipes/m7c.py", arguments[own:], ranks=2)
 
 
 def pcie(arguments: list[str]) -> None:
-    """The arguments of launch/m7c.sh, or --check alone."""
+    """Parse the arguments of launch/m7c.sh, or `--check`."""
     if arguments != ["--check"]:
         m7c(arguments)
 
 
 def multinode(arguments: list[str]) -> None:
-    """A hostfile and the script's flags, then the recipe's."""
+    """Parse the hostfile and the script's flags, then the recipe's."""
     own = argparse.ArgumentParser()
     own.add_argument("hostfile")
     own.add_argument("--no_ssh", action="store_true")
@@ -129,28 +128,28 @@ def bench(arguments: list[str]) -> None:
 
 
 def gpu(arguments: list[str]) -> None:
-    """Dry-run the script; each benchmark that it would start must accept its flags."""
+    """Dry-run the script and parse every benchmark command that it prints."""
     script = ["bash", str(ROOT / "launch/gpu.sh"), "--dry-run", *arguments]
     done = subprocess.run(script, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(done.stderr)
     for line in done.stdout.splitlines():
-        _, found, flags = line.partition(" -m nsa.bench ")
-        if found:
+        _, separator, flags = line.partition(" -m nsa.bench ")
+        if separator:
             with contextlib.suppress(_Parsed):
                 bench(flags.split())
 
 
 def tests(arguments: list[str]) -> None:
-    """pytest's arguments: paths exist and flags are known."""
-    named = [word for word in arguments if word.startswith("tests")]
-    if missing := [word for word in named if not (ROOT / word).exists()]:
-        raise ValueError(f"there is no {missing[0]}")
-    _pytest_takes(*(word for word in arguments if word not in named))
+    """Check that pytest knows the flags and that the paths exist."""
+    paths = [word for word in arguments if word.startswith("tests")]
+    if missing := [path for path in paths if not (ROOT / path).exists()]:
+        raise ValueError(f"{missing[0]}: no such path")
+    _collect(*(word for word in arguments if word not in paths))
 
 
 @cache
-def _pytest_takes(*flags: str) -> None:
+def _collect(*flags: str) -> None:
     """Collect one small file with these flags."""
     if not flags:
         return
@@ -163,33 +162,33 @@ def _pytest_takes(*flags: str) -> None:
 
 
 def no_arguments(arguments: list[str]) -> None:
-    """A script without arguments."""
+    """Refuse any argument."""
     if arguments:
-        raise ValueError(f"takes no arguments, and got {arguments}")
+        raise ValueError(f"takes no arguments, got {arguments}")
 
 
 def soak(arguments: list[str]) -> None:
-    """Minutes and a seed."""
+    """Check optional minutes and seed."""
     if len(arguments) > 2 or not all(word.isdecimal() for word in arguments):
-        raise ValueError(f"launch/soak.sh takes [MINUTES] [SEED], and got {arguments}")
+        raise ValueError(f"launch/soak.sh takes [MINUTES] [SEED], got {arguments}")
 
 
 def tensorboard(arguments: list[str]) -> None:
-    """It is installed in this environment."""
+    """Check that TensorBoard is installed."""
     if not shutil.which("tensorboard", path=str(Path(sys.executable).parent)):
         raise ValueError("tensorboard is not installed")
 
 
 def site(arguments: list[str]) -> None:
-    """tests/docs/test_site.py builds the site from this file."""
+    """Check the config file; tests/docs/test_site.py builds the site with it."""
     if arguments[-2:] != ["-f", "docs/site/mkdocs.yml"]:
         raise ValueError("mkdocs takes -f docs/site/mkdocs.yml")
 
 
 def screenshots(arguments: list[str]) -> None:
-    """A folder of runs; the script needs a browser."""
+    """Check the number of arguments; running the script needs a browser."""
     if len(arguments) != 1:
-        raise ValueError(f"docs/make_screenshots.py takes RUNS, and got {arguments}")
+        raise ValueError(f"docs/make_screenshots.py takes RUNS, got {arguments}")
 
 
 # The first matching prefix applies.
@@ -223,7 +222,7 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
 
 
 class _Parsed(Exception):
-    """A program has parsed its arguments."""
+    """Raised once a program has parsed its arguments, to stop it there."""
 
 
 @contextlib.contextmanager
@@ -233,8 +232,8 @@ def _parsers_raise() -> Iterator[None]:
     try:
         with contextlib.redirect_stderr(output):
             yield
-    except SystemExit as ended:
-        raise (ValueError(output.getvalue()) if ended.code else _Parsed) from None
+    except SystemExit as stop:
+        raise (ValueError(output.getvalue()) if stop.code else _Parsed) from None
 
 
 def _recipe_of(script: Path) -> Recipe:

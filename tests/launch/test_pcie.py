@@ -1,7 +1,6 @@
-"""`launch/m7c_pcie.sh`: what a machine needs is set, nothing else, and each with its reason.
+"""`launch/m7c_pcie.sh` sets only the variables that the node needs, and prints the reason of each.
 
-Machines with GPUs can't be had here: their `nvidia-smi` and `lspci` are stand-ins that print what
-the real ones print there.
+`nvidia-smi` and `lspci` are replaced by scripts that print output recorded on real GPU nodes.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ FAR_APART = TOPO_SYS.replace("GPU0\t X \tPIX", "GPU0\t X \tSYS")
     ],
     ids=["clear", "acs", "own level", "own choice", "nvlink", "near", "far apart", "own gpus"],
 )
-def test_only_what_a_machine_needs_is_set_and_what_its_user_set_stays(
+def test_only_needed_variables_are_set_and_the_users_own_are_kept(
     topology: str, acs: Check, variables: dict[str, str], expected: dict[str, str]
 ) -> None:
-    found = settings(parse_topology(topology), acs, variables)
-    assert {setting.name: setting.value for setting in found} == expected
+    chosen = settings(parse_topology(topology), acs, variables)
+    assert {setting.name: setting.value for setting in chosen} == expected
 
 
 def call(
     folder: Path, topology: str, lspci: str, *arguments: str, **variables: str
 ) -> tuple[int, str]:
-    """The script beside programs that print this; returns its exit code and all that it said."""
+    """Run the script with the recorded outputs; return its exit code and output."""
     tools = folder / "bin"
     tools.mkdir()
     for name, text in (("nvidia-smi", topology), ("lspci", lspci)):
@@ -65,28 +64,28 @@ def call(
     return process.returncode, out + err
 
 
-def test_the_run_gets_the_settings_and_the_user_the_reasons(real_packages: Path) -> None:
-    code, said = call(real_packages, FAR_APART, LSPCI_ACS, "--restart", "3", "--steps", "5")
-    assert code == 0, said
-    lines = said.splitlines()
+def test_the_run_gets_the_variables_and_the_output_their_reasons(real_packages: Path) -> None:
+    code, output = call(real_packages, FAR_APART, LSPCI_ACS, "--restart", "3", "--steps", "5")
+    assert code == 0, output
+    lines = output.splitlines()
     for setting in ("CUDA_VISIBLE_DEVICES=2,3", "NCCL_P2P_DISABLE=1"):
-        assert setting in lines  # in the environment of what it starts
-        assert any(line.startswith(f"pcie: set  {setting}: ") for line in lines), said
+        assert setting in lines  # the environment of launch/m7c.sh
+        assert any(line.startswith(f"pcie: set  {setting}: ") for line in lines), output
     assert "given --restart 3 --steps 5" in lines
-    assert "GPU 2 and 3 are joined by PIX, GPU 0 and 1 by SYS" in said
-    assert "ACS redirects peer traffic at 16:00.0" in said
+    assert "GPU 2 and 3 are joined by PIX, GPU 0 and 1 by SYS" in output
+    assert "ACS redirects peer traffic at 16:00.0" in output
 
 
-def test_check_only_looks(real_packages: Path) -> None:
-    code, said = call(real_packages, TOPO_NVLINK, LSPCI_CLEAR, "--check")
-    assert code == 0, said
-    assert "given" not in said
-    assert "pcie: set  nothing" in said
+def test_check_starts_no_run(real_packages: Path) -> None:
+    code, output = call(real_packages, TOPO_NVLINK, LSPCI_CLEAR, "--check")
+    assert code == 0, output
+    assert "given" not in output
+    assert "pcie: set  nothing" in output
 
 
-def test_a_variable_that_cannot_work_ends_it_with_the_mend(real_packages: Path) -> None:
+def test_an_invalid_variable_exits_with_2_and_names_itself(real_packages: Path) -> None:
     wrong = {"NCCL_SOCKET_IFNAME": "nowhere0"}
-    code, said = call(real_packages, TOPO_PHB, LSPCI_CLEAR, **wrong)
+    code, output = call(real_packages, TOPO_PHB, LSPCI_CLEAR, **wrong)
     assert code == 2
-    assert "given" not in said
-    assert "NCCL_SOCKET_IFNAME=nowhere0 names no network interface" in said
+    assert "given" not in output
+    assert "NCCL_SOCKET_IFNAME=nowhere0 names no network interface" in output

@@ -10,7 +10,7 @@ import torch
 from nsa.ops import compressed_attention, select_blocks
 from nsa.ops.triton.configs import Config, override_choices
 from nsa.spec import NSASpec
-from tests.ops import checks_of_others as check
+from tests.ops import published_checks as check
 from tests.ops.cases import (
     Case,
     default,
@@ -139,5 +139,5 @@ def test_selecting_again_selects_the_same_blocks() -> None:
         check.large_logits_neither_overflow_nor_underflow,
     ],
 )
-def test_the_code_does_not_have_the_errors_of_others(check: Callable[[str], None]) -> None:
+def test_the_kernel_does_not_have_known_errors(check: Callable[[str], None]) -> None:
     check("triton")

@@ -1,4 +1,4 @@
-"""Errors that public implementations of NSA have made: absent here, and noticed when planted."""
+"""Known errors of public NSA implementations: absent here, and detected when planted."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from nsa.model import compressor
 from nsa.ops import blockwise, checks, documents, reference, tiles
 from tests.ops import cases
-from tests.ops import checks_of_others as check
+from tests.ops import published_checks as check
 from tests.ops.cases import one_thread as one_thread
-from tests.ops.planting import Plant
+from tests.ops.planted_errors import Plant
 
 Check = Callable[[str], None]
 
@@ -99,7 +99,7 @@ PLANTED: dict[str, tuple[Plant, Check]] = {
         ),
         check.key_and_value_gradients_are_rounded_to_bf16_once,
     ),
-    "gradients summed in whatever order": (
+    "gradients summed in random order": (
         Plant(
             tiles,
             "attend_backward",
@@ -198,12 +198,12 @@ def _name(check: Check) -> str:
         for backend in backends
     ],
 )
-def test_the_code_does_not_have_the_error(check: Check, backend: str) -> None:
+def test_the_code_does_not_have_a_known_error(check: Check, backend: str) -> None:
     check(backend)
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_the_check_notices_the_error_when_it_is_planted(
+def test_a_check_fails_when_its_error_is_planted(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant, check = PLANTED[name]

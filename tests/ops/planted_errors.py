@@ -1,4 +1,4 @@
-"""Plants an error into the code under test, to show that a check would notice it."""
+"""Planted errors: one-line mutations of the code under test, to prove that a check fails."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ HOLDERS = (nsa.ops, blockwise, checks, documents, reference, tiles, attention, c
 
 
 def mutated(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    """The function with `old` replaced in its source text; it still calls its own module."""
+    """Return the function with `old` replaced in its source; its globals stay its module's."""
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1, f"{old!r} is in {function.__name__} {source.count(old)} times"
     module = inspect.getmodule(function)
     assert module is not None
-    made: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     exec(
         compile(source.replace(old, new), f"<mutated {function.__name__}>", "exec"),
         vars(module),
-        made,
+        namespace,
     )
-    return made[function.__name__]
+    return namespace[function.__name__]
 
 
 @dataclass(frozen=True)
 class Plant:
-    """One replacement in one function."""
+    """One text replacement in one function."""
 
     module: ModuleType
     function: str
@@ -44,14 +44,14 @@ class Plant:
     new: str
 
     def into(self, patch: pytest.MonkeyPatch) -> None:
-        """Put the mutated function wherever the right one is called from."""
+        """Replace the function by its mutation in every module that holds it."""
         owner, _, name = self.function.rpartition(".")
         if owner:
             original = getattr(getattr(self.module, owner), name)
             patch.setattr(getattr(self.module, owner), name, mutated(original, self.old, self.new))
             return
         original = getattr(self.module, name)
-        wrong = mutated(original, self.old, self.new)
+        mutation = mutated(original, self.old, self.new)
         for holder in HOLDERS:
             if vars(holder).get(name) is original:
-                patch.setattr(holder, name, wrong)
+                patch.setattr(holder, name, mutation)

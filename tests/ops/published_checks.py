@@ -1,7 +1,7 @@
-"""One check for each error that public implementations of NSA have made.
+"""Checks for errors found in public NSA implementations, one check per error.
 
-A check takes a backend's name and raises where the backend is wrong. `test_errors_of_others.py`
-runs each one on the code as it is, and again with the error planted.
+A check takes a backend's name and raises if the backend has the error. `test_known_errors.py` runs
+each check on the unchanged code, and again with the error planted.
 """
 
 from __future__ import annotations
