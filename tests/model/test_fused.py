@@ -1,0 +1,225 @@
+"""Fused module calls: equal to separate calls, and never around a hook or an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa.model.fused import is_plain, parallel_linear
+
+WIDTHS = (12, 5, 4)  # their sum, 21, is padded to 24
+
+
+def linears(dtype: torch.dtype = torch.float64) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(10, width, bias=False, dtype=dtype) for width in WIDTHS]
+
+
+def rows(count: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(2, count, 10, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+@contextmanager
+def products() -> Iterator[list[tuple[int, ...]]]:
+    """The output shapes of matrix products."""
+    shapes: list[tuple[int, ...]] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            result = func(*args, **(kwargs or {}))
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.linear):
+                shapes.append(tuple(result.shape))
+            return result
+
+    with Recorded():
+        yield shapes
+
+
+def test_outputs_and_gradients_are_those_of_separate_calls_with_one_product() -> None:
+    modules, x = linears(), rows().requires_grad_()
+    with products() as shapes:
+        fused = parallel_linear(x, modules)
+    assert [shape[-1] for shape in shapes] == [24]
+    assert fused.shape == (2, 6, 24)
+    *outputs, pad = fused.split([*WIDTHS, 3], -1)
+    assert not pad.any()
+    grad_outputs = [torch.randn_like(output) for output in outputs]
+    given = [x, *(module.weight for module in modules)]
+    actual = torch.autograd.grad(outputs, given, grad_outputs)
+    expected_outputs = [module(x) for module in modules]
+    expected = torch.autograd.grad(expected_outputs, given, grad_outputs)
+    for a, b in zip((*outputs, *actual), (*expected_outputs, *expected), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradients_land_in_each_weight() -> None:
+    modules = linears()
+    modules[1].weight.requires_grad_(False)
+    parallel_linear(rows(), modules).square().sum().backward()
+    assert [module.weight.grad is not None for module in modules] == [True, False, True]
+    for module in (modules[0], modules[2]):
+        assert module.weight.grad.shape == module.weight.shape
+
+
+def test_few_rows_copy_no_weights() -> None:
+    """Decoding reads every weight once per token; a copy would read and write it again."""
+    modules = linears()
+    with products() as shapes:
+        output = parallel_linear(rows()[:1, :1], modules)
+    assert [shape[-1] for shape in shapes] == [*WIDTHS]
+    assert output.shape == (1, 1, 24)
+
+
+def test_autocast_gives_what_separate_calls_give() -> None:
+    modules, x = linears(torch.float32), rows(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        fused = parallel_linear(x, modules)
+        separate = torch.cat([module(x) for module in modules], -1)
+    assert fused.dtype == torch.bfloat16
+    torch.testing.assert_close(fused[..., :21], separate)
+
+
+class Adapted(nn.Linear):
+    """A low-rank adapter, as adapter libraries build it: a subclass around a linear layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.sum(-1, keepdim=True)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x.sum(-1, keepdim=True)
+
+
+class Tripled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 3 * weight
+
+
+class Subclassed(Tensor):
+    """A parameter that interprets its own values, as quantized and distributed tensors do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            with torch._C.DisableTorchFunctionSubclass():
+                return 2 * func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def adapted(module: nn.Linear) -> nn.Module:
+    result = Adapted(10, module.out_features, bias=False, dtype=torch.float64)
+    result.load_state_dict(module.state_dict())
+    return result
+
+
+def hooked(module: nn.Linear) -> nn.Module:
+    module.register_forward_hook(lambda _, given, output: 2 * output)
+    return module
+
+
+def pre_hooked(module: nn.Linear) -> nn.Module:
+    module.register_forward_pre_hook(lambda _, given: (2 * given[0],))
+    return module
+
+
+def backward_hooked(module: nn.Linear) -> nn.Module:
+    module.register_full_backward_hook(lambda _, to_inputs, __: (2 * to_inputs[0],))
+    return module
+
+
+def replaced_forward(module: nn.Linear) -> nn.Module:
+    forward = module.forward
+    module.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
+    return module
+
+
+def parametrized(module: nn.Linear) -> nn.Module:
+    parametrize.register_parametrization(module, "weight", Tripled())
+    return module
+
+
+def subclassed(module: nn.Linear) -> nn.Module:
+    weight = module.weight.detach().as_subclass(Subclassed)
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    return module
+
+
+def biased(module: nn.Linear) -> nn.Module:
+    module.bias = nn.Parameter(torch.ones(module.out_features, dtype=torch.float64))
+    return module
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        adapted,
+        Wrapped,
+        hooked,
+        pre_hooked,
+        backward_hooked,
+        replaced_forward,
+        parametrized,
+        subclassed,
+        biased,
+    ],
+)
+def test_a_module_that_is_not_plain_is_called(change: Callable[[nn.Linear], nn.Module]) -> None:
+    """Its outputs and the input's gradient are what its own call gives."""
+    modules: list[Any] = [*linears()]
+    plain = parallel_linear(rows(), modules)
+    modules[1] = change(linears()[1])
+    x, separate_x = rows().requires_grad_(), rows().requires_grad_()
+    fused = parallel_linear(x, modules)
+    separate = torch.cat([module(separate_x) for module in modules], -1)
+    torch.testing.assert_close(fused[..., :21], separate)
+    for output in (fused, separate):
+        output.sum().backward()
+    torch.testing.assert_close(x.grad, separate_x.grad)
+    changed_gradient = not torch.equal(x.grad, _gradient(linears()))
+    assert changed_gradient or not torch.equal(fused, plain)
+
+
+def _gradient(modules: list[nn.Linear]) -> Tensor:
+    x = rows().requires_grad_()
+    parallel_linear(x, modules).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_a_hook_on_all_modules_is_called_for_each() -> None:
+    called: list[nn.Module] = []
+    modules = linears()
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, given, output: called.append(module)
+    )
+    try:
+        parallel_linear(rows(), modules)
+    finally:
+        hook.remove()
+    assert called == modules
+
+
+def test_a_plain_module_is_exactly_of_its_kind() -> None:
+    assert is_plain(nn.RMSNorm(4), nn.RMSNorm)
+    assert is_plain(linears()[0], nn.Linear)
+    assert not is_plain(nn.RMSNorm(4), nn.Linear)
+
+
+def test_parallel_linear_compiles_as_one_graph() -> None:
+    modules = linears()
+    compiled = torch.compile(
+        lambda x: parallel_linear(x, modules), backend="aot_eager", fullgraph=True
+    )
+    torch.testing.assert_close(compiled(rows()), parallel_linear(rows(), modules))
