@@ -87,10 +87,11 @@ def band_gradients(
     )
 
     splits = 1 if window else min(MAX_SPLITS, triton.cdiv(seq_len, QUERIES_PER_SPLIT))
-    dk, dv = (
-        y.new_empty(splits, *y.shape, dtype=torch.float32 if splits > 1 else y.dtype)
-        for y in (k, v)
-    )
+    # Packed documents may have fewer compressed keys than k has rows. No kernel writes to the rest,
+    # and no check counts them where cu_seqlens is on a device.
+    empty = torch.zeros if cu_seqlens is not None and not window else torch.empty
+    dtype = torch.float32 if splits > 1 else k.dtype
+    dk, dv = (empty(splits, *y.shape, dtype=dtype, device=y.device) for y in (k, v))
     config = choose_config("band_keys", sizes, q.dtype)
     launch(
         band_keys_kernel,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from nsa.ops import nsa_attention
+from nsa.ops.triton.band_op import Band, band_backward, band_forward
 from nsa.ops.triton.selected_op import DENSE_BLOCKS
 from nsa.spec import NSASpec
 from tests.ops.cases import GROUPS, Case, branches, default, random_cases, with_gradients
@@ -54,6 +56,26 @@ def test_outputs_lse_and_gradients_are_those_of_the_definition(case: Case, branc
 
 def test_more_documents_than_one_load_of_offsets_holds() -> None:
     assert_parity(DESIGNED[-1], "compressed")
+
+
+@pytest.mark.parametrize("queries_per_split", [None, 7], ids=["one split", "splits"])
+def test_compressed_keys_beyond_the_last_document_get_zero_gradients(
+    queries_per_split: int | None,
+) -> None:
+    """With cu_seqlens on a device nothing counts them, so the launcher gets them here directly."""
+    case, surplus = DESIGNED[2], 5
+    x, cu = inputs(case), case.offsets_on(DEVICE)
+    band = [case.spec.block_len, case.spec.block_stride, 0]
+    results = []
+    for rows in (0, surplus):
+        k, v = (F.pad(y, (0, 0, 0, 0, 0, rows), value=torch.nan) for y in (x.k_cmp, x.v_cmp))
+        call = Band(x.q, k, v, cu, band, case.scale)
+        with settings(queries_per_split=queries_per_split):
+            o, lse = band_forward(call)
+            results.append([o, *band_backward(o.cos(), torch.ones_like(lse), call, o, lse)])
+    for exact, padded in zip(*results, strict=True):
+        assert torch.equal(padded[:, : exact.shape[1]], exact)
+        assert not padded[:, exact.shape[1] :].any()  # NaN is true
 
 
 def test_the_cases_cover_every_size_and_tiling() -> None:
