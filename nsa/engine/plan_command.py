@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from nsa.engine.command_line import DEFAULT_DS_CONFIG
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.resolve import resolve_config
-from nsa.model import loss
-from nsa.model.count import flops_per_token, parameter_count
 from nsa.planner.command import describe, hardware, table
 from nsa.planner.model import BatchShape, Model
 from nsa.planner.search import compare, search
@@ -63,36 +60,8 @@ def run(flags: argparse.Namespace) -> int:
 
 def model_of(config: RunConfig) -> Model:
     """Return a run's model as planner input."""
-    model, length = config.model, config.data.seq_len
-    attention = model.attention
-    head_flops = 6 * model.vocab_size * model.width
-    layers_flops = (flops_per_token(model, length) - head_flops) / 3  # forward pass
-    matmul_flops = (flops_per_token(model, 1) - head_flops) / 3  # of these, projections and MLP
-    hidden = None
-    if attention.kind == "nsa" and attention.compressor == "mlp":
-        hidden = attention.compressor_hidden or model.head_dim
-    return Model(
-        parameters=parameter_count(model),
-        vocab_size=model.vocab_size,
-        layers=model.layers,
-        width=model.width,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        value_dim=model.value_dim or model.head_dim,
-        mlp_width=model.mlp_width,
-        spec=attention.spec if attention.kind == "nsa" else None,
-        branches=attention.branch_names,
-        shared_kv=attention.shared_kv,
-        compressor_hidden=hidden,
-        weight_bytes=4 if config.train.precision == "fp32" else 2,
-        flops=flops_per_token(model, length),
-        layers_flops=layers_flops,
-        attention_flops=layers_flops - matmul_flops,
-        chunk_logits=loss.CHUNK_LOGITS,
-        softmax_logits=loss.SOFTMAX_LOGITS,
-        softmax_logits_cpu=loss.SOFTMAX_LOGITS_CPU,
-    )
+    weight_bytes = 4 if config.train.precision == "fp32" else 2
+    return Model(config.model, config.data.seq_len, weight_bytes)
 
 
 def batch_of(config: RunConfig) -> BatchShape:
@@ -116,10 +85,11 @@ def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
     accumulation = resolved.get("data_types", {}).get("grad_accum_dtype") or precision
     stage_3: dict[str, Any] = {}
     if stage == 3:
-        count = parameter_count(config.model)
-        persistent = _persistent(config, zero.get("stage3_param_persistence_threshold", 1e5))
-        reused = zero.get("stage3_max_live_parameters", 1e9) >= count
-        reused &= zero.get("stage3_max_reuse_distance", 1e9) >= 3 * count
+        sizes = model_of(config).sizes
+        threshold = zero.get("stage3_param_persistence_threshold", 1e5)
+        persistent = [size for size in sizes if size < threshold]  # not sharded
+        reused = zero.get("stage3_max_live_parameters", 1e9) >= sum(sizes)
+        reused &= zero.get("stage3_max_reuse_distance", 1e9) >= 3 * sum(sizes)
         stage_3 = {
             "prefetch": int(zero.get("stage3_prefetch_bucket_size", 5e7)),
             "persistent": sum(persistent),
@@ -136,27 +106,13 @@ def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
     )
 
 
-def _persistent(config: RunConfig, threshold: float) -> list[int]:
-    """Return the sizes of the parameters that stage 3 does not shard."""
-    import torch
-
-    from nsa.model import LanguageModel
-
-    with torch.device("meta"):
-        sizes = [parameter.numel() for parameter in LanguageModel(config.model).parameters()]
-    return [size for size in sizes if size < threshold]
-
-
 def _load_profile(recipe: Path, profile: str) -> RunConfig:
     """Execute the recipe file with `main` replaced, and return the profile's config."""
     if not recipe.is_file():
         raise ValueError(f"--recipe {recipe}: no such file")
     caught: list[recipes.Recipe] = []
-
-    def catch(recipe: recipes.Recipe, arguments: Sequence[str] | None = None) -> None:
-        caught.append(recipe)
-
-    start, recipes.main = recipes.main, catch
+    start = recipes.main
+    recipes.main = lambda recipe, arguments=None: caught.append(recipe)
     sys.path.insert(0, str(recipe.resolve().parent))
     try:
         runpy.run_path(str(recipe), run_name="__main__")

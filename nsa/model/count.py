@@ -8,12 +8,17 @@ from nsa.constants import BRANCHES
 from nsa.model.config import ModelConfig
 
 
-def parameter_count(config: ModelConfig) -> int:
-    """Count all parameters without allocating them; the tied embedding counts once."""
+def parameter_sizes(config: ModelConfig) -> list[int]:
+    """Elements of each parameter, without allocating them; the tied embedding counts once."""
     from nsa.model.language_model import LanguageModel
 
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in LanguageModel(config).parameters())
+        return [parameter.numel() for parameter in LanguageModel(config).parameters()]
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Number of all parameters."""
+    return sum(parameter_sizes(config))
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool = False) -> float:

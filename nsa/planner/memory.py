@@ -62,7 +62,7 @@ def memory(
     in_passes = {
         "in the loss": {
             "gradients": accumulated,
-            "activations": model.layers * acts.kept_layer + acts.shared + acts.final,
+            "activations": model.config.layers * acts.kept_layer + acts.shared + acts.final,
             "logits and loss": acts.loss,
         },
         **{
@@ -86,9 +86,9 @@ def _backward(
     The head's gradient is held from the loss until the embedding's is added to it.
     """
     head = model.weight_bytes * model.embedding
-    kept = model.layers * acts.kept_layer
+    kept = model.config.layers * acts.kept_layer
     before = accumulated if gradients < model.weight_bytes * model.parameters else 0
-    arrived = gradients * (model.layers - 1) * model.layer // model.parameters
+    arrived = gradients * (model.config.layers - 1) * model.layer // model.parameters
     return [
         ("as the backward pass begins", kept + acts.final, accumulated + acts.in_head),
         ("in the last norm's backward pass", kept + acts.final, accumulated + acts.in_norm + head),

@@ -6,61 +6,83 @@ Byte counts are sums over the tensors that a layer saves for its backward pass, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from nsa.constants import BRANCHES
 from nsa.spec import NSASpec
 
+if TYPE_CHECKING:
+    from nsa.model.config import ModelConfig
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Model:
-    """Model sizes that memory, traffic and time depend on."""
+    """A model's settings, and the sizes that follow from them."""
 
-    parameters: int
-    vocab_size: int
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    mlp_width: int
-    spec: NSASpec | None  # None: dense attention
-    branches: tuple[str, ...] = BRANCHES
-    shared_kv: bool = False
-    compressor_hidden: int | None = None  # hidden width of an mlp φ; None: mean
+    config: ModelConfig
+    seq_len: int  # over which FLOPs are averaged
     weight_bytes: int = 2  # 2: bf16 or fp16; 4: fp32
-    flops: float = 0.0  # forward and backward per token, at the batch's sequence length
-    layers_flops: float = 0.0  # of these, the layers' forward pass
-    attention_flops: float = 0.0  # of these, scores and weighted values
-    # Constants of nsa/model/loss.py:
-    chunk_logits: int = 0  # logits per chunk of the loss
-    softmax_logits: int = 0  # fp32 logits per softmax on a GPU
-    softmax_logits_cpu: int = 0  # the same on a CPU
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of each parameter."""
+        from nsa.model.count import parameter_sizes
+
+        return parameter_sizes(self.config)
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(self.sizes)
 
     @property
     def embedding(self) -> int:
         """Parameters of the tied embedding and head; their gradient is complete last."""
-        return self.vocab_size * self.width
+        return self.config.vocab_size * self.config.width
 
     @property
     def layer(self) -> int:
         """Parameters per layer (the final norm is spread over all)."""
-        return (self.parameters - self.embedding) // self.layers
+        return (self.parameters - self.embedding) // self.config.layers
+
+    @property
+    def spec(self) -> NSASpec | None:
+        """The sparse pattern; None for dense attention."""
+        attention = self.config.attention
+        return attention.spec if attention.kind == "nsa" else None
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        return () if self.spec is None else self.config.attention.branch_names
+
+    @property
+    def heads_sizes(self) -> tuple[int, int, int, int]:
+        """Elements per token of all heads' queries, outputs, keys and values."""
+        config = self.config
+        heads, kv_heads, key = config.heads, config.kv_heads, config.head_dim
+        value = config.value_dim or key
+        return heads * key, heads * value, kv_heads * key, kv_heads * value
 
     @property
     def kv_sets(self) -> int:
         """Number of key/value projections: one, or one per branch."""
-        return 1 if self.spec is None or self.shared_kv else len(self.branches)
+        return 1 if self.config.attention.shared_kv else max(1, len(self.branches))
 
     @property
-    def gates(self) -> int:
-        return 0 if self.spec is None else len(self.branches) * self.heads
+    def exchanged(self) -> int:
+        """Elements per token of attention's inputs, gates included, and output."""
+        query, output, key, value = self.heads_sizes
+        gates = len(self.branches) * self.config.heads
+        return query + gates + self.kv_sets * (key + value) + output
 
-    @property
-    def attention_inputs(self) -> int:
-        """Elements per token: queries, keys, values and gates."""
-        queries = self.heads * self.head_dim + self.gates
-        return queries + self.kv_sets * self.kv_heads * (self.head_dim + self.value_dim)
+    @cached_property
+    def flops(self) -> dict[str, float]:
+        """FLOPs per token: of a step, and of these the layers' and attention's forward passes."""
+        from nsa.model.count import flops_per_token
+
+        step, head = flops_per_token(self.config, self.seq_len), 6 * self.embedding
+        layers = (step - head) / 3
+        matrices = (flops_per_token(self.config, 1) - head) / 3  # projections and MLP
+        return {"step": step, "layers": layers, "attention": layers - matrices}
 
 
 @dataclass(frozen=True)
@@ -81,10 +103,10 @@ class BatchShape:
 
 def flops_per_token(model: Model, checkpointing: str) -> float:
     """Return the executed FLOPs per token, including recomputation."""
-    recomputed = 0.0 if checkpointing == "none" else model.layers_flops
+    recomputed = 0.0 if checkpointing == "none" else model.flops["layers"]
     if checkpointing == "selective":
-        recomputed -= model.attention_flops
-    return model.flops + recomputed
+        recomputed -= model.flops["attention"]
+    return model.flops["step"] + recomputed
 
 
 def exchange_bytes(model: Model, batch: BatchShape) -> float:
@@ -92,15 +114,14 @@ def exchange_bytes(model: Model, batch: BatchShape) -> float:
 
     Recomputation repeats the exchanges, except with `selective`, which keeps received tensors.
     """
-    elements = model.attention_inputs + model.heads * model.value_dim
     sent = 1 - 1 / batch.ranks_per_sequence  # a rank keeps its part
-    passes = _passes(batch) * model.layers
-    return passes * sent * batch.tokens * elements * model.weight_bytes
+    passes = _passes(batch) * model.config.layers
+    return passes * sent * batch.tokens * model.exchanged * model.weight_bytes
 
 
 def exchange_count(model: Model, batch: BatchShape) -> int:
     """Return the number of exchanges per micro-batch, including the loss's all-reduce."""
-    return 2 * model.layers * _passes(batch) + 1 if batch.ranks_per_sequence > 1 else 0
+    return 2 * model.config.layers * _passes(batch) + 1 if batch.ranks_per_sequence > 1 else 0
 
 
 def _passes(batch: BatchShape) -> int:
@@ -123,16 +144,16 @@ class Activations:
 
 def activations(model: Model, batch: BatchShape, *, fused: bool = True) -> Activations:
     """Count activations; `fused` norms (GPU) save their input, PyTorch's (CPU) two fp32 copies."""
-    tokens, size = batch.tokens, model.weight_bytes
-    stream, hidden = size * model.width * tokens, size * model.mlp_width * tokens
-    norm = (stream if fused else 2 * 4 * model.width * tokens) + 4 * tokens
+    tokens, size, width = batch.tokens, model.weight_bytes, model.config.width
+    stream, hidden = size * width * tokens, size * model.config.mlp_width * tokens
+    norm = (stream if fused else 2 * 4 * width * tokens) + 4 * tokens
     layer = 2 * (norm + stream) + 4 * hidden + _attention(model, batch)
     selective = batch.checkpointing == "selective"
     outputs = _branch_outputs(model, batch) if selective else 0
     extra = _selective_extra(model, batch) if selective else 0
     already = stream if fused or size == 4 else 0  # the first norm saves the layer's input
     copies = 2 * size if fused or size == 4 else 2 * size + 2 * 4  # a CPU uses fp32
-    rope = 4 * model.head_dim * batch.seq_len
+    rope = 4 * model.config.head_dim * batch.seq_len
     grid = 8 * model.spec.block_len * _blocks(model, batch.seq_len) if model.spec else 0
     return Activations(
         kept_layer=layer if batch.checkpointing == "none" else stream + outputs + extra,
@@ -141,70 +162,63 @@ def activations(model: Model, batch: BatchShape, *, fused: bool = True) -> Activ
         final=norm + stream,
         loss=_loss(model, tokens, fused),
         in_layer=2 * hidden + 2 * stream,
-        in_norm=2 * stream if fused else 3 * 4 * model.width * tokens,
+        in_norm=2 * stream if fused else 3 * 4 * width * tokens,
         in_head=copies * model.embedding,
     )
 
 
 def _attention(model: Model, batch: BatchShape) -> int:
     """Return the bytes that attention saves: queries, keys, values, gates, outputs, φ."""
-    tokens, size = batch.tokens, model.weight_bytes
-    query, output = model.heads * model.head_dim, model.heads * model.value_dim
-    key, value = model.kv_heads * model.head_dim, model.kv_heads * model.value_dim
-    saved = query + output  # the mixed output, which the last projection saves
-    if model.spec is None:
-        return size * tokens * (saved + key + value) + _branch_outputs(model, batch)
-    saved += _rope_keys(model) * key + model.kv_sets * value + model.gates
-    if "cmp" not in model.branches:
-        return size * tokens * saved + _branch_outputs(model, batch)
-    compressed = key + value
-    if model.compressor_hidden is not None:
-        both = model.head_dim + model.value_dim
-        mlp = model.spec.block_len * both + 4 * model.compressor_hidden
-        compressed += model.kv_heads * mlp
-    blocks = (
-        _blocks(model, batch.seq_len) * batch.micro_batch * compressed // batch.ranks_per_sequence
-    )
-    return size * (tokens * saved + blocks) + _branch_outputs(model, batch)
-
-
-def _rope_keys(model: Model) -> int:
-    """Return how many sets of keys are saved after RoPE; compressed keys are not rotated."""
-    rotated = len({"sel", "win"}.intersection(model.branches))
-    return 1 if model.shared_kv and "cmp" in model.branches else rotated
+    query, output, key, value = model.heads_sizes
+    saved = query + output + model.kv_sets * value  # the mixed output, for the last projection
+    saved += len(model.branches) * model.config.heads  # gates
+    # Keys after RoPE. Compressed keys are not rotated.
+    rotated = len({"sel", "win"}.intersection(model.branches)) if model.branches else 1
+    if model.config.attention.shared_kv and "cmp" in model.branches:
+        rotated = 1
+    elements = batch.tokens * (saved + rotated * key)
+    if model.spec is not None and "cmp" in model.branches:
+        compressed = key + value
+        if model.config.attention.compressor == "mlp":
+            hidden = model.config.attention.compressor_hidden or model.config.head_dim
+            compressed += model.spec.block_len * (key + value)
+            compressed += 4 * hidden * model.config.kv_heads
+        blocks = _blocks(model, batch.seq_len) * batch.micro_batch
+        elements += blocks * compressed // batch.ranks_per_sequence
+    return model.weight_bytes * elements + _branch_outputs(model, batch)
 
 
 def _branch_outputs(model: Model, batch: BatchShape) -> int:
     """Return the bytes of the branches' outputs, their fp32 lse, and the selected blocks."""
-    branches = 1 if model.spec is None else len(model.branches)
-    per_token = branches * model.heads * (model.weight_bytes * model.value_dim + 4)
+    output = model.weight_bytes * model.heads_sizes[1] + 4 * model.config.heads
+    per_token = max(1, len(model.branches)) * output
     if model.spec is not None and "sel" in model.branches:
-        per_token += 4 * model.kv_heads * model.spec.select_top
+        per_token += 4 * model.config.kv_heads * model.spec.select_top
     return per_token * batch.tokens
 
 
 def _selective_extra(model: Model, batch: BatchShape) -> int:
     """Return the bytes that `selective` keeps on top of what autograd saves."""
-    elements, lse = 0, 0
+    per_token = 0
     if batch.ranks_per_sequence > 1:  # results of both exchanges; autograd saves copies
-        elements += model.attention_inputs + model.heads * model.value_dim
-    if model.spec is not None and "sel" in model.branches and "cmp" not in model.branches:
-        elements += model.heads * model.value_dim  # compressed attention, run for its lse
-        lse = 4 * model.heads
-    return (model.weight_bytes * elements + lse) * batch.tokens
+        per_token += model.weight_bytes * model.exchanged
+    if "sel" in model.branches and "cmp" not in model.branches:
+        # Compressed attention, run for its lse.
+        per_token += model.weight_bytes * model.heads_sizes[1] + 4 * model.config.heads
+    return per_token * batch.tokens
 
 
 def _loss(model: Model, tokens: int, fused: bool) -> int:
     """Return the bytes of one chunk's logits and the head's gradient (fp32 if several chunks)."""
-    chunks = -(-tokens * model.vocab_size // model.chunk_logits)
-    logits = -(-tokens // chunks) * model.vocab_size
-    gradient = model.weight_bytes * model.embedding
-    if chunks > 1:
-        gradient += (4 + model.weight_bytes) * model.embedding
-    rows = min(model.softmax_logits if fused else model.softmax_logits_cpu, logits)
+    from nsa.model.loss import CHUNK_LOGITS, SOFTMAX_LOGITS, SOFTMAX_LOGITS_CPU
+
+    vocab_size, size = model.config.vocab_size, model.weight_bytes
+    chunks = -(-tokens * vocab_size // CHUNK_LOGITS)
+    logits = -(-tokens // chunks) * vocab_size
+    gradient = (size + (4 + size if chunks > 1 else 0)) * model.embedding
+    rows = min(SOFTMAX_LOGITS if fused else SOFTMAX_LOGITS_CPU, logits)
     copies = (1 if fused else 2) + (logits > rows)  # a CPU converts first; earlier rows remain
-    softmax = 4 * rows * copies
-    return model.weight_bytes * (logits + model.width * tokens) + max(gradient, softmax)
+    return size * (logits + model.config.width * tokens) + max(gradient, 4 * rows * copies)
 
 
 def _blocks(model: Model, seq_len: int) -> int:

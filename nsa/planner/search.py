@@ -56,8 +56,8 @@ def compare(
 def _splits(model: Model, batch: BatchShape, ranks: int) -> Iterator[BatchShape]:
     """Yield every split of a step's sequences; at most `kv_heads` ranks process one sequence."""
     sequences = batch.micro_batch * batch.accumulation * (ranks // batch.ranks_per_sequence)
-    for parts in range(1, model.kv_heads + 1):
-        if any(size % parts for size in (model.kv_heads, batch.seq_len, ranks)):
+    for parts in range(1, model.config.kv_heads + 1):
+        if any(size % parts for size in (model.config.kv_heads, batch.seq_len, ranks)):
             continue
         per_group, rest = divmod(sequences, ranks // parts)
         for micro_batch, mode in product(range(1, per_group + 1), MODES):

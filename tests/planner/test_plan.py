@@ -42,7 +42,8 @@ def _measured_config(name: str, accumulation: int) -> tuple[Model, Zero, BatchSh
         if setting != "spec":
             setattr(config.model, setting, value)
     config.train.accumulation = accumulation
-    model = replace(model_of(config), parameters=MEASURED["parameters"])
+    model = model_of(config)
+    assert model.parameters == MEASURED["parameters"]
     zero = zero_of(ROOT / f"ds_configs/{name}.json", config, MEASURED["ranks"])
     return model, zero, batch_of(config)
 

@@ -121,10 +121,10 @@ def one_pass(
     model, batch = model_of(config), batch_of(config)
     acts = activations(model, batch, fused=False)
     gradients = 2 * (
-        model.width * batch.tokens + model.embedding
+        config.model.width * batch.tokens + model.embedding
     )  # computed by the loss in the forward pass
-    held = model.layers * acts.kept_layer + acts.shared + acts.final
-    held += gradients - 2 * model.width * batch.tokens  # the head's input is not kept
+    held = config.model.layers * acts.kept_layer + acts.shared + acts.final
+    held += gradients - 2 * config.model.width * batch.tokens  # the head's input is not kept
     planned = memory(model, Zero(0), batch, 1, fused=False).moments
     passes = [moment for moment in planned if not moment.startswith("while")]
     peak = max(sum(planned[moment].values()) for moment in passes)
