@@ -43,8 +43,8 @@ def build_parser(recipe: Recipe) -> argparse.ArgumentParser:
     add(
         "--until",
         metavar="STEP|GATE",
-        help="stop after this step or gate (preflight, sanity, smoke, extended, production); the "
-        "LR schedule is unchanged",
+        help="stop after this step or go/no-go gate (preflight, sanity, smoke, extended, "
+        "production); the LR schedule is unchanged",
     )
     add("--time-limit", metavar="TIME", help="save and exit after this time: 45m, 2h30m, seconds")
     add("--run-dir", type=Path, help="output folder (default: runs/<recipe>-<profile>)")

@@ -4,7 +4,7 @@
                      set the learning rate
                      for each micro-batch: forward, backward, engine.step()
                      if DeepSpeed did not apply the step: skip it, roll back or abort
-                     log, evaluate, save and judge a gate when due
+                     log, evaluate, save and judge a go/no-go gate when due
 
 Observers cannot change the training. Between logged steps nothing here waits for the device, and
 the only collectives are DeepSpeed's and a few bytes between CPUs (consensus.py).
@@ -37,7 +37,7 @@ from nsa.monitor.throughput import memory_gb
 def train(run: Run) -> str:
     """Train to the stop step and save, also after an error that all ranks raise.
 
-    Returns the status: "finished", or "preempted" with the reason.
+    Returns the status: "finished", "stopped at --until …", or "preempted" with the reason.
     """
     run.loader_state, run.saved_step = run.data.loader.state(), run.state.step
     try:
@@ -46,7 +46,12 @@ def train(run: Run) -> str:
         _save(run)
         raise
     _save(run)
-    return "finished" if stop_reason is None else f"preempted: {stop_reason}"
+    if stop_reason is not None:
+        return f"preempted: {stop_reason}"
+    steps, total = run.state.step, run.config.train.steps
+    if steps < total:
+        return f"stopped at --until {steps or 'preflight'} of {total} steps; continue with --resume"
+    return "finished"
 
 
 def _train_steps(run: Run) -> str | None:
@@ -62,9 +67,9 @@ def _train_steps(run: Run) -> str | None:
         stop_reason, batches = next_batches(run)
         if stop_reason is not None:
             return stop_reason
-        if run.state.step == first_step:
-            seconds = run.data.loader.first_batch_seconds
-            run.observers.on_message(f"first batch ready {seconds:.1f} s after opening the dataset")
+        waited = run.data.loader.first_batch_seconds or 0.0
+        if run.state.step == first_step and waited >= 0.1:  # streamed or downloaded
+            run.observers.on_message(f"first batch ready {waited:.1f} s after opening the dataset")
         if logs:
             run.health.arm()
         loss = train_step(run, batches)
@@ -82,7 +87,7 @@ def _train_steps(run: Run) -> str | None:
 
 
 def _judge_if_due(run: Run) -> None:
-    """Judge a gate at the current step; raise RunAborted on all ranks if it is No-Go."""
+    """Judge a go/no-go gate at the current step; raise RunAborted on all ranks if it is No-Go."""
     for gate in run.gates:
         if gate.step == run.state.step:
             with run.throughput.paused():
@@ -103,7 +108,7 @@ def _judge(run: Run, gate: ladder.Gate, histories: list[RankHistory]) -> str | N
         decision = ladder.judge(gate, evidence, monitor.ladder)
         result.record(run.request.run_dir, decision)
     except Exception as error:  # the other ranks wait for the decision
-        run.observers.on_message(f"gate {gate.name} is NOT JUDGED, training continues: {error!r}")
+        run.observers.on_message(f"go/no-go gate {gate.name} is NOT JUDGED: {error!r}")
         return None
     run.observers.on_message(decision.summary)
     run.observers.on_gate(gate.name, decision.go)
@@ -244,7 +249,7 @@ def _save(run: Run, required: bool = True) -> None:
         except SaveFailed as error:
             if required:
                 raise
-            run.observers.on_message(f"NOT SAVED, training continues: {error}")
+            run.observers.on_message(f"NOT SAVED: {error}")
         run.telemetry.enter("idle")
     if required:
         run.saver.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from nsa import checkpoint
@@ -54,10 +55,8 @@ def describe(bad_losses: list[BadLosses]) -> str | None:
 def _roll_back(run: Run, cause: str) -> bool:
     """Restore the newest checkpoint and mark the bad step's samples to be skipped."""
     bad_samples = run.state.samples - run.data.loader.samples_per_step
-    try:
+    with contextlib.suppress(checkpoint.SaveFailed):  # logged by the saver
         run.saver.finish()
-    except checkpoint.SaveFailed as error:
-        run.observers.on_message(f"NOT SAVED: {error}")
     path = run.consensus.broadcast(_newest_finite(run) if run.ranks.rank == 0 else None)
     if path is None:
         run.observers.on_message(f"{cause}; no checkpoint to roll back to")

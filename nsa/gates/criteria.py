@@ -1,4 +1,4 @@
-"""Criteria of the gates: functions of the metrics and histories that a run keeps in memory."""
+"""Criteria of the go/no-go gates: functions of the metrics and histories of a run."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def until(text: str, config: LadderConfig, total_steps: int) -> int:
         near = get_close_matches(name, NAMES, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(
-            f"--until {text}: neither a number of steps above 0 nor a gate{hint} "
+            f"--until {text}: neither a number of steps above 0 nor a go/no-go gate{hint} "
             f"(choose from {', '.join(NAMES)})"
         )
     if name == PREFLIGHT:
@@ -54,8 +54,8 @@ def until(text: str, config: LadderConfig, total_steps: int) -> int:
     step: int = total_steps if name == "production" else getattr(config, name)
     if step > total_steps:
         raise ValueError(
-            f"--until {name}: the gate is at step {step:,}, but the run ends at {total_steps:,}; "
-            "raise --steps, or use --until production"
+            f"--until {name}: this go/no-go gate is at step {step:,}, but the run ends at "
+            f"{total_steps:,}; raise --steps, or use --until production"
         )
     return step
 

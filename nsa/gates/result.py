@@ -1,4 +1,4 @@
-"""Result of a gate, and `gates.json`, which holds the results of a run."""
+"""Result of a go/no-go gate, and `gates.json`, which holds the results of a run."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ class GateResult:
         count = f"{passed} of {len(self.criteria)} criteria met"
         if self.unmeasured:
             count += f", {len(self.unmeasured)} not measured"
+        gate = f"go/no-go gate {self.gate} at step {self.step:,}"
         if self.go:
-            return f"gate {self.gate} at step {self.step:,}: Go ({count})"
+            return f"{gate}: Go ({count})"
         reasons = "; ".join(_reason(criterion) for criterion in self.failed)
-        return f"gate {self.gate} at step {self.step:,}: No-Go ({count}): {reasons}"
+        return f"{gate}: No-Go ({count}): {reasons}"
 
 
 def conclude(gate: str, step: int, criteria: list[Criterion]) -> GateResult:

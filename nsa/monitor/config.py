@@ -1,4 +1,4 @@
-"""Settings of telemetry, gates and the watchdog: `monitor`, `monitor.ladder`, `monitor.watch`."""
+"""Settings of telemetry, go/no-go gates and the watchdog: `monitor`, its `ladder` and `watch`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ ACTIONS = ("ignore", "warn", "halt")
 
 @dataclass
 class LadderConfig:
-    """Steps of the gates, and limits of their criteria; 0 switches a criterion off."""
+    """Steps of the go/no-go gates, and limits of their criteria; 0 switches a criterion off."""
 
-    sanity: int = 1  # step of the gate `sanity`
-    smoke: int = 300  # step of the gate `smoke`; the loss must have fallen
-    extended: int = 1_000  # step of the gate `extended`; peak memory must be steady
-    min_tokens_per_s: float = 50.0  # median since the gate before, all ranks together
+    sanity: int = 1  # step of the go/no-go gate `sanity`
+    smoke: int = 300  # step of the go/no-go gate `smoke`; the loss must have fallen
+    extended: int = 1_000  # step of the go/no-go gate `extended`; peak memory must be steady
+    min_tokens_per_s: float = 50.0  # median since the go/no-go gate before, all ranks together
     max_memory_gb: float = 60.0  # peak memory of any rank
     max_memory_growth: float = 0.05  # growth of peak memory in the second half, a fraction
     max_step_spread: float = 2.0  # p90 / median step time
@@ -24,8 +24,10 @@ class LadderConfig:
     min_gpu_busy: float = 0.8  # mean GPU utilization of each rank, 0 to 1
     max_gpu_imbalance: float = 0.1  # max - min GPU utilization over ranks
     max_skipped: float = 0.01  # skipped steps, a fraction
-    min_gate: float = 0.01  # mean gate of each branch
-    require_fall: bool = True  # from the smoke gate on, the final loss must be below the initial
+    min_gate: float = 0.01  # mean attention gate of each branch
+    require_fall: bool = (
+        True  # from go/no-go gate `smoke` on, the last losses must be below the first
+    )
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""
@@ -50,8 +52,8 @@ class WatchConfig:
     grace: float = 30.0  # seconds between SIGTERM and SIGKILL
     collapse: float = 0.2  # tokens/s below this fraction of the run's median for ten logged steps
     on_collapse: str = "warn"  # at a throughput collapse: ignore, warn or halt
-    dead_gate: float = 0.001  # mean gate of a branch below this for ten logged steps
-    on_dead_gate: str = "warn"  # at a dead gate: ignore, warn or halt
+    dead_gate: float = 0.001  # mean attention gate of a branch below this for ten logged steps
+    on_dead_gate: str = "warn"  # at a dead attention gate: ignore, warn or halt
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""
@@ -69,8 +71,8 @@ class MonitorConfig:
     csv: bool = True  # <run>/metrics.csv
     progress: bool = True  # a progress bar on a terminal, plain lines elsewhere
     heartbeat: float = 5.0  # seconds between heartbeats of a rank; 0: none
-    health: bool = True  # gates and block selection of each layer, at logged steps
-    report: bool = True  # report.md with plots, at each gate and at the end
+    health: bool = True  # attention gates and block selection of each layer, at logged steps
+    report: bool = True  # report.md with plots, at each go/no-go gate and at the end
     memory_every: int = 1_000  # steps between two memory snapshots; 0: none
     ladder: LadderConfig = field(default_factory=LadderConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)

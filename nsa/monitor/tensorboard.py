@@ -84,7 +84,7 @@ class TensorBoardObserver(Observer):
         self._board.write(lambda board: _restart(board, step + 1))
 
     def on_end(self, status: str) -> None:
-        """Mark a finished run only: TensorBoard keeps the first mark, and others may be resumed."""
+        """Mark only a finished run: TensorBoard keeps the first mark, and others may be resumed."""
         if status == "finished":
             self._board.write(_succeed)
 

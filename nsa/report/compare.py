@@ -17,7 +17,7 @@ _PANELS = (
     ("tokens_per_s", "tokens/s, all ranks"),
     ("grad_norm", "gradient norm"),
 )
-_HEADER = ("run", "steps", "loss", "val loss", "bits/byte", "tokens/s", "GB", "gates")
+_HEADER = ("run", "steps", "loss", "val loss", "bits/byte", "tokens/s", "GB", "go/no-go")
 
 
 def add_parser(verbs: Any) -> None:

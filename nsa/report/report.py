@@ -1,4 +1,4 @@
-"""`report.md` of a run: gate results with evidence, facts, settings and plots."""
+"""`report.md` of a run: go/no-go results with evidence, facts, settings and plots."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MET = {True: "yes", False: "**NO**", None: "not measured"}
 
 def add_parser(verbs: Any) -> None:
     """Add `report` to the verbs of `nsa`."""
-    about = "write report.md of runs: gate results with evidence, facts, plots"
+    about = "write report.md of runs: go/no-go results with evidence, facts, plots"
     report = verbs.add_parser("report", help=about, description=about)
     report.add_argument("runs", type=Path, nargs="+", help="run folders, for example runs/m7c-demo")
     report.set_defaults(run=_report)
@@ -61,11 +61,12 @@ def write_report(run_dir: Path) -> Path:
         raise ValueError(
             f"{run_dir} holds no config.yaml, metrics.csv or gates.json; give the folder of a run"
         )
+    env = read_json(run_dir / "env.json")
     lines = [
         f"# {run.name}: {_decision(run.gates)}",
         *_gate_sections(run.gates),
-        *_facts(run),
-        *_comparison(run),
+        *_facts(run, env),
+        *_comparison(run, env),
         *_settings(run_dir),
     ]
     for title, path in draw_plots(run):
@@ -110,8 +111,8 @@ def _gate_sections(gates: Sequence[GateResult]) -> Iterator[str]:
         yield from ("", f"Not judged: {', '.join(missing)}.")
 
 
-def _facts(run: Summary) -> Iterator[str]:
-    env, halt = read_json(run.run_dir / "env.json"), read_json(run.run_dir / "halt.json")
+def _facts(run: Summary, env: dict[str, Any]) -> Iterator[str]:
+    halt = read_json(run.run_dir / "halt.json")
     yield from (*_heading("Run"), "")
     rows = [
         ("recipe, profile", _join(env.get("recipe"), env.get("profile"))),
@@ -178,8 +179,13 @@ def _fallbacks(run_dir: Path) -> str:
     )
 
 
-def _comparison(run: Summary) -> Iterator[str]:
-    """Compare with the earlier system: 12 layers, 2,048 tokens, bf16, two A100 80GB over PCIe."""
+def _comparison(run: Summary, env: dict[str, Any]) -> Iterator[str]:
+    """Compare with the earlier system: 12 layers, 2,048 tokens, bf16, two A100 80GB over PCIe.
+
+    The demo's small model has no counterpart there.
+    """
+    if env.get("profile") == "demo":
+        return
     yield from (*_heading("Compared with the earlier system"), "")
     yield from table(
         ("", "this run", "earlier system, M7C on two A100"),

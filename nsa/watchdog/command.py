@@ -145,7 +145,9 @@ def attach(folder: Path) -> int:
 
 def status_lines(folder: Path) -> list[str]:
     """Return a table of the ranks' last heartbeats."""
-    rows = [["rank", "phase", "since", "step", "line", "loss", "memory", "process"]]
+    rows = [
+        ["rank", "phase", "in phase for", "step", "last heartbeat", "loss", "memory", "process"]
+    ]
     for number, beat in newest_heartbeats(folder).items():
         pid, host = int(beat["pid"]), beat.get("host")
         loss, memory = beat.get("loss"), beat.get("memory_gb")

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,12 @@ from nsa.watchdog.hang_detector import HangDetector, HangReport, WatchedRank
 from nsa.watchdog.process_tree import ProcessTree, open_heartbeats, send, wait_for
 
 HALTED = 4  # exit code of a run that the watchdog has ended
-EXIT_CODE_OF_STATUS = {"finished": 0, "preempted": 0, "no-go": 3}  # any other: 1, a crash
+EXIT_CODE_OF_STATUS = {
+    "finished": 0,
+    "stopped": 0,
+    "preempted": 0,
+    "no-go": 3,
+}  # any other: 1, a crash
 POLL_SECONDS = 0.1  # between two looks at the processes until one writes heartbeats
 LOOK_SECONDS = 0.5  # between two looks at heartbeats and processes
 PEER_SECONDS = 5.0  # how long processes may outlive a failed rank, or the launcher and all ranks
@@ -173,7 +179,7 @@ class Supervisor:
         if rank.process in self._tree.exit_codes:
             code = self._tree.exit_codes[rank.process]
             return code if code >= 0 else 128 - code
-        status = str(rank.beat.get("status")).partition(":")[0]
+        status = re.split("[: ]", str(rank.beat.get("status")))[0]
         return EXIT_CODE_OF_STATUS.get(status, 1) if rank.ended else None
 
     def _running_ranks(self) -> list[WatchedRank]:

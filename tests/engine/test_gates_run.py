@@ -25,7 +25,9 @@ def test_a_run_resumed_gate_by_gate_repeats_the_uninterrupted_one(tmp_path: Path
     for gate, step in (("sanity", 1), ("extended", 5), ("production", 7)):
         arguments = [f"--until={gate}", "--run-dir=run", "--resume"]
         output = succeed(deepspeed("m7c.py", *arguments, folder=tmp_path))
-        assert f"gate {gate} at step {step}: Go" in output
+        assert f"go/no-go gate {gate} at step {step}: Go" in output
+        stopped = f"stopped at --until {step} of 7 steps; continue with --resume"
+        assert output.splitlines().count("finished" if step == 7 else stopped) == 1
         assert max(losses(tmp_path / "run")) == step
     gates = read_gates(tmp_path / "run")
     assert list(gates) == ["preflight", "sanity", "smoke", "extended", "production"]
@@ -42,7 +44,7 @@ def test_a_no_go_ends_every_rank_with_3_a_reason_and_a_checkpoint(tmp_path: Path
     impossible += ["--set=monitor.ladder.extended=4", "--steps=6"]
     result = deepspeed("m7c.py", *TINY, *impossible, "--run-dir=run", folder=tmp_path)
     assert result.returncode == 3
-    assert "m7c: gate extended at step 4: No-Go" in result.stderr
+    assert "m7c: go/no-go gate extended at step 4: No-Go" in result.stderr
     assert "peak memory" in result.stderr
     assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "step00000004"
     gates = read_gates(tmp_path / "run")

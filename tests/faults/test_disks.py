@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -142,7 +143,9 @@ def test_a_failing_disk_costs_checkpoints_and_not_the_run(
         assert all(code not in (0, -9, None) for code in run.codes), (
             "the last step could not be saved"
         )
-        assert "not saved" in run.output.lower()
+        lost = re.findall(r"NOT SAVED: (step\d+) was not saved", run.output)
+        assert lost
+        assert len(lost) == len(set(lost)), "each is logged once"
         assert MESSAGE[how] in run.output
         fix(how, folder, run.dir / "checkpoints")
         path, _ = checkpoint.newest_complete(run.dir / "checkpoints")

@@ -36,8 +36,8 @@ def test_until_accepts_steps_and_gates(text: str, step: int) -> None:
     ("text", "message"),
     [
         ("smok", r"--until smok: .* did you mean smoke\? \(choose from preflight, sanity"),
-        ("xyzzy", "--until xyzzy: neither a number of steps above 0 nor a gate"),
-        ("0", "--until 0: neither a number of steps above 0 nor a gate"),
+        ("xyzzy", "--until xyzzy: neither a number of steps above 0 nor a go/no-go gate"),
+        ("0", "--until 0: neither a number of steps above 0 nor a go/no-go gate"),
         ("extended", "is at step 1,000, but the run ends at 300; raise --steps"),
     ],
 )

@@ -22,7 +22,7 @@ def test_runs_share_one_picture_and_a_table_of_their_final_values(tmp_path: Path
     header, first, second = (line.split("  ") for line in lines)
     cells = [[cell.strip() for cell in line if cell.strip()] for line in (header, first, second)]
     assert cells == [
-        ["run", "steps", "loss", "val loss", "bits/byte", "tokens/s", "GB", "gates"],
+        ["run", "steps", "loss", "val loss", "bits/byte", "tokens/s", "GB", "go/no-go"],
         ["nsa", "300", "3.010", "3.110", "1.110", "142,857", "10.00", "production Go"],
         ["dense", "200", "4.005", "3.115", "1.115", "100,000", "2.23", "-"],
     ]

@@ -48,7 +48,7 @@ def test_a_report_holds_facts_settings_and_a_comparison_with_the_earlier_system(
     write_metrics(tmp_path)
     lines = beats(300, start=150, pid=900, mono=1_000.0)
     write_beats(tmp_path, beats(160), [*lines, {**lines[-1], "event": "end", "status": "done"}])
-    write_env(tmp_path, recipe="m7c", profile="demo", notes=["a | note"])
+    write_env(tmp_path, recipe="m7c", profile="production", notes=["a | note"])
     halt = {"time": "now", "reason": "no step for 600 s", "rank": 1, "phase": "forward"}
     (tmp_path / "halt.json").write_text(json.dumps(halt))
     (tmp_path / "fallbacks.csv").write_text(
@@ -57,7 +57,7 @@ def test_a_report_holds_facts_settings_and_a_comparison_with_the_earlier_system(
     (tmp_path / "config.yaml").write_text("train: {precision: bf16}\nmodel: {layers: 4}\n")
     text = write_report(tmp_path).read_text()
     run = table(text, "Run")
-    assert run["recipe, profile"] == ["m7c, demo"]
+    assert run["recipe, profile"] == ["m7c, production"]
     assert run["steps"] == ["300"]
     assert run["resumes"] == ["1"]
     assert run["end"] == ["done"]
@@ -72,6 +72,8 @@ def test_a_report_holds_facts_settings_and_a_comparison_with_the_earlier_system(
     assert earlier["median tokens/s"] == ["142,857", "39 (target: 50)"]
     assert earlier["peak memory of a rank, GB"] == ["10.00", "15.6 (limit: 40)"]
     assert earlier["loss at step 1"] == ["6.00", "5.67"]
+    write_env(tmp_path, recipe="m7c", profile="demo")
+    assert "earlier system" not in write_report(tmp_path).read_text()
 
 
 def test_only_recorded_values_are_plotted(tmp_path: Path) -> None:

@@ -327,7 +327,8 @@ def test_a_run_that_has_ended_is_reported_and_shown_by_status(
     assert "has ended: preempted" in capsys.readouterr().err
     assert main(["watch", "--status", str(tmp_path)]) == 0
     header, row = capsys.readouterr().out.splitlines()
-    assert header.split() == ["rank", "phase", "since", "step", "line", "loss", "memory", "process"]
+    columns = "rank phase in_phase_for step last_heartbeat loss memory process"
+    assert header.split() == columns.replace("_", " ").split()
     assert "1,234" in row
     assert row.endswith("2.5000  1.00 GB  ended: preempted")
 
