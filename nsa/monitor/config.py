@@ -25,9 +25,7 @@ class LadderConfig:
     max_gpu_imbalance: float = 0.1  # max - min GPU utilization over ranks
     max_skipped: float = 0.01  # skipped steps, a fraction
     min_gate: float = 0.01  # mean attention gate of each branch
-    require_fall: bool = (
-        True  # from go/no-go gate `smoke` on, the last losses must be below the first
-    )
+    require_fall: bool = True  # from gate `smoke` on, the final loss must be below the initial
 
     def validate(self) -> None:
         """Raise a ValueError that names the first setting that cannot work."""
