@@ -30,8 +30,10 @@ class Chip:
 
 
 # A100: data sheet (80 GB). H200: products and memory as measured with large matrices and copies.
+# H100: the H200's processor with the memory of the data sheet (SXM, 80 GB).
 CHIPS = {
     "A100": Chip(312e12, 2.0e12, 16 * 108 * 1.41e9),
+    "H100": Chip(790e12, 3.35e12, 16 * 132 * 1.785e9),
     "H200": Chip(790e12, 4.3e12, 16 * 132 * 1.785e9),
 }
 

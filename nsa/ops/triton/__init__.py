@@ -25,9 +25,10 @@ MIN_CAPABILITY = (8, 0)  # bf16 matrix products need it
 def unsupported_reason(q: Tensor, *others: Tensor, by_name: bool) -> str | None:
     """Why the kernels cannot run on these tensors, or None.
 
-    `by_name`: the caller requested Triton by name, which also allows its CPU interpreter.
+    `by_name`: the caller requested Triton by name, which also allows its CPU interpreter. Tensors
+    on `meta` stand for tensors on a GPU: fake kernels give their results' shapes.
     """
-    if q.device.type != "cuda" and not (by_name and interpreted()):
+    if q.device.type not in ("cuda", "meta") and not (by_name and interpreted()):
         return f"tensors are on {q.device.type}, and it needs a CUDA device"
     if q.dtype == torch.float64:
         return "it has no float64"

@@ -1,0 +1,313 @@
+"""`python -m nsa.bench traffic`: operations and bytes of a micro-batch of M7C, without a GPU.
+
+An operation is one dispatched op that is not a view or an allocation; a custom op (`nsa::…`) is
+one. Its bytes are those of its tensor inputs and outputs; a modified input is read and written.
+Launches count kernels and PyTorch's ops inside custom ops: the library's launchers run on `meta`
+tensors, and a kernel's bytes are those of its tensor arguments, each once.
+
+Times are estimates: for each launch the slower of its bytes and its FLOPs at the rates of
+`roofline.CHIPS`, without gaps between launches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import _maybe_get_opdef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from nsa.bench.options import Shape
+from nsa.bench.results import print_table, ratio
+from nsa.bench.roofline import CHIPS, Chip, work
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
+from nsa.ops.custom_op import Gradient, register
+from nsa.ops.triton.launch import Launch, recording
+
+PARTS: dict[str, tuple[str, ...]] = {  # ops by name, without `_backward` and the in-place `_`
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::cat"),
+    "attention": (
+        "nsa::triton_gated",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::sigmoid",
+    ),
+    "RoPE and pooling": (
+        "nsa::rotary_pool",
+        *("aten::mul", "aten::addcmul", "aten::_to_copy", "aten::stack", "aten::select"),
+        *("aten::index", "aten::index_put", "aten::new_zeros", "aten::mean", "aten::clone"),
+        *("aten::arange", "aten::pow", "aten::cos", "aten::sin"),
+    ),
+    "norms and residual": ("nsa_bench::rms_norm", "nsa::add_rms_norm", "aten::add"),
+    "SwiGLU": ("nsa::swiglu", "aten::silu"),
+    "loss": (
+        "nsa::linear_cross_entropy",
+        *("aten::ne", "aten::sum", "aten::clamp", "aten::div", "aten::ones_like"),
+    ),
+    "embedding": ("aten::embedding", "aten::embedding_dense"),
+    "other": (),
+}
+_PART_OF = {name: part for part, names in PARTS.items() for name in names}
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
+_SELF_UNREAD = {"copy_", "fill_", "zero_", "new_zeros", "zeros_like", "ones_like"}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A kernel, or a PyTorch op inside or outside of a custom op."""
+
+    name: str
+    bytes: int
+    flops: float = 0.0
+
+    def seconds(self, chip: Chip) -> float:
+        return max(self.bytes / chip.bytes, self.flops / chip.flops)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One dispatched op and its launches."""
+
+    name: str
+    part: str
+    bytes: int
+    launches: tuple[Launched, ...]
+    flops: float = 0.0
+
+    def seconds(self, chip: Chip) -> float:
+        """Estimated: launches one after another, or all of the op's FLOPs if that is slower."""
+        return max(sum(x.seconds(chip) for x in self.launches), self.flops / chip.flops)
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operation; `flops`: those of ops that PyTorch's FLOP counter does not know."""
+
+    def __init__(self, flops: Mapping[str, float] | None = None, mlp_width: int = 0) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self._flops, self._mlp_width = flops or {}, mlp_width
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU"):
+            with self:  # linear and matmul inside custom ops: views and products
+                composite = func.decompose(*args, **kwargs)
+            if composite is not NotImplemented:
+                return composite
+        result = func(*args, **kwargs)
+        name = func._schema.name
+        if func.is_view or name.removeprefix("aten::") in _FREE:
+            return result
+        moved, flops = _moved_bytes(func, args, kwargs, result), self._flops.get(name, 0.0)
+        if count := flop_registry.get(func._overloadpacket):
+            flops = count(*args, **kwargs, out_val=result)
+            # A causal mask hides half of the pairs.
+            flops *= 0.5 if "attention" in name else 1.0
+        launches = _inside(func, args, kwargs) or (Launched(name, moved, flops),)
+        part = self._part(name, args)
+        self.operations.append(Operation(name, part, moved, launches, flops))
+        return result
+
+    def _part(self, name: str, args: tuple) -> str:
+        name = name.removesuffix("_backward").removesuffix("_")
+        sizes = {x.shape[-1:] for x in args if isinstance(x, Tensor)}
+        if name == "aten::mul" and (self._mlp_width,) in sizes:
+            return "SwiGLU"
+        return _PART_OF.get(name, "other")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _size(x: Tensor) -> int:
+    """Bytes in memory: an expanded dimension is stored once."""
+    stored = (size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
+    return x.element_size() * (math.prod(stored) if x.numel() else 0)
+
+
+def _moved_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any) -> int:
+    """Bytes of the inputs and outputs of an op, and of the inputs that it modifies."""
+    schema, given = func._schema, dict(kwargs)
+    given |= {argument.name: x for argument, x in zip(schema.arguments, args, strict=False)}
+    modified = {x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write}
+    unread = {x.name for x in schema.arguments if x.is_out}
+    if schema.name.removeprefix("aten::") in _SELF_UNREAD:
+        unread.add("self")
+    read = [x for name, x in given.items() if name not in unread]
+    written = [given.get(name) for name in modified]
+    returned = result if isinstance(result, tuple | list) else (result,)
+    written += [x for x, y in zip(returned, schema.returns, strict=False) if not y.alias_info]
+    return sum(map(_size, _tensors(read))) + sum(map(_size, _tensors(written)))
+
+
+def _inside(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Launched, ...]:
+    """The launches of a custom op: its implementation runs on `meta` tensors. Else none."""
+    op = _maybe_get_opdef(func)
+    if op is None or func.namespace != "nsa":
+        return ()
+    # torch.autocast refuses `meta`.
+    no_autocast = mock.patch.object(torch, "autocast", return_value=nullcontext())
+    with torch.no_grad(), no_autocast, Recorder() as inside, recording() as launches:
+        op._init_fn(*args, **kwargs)
+    ops = (launched for operation in inside.operations for launched in operation.launches)
+    return (*ops, *(_kernel(x) for x in launches if 0 not in x.grid))
+
+
+def _kernel(x: Launch) -> Launched:
+    return Launched(x.kernel.__name__, sum(map(_size, _tensors(x.arguments))))
+
+
+class Norm(NamedTuple):
+    """Inputs of RMSNorm."""
+
+    x: Tensor
+    weight: Tensor
+    eps: float
+
+
+def _norm_forward(x: Norm) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x.x), x.x.new_empty(*x.x.shape[:-1], 1, dtype=torch.float32)
+
+
+def _norm_backward(gradient: Tensor, x: Norm, rstd: Tensor) -> tuple[Tensor, ...]:
+    return torch.empty_like(x.x), torch.empty_like(x.weight)
+
+
+# RMSNorm is one kernel on CUDA and a dozen ops on `meta`.
+_rms_norm = register(
+    "nsa_bench::rms_norm",
+    Norm,
+    _norm_forward,
+    _norm_forward,
+    outputs=2,
+    gradient=Gradient(_norm_backward, inputs=2, outputs=1, saved=slice(1, None)),
+)
+
+
+@contextmanager
+def _as_on_cuda() -> Iterator[None]:
+    """Replace functions that `meta` decomposes by the ops that CUDA dispatches."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+
+    def norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+        return _rms_norm(x, weight, eps)[0]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
+        return flash(q, k, v, is_causal=is_causal)[0]
+
+    with (
+        mock.patch.object(F, "rms_norm", norm),
+        mock.patch.object(F, "scaled_dot_product_attention", attention),
+    ):
+        yield
+
+
+def record(config: ModelConfig, micro_batch: int, seq_len: int) -> list[Operation]:
+    """Every operation of the forward and backward pass of one bf16 micro-batch."""
+    attention = replace(config.attention, backend="triton")
+    with torch.device("meta"):
+        model = LanguageModel(replace(config, attention=attention)).bfloat16()
+        tokens = torch.empty(micro_batch, seq_len, dtype=torch.long)
+    value = config.value_dim or config.head_dim
+    shape = Shape("", config.heads, config.kv_heads, config.head_dim, value)
+    kernels = work(shape, micro_batch, seq_len, config.attention.spec)
+    forward = sum(x.flops for x in kernels if x.kernel == "select" or "forward" in x.kernel)
+    backward = sum(x.flops for x in kernels) - forward
+    flops = {"nsa::triton_gated": forward, "nsa::triton_gated_backward": backward}
+    with _as_on_cuda(), Recorder(flops, config.mlp_width) as recorder:
+        model(tokens, labels=tokens).backward()
+    return recorder.operations
+
+
+def totals(operations: Sequence[Operation]) -> list[dict[str, Any]]:
+    """A row per part, and the total."""
+    parts = {part: [x for x in operations if x.part == part] for part in PARTS}
+    return [_row(part, members) for part, members in parts.items() if members] + [
+        _row("total", operations)
+    ]
+
+
+def _row(part: str, operations: Iterable[Operation]) -> dict[str, Any]:
+    operations = list(operations)
+    return {
+        "part": part,
+        "operations": len(operations),
+        "bytes": sum(x.bytes for x in operations),
+        "launches": sum(len(x.launches) for x in operations),
+        "launch_bytes": sum(y.bytes for x in operations for y in x.launches),
+        "flops": sum(x.flops for x in operations),
+        "seconds": {name: sum(x.seconds(chip) for x in operations) for name, chip in CHIPS.items()},
+    }
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--micro-batch", type=int, default=8, help="sequences (%(default)s)")
+    add("--seq-len", type=int, default=2_048, help="tokens of a sequence (%(default)s)")
+    add("--layers", type=int, default=12, help="transformer blocks (%(default)s)")
+    add("--vocab", type=int, default=50_304, help="rows of the embedding (%(default)s)")
+    add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
+    add("--operations", action="store_true", help="list operations and launches by name too")
+
+
+def run(flags: argparse.Namespace) -> dict[str, Any]:
+    """Count NSA and its dense twin; print a table of each."""
+    result: dict[str, Any] = {"estimate": "counts, and times from counts; not measurements"}
+    tokens, rates = flags.micro_batch * flags.seq_len, {}
+    print(f"{flags.micro_batch} x {flags.seq_len:,} tokens, checkpointing {flags.checkpointing}")
+    for kind in ATTENTION_KINDS:
+        config = ModelConfig(
+            layers=flags.layers,
+            vocab_size=flags.vocab,
+            attention=AttentionConfig(kind=kind),
+            activation_checkpointing=flags.checkpointing,
+        )
+        operations = record(config, flags.micro_batch, flags.seq_len)
+        rows = totals(operations)
+        rates[kind] = {name: tokens / rows[-1]["seconds"][name] for name in CHIPS}
+        result[kind] = [{"kind": kind, **row} for row in rows]
+        _print(kind, rows, rates[kind])
+        if flags.operations:
+            _print_names(operations)
+    result["tokens_per_s"] = rates
+    result["nsa_over_dense"] = {x: ratio(rates["nsa"][x], rates["dense"][x]) for x in CHIPS}
+    over = (f"{name} {value:.2f}" for name, value in result["nsa_over_dense"].items())
+    print("\nNSA's tokens/s over dense, estimated:", ", ".join(over))
+    return result
+
+
+def _print(kind: str, rows: Sequence[Mapping[str, Any]], rates: Mapping[str, float]) -> None:
+    heads = ["operations", "GB", "launches", "their GB", "TFLOP", *(f"{x} ms" for x in CHIPS)]
+    lines = [[f"\n{kind}", *heads]]
+    for row in rows:
+        cells = [f"{row['operations']:,}", f"{row['bytes'] / 1e9:.2f}", f"{row['launches']:,}"]
+        cells += [f"{row['launch_bytes'] / 1e9:.2f}", f"{row['flops'] / 1e12:.2f}"]
+        lines.append([row["part"], *cells, *(f"{1e3 * x:.2f}" for x in row["seconds"].values())])
+    lines.append(["tokens/s, estimated", *[""] * 5, *(f"{x:,.0f}" for x in rates.values())])
+    print_table(lines)
+
+
+def _print_names(operations: Sequence[Operation]) -> None:
+    launches = [x for operation in operations for x in operation.launches]
+    for title, items in (("operation", operations), ("launch", launches)):
+        counts, moved = Counter[str](), Counter[str]()
+        for item in items:
+            counts[item.name] += 1
+            moved[item.name] += item.bytes
+        lines = [[f"\n{title}", "count", "GB"]]
+        lines += [[x, f"{counts[x]:,}", f"{y / 1e9:.2f}"] for x, y in moved.most_common()]
+        print_table(lines)

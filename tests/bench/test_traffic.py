@@ -1,0 +1,121 @@
+"""Operations and bytes that `python -m nsa.bench traffic` counts, against counts by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nsa.bench.__main__ import main
+from nsa.bench.traffic import Operation, Recorder, record, totals
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+
+BATCH, SEQ_LEN = 2, 128
+
+
+def toy(kind: str = "nsa", checkpointing: str = "none") -> ModelConfig:
+    return ModelConfig(
+        vocab_size=256,
+        layers=2,
+        width=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        mlp_width=96,
+        attention=AttentionConfig(kind=kind),
+        activation_checkpointing=checkpointing,
+    )
+
+
+def recorded(run: Callable[[Tensor], object]) -> list[Operation]:
+    x = torch.empty(4, 6, device="meta")  # 96 bytes
+    with Recorder() as recorder:
+        run(x)
+    return recorder.operations
+
+
+def test_a_linear_is_three_products_and_its_views_are_free() -> None:
+    with torch.device("meta"):
+        linear = nn.Linear(16, 8, bias=False, dtype=torch.bfloat16)
+        x = torch.empty(4, 3, 16, dtype=torch.bfloat16, requires_grad=True)
+        gradient = torch.empty(4, 3, 8, dtype=torch.bfloat16)
+    with Recorder() as recorder:
+        linear(x).backward(gradient)
+    assert [x.name for x in recorder.operations] == ["aten::mm"] * 3
+    assert {x.bytes for x in recorder.operations} == {2 * (12 * 16 + 16 * 8 + 12 * 8)}
+    assert {x.flops for x in recorder.operations} == {2 * 12 * 16 * 8}
+    assert {x.part for x in recorder.operations} == {"matrix products"}
+
+
+def test_views_and_allocations_are_free() -> None:
+    assert recorded(lambda x: (x.t()[1:].unflatten(0, (1, -1)).detach(), x.new_empty(9))) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda x: x + x[:1], 96 + 24 + 96),
+        (lambda x: x + x[:1].expand(4, 6), 96 + 24 + 96),
+        (lambda x: x.add_(1), 96 + 96),
+        (lambda x: x.copy_(x.new_empty(4, 6, dtype=torch.bfloat16)), 48 + 96),
+        (lambda x: torch.mul(x, 2, out=torch.empty_like(x)), 96 + 96),
+        (lambda x: x.new_zeros(5), 20),
+    ],
+    ids=["broadcast", "expanded", "in place", "copy", "out", "zeros"],
+)
+def test_bytes_are_those_of_inputs_and_outputs(
+    run: Callable[[Tensor], object], expected: int
+) -> None:
+    assert [x.bytes for x in recorded(run)] == [expected]
+
+
+def test_custom_ops_are_one_operation_and_all_their_launches() -> None:
+    by_part = {row["part"]: row for row in totals(record(toy(), BATCH, SEQ_LEN))}
+    for part in ("attention", "loss"):
+        assert by_part[part]["launches"] > by_part[part]["operations"]
+    launches = {y.name for x in record(toy(), BATCH, SEQ_LEN) for y in x.launches}
+    assert {"select_kernel", "selected_forward_kernel", "band_keys_kernel"} <= launches
+    assert not any(name in launches for name in ("aten::linear", "aten::matmul"))
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_products_are_six_flops_per_weight_and_token(kind: str) -> None:
+    with torch.device("meta"):
+        weights = [x.numel() for x in LanguageModel(toy(kind)).parameters() if x.dim() == 2]
+    rows = {row["part"]: row for row in totals(record(toy(kind), BATCH, SEQ_LEN))}
+    counted = rows["matrix products"]["flops"] + rows["loss"]["flops"]
+    assert counted == pytest.approx(6 * sum(weights) * BATCH * SEQ_LEN, rel=0.02)
+
+
+def test_nothing_of_a_model_is_unclassified_but_scalars() -> None:
+    for kind in ("nsa", "dense"):
+        other = [x for x in record(toy(kind), BATCH, SEQ_LEN) if x.part == "other"]
+        assert sum(x.bytes for x in other) < 4_096, {x.name for x in other}
+
+
+def test_recomputation_counts() -> None:
+    none, reentrant = (
+        {row["part"]: row for row in totals(record(toy("nsa", mode), BATCH, SEQ_LEN))}
+        for mode in ("none", "reentrant")
+    )
+    assert reentrant["matrix products"]["flops"] > none["matrix products"]["flops"]
+    assert reentrant["attention"]["launches"] > none["attention"]["launches"]
+    assert reentrant["loss"] == none["loss"]
+
+
+def test_the_command_saves_both_models_and_their_totals(tmp_path: Path) -> None:
+    out = tmp_path / "traffic.json"
+    words = ["--micro-batch=1", "--seq-len=64", "--layers=1", "--vocab=64", f"--out={out}"]
+    main(["traffic", *words])
+    result = json.loads(out.read_text())
+    for kind in ("nsa", "dense"):
+        *parts, total = result[kind]
+        assert total["part"] == "total"
+        for figure in ("operations", "bytes", "launches", "launch_bytes", "flops"):
+            assert total[figure] == sum(row[figure] for row in parts) > 0
+    ratio = result["tokens_per_s"]["nsa"]["A100"] / result["tokens_per_s"]["dense"]["A100"]
+    assert result["nsa_over_dense"]["A100"] == pytest.approx(ratio)
