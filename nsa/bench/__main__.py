@@ -25,6 +25,7 @@ BENCHMARKS = {  # name: one line of help
     "kernels": "each function of nsa.ops, on each backend",
     "module": "NSA against dense attention and other NSA implementations",
     "train": "a training step of M7C, NSA against dense attention",
+    "profile": "the kernels of a training step, their time, and how busy the GPU is",
     "decode": "a decoding step at growing context length, NSA against dense attention",
     "tune": "time the kernels' tile sizes on this GPU and keep the fastest",
 }

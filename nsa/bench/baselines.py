@@ -1,7 +1,7 @@
-"""Baselines for NSA: PyTorch's SDPA and FlexAttention, fla, native-sparse-attention-pytorch.
+"""Baselines for NSA: PyTorch's SDPA and FlexAttention, and other implementations of NSA.
 
-The last two are optional and imported on use; if one is missing, the reason is its result. Notes
-say where an implementation computes something different from NSA.
+The latter are optional and imported on use, installed or from a folder on PYTHONPATH; if one is
+missing, the reason is its result. Notes say where one computes something different from NSA.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from nsa.bench.inputs import Inputs
 from nsa.bench.options import Shape
 from nsa.ops import NSASpec, window_attention
 
-DENSE = ("sdpa-flash", "sdpa-cudnn", "flex-causal")  # dense causal attention
 KERNELS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -37,7 +36,11 @@ LIBRARIES = {
         "native_sparse_attention_pytorch",
         "native-sparse-attention-pytorch",
     ),
+    "scalable-flash-nsa": ("flash_nsa", "flash-nsa"),
+    "flash-sparse-attention": ("fsa.ops", "flash-sparse-attention"),
 }
+SHARED = "keys and values shared by its branches; mean pooling included"
+OUR_WINDOW = "; flash-attn is missing, so its window is nsa.ops.window_attention"
 # fla always selects a query's own block, the one before it and the first: NSASpec's defaults.
 FLA_SPEC = NSASpec(block_len=64, block_stride=64, select_len=64)
 
@@ -147,14 +150,18 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def versions() -> dict[str, str]:
-    """Each optional library's version, or why it is missing."""
+    """Each optional library's version, or its folder, or why it is missing."""
     result = {}
     for name, (_, distribution) in LIBRARIES.items():
         try:
-            load(name)
-            result[name] = importlib.metadata.version(distribution)
+            module = load(name)
         except ImportError as error:
             result[name] = str(error)
+            continue
+        try:
+            result[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            result[name] = f"not installed, from {module.__file__}"
     return result
 
 
@@ -192,9 +199,7 @@ def fla(inputs: Inputs, shape: Shape, *, window: bool) -> Implementation:
             return o
         return torch.addcmul(o, window_attention(q, k, v, spec.window), g_win[..., None])
 
-    note = "keys and values shared by its branches; mean pooling included"
-    if window and not fla_window:
-        note += "; flash-attn is missing, so its window is nsa.ops.window_attention"
+    note = SHARED + (OUR_WINDOW if window and not fla_window else "")
     return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates, note=note)
 
 
@@ -238,3 +243,110 @@ def pytorch_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
     note = "takes packed q, k and v; RoPE and the gate projection included; no forced first block"
     note += "; its selected branch computes in fp16" * on_gpu
     return Implementation(run, packed, note=note)
+
+
+def _has_flash_attention() -> bool:
+    return find_spec("flash_attn") is not None or find_spec("flash_attn_interface") is not None
+
+
+def _packed(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
+    """q, k and v as [B·T, H, D], and cu_seqlens with a document per sequence."""
+    batch, seq_len = inputs.q.shape[:2]
+    offsets = torch.arange(batch + 1, device=inputs.q.device, dtype=torch.int32) * seq_len
+    return [x.flatten(0, 1) for x in (inputs.q, inputs.k_sel, inputs.v_sel)], offsets
+
+
+def _window(inputs: Inputs, spec: NSASpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Our window on [B·T, H, D], for implementations that leave theirs to flash-attn."""
+    batch = inputs.q.shape[0]
+
+    def window(*qkv: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(0, (batch, -1)) for x in qkv)
+        return window_attention(q, k, v, spec.window).flatten(0, 1)
+
+    return window
+
+
+def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
+    """Scalable-Flash-Native-Sparse-Attention's module, φ a mean; or its parts without flash-attn.
+
+    Its gates are logits.
+    """
+    library = load("scalable-flash-nsa")
+    config = library.NSAConfig(
+        qk_head_dim=shape.key,
+        v_head_dim=shape.value,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        kernel_size=spec.block_len,
+        stride=spec.block_stride,
+        block_size=spec.select_len,
+        top_n=spec.select_top,
+        num_init_blocks=spec.init_blocks,
+        num_local_blocks=spec.local_blocks,
+        window_size=spec.window,
+    )
+    module, window = library.HFNSACore(config), _window(inputs, spec)
+    qkv, offsets = _packed(inputs)
+    combine = importlib.import_module("flash_nsa.ops.combine").fused_sigmoid_combine
+
+    def parts(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
+        library.NSAHelper.init_cu_seqlens(offsets)
+        k_cmp, v_cmp = module.compress_k(k), module.compress_v(v)
+        o_cmp, lse = library.compress_attn(q, k_cmp, v_cmp, sm_scale=module.sm_scale)
+        index, _ = library.slc_topk_indices(
+            q, k_cmp, lse, sm_scale=module.sm_scale, maybe_efficient_version=True
+        )
+        o_sel = library.select_attn(q, k, v, index, sm_scale=module.sm_scale)
+        return combine(o_cmp, o_sel, window(q, k, v), logits)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
+        o = module(q, k, v, logits, offsets) if whole else parts(q, k, v, logits)
+        return o.unflatten(0, inputs.q.shape[:2])
+
+    whole = _has_flash_attention()
+    logits = torch.logit(inputs.gates.flatten(0, 1).float(), 1e-3).to(inputs.gates.dtype)
+    note = SHARED + "; gates are logits" + ("" if whole else OUR_WINDOW)
+    return Implementation(run, *qkv, logits, note=note)
+
+
+def flash_sparse_attention(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
+    """Flash-Sparse-Attention's kernels in the order of its module, φ a mean.
+
+    Like the module, it runs its own selected kernel for groups of up to 8 query heads.
+    """
+    if shape.key != shape.value:
+        raise ValueError("its keys and values have one size")
+    own = load("flash-sparse-attention").FSA_topk_sparse_attention
+    library = importlib.import_module("nsa_ref.ops")
+    selected = own if shape.group <= 8 else library.topk_sparse_attention
+    qkv, offsets = _packed(inputs)
+    window = _window(inputs, spec)
+    seq_len, count = inputs.q.shape[1], spec.compressed_len(inputs.q.shape[1])
+    pooled_offsets = offsets // seq_len * count
+    sizes = spec.block_len, spec.block_stride
+
+    def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        k_cmp, v_cmp = (library.avgpool_compress(x, None, offsets, *sizes)[0] for x in (k, v))
+        o_cmp, index = library.compressed_attention(
+            q,
+            k_cmp,
+            v_cmp,
+            *sizes,
+            spec.select_len,
+            spec.select_top,
+            offsets,
+            pooled_offsets,
+            seq_len,
+            count,
+            None,
+            spec.init_blocks,
+            spec.local_blocks,
+        )
+        o_sel = selected(q, k, v, index, spec.select_len, offsets, None)
+        g_cmp, g_sel, g_win = (gate[..., None] for gate in gates.unbind(-1))
+        o = o_cmp * g_cmp + o_sel * g_sel + window(q, k, v) * g_win
+        return o.unflatten(0, inputs.q.shape[:2])
+
+    note = SHARED + "; its window is nsa.ops.window_attention (flash-attn's, in its module)"
+    return Implementation(run, *qkv, inputs.gates.flatten(0, 1), note=note)

@@ -1,7 +1,14 @@
 """Timing and peak memory of steps that alternate; medians over rounds.
 
-Alternating spreads a slow minute of a shared machine over all steps. On a GPU the device's events
-are the clock and the L2 cache is cold; on a CPU it is wall time. A failing step drops out alone.
+Alternating spreads a slow minute of a shared machine over all steps. A failing step drops out
+alone. Clocks, by what limits a result:
+
+    device   events around the step; the GPU spins first, until the host has queued the whole step
+    host     events, but the host queued too slowly (or synchronized): its gaps are in the time
+    wall     a CPU's time
+
+Python may take longer to launch a small kernel than the GPU to run it: without the spin, small
+cases would measure Python. The L2 cache is cold.
 """
 
 from __future__ import annotations
@@ -9,7 +16,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,6 +24,7 @@ import torch
 from torch import Tensor
 
 MIN_ROUNDS = 3
+MAX_SPIN_MS = 50.0  # a step that takes longer to queue is longer than the gaps between its kernels
 Step = Callable[[], object]
 
 
@@ -32,6 +40,16 @@ class Timing:
     low: float
     high: float
     rounds: int
+    clock: str  # device, host or wall
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed call."""
+
+    ms: float
+    clock: str
+    host_ms: float  # until the call returned: on a GPU, what it took to queue the work
 
 
 def time_alternating(
@@ -39,31 +57,38 @@ def time_alternating(
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Time each step for up to `rounds` rounds or about `seconds`; return timings and errors.
 
-    The first call warms up and compiles, the second decides how many rounds fit into `seconds`.
+    The first call warms up and compiles. The second decides how many rounds fit into `seconds`, and
+    how long a GPU spins before each: twice the time that the host needed to queue the step.
     """
     counts: dict[str, int] = {}
     errors: dict[str, str] = {}
-    times: dict[str, list[float]] = {}
+    spins: dict[str, float] = {}
+    samples: dict[str, list[Sample]] = {}
     for name, step in steps.items():
         try:
             step()
-            once = elapsed_ms(step, device) / 1e3
+            first = time_once(step, device)
         except Exception as error:  # recorded as this step's result
             errors[name] = recover(error, device)
             continue
-        counts[name] = int(min(rounds, max(MIN_ROUNDS, seconds / once)))
-        times[name] = []
+        spins[name] = min(2 * first.host_ms, MAX_SPIN_MS) if device.type == "cuda" else 0.0
+        counts[name] = int(min(rounds, max(MIN_ROUNDS, seconds * 1e3 / (first.ms + spins[name]))))
+        samples[name] = []
     for index in range(max(counts.values(), default=0)):
         for name in [name for name, count in counts.items() if index < count]:
             try:
-                times[name].append(elapsed_ms(steps[name], device))
+                samples[name].append(time_once(steps[name], device, spins[name]))
             except Exception as error:
                 errors[name] = recover(error, device)
-                del counts[name], times[name]
-    timings = {
-        name: Timing(statistics.median(ms), min(ms), max(ms), len(ms)) for name, ms in times.items()
-    }
-    return timings, errors
+                del counts[name], samples[name]
+    return {name: summarize(taken) for name, taken in samples.items()}, errors
+
+
+def summarize(samples: Sequence[Sample]) -> Timing:
+    """Median, least and most; the clock of most samples, of a tie not `device`."""
+    ms = [sample.ms for sample in samples]
+    clocks = sorted((sample.clock for sample in samples), reverse=True)  # wall, host, device
+    return Timing(statistics.median(ms), min(ms), max(ms), len(ms), statistics.mode(clocks))
 
 
 def median_seconds(
@@ -76,20 +101,42 @@ def median_seconds(
     return {name: timing.median / 1e3 for name, timing in timings.items()}
 
 
-def elapsed_ms(step: Step, device: torch.device) -> float:
-    """Milliseconds of one call, on a GPU with a cold L2 cache."""
+def time_once(step: Step, device: torch.device, spin_ms: float = 0.0) -> Sample:
+    """Time one call; a GPU starts it with a cold L2 cache, after spinning for `spin_ms`.
+
+    If the device has reached the first event before the host has recorded the last one, it may
+    have waited for the host in between: the sample's clock is then `host`.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         step()
-        return (time.perf_counter() - start) * 1e3
-    flush = _flush_buffer(device)
+        ms = (time.perf_counter() - start) * 1e3
+        return Sample(ms, "wall", ms)
+    flush, cycles = _flush_buffer(device), int(spin_ms * _cycles_per_ms(device))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.zero_()
+    if cycles:
+        torch.cuda._sleep(cycles)
     begin.record()
+    start = time.perf_counter()
     step()
     end.record()
+    host_ms = (time.perf_counter() - start) * 1e3
+    clock = "host" if begin.query() else "device"
     torch.cuda.synchronize(device)
-    return begin.elapsed_time(end)
+    return Sample(begin.elapsed_time(end), clock, host_ms)
+
+
+@lru_cache(maxsize=1)
+def _cycles_per_ms(device: torch.device) -> float:
+    """How fast `torch.cuda._sleep` counts; a GPU at rest counts slower, and so spins longer."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):  # the first call raises the clock
+        begin.record()
+        torch.cuda._sleep(20_000_000)
+        end.record()
+        torch.cuda.synchronize(device)
+    return 20_000_000 / begin.elapsed_time(end)
 
 
 @lru_cache(maxsize=1)
@@ -110,6 +157,12 @@ def recover(error: Exception, device: torch.device) -> str:
         except RuntimeError as lost:
             raise DeviceLost(f"{reason}; the CUDA context is lost") from lost
     return reason
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; a CPU is never behind."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def peak_bytes(step: Step, held: Iterable[Tensor], device: torch.device) -> int | None:

@@ -4,7 +4,8 @@ A case is one head shape at one length. Its implementations alternate, and ratio
 the case. Kinds of case:
 
     module         three branches and gates, compressed keys given, against dense attention
-    same-pattern   l = d = l' = 64, shared keys and values, mean pooling included: as fla does it
+    peers          shared keys and values, mean pooling included: other kernels of the same pattern
+    same-pattern   the same with l = d = l' = 64, as fla does it
     parts          the forward pass, total and by function, and each function's fraction
 
 Random queries select different blocks. In nsa-local, neighbouring queries are similar and select
@@ -14,6 +15,7 @@ mostly the same ones.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,18 +32,29 @@ from nsa.bench.results import Report, Result, cell, figure, print_errors, print_
 from nsa.ops import NSASpec, compressed_attention, nsa_attention, select_blocks, selected_attention
 
 SPEC = NSASpec()
-KINDS = ("module", "same-pattern", "parts")
+KINDS = ("module", "peers", "same-pattern", "parts")
 # Bases for ratios, where that is not nsa.
 BASES = {"fla-with-window": "nsa-with-window"}
 # Outputs that are equal but for rounding and near-ties.
-REFERENCES = {"sdpa-cudnn": "sdpa-flash", "flex-causal": "sdpa-flash", "fla": "nsa", **BASES}
+REFERENCES = {"sdpa-cudnn": "sdpa-flash", "flex-causal": "sdpa-flash", **BASES} | dict.fromkeys(
+    ("fla", "scalable-flash-nsa", "flash-sparse-attention"), "nsa"
+)
+AGAINST: dict[str, Callable[[Inputs, Shape], Implementation]] = {
+    "sdpa-flash": partial(baselines.sdpa, "sdpa-flash"),
+    "sdpa-cudnn": partial(baselines.sdpa, "sdpa-cudnn"),
+    "flex-causal": lambda inputs, shape: baselines.flex(inputs, None),
+    "flex-blocks": lambda inputs, shape: baselines.flex(inputs, SPEC),
+    "native-sparse-attention-pytorch": partial(baselines.pytorch_nsa, spec=SPEC),
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     lengths = "1k,2k,4k,6k,8k,16k,32k,64k,128k"
     add_gpu_flags(parser, lengths, shapes_default="m7c,16x4x64,64x4x128,paper")
-    about = "against dense attention, fla's pattern, functions"
+    about = "against dense attention, against peers, functions (%(default)s)"
     parser.add_argument("--kinds", type=choice(*KINDS), default=",".join(KINDS), help=about)
+    about = "of the kind module; FlexAttention compiles for most of a minute (%(default)s)"
+    parser.add_argument("--against", type=choice(*AGAINST), default=",".join(AGAINST), help=about)
     parser.add_argument("--plot", type=Path, help="plot the times to this PNG file")
 
 
@@ -76,6 +89,8 @@ def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
     inputs = Inputs.random(shape, batch, seq_len, spec, report.device, report.dtype)
     if kind == "same-pattern":
         builders = _same_pattern(inputs, shape, backend)
+    elif kind == "peers":
+        builders = _peers(inputs, shape, backend)
     elif kind == "parts":
         builders = _parts(inputs, backend)
     else:
@@ -84,7 +99,7 @@ def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
             name: neighbour_overlap(SelectedBlocks.of(x, SPEC, backend).index)
             for name, x in variants.items()
         }
-        builders = _module(variants, shape, backend)
+        builders = _module(variants, shape, report)
     results = measure(builders, report, REFERENCES)
     row |= {"implementations": results, "ratios": {}}
     if kind == "parts":
@@ -98,26 +113,38 @@ def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
     _print(row)
 
 
-def _module(variants: dict[str, Inputs], shape: Shape, backend: str) -> Builders:
+def _module(variants: dict[str, Inputs], shape: Shape, report: Report) -> Builders:
     """Three branches and gates on random and on local queries, against dense attention."""
-    attention = partial(nsa_attention, spec=SPEC, backend=backend)
-    inputs = variants["nsa"]
+    attention = partial(nsa_attention, spec=SPEC, backend=report.backend)
     ours = {name: partial(Implementation, attention, *x) for name, x in variants.items()}
+    against = report.flags.against
+    return ours | {name: partial(AGAINST[name], variants["nsa"], shape) for name in against}
+
+
+def _peers(inputs: Inputs, shape: Shape, backend: str) -> Builders:
+    """All three branches with one set of keys and values."""
     return {
-        **ours,
-        "sdpa-flash": partial(baselines.sdpa, "sdpa-flash", inputs, shape),
-        "sdpa-cudnn": partial(baselines.sdpa, "sdpa-cudnn", inputs, shape),
-        "flex-causal": partial(baselines.flex, inputs, None),
-        "flex-blocks": partial(baselines.flex, inputs, SPEC),
-        "native-sparse-attention-pytorch": partial(baselines.pytorch_nsa, inputs, shape, SPEC),
+        "nsa": _shared_keys(inputs, SPEC, backend, window=True),
+        "scalable-flash-nsa": partial(baselines.scalable_flash_nsa, inputs, shape, SPEC),
+        "flash-sparse-attention": partial(baselines.flash_sparse_attention, inputs, shape, SPEC),
     }
 
 
 def _same_pattern(inputs: Inputs, shape: Shape, backend: str) -> Builders:
     """Compression and selection, which fla's own kernels cover; then with the window."""
-    spec = baselines.FLA_SPEC
+    builders: Builders = {}
+    for window, ending in ((False, ""), (True, "-with-window")):
+        builders[f"nsa{ending}"] = _shared_keys(inputs, baselines.FLA_SPEC, backend, window=window)
+        builders[f"fla{ending}"] = partial(baselines.fla, inputs, shape, window=window)
+    return builders
 
-    def nsa(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, window: bool) -> Tensor:
+
+def _shared_keys(
+    inputs: Inputs, spec: NSASpec, backend: str, *, window: bool
+) -> Callable[[], Implementation]:
+    """NSA with one set of keys and values, mean pooling included, with or without its window."""
+
+    def nsa(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         k_cmp, v_cmp = mean_pool(k, spec), mean_pool(v, spec)
         if window:
             return nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, spec, backend=backend)
@@ -127,14 +154,8 @@ def _same_pattern(inputs: Inputs, shape: Shape, backend: str) -> Builders:
         g_cmp, g_sel, _ = (gate[..., None] for gate in gates.unbind(-1))
         return torch.addcmul(o_sel * g_sel, o_cmp, g_cmp)
 
-    note = "keys and values shared by the branches; mean pooling included"
     tensors = inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates
-    builders: Builders = {}
-    for window, ending in ((False, ""), (True, "-with-window")):
-        attention = partial(nsa, window=window)
-        builders[f"nsa{ending}"] = partial(Implementation, attention, *tensors, note=note)
-        builders[f"fla{ending}"] = partial(baselines.fla, inputs, shape, window=window)
-    return builders
+    return partial(Implementation, nsa, *tensors, note=baselines.SHARED)
 
 
 def _parts(inputs: Inputs, backend: str) -> Builders:

@@ -1,0 +1,65 @@
+"""`nsa bench profile`: time and launches by kernel, the busy fraction, names for Nsight Compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nsa.bench.__main__ import main
+from nsa.bench.profile import Span, busy_ms, function_name, summary
+
+# Two steps: "a" twice per step, of which one overlaps "b"; then a gap of 4 ms.
+STEP = [("a", 0, 2), ("b", 1, 4), ("a", 4, 6)]
+SPANS = [
+    Span(name, 1000.0 * (start + shift), 1000.0 * (end + shift))
+    for shift in (0, 10)
+    for name, start, end in STEP
+]
+
+
+def test_times_and_launches_are_per_step_and_overlaps_count_once() -> None:
+    result = summary(SPANS, steps=2)
+    assert busy_ms(SPANS) == pytest.approx(12)
+    assert result["busy_ms"] == pytest.approx(6)
+    assert result["step_ms"] == pytest.approx(8)  # 16 ms from the first kernel to the last
+    assert result["busy_fraction"] == pytest.approx(6 / 8)
+    assert result["launches"] == 3
+    assert [(one["name"], one["launches"], one["ms"]) for one in result["kernels"]] == [
+        ("a", 2, pytest.approx(4)),
+        ("b", 1, pytest.approx(3)),
+    ]
+
+
+def test_a_profile_without_kernels_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="recorded no kernel"):
+        summary([], steps=2)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        ("_window_forward", "_window_forward"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::F>(int, F)",
+         "vectorized_elementwise_kernel"),
+        ("void at::native::(anonymous namespace)::cat<unsigned int>(long)", "cat"),
+        ("nvjet_tst_128x128_64x6_2x1_v_bz_TNN", "nvjet_tst_128x128_64x6_2x1_v_bz_TNN"),
+        ("Memcpy DtoD (Device -> Device)", ""),
+    ],
+)  # fmt: skip
+def test_nsight_compute_is_given_the_functions_plain_name(kernel: str, name: str) -> None:
+    assert function_name(kernel) == name
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_step_is_profiled_and_its_trace_is_kept(tmp_path: Path, device: str) -> None:
+    out = tmp_path / "profile.json"
+    size = ["--lengths", "64", "--tokens", "64", "--layers", "1", "--vocab", "64"]
+    flags = ["--device", device, "--backend", "blockwise", "--out", str(out)]
+    main(["profile", *flags, *size, "--steps", "2"])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["launches"] > 100
+    assert 0 < row["busy_fraction"] <= 1
+    assert sum(kernel["ms"] for kernel in row["kernels"]) >= row["busy_ms"] > 0
+    assert (tmp_path / "profile-nsa-64.trace.json.gz").stat().st_size > 0
