@@ -25,6 +25,7 @@ from nsa.watchdog.supervisor import (
 FINAL = (0, 2, 3)  # exit codes after which the same command would end the same way again
 MAX_BACKOFF_SECONDS = 300.0
 _POLL_SECONDS = 0.2
+_HEADER = ["rank", "phase", "in phase for", "step", "last heartbeat", "loss", "memory", "process"]
 
 
 def add_parser(verbs: Any) -> None:
@@ -96,34 +97,36 @@ def launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
         folder = attempt.folder or folder
         if code in FINAL or signals.signal is not None or not restarts:
             return code
-        last_steps.append(attempt.last_step)
+        last_steps.append(step := attempt.last_step)
         if reason := _why_no_restart(last_steps, restarts):
             log(f"exit code {code}, not restarting: {reason}")
-            if folder is not None:
-                update_halt(folder, {"gave_up": reason})
+            update_halt(folder, gave_up=reason)
             return code
         delay = min(backoff * 2 ** (len(last_steps) - 1), MAX_BACKOFF_SECONDS)
         if folder is not None:
             started = (folder / "config.yaml").exists()  # recipes refuse --resume without it
             resume = [*(["--resume"] if started else []), "--run-dir", str(folder.resolve())]
-            entry = {
-                "time": time.time(),
-                "reason": attempt.report.reason if attempt.report else f"exit code {code}",
-                "exit_code": code,
-                "step": attempt.last_step,
-                "back_off": delay,
-            }
+            reason = attempt.report.reason if attempt.report else f"exit code {code}"
+            entry = {"time": time.time(), "reason": reason, "exit_code": code, "step": step}
             earlier = read_json(folder / "halt.json").get("restarts", [])
-            update_halt(folder, {"restarts": [*earlier, entry]})
+            update_halt(folder, restarts=[*earlier, {**entry, "back_off": delay}])
         log(
-            f"exit code {code} after step {last_steps[-1]}; restart {len(last_steps)} of "
-            f"{restarts} in {delay:g} s, with {' '.join(resume) or 'nothing to resume from'}"
+            f"exit code {code} after step {step}; restart {len(last_steps)} of {restarts} in "
+            f"{delay:g} s, with {' '.join(resume) or 'nothing to resume from'}"
         )
         deadline = time.monotonic() + delay
         while time.monotonic() < deadline:
             if signals.signal is not None:
                 return 128 + signals.signal
             time.sleep(min(_POLL_SECONDS, delay))
+
+
+def _why_no_restart(last_steps: Sequence[int | None], restarts: int) -> str:
+    if len(last_steps) > 1 and last_steps[-1] == last_steps[-2]:
+        step = last_steps[-1]
+        where = "before the first heartbeat" if step is None else f"after step {step}"
+        return f"crash loop, it ended {where} twice in a row"
+    return f"all {restarts} restarts are used up" if len(last_steps) > restarts else ""
 
 
 def attach(folder: Path) -> int:
@@ -137,54 +140,35 @@ def attach(folder: Path) -> int:
         time.sleep(_POLL_SECONDS)
     supervisor = Supervisor(SignalState(), folder=folder)
     supervisor.look()
-    if not supervisor.ranks:
-        return _report_ended(folder, beats)
-    log(f"{folder}: watching ranks {', '.join(map(str, supervisor.ranks))}")
-    return supervisor.run()
+    if supervisor.beats:
+        log(f"{folder}: watching ranks {', '.join(map(str, supervisor.beats))}")
+        return supervisor.run()
+    unfinished = [number for number, beat in beats.items() if beat["event"] != "end"]
+    hosts = {str(beat.get("host")) for beat in beats.values()} - {platform.node()}
+    if unfinished and hosts:
+        raise ValueError(f"{folder}: its ranks run on {', '.join(sorted(hosts))}; watch them there")
+    how = ", ".join(sorted({str(beat.get("status")) for beat in beats.values()}))
+    if unfinished:
+        step = max(int(beat["step"]) for beat in beats.values())
+        how = f"rank {unfinished[0]} exited without a last heartbeat, at or before step {step}"
+    log(f"{folder} has ended: {how}")
+    return 1 if unfinished else 0
 
 
 def status_lines(folder: Path) -> list[str]:
     """Return a table of the ranks' last heartbeats."""
-    rows = [
-        ["rank", "phase", "in phase for", "step", "last heartbeat", "loss", "memory", "process"]
-    ]
+    rows = [_HEADER]
     for number, beat in newest_heartbeats(folder).items():
-        pid, host = int(beat["pid"]), beat.get("host")
-        loss, memory = beat.get("loss"), beat.get("memory_gb")
-        process = find_writer(pid, folder / f"heartbeat_rank{number}.jsonl")
+        process = find_writer(int(beat["pid"]), folder / f"heartbeat_rank{number}.jsonl")
         age = time.monotonic() - beat["mono"] if process else time.time() - beat["time"]
+        loss, memory, host = beat.get("loss"), beat.get("memory_gb"), beat.get("host")
         state = "runs" if process else "is gone" if host == platform.node() else f"on {host}"
+        if beat["event"] == "end":
+            state = f"ended: {beat.get('status')}"
+        else:
+            state = f"{beat['pid']:.0f} {state}"
+        loss = "-" if loss is None else f"{loss:.4f}"
+        memory = "-" if memory is None else f"{memory:.2f} GB"
         row = [str(number), beat["phase"], f"{beat['since']:.0f} s", f"{beat['step']:,.0f}"]
-        row += [f"{age:.0f} s ago", "-" if loss is None else f"{loss:.4f}"]
-        row += ["-" if memory is None else f"{memory:.2f} GB"]
-        ended = beat["event"] == "end"
-        rows.append([*row, f"ended: {beat.get('status')}" if ended else f"{pid} {state}"])
-    if len(rows) == 1:
-        return [f"{folder}: no heartbeats"]
-    return align(rows)
-
-
-def _report_ended(folder: Path, beats: dict[int, dict[str, Any]]) -> int:
-    """Log how a run without running ranks has ended; return the exit code of `nsa watch`."""
-    unfinished = [number for number, beat in beats.items() if beat["event"] != "end"]
-    if not unfinished:
-        statuses = sorted({str(beat.get("status")) for beat in beats.values()})
-        log(f"{folder} has ended: {', '.join(statuses)}")
-        return 0
-    hosts = {str(beat.get("host")) for beat in beats.values()} - {platform.node()}
-    if hosts:
-        raise ValueError(f"{folder}: its ranks run on {', '.join(sorted(hosts))}; watch them there")
-    step = max(int(beat["step"]) for beat in beats.values())
-    log(
-        f"{folder} has ended: rank {unfinished[0]} exited without a last heartbeat, "
-        f"at or before step {step}"
-    )
-    return 1
-
-
-def _why_no_restart(last_steps: Sequence[int | None], restarts: int) -> str:
-    if len(last_steps) > 1 and last_steps[-1] == last_steps[-2]:
-        step = last_steps[-1]
-        where = "before the first heartbeat" if step is None else f"after step {step}"
-        return f"crash loop, it ended {where} twice in a row"
-    return f"all {restarts} restarts are used up" if len(last_steps) > restarts else ""
+        rows.append([*row, f"{age:.0f} s ago", loss, memory, state])
+    return align(rows) if rows[1:] else [f"{folder}: no heartbeats"]

@@ -34,7 +34,7 @@ class ProcessTree:
         self._roots = [psutil.Process()] if launcher_pid is not None else []
         self._launcher_pid = launcher_pid  # reaped by its Popen
         self._members: dict[int, psutil.Process] = {}
-        self.exit_codes: dict[psutil.Process, int] = {}  # of orphans that were reaped here
+        self.exit_codes: dict[psutil.Process | None, int] = {}  # of orphans that were reaped here
 
     def running(self) -> list[psutil.Process]:
         """Update the tree, reap orphans, and return what runs. Call often, or orphans get lost."""
@@ -67,7 +67,7 @@ class ProcessTree:
         deadline = time.monotonic() + seconds
         while (running := self.running()) and time.monotonic() < deadline:
             send(running, signal.SIGKILL)
-            wait_for(running, _PAUSE)
+            time.sleep(_PAUSE)
 
 
 def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
@@ -83,7 +83,7 @@ def wait_for(processes: Iterable[psutil.Process], seconds: float) -> bool:
     (psutil.wait_procs would reap children, whose exit codes are needed, and wait for zombies.)
     """
     running, deadline = list(processes), time.monotonic() + seconds
-    while running := [process for process in running if is_alive(process)]:
+    while any(map(is_alive, running)):
         if time.monotonic() >= deadline:
             return False
         time.sleep(_PAUSE)

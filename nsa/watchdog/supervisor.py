@@ -15,24 +15,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from nsa.atomic_io import atomic_write_text
 from nsa.monitor.artifacts import last_beat, read_json
 from nsa.monitor.config import WatchConfig
-from nsa.watchdog.hang_detector import HangDetector, HangReport, WatchedRank
+from nsa.processes import is_alive
+from nsa.watchdog.hang_detector import HangDetector, HangReport
 from nsa.watchdog.process_tree import ProcessTree, open_heartbeats, send, wait_for
 
 HALTED = 4  # exit code of a run that the watchdog has ended
-EXIT_CODE_OF_STATUS = {
-    "finished": 0,
-    "stopped": 0,
-    "preempted": 0,
-    "no-go": 3,
-}  # any other: 1, a crash
+EXIT_CODE_OF_STATUS = {"finished": 0, "stopped": 0, "preempted": 0, "no-go": 3}  # any other: 1
 POLL_SECONDS = 0.1  # between two looks at the processes until one writes heartbeats
 LOOK_SECONDS = 0.5  # between two looks at heartbeats and processes
 PEER_SECONDS = 5.0  # how long processes may outlive a failed rank, or the launcher and all ranks
@@ -52,11 +51,10 @@ class SignalState:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: object) -> None:
-        now = time.monotonic()
         if self.signal is None:
-            self.signal, self._received = number, now
-        elif now - self._received > 1.0:  # a terminal and a scheduler may both send the first
-            self.urgent = True
+            self.signal, self._received = number, time.monotonic()
+        # A terminal and a scheduler may both send the first.
+        self.urgent = time.monotonic() - self._received > 1.0
 
 
 def log(text: str) -> None:
@@ -65,8 +63,10 @@ def log(text: str) -> None:
         print(f"watch: {text}", file=sys.stderr, flush=True)
 
 
-def update_halt(folder: Path, changes: dict[str, Any]) -> None:
+def update_halt(folder: Path | None, **changes: Any) -> None:
     """Set keys of halt.json and keep the others; a full disk costs only the file."""
+    if folder is None:  # the run ended before its first heartbeat
+        return
     path = folder / "halt.json"
     try:
         atomic_write_text(path, json.dumps({**read_json(path), **changes}, indent=2) + "\n")
@@ -106,9 +106,10 @@ class Supervisor:
         launcher: subprocess.Popen[bytes] | None = None,
         folder: Path | None = None,
     ) -> None:
-        self.ranks: dict[int, WatchedRank] = {}
         self.folder: Path | None = None
+        self.beats: dict[int, dict[str, Any]] = {}  # newest heartbeat of each rank of this host
         self.report: HangReport | None = None  # why the run was halted
+        self._processes: dict[int, psutil.Process | None] = {}  # None: it exited before it was seen
         self._signals, self._launcher = signals, launcher
         self._tree = ProcessTree(launcher.pid if launcher is not None else None)
         self._detector: HangDetector | None = None
@@ -129,33 +130,13 @@ class Supervisor:
                     log("stopped watching; the run continues")
                     return 128 + self._signals.signal
                 self._forward_signal(signal.Signals(self._signals.signal).name)
-            if self.report is not None or self._all_exited():
+            exited = not self.running()
+            if self._launcher is not None:
+                exited = self._launcher.poll() is not None and not self._tree.running()
+            if exited or self.report is not None:
                 self._read_heartbeats()  # those written since
-                return self.exit_code()
+                return self._exit_code()
             time.sleep(LOOK_SECONDS if self.folder else POLL_SECONDS)
-
-    def exit_code(self) -> int:
-        """Return the ranks' exit code if it is known, else the launcher's."""
-        if self.report is not None:
-            return 0 if self._succeeded else HALTED
-        codes = [self._exit_code_of(rank) for rank in self.ranks.values()]
-        if codes and all(code == 0 for code in codes):
-            return 0
-        if self._signals.signal is not None and not any(codes):
-            return 128 + self._signals.signal
-        launcher_code = self._launcher.returncode if self._launcher is not None else 0
-        if launcher_code > 192:  # sys.exit(-9) of a launcher whose rank was killed
-            return 128 + 256 - launcher_code
-        if launcher_code > 0:
-            return launcher_code
-        if codes:
-            return next((code for code in codes if code), 1)
-        return 128 - launcher_code if launcher_code else 0
-
-    @property
-    def last_step(self) -> int | None:
-        """The number of steps done; None before the first heartbeat."""
-        return max((int(rank.beat["step"]) for rank in self.ranks.values()), default=None)
 
     def look(self) -> None:
         """Check heartbeats and processes; halt a hang, end what a failure has left running."""
@@ -163,32 +144,58 @@ class Supervisor:
             paths = (path for process in self._tree.running() for path in open_heartbeats(process))
             if (path := next(paths, None)) is not None:
                 self._set_folder(path.parent)
-        now = time.monotonic()
-        exited = [rank for rank in self.ranks.values() if not rank.running]
+        now, exited = time.monotonic(), self.beats.keys() - self.running().keys()
         self._read_heartbeats()  # after `exited`, so that their last heartbeats are included
         if self._detector is not None:
-            self._detect(self._detector, now)
-        if self.report is None:
-            self._end_peers(exited)
-            if self._kill_at <= time.monotonic() and self._tree.running():
-                self._log_once("killing all processes of the run")
-                self._kill()
+            beats = {number: self.beats[number] for number in self.running()}
+            report = self._detector.find_hang(beats, now)
+            for degradation, action in self._detector.find_degradation():
+                if action == "halt":
+                    report = report or degradation
+                else:
+                    log(f"WARNING: {degradation.reason}")
+            if report is not None:
+                return self._halt(report, self._detector)
+        self._end_peers(sorted(exited))
+        if self._kill_at <= time.monotonic() and self._tree.running():
+            self._log_once("killing all processes of the run")
+            self._kill()
 
-    def _exit_code_of(self, rank: WatchedRank) -> int | None:
+    def running(self) -> dict[int, psutil.Process]:
+        """Return the processes of the running ranks, by rank."""
+        return {
+            n: process for n, process in self._processes.items() if process and is_alive(process)
+        }
+
+    @property
+    def last_step(self) -> int | None:
+        """The number of steps done; None before the first heartbeat."""
+        return max((int(beat["step"]) for beat in self.beats.values()), default=None)
+
+    def _exit_code(self) -> int:
+        """Return the ranks' exit code if it is known, else the launcher's."""
+        if self.report is not None:
+            return 0 if self._succeeded else HALTED
+        codes = [self._exit_code_of(number) for number in self.beats]
+        if codes and all(code == 0 for code in codes):
+            return 0
+        if self._signals.signal is not None and not any(codes):
+            return 128 + self._signals.signal
+        launcher_code = self._launcher.returncode if self._launcher is not None else 0
+        if launcher_code > 192:  # sys.exit(-9) of a launcher whose rank was killed
+            return 128 + 256 - launcher_code
+        if launcher_code <= 0 and codes:
+            return next((code for code in codes if code), 1)
+        return launcher_code if launcher_code >= 0 else 128 - launcher_code
+
+    def _exit_code_of(self, number: int) -> int | None:
         """Return a rank's exit code, or what its last heartbeat implies; None: unknown."""
-        if rank.process in self._tree.exit_codes:
-            code = self._tree.exit_codes[rank.process]
+        code = self._tree.exit_codes.get(self._processes[number])
+        if code is not None:
             return code if code >= 0 else 128 - code
-        status = re.split("[: ]", str(rank.beat.get("status")))[0]
-        return EXIT_CODE_OF_STATUS.get(status, 1) if rank.ended else None
-
-    def _running_ranks(self) -> list[WatchedRank]:
-        return [rank for rank in self.ranks.values() if rank.running]
-
-    def _all_exited(self) -> bool:
-        if self._launcher is None:
-            return not self._running_ranks()
-        return self._launcher.poll() is not None and not self._tree.running()
+        beat = self.beats[number]
+        status = re.split("[: ]", str(beat.get("status")))[0]
+        return EXIT_CODE_OF_STATUS.get(status, 1) if beat["event"] == "end" else None
 
     def _set_folder(self, folder: Path) -> None:
         self.folder = folder
@@ -203,25 +210,14 @@ class Supervisor:
             return
         now = time.monotonic()
         for number, beat in newest_heartbeats(self.folder).items():
-            rank = self.ranks.get(number)
-            if rank is not None and rank.beat["pid"] == beat["pid"]:
-                rank.beat = beat
+            if number in self.beats and self.beats[number]["pid"] == beat["pid"]:
+                self.beats[number] = beat
             elif beat.get("host") == platform.node():
                 path = self.folder / f"heartbeat_rank{number}.jsonl"
                 process = self._tree.find(int(beat["pid"]), path)
                 # A rank that exited at once has no process left, but a heartbeat of this attempt.
                 if process or self._start <= beat["mono"] <= now:
-                    self.ranks[number] = WatchedRank(number, beat, process)
-
-    def _detect(self, detector: HangDetector, now: float) -> None:
-        report = detector.find_hang({rank.number: rank for rank in self._running_ranks()}, now)
-        for degradation, action in detector.find_degradation():
-            if action == "halt":
-                report = report or degradation
-            else:
-                log(f"WARNING: {degradation.reason}")
-        if report is not None:
-            self._halt(report, detector.folder, detector.limits.grace)
+                    self.beats[number], self._processes[number] = beat, process
 
     def _forward_signal(self, name: str) -> None:
         """SIGTERM the ranks alone, which save; the launcher would kill them after 30 s."""
@@ -229,34 +225,28 @@ class Supervisor:
             self._kill_at = time.monotonic()
         if self._kill_at < float("inf"):
             return
-        ranks = [rank for rank in self._running_ranks() if rank.number not in self._signalled]
-        if not self.ranks:
+        ranks = {n: rank for n, rank in self.running().items() if n not in self._signalled}
+        if not self.beats:
             log(f"{name}: no rank writes heartbeats yet; ending the command")
             send(self._tree.running(), signal.SIGTERM)
             self._kill_at = time.monotonic() + WatchConfig().grace
         elif ranks:
             log(f"{name}: sending SIGTERM to {_names(ranks)}, to save and exit; repeat to kill")
-            _send_all(ranks, signal.SIGTERM)
-            self._signalled |= {rank.number for rank in ranks}
+            send(ranks.values(), signal.SIGTERM)
+            self._signalled |= ranks.keys()
 
-    def _end_peers(self, exited: list[WatchedRank]) -> None:
+    def _end_peers(self, exited: list[int]) -> None:
         """Schedule the end of what waits for a failed rank, or outlives the launcher and ranks."""
-        failed = next((rank for rank in exited if self._exit_code_of(rank) != 0), None)
+        failed = next((number for number in exited if self._exit_code_of(number) != 0), None)
         launcher_exited = self._launcher is not None and self._launcher.poll() is not None
-        running = self._running_ranks()
         if failed is not None:
-            beat = failed.beat
-            how = (
-                f"ended as {beat.get('status')!r}"
-                if failed.ended
-                else "exited without a last heartbeat"
-            )
-            self._log_once(
-                f"rank {failed.number}, {beat['phase']} after step {beat['step']}: {how}"
-            )
-        if launcher_exited and running:
+            beat, how = self.beats[failed], "exited without a last heartbeat"
+            if beat["event"] == "end":
+                how = f"ended as {beat.get('status')!r}"
+            self._log_once(f"rank {failed}, {beat['phase']} after step {beat['step']}: {how}")
+        if launcher_exited and self.running():
             self._log_once("the launcher exited before its ranks; watching them until they exit")
-        if failed is not None or (launcher_exited and not running):
+        if failed is not None or (launcher_exited and not self.running()):
             self._kill_at = min(self._kill_at, time.monotonic() + PEER_SECONDS)
 
     def _log_once(self, text: str) -> None:
@@ -264,42 +254,36 @@ class Supervisor:
             log(text)
         self._logged.add(text)
 
-    def _halt(self, report: HangReport, folder: Path, grace: float) -> None:
+    def _halt(self, report: HangReport, detector: HangDetector) -> None:
         """Dump stacks, SIGTERM the ranks, SIGKILL what is left, and write halt.json."""
+        grace, ranks = detector.limits.grace, self.running()
         log(f"HALT: {report.reason}; dumping stacks, then SIGTERM, SIGKILL after {grace:g} s")
         self.report = report
-        self._succeeded = all(self._exit_code_of(rank) == 0 for rank in self.ranks.values())
+        self._succeeded = all(self._exit_code_of(number) == 0 for number in self.beats)
         keys = ("phase", "since", "step", "pid", "host")
         positions = {  # before SIGTERM, which moves the ranks
-            str(number): {key: rank.beat.get(key) for key in keys}
-            for number, rank in self.ranks.items()
+            str(number): {key: beat.get(key) for key in keys} for number, beat in self.beats.items()
         }
-        ranks = self._running_ranks()
         done = [f"SIGUSR1 to {_names(ranks)} for stacks", f"SIGTERM to {_names(ranks)}"]
-        _send_all(ranks, signal.SIGUSR1)
+        send(ranks.values(), signal.SIGUSR1)
         time.sleep(STACKS_SECONDS)
-        _send_all(ranks, signal.SIGTERM)
-        if not wait_for([rank.process for rank in ranks if rank.process], grace):
-            stuck = [rank for rank in ranks if rank.running]
-            done.append(f"SIGKILL to {_names(stuck)} after {grace:g} s")
+        send(ranks.values(), signal.SIGTERM)
+        if not wait_for(ranks.values(), grace):
+            done.append(f"SIGKILL to {_names(self.running())} after {grace:g} s")
         self._kill()
-        halt = {"time": time.time(), **asdict(report), "done": done, "exit_code": self.exit_code()}
-        update_halt(folder, {**halt, "ranks": positions})
+        outcome = {"done": done, "exit_code": self._exit_code(), "ranks": positions}
+        update_halt(detector.folder, time=time.time(), **asdict(report), **outcome)
 
     def _kill(self) -> None:
         """SIGKILL the ranks, let the launcher exit with their code, SIGKILL the rest."""
         self._tree.running()  # adds their children, which are orphans afterwards
-        _send_all(self._running_ranks(), signal.SIGKILL)
-        if self.ranks and self._launcher is not None:
+        send(self.running().values(), signal.SIGKILL)
+        if self.beats and self._launcher is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(LAUNCHER_SECONDS)
         self._tree.kill()
 
 
-def _send_all(ranks: list[WatchedRank], number: signal.Signals) -> None:
-    send([rank.process for rank in ranks if rank.process], number)
-
-
-def _names(ranks: list[WatchedRank]) -> str:
-    numbers = ", ".join(str(rank.number) for rank in ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {numbers}" if ranks else "no rank"
+def _names(ranks: Iterable[int]) -> str:
+    numbers = [str(number) for number in ranks]
+    return f"rank{'s' if numbers[1:] else ''} {', '.join(numbers)}" if numbers else "no rank"

@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import psutil
-
-from nsa.watchdog.hang_detector import HangDetector, WatchedRank
+from nsa.watchdog.hang_detector import HangDetector
 from tests.monitor.heartbeats import a_line, write_limits
 
 
 def test_silence_is_no_hang_while_the_disk_takes_no_heartbeats(tmp_path: Path) -> None:
     folder, logged = tmp_path / "run", list[str]()
     write_limits(folder)
-    beat = a_line(0, mono=time.monotonic() - 100)
-    ranks = {0: WatchedRank(0, beat, psutil.Process())}
+    ranks = {0: a_line(0, mono=time.monotonic() - 100)}
     detector = HangDetector(folder, logged.append)
     report = detector.find_hang(ranks, time.monotonic())
     assert report is not None
@@ -33,7 +30,7 @@ def test_silence_is_no_hang_while_the_disk_takes_no_heartbeats(tmp_path: Path) -
 def test_a_rank_stuck_for_longer_is_named_as_a_possible_cause(tmp_path: Path) -> None:
     write_limits(tmp_path, compute=10, data=1_000)
     ranks = {
-        number: WatchedRank(number, a_line(number, phase=phase, since=since), psutil.Process())
+        number: a_line(number, phase=phase, since=since)
         for number, phase, since in ((0, "forward", 11.0), (1, "data", 60.0))
     }
     report = HangDetector(tmp_path, print).find_hang(ranks, time.monotonic())
@@ -71,4 +68,4 @@ def test_a_gate_is_dead_when_its_mean_over_layers_stays_low(tmp_path: Path) -> N
         (tmp_path / "selection.csv").write_text(header + "".join(rows))
         problems = list(detector.find_degradation())
         assert [action for _, action in problems] == actions
-    assert "the gate of branch sel is dead" in problems[0][0].reason
+    assert "the attention gate of branch sel is dead" in problems[0][0].reason

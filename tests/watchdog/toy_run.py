@@ -115,7 +115,7 @@ def run_rank(folder: Path, number: int, faults: list[str], resumed: bool) -> Non
     if "crash-once" in faults and not resumed:
         rank.end("failed", 1)
     if "linger" in faults:
-        rank.write("end", status="finished")
+        rank.write("end", status="stopped at --until 3 of 9 steps")
         time.sleep(FOREVER)
     for fault, status, code in (("failed", "failed", 1), ("mistake", "failed", 2)):
         if fault in faults:
