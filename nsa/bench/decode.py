@@ -127,7 +127,7 @@ def _counts(cache: KVCache, length: int) -> Result:
     value = config.value_dim or config.head_dim
     shape = Shape("", config.heads, config.kv_heads, config.head_dim, value)
     counts = token(shape, length, config.attention.spec)
-    read = counts.read if config.attention.kind == "nsa" else counts.dense
+    read = counts["read" if config.attention.kind == "nsa" else "dense"]
     cached = cache_bytes(config, length, cache.dtype)
     return {
         "read_bytes_per_token": config.layers * read * size // BF16,

@@ -9,7 +9,7 @@ so any change of a kernel may trigger it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 OPERAND = 4  # registers of the left operand, for every type
 MAX_GROUPS = 8  # groups to tell apart: a wait leaves at most 7 running
@@ -25,8 +25,7 @@ _FOUR = re.compile(r"\.128\b|^LDSM\b.*\.4$|^[HI]MMA\b")
 _TWO = re.compile(r"\.64\b|\.WIDE\b|^LDSM\b.*\.2$|^CS2R(?!\.32)")
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """A machine instruction as nvdisasm prints it."""
 
     predicated: bool
@@ -36,50 +35,29 @@ class Instruction:
     def __str__(self) -> str:
         return f"{self.name} {self.operands}"
 
-    def results(self) -> range:
-        """The registers that it writes."""
-        match = _RESULT.match(self.operands)
-        if not match or self.name.split(".")[0] in _NO_RESULT:
-            return range(0)
-        count = 4 if _FOUR.search(self.name) else 2 if _TWO.search(self.name) else 1
-        return range(int(match[1]), int(match[1]) + count)
-
-    @property
-    def target(self) -> str | None:
-        """The label that it may jump to."""
-        match = _TARGET.search(self.operands)
-        return match and match[1]
-
-    def ends(self) -> bool:
-        """Whether the next instruction is never reached from here."""
-        jumps = self.name == "BRA" and self.operands.startswith("`")
-        return not self.predicated and (jumps or self.name.split(".")[0] in ("EXIT", "RET"))
-
 
 def overwritten(code: str) -> list[tuple[str, str]]:
     """Each product whose operand is written while it may run, with the first such instruction.
 
     `code` is nvdisasm's output for an sm_90 binary.
     """
-    instructions: list[Instruction] = []
+    program: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in code.splitlines():
         if label := _LABEL.match(line):
-            labels[label[1]] = len(instructions)
+            labels[label[1]] = len(program)
         elif match := _INSTRUCTION.match(line):
-            instructions.append(Instruction(bool(match[1]), *match.group(2, 3)))
+            program.append(Instruction(bool(match[1]), *match.group(2, 3)))
     hazards = []
-    for position, product in enumerate(instructions):
+    for position, product in enumerate(program):
         operand = _PRODUCT.match(product.operands) if product.name.startswith("HGMMA") else None
-        if operand:
-            registers = range(int(operand[1]), int(operand[1]) + OPERAND)
-            writer = _first_writer(instructions, labels, position, registers)
-            hazards += [(str(product), str(writer))] if writer else []
+        if operand and (writer := _first_writer(program, labels, position, int(operand[1]))):
+            hazards.append((str(product), str(writer)))
     return hazards
 
 
 def _first_writer(
-    instructions: list[Instruction], labels: dict[str, int], product: int, registers: range
+    program: list[Instruction], labels: dict[str, int], product: int, operand: int
 ) -> Instruction | None:
     """Follow every path from a product to the waits that guarantee its completion.
 
@@ -89,20 +67,25 @@ def _first_writer(
     paths, visited = [(product, 0)], set()
     while paths:
         position, groups = path = paths.pop()
-        if path in visited or position == len(instructions):
+        if path in visited or position == len(program):
             continue
         visited.add(path)
-        current = instructions[position]
-        if set(current.results()) & set(registers):
-            return current
-        if current.name.startswith("HGMMA") and current.operands.endswith("gsb0"):
+        current = program[position]
+        kind = current.name.split(".")[0]
+        if kind == "HGMMA" and current.operands.endswith("gsb0"):
             groups = min(groups + 1, MAX_GROUPS)
+        result = _RESULT.match(current.operands)
+        if result and kind not in _NO_RESULT:
+            count = 4 if _FOUR.search(current.name) else 2 if _TWO.search(current.name) else 1
+            if operand - count < int(result[1]) < operand + OPERAND:
+                return current
         if current.name.startswith("WARPGROUP.DEPBAR"):
             wait = _WAIT.match(current.operands)
             if wait and groups > int(wait[1], 16):
                 continue
-        if current.target:
-            paths.append((labels[current.target], groups))
-        if not current.ends():
+        if target := _TARGET.search(current.operands):
+            paths.append((labels[target[1]], groups))
+        jumps = kind in ("EXIT", "RET") or (kind == "BRA" and current.operands.startswith("`"))
+        if current.predicated or not jumps:
             paths.append((position + 1, groups))
     return None

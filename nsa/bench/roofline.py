@@ -8,9 +8,7 @@ token must read.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from nsa.bench.options import Shape, lengths, shapes
 from nsa.bench.results import print_table
@@ -18,45 +16,33 @@ from nsa.spec import NSASpec
 
 TOKENS = 65_536  # of a batch, about
 BF16, FP32 = 2, 4  # bytes; int32 takes as many as float32
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Chip:
-    """Peak rates per second: bf16 FLOPs, memory bytes, exponentials."""
+class Work(NamedTuple):
+    """What a launch must compute and move at least; of a chip, its peak rates per second."""
 
-    flops: float
-    bytes: float
-    exps: float  # 16 per clock and multiprocessor
-
-
-# A100: data sheet (80 GB). H200: products and memory as measured with large matrices and copies.
-# H100: the H200's processor with the memory of the data sheet (SXM, 80 GB).
-CHIPS = {
-    "A100": Chip(312e12, 2.0e12, 16 * 108 * 1.41e9),
-    "H100": Chip(790e12, 3.35e12, 16 * 132 * 1.785e9),
-    "H200": Chip(790e12, 4.3e12, 16 * 132 * 1.785e9),
-}
-
-
-@dataclass(frozen=True)
-class Work:
-    """The least that one launch must compute and move."""
-
-    kernel: str
     flops: float
     exps: float
     bytes: float
 
-    def floor(self, chip: Chip) -> tuple[float, str]:
+    def floor(self, chip: Work) -> tuple[float, str]:
         """Seconds, and what they are spent on."""
-        return max(
-            (self.flops / chip.flops, "products"),
-            (self.exps / chip.exps, "exponentials"),
-            (self.bytes / chip.bytes, "memory"),
-        )
+        seconds = (amount / rate for amount, rate in zip(self, chip, strict=True))
+        return max(zip(seconds, ("products", "exponentials", "memory"), strict=True))
 
 
-def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> list[Work]:
+# A100: data sheet (80 GB). H200: products and memory as measured with large matrices and copies.
+# H100: the H200's processor with the memory of the data sheet (SXM, 80 GB).
+# Exponentials: 16 per clock and multiprocessor.
+CHIPS = {
+    "A100": Work(312e12, 16 * 108 * 1.41e9, 2.0e12),
+    "H100": Work(790e12, 16 * 132 * 1.785e9, 3.35e12),
+    "H200": Work(790e12, 16 * 132 * 1.785e9, 4.3e12),
+}
+
+
+def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Work]:
     """Every kernel of one layer's attention, forward and backward, bf16, without packing."""
     tokens = batch * seq_len
     rows = tokens * shape.heads
@@ -66,69 +52,50 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> list[Work]:
     compressed = pair * spec.compressed_len(seq_len) / seq_len
     index = tokens * shape.kv_heads * spec.select_top * FP32
     visible = [spec.visible_compressed(t) for t in range(seq_len)]
-    keys = {
-        "compressed": sum(visible),
-        "window": sum(map(spec.visible_window, range(seq_len))),
-        "selected": sum(map(spec.visible_selected, range(seq_len))),
-    }
-    memory = {"compressed": compressed, "window": pair, "selected": pair + index}
     # Selection needs each visible block's score once, except while all candidates are selected.
     ranked = sum(n for t, n in enumerate(visible) if t // spec.select_len >= spec.select_top)
     scores = batch * shape.heads * ranked
-    result = [Work("select", 2 * scores * shape.key, scores, q + compressed / 2 + row + index)]
-    for branch, count in keys.items():
-        pairs = batch * shape.heads * count
-        key, value, kv = 2 * pairs * shape.key, 2 * pairs * shape.value, memory[branch]
-        result += [
-            Work(f"{branch} forward", key + value, pairs, q + kv + o + row),
-            Work(f"{branch} queries", 2 * key + value, pairs, 2 * q + o + kv + 2 * row),
-            Work(f"{branch} keys", 2 * key + 2 * value, pairs, q + o + 2 * kv + 2 * row),
-        ]
+    kernels = {"select": Work(2 * scores * shape.key, scores, q + compressed / 2 + row + index)}
+    for branch, keys, kv in (
+        ("compressed", sum(visible), compressed),
+        ("window", sum(map(spec.visible_window, range(seq_len))), pair),
+        ("selected", sum(map(spec.visible_selected, range(seq_len))), pair + index),
+    ):
+        pairs = batch * shape.heads * keys
+        key, value = 2 * pairs * shape.key, 2 * pairs * shape.value
+        kernels |= {
+            f"{branch} forward": Work(key + value, pairs, q + kv + o + row),
+            f"{branch} queries": Work(2 * key + value, pairs, 2 * q + o + kv + 2 * row),
+            f"{branch} keys": Work(2 * key + 2 * value, pairs, q + o + 2 * kv + 2 * row),
+        }
     gates = 3 * rows * BF16
-    return [
-        *result,
-        Work("mix", 0, 0, 4 * o + gates),
-        Work("gate rows", 0, 0, 4 * o + 2 * gates + 9 * row),
-    ]
+    mixing = {"mix": 4 * o + gates, "gate rows": 4 * o + 2 * gates + 9 * row}
+    return kernels | {name: Work(0, 0, moved) for name, moved in mixing.items()}
 
 
-@dataclass(frozen=True)
-class Token:
-    """Bytes of one layer's attention for one decoded token of one sequence, bf16."""
+def token(shape: Shape, seq_len: int, spec: NSASpec) -> dict[str, int]:
+    """Bytes of one layer's attention for the newest of `seq_len` tokens of one sequence, bf16.
 
-    compressed: int
-    selected: int
-    window: int
-    dense: int  # what dense attention reads
-    splitting: int  # scores, partial outputs and importances: written and read again
-    programs: tuple[int, int]  # before and after blocks are selected
-
-    @property
-    def read(self) -> int:
-        """What NSA must read of the cache."""
-        return self.compressed + self.selected + self.window
-
-
-def token(shape: Shape, seq_len: int, spec: NSASpec) -> Token:
-    """The newest of `seq_len` tokens."""
+    `read`: by the three branches; `dense`: by dense attention; `split`: partial results, written
+    and read again; `before`, `after`: programs before and after blocks are selected.
+    """
     from nsa.ops.triton.decode import PART
 
     pair = shape.kv_heads * (shape.key + shape.value) * BF16
     last = seq_len - 1
     keys, blocks = spec.visible_compressed(last), spec.select_blocks_len(seq_len)
     window = spec.visible_window(last)
+    branches = {"cmp": keys * pair, "sel": spec.visible_selected(last) * pair, "win": window * pair}
     before, after = -(-keys // PART), min(blocks, spec.select_top) + -(-window // PART)
     parts = (before + after) * shape.heads * (shape.value + 1)
-    ranked = blocks > spec.select_top
-    scores = keys * shape.heads + blocks * shape.kv_heads if ranked else 0
-    return Token(
-        compressed=keys * pair,
-        selected=spec.visible_selected(last) * pair,
-        window=window * pair,
-        dense=seq_len * pair,
-        splitting=2 * FP32 * (parts + scores),
-        programs=(before * shape.kv_heads, after * shape.kv_heads),
-    )
+    scores = keys * shape.heads + blocks * shape.kv_heads if blocks > spec.select_top else 0
+    return branches | {
+        "read": sum(branches.values()),
+        "dense": seq_len * pair,
+        "split": 2 * FP32 * (parts + scores),
+        "before": before * shape.kv_heads,
+        "after": after * shape.kv_heads,
+    }
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +108,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> dict[str, Any]:
     """Print a table per shape and length; with --token, per shape."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for shape in flags.shapes:
         title = f"\n{shape}: {shape.heads} query heads, {shape.kv_heads} key/value heads, "
         title += f"sizes {shape.key}/{shape.value}, "
@@ -156,38 +123,31 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     return {"estimate": "floors from counts, not measurements", "rows": rows}
 
 
-def _print_kernels(shape: Shape, batch: int, seq_len: int) -> list[dict[str, Any]]:
+def _print_kernels(shape: Shape, batch: int, seq_len: int) -> list[Row]:
     lines = [["kernel", "GFLOP", "Gexp", "MB"]]
     lines[0] += [head for name in CHIPS for head in (f"{name} ms", "spent on")]
     rows = []
-    for item in work(shape, batch, seq_len, NSASpec()):
-        row = {"shape": shape.name, "batch": batch, "seq_len": seq_len, **asdict(item)}
-        cells = [item.kernel, f"{item.flops / 1e9:.1f}", f"{item.exps / 1e9:.2f}"]
+    for kernel, item in work(shape, batch, seq_len, NSASpec()).items():
+        floors = {name: item.floor(chip) for name, chip in CHIPS.items()}
+        row = {"shape": shape.name, "batch": batch, "seq_len": seq_len, "kernel": kernel}
+        rows.append(row | item._asdict() | {"floors": floors})
+        cells = [kernel, f"{item.flops / 1e9:.1f}", f"{item.exps / 1e9:.2f}"]
         cells.append(f"{item.bytes / 1e6:.1f}")
-        for name, chip in CHIPS.items():
-            seconds, bound = item.floor(chip)
-            row |= {f"{name} seconds": seconds, f"{name} bound": bound}
-            cells += [f"{seconds * 1e3:.3f}", bound]
-        rows.append(row)
-        lines.append(cells)
+        lines.append(cells + [x for s, bound in floors.values() for x in (f"{s * 1e3:.3f}", bound)])
     print_table(lines)
     return rows
 
 
-def _print_tokens(shape: Shape, lengths: Sequence[int]) -> list[dict[str, Any]]:
+def _print_tokens(shape: Shape, lengths: list[int]) -> list[Row]:
     heads = ["tokens", "cmp KB", "sel KB", "win KB", "all KB", "dense KB", "split KB", "dense/all"]
     lines = [[*heads, "programs", *(f"{name} us" for name in CHIPS)]]
     rows = []
     for seq_len in lengths:
         x = token(shape, seq_len, NSASpec())
-        floors = {name: x.read / chip.bytes for name, chip in CHIPS.items()}
-        kb = (x.compressed, x.selected, x.window, x.read, x.dense, x.splitting)
-        cells = [f"{seq_len:,}", *(f"{n / 1e3:.0f}" for n in kb), f"{x.dense / x.read:.1f}"]
-        programs = "+".join(map(str, x.programs))
-        lines.append([*cells, programs, *(f"{s * 1e6:.2f}" for s in floors.values())])
-        seconds = {f"{name} seconds": floor for name, floor in floors.items()}
-        rows.append(
-            {"shape": shape.name, "seq_len": seq_len, **asdict(x), "read": x.read, **seconds}
-        )
+        rows.append({"shape": shape.name, "seq_len": seq_len, **x})
+        columns = ("cmp", "sel", "win", "read", "dense", "split")
+        cells = [f"{seq_len:,}", *(f"{x[name] / 1e3:.0f}" for name in columns)]
+        cells += [f"{x['dense'] / x['read']:.1f}", f"{x['before']}+{x['after']}"]
+        lines.append(cells + [f"{x['read'] / chip.bytes * 1e6:.2f}" for chip in CHIPS.values()])
     print_table(lines)
     return rows

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 
 from nsa.bench.options import Shape
 from nsa.bench.results import print_table, ratio
-from nsa.bench.roofline import CHIPS, Chip, work
+from nsa.bench.roofline import CHIPS, Work, work
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
 from nsa.ops.custom_op import Gradient, register
@@ -71,7 +71,7 @@ class Launched:
     bytes: int
     flops: float = 0.0
 
-    def seconds(self, chip: Chip) -> float:
+    def seconds(self, chip: Work) -> float:
         return max(self.bytes / chip.bytes, self.flops / chip.flops)
 
 
@@ -85,7 +85,7 @@ class Operation:
     launches: tuple[Launched, ...]
     flops: float = 0.0
 
-    def seconds(self, chip: Chip) -> float:
+    def seconds(self, chip: Work) -> float:
         """Estimated: launches one after another, or all of the op's FLOPs if that is slower."""
         return max(sum(x.seconds(chip) for x in self.launches), self.flops / chip.flops)
 
@@ -225,8 +225,8 @@ def record(config: ModelConfig, micro_batch: int, seq_len: int) -> list[Operatio
     value = config.value_dim or config.head_dim
     shape = Shape("", config.heads, config.kv_heads, config.head_dim, value)
     kernels = work(shape, micro_batch, seq_len, config.attention.spec)
-    forward = sum(x.flops for x in kernels if x.kernel == "select" or "forward" in x.kernel)
-    backward = sum(x.flops for x in kernels) - forward
+    forward = sum(x.flops for n, x in kernels.items() if n == "select" or "forward" in n)
+    backward = sum(x.flops for x in kernels.values()) - forward
     flops = {"nsa::triton_gated": forward, "nsa::triton_gated_backward": backward}
     with _as_on_cuda(), Recorder(flops, config.mlp_width) as recorder:
         model(tokens, labels=tokens).backward()
