@@ -153,19 +153,23 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     with ThreadPoolExecutor(flags.jobs) as pool:
         failures = [*pool.map(partial(Training.train, threads=threads), trainings)]
     speeds = tokens_per_s(configs)
-    rows = []
-    for name, config in configs.items():
-        results = {str(x.seed): x.result() for x in trainings if x.variant == name}
-        finished = {seed: result for seed, result in results.items() if result}
-        rows.append(
-            {
-                "variant": name,
-                "settings": list(VARIANTS[name]),
-                "parameters": parameter_count(config.model),
-                **{metric: {seed: x[metric] for seed, x in finished.items()} for metric in METRICS},
-                "tokens_per_s": speeds[name],
-            }
-        )
+    rows = [
+        {
+            "variant": name,
+            "settings": list(VARIANTS[name]),
+            "parameters": parameter_count(config.model),
+            **{
+                metric: {
+                    str(x.seed): result[metric]
+                    for x in trainings
+                    if x.variant == name and (result := x.result())
+                }
+                for metric in METRICS
+            },
+            "tokens_per_s": speeds[name],
+        }
+        for name, config in configs.items()
+    ]
     result = {
         "steps": flags.steps,
         "seeds": flags.seeds,
@@ -179,24 +183,19 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
 
 def tokens_per_s(configs: Mapping[str, RunConfig]) -> dict[str, list[float]]:
     """Quartiles of each model's training speed, in the time of one CPU core without a GPU."""
-    sizes = {name: (one.train.micro_batch, one.data.seq_len) for name, one in configs.items()}
     models = {
-        name: TimedModel(config.model, *sizes[name], dtype=torch.bfloat16)
-        for name, config in configs.items()
+        name: TimedModel(c.model, c.train.micro_batch, c.data.seq_len, torch.bfloat16)
+        for name, c in configs.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in configs}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # CPU time also counts threads that wait for others
-    for index in range(ROUNDS + 1):
-        for name, model in models.items():
-            elapsed = model.step(record=False)
-            if index:  # the first step allocates memory
-                seconds[name].append(elapsed)
+    rounds = [
+        [model.tokens / model.step(record=False) for model in models.values()]
+        for _ in range(ROUNDS + 1)
+    ]
     torch.set_num_threads(threads)
-    return {
-        name: statistics.quantiles([batch * seq_len / x for x in seconds[name]], n=4)
-        for name, (batch, seq_len) in sizes.items()
-    }
+    speeds = zip(*rounds[1:], strict=True)  # the first step allocates memory
+    return {name: statistics.quantiles(x, n=4) for name, x in zip(models, speeds, strict=True)}
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:

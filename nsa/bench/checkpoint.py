@@ -12,11 +12,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 
+from nsa.bench.results import print_figures
 from nsa.checkpoint import CheckpointConfig, Saver
 from nsa.checkpoint.manifest import checkpoint_name
+from nsa.engine.build import initialise
+from nsa.engine.config import RunConfig
+from nsa.engine.consensus import Consensus
+from nsa.engine.process_group import disable_shared_memory_op
 from nsa.model import LanguageModel, ModelConfig
 
 DEEPSPEED = {
@@ -31,7 +37,7 @@ TOKENS = 256  # of the one step that fills the optimizer's state
 
 
 def run(_: object) -> dict[str, Any]:
-    """Alternate foreground and background saves on one rank; print the seconds of each."""
+    """Alternate foreground and background saves on one rank; print the seconds of each kind."""
     engine = _engine()
     result: dict[str, Any] = {"rounds": ROUNDS}
     times: dict[str, list[tuple[float, float]]] = {"foreground": [], "background": []}
@@ -46,22 +52,17 @@ def run(_: object) -> dict[str, Any]:
         # The first save also allocates memory and creates folders.
         stall, committed = (statistics.median(x) for x in zip(*seconds[1:], strict=True))
         result[name] = {"stall_s": stall, "committed_s": committed}
-        print(f"{name:10}  training stalls {stall:.2f} s, committed after {committed:.2f} s")
     ratio = result["background"]["stall_s"] / result["foreground"]["stall_s"]
     result["background_over_foreground"] = ratio
-    print(f"{size / 1e9:.2f} GB; in the background {ratio:.2f} times the stall")
+    print_figures(result)
     dist.destroy_process_group()
     return result
 
 
 def _save(engine: Any, folder: Path, step: int, background: bool) -> tuple[float, float]:
     """Seconds until training can continue, and until the checkpoint is committed."""
-
-    def agree(error: ValueError | None) -> None:
-        if error is not None:
-            raise error
-
-    saver = Saver(engine, folder, CheckpointConfig(keep=1, background=background), agree=agree)
+    config = CheckpointConfig(keep=1, background=background)
+    saver = Saver(engine, folder, config, agree=Consensus(0).raise_together)
     start = time.perf_counter()
     saver.save(step, {"step": step}, None)
     stall = time.perf_counter() - start
@@ -71,21 +72,12 @@ def _save(engine: Any, folder: Path, step: int, background: bool) -> tuple[float
 
 def _engine() -> Any:
     """M7C after one step on one rank: its optimizer has the state of a real run."""
-    import deepspeed
-
-    from nsa.engine.process_group import disable_shared_memory_op
-
     disable_shared_memory_op()
     os.environ.setdefault("LOCAL_RANK", "0")
     dist.init_process_group("gloo", store=dist.HashStore(), world_size=1, rank=0)
     deepspeed.init_distributed("gloo", verbose=False)
     model = LanguageModel(ModelConfig())
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=list(model.parameters()),
-        config=DEEPSPEED,
-        dist_init_required=False,
-    )
+    engine = initialise(model, RunConfig(), DEEPSPEED)
     ids = torch.randint(ModelConfig().vocab_size, (1, TOKENS))
     engine.backward(engine(ids, labels=ids))
     engine.step()

@@ -13,7 +13,7 @@ from nsa.bench.implementations import Implementation
 from nsa.bench.inputs import Inputs
 from nsa.bench.measure import Step, median_seconds
 from nsa.bench.options import SHAPES
-from nsa.bench.results import print_table
+from nsa.bench.results import print_figures
 from nsa.dtypes import DTYPES
 from nsa.model import ModelConfig
 from nsa.model.attention_metadata import AttentionMetadata
@@ -32,50 +32,44 @@ ROUNDS = 5
 def run(_: object) -> dict[str, Any]:
     """Measure and print."""
     torch.manual_seed(0)
+    seconds = {name: _seconds(dtype) for name, dtype in PRECISIONS.items()}
+    long = {str(length): _nsa_step(length, torch.float32) for length in LENGTHS}
+    per_token = {n: s / int(n) for n, s in median_seconds(long, ROUNDS // 2).items()}
     result: dict[str, Any] = {
         "shape": {"heads": SHAPE.heads, "kv_heads": SHAPE.kv_heads, "head_dim": SHAPE.key},
-        "matrix_products_gflops": {name: _gflops(dtype) for name, dtype in PRECISIONS.items()},
-        "attention": {name: _attention(dtype) for name, dtype in PRECISIONS.items()},
-        "length": _lengths(),
-        "layer": _layer(),
+        "matrix_products_gflops": {
+            name: 2 * SEQ_LEN**3 / one["product"] / 1e9 for name, one in seconds.items()
+        },
+        "attention": {
+            name: {what: one[what] for what in ("nsa", "sdpa")}
+            | {"nsa_over_sdpa": one["nsa"] / one["sdpa"]}
+            for name, one in seconds.items()
+        },
+        "length": {
+            n: {"us_per_token": s * 1e6, "growth": s / per_token[str(SEQ_LEN)]}
+            for n, s in per_token.items()
+        },
+        "layer": {
+            name: {
+                "seconds": one["layer"],
+                "times_faster": EARLIER_LAYER_SECONDS / one["layer"],
+            }
+            for name, one in seconds.items()
+        },
     }
-    _print(result)
+    print_figures(result)
     return result
 
 
-def _gflops(dtype: torch.dtype) -> float:
-    size = 2_048
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    return 2 * size**3 / median_seconds({"mm": lambda: a @ b}, ROUNDS)["mm"] / 1e9
-
-
-def _attention(dtype: torch.dtype) -> dict[str, float]:
-    steps = {"nsa": _nsa_step(SEQ_LEN, dtype), "sdpa": _sdpa_step(SEQ_LEN, dtype)}
-    seconds = median_seconds(steps, ROUNDS)
-    return {**seconds, "nsa_over_sdpa": seconds["nsa"] / seconds["sdpa"]}
-
-
-def _lengths() -> list[dict[str, float]]:
-    """Microseconds per token at growing length."""
-    steps = {str(length): _nsa_step(length, torch.float32) for length in LENGTHS}
-    seconds = median_seconds(steps, ROUNDS // 2)
-    per_token = {length: seconds[str(length)] / length for length in LENGTHS}
-    return [
-        {
-            "seq_len": length,
-            "us_per_token": per_token[length] * 1e6,
-            "growth": per_token[length] / per_token[SEQ_LEN],
-        }
-        for length in LENGTHS
-    ]
-
-
-def _layer() -> dict[str, dict[str, float]]:
-    steps = {name: _layer_step(dtype) for name, dtype in PRECISIONS.items()}
-    return {
-        name: {"seconds": seconds, "times_faster": EARLIER_LAYER_SECONDS / seconds}
-        for name, seconds in median_seconds(steps, ROUNDS).items()
+def _seconds(dtype: torch.dtype) -> dict[str, float]:
+    a, b = torch.randn(2, SEQ_LEN, SEQ_LEN).to(dtype)
+    steps: dict[str, Step] = {
+        "product": lambda: a @ b,
+        "nsa": _nsa_step(SEQ_LEN, dtype),
+        "sdpa": _sdpa_step(SEQ_LEN, dtype),
+        "layer": _layer_step(dtype),
     }
+    return median_seconds(steps, ROUNDS)
 
 
 def _nsa_step(seq_len: int, dtype: torch.dtype) -> Step:
@@ -101,22 +95,3 @@ def _layer_step(dtype: torch.dtype) -> Step:
     x = torch.randn(1, SEQ_LEN, config.width).to(dtype).requires_grad_()
     grad_output = torch.randn(1, SEQ_LEN, config.width).to(dtype)
     return lambda: block(x, metadata).backward(grad_output)
-
-
-def _print(result: dict[str, Any]) -> None:
-    rates = result["matrix_products_gflops"].items()
-    products = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in rates)
-    print(f"{torch.get_num_threads()} threads; matrix products: {products}")
-    lines = [["", "ms", "compared with"]]
-    for name, row in result["attention"].items():
-        over = f"{row['nsa_over_sdpa']:.2f} times SDPA's {row['sdpa'] * 1e3:.0f} ms"
-        lines.append([f"NSA T={SEQ_LEN} {name}", f"{row['nsa'] * 1e3:.0f}", over])
-    for row in result["length"]:
-        ms, growth = row["us_per_token"] * row["seq_len"] / 1e3, row["growth"]
-        over = f"{growth:.2f} times the time per token at {SEQ_LEN}"
-        lines.append([f"NSA T={row['seq_len']} fp32", f"{ms:.0f}", over])
-    for name, row in result["layer"].items():
-        over = f"{row['times_faster']:.1f} times as fast as the earlier system"
-        lines.append([f"M7C layer {name}", f"{row['seconds'] * 1e3:.0f}", over])
-    print_table(lines)
-    print(f"earlier system: {EARLIER_LAYER_SECONDS} s in fp32, on cores of 180 GFLOP/s")

@@ -7,6 +7,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch.multiprocessing as mp
 
 from nsa.bench.health import DEMO
 from nsa.bench.measure import median_seconds
-from nsa.bench.results import pick_device
+from nsa.bench.results import pick_device, print_figures
 from nsa.bench.train import Stepper
 from nsa.data.builtin import embedded
 from nsa.data.config import DataConfig
@@ -51,7 +52,7 @@ def run(_: object) -> dict[str, Any]:
         result["step"] = _step(str(shards), pick_device("auto"))
         mp.spawn(_time_barrier, args=(folder,), nprocs=2)
         result["barrier_us"] = float(Path(folder, "us").read_text())
-    _print(result)
+    print_figures(result)
     return result
 
 
@@ -66,7 +67,7 @@ def _write_text(path: Path) -> Path:
     return path
 
 
-def _rate(work: Callable[[], object], size: int) -> float:
+def _rate(work: Callable[[], object], size: float) -> float:
     """Units per second, over at least SECONDS; a call of `work` does `size` of them."""
     work()
     calls, start = 0, time.perf_counter()
@@ -79,20 +80,19 @@ def _rate(work: Callable[[], object], size: int) -> float:
 def _tokenising(folder: Path) -> dict[str, float]:
     texts = [document.text for document in embedded().part(0, 8).read()]
     train_tokenizer(embedded().part(1, 8), 4_096, folder / "bpe")
-    size = sum(map(len, texts))
-    rates = {}
-    for name, tokenizer_name in (("byte", "byte"), ("bpe", f"hf:{folder / 'bpe'}")):
-        tokenizer = build_tokenizer(DataConfig(tokenizer=tokenizer_name))
-        rates[name] = _rate(partial(tokenizer.encode_many, texts), size) / 1e6
-    return rates
+    megabytes = sum(map(len, texts)) / 1e6
+    encoders = {
+        name: build_tokenizer(DataConfig(tokenizer=tokenizer)).encode_many
+        for name, tokenizer in (("byte", "byte"), ("bpe", f"hf:{folder / 'bpe'}"))
+    }
+    return {name: _rate(partial(encode, texts), megabytes) for name, encode in encoders.items()}
 
 
 def _loading(source: Path) -> dict[str, float]:
     rates = {}
     for micro_batch in (1, 8):
-        loader = _loader(str(source), micro_batch)
-        rates[str(micro_batch)] = _rate(loader.next_batch, micro_batch * SEQ_LEN)
-        loader.close()
+        with closing(_loader(str(source), micro_batch)) as loader:
+            rates[str(micro_batch)] = _rate(loader.next_batch, micro_batch * SEQ_LEN)
     return rates
 
 
@@ -138,29 +138,8 @@ def _time_barrier(rank: int, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", store, timedelta(minutes=1), world_size=2, rank=rank)
     flag = torch.zeros((), dtype=torch.int32)
-    for _ in range(20):
-        dist.all_reduce(flag)
-    start = time.perf_counter()
-    for _ in range(BARRIERS):
-        dist.all_reduce(flag)
-    seconds = (time.perf_counter() - start) / BARRIERS
+    seconds = median_seconds({"barrier": lambda: dist.all_reduce(flag)}, BARRIERS)["barrier"]
     if rank == 0:
         Path(folder, "us").write_text(str(seconds * 1e6))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _print(result: dict[str, Any]) -> None:
-    print(f"prepare (byte, all cores)       {result['prepare_mb_per_s']:.0f} MB/s of text")
-    for name, rate in result["tokenise_mb_per_s"].items():
-        print(f"tokenise {name:4}                   {rate:,.1f} MB/s")
-    for name, rates in result["tokens_per_s"].items():
-        for micro_batch, rate in rates.items():
-            print(f"{name}, {micro_batch} × {SEQ_LEN}{'':14}{rate / 1e6:,.1f} M tokens/s a process")
-    step = result["step"]
-    print(
-        f"a step on loaded batches        {step['fed'] * 1e3:,.1f} ms, on a constant one "
-        f"{step['constant'] * 1e3:,.1f} ms: {step['fed_over_constant']:.3f} times; waited for a "
-        f"batch {step['waited'] * 1e6:,.0f} us, {step['waited'] / step['constant']:.3%} of a step"
-    )
-    print(f"barrier of two ranks            {result['barrier_us']:,.0f} us a step")

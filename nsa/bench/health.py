@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nsa.bench.results import print_figures
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.monitor.health import HealthRecorder
 from nsa.spec import NSASpec
@@ -35,6 +36,7 @@ class TimedModel:
         self, config: ModelConfig, batch: int, seq_len: int, dtype: torch.dtype = torch.float32
     ) -> None:
         torch.manual_seed(0)
+        self.tokens = batch * seq_len
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = LanguageModel(config).to(self._device, dtype)
         self._recorder = HealthRecorder(self._model.sparse_layers(), config.attention.spec)
@@ -71,13 +73,8 @@ def run(_: object) -> dict[str, Any]:
     for name, (config, batch, seq_len) in CASES.items():
         figures = _measure(TimedModel(config, batch, seq_len))
         result["models"][name] = {"batch": batch, "seq_len": seq_len, **figures}
-        low, middle, high = figures["fraction_at_log_every"]
-        print(
-            f"{name:<18} {figures['off_seconds'] * 1e3:.0f} ms a step; recorded every {LOG_EVERY} "
-            f"steps, {middle:+.2%} (quartiles {low:+.2%} and {high:+.2%} of {PAIRS} pairs)",
-            flush=True,
-        )
-        if middle > LIMIT:
+        print_figures(figures, f"{name}.")
+        if figures["fraction_at_log_every"]["median"] > LIMIT:
             failure = f"{name}: recording costs more than {LIMIT:.0%} of a run's time"
             result["failures"].append(failure)
     return result
@@ -97,6 +94,9 @@ def _measure(model: TimedModel) -> dict[str, Any]:
     return {
         "off_seconds": statistics.median(off),
         "on_over_off": quartiles,
-        "fraction_at_log_every": [(ratio - 1) / LOG_EVERY for ratio in quartiles],
+        "fraction_at_log_every": {
+            name: (ratio - 1) / LOG_EVERY
+            for name, ratio in zip(("low", "median", "high"), quartiles, strict=True)
+        },
         "ratios": ratios,
     }

@@ -214,3 +214,12 @@ def print_errors(results: Mapping[str, Mapping[str, Any]]) -> None:
         for what, error in result["errors"].items():
             print(f"  {name}, {what}: {error}")
     print(flush=True)
+
+
+def print_figures(result: Mapping[str, Any], path: str = "") -> None:
+    """Print every number of a nested result beside its dotted name."""
+    for name, value in result.items():
+        if isinstance(value, Mapping):
+            print_figures(value, f"{path}{name}.")
+        elif isinstance(value, int | float):
+            print(f"{path + name:<48} {value:,.4g}", flush=True)
