@@ -15,9 +15,13 @@ from torch.utils.checkpoint import (
 
 Segment = Callable[[Tensor], Tensor]
 
-# "selective" saves the outputs of these ops: attention outputs, lse and block indices are cheap to
-# store and expensive to recompute. Listed by name: a backend that is not imported registers no ops.
+# "selective" saves the outputs of these ops: matrix products, attention outputs, lse and block
+# indices, which hold nearly all FLOPs of a forward pass. Norms, RoPE, pooling and SwiGLU are cheap
+# to recompute. Listed by name: a backend that is not imported registers no ops.
 SAVED_OPS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
     "nsa::blockwise_attention",
     "nsa::blockwise_select_blocks",
     "nsa::triton_band",

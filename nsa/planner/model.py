@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from nsa.constants import BRANCHES
 from nsa.spec import NSASpec
 
 if TYPE_CHECKING:
     from nsa.model.config import ModelConfig
+
+# Norms, RoPE and SwiGLU, of the time of the layers' forward pass. Estimated from their bytes
+# (python -m nsa.bench traffic), not measured.
+ELEMENTWISE_FRACTION = 0.15
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,13 +81,11 @@ class Model:
 
     @cached_property
     def flops(self) -> dict[str, float]:
-        """FLOPs per token: of a step, and of these the layers' and attention's forward passes."""
+        """FLOPs per token: of a step, and of these the layers' forward pass."""
         from nsa.model.count import flops_per_token
 
-        step, head = flops_per_token(self.config, self.seq_len), 6 * self.embedding
-        layers = (step - head) / 3
-        matrices = (flops_per_token(self.config, 1) - head) / 3  # projections and MLP
-        return {"step": step, "layers": layers, "attention": layers - matrices}
+        step = flops_per_token(self.config, self.seq_len)
+        return {"step": step, "layers": (step - 6 * self.embedding) / 3}
 
 
 @dataclass(frozen=True)
@@ -102,11 +105,12 @@ class BatchShape:
 
 
 def flops_per_token(model: Model, checkpointing: str) -> float:
-    """Return the executed FLOPs per token, including recomputation."""
-    recomputed = 0.0 if checkpointing == "none" else model.flops["layers"]
-    if checkpointing == "selective":
-        recomputed -= model.flops["attention"]
-    return model.flops["step"] + recomputed
+    """Return the FLOPs per token that take as long as a step, including recomputation.
+
+    `selective` recomputes no product. What it does recompute is memory traffic.
+    """
+    fraction = {"none": 0.0, "selective": ELEMENTWISE_FRACTION}.get(checkpointing, 1.0)
+    return model.flops["step"] + fraction * model.flops["layers"]
 
 
 def exchange_bytes(model: Model, batch: BatchShape) -> float:
@@ -148,16 +152,19 @@ def activations(model: Model, batch: BatchShape, *, fused: bool = True) -> Activ
     stream, hidden = size * width * tokens, size * model.config.mlp_width * tokens
     norm = (stream if fused else 2 * 4 * width * tokens) + 4 * tokens
     layer = 2 * (norm + stream) + 4 * hidden + _attention(model, batch)
-    selective = batch.checkpointing == "selective"
-    outputs = _branch_outputs(model, batch) if selective else 0
-    extra = _selective_extra(model, batch) if selective else 0
     already = stream if fused or size == 4 else 0  # the first norm saves the layer's input
+    kept, reused = layer, 0
+    if batch.checkpointing != "none":
+        kept, reused = stream, already
+    if batch.checkpointing == "selective":
+        kept += _selective_outputs(model, batch, fused)
+        reused += _selective_reused(model, batch, fused)
     copies = 2 * size if fused or size == 4 else 2 * size + 2 * 4  # a CPU uses fp32
     rope = 4 * model.config.head_dim * batch.seq_len
     grid = 8 * model.spec.block_len * _blocks(model, batch.seq_len) if model.spec else 0
     return Activations(
-        kept_layer=layer if batch.checkpointing == "none" else stream + outputs + extra,
-        recomputed=0 if batch.checkpointing == "none" else layer - outputs - already,
+        kept_layer=kept,
+        recomputed=0 if batch.checkpointing == "none" else layer - reused,
         shared=8 * tokens + rope + grid,
         final=norm + stream,
         loss=_loss(model, tokens, fused),
@@ -197,15 +204,38 @@ def _branch_outputs(model: Model, batch: BatchShape) -> int:
     return per_token * batch.tokens
 
 
-def _selective_extra(model: Model, batch: BatchShape) -> int:
-    """Return the bytes that `selective` keeps on top of what autograd saves."""
-    per_token = 0
-    if batch.ranks_per_sequence > 1:  # results of both exchanges; autograd saves copies
-        per_token += model.weight_bytes * model.exchanged
+def _selective_outputs(model: Model, batch: BatchShape, fused: bool) -> int:
+    """Return the bytes that `selective` saves per layer: outputs of products and attention."""
+    config, (_, output, key, value) = model.config, model.heads_sizes
+    elements = model.exchanged - output + 2 * config.width + 2 * config.mlp_width
+    if batch.ranks_per_sequence > 1:  # results of both exchanges
+        elements += model.exchanged
+    if _mixes(model, fused):
+        elements += output
+    lse = 0
     if "sel" in model.branches and "cmp" not in model.branches:
-        # Compressed attention, run for its lse.
-        per_token += model.weight_bytes * model.heads_sizes[1] + 4 * model.config.heads
-    return per_token * batch.tokens
+        elements += output  # compressed attention, run for its lse
+        lse = 4 * config.heads
+    total = (model.weight_bytes * elements + lse) * batch.tokens + _branch_outputs(model, batch)
+    if "cmp" in model.branches and config.attention.compressor == "mlp":
+        hidden = config.attention.compressor_hidden or config.head_dim
+        blocks = _blocks(model, batch.seq_len) * batch.micro_batch // batch.ranks_per_sequence
+        total += model.weight_bytes * blocks * (2 * config.kv_heads * hidden + key + value)
+    return total
+
+
+def _selective_reused(model: Model, batch: BatchShape, fused: bool) -> int:
+    """Return the bytes of these outputs that autograd saves too: they are not recomputed."""
+    _, output, _, value = model.heads_sizes
+    elements = 2 * model.config.mlp_width + (output if _mixes(model, fused) else 0)
+    if batch.ranks_per_sequence == 1:  # values; after an exchange, autograd saves copies
+        elements += model.kv_sets * value
+    return model.weight_bytes * elements * batch.tokens + _branch_outputs(model, batch)
+
+
+def _mixes(model: Model, fused: bool) -> bool:
+    """Return whether attention's op returns the gated sum besides the branches' outputs."""
+    return fused and len(model.branches) == len(BRANCHES)
 
 
 def _loss(model: Model, tokens: int, fused: bool) -> int:

@@ -93,7 +93,8 @@ def communication_seconds(
     if not (zero.overlap and hardware.overlaps):
         return total, total
     # Recomputation belongs to the backward pass.
-    backward = BACKWARD_FRACTION if batch.checkpointing == "none" else 3 / 4
+    recomputes = batch.checkpointing not in ("none", "selective")
+    backward = 3 / 4 if recomputes else BACKWARD_FRACTION
     late = max(tail, reduce - micro * backward)
     if zero.stage == 3:  # weights are prefetched, except the first layer's
         late = max(tail, reduce + fetch - micro)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from nsa.model import LanguageModel
 from nsa.model.config import ACTIVATION_CHECKPOINTING
@@ -111,6 +112,18 @@ def test_selective_checkpointing_saves_dense_attention_too(mode: str, forward_ca
         loss.backward()
     forward = sum(n for name, n in counted.calls.items() if "backward" not in name)
     assert forward == 2 * forward_calls
+
+
+@attentions
+def test_selective_checkpointing_recomputes_no_matrix_product(attention: str) -> None:
+    flops = {}
+    for mode in ("none", "selective", "non_reentrant"):
+        model = build(tiny(attention, activation_checkpointing=mode), torch.float32)
+        with FlopCounterMode(display=False) as counter:
+            step(model)
+        flops[mode] = counter.get_total_flops()
+    assert flops["selective"] <= 1.02 * flops["none"]
+    assert flops["non_reentrant"] > 1.1 * flops["none"]
 
 
 @attentions

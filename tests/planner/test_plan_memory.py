@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nsa.engine.build import build_model
+from nsa.engine.config import RunConfig
 from nsa.engine.plan_command import batch_of, model_of, zero_of
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.planner.memory import memory
@@ -157,6 +158,18 @@ def test_activations_match_a_models(checkpointing: str, kind: str) -> None:
 def test_activations_match_each_kind_of_attention(changes: dict[str, Any], mode: str) -> None:
     held, _ = one_pass(mode, "nsa", **changes)
     assert held == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+def test_modes_that_recompute_more_keep_less(kind: str) -> None:
+    config = RunConfig()
+    config.model.attention.kind = kind
+    modes = [
+        activations(model_of(config), replace(batch_of(config), checkpointing=mode))
+        for mode in ("reentrant", "selective", "none")
+    ]
+    assert modes[0].kept_layer < modes[1].kept_layer < modes[2].kept_layer
+    assert modes[0].recomputed > modes[1].recomputed > modes[2].recomputed == 0
 
 
 def test_fused_norms_and_sharding_take_less_memory() -> None:
