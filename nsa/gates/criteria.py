@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import fmean, median
 
 from nsa.constants import BRANCHES
@@ -35,6 +35,11 @@ class Evidence:
     def rows(self) -> list[Row]:
         return [row for row in self.metrics.rows if 1 <= row["step"] <= self.step]
 
+    def values(self, column: str) -> tuple[list[tuple[float, float]], str]:
+        """Return (step, value) of the logged steps, and the source."""
+        values = [(row["step"], row[column]) for row in self.rows if column in row]
+        return values, self.source(column, len(values))
+
     def recent(self, column: str) -> list[float]:
         """Return the finite values since the previous gate, without each launch's first step.
 
@@ -53,38 +58,23 @@ class NotMeasured(Exception):
 
 
 Value = tuple[float, str]  # a measured value and its source
-_COMPARE = {"at most": operator.le, "at least": operator.ge, "below": operator.lt}
-
-
-@dataclass(frozen=True)
-class _Limited:
-    """A criterion with a limit in `monitor.ladder`; 0 or false switches it off."""
-
-    name: str
-    setting: str
-    comparison: str
-    measure: Callable[[Evidence], Value]
-
-    def judge(self, evidence: Evidence, config: LadderConfig) -> Criterion:
-        threshold = float(getattr(config, self.setting))
-        if not threshold:
-            why = f"switched off by monitor.ladder.{self.setting}"
-            return Criterion(self.name, None, None, "", why)
-        limit = f"{self.comparison} {threshold:g}"
-        try:
-            value, source = self.measure(evidence)
-        except NotMeasured as reason:
-            return Criterion(self.name, None, None, limit, str(reason))
-        ok = _COMPARE[self.comparison](value, threshold)
-        return Criterion(self.name, ok, number(value), limit, source)
 
 
 def judge_criteria(gate: str, evidence: Evidence, config: LadderConfig) -> list[Criterion]:
     """Return the criteria of `gate` and of all gates before it."""
     criteria = [_steps_recorded(evidence), _slowest_rank(evidence), _loss_finite(evidence)]
-    for name, limited in (("smoke", _SMOKE), ("extended", _EXTENDED)):
-        if NAMES.index(gate) >= NAMES.index(name):
-            criteria += [criterion.judge(evidence, config) for criterion in limited]
+    for first_gate, name, setting, comparison, measure in _LIMITED:
+        if NAMES.index(gate) >= NAMES.index(first_gate):
+            threshold = float(getattr(config, setting))
+            limit = f"{comparison} {threshold:g}" if threshold else ""
+            try:
+                if not threshold:
+                    raise NotMeasured(f"switched off by monitor.ladder.{setting}")
+                value, source = measure(evidence)
+                ok = _COMPARE[comparison](value, threshold)
+                criteria.append(Criterion(name, ok, number(value), limit, source))
+            except NotMeasured as reason:
+                criteria.append(Criterion(name, None, None, limit, str(reason)))
     return [*criteria, _validation_loss(evidence)] if gate == "production" else criteria
 
 
@@ -126,15 +116,9 @@ def _slowest_rank(evidence: Evidence) -> Criterion:
     return Criterion(name, slowest.step >= evidence.step, float(slowest.step), limit, source)
 
 
-def _losses(evidence: Evidence) -> tuple[list[tuple[float, float]], str]:
-    """Return (step, loss) of the logged steps, and the source."""
-    losses = [(row["step"], row["loss"]) for row in evidence.rows if "loss" in row]
-    return losses, evidence.source("loss", len(losses))
-
-
 def _loss_finite(evidence: Evidence) -> Criterion:
     """Tolerate one non-finite loss per skipped step, whose gradients never reached the weights."""
-    losses, source = _losses(evidence)
+    losses, source = evidence.values("loss")
     bad = [step for step, loss in losses if not math.isfinite(loss)]
     skipped = _skipped(evidence) or 0
     if bad:
@@ -142,14 +126,12 @@ def _loss_finite(evidence: Evidence) -> Criterion:
     if bad and skipped:
         source += f"; {skipped:,} steps were skipped"
     limit = f"at most {skipped}, the skipped steps" if skipped else "none"
-    if not losses:
-        return Criterion("non-finite losses", None, None, limit, source)
-    ok = len(bad) <= skipped
-    return Criterion("non-finite losses", ok, float(len(bad)), limit, source)
+    ok, value = (len(bad) <= skipped, float(len(bad))) if losses else (None, None)
+    return Criterion("non-finite losses", ok, value, limit, source)
 
 
 def _loss_ratio(evidence: Evidence) -> Value:
-    rows, source = _losses(evidence)
+    rows, source = evidence.values("loss")
     losses = [loss for _, loss in rows if math.isfinite(loss)]
     if len(losses) < MIN_LOSSES:
         raise NotMeasured(f"{len(losses)} finite losses, {MIN_LOSSES} are needed; {source}")
@@ -185,23 +167,13 @@ def _tokens_per_s(evidence: Evidence) -> Value:
     return median(rates), evidence.source("tokens_per_s", len(rates), evidence.since)
 
 
-def _utilization(evidence: Evidence) -> tuple[list[float], str]:
+def _utilization(evidence: Evidence, reduce: Callable[[list[float]], float]) -> Value:
     means = {history.rank: history.gpu_utilization for history in evidence.ranks}
     if missing := [str(rank) for rank, mean in means.items() if mean is None]:
         raise NotMeasured(f"no gpu_busy in the heartbeats of ranks {', '.join(missing)}")
     values = [mean for mean in means.values() if mean is not None]
     shown = ", ".join(f"rank {rank} {mean:.2f}" for rank, mean in list(means.items())[:8])
-    return values, f"gpu_busy of heartbeats between steps: {shown}"
-
-
-def _min_utilization(evidence: Evidence) -> Value:
-    values, source = _utilization(evidence)
-    return min(values), source
-
-
-def _utilization_spread(evidence: Evidence) -> Value:
-    values, source = _utilization(evidence)
-    return max(values) - min(values), source
+    return reduce(values), f"gpu_busy of heartbeats between steps: {shown}"
 
 
 def _skipped_fraction(evidence: Evidence) -> Value:
@@ -260,7 +232,7 @@ def _memory_growth(evidence: Evidence) -> Value:
 
 def _validation_loss(evidence: Evidence) -> Criterion:
     name, limit = "validation loss", "finite"
-    losses = [(row["step"], row["val_loss"]) for row in evidence.rows if "val_loss" in row]
+    losses, _ = evidence.values("val_loss")
     if not losses:
         return Criterion(name, None, None, limit, "metrics.csv holds no val_loss")
     step, loss = losses[-1]
@@ -268,17 +240,23 @@ def _validation_loss(evidence: Evidence) -> Criterion:
     return Criterion(name, math.isfinite(loss), number(loss), limit, source)
 
 
-_SMOKE = (
-    _Limited("final / initial loss", "require_fall", "below", _loss_ratio),  # below true, i.e. 1
-    _Limited("longest pause, seconds", "max_pause", "at most", _longest_pause),
-    _Limited("p90 / median step time", "max_step_spread", "at most", _step_time_spread),
-    _Limited("median tokens/s", "min_tokens_per_s", "at least", _tokens_per_s),
-    _Limited("min GPU utilization", "min_gpu_busy", "at least", _min_utilization),
-    _Limited("GPU utilization spread", "max_gpu_imbalance", "at most", _utilization_spread),
-    _Limited("skipped-step fraction", "max_skipped", "at most", _skipped_fraction),
-    _Limited("min mean gate", "min_gate", "at least", _min_mean_gate),
-)
-_EXTENDED = (
-    _Limited("peak memory of any rank, GB", "max_memory_gb", "below", _peak_memory),
-    _Limited("peak-memory growth, second half", "max_memory_growth", "at most", _memory_growth),
+_COMPARE = {"at most": operator.le, "at least": operator.ge, "below": operator.lt}
+# First gate, criterion, limit in `monitor.ladder` (0 or false switches it off), comparison, value.
+_LIMITED: tuple[tuple[str, str, str, str, Callable[[Evidence], Value]], ...] = (
+    ("smoke", "final / initial loss", "require_fall", "below", _loss_ratio),  # true is 1
+    ("smoke", "longest pause, seconds", "max_pause", "at most", _longest_pause),
+    ("smoke", "p90 / median step time", "max_step_spread", "at most", _step_time_spread),
+    ("smoke", "median tokens/s", "min_tokens_per_s", "at least", _tokens_per_s),
+    ("smoke", "min GPU utilization", "min_gpu_busy", "at least", partial(_utilization, reduce=min)),
+    (
+        "smoke",
+        "GPU utilization spread",
+        "max_gpu_imbalance",
+        "at most",
+        partial(_utilization, reduce=lambda values: max(values) - min(values)),
+    ),
+    ("smoke", "skipped-step fraction", "max_skipped", "at most", _skipped_fraction),
+    ("smoke", "min mean gate", "min_gate", "at least", _min_mean_gate),
+    ("extended", "peak memory of any rank, GB", "max_memory_gb", "below", _peak_memory),
+    ("extended", "peak-memory growth, second half", "max_memory_growth", "at most", _memory_growth),
 )

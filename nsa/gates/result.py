@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from nsa.atomic_io import atomic_write_text
 from nsa.monitor.artifacts import read_text
@@ -80,16 +80,12 @@ def read_gates(run_dir: Path) -> list[GateResult]:
         entries = json.loads(read_text(run_dir / FILE_NAME) or "[]")
     except (ValueError, RecursionError):
         return []
-    results = [_parse(entry) for entry in entries] if isinstance(entries, list) else []
-    return [result for result in results if result is not None]
-
-
-def _parse(entry: Any) -> GateResult | None:
-    try:
-        criteria = tuple(Criterion(**criterion) for criterion in entry["criteria"])
-        return GateResult(**{**entry, "criteria": criteria})
-    except (KeyError, TypeError):
-        return None
+    results = []
+    for entry in entries if isinstance(entries, list) else ():
+        with contextlib.suppress(KeyError, TypeError):
+            criteria = tuple(Criterion(**criterion) for criterion in entry["criteria"])
+            results.append(GateResult(**{**entry, "criteria": criteria}))
+    return results
 
 
 def _reason(criterion: Criterion) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 # Okabe and Ito's colours, distinct for colour-blind readers and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _SMOOTHED_FROM = 50  # points; shorter curves are not smoothed
-_MAX_POINTS = 600  # drawn per curve; a picture cannot show more
+_MAX_POINTS = 600  # of a curve's faint range; a picture cannot show more
 _COLUMNS = 4  # panels in a row
 
 Points = tuple[Sequence[float], Sequence[float]]  # steps, values
@@ -73,38 +74,25 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
             style = {"marker": "o", "markersize": 3}
             error = panel.errors.get(label)
             axis.errorbar(steps, values, error, label=name, color=colour, linewidth=1.4, **style)
-        else:
-            _draw_curve(axis, steps, values, name, colour, faint=not panel.ordered)
+            continue
+        if len(values) >= _SMOOTHED_FROM:
+            if not panel.ordered:  # the range of neighbouring values, faint
+                stride = -(-len(values) // _MAX_POINTS)
+                parts = [values[at : at + stride] for at in range(0, len(values), stride)]
+                limits = list(map(min, parts)), list(map(max, parts))
+                faint = {"color": colour, "alpha": 0.25, "linewidth": 0.8}
+                axis.fill_between(steps[::stride], *limits, **faint)
+            values = running_mean(values, len(values) // 50)
+        axis.plot(steps, values, label=name, color=colour, linewidth=1.4)
     if len(drawn) > 1 or panel.marked or not panel.ordered:
         axis.legend(frameon=False, ncols=2 if len(drawn) > 6 else 1, fontsize="small")
 
 
-def _draw_curve(
-    axis: Any,
-    steps: Sequence[float],
-    values: Sequence[float],
-    label: str,
-    colour: Any,
-    *,
-    faint: bool,
-) -> None:
-    """Draw a line; for many noisy points, their running mean over a faint line of their range."""
-    stride = max(1, len(values) // _MAX_POINTS)
-    if len(values) >= _SMOOTHED_FROM:
-        if faint:
-            parts = [values[at : at + stride] for at in range(0, len(values), stride)]
-            ends = [end for part in parts for end in (min(part), max(part))]
-            twice = [step for step in steps[::stride] for _ in range(2)]
-            axis.plot(twice, ends, color=colour, alpha=0.25, linewidth=0.8)
-        values = running_mean(values, len(values) // 50, stride)
-    axis.plot(steps[::stride], values, label=label, color=colour, linewidth=1.4)
-
-
-def running_mean(values: Sequence[float], width: int, stride: int = 1) -> list[float]:
-    """Return the mean over up to `width` values on each side, at every `stride`-th value."""
-    sums, count = [0.0, *accumulate(values)], len(values)
-    spans = ((max(0, at - width), min(count, at + width + 1)) for at in range(0, count, stride))
-    return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
+def running_mean(values: Sequence[float], width: int) -> Sequence[float]:
+    """Return the mean over up to `width` values on each side; fewer at the ends."""
+    window = np.ones(2 * width + 1)
+    counts = np.convolve(np.ones(len(values)), window, "same")
+    return list(np.convolve(values, window, "same") / counts)
 
 
 def _shade(index: int, count: int) -> tuple[float, ...]:

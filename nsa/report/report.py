@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +114,18 @@ def _gate_sections(gates: Sequence[GateResult]) -> Iterator[str]:
 
 def _facts(run: Summary, env: dict[str, Any]) -> Iterator[str]:
     halt = read_json(run.run_dir / "halt.json")
+    packages = ("torch", "deepspeed", "triton")
+    versions = [(name, _get(env, f"packages.{name}")) for name in packages]
+    devices = _get(env, "cuda.devices") or _get(env, "cpu.model")
     yield from (*_heading("Run"), "")
     rows = [
         ("recipe, profile", _join(env.get("recipe"), env.get("profile"))),
-        ("git commit", plain(env.get("git_commit") or "")),
-        ("hardware", _join(env.get("host"), *_devices(env))),
-        ("versions", _versions(env)),
+        ("git commit", env.get("git_commit") or ""),
+        (
+            "hardware",
+            _join(env.get("host"), *(devices if isinstance(devices, list) else [devices])),
+        ),
+        ("versions", _join(*(f"{name} {version}" for name, version in versions if version))),
         ("steps", f"{run.steps:,}"),
         ("tokens", _format(run.last("tokens"), ",.0f")),
         ("final training loss", _format(run.last("loss"), ".4f")),
@@ -126,12 +133,9 @@ def _facts(run: Summary, env: dict[str, Any]) -> Iterator[str]:
         ("final bits per byte", _format(run.last("bits_per_byte"), ".4f")),
         *_processes(run),
         ("skipped steps", _format(run.skipped, ",d")),
-        (
-            "halted by the watchdog",
-            plain("; ".join(f"{key}: {value}" for key, value in halt.items())),
-        ),
+        ("halted by the watchdog", "; ".join(f"{key}: {value}" for key, value in halt.items())),
         ("backend fallbacks", _fallbacks(run.run_dir)),
-        ("unreadable", plain(run.metrics.problem)),
+        ("unreadable", run.metrics.problem),
     ]
     yield from table(("", ""), [row for row in rows if row[1]])
     notes = env.get("notes")
@@ -144,39 +148,20 @@ def _processes(run: Summary) -> Iterator[tuple[str, str]]:
     if not run.histories or not run.histories[0].lines:
         return
     history = run.histories[0]
-    if history.first_time is not None and history.last_time is not None:
-        passed = max(0, round(history.last_time - history.first_time))
-        clock = f"{passed // 3600}:{passed // 60 % 60:02}:{passed % 60:02}"
-        yield "wall time", f"{clock} on {len(run.histories)} ranks"
+    passed = timedelta(seconds=max(0, round((history.last_time or 0) - (history.first_time or 0))))
+    yield "wall time", f"{passed} on {len(run.histories)} ranks"
     yield "resumes", f"{max(0, history.processes - 1):,}"
     worst = max(run.histories, key=lambda history: history.pause)
     yield "longest pause", f"{worst.pause:.1f} s ({worst.pause_at})" if worst.pause_at else ""
-    yield "engine", plain(history.backend)
-    yield "end", plain(history.status or "none recorded: still running, or killed")
-
-
-def _devices(env: dict[str, Any]) -> list[Any]:
-    for part, key in (("cuda", "devices"), ("cpu", "model")):
-        facts = env.get(part)
-        if isinstance(facts, dict) and facts.get(key):
-            return facts[key] if isinstance(facts[key], list) else [facts[key]]
-    return []
-
-
-def _versions(env: dict[str, Any]) -> str:
-    packages = env.get("packages")
-    versions = packages if isinstance(packages, dict) else {}
-    names = ("torch", "deepspeed", "triton")
-    return ", ".join(f"{name} {plain(versions[name])}" for name in names if versions.get(name))
+    yield "engine", history.backend
+    yield "end", history.status or "none recorded: still running, or killed"
 
 
 def _fallbacks(run_dir: Path) -> str:
     rows = csv.DictReader((read_text(run_dir / "fallbacks.csv") or "").splitlines())
     valid = [row for row in rows if row.get("operation") and row.get("calls")]
-    return "; ".join(
-        plain(f"{row['operation']} on {row['backend']}: {row['reason']} ({row['calls']} calls)")
-        for row in valid[:10]
-    )
+    form = "{operation} on {backend}: {reason} ({calls} calls)"
+    return "; ".join(form.format_map(row) for row in valid[:10])
 
 
 def _comparison(run: Summary, env: dict[str, Any]) -> Iterator[str]:
@@ -202,12 +187,9 @@ def _settings(run_dir: Path) -> Iterator[str]:
         tree = yaml.safe_load(read_text(run_dir / "config.yaml") or "")
     except (yaml.YAMLError, ValueError, RecursionError):
         tree = None
-    rows = [(name, _get(tree, name)) for name in _SETTINGS]
-    rows.append(
-        ("ZeRO stage", _get(read_json(run_dir / "ds_config.json"), "zero_optimization.stage"))
-    )
-    present = [(name, plain(value)) for name, value in rows if value != ""]
-    if present:
+    stage = _get(read_json(run_dir / "ds_config.json"), "zero_optimization.stage")
+    rows = [*((name, _get(tree, name)) for name in _SETTINGS), ("ZeRO stage", stage)]
+    if present := [row for row in rows if row[1] != ""]:
         yield from (*_heading("Settings"), "", *table(("setting", "value"), present))
         yield from ("", "All settings: `config.yaml` and `ds_config.json`.")
 
@@ -225,7 +207,7 @@ def _heading(text: str) -> tuple[str, str]:
 
 
 def _join(*values: object) -> str:
-    return ", ".join(plain(value) for value in values if value)
+    return ", ".join(str(value) for value in values if value)
 
 
 def _number(value: float | None) -> str:

@@ -11,9 +11,8 @@ from tests.report.pictures import BLUE, ORANGE, height_of, pixels, size
 
 def test_the_running_mean_does_not_lag() -> None:
     line = [float(value) for value in range(100)]
-    assert running_mean(line, 5)[5:-5] == line[5:-5]
-    assert running_mean(line, 5, 10)[1:-1] == line[10:-10:10]
-    assert running_mean([1.0, 2.0, 6.0], 1) == [1.5, 3.0, 4.0]
+    assert running_mean(line, 5)[5:-5] == pytest.approx(line[5:-5])
+    assert running_mean([1.0, 2.0, 6.0], 1) == pytest.approx([1.5, 3.0, 4.0])
 
 
 def test_a_spike_of_one_step_in_fifty_thousand_is_visible(tmp_path: Path) -> None:
