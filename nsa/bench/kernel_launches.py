@@ -15,6 +15,7 @@ from torch import Tensor
 from nsa.bench.options import SHAPES
 from nsa.dtypes import DTYPES
 from nsa.ops.inputs import SelectionInputs
+from nsa.ops.triton.activation import PackedGates, swiglu_backward, swiglu_forward
 from nsa.ops.triton.band_op import Band, band_backward, band_forward
 from nsa.ops.triton.configs import Choice, override_choices
 from nsa.ops.triton.decode import DecodeInputs, decode_forward
@@ -118,6 +119,13 @@ def _decode(case: Case) -> None:
     decode_forward(DecodeInputs(q[:, -1], *pairs, gates, lengths, case.spec, branches, SCALE))
 
 
+def _swiglu(case: Case) -> None:
+    """Hidden layers of M7C's proportion: 2,368 for 64 columns a head."""
+    packed = torch.empty(case.seq_len, 74 * case.key, dtype=DTYPES[case.dtype], device="meta")
+    x = PackedGates(packed, 37 * case.key)
+    swiglu_backward(swiglu_forward(x), x)
+
+
 # Every public operation, forward and backward.
 OPERATIONS: dict[str, Callable[[Case], None]] = {
     "compressed_attention": _compressed,
@@ -126,6 +134,7 @@ OPERATIONS: dict[str, Callable[[Case], None]] = {
     "window_attention": _window,
     "nsa_attention": _gated,
     "decode_attention": _decode,
+    "swiglu": _swiglu,
 }
 # Heads, key/value heads, key size, value size, positions. SHORT: a tile of queries selects most
 # blocks and one program sums a key's gradient. LONG: neither.

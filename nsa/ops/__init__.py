@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from nsa.ops import triton
+from nsa.ops.activation import swiglu
 from nsa.ops.backend import dispatch, fallback_counts, reset_fallback_counts, runs_fused
 from nsa.ops.checks import (
     check_compressed,
@@ -36,6 +37,7 @@ __all__ = [
     "reset_fallback_counts",
     "select_blocks",
     "selected_attention",
+    "swiglu",
     "window_attention",
 ]
 

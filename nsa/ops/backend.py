@@ -16,20 +16,28 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _fallbacks: Counter[tuple[str, str, str]] = Counter()
 
 
-def dispatch(backend: str, operation: str, q: Tensor, *others: Tensor) -> ModuleType:
-    """Return the backend module for a call; raise if a backend requested by name cannot run."""
+def dispatch(
+    backend: str, operation: str, x: Tensor, *others: Tensor, attention: bool = True
+) -> ModuleType:
+    """Return the backend module for a call; raise if a backend requested by name cannot run.
+
+    Not `attention`: x may have any shape. Operations with one implementation in PyTorch only ask
+    whether the result is `triton`.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
-    if q.dtype not in DTYPES:
+    if x.dtype not in DTYPES:
+        name, kind = ("q", "attention") if attention else ("its input", "it")
         raise ValueError(
-            f"{operation}: q has dtype {q.dtype}; attention takes "
+            f"{operation}: {name} has dtype {x.dtype}; {kind} takes "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
         )
     if backend == "reference":
         return reference
     if backend == "blockwise":
         return blockwise
-    reason = triton.unsupported_reason(q, *others, by_name=backend == "triton")
+    by_name = backend == "triton"
+    reason = triton.unsupported_reason(x, *others, by_name=by_name, attention=attention)
     if reason is None:
         return triton
     if backend == "triton":

@@ -32,10 +32,12 @@ class Gradient(NamedTuple):
     `backward(*output_gradients, inputs, *saved_outputs)` returns the gradients of the first inputs.
     """
 
-    backward: Callable[..., tuple[Tensor, ...]]
+    backward: Callable[..., Any]
     inputs: int  # number of inputs with a gradient; they come first
     outputs: int  # number of differentiable outputs; they come first
     saved: slice = slice(None)  # the outputs that `backward` reads
+    result_of: tuple[int, ...] = ()  # per input, the result that is its gradient, if some share one
+    zeros: bool = True  # `backward` gets zeros for an output without a gradient, otherwise None
 
 
 def register(
@@ -63,11 +65,13 @@ def register(
 def _register_gradient(op: Any, name: str, inputs: Any, outputs: int, gradient: Gradient) -> None:
     build, count, length = _builder(inputs), gradient.outputs, len(inputs._fields)
     tensors = sum(hint in (Tensor, Tensor | None) for hint in get_type_hints(inputs).values())
+    result_of = gradient.result_of or tuple(range(gradient.inputs))
+    like = [result_of.index(result) for result in range(max(result_of) + 1)]  # inputs of same shape
     saved_outputs = len(range(outputs)[gradient.saved])
-    output_gradients = [f"Tensor gradient_{i}" for i in range(count)]
+    output_gradients = [f"Tensor{'' if gradient.zeros else '?'} gradient_{i}" for i in range(count)]
     saved = [f"Tensor output_{i}" for i in range(saved_outputs)]
 
-    def backward(*args: Any) -> tuple[Tensor, ...]:
+    def backward(*args: Any) -> Any:
         given, rest = args[count : count + length], args[count + length :]
         return gradient.backward(*args[:count], build(given), *rest)
 
@@ -76,24 +80,30 @@ def _register_gradient(op: Any, name: str, inputs: Any, outputs: int, gradient: 
         backward,
         mutates_args=(),
         schema=f"({', '.join([*output_gradients, _schema(inputs), *saved])})"
-        f" -> {_tensors(gradient.inputs)}",
-    )
-    backward_op.register_fake(
-        lambda *args: tuple(x.new_empty(x.shape) for x in args[count : count + gradient.inputs])
+        f" -> {_tensors(len(like))}",
     )
 
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    def fake(*args: Any) -> Any:
+        results = tuple(args[count + i].new_empty(args[count + i].shape) for i in like)
+        return results if len(results) > 1 else results[0]
+
+    backward_op.register_fake(fake)
+
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        output = output if outputs > 1 else (output,)
         ctx.save_for_backward(*inputs[:tensors], *output[gradient.saved])
         ctx.constants = inputs[tensors:]
         if count < outputs:
             ctx.mark_non_differentiable(*output[count:])
+        if count < outputs or not gradient.zeros:
             ctx.set_materialize_grads(False)  # no zero gradients for the other outputs
 
     def autograd(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: non-reentrant checkpointing unpacks only once
         given, rest = saved[:tensors], saved[tensors:]
         results = backward_op(*output_gradients[:count], *given, *ctx.constants, *rest)
-        return *results, *[None] * (length - gradient.inputs)
+        results = results if len(like) > 1 else (results,)
+        return *(results[i] for i in result_of), *[None] * (length - gradient.inputs)
 
     op.register_autograd(autograd, setup_context=setup_context)
 

@@ -2,7 +2,8 @@
 
 Kernels and their launchers are in one file per operation (`select.py`, `gated.py`) or in two:
 `band.py` and `band_op.py`, `selected.py`, `selected_keys.py` and `selected_op.py`,
-`decode_parts.py` and `decode.py`. Entry points import them at the first call, because importing
+`decode_parts.py` and `decode.py`; `activation.py` and `normalization.py` are for the step around
+attention. Entry points import them at the first call, because importing
 Triton is slow.
 """
 
@@ -22,21 +23,24 @@ MAX_PROGRAMS = 65_535  # of the second and third dimension of a grid
 MIN_CAPABILITY = (8, 0)  # bf16 matrix products need it
 
 
-def unsupported_reason(q: Tensor, *others: Tensor, by_name: bool) -> str | None:
+def unsupported_reason(
+    x: Tensor, *others: Tensor, by_name: bool, attention: bool = True
+) -> str | None:
     """Why the kernels cannot run on these tensors, or None.
 
     `by_name`: the caller requested Triton by name, which also allows its CPU interpreter. Tensors
-    on `meta` stand for tensors on a GPU: fake kernels give their results' shapes.
+    on `meta` stand for tensors on a GPU: fake kernels give their results' shapes. `attention`: x
+    is q [B, T, Hq, Dk]; otherwise it may have any shape.
     """
-    if q.device.type not in ("cuda", "meta") and not (by_name and interpreted()):
-        return f"tensors are on {q.device.type}, and it needs a CUDA device"
-    if q.dtype == torch.float64:
+    if x.device.type not in ("cuda", "meta") and not (by_name and interpreted()):
+        return f"tensors are on {x.device.type}, and it needs a CUDA device"
+    if x.dtype == torch.float64:
         return "it has no float64"
-    if max(x.shape[-1] for x in (q, *others)) > MAX_HEAD_SIZE:
+    if attention and max(y.shape[-1] for y in (x, *others)) > MAX_HEAD_SIZE:
         return f"a head is larger than {MAX_HEAD_SIZE}"
-    if q.shape[0] * q.shape[2] > MAX_PROGRAMS:
+    if attention and x.shape[0] * x.shape[2] > MAX_PROGRAMS:
         return f"batch times heads is more than {MAX_PROGRAMS}"
-    return _missing(q.device)
+    return _missing(x.device)
 
 
 @torch.compiler.assume_constant_result
@@ -99,3 +103,10 @@ def decode_attention(
     from nsa.ops.triton.decode import triton_decode
 
     return triton_decode(q, *buffers_gates_and_lengths, spec.to_ints(), branches, scale)
+
+
+def swiglu(gate_up: Tensor, width: int) -> Tensor:
+    """silu(gate) · up of [.., gate | up | padding], each of `width` columns."""
+    from nsa.ops.triton.activation import triton_swiglu
+
+    return triton_swiglu(gate_up, width)

@@ -15,6 +15,7 @@ import torch
 
 from nsa.ops import select_blocks
 from nsa.ops.triton import (
+    activation,
     band,
     band_op,
     common,
@@ -46,8 +47,9 @@ from tests.ops.triton.parity import (
     reference_blocks,
     settings,
 )
+from tests.ops.triton.test_activation import assert_swiglu_parity
 
-MODULES = (band, band_op, common, gated, select, selected, selected_keys, selected_op)
+MODULES = (activation, band, band_op, common, gated, select, selected, selected_keys, selected_op)
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (24,), kv_heads=1, group=2, key_dim=4, value_dim=3)
 PACKED = replace(CASE, lengths=(9, 0, 1, 13))
 pytestmark = pytest.mark.skipif(
@@ -116,6 +118,10 @@ def gates_may_be_closed() -> None:
     x = inputs(CASE)
     x.gates[:, ::2] = 0
     assert_exact_enough(*(computed(CASE, "mixed", backend, x.to(dtype)) for backend, dtype in RULE))
+
+
+def swiglu_is_that_of_pytorch() -> None:
+    assert_swiglu_parity((3, 12), 5)
 
 
 LONG = parity("compressed", Case(NSASpec(3, 1, 5, 2, 0, 1, 40), (70,), kv_heads=1, group=3))
@@ -304,6 +310,14 @@ PLANTS = {
     ),
     "a branch's gradient of queries replaces the others'": Plant(
         common, "store_query_gradient", "x += load_rows(dq", "x += 0.0 * load_rows(dq", MIXED
+    ),
+    "the gate's gradient is that of a sigmoid alone": Plant(
+        activation, "swiglu_backward_kernel", "(1.0 + gate", "(0.0 + gate",
+        swiglu_is_that_of_pytorch,
+    ),
+    "the padding's gradient is not written": Plant(
+        activation, "swiglu_backward_kernel", "PACKED > 2 * WIDTH", "PACKED > 9 * WIDTH",
+        swiglu_is_that_of_pytorch,
     ),
 }  # fmt: skip
 
