@@ -1,10 +1,9 @@
 """Triton backend: its entry points, and the inputs that its kernels support.
 
-Kernels and their launchers are in one file per operation (`select.py`, `gated.py`) or in two:
-`band.py` and `band_op.py`, `selected.py`, `selected_keys.py` and `selected_op.py`,
-`decode_parts.py` and `decode.py`; `activation.py` and `normalization.py` are for the step around
-attention. Entry points import them at the first call, because importing
-Triton is slow.
+Kernels and their launchers are in one file per operation (`select.py`, `gated.py`) or in several:
+`band.py` and `band_op.py`, `selected*.py`, `decode_parts.py` and `decode.py`; `activation.py` and
+`normalization.py` are for the step around attention. Entry points import them at the first call,
+because importing Triton is slow.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ LOG2E = 1.4426950408889634  # kernels use powers of two, which the hardware has
 # to batch, gain nothing by it, and a run would stall on the compiler.
 VARYING = (
     *("seq_len", "q_len", "key_len", "documents", "rows"),
-    *("split_len", "list_len", "total_blocks", "part_rows"),
+    *("split_len", "list_len", "total_blocks", "part_rows", "words"),
 )
 kernel = partial(triton.jit, do_not_specialize=VARYING)
 

@@ -24,44 +24,6 @@ from nsa.ops.triton.common import (
 )
 
 
-@kernel
-def union_kernel(
-    index, blocks, members, counts, cu, seq_len, documents, list_len,
-    TOP: tl.constexpr, TOP_P: tl.constexpr, SELECT: tl.constexpr,
-    QUERIES: tl.constexpr, QUERIES_P: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """The union of the blocks of a tile's queries, ascending, and each one's queries as bits."""
-    slot = tl.program_id(0)
-    heads = tl.num_programs(1)
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
-    _document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, QUERIES)
-    row = tl.arange(0, QUERIES_P)
-    valid = (row < QUERIES) & (tile * QUERIES + row < length)
-    top = tl.arange(0, TOP_P)
-    token = (batch * seq_len + start + tile * QUERIES) * heads + head
-    place = (batch * tl.num_programs(0) + slot) * heads + head
-    count = 0
-    if tile * QUERIES < length:
-        selected = tl.load(
-            index + token * TOP + (row * heads * TOP)[:, None] + top[None, :],
-            mask=valid[:, None] & (top < TOP)[None, :],
-            other=-1,
-        )  # [QUERIES_P, TOP_P]
-        last = tl.minimum(tile * QUERIES + QUERIES, length) - 1
-        for first in range(0, last // SELECT + 1, BLOCKS):
-            j = first + tl.arange(0, BLOCKS)
-            member = tl.max((selected[:, :, None] == j[None, None, :]).to(tl.int32), 1)
-            # Blocks after the tile's last query could outgrow the list, and no query sees them.
-            bits = tl.where(j * SELECT <= last, tl.sum(member << row[:, None], 0), 0)
-            used = (bits != 0).to(tl.int32)
-            at = place * list_len + count + tl.cumsum(used, 0) - 1
-            tl.store(blocks + at, j, mask=bits != 0)
-            tl.store(members + at, bits, mask=bits != 0)
-            count += tl.sum(used, 0)
-    tl.store(counts + place, count)
-
-
 @triton.jit
 def _block_list(counts, slot, list_len):
     """Where a tile's list of blocks begins, and its length."""

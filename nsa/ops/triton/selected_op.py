@@ -19,12 +19,9 @@ from nsa.ops.triton.common import (
 )
 from nsa.ops.triton.configs import Config, choose_config
 from nsa.ops.triton.launch import launch, token_rows
-from nsa.ops.triton.selected import (
-    selected_forward_kernel,
-    selected_queries_kernel,
-    union_kernel,
-)
+from nsa.ops.triton.selected import selected_forward_kernel, selected_queries_kernel
 from nsa.ops.triton.selected_keys import add_parts_kernel, selected_keys_kernel
+from nsa.ops.triton.selected_lists import queries_by_block, unite
 from nsa.spec import NSASpec
 
 CHUNK = 2048  # queries of one block's list that one program adds up
@@ -62,36 +59,13 @@ def selected_backward(
     """The gradients of q, k and v; the same from run to run."""
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     delta, lse2 = backward_rows(do, o, lse)
-    return dq, *selected_gradients(do, _without_repeats(x), lse2, delta, dq)
-
-
-def _without_repeats(x: Selected) -> Selected:
-    """x without blocks that a query names again or that begin after it; `select_blocks` names none.
-
-    They would count again for keys and values, lists could outgrow the space for their parts, and
-    a block's own queries would not be the first of its list.
-    """
-    index = x.block_index.sort(dim=-1).values
-    repeated = torch.nn.functional.pad(index[..., 1:] == index[..., :-1], (1, 0))
-    position = torch.arange(index.shape[1], device=index.device)
-    if x.cu_seqlens is not None:
-        position = position - x.cu_seqlens[_documents(position, x.cu_seqlens)]
-    future = index * x.spec.select_len > position[:, None, None]
-    return x._replace(block_index=index.masked_fill(repeated | future, -1))
-
-
-def _documents(position: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The document that each position is in."""
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
+    return dq, *selected_gradients(do, x, lse2, delta, dq)
 
 
 def selected_gradients(
     do: Tensor, x: Selected, lse2: Tensor, delta: Tensor, dq: Tensor, add: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(dk, dv) from what `backward_rows` returned; dq is written, or with `add` added to.
-
-    No query may name a block twice or one that begins after it.
-    """
+    """(dk, dv) from what `backward_rows` returned; dq is written, or with `add` added to."""
     arguments, constants = _arguments(x)
     arguments |= {"do": do.contiguous(), "lse2": lse2, "delta": delta}
     _launch_by_query("queries", x, arguments | {"dq": dq}, constants | {"ADD": add})
@@ -127,56 +101,6 @@ def _launch_by_query(
         constants | {"QUERIES": queries, "ROWS": rows, "KEYS": _block_keys(config, x.spec)},
         config,
     )
-
-
-def unite(
-    block_index: Tensor, cu_seqlens: Tensor | None, spec: NSASpec, queries: int
-) -> dict[str, Any]:
-    """The union of blocks of each tile of `queries`, as arguments of the kernels that walk it."""
-    batch, seq_len, groups, top = block_index.shape
-    tiles = slots(seq_len, queries, cu_seqlens)
-    list_len = min(queries * top, spec.select_blocks_len(seq_len))
-    blocks, members = (block_index.new_empty(batch, tiles, groups, list_len) for _ in range(2))
-    counts = block_index.new_empty(batch, tiles, groups)
-    lists = {"blocks": blocks, "members": members, "counts": counts, "list_len": list_len}
-    queries_p, top_p = triton.next_power_of_2(queries), triton.next_power_of_2(top)
-    launch(
-        union_kernel,
-        (tiles, groups, batch),
-        {"index": block_index.contiguous()} | lists | document_arguments(seq_len, cu_seqlens),
-        {
-            **{"TOP": top, "TOP_P": top_p, "QUERIES": queries, "QUERIES_P": queries_p},
-            **{"SELECT": spec.select_len, "BLOCKS": max(16, 4096 // (queries_p * top_p))},
-        },
-        Config(queries, 0, 4, 1),
-    )
-    return lists
-
-
-def queries_by_block(
-    block_index: Tensor, cu_seqlens: Tensor | None, spec: NSASpec
-) -> tuple[Tensor, Tensor]:
-    """The queries of each block, ascending: offsets [B, Hkv, blocks + 1] into [B, Hkv, T * n].
-
-    Packed documents number their blocks from start // select_len + document on, as `locate` does.
-    Sorting is stable and waits for nothing on the host.
-    """
-    batch, seq_len, groups, top = block_index.shape
-    total = slots(seq_len, spec.select_len, cu_seqlens)
-    block = block_index
-    if cu_seqlens is not None:
-        document = _documents(torch.arange(seq_len, device=block.device), cu_seqlens)
-        first = cu_seqlens[:-1] // spec.select_len + torch.arange(
-            len(cu_seqlens) - 1, device=block.device
-        )
-        block = block + first[document][None, :, None, None]
-    block = torch.where(block_index >= 0, block, total).to(torch.int32)
-    # With top = 1 flattening makes a view, whose layout sorting would keep.
-    block, order = block.transpose(1, 2).flatten(2).contiguous().sort(dim=-1, stable=True)
-    bounds = torch.arange(total + 1, device=block.device, dtype=torch.int32)
-    bounds = bounds.expand(batch, groups, -1).contiguous()
-    offsets = torch.searchsorted(block, bounds, out_int32=True)
-    return offsets, order.div(top, rounding_mode="floor").to(torch.int32)
 
 
 def _key_gradients(

@@ -23,6 +23,7 @@ from nsa.ops.triton import (
     select,
     selected,
     selected_keys,
+    selected_lists,
     selected_op,
 )
 from nsa.ops.triton.configs import Config, override_choices
@@ -49,7 +50,10 @@ from tests.ops.triton.parity import (
 )
 from tests.ops.triton.test_activation import assert_swiglu_parity
 
-MODULES = (activation, band, band_op, common, gated, select, selected, selected_keys, selected_op)
+MODULES = (
+    *(activation, band, band_op, common, gated, select),
+    *(selected, selected_keys, selected_lists, selected_op),
+)
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (24,), kv_heads=1, group=2, key_dim=4, value_dim=3)
 PACKED = replace(CASE, lengths=(9, 0, 1, 13))
 pytestmark = pytest.mark.skipif(
@@ -224,7 +228,7 @@ PLANTS = {
         selected, "_scores", "t - first, -1)", "KEYS, -1)", SELECTED
     ),
     "a block named twice counts twice": Plant(
-        selected_op, "_without_repeats", "repeated | future", "future",
+        selected_lists, "_members", "words |= tl.where", "words += tl.where",
         any_block_index_is_valid,
     ),
     "all heads of a group read one head's lse": Plant(
@@ -238,7 +242,8 @@ PLANTS = {
         PARTS,
     ),
     "a block that begins after a query counts for it": Plant(
-        selected_op, "_without_repeats", "repeated | future", "repeated", any_block_index_is_valid
+        selected_lists, "_members", "tl.where(b * SELECT <= t, b, -1)", "b",
+        any_block_index_is_valid,
     ),
     "dk of selected blocks lacks the scale": Plant(
         selected_keys, "selected_keys_kernel", "dk_acc *= scale_out", "dk_acc *= 1.0", SELECTED
@@ -250,8 +255,14 @@ PLANTS = {
         selected_keys, "add_parts_kernel", "tl.cdiv(end - begin, CHUNK)", "(end - begin) // CHUNK",
         PARTS,
     ),
-    "lists are not put together by document": Plant(
-        selected_op, "queries_by_block", "first[document]", "first[0 * document]", DOCUMENTS[1]
+    "a list counts positions from its document's first": Plant(
+        selected_lists, "lists_kernel", "start + t,", "t,", DOCUMENTS[1]
+    ),
+    "the first queries of a list are not counted": Plant(
+        selected_lists, "totals_kernel", "j * SELECT // WORD", "j * SELECT // WORD + 1", SELECTED
+    ),
+    "only half of a word is counted": Plant(
+        selected_lists, "_popcount", "x += x >> 8", "x += 0 * x", SELECTED
     ),
     "a document ends one position early": Plant(
         common, "locate", "offsets + run + 1)", "offsets + run + 1) - 1", DOCUMENTS[2]
