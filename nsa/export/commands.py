@@ -10,18 +10,12 @@ from typing import Any
 def add_export_parser(verbs: Any) -> None:
     about = "write a run as a folder that transformers loads, with or without nsa installed"
     parser = verbs.add_parser("export", help=about, description=about)
-    parser.add_argument(
-        "run_path",
-        type=Path,
-        metavar="run",
-        help="a run, one of its checkpoints, or a folder that `nsa import` wrote",
-    )
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
-    parser.add_argument(
-        "--dtype",
-        choices=("bf16", "fp32"),
-        help="dtype of the weights; fp32: the optimizer's master weights (default: as trained)",
-    )
+    add = parser.add_argument
+    about = "a run, one of its checkpoints, or a folder that `nsa import` wrote"
+    add("run_path", type=Path, metavar="run", help=about)
+    add("--to", type=Path, required=True, metavar="DIR", help="a new folder")
+    about = "of the weights; fp32: the optimizer's master weights (default: as trained)"
+    add("--dtype", choices=("bf16", "fp32"), help=about)
     parser.set_defaults(run=_export)
 
 
@@ -42,38 +36,21 @@ def _export(args: argparse.Namespace) -> int:
 def add_import_parser(verbs: Any) -> None:
     about = "convert an export, a Llama or a dense run into a folder that training can start from"
     parser = verbs.add_parser("import", help=about, description=about)
-    parser.add_argument(
-        "source",
-        type=Path,
-        metavar="dir",
-        help="an output of `nsa export` or of transformers' save_pretrained (model_type nsa or "
-        "llama), or a run or checkpoint",
-    )
-    parser.add_argument("--to", type=Path, required=True, metavar="RUN", help="a new folder")
-    parser.add_argument(
-        "--attention",
-        choices=("nsa", "dense"),
-        help="kind of attention (default: nsa for a Llama, else unchanged)",
-    )
-    parser.add_argument("--config", type=Path, help="YAML of settings, as for a recipe")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="one setting, such as attention.spec.window=256; may be repeated",
-    )
-    parser.add_argument(
-        "--shares",
-        metavar="S,S,S",
-        help="each branch's share of the dense output at the start (default: 0,0.5,0.5; see "
-        "docs/guides/hugging-face.md)",
-    )
-    parser.add_argument(
-        "--gap",
-        metavar="SOURCE",
-        help="compare the result with the dense model on the validation split of this data.source",
-    )
+    add = parser.add_argument
+    about = "an output of `nsa export` or of transformers' save_pretrained (model_type nsa or "
+    about += "llama), or a run or checkpoint"
+    add("source", type=Path, metavar="dir", help=about)
+    add("--to", type=Path, required=True, metavar="RUN", help="a new folder")
+    about = "kind of attention (default: nsa for a Llama, else unchanged)"
+    add("--attention", choices=("nsa", "dense"), help=about)
+    add("--config", type=Path, help="YAML of settings, as for a recipe")
+    about = "one setting, such as attention.spec.window=256; may be repeated"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
+    about = "each branch's share of the dense output at the start (default: 0,0.5,0.5; see "
+    about += "docs/guides/hugging-face.md)"
+    add("--shares", metavar="S,S,S", help=about)
+    about = "compare the result with the dense model on the validation split of this data.source"
+    add("--gap", metavar="SOURCE", help=about)
     parser.set_defaults(run=_import)
 
 

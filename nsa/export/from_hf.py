@@ -91,31 +91,32 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
 
 def _read_llama(folder: Path) -> SourceModel:
     llama: Any = LlamaConfig.from_pretrained(folder)
-    for name, supported in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
-        if getattr(llama, name) != supported:
+    rope = {"rope_type": "default", **llama.rope_parameters}
+    for name, value, supported in (
+        ("attention_bias", llama.attention_bias, False),
+        ("mlp_bias", llama.mlp_bias, False),
+        ("hidden_act", llama.hidden_act, "silu"),
+        ("rope_type", rope["rope_type"], "default"),
+    ):
+        if value != supported:
+            fix = "; import a checkpoint from before its context was extended"
             raise ValueError(
-                f"{folder / CONFIG}: {name} = {getattr(llama, name)!r}: this model supports only "
-                f"{supported!r}"
+                f"{folder / CONFIG}: {name} = {value!r}: this model supports only {supported!r}"
+                + fix * (name == "rope_type")
             )
-    rope = llama.rope_parameters
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(
-            f"{folder / CONFIG}: rope_type = {rope['rope_type']!r}: this model supports only the "
-            "default; import a checkpoint from before its context was extended"
-        )
     config = RunConfig()
     config.data.seq_len = min(config.data.seq_len, llama.max_position_embeddings)
     config.model = ModelConfig(
-        vocab_size=llama.vocab_size,
         layers=llama.num_hidden_layers,
         width=llama.hidden_size,
         heads=llama.num_attention_heads,
         kv_heads=llama.num_key_value_heads,
-        head_dim=llama.head_dim,
         mlp_width=llama.intermediate_size,
         rope_theta=rope["rope_theta"],
         norm_eps=llama.rms_norm_eps,
         init_std=llama.initializer_range,
+        vocab_size=llama.vocab_size,
+        head_dim=llama.head_dim,
         attention=AttentionConfig(kind="dense"),
     )
     source = _source(folder, config, "nsa", has_run_config=False)

@@ -18,7 +18,7 @@ from nsa.engine.resolve import resolve_config, to_yaml
 from nsa.export.dense_to_nsa import dense_to_nsa, widen_mlp_compressor
 from nsa.export.from_hf import SourceModel, read_model
 from nsa.export.logit_gap import logit_gaps, read_samples
-from nsa.export.output_folder import output_folder, write_weights
+from nsa.export.to_hf import output_folder, write_weights
 from nsa.model import LanguageModel
 
 LARGEST_SHARE = 100  # more than is useful, and finite in every dtype

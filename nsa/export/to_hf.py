@@ -1,19 +1,30 @@
-"""Hugging Face export: a run as a folder that transformers loads, with or without this package."""
+"""Hugging Face export: a run as a folder that transformers loads, with or without this package.
+
+`output_folder` and `write_weights` write the folder of an import too.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import GenerationConfig
 
+from nsa.atomic_io import fsync_dir
+from nsa.checkpoint.weights import SAFETENSORS
 from nsa.dtypes import DTYPES
 from nsa.engine.load_run import LoadedRun, load_run
 from nsa.engine.resolve import to_yaml
 from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.export.model_card import model_card
-from nsa.export.output_folder import output_folder, write_weights
 from nsa.export.remote_code import AUTO_MAP, remote_code
 from nsa.model.hf_config import NSAConfig
 
@@ -64,3 +75,34 @@ def _special_token_ids(run: LoadedRun) -> dict[str, int | None]:
 
 def _json(tree: dict[str, Any]) -> str:
     return json.dumps(tree, indent=2, sort_keys=True) + "\n"
+
+
+@contextlib.contextmanager
+def output_folder(to: Path) -> Iterator[Path]:
+    """Yield a temporary folder; rename it to `to` at the end, or delete it after an error."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ValueError(f"--to {to}: already exists; name a new folder")
+    given, to = to, Path(os.path.realpath(to))  # resolves "." and links
+    if to.exists() and (to.is_mount() or to == Path.cwd()):
+        raise ValueError(f"--to {given}: cannot be replaced; name a new folder inside it")
+    draft = to.with_name(f".{to.name}.{os.getpid()}")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        for file in draft.iterdir():
+            file.chmod(draft.stat().st_mode & 0o666)  # safetensors restricts its file to the owner
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        fsync_dir(draft)
+        draft.replace(to)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    fsync_dir(to.parent)
+
+
+def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
+    """Write model.safetensors; raise OSError if the disk is full, as for other files."""
+    try:
+        save_file(weights, folder / SAFETENSORS, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{folder.parent}: the weights cannot be written: {error}") from None
