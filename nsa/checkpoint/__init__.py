@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from nsa.checkpoint.config import CheckpointConfig
 from nsa.checkpoint.engine_state import load
-from nsa.checkpoint.manifest import newest_complete, read_manifest
+from nsa.checkpoint.manifest import (
+    newest_complete,
+    read_manifest,
+    read_rank_state,
+    read_topology,
+    read_train_state,
+)
 from nsa.checkpoint.saver import SaveFailed, Saver
-from nsa.checkpoint.state_file import read_rank_state, read_topology, read_train_state
 from nsa.checkpoint.universal import needs_universal, to_universal
 
 __all__ = [

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nsa.checkpoint.manifest import rng_file
-from nsa.checkpoint.state_file import ANY, LAYOUT_OF_STAGE, check_loadable, read_state_file
+from nsa.checkpoint.manifest import ANY, LAYOUT_OF_STAGE, check_loadable, read_state_file, rng_file
 
 
 def capture(engine: Any, draft: Path) -> dict[str, Any]:

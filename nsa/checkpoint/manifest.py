@@ -1,4 +1,8 @@
-"""manifest.json: size and SHA-256 of every file of a checkpoint; search for a valid checkpoint.
+"""Files of a checkpoint that are read without an engine, and the search for a valid checkpoint.
+
+manifest.json   size and SHA-256 of every file
+state.json      training state, topology and tokenizer
+rank<k>.json    state of one rank
 
 The manifest is written once all files are on disk, and the folder gets its name only after that.
 So a folder without a valid manifest is unfinished, and a file that differs was damaged later.
@@ -17,6 +21,10 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 NAME = re.compile(r"step(\d{8,})")
 CHUNK = 4 * 2**20
+# DeepSpeed keeps the optimizer state complete in stage 0, sharded in stages 1 and 2, and sharded
+# together with the weights in stage 3. It cannot load one of these layouts as another.
+LAYOUT_OF_STAGE = {0: "0", 1: "1 or 2", 2: "1 or 2", 3: "3"}
+ANY = "any"  # `ranks` of a universal checkpoint, which loads on any number
 
 
 def checkpoint_name(step: int) -> str:
@@ -136,3 +144,44 @@ def _sha256(path: Path, *, sync: bool = False) -> str:
 
 def _content_hash(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_train_state(checkpoint: Path) -> dict[str, Any]:
+    return read_state_file(checkpoint)["state"]
+
+
+def read_topology(checkpoint: Path) -> dict[str, Any]:
+    """Return `layout`, `precision` and `ranks` of the run that saved the checkpoint."""
+    return read_state_file(checkpoint)["saved_under"]
+
+
+def read_tokenizer(checkpoint: Path) -> dict[str, str] | None:
+    """Return `name` and `fingerprint` of the tokenizer; None if they are not recorded."""
+    return read_state_file(checkpoint).get("tokenizer") if (checkpoint / STATE).is_file() else None
+
+
+def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
+    """Return the state of one rank; None if it had none."""
+    path = checkpoint / rank_file(rank)
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def read_state_file(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+
+
+def check_loadable(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise a ValueError if DeepSpeed cannot load topology `saved` into `current`."""
+    for key, name, fix in (
+        ("layout", "ZeRO stage {}", "choose a DeepSpeed config of ZeRO stage {}"),
+        ("precision", "precision {}", "set train.precision={}"),
+        ("ranks", "world size {}", "start {} ranks, or add --universal to convert it"),
+    ):
+        if key == "ranks" and saved["layout"] == "0":
+            continue  # rank 0 holds everything
+        if saved[key] not in (current[key], ANY):
+            raise ValueError(
+                f"{checkpoint} was saved with {name.format(saved[key])}, and this run has "
+                f"{name.format(current[key])}: DeepSpeed cannot load one as the other; "
+                f"{fix.format(saved[key])}"
+            )

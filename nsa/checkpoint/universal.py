@@ -15,16 +15,18 @@ from pathlib import Path
 from nsa.atomic_io import atomic_write_text, fsync_dir
 from nsa.checkpoint.commit import PARTIAL, describe_write_error
 from nsa.checkpoint.manifest import (
+    ANY,
     MANIFEST,
     STATE,
     find_problem,
     manifest_text,
     rank_file,
     read_manifest,
+    read_state_file,
+    read_topology,
     rng_file,
     sync_and_hash,
 )
-from nsa.checkpoint.state_file import ANY, read_state_file, read_topology
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 

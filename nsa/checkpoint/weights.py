@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.checkpoint.manifest import MANIFEST, find_problem, newest_complete
-from nsa.checkpoint.state_file import ANY, read_topology
+from nsa.checkpoint.manifest import ANY, MANIFEST, find_problem, newest_complete, read_topology
 from nsa.dtypes import DTYPES
 
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's name, except for stage 3

@@ -9,7 +9,7 @@ from nsa.constants import IGNORE_INDEX
 from nsa.data.batch_source import PREPARE, build_batches, open_batches, source_names
 from nsa.data.batches import Batch, Batches
 from nsa.data.config import DataConfig
-from nsa.data.prefetch import Prefetcher
+from nsa.data.loader import Prefetcher
 from nsa.data.source import DataError
 from nsa.data.stream import NO_DOCUMENT, collect_tokens
 from nsa.data.token_store import TokenStore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from nsa.checkpoint.config import CheckpointConfig
@@ -57,6 +58,15 @@ class TrainConfig:
                 f"train.min_learning_rate = {self.min_learning_rate}: is above "
                 f"train.learning_rate = {self.learning_rate}; lower it"
             )
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """Return the rate of step `step`, counted from 0: linear warm-up, then cosine, never 0."""
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / train.warmup_steps
+    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return train.min_learning_rate + (train.learning_rate - train.min_learning_rate) * cosine
 
 
 @dataclass

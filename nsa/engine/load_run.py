@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from nsa.checkpoint.state_file import read_tokenizer, read_train_state
+from nsa.checkpoint.manifest import read_tokenizer, read_train_state
 from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights, set_weights
 from nsa.data.batch_source import source_names
 from nsa.data.config import DataConfig

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from nsa.checkpoint import SaveFailed
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch
+from nsa.engine.config import learning_rate
 from nsa.engine.consensus import AllRanksError, RunAborted
 from nsa.engine.recovery import recover
 from nsa.engine.run import Run
-from nsa.engine.schedule import learning_rate
 from nsa.engine.shutdown import Interrupted
 from nsa.gates import ladder, result
 from nsa.gates.criteria import Evidence

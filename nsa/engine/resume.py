@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa import checkpoint
-from nsa.checkpoint.state_file import LAYOUT_OF_STAGE, check_loadable
+from nsa.checkpoint.manifest import LAYOUT_OF_STAGE, check_loadable
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.consensus import Consensus

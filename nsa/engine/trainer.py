@@ -24,13 +24,12 @@ from nsa.engine import loop, resume
 from nsa.engine.build import build_engine
 from nsa.engine.consensus import Consensus, RunAborted
 from nsa.engine.data import open_data
-from nsa.engine.folder_lock import FolderLock
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.observers import build_observers, write_final_report
 from nsa.engine.peer_hosts import connect_hosts
 from nsa.engine.process_group import start_ranks, stop_ranks
 from nsa.engine.run import Run
-from nsa.engine.run_dir import record_run
+from nsa.engine.run_dir import FolderLock, record_run
 from nsa.engine.run_request import RunRequest
 from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.telemetry import RankTelemetry

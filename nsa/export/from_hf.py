@@ -92,17 +92,16 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
 def _read_llama(folder: Path) -> SourceModel:
     llama: Any = LlamaConfig.from_pretrained(folder)
     rope = {"rope_type": "default", **llama.rope_parameters}
-    for name, value, supported in (
-        ("attention_bias", llama.attention_bias, False),
-        ("mlp_bias", llama.mlp_bias, False),
-        ("hidden_act", llama.hidden_act, "silu"),
-        ("rope_type", rope["rope_type"], "default"),
+    older = "the default; import a checkpoint from before its context was extended"
+    for name, value, supported, only in (
+        ("attention_bias", llama.attention_bias, False, "False"),
+        ("mlp_bias", llama.mlp_bias, False, "False"),
+        ("hidden_act", llama.hidden_act, "silu", "'silu'"),
+        ("rope_type", rope["rope_type"], "default", older),
     ):
         if value != supported:
-            fix = "; import a checkpoint from before its context was extended"
             raise ValueError(
-                f"{folder / CONFIG}: {name} = {value!r}: this model supports only {supported!r}"
-                + fix * (name == "rope_type")
+                f"{folder / CONFIG}: {name} = {value!r}: this model supports only {only}"
             )
     config = RunConfig()
     config.data.seq_len = min(config.data.seq_len, llama.max_position_embeddings)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nsa.checkpoint.state_file import check_loadable
+from nsa.checkpoint.manifest import check_loadable
 from nsa.checkpoint.universal import needs_universal, to_universal
 from nsa.checkpoint.weights import find_weights, read_weights
 from tests.ranks import launch

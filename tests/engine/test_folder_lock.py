@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from nsa.engine.folder_lock import FolderLock
+from nsa.engine.run_dir import FolderLock
 from tests.ranks import ROOT
 
 HOLD = """
 import sys
 from pathlib import Path
-from nsa.engine.folder_lock import FolderLock
+from nsa.engine.run_dir import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

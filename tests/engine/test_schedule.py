@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from nsa.engine.config import TrainConfig
-from nsa.engine.schedule import learning_rate
+from nsa.engine.config import TrainConfig, learning_rate
 
 TRAIN = TrainConfig(steps=1_000, warmup_steps=100, learning_rate=1.0, min_learning_rate=0.1)
 

@@ -30,7 +30,7 @@ def add_parser(verbs: Any) -> None:
 def _tasks(args: argparse.Namespace) -> int:
     positive_flags(args, "steps", "seq_len", "jobs")
     from nsa.evaluate.results import make_folder
-    from nsa.evaluate.tasks import evaluate, plots
+    from nsa.evaluate.tasks import evaluate
     from nsa.evaluate.tasks.train import training_lengths
 
     training_lengths(args.seq_len)  # raises if --seq-len is invalid
@@ -41,8 +41,8 @@ def _tasks(args: argparse.Namespace) -> int:
         **evaluate.evaluate_variants(args.seq_len, args.steps, args.seeds, args.jobs, log),
     }
     atomic_write_text(args.out / "tasks.json", evaluate.summary_json(result))
-    plots.draw_recall(result, args.out / "recall.png")
-    plots.draw_needle(result, args.out / "needle.png")
+    evaluate.draw_recall(result, args.out / "recall.png")
+    evaluate.draw_needle(result, args.out / "needle.png")
     files = [str(args.out / name) for name in ("tasks.json", "recall.png", "needle.png")]
     print(*evaluate.lines(result), *files, sep="\n")
     return 0
