@@ -1,54 +1,101 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU in one command: tests, compile gate, tile sizes, kernels, module,
-# training, decoding.
-#   bash launch/gpu.sh [--stage NAME] [--limit SECONDS] [--out DIR] [--rehearse] [--dry-run]
-# Each stage has a time limit, and the next one runs even if it fails or hangs. All stages together
-# take less than ten minutes. Results are saved case by case, as JSON, in --out (docs/benchmarks/gpu).
+# Everything that needs a GPU, in three groups of at most ten minutes:
+#   1  correct, and where the time goes: GPU tests, a profiled step, training steps, tile sizes
+#   2  against dense attention and peers: whole attention, training, compiled, kernels, decoding
+#   3  the real thing: the recipe under DeepSpeed with ZeRO-1 (killed and resumed) and ZeRO-2;
+#      Nsight Compute
+#   bash launch/gpu.sh [--group 1|2|3] [--stage NAME] [--limit SECONDS] [--out DIR]
+#       [--wheels DIR] [--peers DIR] [--rehearse] [--dry-run]
+#   bash launch/gpu.sh --build-wheels DIR
+# Each stage has a time limit, and the next one runs even if it fails or hangs. Results are saved
+# case by case, as JSON, in --out (docs/benchmarks/gpu); a group ends with one archive of them,
+# --out/group-N.tar.gz, which also holds the tuned tiles (cache/). Copy that cache/ into a new --out
+# and later groups use the tiles.
 # --stage runs one stage, --limit sets its seconds, --rehearse runs tiny sizes on the CPU, --dry-run
 # only prints the commands. The stage sanitizer runs only by name: checking every memory access takes
-# minutes. Nothing is installed; Python is $PYTHON, else .venv if it exists, else python3.
+# minutes. Nothing is downloaded or installed: --build-wheels fills a folder with what a machine
+# without network lacks (about 10 MB, for Python 3.12), --wheels unpacks it for this call, --peers
+# names a folder with other NSA implementations. Python is $PYTHON, else .venv if it exists, else
+# python3.
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-# Kernels are compiled first, on all CPU cores; tile sizes are tuned before the rest is measured.
-stages=(tests aot tune kernels module train train-compiled decode)
-declare -A limits=(
-    [tests]=140 [aot]=60 [tune]=60 [kernels]=40 [module]=110 [train]=40 [train-compiled]=90
-    [decode]=40 [sanitizer]=540
+# Kernels are compiled first, on all CPU cores. A group's limits add up to nine minutes.
+declare -A groups=(
+    [0]="" # the stages that are named
+    [1]="aot tests tests-bench profile step-nsa step-nsa-reentrant step-dense step-dense-reentrant tune"
+    [2]="module peers train train-compiled kernels flex decode"
+    [3]="recipe-zero1 recipe-zero2 ncu"
 )
-
+declare -A limits=(
+    [aot]=50 [tests]=120 [tests-bench]=50 [profile]=60 [step-nsa]=40 [step-nsa-reentrant]=40
+    [step-dense]=30 [step-dense-reentrant]=30 [tune]=120
+    [module]=120 [peers]=110 [train]=60 [train-compiled]=90 [kernels]=40 [flex]=80 [decode]=40
+    [recipe-zero1]=230 [recipe-zero2]=150 [ncu]=160
+    [sanitizer]=540
+)
 say() { printf 'gpu: %s\n' "$*"; }
 die() {
     say "$*" >&2
     exit 2
 }
 
-out=docs/benchmarks/gpu selected=() limit='' rehearse='' dry=''
+flags='--group --stage --limit --out --wheels --peers --build-wheels --rehearse --dry-run'
+out=docs/benchmarks/gpu numbers=() named=() limit='' wheels='' peers='' build='' rehearse='' dry=''
 while [ $# -gt 0 ]; do
     case $1 in
-    --stage) selected+=("${2-}") && shift ;;
+    --group) numbers+=("${2-}") && shift ;;
+    --stage) named+=("${2-}") && shift ;;
     --limit) limit=${2-} && shift ;;
     --out) out=${2-} && shift ;;
+    --wheels) wheels=${2-} && shift ;;
+    --peers) peers=${2-} && shift ;;
+    --build-wheels) build=${2-} && shift ;;
     --rehearse) rehearse=yes ;;
     --dry-run) dry=yes ;;
-    *) die "$1: unknown; there are --stage --limit --out --rehearse --dry-run" ;;
+    *) die "$1: unknown; there are $flags" ;;
     esac
     shift || die "the last flag needs a value"
 done
 [ -n "$out" ] || die "--out needs a value"
 [[ $limit =~ ^[0-9]*$ ]] || die "--limit $limit: give whole seconds"
-for stage in "${selected[@]}"; do
-    [ -n "${limits[$stage]-}" ] || die "--stage $stage: choose from ${stages[*]} sanitizer"
+for number in "${numbers[@]}"; do
+    [[ $number =~ ^[123]$ ]] || die "--group $number: choose from 1 2 3"
 done
-[ ${#selected[@]} -gt 0 ] || selected=("${stages[@]}")
-case $out in /*) ;; *) out=$PWD/$out ;; esac
+for stage in "${named[@]}"; do
+    [ -n "${limits[$stage]-}" ] ||
+        die "--stage $stage: choose from ${groups[1]} ${groups[2]} ${groups[3]} sanitizer"
+done
+for folder in "$wheels" "$peers"; do
+    [ -d "${folder:-/}" ] || die "$folder: no such folder"
+done
+[ ${#numbers[@]} -gt 0 ] || [ ${#named[@]} -gt 0 ] || numbers=(1 2 3)
+absolute() { case $1 in '' | /*) printf %s "$1" ;; *) printf %s "$PWD/$1" ;; esac; }
+out=$(absolute "$out") wheels=$(absolute "$wheels") peers=$(absolute "$peers")
+build=$(absolute "$build")
 cd "$root" || exit
 
 python=python3
 [ ! -x .venv/bin/python ] || python=.venv/bin/python
 python=${PYTHON:-$python}
-
 command -v "$python" > /dev/null || die "$python not found; set PYTHON to a Python interpreter"
+
+# DeepSpeed is a source package: a wheel without compiled ops is pure Python, and enough here.
+if [ -n "$build" ]; then
+    version=$(sed -n 's/^deepspeed==//p' launch/constraints.txt)
+    target=(--only-binary=:all: --python-version 3.12 --implementation cp)
+    for platform in manylinux_2_28 manylinux_2_17 manylinux2014 manylinux1; do
+        target+=(--platform "${platform}_x86_64")
+    done
+    DS_BUILD_OPS=0 "$python" -m pip wheel --no-deps --no-build-isolation \
+        --no-binary deepspeed --wheel-dir "$build" "deepspeed==$version" &&
+        "$python" -m pip download "${target[@]}" --dest "$build" \
+            einops hjson msgpack ninja py-cpuinfo pydantic 'setuptools<81' &&
+        "$python" -m pip download "${target[@]}" --no-deps --dest "$build" fla-core &&
+        say "$(du -sh "$build" | cut -f1) in $build"
+    exit
+fi
+
 has() {
     [ -n "$dry" ] || "$python" -c 'import sys
 from importlib.util import find_spec
@@ -65,6 +112,8 @@ compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 headers = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
 sys.exit(not (compiler and headers))' > /dev/null ||
     say "no C compiler or no Python.h here: Triton may fail to build its launcher"
+[ -n "$wheels" ] || has deepspeed ||
+    say "$python lacks deepspeed: the stages recipe-* will fail; give --wheels DIR"
 plot=(--plot "$out/module.png")
 if ! has matplotlib; then
     say "$python lacks matplotlib: the stage module will not plot" && plot=()
@@ -72,7 +121,8 @@ fi
 
 arch=sm_90
 if [ -n "$rehearse" ]; then
-    limits[train-compiled]=400 # compiling for a CPU takes minutes
+    limits[train-compiled]=400 limits[recipe-zero1]=400 # minutes on a busy CPU
+    export DS_ACCELERATOR=cpu
 elif [ -z "$dry" ]; then
     arch=$("$python" -c 'import torch; print("sm_%d%d" % torch.cuda.get_device_capability())') ||
         die "PyTorch of $python sees no GPU; use --rehearse to try the script without one"
@@ -83,74 +133,140 @@ bench() {
     command=("$python" -m nsa.bench "$1" --limit "$(($2 * 8 / 10))" --out "$out/$3.json" "${@:4}")
     [ -z "$rehearse" ] || command+=(--device cpu --seconds 0.01 --rounds 2)
 }
+recipe() {
+    local size=(--steps 200) zero=$3
+    [ "$zero" != zero1 ] || size+=(--kill-at 75)
+    if [ -n "$rehearse" ]; then
+        size=(--profile demo --steps 4 --save-every 2)
+        [ "$zero" != zero1 ] || size+=(--kill-at 2)
+        for setting in data.seq_len=64 model.layers=1 model.width=64 train.micro_batch=1 \
+            train.warmup_steps=1 train.eval_samples=4; do
+            size+=(--set "$setting")
+        done
+    fi
+    command=("$python" -m nsa.bench recipe --zero "${zero}_pcie" --limit "$(($2 * 8 / 10))"
+        --run-dir "$out/runs/$zero-$(date +%H%M%S)" --out "$out/$1.json" "${size[@]}")
+}
 command_of() {
-    local size=()
+    local size=() shapes=(--shapes "m7c,64x4x128" --lengths "2k,8k,32k,64k") layers=()
+    if [ -n "$rehearse" ]; then
+        shapes=(--shapes 4x2x16 --lengths 128 --tokens 128)
+        layers=(--layers 1 --vocab 64)
+    fi
     case $1 in
-    tests | sanitizer)
+    tests | tests-bench | sanitizer)
         local sanitizer=tests/ops/triton/test_gpu.py::test_compute_sanitizer_finds_nothing
-        command=("$python" -m pytest -m gpu -q -p no:cacheprovider)
+        command=("$python" -m pytest -m gpu -v --tb=short -p no:cacheprovider)
         # Only these files: others import training packages, which may be missing here.
-        if [ "$1" = tests ]; then
-            command+=(tests/ops/triton tests/bench/test_gpu_benches.py "--deselect=$sanitizer")
-        else
-            command+=("$sanitizer")
-        fi
+        case $1 in
+        tests)
+            command+=(tests/ops/triton "--deselect=$sanitizer")
+            # Most of the time is compiling.
+            [ -n "$rehearse" ] || ! has xdist || command+=(-n 8)
+            ;;
+        tests-bench) command+=(tests/bench/test_gpu_benches.py tests/bench/test_profile.py) ;;
+        sanitizer) command+=("$sanitizer") ;;
+        esac
         ;;
     aot)
         size=(--benchmarks)
         [ -z "$rehearse" ] || size=(--operation window_attention --jobs 1)
         command=("$python" -m nsa.bench aot --arch "$arch" --out "$out/aot.json" "${size[@]}")
         ;;
+    profile | ncu)
+        size=(--lengths 2k --tokens 16384)
+        [ "$1" = profile ] || size+=(--ncu 5)
+        [ -z "$rehearse" ] || size+=(--lengths 64 --tokens 64)
+        bench profile "$2" "$1" "${size[@]}" "${layers[@]}"
+        ;;
+    step-*)
+        # A process each: peak memory is this step's alone.
+        local kind=${1#step-}
+        size=(--kinds "${kind%-reentrant}" --lengths 2k --tokens 16384)
+        [ "$kind" = "${kind%-reentrant}" ] || size+=(--checkpointing reentrant)
+        [ -z "$rehearse" ] || size+=(--lengths 64 --tokens 64)
+        bench train "$2" "$1" "${size[@]}" "${layers[@]}"
+        ;;
     tune)
-        [ -z "$rehearse" ] || size=(--shapes 4x2x16 --lengths 128 --tokens 128)
+        size=(--shapes "m7c,64x4x128")
+        [ -z "$rehearse" ] || size=("${shapes[@]}")
         bench tune "$2" tune "${size[@]}"
         ;;
+    module) bench module "$2" module "${plot[@]}" "${shapes[@]}" --kinds module \
+        --against sdpa-flash,sdpa-cudnn ;;
+    flex) bench module "$2" flex "${shapes[@]}" --kinds module --against flex-causal,flex-blocks ;;
+    peers) bench module "$2" peers "${shapes[@]}" --kinds peers,same-pattern ;;
     kernels)
-        size=(--backends triton)
-        [ -z "$rehearse" ] || size=(--shapes 4x2x16 --lengths 128 --tokens 128)
-        bench kernels "$2" kernels "${size[@]}"
-        ;;
-    module)
-        # The lengths of the goals first: time may run out before the list ends.
-        size=(--shapes 64x4x128,m7c,16x4x64,paper --lengths 8k,64k,4k,6k,2k,32k,16k,1k,128k)
-        [ -z "$rehearse" ] || size=(--shapes 4x2x16 --lengths 128,256 --tokens 256)
-        bench module "$2" module "${plot[@]}" "${size[@]}"
+        [ -n "$rehearse" ] || shapes=()
+        bench kernels "$2" kernels --backends triton "${shapes[@]}"
         ;;
     train | train-compiled)
-        [ -z "$rehearse" ] || size=(--lengths 128 --tokens 128 --layers 1 --vocab 64)
         [ "$1" = train ] || size+=(--compile)
-        bench train "$2" "$1" "${size[@]}"
+        [ -z "$rehearse" ] || size+=(--lengths 128 --tokens 128)
+        bench train "$2" "$1" "${size[@]}" "${layers[@]}"
         ;;
     decode)
-        [ -z "$rehearse" ] || size=(--lengths 128 --batches 1 --layers 1 --vocab 64)
-        bench decode "$2" decode "${size[@]}"
+        [ -z "$rehearse" ] || size=(--lengths 128 --batches 1)
+        bench decode "$2" decode "${size[@]}" "${layers[@]}"
         ;;
+    recipe-*) recipe "$1" "$2" "${1#recipe-}" ;;
     esac
+    # Triton's backend does not run on a CPU.
+    [ -z "$rehearse" ] || [ "$1" != kernels ] || command=("${command[@]/triton/blockwise}")
 }
 
-[ -n "$dry" ] || mkdir -p "$out" || die "--out $out: cannot be created"
-child=''
+run_stages() {
+    local stage seconds start code outcome
+    for stage in "$@"; do
+        seconds=${limit:-${limits[$stage]}}
+        command_of "$stage" "$seconds"
+        if [ -n "$dry" ]; then
+            printf '%s\n' "${command[*]}"
+            continue
+        fi
+        say "$stage, $seconds s at most: ${command[*]}" | tee -a "$out/gpu.log"
+        start=$SECONDS code=0
+        # Not a pipe: a process that the stage leaves behind could hold it open and block the next
+        # stage.
+        timeout -k 5 "$seconds" env PYTHONUNBUFFERED=1 "${command[@]}" \
+            > >(tee -a "$out/gpu.log") 2>&1 &
+        child=$!
+        wait "$child" || code=$?
+        case $code in
+        0) outcome="done" ;;
+        124 | 137) outcome="ENDED by its limit" failed=1 ;;
+        *) outcome="FAILED with exit code $code" failed=1 ;;
+        esac
+        summary+=("$(printf '%-20s %5d s  %s' "$stage" $((SECONDS - start)) "$outcome")")
+    done
+}
+
+child='' site=''
+if [ -z "$dry" ]; then
+    mkdir -p "$out" || die "--out $out: cannot be created"
+    export XDG_CACHE_HOME=$out/cache # tuned tiles
+    if [ -n "$wheels" ]; then
+        site=$(mktemp -d) || exit
+        "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" \
+            "$wheels"/*.whl || die "--wheels $wheels: could not be unpacked"
+    fi
+    for folder in "$peers" "$site"; do
+        [ -z "$folder" ] || export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}"
+    done
+fi
+trap '[ -z "$site" ] || rm -rf "$site"' EXIT
 trap '[ -z "$child" ] || kill -TERM "$child"; exit 130' INT TERM HUP
 summary=() failed=0
-for stage in "${selected[@]}"; do
-    seconds=${limit:-${limits[$stage]}}
-    command_of "$stage" "$seconds"
-    if [ -n "$dry" ]; then
-        printf '%s\n' "${command[*]}"
-        continue
-    fi
-    say "$stage, $seconds s at most: ${command[*]}" | tee -a "$out/gpu.log"
-    start=$SECONDS code=0
-    # Not a pipe: a process that the stage leaves behind could hold it open and block the next stage.
-    timeout -k 5 "$seconds" env PYTHONUNBUFFERED=1 "${command[@]}" > >(tee -a "$out/gpu.log") 2>&1 &
-    child=$!
-    wait "$child" || code=$?
-    case $code in
-    0) outcome="done" ;;
-    124 | 137) outcome="ENDED by its limit" failed=1 ;;
-    *) outcome="FAILED with exit code $code" failed=1 ;;
-    esac
-    summary+=("$(printf '%-16s %5d s  %s' "$stage" $((SECONDS - start)) "$outcome")")
+[ ${#named[@]} -eq 0 ] || numbers=("${numbers[@]:-0}") # 0: stages alone, no archive
+for number in "${numbers[@]}"; do
+    read -ra stages <<< "${groups[$number]}"
+    [ ${#named[@]} -eq 0 ] || stages=("${named[@]}")
+    run_stages "${stages[@]}"
+    [ -z "$dry" ] && [ "$number" != 0 ] || continue
+    printf 'gpu: %s\n' "${summary[@]}" > "$out/summary-$number.txt"
+    tar -C "$out" -czf "$out/.group.tar.gz" --exclude=checkpoints --exclude='*.tar.gz' . &&
+        mv "$out/.group.tar.gz" "$out/group-$number.tar.gz" &&
+        say "$(du -h "$out/group-$number.tar.gz" | cut -f1) in $out/group-$number.tar.gz"
 done
 [ ${#summary[@]} -eq 0 ] || printf 'gpu: %s\n' "${summary[@]}" | tee -a "$out/gpu.log"
 exit "$failed"

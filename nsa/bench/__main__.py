@@ -26,6 +26,7 @@ BENCHMARKS = {  # name: one line of help
     "module": "NSA against dense attention and other NSA implementations",
     "train": "a training step of M7C, NSA against dense attention",
     "profile": "the kernels of a training step, their time, and how busy the GPU is",
+    "recipe": "the recipe under DeepSpeed's launcher on one GPU, killed and resumed",
     "decode": "a decoding step at growing context length, NSA against dense attention",
     "tune": "time the kernels' tile sizes on this GPU and keep the fastest",
 }

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tarfile
 import time
+import zipfile
 from pathlib import Path
+
+import pytest
 
 from nsa.bench.__main__ import parser
 from tests.ranks import ROOT
@@ -15,29 +20,64 @@ from tests.ranks import ROOT
 SANITIZER = "tests/ops/triton/test_gpu.py::test_compute_sanitizer_finds_nothing"
 
 
-def gpu_sh(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def gpu_sh(
+    *arguments: str, timeout: float = 60, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", ROOT / "launch/gpu.sh", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **variables},
-        timeout=60,
+        timeout=timeout,
     )
+
+
+GROUPS = {
+    "1": ["aot", "pytest", "pytest", "profile", *["train"] * 4, "tune"],
+    "2": ["module", "module", "train", "train", "kernels", "module", "decode"],
+    "3": ["recipe", "recipe", "profile"],
+}
+
+
+LIMIT = r"(?<!limits)\[([a-z0-9-]+)\]=(\d+)"  # without those of a rehearsal
+
+
+def commands(*arguments: str) -> list[list[str]]:
+    done = gpu_sh("--dry-run", *arguments, PYTHON="python")
+    assert done.returncode == 0, done.stderr
+    return [line.split()[2:] for line in done.stdout.splitlines()]
 
 
 def test_the_script_only_runs_benchmarks_and_flags_that_exist(tmp_path: Path) -> None:
     for flags in ([], ["--rehearse"]):
-        done = gpu_sh("--dry-run", "--out", str(tmp_path / "x"), *flags, PYTHON="python")
-        assert done.returncode == 0, done.stderr
-        commands = [line.split() for line in done.stdout.splitlines()]
-        assert len(commands) == 8
-        assert f"--deselect={SANITIZER}" in commands[0]
-        limits = 0.0
-        for words in commands:
-            if words[:3] == ["python", "-m", "nsa.bench"]:
-                limits += getattr(parser(words[3:]).parse_args(words[3:]), "limit", 0)
-        assert 0 < limits < 600
+        started = []
+        for words in commands("--out", str(tmp_path / "x"), *flags):
+            if words[0] == "nsa.bench":
+                parser(words[1:]).parse_args(words[1:])
+                words = words[1:]
+            started.append(words[0])
+        assert started == [name for group in GROUPS.values() for name in group]
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_takes_at_most_ten_minutes(group: str) -> None:
+    """Its stages' limits, and five seconds to end each; minutes are left to start and archive."""
+    script = (ROOT / "launch/gpu.sh").read_text()
+    limits = {name: int(value) for name, value in re.findall(LIMIT, script)}
+    (stages,) = re.findall(rf'\[{group}\]="([^"]+)"', script)
+    assert len(stages.split()) == len(commands("--group", group)) == len(GROUPS[group])
+    assert sum(limits[stage] + 5 for stage in stages.split()) <= 590
+
+
+def test_m7c_comes_first_and_a_step_has_a_process_of_its_own() -> None:
+    for words in commands():
+        if "--shapes" in words:
+            assert words[words.index("--shapes") + 1].startswith("m7c")
+    steps = [words for words in commands("--group", "1") if "train" in words]
+    assert {(words[words.index("--kinds") + 1], "reentrant" in words) for words in steps} == {
+        (kind, recompute) for kind in ("nsa", "dense") for recompute in (False, True)
+    }
 
 
 NEEDED_FOR_TRAINING = """
@@ -51,21 +91,24 @@ sys.exit(pytest.main(["--collect-only", *sys.argv[1:]]))
 
 
 def test_its_tests_are_all_gpu_tests_and_import_without_training_packages() -> None:
-    printed = gpu_sh("--dry-run", "--stage", "tests", "--stage", "sanitizer").stdout
-    tests, sanitizer = (line.split()[3:] for line in printed.splitlines())
+    named = [word for stage in ("tests", "tests-bench") for word in ("--stage", stage)]
+    *tests, sanitizer = commands(*named, "--stage", "sanitizer")
+    words = [*tests[0], *tests[1][1:]]
+    words.remove("-n")
+    words.remove("8")
     marked = {
         path
         for package in ("ops", "model", "bench")
         for path in (ROOT / "tests" / package).rglob("test_*.py")
         if "mark.gpu" in path.read_text()
     }
-    roots = [ROOT / word for word in tests if word.startswith("tests/")]
+    roots = [ROOT / word for word in words if word.startswith("tests/")]
     assert all(any(path.is_relative_to(root) for root in roots) for path in marked)
-    done = subprocess.run([sys.executable, "-c", NEEDED_FOR_TRAINING, *tests],
+    done = subprocess.run([sys.executable, "-c", NEEDED_FOR_TRAINING, *words[1:]],
                           capture_output=True, text=True, cwd=ROOT)  # fmt: skip
     assert done.returncode == 0, done.stdout
-    assert "test_gpu.py::test_the_loss_of_precision" in done.stdout
-    assert "sanitizer" not in done.stdout
+    assert "test_the_loss_of_precision" in done.stdout
+    assert "compute_sanitizer" not in done.stdout
     assert sanitizer[-1] == SANITIZER
 
 
@@ -89,6 +132,86 @@ def test_a_stage_saves_its_results(tmp_path: Path) -> None:
     assert results["finished"]
     assert "nsa_attention blockwise" in (tmp_path / "out/gpu.log").read_text()
     assert "kernels" in done.stdout.splitlines()[-1]
+    assert not (tmp_path / "out/group-0.tar.gz").exists()
+
+
+STAND_IN = """#!/usr/bin/env bash
+[ "$2" = -c ] || [ "$1" = -c ] && exit 0
+while [ $# -gt 0 ]; do
+    case $1 in
+    --out) echo "{}" > "$2" ;;
+    --run-dir)
+        mkdir -p "$2/checkpoints" "$2/tensorboard"
+        touch "$2/checkpoints/x" "$2/tensorboard/x"
+        ;;
+    esac
+    shift
+done
+mkdir -p "$XDG_CACHE_HOME/nsa-m7c" && touch "$XDG_CACHE_HOME/nsa-m7c/tiles.json"
+"""
+
+
+def test_a_group_ends_with_one_archive_of_its_results(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    out = tmp_path / "out"
+    done = gpu_sh("--rehearse", "--group", "3", "--out", str(out), PYTHON=str(python))
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(out / "group-3.tar.gz") as archive:
+        names = {name.removeprefix("./") for name in archive.getnames()}
+    results = {"recipe-zero1.json", "recipe-zero2.json", "ncu.json", "gpu.log", "summary-3.txt"}
+    assert results | {"cache/nsa-m7c/tiles.json"} <= names
+    assert sum(name.endswith("tensorboard/x") for name in names) == 2
+    assert not any("checkpoints" in name for name in names)
+    lines = (out / "summary-3.txt").read_text().splitlines()
+    assert [line.split()[1] for line in lines] == ["recipe-zero1", "recipe-zero2", "ncu"]
+    assert all(line.endswith("done") for line in lines)
+
+
+def test_wheels_and_peers_are_importable_in_stages_and_not_installed(tmp_path: Path) -> None:
+    wheels, peers = tmp_path / "wheels", tmp_path / "peers"
+    wheels.mkdir()
+    peers.mkdir()
+    (peers / "a_peer.py").touch()
+    with zipfile.ZipFile(wheels / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "")
+        wheel.writestr("carried-1.0.dist-info/METADATA", "Name: carried\nVersion: 1.0\n")
+        tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        wheel.writestr("carried-1.0.dist-info/WHEEL", tags)
+        wheel.writestr("carried-1.0.dist-info/RECORD", "")
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/usr/bin/env bash\n"
+        f'case "$*" in *nsa.bench*) exec {sys.executable} -c '
+        '"import carried, a_peer; print(carried.__file__, a_peer.__file__)" ;; '
+        f'*) exec {sys.executable} "$@" ;; esac\n'
+    )
+    python.chmod(0o755)
+    done = gpu_sh("--rehearse", "--stage", "train", "--out", str(tmp_path / "out"),
+                  "--wheels", str(wheels), "--peers", str(peers), PYTHON=str(python))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if "carried.py" in line)
+    assert str(peers) in line
+    assert not Path(line.split()[0]).exists()  # removed with the call
+    refused = gpu_sh("--stage", "train", "--wheels", str(tmp_path / "none"))
+    assert refused.returncode == 2
+    assert "no such folder" in refused.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_runs_at_tiny_sizes_on_a_cpu(tmp_path: Path, group: str) -> None:
+    done = gpu_sh("--rehearse", "--group", group, "--out", str(tmp_path), timeout=1_800,
+                  PYTHON=sys.executable)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for file in tmp_path.glob("*.json"):
+        assert json.loads(file.read_text()).get("finished", True), file
+    if group == "3":
+        killed = json.loads((tmp_path / "recipe-zero1.json").read_text())
+        assert [launch["outcome"] for launch in killed["launches"]] == ["killed", "ended"]
+        assert killed["logged_twice"] > 0
+        assert killed["largest_loss_difference"] == 0
 
 
 def test_a_stage_that_hangs_or_fails_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -112,7 +235,9 @@ def test_a_stage_that_hangs_or_fails_does_not_stop_the_others(tmp_path: Path) ->
         )  # fmt: skip
     assert time.monotonic() - start < 7
     assert done.returncode == 1
-    *_, tune, kernels, last = (tmp_path / "log").read_text().splitlines()
+    # A stage's output may arrive after the summary.
+    lines = (tmp_path / "log").read_text().splitlines()
+    tune, kernels, last = (line for line in lines if re.match(r"gpu: \S+ +\d+ s  ", line))
     assert "ENDED by its limit" in tune
     assert "FAILED with exit code 3" in kernels
     assert last.startswith("gpu: train")

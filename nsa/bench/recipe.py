@@ -1,0 +1,184 @@
+"""`python -m nsa.bench recipe`: the recipe under DeepSpeed's launcher, on one GPU.
+
+Reports tokens/s, peak memory beside the planner's figure, and exit codes; the run's folder, with
+TensorBoard's files, stays. With --kill-at, the rank gets `kill -9` after that step and the run is
+resumed: steps that run twice must have equal losses. The text is Python's standard library, as
+bytes: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nsa.bench.results import cell, environment, save
+from nsa.checkpoint.manifest import complete_by_size
+from nsa.engine.config import RunConfig
+from nsa.engine.plan_command import batch_of, model_of, zero_of
+from nsa.engine.resolve import resolve_config
+from nsa.monitor.artifacts import last_beat
+from nsa.monitor.metrics_csv import read_metrics
+from nsa.planner.memory import memory
+from nsa.resources import resource_path
+
+SETTINGS = ("data.source=embedded", "data.tokenizer=byte", "checkpoint.keep=2")
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 20  # between SIGTERM, which makes a run save and exit, and SIGKILL
+
+Rows = list[dict[str, float | None]]
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--profile", default="production", help="of recipes/m7c.py (%(default)s)")
+    add("--zero", default="zero1_pcie", help="a file of ds_configs/ (%(default)s)")
+    add("--steps", type=int, default=200)
+    add("--save-every", type=int, default=50, help="steps between checkpoints (%(default)s)")
+    add("--kill-at", type=int, default=0, help="kill -9 after this step, then resume; 0: never")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting")
+    add("--run-dir", type=Path, required=True, help="the run's folder, new")
+    add("--limit", type=float, default=float("inf"), help="end the run after this many seconds")
+
+
+def run(flags: argparse.Namespace) -> None:
+    """Train, kill and resume if asked; print a line per launch and the figures."""
+    if flags.run_dir.exists():
+        raise ValueError(f"--run-dir {flags.run_dir}: exists; name a new folder")
+    end = time.monotonic() + flags.limit
+    result: dict[str, Any] = {"environment": environment(flags.arguments), "finished": False}
+    result |= {"zero": flags.zero, "profile": flags.profile, "steps": flags.steps, "launches": []}
+    before: Rows = []
+    attempts = ["", "--resume"] if flags.kill_at else [""]
+    for number, resume in enumerate(attempts):
+        until = _past(flags) if number < len(attempts) - 1 else None
+        result["launches"].append(_launch(flags, resume, end, until))
+        rows = _rows(flags.run_dir)
+        result |= figures(rows, before) | _memory(rows, flags)
+        result["finished"] = bool(rows) and rows[-1]["step"] == flags.steps
+        save(flags.out, result)
+        print(*(f"{name} {value}" for name, value in result["launches"][-1].items()), flush=True)
+        saved = complete_by_size(flags.run_dir / "checkpoints")
+        step = int(saved[0].name.removeprefix("step")) if saved else 0
+        before = [row for row in rows if (row["step"] or 0) > step]
+    print(
+        f"tokens/s {cell(result['tokens_per_s'], ',.0f')}, peak {cell(result['peak_gb'])} GB, "
+        f"planned {cell(result['planned_gb'])} GB, last loss {cell(result['loss'])}"
+    )
+    if not result["finished"]:
+        raise SystemExit(f"the run did not reach step {flags.steps}: see {_log(flags)}")
+
+
+def _launch(
+    flags: argparse.Namespace, resume: str, end: float, until: Callable[[], bool] | None
+) -> dict[str, Any]:
+    """Run DeepSpeed's launcher to its end, to `end`, or `kill -9` the rank once `until` is true."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
+    command += ["--master_port", str(port), str(resource_path("recipes/m7c.py"))]
+    command += ["--profile", flags.profile, "--run-dir", str(flags.run_dir)]
+    if resume:
+        command += [resume]
+    else:
+        config = resource_path(f"ds_configs/{flags.zero}.json")
+        command += ["--steps", str(flags.steps), "--deepspeed_config", str(config)]
+        settings = [*SETTINGS, f"checkpoint.every={flags.save_every}", *flags.set]
+        command += [word for setting in settings for word in ("--set", setting)]
+    start, outcome = time.monotonic(), "ended"
+    with _log(flags).open("ab") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_SECONDS)
+                if until is not None and until():
+                    outcome, until = "killed", None
+                    os.kill(_rank_pid(flags.run_dir), signal.SIGKILL)
+                if time.monotonic() > end:
+                    outcome = "out of time"
+                    break
+        finally:
+            _end(process)
+    seconds = round(time.monotonic() - start, 1)
+    return {"launch": resume or "fresh", "outcome": outcome, "seconds": seconds,
+            "exit_code": process.returncode}  # fmt: skip
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the launcher and its rank, which are one session."""
+    for number, grace in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, 5)):
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(grace)
+
+
+def _past(flags: argparse.Namespace) -> Callable[[], bool]:
+    """True once a row of --kill-at or later is logged and there is a checkpoint to resume."""
+
+    def past() -> bool:
+        rows = _rows(flags.run_dir)
+        logged = bool(rows) and (rows[-1]["step"] or 0) >= flags.kill_at
+        return logged and bool(complete_by_size(flags.run_dir / "checkpoints"))
+
+    return past
+
+
+def _rank_pid(run_dir: Path) -> int:
+    beat = last_beat(run_dir / "heartbeat_rank0.jsonl")
+    if beat is None:
+        raise RuntimeError(f"{run_dir}: no heartbeat, so the rank's process is not known")
+    return int(beat["pid"])
+
+
+def _rows(run_dir: Path) -> Rows:
+    path = run_dir / "metrics.csv"
+    return read_metrics(path) if path.exists() else []
+
+
+def _log(flags: argparse.Namespace) -> Path:
+    flags.run_dir.parent.mkdir(parents=True, exist_ok=True)
+    log: Path = flags.run_dir.with_name(f"{flags.run_dir.name}.log")
+    return log
+
+
+def figures(rows: Rows, before: Rows) -> dict[str, Any]:
+    """Median tokens/s after the first row, last loss, and the losses of steps that ran twice.
+
+    `before` holds the rows of the killed launch that follow its newest checkpoint.
+    """
+    speeds = [row["tokens_per_s"] for row in rows[1:] if row["tokens_per_s"] is not None]
+    earlier = {row["step"]: row["loss"] for row in before}
+    twice = [(row["loss"], earlier[row["step"]]) for row in rows if row["step"] in earlier]
+    differences = [abs(a - b) for a, b in twice if a is not None and b is not None]
+    return {
+        "logged_steps": len(rows),
+        "tokens_per_s": statistics.median(speeds) if speeds else None,
+        "loss": rows[-1]["loss"] if rows else None,
+        "logged_twice": len(differences),
+        "largest_loss_difference": max(differences, default=None),
+    }
+
+
+def _memory(rows: Rows, flags: argparse.Namespace) -> dict[str, float | None]:
+    """Peak memory of the rows, and the planner's: tensors alone, without CUDA and fragments."""
+    peaks = [row["memory_gb"] for row in rows if row["memory_gb"] is not None]
+    planned, file = None, flags.run_dir / "config.yaml"
+    if file.exists():
+        config = resolve_config(RunConfig(), file)
+        zero = zero_of(resource_path(f"ds_configs/{flags.zero}.json"), config, 1)
+        planned = memory(model_of(config), zero, batch_of(config), 1).peak / 1e9
+    return {"peak_gb": max(peaks, default=None), "planned_gb": planned}
