@@ -264,9 +264,12 @@ for number in "${numbers[@]}"; do
     run_stages "${stages[@]}"
     [ -z "$dry" ] && [ "$number" != 0 ] || continue
     printf 'gpu: %s\n' "${summary[@]}" > "$out/summary-$number.txt"
-    tar -C "$out" -czf "$out/.group.tar.gz" --exclude=checkpoints --exclude='*.tar.gz' . &&
-        mv "$out/.group.tar.gz" "$out/group-$number.tar.gz" &&
-        say "$(du -h "$out/group-$number.tar.gz" | cut -f1) in $out/group-$number.tar.gz"
+    archive=$(mktemp) || exit
+    # 1: a file changed meanwhile, such as the log of a process that a stage has left behind
+    tar -C "$out" -czf "$archive" --exclude=checkpoints --exclude='*.tar.gz' . || [ $? -eq 1 ] ||
+        die "no archive: tar failed"
+    mv "$archive" "$out/group-$number.tar.gz"
+    say "$(du -h "$out/group-$number.tar.gz" | cut -f1) in $out/group-$number.tar.gz"
 done
 [ ${#summary[@]} -eq 0 ] || printf 'gpu: %s\n' "${summary[@]}" | tee -a "$out/gpu.log"
 exit "$failed"

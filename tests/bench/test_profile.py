@@ -61,5 +61,6 @@ def test_a_step_is_profiled_and_its_trace_is_kept(tmp_path: Path, device: str) -
     (row,) = json.loads(out.read_text())["rows"]
     assert row["launches"] > 100
     assert 0 < row["busy_fraction"] <= 1
-    assert sum(kernel["ms"] for kernel in row["kernels"]) >= row["busy_ms"] > 0
+    total = sum(kernel["ms"] for kernel in row["kernels"])
+    assert 0 < row["busy_ms"] <= total * (1 + 1e-9)  # summed in another order
     assert (tmp_path / "profile-nsa-64.trace.json.gz").stat().st_size > 0
