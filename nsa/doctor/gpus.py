@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
+from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check, first_line
 
 SAFE = "if ranks hang or disagree, NCCL_P2P_DISABLE=1 is safe but slower"
 _USED_MIB = 2_000  # more than a display takes
@@ -52,7 +53,7 @@ def torch_gpus() -> TorchGpus:
             try:
                 torch.cuda.init()
             except (RuntimeError, AssertionError) as error:  # names a driver that is too old
-                problem = _first_line(error)
+                problem = first_line(error)
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
         pairs = itertools.permutations(range(count), 2)
@@ -61,20 +62,20 @@ def torch_gpus() -> TorchGpus:
     except (ImportError, OSError, RuntimeError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             return TorchGpus()  # the version check reports it
-        detail = f"fails: {_first_line(error)}"
+        detail = f"fails: {first_line(error)}"
         return TorchGpus(broken=Check("torch", FAIL, detail, "bash launch/setup.sh"))
 
 
 def parse_gpus(text: str) -> list[Gpu]:
     """Parse `nvidia-smi --query-gpu=<QUERY> --format=csv,noheader,nounits`."""
     gpus = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
+    for cells in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(cells) == len(QUERY) and cells[0].isdigit():
             index, uuid, name, total, used = cells
             used_mib = int(used) if used.isdigit() else 0  # or [N/A]
-            model = f"{name}, {total} MiB"
-            gpus.append(Gpu(int(index), uuid.removeprefix("GPU-"), model, used_mib))
+            gpus.append(
+                Gpu(int(index), uuid.removeprefix("GPU-"), f"{name}, {total} MiB", used_mib)
+            )
     return gpus
 
 
@@ -172,7 +173,3 @@ def acs_check(lspci: str, iommu_groups: int, kernel: str, gpus: int) -> Check:
         detail = "IOMMU off or pass-through; ACS cannot be read by this user"
         return Check("acs, iommu", OK, f"{detail} (sudo lspci -vvv shows ACSCtl)")
     return Check("acs, iommu", OK, "nothing redirects traffic between boards")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 
 from nsa.doctor.check import FAIL, OK, WARN, Check
 
@@ -62,8 +63,7 @@ def nccl_checks(variables: Mapping[str, str], interfaces: Sequence[str]) -> list
     names = sorted(name for name in variables if name.startswith(PREFIX))
     checks = []
     for name in sorted({*names, *_SLOW} & set(variables)):
-        problem = _problem(name, variables[name], interfaces)
-        if problem:
+        if problem := _problem(name, variables[name], interfaces):
             status, detail, fix = problem
             checks.append(Check("nccl settings", status, f"{name}={variables[name]}{detail}", fix))
     values = ", ".join(f"{name}={variables[name]}" for name in names)
@@ -91,10 +91,6 @@ def _problem(name: str, value: str, interfaces: Sequence[str]) -> tuple[str, str
 def _matches_any(pattern: str, interfaces: Sequence[str]) -> bool:
     """Match NCCL's syntax: a list of prefixes, after = of full names, after ^ to exclude."""
     negated, pattern = pattern.startswith("^"), pattern.removeprefix("^")
-    exact = pattern.startswith("=")
-    names = [name for name in pattern.removeprefix("=").split(",") if name]
-    for interface in interfaces:
-        match = any(interface == name if exact else interface.startswith(name) for name in names)
-        if match != negated:
-            return True
-    return False
+    ending = "" if pattern.startswith("=") else "*"
+    names = [name + ending for name in pattern.removeprefix("=").split(",") if name]
+    return any(any(fnmatch(one, name) for name in names) != negated for one in interfaces)

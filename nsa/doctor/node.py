@@ -13,12 +13,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from nsa.doctor import gpus
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
 from nsa.doctor.nccl import nccl_checks, p2p_disabled
-from nsa.doctor.probes import (
+from nsa.probes import (
     available_memory,
     free_bytes,
     iommu_groups,
@@ -28,12 +29,13 @@ from nsa.doctor.probes import (
 )
 
 MIB, GB = 2**20, 10**9
-_BROKEN_DEEPSPEED = (  # inclusive ranges
-    ("0.17.6", "0.18.2", "computes wrong ZeRO-2 gradients"),
-    ("0.18.3", "0.19.3", "scales the loss wrongly if backward calls are mixed"),
+_BAD_VERSIONS = (  # package, versions, status, problem
+    ("torch", "<2.8", FAIL, "is older than 2.8"),
+    ("deepspeed", ">=0.17.6,<=0.18.2", FAIL, "computes wrong ZeRO-2 gradients"),
+    ("deepspeed", ">=0.18.3,<=0.19.3", FAIL, "scales the loss wrongly if backward calls are mixed"),
+    ("deepspeed", "<0.17.6", WARN, "is older than 0.19.4"),  # only untested
 )
 _MINIMUM = {"torch": "2.8", "deepspeed": "0.19.4"}
-_TRITON_OF_TORCH = {"2.13": "3.7.1"}  # for CPU builds of torch, which require none
 _LOGS = 2 * GB  # metrics, event files, heartbeats, traces and plots of a long run
 _MEMORY_PER_RANK = 2 * GB  # Python, torch, DeepSpeed and prefetched batches
 _OPEN_FILES = 1_024  # dataset shards and sockets
@@ -97,27 +99,22 @@ def version_check(package: str, version: str | None) -> Check:
     """Fail on a version of torch or DeepSpeed that is missing, too old or known to be wrong."""
     if version is None:
         return Check(package, FAIL, "is not installed", "bash launch/setup.sh")
-    minimum, fix = _MINIMUM[package], f"pip install '{package}>={_MINIMUM[package]}'"
-    release = Version(Version(version).base_version)  # 0.18.2+abc is still that release
-    for first, last, problem in _BROKEN_DEEPSPEED if package == "deepspeed" else ():
-        if Version(first) <= release <= Version(last):
-            return Check(package, FAIL, f"{version} {problem}", fix)
-    if release < Version(minimum):
-        status = WARN if package == "deepspeed" else FAIL  # old DeepSpeed is only untested
-        return Check(package, status, f"{version} is older than {minimum}", fix)
+    release = Version(version).base_version  # 0.18.2+abc is still that release
+    for name, versions, status, problem in _BAD_VERSIONS:
+        if name == package and release in SpecifierSet(versions):
+            fix = f"pip install '{package}>={_MINIMUM[package]}'"
+            return Check(package, status, f"{version} {problem}", fix)
     return Check(package, OK, version)
 
 
 def triton_check(
     torch: str | None, triton: str | None, requirements: Sequence[str], gpus: int
 ) -> Check:
-    """Compare triton with the version that torch's `requirements` pin."""
+    """Compare triton with the version that torch's `requirements` pin; CPU builds pin none."""
     if torch is None:
         return Check("triton", SKIP, "no torch to compare with")
-    required = _TRITON_OF_TORCH.get(".".join(Version(torch).base_version.split(".")[:2]))
-    for requirement in requirements:
-        pinned = re.match(r"(?:pytorch-)?triton\s*\(?==\s*([\w.+]+)", requirement)
-        required = pinned[1] if pinned else required
+    pattern = r"(?:pytorch-)?triton\s*\(?==\s*([\w.+]+)"
+    required = next((pin[1] for text in requirements if (pin := re.match(pattern, text))), None)
     bad, fix = FAIL if gpus else WARN, f"pip install triton{f'=={required}' if required else ''}"
     if triton is None:
         return Check("triton", bad, "is not installed: GPU kernels need it", fix)

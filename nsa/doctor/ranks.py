@@ -13,14 +13,14 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
+from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check, first_line
 from nsa.doctor.nccl import PREFIX
-from nsa.doctor.probes import package_version
+from nsa.probes import package_version
 
 if TYPE_CHECKING:
     import torch
@@ -55,14 +55,6 @@ class RankFacts:
     checks: list[Check] = field(default_factory=list)  # node checks
 
 
-@dataclass(frozen=True)
-class AllReduce:
-    """One rank's all-reduce."""
-
-    seconds: float = 0.0
-    error: str | None = None  # time limit, exception or wrong sums
-
-
 def rank_checks(
     *,
     device: torch.device,
@@ -82,19 +74,30 @@ def rank_checks(
 
     if dist.get_world_size() == 1:
         return [*node, Check("ranks", SKIP, "one rank: nothing to compare")]
-    if megabytes is None:
-        megabytes = 4 if device.type == "cpu" else 256
+    on_gpu = device.type == "cuda"
+    megabytes = megabytes or (256 if on_gpu else 4)
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)  # works in any state of the GPUs
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=group)
+        return values
+
     try:
-        ranks = _gather(_facts(config, device, list(node)), group)
+        ranks: list[RankFacts] = gather(_facts(config, device, list(node)))
         dist.barrier(group)
-        clocks = _gather(clock(), group)
-        checks = [*_node_checks(ranks), *compare(ranks), clock_check(clocks, ranks)]
+        clocks = gather(clock())
+        several = len({facts.host for facts in ranks}) > 1
+        checks = [
+            replace(check, name=f"{check.name} ({facts.host})") if several else check
+            for facts in ranks
+            for check in facts.checks
+        ]
+        checks += [*compare(ranks), clock_check(clocks, ranks)]
         if any(check.name == "devices" and check.status == FAIL for check in checks):
             return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]
-        result = _with_limit(lambda: _all_reduce(device, megabytes * _MB), seconds)
-        checks.append(all_reduce_check(_gather(result, group), megabytes, device.type == "cuda"))
-        return checks
+        results = gather(_all_reduce_within(seconds, device, megabytes * _MB))
+        return [*checks, all_reduce_check(results, megabytes, on_gpu)]
     finally:
         dist.destroy_process_group(group)
 
@@ -117,7 +120,6 @@ def compare(ranks: Sequence[RankFacts]) -> list[Check]:
         first = ranks[0].compared[name]
         differences = [_difference(facts.compared[name], first) for facts in ranks]
         different = [f"rank {rank}: {text}" for rank, text in enumerate(differences) if text]
-        detail = ", ".join(f"{key} {value}".strip() for key, value in first.items())
         if different:
             more = f"; and {len(different) - 4} ranks more" if different[4:] else ""
             detail = f"differs from rank 0: {'; '.join(different[:4])}{more}"
@@ -125,7 +127,8 @@ def compare(ranks: Sequence[RankFacts]) -> list[Check]:
         elif name in ("config", "nccl on ranks"):
             checks.append(Check(name, OK, "the same on every rank"))
         else:
-            checks.append(Check(name, OK, f"{len(ranks)} x {detail}"))
+            values = ", ".join(f"{key} {value}".strip() for key, value in first.items())
+            checks.append(Check(name, OK, f"{len(ranks)} x {values}"))
     gpus: dict[tuple[str, str], int] = {}
     for rank, facts in enumerate(ranks):
         other = gpus.setdefault((facts.host, facts.device_id), rank)
@@ -147,12 +150,15 @@ def clock_check(clocks: Sequence[float], ranks: Sequence[RankFacts]) -> Check:
     return Check("clocks", OK, f"within {abs(skews[worst]) * 1e3:.0f} ms of rank 0")
 
 
-def all_reduce_check(results: Sequence[AllReduce], megabytes: int, gpus: bool) -> Check:
-    """Report the slowest rank's bandwidth, as nccl-tests defines bus bandwidth."""
-    errors = [f"rank {rank}: {r.error}" for rank, r in enumerate(results) if r.error]
+def all_reduce_check(results: Sequence[float | str], megabytes: int, gpus: bool) -> Check:
+    """Report the slowest rank's bandwidth, as nccl-tests defines bus bandwidth.
+
+    `results`: each rank's seconds, or what failed.
+    """
+    errors = [f"rank {n}: {result}" for n, result in enumerate(results) if isinstance(result, str)]
     if errors:
         return Check("all-reduce", FAIL, f"of {megabytes} MB: {'; '.join(errors)}", _LINK_FIX)
-    ranks, slowest = len(results), max(result.seconds for result in results)
+    ranks, slowest = len(results), max(map(float, results))
     speed = 2 * (ranks - 1) / ranks * megabytes * _MB / slowest / _GB
     detail = f"{megabytes} MB over {ranks} ranks in {slowest * 1e3:.1f} ms, {speed:.2f} GB/s"
     if gpus and speed < _SLOW:
@@ -193,42 +199,23 @@ def _difference(values: Mapping[str, str], first: Mapping[str, str]) -> str:
     return ", ".join(different[:3])
 
 
-def _node_checks(ranks: Sequence[RankFacts]) -> list[Check]:
-    """Return every node's checks, with the host's name if there are several."""
-    several = len({facts.host for facts in ranks}) > 1
-    return [
-        Check(f"{c.name} ({facts.host})" if several else c.name, c.status, c.detail, c.fix)
-        for facts in ranks
-        for c in facts.checks
-    ]
-
-
-def _gather(value: Any, group: Any) -> list[Any]:
-    import torch.distributed as dist
-
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _with_limit(work: Callable[[], AllReduce], seconds: float) -> AllReduce:
-    """Run `work` in a thread and abandon it after `seconds`."""
-    results: list[AllReduce] = []
+def _all_reduce_within(seconds: float, device: torch.device, size: int) -> float | str:
+    """Run `_all_reduce` in a thread, and abandon it after `seconds`."""
+    results: list[float | str] = []
 
     def run() -> None:
         try:
-            results.append(work())
+            results.append(_all_reduce(device, size))
         except Exception as error:  # the other ranks wait for the result
-            first_line = (str(error).splitlines() or [""])[0]
-            results.append(AllReduce(error=f"{type(error).__name__}: {first_line}"))
+            results.append(f"{type(error).__name__}: {first_line(error)}")
 
     thread = threading.Thread(target=run, name="all-reduce check", daemon=True)
     thread.start()
     thread.join(seconds)
-    return results[0] if results else AllReduce(error=f"did not end within {seconds:g} s")
+    return results[0] if results else f"did not end within {seconds:g} s"
 
 
-def _all_reduce(device: torch.device, size: int) -> AllReduce:
+def _all_reduce(device: torch.device, size: int) -> float | str:
     """All-reduce `size` bytes once to verify the sums, then a few times to time it."""
     import torch
     import torch.distributed as dist
@@ -244,8 +231,6 @@ def _all_reduce(device: torch.device, size: int) -> AllReduce:
     seconds = []
     buffer.zero_()
     for _ in range(_TIMED_ROUNDS):  # even after wrong sums: the other ranks take part
-        if on_gpu:
-            torch.cuda.synchronize(device)
         start = time.perf_counter()
         dist.all_reduce(buffer)
         if on_gpu:
@@ -255,5 +240,4 @@ def _all_reduce(device: torch.device, size: int) -> AllReduce:
         del pattern, buffer, expected
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    error = f"{wrong:,} of {size // 4:,} sums are wrong" if wrong else None
-    return AllReduce(statistics.median(seconds), error)
+    return f"{wrong:,} of {size // 4:,} sums are wrong" if wrong else statistics.median(seconds)

@@ -21,7 +21,7 @@ from types import FrameType
 import psutil
 
 from nsa.engine.peer_hosts import RankProcess, find_lost_host
-from nsa.processes import is_alive
+from nsa.probes import is_alive
 
 LAUNCHER = "deepspeed.launcher.launch"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

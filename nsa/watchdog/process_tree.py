@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from nsa.processes import is_alive
+from nsa.probes import is_alive
 
 _PR_SET_CHILD_SUBREAPER = 36  # Linux' prctl
 _PAUSE = 0.05

@@ -26,7 +26,7 @@ import psutil
 from nsa.atomic_io import atomic_write_text
 from nsa.monitor.artifacts import last_beat, read_json
 from nsa.monitor.config import WatchConfig
-from nsa.processes import is_alive
+from nsa.probes import is_alive
 from nsa.watchdog.hang_detector import HangDetector, HangReport
 from nsa.watchdog.process_tree import ProcessTree, open_heartbeats, send, wait_for
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nsa.doctor.check import FAIL, OK, WARN, Check
-from nsa.doctor.ranks import AllReduce, RankFacts, all_reduce_check, compare
+from nsa.doctor.ranks import RankFacts, all_reduce_check, compare
 from tests.ranks import launch
 
 Results = dict[str, dict[str, Check]]
@@ -116,10 +116,10 @@ def test_a_rank_that_differs_is_named(name: str, values: dict[str, str], status:
 
 
 def test_the_slowest_rank_sets_the_speed_and_slow_gpus_are_warned_about() -> None:
-    times = [AllReduce(0.010), AllReduce(0.025)]
+    times = [0.010, 0.025]
     assert "10.24 GB/s" in all_reduce_check(times, 256, gpus=True).detail
-    slow = [AllReduce(0.2), AllReduce(0.2)]
+    slow = [0.2, 0.2]
     assert all_reduce_check(slow, 256, gpus=True).status == WARN
     assert all_reduce_check(slow, 256, gpus=False).status == OK
-    four = [AllReduce(0.05)] * 4
+    four = [0.05] * 4
     assert "7.68 GB/s" in all_reduce_check(four, 256, gpus=True).detail

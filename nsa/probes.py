@@ -1,7 +1,8 @@
-"""Probes: read this machine's programs and files, with a time limit; empty on failure."""
+"""Probes: read this machine's programs, files and processes; empty on failure."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import shutil
 import subprocess
@@ -23,11 +24,10 @@ def output_of(*command: str) -> str:
     return result.stdout if result.returncode == 0 else ""
 
 
-def text_of(path: str) -> str:
-    try:
+def text_of(path: str | Path) -> str:
+    with contextlib.suppress(OSError):
         return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
+    return ""
 
 
 def iommu_groups() -> int:
@@ -36,10 +36,9 @@ def iommu_groups() -> int:
 
 
 def free_bytes(folder: str) -> int | None:
-    try:
+    with contextlib.suppress(OSError):
         return shutil.disk_usage(folder).free
-    except OSError:
-        return None
+    return None
 
 
 def available_memory() -> int:
@@ -50,7 +49,13 @@ def available_memory() -> int:
 
 
 def package_version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether `process` runs; a zombie does not."""
+    with contextlib.suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
