@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +28,19 @@ def atomic_write(path: Path, chunks: Iterable[Any]) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def append_whole(file: io.FileIO, data: bytes) -> None:
+    """Append all of `data` to an unbuffered file, or nothing if the disk is full."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        written = file.write(data)
+        if written != len(data):
+            raise OSError(f"{file.name}: only {written} of {len(data)} bytes were written")
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(end)
+        raise
 
 
 def fsync_dir(folder: Path) -> None:

@@ -6,7 +6,6 @@ heartbeat_rank<k>.1.jsonl   older lines, moved here when the first file reaches 
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import math
@@ -20,6 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nsa.atomic_io import append_whole
 from nsa.monitor.artifacts import PHASES, older_part
 from nsa.monitor.history import HistoryRecorder
 from nsa.monitor.observer import warn
@@ -206,14 +206,7 @@ class _LineFile:
         end = self._file.seek(0, os.SEEK_END)
         if end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":
             data = b"\n" + data  # a crash tore the last line
-        try:
-            written = self._file.write(data)
-            if written != len(data):
-                raise OSError(f"only {written} of {len(data)} bytes fit on the disk")
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._file.truncate(end)
-            raise
+        append_whole(self._file, data)
         if end + len(data) >= self._limit:
             os.replace(self.path, older_part(self.path))
             # Always keep it open: the watchdog finds a run's folder by its ranks' open files.

@@ -24,9 +24,15 @@ TRAINING = ("data", "forward", "backward", "step")
 
 @dataclass
 class RankHistory:
-    """One rank's history up to a step; its size does not grow with the number of steps."""
+    """One rank's history up to a step; its size does not grow with the number of steps.
+
+    `since` of a line is the time spent in its phase; the rest of the time since the previous line
+    was spent in the previous line's phase.
+    """
 
     rank: int
+    since: int = 0  # step from which pauses and GPU utilization count
+    upto: float = math.inf  # the last step
     lines: int = 0
     step: int = 0  # the highest completed step
     done: list[tuple[int, int]] = field(default_factory=list)  # (from, to], one per process
@@ -40,6 +46,13 @@ class RankHistory:
     first_time: float | None = None
     last_time: float | None = None
     backend: str = ""
+    # Of the current process.
+    _pid: object = None
+    _first: int | None = None  # steps done before its first one
+    _done: int = 0
+    _mono: float | None = None
+    _phase: str = ""
+    _waited: float | None = None  # since the last step; None: no step yet
 
     @property
     def gpu_utilization(self) -> float | None:
@@ -47,6 +60,62 @@ class RankHistory:
         samples = sum(self.gpu_busy.values())
         total = math.fsum(value * count for value, count in self.gpu_busy.items())
         return total / samples if samples else None
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add the next heartbeat line."""
+        step, event, phase = int(line["step"]), line["event"], line["phase"]
+        if event == "step_start" or step > self.upto:  # step_end has the same information
+            return
+        new_process = event == "start" or line["pid"] != self._pid
+        if new_process or (self._first is not None and step < self._done):  # or rolled back
+            self.end_process()
+            self._pid, self.status = line["pid"], ""
+            self.processes += new_process
+        self._add_time(line["mono"], line["since"], phase)
+        if self._first is None and event == "step_end":
+            # Earlier lines count no step: the checkpoint may still be loading.
+            self._first = self._done = step - 1
+        if self._first is not None and step > self._done:
+            self._end_pause()
+            self._done, self._waited = step, 0.0
+        self._add_values(line, step, phase)
+
+    def end_process(self) -> None:
+        """End a process; a hang before its end counts as a pause."""
+        if self._first is not None:
+            self.done.append((self._first, self._done))
+            if self._done < self.upto:
+                self._end_pause()
+        self._pid, self._mono, self._waited, self._first = None, None, None, None
+
+    def _add_time(self, mono: float, since: float, phase: str) -> None:
+        if self._mono is not None and self._waited is not None and mono > self._mono:
+            passed = mono - self._mono
+            in_phase = min(max(since, 0.0), passed)
+            self._waited += in_phase * (phase not in UNTIMED)
+            self._waited += (passed - in_phase) * (self._phase not in UNTIMED)
+        self._mono, self._phase = mono, phase
+
+    def _end_pause(self) -> None:
+        if self._waited is not None and self._waited > self.pause and self._done >= self.since:
+            self.pause = self._waited
+            self.pause_at = f"rank {self.rank}, before step {self._done + 1:,}"
+
+    def _add_values(self, line: dict[str, Any], step: int, phase: str) -> None:
+        self.lines += 1
+        self.step = max(self.step, step)
+        self.backend = str(line.get("backend") or self.backend)
+        if line["event"] == "end":
+            self.status = str(line.get("status") or "")
+        self.first_time = line["time"] if self.first_time is None else self.first_time
+        self.last_time = line["time"]
+        if line["event"] == "step_end":  # before, a checkpoint may still be loading
+            self.skipped = int(line["skipped"])
+        memory, busy = line.get("memory_gb"), line.get("gpu_busy")
+        if memory and (not self.memory or memory > self.memory[-1][1]):
+            self.memory.append((step, memory))
+        if busy is not None and phase in TRAINING and step >= self.since:
+            self.gpu_busy[busy] += 1
 
 
 class HistoryRecorder:
@@ -58,29 +127,31 @@ class HistoryRecorder:
 
     def __init__(self, run_dir: Path, rank: int, windows: Iterable[tuple[int, int]]) -> None:
         self._lock = threading.Lock()
-        self._builders = {upto: _Builder(rank, since, upto) for since, upto in windows}
+        self._histories = {upto: RankHistory(rank, since, upto) for since, upto in windows}
         for line in _heartbeat_lines(run_dir, rank):
             self.add(line)
 
     def add(self, line: dict[str, Any]) -> None:
         """Add a heartbeat line of this process."""
         with self._lock:
-            for builder in self._builders.values():
-                builder.add(line)
+            for history in self._histories.values():
+                history.add(line)
 
     def history(self, step: int) -> RankHistory:
         """Return a copy of the history for the gate at `step`."""
         with self._lock:
-            builder = copy.deepcopy(self._builders[step])
-        return builder.finish()
+            history = copy.deepcopy(self._histories[step])
+        history.end_process()
+        return history
 
 
 def read_rank(run_dir: Path, rank: int) -> RankHistory:
     """Build the history of one rank over all steps from its files."""
-    builder = _Builder(rank, 0, math.inf)
+    history = RankHistory(rank)
     for line in _heartbeat_lines(run_dir, rank):
-        builder.add(line)
-    return builder.finish()
+        history.add(line)
+    history.end_process()
+    return history
 
 
 def _heartbeat_lines(run_dir: Path, rank: int) -> Iterator[dict[str, Any]]:
@@ -88,86 +159,3 @@ def _heartbeat_lines(run_dir: Path, rank: int) -> Iterator[dict[str, Any]]:
     for part in (older_part(path), path):
         with contextlib.suppress(OSError), part.open("rb") as file:
             yield from valid_beats(line for line in file if b'"step_start"' not in line)
-
-
-class _Builder:
-    """Builds a history from a rank's heartbeat lines, oldest first.
-
-    `since` of a line is the time spent in its phase; the rest of the time since the previous line
-    was spent in the previous line's phase.
-    """
-
-    def __init__(self, rank: int, since: int, upto: float) -> None:
-        self.history = RankHistory(rank)
-        self._since, self._upto = since, upto
-        self._pid: object = None
-        self._first: int | None = None  # steps done before this process's first one
-        self._step = 0
-        self._mono: float | None = None
-        self._phase = ""
-        self._waited: float | None = None  # since the last step; None: no step yet
-
-    def add(self, line: dict[str, Any]) -> None:
-        step, event, phase = int(line["step"]), line["event"], line["phase"]
-        if event == "step_start":  # the step's step_end has the same information
-            return
-        if step > self._upto:
-            return
-        new_process = event == "start" or line["pid"] != self._pid
-        if new_process or (self._first is not None and step < self._step):  # or rolled back
-            self._end_process()
-            self._pid = line["pid"]
-            self.history.processes += new_process
-            self.history.status = ""
-        self._add_time(line["mono"], line["since"], phase)
-        if self._first is None and event == "step_end":
-            # Earlier lines count no step: the checkpoint may still be loading.
-            self._first = self._step = step - 1
-        if self._first is not None and step > self._step:
-            self._end_pause(self._step + 1)
-            self._step, self._waited = step, 0.0
-        self._add_values(line, step, phase)
-
-    def finish(self) -> RankHistory:
-        self._end_process()
-        return self.history
-
-    def _end_process(self) -> None:
-        """End a process; a hang before its end counts as a pause."""
-        if self._first is not None:
-            self.history.done.append((self._first, self._step))
-            if self._step < self._upto:
-                self._end_pause(self._step + 1)
-        self._pid, self._mono, self._waited, self._first = None, None, None, None
-
-    def _add_time(self, mono: float, since: float, phase: str) -> None:
-        if self._mono is not None and self._waited is not None and mono > self._mono:
-            passed = mono - self._mono
-            in_phase = min(max(since, 0.0), passed)
-            self._waited += in_phase * (phase not in UNTIMED)
-            self._waited += (passed - in_phase) * (self._phase not in UNTIMED)
-        self._mono, self._phase = mono, phase
-
-    def _end_pause(self, step: int) -> None:
-        history = self.history
-        if self._waited is not None and self._waited > history.pause and step > self._since:
-            history.pause = self._waited
-            history.pause_at = f"rank {history.rank}, before step {step:,}"
-
-    def _add_values(self, line: dict[str, Any], step: int, phase: str) -> None:
-        history = self.history
-        history.lines += 1
-        history.step = max(history.step, step)
-        history.backend = str(line.get("backend") or history.backend)
-        if line["event"] == "end":
-            history.status = str(line.get("status") or "")
-        history.first_time = line["time"] if history.first_time is None else history.first_time
-        history.last_time = line["time"]
-        if line["event"] == "step_end":  # before, a checkpoint may still be loading
-            history.skipped = int(line["skipped"])
-        memory = line.get("memory_gb")
-        if memory and (not history.memory or memory > history.memory[-1][1]):
-            history.memory.append((step, memory))
-        busy = line.get("gpu_busy")
-        if busy is not None and phase in TRAINING and step >= self._since:
-            history.gpu_busy[busy] += 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 from nsa.constants import BRANCHES
 
@@ -118,35 +120,18 @@ class Observers(Observer):
     def __init__(self, observers: Iterable[Observer]) -> None:
         self._active = list(observers)
 
-    def on_start(self, info: RunInfo) -> None:
-        self._call(lambda observer: observer.on_start(info))
-
-    def on_step(self, record: StepRecord) -> None:
-        self._call(lambda observer: observer.on_step(record))
-
-    def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
-        self._call(lambda observer: observer.on_checkpoint(step, path, seconds))
-
-    def on_rollback(self, step: int) -> None:
-        self._call(lambda observer: observer.on_rollback(step))
-
-    def on_gate(self, name: str, go: bool) -> None:
-        self._call(lambda observer: observer.on_gate(name, go))
-
-    def on_message(self, text: str) -> None:
-        self._call(lambda observer: observer.on_message(text))
-
-    def on_end(self, status: str) -> None:
-        self._call(lambda observer: observer.on_end(status))
-
-    def _call(self, callback: Callable[[Observer], None]) -> None:
+    def _call(self, callback: str, *values: Any) -> None:
         for observer in list(self._active):
             try:
-                callback(observer)
+                getattr(observer, callback)(*values)
             except Exception as error:
                 self._active.remove(observer)
                 name = type(observer).__name__
                 warn(f"{name} failed and is off for the rest of the run: {error!r}")
+
+
+for _name in [name for name in vars(Observer) if name.startswith("on_")]:
+    setattr(Observers, _name, partialmethod(Observers._call, _name))
 
 
 def warn(text: str) -> None:

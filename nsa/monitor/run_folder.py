@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
 import re
-import subprocess
 import sys
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
+from nsa.probes import output_of, package_version, text_of
 
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
 # Prefixes of the variables to record; others may hold secrets.
@@ -30,7 +30,7 @@ def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
         "command": [sys.executable, *sys.argv],
         "git_commit": git_commit(Path(__file__).resolve()),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: package_version(name) for name in _PACKAGES},
         "platform": platform.platform(),
         "host": platform.node(),
         "cpu": {
@@ -48,37 +48,20 @@ def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
     return env
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def git_commit(source: Path) -> str | None:
     """Return the commit of this code, "+changes" if it was edited; None outside a checkout."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(source.parent), *arguments]
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-        return result.stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", source.name)  # an installed copy may lie in a checkout
-        changed = git("status", "--porcelain", "-uno")
-        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
-    except (OSError, subprocess.SubprocessError):
+    git = partial(output_of, "git", "-C", str(source.parent))
+    head = git("rev-parse", "HEAD").strip()
+    # An installed copy may lie in a checkout.
+    if not head or not git("ls-files", "--error-unmatch", source.name):
         return None
+    return head + ("+changes" if git("status", "--porcelain", "-uno") else "")
 
 
 def cpu_model() -> str:
     """Return the processor's name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*: (.*)", text_of("/proc/cpuinfo"), re.M)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def _cuda() -> dict[str, Any] | None:
@@ -87,30 +70,18 @@ def _cuda() -> dict[str, Any] | None:
     if not torch.cuda.is_available():
         return None
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    topology = re.sub(r"\x1b\[[0-9;]*m", "", output_of("nvidia-smi", "topo", "-m"))
     return {
         "version": torch.version.cuda,
         "driver": driver_version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "devices": [device.name for device in devices],
         "memory_gb": [device.total_memory / 1e9 for device in devices],
-        "topology": _topology(),
+        "topology": topology.strip().splitlines() or None,  # the links between GPUs
     }
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Return the version of NVIDIA's kernel module; much faster than nvidia-smi."""
-    try:
-        match = re.search(r"\b\d+\.\d+(\.\d+)*\b", file.read_text())
-    except OSError:
-        return None
+    match = re.search(r"\b\d+\.\d+(\.\d+)*\b", text_of(file))
     return match[0] if match else None
-
-
-def _topology() -> list[str] | None:
-    """Return the links between GPUs, as `nvidia-smi topo -m` draws them."""
-    command = ["nvidia-smi", "topo", "-m"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).strip().splitlines()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from nsa.constants import BRANCHES
-from nsa.monitor.metrics_csv import CsvAppender
-from nsa.monitor.observer import DISTANCES, LayerHealth, Observer, RunInfo, StepRecord
-from nsa.monitor.writer import BackgroundWriter
+from nsa.monitor.metrics_csv import CsvObserver
+from nsa.monitor.observer import DISTANCES, LayerHealth, StepRecord
 
 FILE_NAME = "selection.csv"
 _GATES = {"": "gate_mean", "_std": "gate_std", "_saturated": "gate_saturated"}
@@ -21,41 +18,17 @@ COLUMNS = (
 )
 
 
-class SelectionCsv(Observer):
-    """Appends the health of every layer to `<run>/selection.csv`, on the writer's thread.
+class SelectionCsv(CsvObserver):
+    """Appends the health of every layer; a run without NSA layers has no such file."""
 
-    A run without NSA layers has no such file.
-    """
+    file_name, columns = FILE_NAME, COLUMNS
 
-    def __init__(self, writer: BackgroundWriter) -> None:
-        self._writer = writer
-        self._file: CsvAppender | None = None
-        self._run_dir, self._start_step = Path(), 0
-
-    def on_start(self, info: RunInfo) -> None:
-        self._run_dir, self._start_step = info.run_dir, info.start_step
-        if (info.run_dir / FILE_NAME).exists():
-            self._open()
-
-    def on_rollback(self, step: int) -> None:
-        file = self._file
-        if file is not None:
-            self._writer.submit(lambda: file.restart(step))
-
-    def on_step(self, record: StepRecord) -> None:
-        if record.health is None:
-            return
-        file = self._file or self._open()
-        rows = [
-            [str(record.step), str(layer), *_cells(health)]
-            for layer, health in enumerate(record.health.layers)
+    def rows(self, record: StepRecord) -> list[list[str]]:
+        """Return a row for each layer."""
+        layers = record.health.layers if record.health is not None else ()
+        return [
+            [str(record.step), str(index), *_cells(layer)] for index, layer in enumerate(layers)
         ]
-        self._writer.submit(lambda: file.append(rows))
-
-    def _open(self) -> CsvAppender:
-        self._file = CsvAppender(self._run_dir / FILE_NAME, COLUMNS)
-        self._file.restart(self._start_step)
-        return self._file
 
 
 def _cells(health: LayerHealth) -> list[str]:
