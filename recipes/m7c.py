@@ -32,7 +32,7 @@ def production() -> RunConfig:
                     block_len=32, block_stride=16, select_len=64, select_top=16, window=512
                 ),
             ),
-            activation_checkpointing="reentrant",
+            activation_checkpointing="auto",
         ),
         data=DataConfig(source="fineweb_edu", tokenizer="hf:gpt2", seq_len=2_048, held_out=0.005),
         train=TrainConfig(

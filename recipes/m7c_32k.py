@@ -25,6 +25,7 @@ def production() -> RunConfig:
     # RoPE pairs whose period exceeded 2,048 tokens rotate over 32,768 tokens, with this base, about
     # as far as they did over 2,048, or less. The weights need some steps to adapt.
     config.model.rope_theta = 500_000.0
+    config.model.activation_checkpointing = "reentrant"
     config.data.seq_len = 32_768
     config.train = TrainConfig(
         steps=2_000,

@@ -17,6 +17,7 @@ from nsa.engine.recipe import Recipe, main
 def production() -> RunConfig:
     """50,000 steps of 4 sequences, one per micro-batch and GPU: 410 million tokens."""
     config = m7c.production()
+    config.model.activation_checkpointing = "reentrant"
     config.train.micro_batch = 1
     config.train.accumulation = 2
     config.train.learning_rate = 2e-4

@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
+from nsa.engine.planner_inputs import resolve_checkpointing
 from nsa.engine.resolve import resolve_config
 from nsa.engine.run_dir import choose_run_dir
 from nsa.engine.run_request import Recipe, RunRequest
@@ -106,6 +107,8 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     ds_config = resolve_ds_config(
         ds_config, config, world_size=world_size, source=str(ds_config_path)
     )
+    config, reasons = resolve_checkpointing(config, ds_config, world_size, _gpu_memory())
+    notes += reasons
     stop_step = config.train.steps
     if flags.until is not None:
         stop_step = until(flags.until, config.monitor.ladder, config.train.steps)
@@ -137,6 +140,14 @@ def _choose_profile(requested: str | None) -> tuple[str, list[str]]:
         "NO ACCELERATOR FOUND: running the `demo` profile, a small model on short sequences, "
         "instead of the 125M production run; --profile production overrides this"
     ]
+
+
+def _gpu_memory() -> float | None:
+    """Return the bytes of this node's smallest GPU, so that its ranks agree; None without one."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return None
+    return min(accelerator.total_memory(i) for i in range(accelerator.device_count()))
 
 
 def _data_settings(config: RunConfig) -> dict[str, Any]:

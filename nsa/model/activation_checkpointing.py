@@ -41,6 +41,11 @@ def checkpoint_function(mode: str) -> Callable[[Segment, Tensor], Tensor]:
 
     The forward pass draws no random numbers, so no generator state is saved for recomputation.
     """
+    if mode == "auto":
+        raise ValueError(
+            "model.activation_checkpointing = 'auto': only a run resolves it, from its GPU's "
+            "memory; set it to none or to another mode"
+        )
     if mode == "none":
         return lambda segment, x: segment(x)
     if mode == "deepspeed":

@@ -67,7 +67,8 @@ class ModelConfig:
     norm_eps: float = 1e-5  # RMSNorm's epsilon
     init_std: float = 0.02  # standard deviation of the initial weights
     attention: AttentionConfig = field(default_factory=AttentionConfig)
-    # "none", "reentrant", "non_reentrant", "deepspeed" or "selective"; all give the same numbers
+    # "none", "reentrant", "non_reentrant", "deepspeed" or "selective"; all give the same numbers;
+    # or "auto": the fastest of none, selective and reentrant that fits into the GPU's memory
     activation_checkpointing: str = "none"
 
     def validate(self) -> None:
@@ -87,5 +88,5 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or value <= 0:
                 raise ValueError(f"model.{name} = {value!r}: must be a number above 0")
-        one_of("model", self, activation_checkpointing=ACTIVATION_CHECKPOINTING)
+        one_of("model", self, activation_checkpointing=(*ACTIVATION_CHECKPOINTING, "auto"))
         self.attention.validate()

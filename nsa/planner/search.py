@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
+from nsa.planner.memory import memory
 from nsa.planner.model import BatchShape, Model
-from nsa.planner.step import Forecast, Hardware, fits, forecast
+from nsa.planner.step import Forecast, Hardware, fits, forecast, required
 from nsa.planner.traffic import Zero
 
-MODES = ("none", "selective", "reentrant")  # the other two cost the same as reentrant
+MODES = ("none", "selective", "reentrant")  # fastest first; the other two cost what reentrant does
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,30 @@ def compare(
     model: Model, zeros: Mapping[str, Zero], batch: BatchShape, hardware: Hardware, ranks: int
 ) -> list[Candidate]:
     """Return each config with the same batch, by name."""
-    return [
-        Candidate(name, batch, forecast(model, zero, batch, hardware, ranks))
-        for name, zero in sorted(zeros.items())
-    ]
+    candidates = []
+    for name, zero in sorted(zeros.items()):
+        mode, _ = select_checkpointing(model, zero, batch, hardware.memory, ranks)
+        shape = replace(batch, checkpointing=mode)
+        candidates.append(Candidate(name, shape, forecast(model, zero, shape, hardware, ranks)))
+    return candidates
+
+
+def select_checkpointing(
+    model: Model, zero: Zero, batch: BatchShape, available: float, ranks: int
+) -> tuple[str, list[str]]:
+    """Return the batch's mode, for `auto` the fastest that fits and a line that says why."""
+    if batch.checkpointing != "auto":
+        return batch.checkpointing, []
+    shapes = {mode: replace(batch, checkpointing=mode) for mode in MODES}
+    needs = {mode: required(memory(model, zero, x, ranks)) for mode, x in shapes.items()}
+    fitting = [mode for mode in MODES if needs[mode] <= available]
+    selected = fitting[0] if fitting else MODES[-1]
+    need = needs.pop(selected)
+    others = ", ".join(f"{mode} would need {size / 1e9:.1f}" for mode, size in needs.items())
+    reason = f"needs about {need / 1e9:.1f} of {available / 1e9:.1f} GB; {others}"
+    if not fitting:
+        reason += "; does not fit: lower train.micro_batch"
+    return selected, [f"activation checkpointing: {selected} ({reason})"]
 
 
 def _splits(model: Model, batch: BatchShape, ranks: int) -> Iterator[BatchShape]:

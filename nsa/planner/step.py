@@ -101,6 +101,10 @@ def communication_seconds(
     return total, min(total, blocking + sent.reductions * late)
 
 
+def required(memory: Memory) -> float:
+    """Return the bytes of GPU memory that a run needs, with CUDA, NCCL and fragmentation."""
+    return memory.peak * FRAGMENTATION + RESERVE
+
+
 def fits(memory: Memory, hardware: Hardware) -> bool:
-    """Return whether the peak leaves enough memory for CUDA, NCCL and fragmentation."""
-    return memory.peak * FRAGMENTATION + RESERVE <= hardware.memory
+    return required(memory) <= hardware.memory

@@ -159,3 +159,11 @@ def test_evaluation_recomputes_nothing(mode: str) -> None:
         loss = model(IDS, labels=IDS)
     assert not loss.requires_grad
     assert counted.calls == {"blockwise_attention": 6, "blockwise_select_blocks": 2}
+
+
+def test_training_with_auto_unresolved_is_refused() -> None:
+    model = build(tiny("mean", activation_checkpointing="auto"), torch.float32)
+    with torch.no_grad():
+        model(IDS)
+    with pytest.raises(ValueError, match=r"^model.activation_checkpointing = 'auto': only a run"):
+        model(IDS, labels=IDS)

@@ -15,7 +15,7 @@ import pytest
 
 from nsa import cli
 from nsa.engine.config import RunConfig
-from nsa.engine.plan_command import batch_of, model_of, zero_of
+from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.planner.model import BatchShape, Model
 from nsa.planner.search import search
 from nsa.planner.step import Hardware, communication_seconds, fits, forecast
@@ -278,3 +278,16 @@ def test_an_error_is_one_line_that_names_the_flag(flags: str, message: str) -> N
 def test_the_dense_recipe_can_be_planned() -> None:
     code, output, _ = plan("--recipe", str(ROOT / "recipes/m7c_dense.py"))
     assert (code, "125,688,576" not in output) == (0, True)
+
+
+def test_auto_is_planned_as_the_fastest_mode_that_fits() -> None:
+    _, output, _ = plan()
+    assert "8×2048 ×4, none\n" in output
+    assert output.splitlines()[-1].startswith("activation checkpointing: none (needs about ")
+    _, output, _ = plan("--set", "model.activation_checkpointing=reentrant")
+    assert "8×2048 ×4, reentrant\n" in output
+    assert "activation checkpointing:" not in output
+    _, output, _ = plan("--compare", "--memory", "6")
+    modes = {line.split()[0]: line.split()[3] for line in output.splitlines()[1:]}
+    assert len(modes) == len(SHIPPED)
+    assert set(modes.values()) == {"reentrant"}

@@ -12,7 +12,7 @@ import torch
 
 from nsa.engine.build import build_model
 from nsa.engine.config import RunConfig
-from nsa.engine.plan_command import batch_of, model_of, zero_of
+from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.planner.memory import memory
 from nsa.planner.model import BatchShape, Model, activations

@@ -1,0 +1,85 @@
+"""A run's settings as planner inputs, and the mode of activation checkpointing for `auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nsa.engine.config import RunConfig
+from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+from nsa.planner.model import BatchShape, Model
+from nsa.planner.search import select_checkpointing
+from nsa.planner.traffic import Zero
+
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+def resolve_checkpointing(
+    config: RunConfig, ds_config: Mapping[str, Any], ranks: int, gpu_memory: float | None
+) -> tuple[RunConfig, list[str]]:
+    """Return the config without `auto`, and a line for the log if it was set.
+
+    `gpu_memory` is None without a GPU.
+    """
+    if config.model.activation_checkpointing != "auto":
+        return config, []
+    mode, notes = "none", ["activation checkpointing: none (there is no GPU)"]
+    if gpu_memory is not None:
+        inputs = model_of(config), resolved_zero(ds_config, config), batch_of(config)
+        mode, notes = select_checkpointing(*inputs, gpu_memory, ranks)
+    return replace(config, model=replace(config.model, activation_checkpointing=mode)), notes
+
+
+def model_of(config: RunConfig) -> Model:
+    """Return a run's model as planner input."""
+    weight_bytes = 4 if config.train.precision == "fp32" else 2
+    return Model(config.model, config.data.seq_len, weight_bytes)
+
+
+def batch_of(config: RunConfig) -> BatchShape:
+    """Return a run's batch as planner input."""
+    return BatchShape(
+        seq_len=config.data.seq_len,
+        micro_batch=config.train.micro_batch,
+        accumulation=config.train.accumulation,
+        checkpointing=config.model.activation_checkpointing,
+        ranks_per_sequence=config.train.sequence_parallel,
+    )
+
+
+def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
+    """Return a DeepSpeed JSON as planner input, after the checks of a run."""
+    raw = load_ds_config(source)
+    return resolved_zero(
+        resolve_ds_config(raw, config, world_size=ranks, source=str(source)), config
+    )
+
+
+def resolved_zero(resolved: Mapping[str, Any], config: RunConfig) -> Zero:
+    """Return DeepSpeed's config, with every "auto" filled in, as planner input."""
+    zero, precision = resolved["zero_optimization"], config.train.precision
+    stage = zero["stage"]
+    accumulation = resolved.get("data_types", {}).get("grad_accum_dtype") or precision
+    stage_3: dict[str, Any] = {}
+    if stage == 3:
+        sizes = model_of(config).sizes
+        threshold = zero.get("stage3_param_persistence_threshold", 1e5)
+        persistent = [size for size in sizes if size < threshold]  # not sharded
+        reused = zero.get("stage3_max_live_parameters", 1e9) >= sum(sizes)
+        reused &= zero.get("stage3_max_reuse_distance", 1e9) >= 3 * sum(sizes)
+        stage_3 = {
+            "prefetch": int(zero.get("stage3_prefetch_bucket_size", 5e7)),
+            "persistent": sum(persistent),
+            "persistent_tensors": len(persistent),
+            "gathers": 1 if reused else 2,
+        }
+    return Zero(
+        stage=stage,
+        reduce_bytes=DTYPE_BYTES[str(resolved.get("communication_data_type") or precision)],
+        accumulate_bytes=DTYPE_BYTES[str(accumulation)],
+        bucket=int(zero.get("reduce_bucket_size", 0)) if stage else 0,
+        overlap=bool(zero.get("overlap_comm", stage == 3)),
+        **stage_3,
+    )
