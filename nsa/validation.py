@@ -17,6 +17,14 @@ def at_least(low: int, section: str, config: object, *names: str) -> None:
             raise ValueError(f"{section}.{name} = {value}: must be {low} or more")
 
 
+def at_most(high: int, section: str, config: object, *names: str) -> None:
+    """Require each of `config`'s fields to be `high` or less: larger ones would only hang."""
+    for name in names:
+        value = getattr(config, name)
+        if value > high:
+            raise ValueError(f"{section}.{name} = {value}: must be {high:,} or less")
+
+
 def above_zero(section: str, config: object, *names: str) -> None:
     """Require each of `config`'s fields to be above 0."""
     for name in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nsa.validation import above_zero, at_least, one_of
+from nsa.validation import above_zero, at_least, at_most, one_of
 
 PACKINGS = ("documents", "concat")
 
@@ -42,6 +42,9 @@ class DataConfig:
             )
         positive = ("seq_len", "synthetic_bytes", "shuffle_documents", "workers", "prefetch")
         at_least(1, "data", self, *positive)
+        at_most(1_024, "data", self, "workers")
+        at_most(65_536, "data", self, "prefetch")
+        at_most(2**24, "data", self, "seq_len")
         if not 0 < self.held_out < 1:
             raise ValueError(f"data.held_out = {self.held_out}: must lie between 0 and 1")
         above_zero("data", self, "timeout")

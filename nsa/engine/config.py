@@ -9,7 +9,7 @@ from nsa.checkpoint.config import CheckpointConfig
 from nsa.data import DataConfig
 from nsa.model.config import ModelConfig
 from nsa.monitor.config import MonitorConfig
-from nsa.validation import above_zero, at_least, one_of
+from nsa.validation import above_zero, at_least, at_most, one_of
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 ON_BAD_STEP = ("abort", "skip", "rollback")
@@ -46,6 +46,7 @@ class TrainConfig:
         """Raise a ValueError that names the first invalid setting."""
         at_least(1, "train", self, "steps", "micro_batch", "accumulation")
         at_least(1, "train", self, "sequence_parallel", "eval_samples")
+        at_most(65_536, "train", self, "micro_batch", "accumulation")
         at_least(0, "train", self, "warmup_steps", "eval_every", "clip", "bad_steps")
         at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed")
         above_zero("train", self, "learning_rate", "adam_eps", "spike_score")

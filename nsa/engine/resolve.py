@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Iterator
@@ -25,6 +26,23 @@ KINDS = {
     type(None): "null",
     MIXTURE: "names with weights",
 }
+
+
+LARGEST = 2**62  # of a whole number; torch and numpy hold 64 bits
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key may stand once in a mapping; YAML's rule would keep the last silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping; raise if a key stands in it twice."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} stands twice in one mapping; keep one", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
 
 
 def resolve_config(
@@ -53,6 +71,8 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise ValueError(f"--config {file}: is no regular file; give a YAML file")
     try:
         tree = _parse(file.read_text(), f"--config {file}")
     except FileNotFoundError:
@@ -68,9 +88,11 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 def _parse(text: str, source: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise ValueError(f"{source[:200]}: nested too deeply; write sections with keys") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{source[:200]}: not YAML: {' '.join(str(error).split())}") from None
 
 
 def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> None:
@@ -122,11 +144,17 @@ def _cast(kind: Any, value: Any, name: str) -> Any:
         if None in value.values():
             raise ValueError(f"{name} = {value!r}: write a space after each colon")
         return {str(key): _cast(float, weight, f"{name}: {key}") for key, weight in value.items()}
-    if type(value) in allowed:
-        return value
     if float in allowed and not isinstance(value, bool):
         try:
-            return float(value)  # YAML reads 2e-4, without a point, as text
-        except (TypeError, ValueError):
-            pass
+            number = float(value)  # YAML reads 2e-4, without a point, as text
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan if isinstance(value, int) else None
+        if number is not None:
+            if not math.isfinite(number):
+                raise ValueError(f"{name} = {str(value)[:40]}: must be a finite number")
+            return number
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError(f"{name} = {str(value)[:40]}…: is too large; make it at most {LARGEST}")
+    if type(value) in allowed:
+        return value
     raise ValueError(f"{name} = {value!r}: must be {' or '.join(KINDS[kind] for kind in allowed)}")

@@ -8,7 +8,7 @@ from itertools import combinations
 from nsa.constants import BRANCHES
 from nsa.ops.backend import BACKENDS
 from nsa.spec import NSASpec
-from nsa.validation import one_of, whole_numbers
+from nsa.validation import at_most, one_of, whole_numbers
 
 ATTENTION_KINDS = ("nsa", "dense")
 COMPRESSORS = ("mean", "mlp")
@@ -77,6 +77,8 @@ class ModelConfig:
         if self.value_dim is not None:
             sizes.append("value_dim")
         whole_numbers(1, "model", self, *sizes)
+        at_most(1_024, "model", self, "layers")
+        at_most(2**20, "model", self, *(name for name in sizes if name != "layers"))
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model.heads = {self.heads}: not a multiple of model.kv_heads = {self.kv_heads}; "

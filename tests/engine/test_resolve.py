@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +85,19 @@ def test_a_mixture_is_one_value_with_free_keys(tmp_path: Path) -> None:
         ("attention.spec.select_top=2", ["select_top", "2", "raise"]),
         ("attention.kind=sparse", ["attention.kind", "sparse", "dense"]),
         ("attention.backend=cuda", ["attention.backend", "cuda", "blockwise"]),
+        ("train.learning_rate=inf", ["train.learning_rate = inf", "a finite number"]),
+        ("train.clip=.nan", ["train.clip = nan", "a finite number"]),
+        ("train.weight_decay=1" + "0" * 400, ["train.weight_decay", "a finite number"]),
+        ("monitor.heartbeat=nan", ["monitor.heartbeat = nan", "a finite number"]),
+        ("train.steps=1" + "0" * 30, ["train.steps", "too large"]),
+        ("train.steps=1" + "0" * 5000, ["--set train.steps", "not YAML"]),
+        ("train.accumulation=1000000000000", ["train.accumulation", "65,536 or less"]),
+        ("data.workers=100000000", ["data.workers", "1,024 or less"]),
+        ("data.seq_len=99999999999", ["data.seq_len", "or less"]),
+        ("model.layers=1000000000", ["model.layers", "1,024 or less"]),
+        ("model.width=1000000000000", ["model.width", "or less"]),
+        ("train=" + "[" * 5000, ["--set train=", "nested too deeply"]),
+        ("train={steps: 5, steps: 6}", ["'steps' stands twice"]),
         ("model.activation_checkpointing=some", ["activation_checkpointing", "selective"]),
     ],
 )
@@ -104,3 +122,34 @@ def test_an_unreadable_config_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ValueError, match=r"Is a directory.*; give .*/config.yaml"):
         resolve_config(RunConfig(), tmp_path)
+
+
+def test_a_section_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text("train: {steps: 5}\ntrain: {seed: 3}\n")
+    with pytest.raises(ValueError, match=r"'train' stands twice in one mapping; keep one"):
+        resolve_config(RunConfig(), file)
+
+
+def test_a_pipe_as_config_is_refused_at_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match=r"--config .*pipe: is no regular file"):
+        resolve_config(RunConfig(), pipe)
+
+
+def test_every_number_of_the_tree_must_be_finite() -> None:
+    numbers = list(_numbers(asdict(RunConfig()), ""))
+    assert len(numbers) > 40
+    for name in numbers:
+        for value in (".inf", "-.inf", ".nan"):
+            with pytest.raises(ValueError, match=re.escape(name)):
+                resolve_config(RunConfig(), None, [f"{name}={value}"])
+
+
+def _numbers(tree: dict[str, Any], path: str) -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{path}{key}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield path + key
