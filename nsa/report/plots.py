@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 
 # Okabe and Ito's colours, distinct for colour-blind readers and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -90,6 +89,8 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
 
 def running_mean(values: Sequence[float], width: int) -> Sequence[float]:
     """Return the mean over up to `width` values on each side; fewer at the ends."""
+    import numpy as np  # not at the top: `nsa --help` imports this module
+
     window = np.ones(2 * width + 1)
     counts = np.convolve(np.ones(len(values)), window, "same")
     return list(np.convolve(values, window, "same") / counts)
