@@ -145,16 +145,23 @@ def _cast(kind: Any, value: Any, name: str) -> Any:
             raise ValueError(f"{name} = {value!r}: write a space after each colon")
         return {str(key): _cast(float, weight, f"{name}: {key}") for key, weight in value.items()}
     if float in allowed and not isinstance(value, bool):
-        try:
-            number = float(value)  # YAML reads 2e-4, without a point, as text
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan if isinstance(value, int) else None
+        number = _number(value)
+        if number is not None and not math.isfinite(number):
+            raise ValueError(f"{name} = {str(value)[:40]}: must be a finite number")
         if number is not None:
-            if not math.isfinite(number):
-                raise ValueError(f"{name} = {str(value)[:40]}: must be a finite number")
             return number
     if isinstance(value, int) and abs(value) > LARGEST:
         raise ValueError(f"{name} = {str(value)[:40]}…: is too large; make it at most {LARGEST}")
     if type(value) in allowed:
         return value
     raise ValueError(f"{name} = {value!r}: must be {' or '.join(KINDS[kind] for kind in allowed)}")
+
+
+def _number(value: Any) -> float | None:
+    """Return `value` as a float, infinite if none is that large; None if it is no number."""
+    try:
+        return float(value)  # YAML reads 2e-4, without a point, as text
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        return None
