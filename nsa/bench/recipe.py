@@ -24,7 +24,7 @@ from typing import Any
 from nsa.bench.results import cell, environment, save
 from nsa.checkpoint.manifest import complete_by_size
 from nsa.engine.config import RunConfig
-from nsa.engine.plan_command import batch_of, model_of, zero_of
+from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.engine.resolve import resolve_config
 from nsa.monitor.artifacts import last_beat
 from nsa.monitor.metrics_csv import read_metrics
