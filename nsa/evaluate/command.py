@@ -92,8 +92,9 @@ def _eval(args: argparse.Namespace) -> int:
         "split": settings.split,
         "packing": settings.data.packing,
     }
-    files = write(results, source, out)
-    print(*lines(results), "", *files, sep="\n")
+    rows = [result.row(results) for result in results]
+    files = write(rows, source, out)
+    print(*lines(rows), "", *files, sep="\n")
     return 0
 
 

@@ -18,7 +18,9 @@ from nsa.monitor.artifacts import align, number
 from nsa.report.plots import Panel, draw
 
 JSON, CSV, PLOT = "eval.json", "positions.csv", "positions.png"
-_HEADER = ("run", "step", "seq-len", "tokens", "loss", "±", "perplexity", "bits/byte", "loss over")
+HEADER = ("run", "step", "seq-len", "tokens", "loss", "±", "perplexity", "bits/byte", "loss over")
+CSV_HEADER = ("run", "seq_len", "first", "last", "tokens", "loss", "standard_error")
+Row = dict[str, Any]  # of eval.json
 
 
 @dataclass(frozen=True)
@@ -34,20 +36,34 @@ class Result:
     data: EvalData  # in the run's tokens
     losses: Losses
 
-    @property
-    def bits_per_byte(self) -> float:
-        return self.losses.mean.value / math.log(2) / self.data.samples.bytes_per_token
+    def row(self, results: Sequence[Result]) -> Row:
+        """Return this result for eval.json, compared with its baseline among all `results`."""
+        mean, bytes_per_token = self.losses.mean, self.data.samples.bytes_per_token
+        baseline, over = self._baseline(results), None
+        if baseline is not None:
+            difference = _to_json(self.losses.minus(baseline.losses))
+            over = {"run": baseline.run, "seq_len": baseline.seq_len, **difference}
+        return {
+            "run": self.run,
+            "place": str(self.path),
+            "step": self.step,
+            "trained_seq_len": self.trained_len,
+            "seq_len": self.seq_len,
+            "stride": self.stride,
+            "tokens": self.losses.tokens,
+            "samples": len(self.losses.sums),
+            **_to_json(mean),
+            "perplexity": number(math.exp(mean.value) if mean.value < 700 else math.inf),
+            "bits_per_byte": number(mean.value / math.log(2) / bytes_per_token),
+            "bytes_per_token": bytes_per_token,
+            "over": over,
+            "positions": [
+                {"first": at.start, "last": at.stop - 1, "tokens": tokens, **_to_json(bucket)}
+                for at, tokens, bucket in self.losses.buckets()
+            ],
+        }
 
-    @property
-    def perplexity(self) -> float:
-        loss = self.losses.mean.value
-        return math.exp(loss) if loss < 700 else math.inf
-
-    @property
-    def label(self) -> str:
-        return f"{self.run}, {self.seq_len:,}"
-
-    def baseline(self, results: Sequence[Result]) -> Result | None:
+    def _baseline(self, results: Sequence[Result]) -> Result | None:
         """Return the result to compare with: the first run's at this length, else the first of all.
 
         None for the first of all, or if the evaluated tokens differ.
@@ -57,48 +73,50 @@ class Result:
         return other if other is not self and other.data is self.data else None
 
 
-def lines(results: Sequence[Result]) -> list[str]:
-    """Return a table with a row for each result, and one of their losses by position."""
-    cells: dict[range, dict[str, str]] = {}
-    for result in results:
-        for positions, _, mean in result.losses.buckets():
-            cells.setdefault(positions, {})[result.label] = f"{mean.value:.3f}{_plus_minus(mean)}"
+def _to_json(mean: Mean) -> Row:
+    return {"loss": number(mean.value), "standard_error": number(mean.error)}
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """Return a table with a line for each result, and one of their losses by position."""
+    cells: dict[tuple[int, int], dict[str, str]] = {}
+    for row in rows:
+        for bucket in row["positions"]:
+            positions = bucket["first"], bucket["last"]
+            cells.setdefault(positions, {})[_label(row)] = _format(bucket, ".3f")
+    labels = [_label(row) for row in rows]
     by_position = [
+        (f"{first:,} to {last:,}", *(losses.get(label, "-") for label in labels), "")
+        for (first, last), losses in sorted(cells.items())
+    ]
+    by_result = [
         (
-            f"{positions.start:,} to {positions.stop - 1:,}",
-            *(row.get(result.label, "-") for result in results),
-            "",
+            row["run"],
+            _format(row, ",", "step"),
+            _format(row, ",", "seq_len"),
+            _format(row, ",", "tokens"),
+            _format(row, ".4f", "loss"),
+            _format(row, ".4f", "standard_error"),
+            _format(row, ",.3f", "perplexity"),
+            _format(row, ".4f", "bits_per_byte"),
+            f"{_label(row['over'])}: {_format(row['over'], '+.4f')}" if row["over"] else "-",
         )
-        for positions, row in sorted(cells.items(), key=lambda item: (item[0][0], item[0][-1]))
+        for row in rows
     ]
-    return [
-        *align([_HEADER, *(_row(result, results) for result in results)]),
-        "",
-        *align([("loss by position", *(result.label for result in results), ""), *by_position]),
-    ]
+    table = align([("loss by position", *labels, ""), *by_position])
+    return [*align([HEADER, *by_result]), "", *table]
 
 
-def _row(result: Result, results: Sequence[Result]) -> tuple[str, ...]:
-    mean, over = result.losses.mean, "-"
-    baseline = result.baseline(results)
-    if baseline is not None:
-        difference = result.losses.minus(baseline.losses)
-        over = f"{baseline.label}: {difference.value:+.4f}{_plus_minus(difference)}"
-    return (
-        result.run,
-        "-" if result.step is None else f"{result.step:,}",
-        f"{result.seq_len:,}",
-        f"{result.losses.tokens:,}",
-        f"{mean.value:.4f}",
-        "-" if mean.error is None else f"{mean.error:.4f}",
-        f"{result.perplexity:,.3f}",
-        f"{result.bits_per_byte:.4f}",
-        over,
-    )
+def _label(row: Row) -> str:
+    return f"{row['run']}, {row['seq_len']:,}"
 
 
-def _plus_minus(mean: Mean) -> str:
-    return "" if mean.error is None else f" ± {mean.error:.4f}"
+def _format(row: Row, form: str, name: str = "") -> str:
+    """Return a figure, a dash if there is none; by default the loss and its standard error."""
+    figure = row[name or "loss"]
+    text = "-" if figure is None else format(figure, form)
+    error = None if name else row["standard_error"]
+    return text if error is None else f"{text} ± {error:.4f}"
 
 
 def make_folder(out: Path) -> None:
@@ -112,63 +130,28 @@ def make_folder(out: Path) -> None:
         ) from None
 
 
-def write(results: Sequence[Result], source: dict[str, Any], out: Path) -> list[Path]:
+def write(rows: Sequence[Row], source: dict[str, Any], out: Path) -> list[Path]:
     """Write JSON, CSV and plot into the folder `out`; `source` describes the data."""
-    content = {"text": source, "results": [_to_json(result, results) for result in results]}
+    content = {"text": source, "results": rows}
     atomic_write_text(out / JSON, json.dumps(content, indent=2) + "\n")
-    atomic_write_text(out / CSV, _to_csv(results))
-    draw([_panel(results)], out / PLOT, width=8.0)
+    text = io.StringIO()
+    table = csv.DictWriter(text, CSV_HEADER, lineterminator="\n")
+    table.writeheader()
+    for row in rows:
+        run = {"run": row["run"], "seq_len": row["seq_len"]}
+        table.writerows(run | bucket for bucket in row["positions"])
+    atomic_write_text(out / CSV, text.getvalue())
+    draw([_panel(rows)], out / PLOT, width=8.0)
     return [out / name for name in (JSON, CSV, PLOT)]
 
 
-def _to_json(result: Result, results: Sequence[Result]) -> dict[str, Any]:
-    baseline, over = result.baseline(results), None
-    if baseline is not None:
-        difference = _mean_to_json(result.losses.minus(baseline.losses))
-        over = {"run": baseline.run, "seq_len": baseline.seq_len, **difference}
-    return {
-        "run": result.run,
-        "place": str(result.path),
-        "step": result.step,
-        "trained_seq_len": result.trained_len,
-        "seq_len": result.seq_len,
-        "stride": result.stride,
-        "tokens": result.losses.tokens,
-        "samples": len(result.losses.sums),
-        **_mean_to_json(result.losses.mean),
-        "perplexity": number(result.perplexity),
-        "bits_per_byte": number(result.bits_per_byte),
-        "bytes_per_token": result.data.samples.bytes_per_token,
-        "over": over,
-        "positions": [
-            {"first": at.start, "last": at.stop - 1, "tokens": tokens, **_mean_to_json(mean)}
-            for at, tokens, mean in result.losses.buckets()
-        ],
-    }
-
-
-def _mean_to_json(mean: Mean) -> dict[str, float | None]:
-    return {"loss": number(mean.value), "standard_error": number(mean.error)}
-
-
-def _to_csv(results: Sequence[Result]) -> str:
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["run", "seq_len", "first", "last", "tokens", "loss", "standard_error"])
-    for result in results:
-        for at, tokens, mean in result.losses.buckets():
-            bucket = [result.run, result.seq_len, at.start, at.stop - 1, tokens]
-            rows.writerow([*bucket, mean.value, mean.error])
-    return text.getvalue()
-
-
-def _panel(results: Sequence[Result]) -> Panel:
+def _panel(rows: Sequence[Row]) -> Panel:
     """Plot each bucket at the geometric middle of its positions, counted from 1."""
     curves, errors = {}, {}
-    for result in results:
-        buckets = result.losses.buckets()
-        middles = [math.sqrt((at.start + 1) * at.stop) for at, _, _ in buckets]
-        curves[result.label] = (middles, [mean.value for _, _, mean in buckets])
-        errors[result.label] = [mean.error or 0.0 for _, _, mean in buckets]
+    for row in rows:
+        buckets = row["positions"]
+        middles = [math.sqrt((at["first"] + 1) * (at["last"] + 1)) for at in buckets]
+        curves[_label(row)] = (middles, [at["loss"] or math.nan for at in buckets])
+        errors[_label(row)] = [at["standard_error"] or 0.0 for at in buckets]
     x = "tokens of context"
     return Panel("loss (nats per token)", curves, marked=True, x=x, x_doubles=True, errors=errors)
