@@ -14,13 +14,13 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -183,38 +183,31 @@ def _run_parts(job: _Job, size: int | None, progress: bool) -> None:
         mininterval=0.1 if sys.stderr.isatty() else 30.0,
         disable=not progress,
     )
-    workers: list[Worker] = []
-    sizes: SimpleQueue[int | BaseException | None] = SimpleQueue()
+    workers = [
+        Worker(partial(_write_part, job, part), f"{job.out}, part {part}")
+        for part, state in enumerate(states)
+        if not state["done"]
+    ]
+
+    def follow(worker: Worker) -> None:
+        for size in worker:
+            bar.update(size)
+
     try:
-        for part in (part for part, state in enumerate(states) if not state["done"]):
-            workers.append(Worker(partial(_write_part, job, part), f"{job.out}, part {part}"))
-            Thread(target=_forward, args=(workers[-1], sizes), daemon=True).start()
-        running = len(workers)
-        while running:
-            item = sizes.get()
-            if isinstance(item, BaseException):
-                raise item
-            running -= item is None
-            bar.update(item or 0)
+        with ThreadPoolExecutor(max(1, len(workers))) as pool:
+            try:
+                for done in as_completed([pool.submit(follow, worker) for worker in workers]):
+                    done.result()
+            finally:  # ends the threads that wait for a worker
+                for worker in workers:
+                    worker.close()
     except WorkerDied as error:
         raise DataError(f"{error}; {RERUN}: it resumes where it stopped") from None
     finally:
         bar.close()
-        for worker in workers:
-            worker.close()
         for path in job.out.iterdir():
             if DRAFT.fullmatch(path.name):
                 path.unlink()
-
-
-def _forward(worker: Worker, sizes: SimpleQueue[int | BaseException | None]) -> None:
-    """Put a worker's items into the queue, then its error or, at its end, None."""
-    try:
-        for item in worker:
-            sizes.put(item)
-        sizes.put(None)
-    except Exception as error:
-        sizes.put(error)
 
 
 def _write_part(job: _Job, part: int, on_document: Callable[[str, str], None]) -> Iterator[int]:
@@ -225,14 +218,15 @@ def _write_part(job: _Job, part: int, on_document: Callable[[str, str], None]) -
         source = open_source(job.config, job.stamp.source).part(part, job.parts)
         reader = source.read(state["reader"])
         while not state["done"]:
-            pending = {split: _Pending() for split in SPLITS}
-            state["done"] = yield from _tokenise(job, reader, pending)
-            for split, content in pending.items():
-                if content.documents:
+            pending: dict[str, list[TokenArray]] = {split: [] for split in SPLITS}
+            text_bytes: Counter[str] = Counter()  # of each split
+            state["done"] = yield from _tokenise(job, reader, pending, text_bytes)
+            for split, documents in pending.items():
+                if documents:
                     number = sum(shard["split"] == split for shard in state["shards"])
                     name = f"{split}-{part:03}-{number:05}.bin"
                     shard = write_shard(
-                        job.out, name, split, job.stamp, content.documents, content.text_bytes
+                        job.out, name, split, job.stamp, documents, text_bytes[split]
                     )
                     state["shards"].append(asdict(shard))
                     state["text_bytes"] += shard.text_bytes
@@ -242,29 +236,21 @@ def _write_part(job: _Job, part: int, on_document: Callable[[str, str], None]) -
         raise DataError(str(error)) from error
 
 
-@dataclass
-class _Pending:
-    """The content of the next shard of one split."""
-
-    documents: list[TokenArray] = field(default_factory=list)
-    tokens: int = 0
-    text_bytes: int = 0
-
-
 def _tokenise(
-    job: _Job, reader: Reader, pending: dict[str, _Pending]
+    job: _Job, reader: Reader, pending: dict[str, list[TokenArray]], text_bytes: Counter[str]
 ) -> Generator[int, None, bool]:
     """Tokenise until a shard of one split is full; return whether the documents ended."""
     call_bytes = min(BYTES_PER_CALL, job.shard_tokens)  # a shard overshoots by less than this
+    tokens: Counter[str] = Counter()
     while documents := _next_documents(reader, call_bytes):
         texts = [document.text for document in documents]
         for text, ids in zip(texts, job.tokenizer.encode_many(texts), strict=True):
-            shard = pending["val" if is_validation(text, job.config.held_out) else "train"]
-            shard.documents.append(with_eos(job.tokenizer, ids))
-            shard.tokens += len(ids) + 1
-            shard.text_bytes += len(text)
+            split = "val" if is_validation(text, job.config.held_out) else "train"
+            pending[split].append(with_eos(job.tokenizer, ids))
+            tokens[split] += len(ids) + 1
+            text_bytes[split] += len(text)
         yield sum(map(len, texts))
-        if max(shard.tokens for shard in pending.values()) >= job.shard_tokens:
+        if max(tokens.values()) >= job.shard_tokens:
             return False
     return True
 
