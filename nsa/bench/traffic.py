@@ -36,10 +36,12 @@ from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.triton.launch import Launch, recording
 
-PARTS: dict[str, tuple[str, ...]] = {  # ops by name, without `_backward` and the in-place `_`
+PARTS: dict[
+    str, tuple[str, ...]
+] = {  # ops by name, without `triton_`, `_backward` and the in-place `_`
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::cat"),
     "attention": (
-        "nsa::triton_gated",
+        "nsa::gated",
         "aten::_scaled_dot_product_flash_attention",
         "aten::sigmoid",
     ),
@@ -49,7 +51,9 @@ PARTS: dict[str, tuple[str, ...]] = {  # ops by name, without `_backward` and th
         *("aten::index", "aten::index_put", "aten::new_zeros", "aten::mean", "aten::clone"),
         *("aten::arange", "aten::pow", "aten::cos", "aten::sin"),
     ),
-    "norms and residual": ("nsa_bench::rms_norm", "nsa::add_rms_norm", "aten::add"),
+    "norms and residual": (
+        *("nsa_bench::rms_norm", "nsa::rms_norm", "nsa::add_rms_norm", "aten::add"),
+    ),
     "SwiGLU": ("nsa::swiglu", "aten::silu"),
     "loss": (
         "nsa::linear_cross_entropy",
@@ -122,7 +126,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _part(self, name: str, args: tuple) -> str:
-        name = name.removesuffix("_backward").removesuffix("_")
+        name = name.replace("::triton_", "::").removesuffix("_backward").removesuffix("_")
         sizes = {x.shape[-1:] for x in args if isinstance(x, Tensor)}
         if name == "aten::mul" and (self._mlp_width,) in sizes:
             return "SwiGLU"
