@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nsa.constants import BRANCHES
-from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, LayerHealth, warn
+from nsa.monitor.observer import DISTANCES, GATE_BINS, LAYER_STATISTICS, Health, warn
 from nsa.spec import NSASpec
 
 MAX_QUERIES = 4_096  # sampled per layer, approximately
@@ -60,7 +59,7 @@ class HealthRecorder:
         spec = self._spec
         if not samples or spec is None:
             return None
-        return self._try(lambda: Health([_layer(row) for row in measure(samples, spec).tolist()]))
+        return self._try(lambda: _health(measure(samples, spec).tolist()))
 
     def _disarm(self) -> None:
         for layer in self._layers.values():
@@ -101,7 +100,7 @@ def _sample(gates: Tensor, blocks: Tensor, cu_seqlens: Tensor | None) -> _Sample
 
 
 def measure(samples: list[_Sample], spec: NSASpec) -> Tensor:
-    """Return a row of statistics for each layer, in the order of `_layer`, on the device."""
+    """Return a row of statistics for each layer, in the order of `_health`, on the device."""
     gates = torch.stack([sample.gates for sample in samples])
     blocks = torch.stack([sample.blocks for sample in samples])
     previous = torch.stack([sample.previous for sample in samples])
@@ -184,24 +183,22 @@ def _fractions(below: list[Tensor], total: Tensor | int) -> Tensor:
     return counts.diff(dim=-1, prepend=zero, append=totals) / totals
 
 
-def _layer(row: list[float]) -> LayerHealth:
-    """Build a LayerHealth from a row of `measure`; NaN (0/0) becomes None."""
-    sizes = [len(BRANCHES)] * 2 + [GATE_BINS] * len(BRANCHES) + [5, len(DISTANCES)]
-    ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
-    mean, std, *bins, selection, distances = (row[start:end] for start, end in pairwise(ends))
-    choosing, forced, *free = selection
-    entropy, overlap, distance = (None if math.isnan(value) else value for value in free)
-    return LayerHealth(
-        gate_mean=dict(zip(BRANCHES, mean, strict=True)),
-        gate_std=dict(zip(BRANCHES, std, strict=True)),
-        gate_saturated={
-            name: bin_[0] + bin_[-1] for name, bin_ in zip(BRANCHES, bins, strict=True)
-        },
-        gate_bins=dict(zip(BRANCHES, bins, strict=True)),
-        choosing=choosing,
-        forced=forced,
-        entropy=entropy,
-        overlap=overlap,
-        distance=distance,
-        distances=[] if distance is None else distances,
-    )
+def _health(rows: list[list[float]]) -> Health:
+    """Split rows of `measure`; NaN (0/0) in statistics of free picks becomes None."""
+    first = 2 * len(BRANCHES)  # the bins follow mean and standard deviation
+    starts = [first + index * GATE_BINS for index in range(len(BRANCHES))]
+    bins = [
+        {branch: row[at : at + GATE_BINS] for branch, at in zip(BRANCHES, starts, strict=True)}
+        for row in rows
+    ]
+    layers = []
+    for row, branches in zip(rows, bins, strict=True):
+        saturated = [fractions[0] + fractions[-1] for fractions in branches.values()]
+        values = [*row[:first], *saturated, *row[starts[-1] + GATE_BINS :]]
+        layers.append(
+            {
+                name: None if math.isnan(value) and "gate" not in name else value
+                for name, value in zip(LAYER_STATISTICS, values, strict=True)
+            }
+        )
+    return Health(layers, bins)

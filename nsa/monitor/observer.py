@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from nsa.constants import BRANCHES
@@ -32,36 +33,32 @@ GATE_BINS = 20  # of equal width from 0 to 1; the first and last hold the satura
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # blocks: lower edges of the distance bins
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerHealth:
-    """Gates and block selection of one layer; docs/reference/metrics.md defines each value.
-
-    Statistics of free picks are None if no query had more candidates than it may select.
-    """
-
-    gate_mean: Mapping[str, float]  # of each branch, over tokens and heads
-    gate_std: Mapping[str, float]
-    gate_saturated: Mapping[str, float]  # fraction below 0.05 or from 0.95 up
-    gate_bins: Mapping[str, Sequence[float]]  # fraction in each of GATE_BINS
-    choosing: float  # fraction of queries with more candidates than they may select
-    forced: float  # fraction of selected blocks that are initial or local
-    entropy: float | None  # of free picks over blocks: 0 always the same blocks, 1 uniform
-    overlap: float | None  # fraction of free picks that the previous token selected too
-    distance: float | None  # mean blocks back to a free pick
-    distances: Sequence[float]  # fraction of free picks in each bin of DISTANCES; may be empty
+LAYER_STATISTICS = (  # columns of selection.csv; docs/reference/metrics.md defines each
+    *(f"gate_{branch}{suffix}" for suffix in ("", "_std", "_saturated") for branch in BRANCHES),
+    "choosing",
+    "forced",
+    "entropy",
+    "overlap",
+    "distance",
+    *(f"distance_from_{edge}" for edge in DISTANCES),
+)
 
 
 @dataclass(frozen=True)
 class Health:
-    """Health of all NSA layers, from a sample of one micro-batch on rank 0."""
+    """Health of all NSA layers, from a sample of one micro-batch on rank 0.
 
-    layers: Sequence[LayerHealth]
+    Statistics of free picks are None if no query had more candidates than it may select.
+    """
+
+    layers: Sequence[Mapping[str, float | None]]  # LAYER_STATISTICS of each layer
+    gate_bins: Sequence[Mapping[str, Sequence[float]]]  # by branch: fraction in each of GATE_BINS
 
     @property
     def gates(self) -> dict[str, float]:
         """The mean gate of each branch over the layers."""
         return {
-            branch: sum(layer.gate_mean[branch] for layer in self.layers) / len(self.layers)
+            branch: fmean(layer[f"gate_{branch}"] or 0.0 for layer in self.layers)
             for branch in BRANCHES
         }
 

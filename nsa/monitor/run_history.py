@@ -10,6 +10,7 @@ from nsa.monitor import metrics_csv, selection_csv
 from nsa.monitor.artifacts import Row, Table, read_table
 from nsa.monitor.observer import Observer, RunInfo, StepRecord
 
+_GATES = [f"gate_{branch}" for branch in BRANCHES]
 NEWEST = 5  # logged steps whose gates are kept
 
 
@@ -58,8 +59,8 @@ class RunHistory(Observer):
         if record.health is not None:
             self._gates.append(
                 [
-                    {"step": float(record.step), "layer": float(layer)}
-                    | {f"gate_{branch}": health.gate_mean[branch] for branch in BRANCHES}
-                    for layer, health in enumerate(record.health.layers)
+                    {"step": float(record.step), "layer": float(index)}
+                    | {name: layer[name] or 0.0 for name in _GATES}
+                    for index, layer in enumerate(record.health.layers)
                 ]
             )

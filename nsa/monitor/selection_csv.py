@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from nsa.constants import BRANCHES
 from nsa.monitor.metrics_csv import CsvObserver
-from nsa.monitor.observer import DISTANCES, LayerHealth, StepRecord
+from nsa.monitor.observer import LAYER_STATISTICS, StepRecord
 
 FILE_NAME = "selection.csv"
-_GATES = {"": "gate_mean", "_std": "gate_std", "_saturated": "gate_saturated"}
-_SELECTION = ("choosing", "forced", "entropy", "overlap", "distance")
-COLUMNS = (
-    "step",
-    "layer",
-    *(f"gate_{branch}{suffix}" for suffix in _GATES for branch in BRANCHES),
-    *_SELECTION,
-    *(f"distance_from_{edge}" for edge in DISTANCES),
-)
+COLUMNS = ("step", "layer", *LAYER_STATISTICS)
 
 
 class SelectionCsv(CsvObserver):
@@ -25,14 +16,9 @@ class SelectionCsv(CsvObserver):
 
     def rows(self, record: StepRecord) -> list[list[str]]:
         """Return a row for each layer."""
-        layers = record.health.layers if record.health is not None else ()
-        return [
-            [str(record.step), str(index), *_cells(layer)] for index, layer in enumerate(layers)
-        ]
-
-
-def _cells(health: LayerHealth) -> list[str]:
-    values = [getattr(health, name)[branch] for name in _GATES.values() for branch in BRANCHES]
-    values += [getattr(health, name) for name in _SELECTION]
-    values += health.distances or [None] * len(DISTANCES)
-    return ["" if value is None else f"{value:.6g}" for value in values]
+        rows = []
+        for index, layer in enumerate(record.health.layers if record.health is not None else ()):
+            values = [layer[name] for name in LAYER_STATISTICS]
+            cells = ["" if value is None else f"{value:.6g}" for value in values]
+            rows.append([str(record.step), str(index), *cells])
+        return rows

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from nsa.constants import BRANCHES
 from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, Observer, RunInfo, StepRecord
 from nsa.monitor.writer import BackgroundWriter
 
@@ -106,16 +105,13 @@ class TensorBoardObserver(Observer):
             scalars |= _scalars(record.health)
             if self._health_records % HISTOGRAMS_EVERY == 0:
                 histograms = list(_histograms(record.health, record.step))
-                self._board.write(lambda board: _add(board, histograms))
+                self._board.write(
+                    lambda board: [board.add_histogram_raw(**histogram) for histogram in histograms]
+                )
             self._health_records += 1
         self._board.write_scalars(
             [(tag, value, record.step) for tag, value in scalars.items() if value is not None]
         )
-
-
-def _add(board: Any, histograms: Sequence[dict[str, Any]]) -> None:
-    for histogram in histograms:
-        board.add_histogram_raw(**histogram)
 
 
 def _restart(board: Any, step: int) -> None:
@@ -169,25 +165,23 @@ def _hparams(settings: dict[str, Any]) -> tuple[Any, Any, Any]:
 def _scalars(health: Health) -> dict[str, float | None]:
     scalars: dict[str, float | None] = {}
     for index, layer in enumerate(health.layers):
-        for branch in BRANCHES:
-            tag = f"gates/layer{index:02}/{branch}"
-            scalars[tag] = layer.gate_mean[branch]
-            scalars[f"{tag}_std"] = layer.gate_std[branch]
-            scalars[f"{tag}_saturated"] = layer.gate_saturated[branch]
-        for name in ("choosing", "forced", "entropy", "overlap", "distance"):
-            scalars[f"selection/layer{index:02}/{name}"] = getattr(layer, name)
+        for name, value in layer.items():
+            if name.startswith("gate_"):
+                scalars[f"gates/layer{index:02}/{name.removeprefix('gate_')}"] = value
+            elif not name.startswith("distance_from_"):
+                scalars[f"selection/layer{index:02}/{name}"] = value
     return scalars
 
 
 def _histograms(health: Health, step: int) -> Iterator[dict[str, Any]]:
     """Yield histograms, whose tags differ from scalars': a tag holds one kind of value."""
-    for index, layer in enumerate(health.layers):
-        for branch in BRANCHES:
-            tag = f"gate_values/layer{index:02}/{branch}"
-            yield _histogram(tag, step, layer.gate_bins[branch], _GATE_EDGES)
-        if layer.distances:
+    for index, (layer, bins) in enumerate(zip(health.layers, health.gate_bins, strict=True)):
+        for branch, fractions in bins.items():
+            yield _histogram(f"gate_values/layer{index:02}/{branch}", step, fractions, _GATE_EDGES)
+        distances = [layer[f"distance_from_{edge}"] for edge in DISTANCES]
+        if picks := [fraction for fraction in distances if fraction is not None]:
             tag = f"selection_distance_log2/layer{index:02}"
-            yield _histogram(tag, step, layer.distances, _DISTANCE_EDGES)
+            yield _histogram(tag, step, picks, _DISTANCE_EDGES)
 
 
 def _histogram(

@@ -53,7 +53,7 @@ def test_recomputation_and_a_second_micro_batch_do_not_change_the_recorded_healt
     assert recorder.read() == expected
     assert expected is not None
     assert len({str(layer) for layer in expected.layers}) == 2, "each layer has its own figures"
-    assert expected.layers[0].choosing > 0.5
+    assert expected.layers[0]["choosing"] > 0.5
 
 
 @modes

@@ -14,7 +14,6 @@ from nsa.monitor.observer import (
     DISTANCES,
     GATE_BINS,
     Health,
-    LayerHealth,
     RunInfo,
     StepRecord,
 )
@@ -45,23 +44,27 @@ def make_record(step: int, **changes: Any) -> StepRecord:
 
 def make_health(layers: int = 2, **changes: Any) -> Health:
     """Return layers with different gates, and free picks near and far."""
-    return Health([make_layer(index, **changes) for index in range(layers)])
+    bins = dict.fromkeys(BRANCHES, [1 / GATE_BINS] * GATE_BINS)
+    return Health([make_layer(index, **changes) for index in range(layers)], [bins] * layers)
 
 
-def make_layer(index: int, **changes: Any) -> LayerHealth:
-    values: dict[str, Any] = {
-        "gate_mean": {branch: (index + place) / 8 for place, branch in enumerate(BRANCHES)},
-        "gate_std": dict.fromkeys(BRANCHES, 1 / 3),
-        "gate_saturated": dict.fromkeys(BRANCHES, 0.25),
-        "gate_bins": dict.fromkeys(BRANCHES, [1 / GATE_BINS] * GATE_BINS),
-        "choosing": 0.75,
-        "forced": 0.1875,
-        "entropy": 0.5 + index / 16,
-        "overlap": 0.875,
-        "distance": 6.5,
-        "distances": [0.5, *[0.0] * (len(DISTANCES) - 2), 0.5],
-    }
-    return LayerHealth(**{**values, **changes})
+def make_layer(index: int, **changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for place, branch in enumerate(BRANCHES):
+        values[f"gate_{branch}"] = (index + place) / 8
+        values[f"gate_{branch}_std"] = 1 / 3
+        values[f"gate_{branch}_saturated"] = 0.25
+    values |= {"choosing": 0.75, "forced": 0.1875, "entropy": 0.5 + index / 16}
+    values |= {"overlap": 0.875, "distance": 6.5}
+    values |= {f"distance_from_{edge}": 0.5 * (edge in (1, 512)) for edge in DISTANCES}
+    return {**values, **changes}
+
+
+# Statistics of a layer whose queries all read every block.
+NO_FREE_PICKS: dict[str, Any] = {
+    **dict.fromkeys(("entropy", "overlap", "distance")),
+    **{f"distance_from_{edge}": None for edge in DISTANCES},
+}
 
 
 def drain(writer: BackgroundWriter) -> None:

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nsa.monitor import health
 from nsa.monitor.health import HealthRecorder
-from nsa.monitor.observer import BRANCHES, DISTANCES, GATE_BINS, Health, LayerHealth
+from nsa.monitor.observer import BRANCHES, DISTANCES, GATE_BINS, LAYER_STATISTICS, Health
 from nsa.spec import NSASpec
 from tests.model.models import packed
 
@@ -57,8 +57,8 @@ def is_forced(block: int, own: int, spec: NSASpec) -> bool:
 
 def reference(
     gates: Tensor, blocks: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, stride: int = 1
-) -> LayerHealth:
-    """Compute the definitions of docs/reference/metrics.md one value at a time."""
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Compute a layer's statistics and bins by docs/reference/metrics.md, one value at a time."""
     batch, length = gates.shape[:2]
     starts = starts_of(length, cu_seqlens)
     sampled = range(0, length, stride)
@@ -93,51 +93,39 @@ def reference(
         entropy = -sum(part * math.log(part) for part in parts)
         entropies.append((entropy - least) / (math.log(most - always) - least) if mine else 0.0)
     edges = [*DISTANCES, math.inf]
-    return LayerHealth(
-        gate_mean=means,
-        gate_std={
-            branch: math.sqrt(sum((one - means[branch]) ** 2 for one in samples) / len(samples))
-            for branch, samples in values.items()
-        },
-        gate_saturated={
-            branch: sum(one < 0.05 or one >= 0.95 for one in samples) / len(samples)
-            for branch, samples in values.items()
-        },
-        gate_bins={
-            branch: [
-                sum(int(one * GATE_BINS) == bin_ for one in samples) / len(samples)
-                for bin_ in range(GATE_BINS)
-            ]
-            for branch, samples in values.items()
-        },
-        choosing=sum((t - starts[t]) // spec.select_len >= spec.select_top for t in sampled)
-        / len(sampled),
-        forced=forced / all_picks,
-        entropy=sum(entropies) / len(entropies) if free else None,
-        overlap=shared / compared if compared else None,
-        distance=sum(back for *_, back in free) / len(free) if free else None,
-        distances=[
-            sum(low <= back < high for *_, back in free) / len(free)
-            for low, high in pairwise(edges)
+    layer: dict[str, Any] = {}
+    for branch, samples in values.items():
+        count, mean = len(samples), means[branch]
+        layer[f"gate_{branch}"] = mean
+        layer[f"gate_{branch}_std"] = math.sqrt(sum((one - mean) ** 2 for one in samples) / count)
+        layer[f"gate_{branch}_saturated"] = sum(x < 0.05 or x >= 0.95 for x in samples) / count
+    late = sum((t - starts[t]) // spec.select_len >= spec.select_top for t in sampled)
+    layer |= {"choosing": late / len(sampled), "forced": forced / all_picks}
+    layer["entropy"] = sum(entropies) / len(entropies) if free else None
+    layer["overlap"] = shared / compared if compared else None
+    layer["distance"] = sum(back for *_, back in free) / len(free) if free else None
+    for low, high in pairwise(edges):
+        near = sum(low <= back < high for *_, back in free)
+        layer[f"distance_from_{low}"] = near / len(free) if free else None
+    bins = {
+        branch: [
+            sum(int(one * GATE_BINS) == bin_ for one in samples) / len(samples)
+            for bin_ in range(GATE_BINS)
         ]
-        if free
-        else [],
-    )
+        for branch, samples in values.items()
+    }
+    return layer, bins
 
 
-def flat_values(layer: LayerHealth) -> list[Any]:
-    parts: list[Any] = []
-    for value in vars(layer).values():
-        for part in value.values() if isinstance(value, dict) else [value]:
-            parts += part if isinstance(part, list) else [part]
-    return parts
-
-
-def assert_same(actual: Health | None, expected: list[LayerHealth]) -> None:
+def assert_same(
+    actual: Health | None, expected: list[tuple[dict[str, Any], dict[str, list[float]]]]
+) -> None:
     assert actual is not None
-    assert len(actual.layers) == len(expected)
-    for mine, other in zip(actual.layers, expected, strict=True):
-        assert flat_values(mine) == pytest.approx(flat_values(other), abs=2e-6)
+    assert len(actual.layers) == len(actual.gate_bins) == len(expected)
+    for mine, my_bins, (other, bins) in zip(actual.layers, actual.gate_bins, expected, strict=True):
+        assert tuple(mine) == LAYER_STATISTICS
+        assert list(mine.values()) == pytest.approx([other[name] for name in mine], abs=2e-6)
+        assert {branch: pytest.approx(bins[branch], abs=2e-6) for branch in BRANCHES} == my_bins
 
 
 def armed_recorder(layers: int, spec: NSASpec = SPEC) -> tuple[HealthRecorder, list[Any]]:
@@ -171,7 +159,7 @@ def test_all_statistics_match_a_loop_over_single_values(
     assert health is not None
     for branch, mean in health.gates.items():
         assert mean == pytest.approx(
-            sum(layer.gate_mean[branch] for layer in expected) / 2, abs=1e-6
+            sum(layer[f"gate_{branch}"] for layer, _ in expected) / 2, abs=1e-6
         )
 
 
@@ -202,18 +190,18 @@ def test_collapsed_selection_has_entropy_0_and_overlap_1() -> None:
     recorder, (layer,) = armed_recorder(1)
     layer.observer(make_gates(1, 400), make_blocks_at(lambda own: (1, 2)), None)
     (layer_health,) = recorder.read().layers
-    assert layer_health.entropy == pytest.approx(0, abs=1e-6)
-    assert layer_health.overlap == 1
-    assert layer_health.distance > 40
+    assert layer_health["entropy"] == pytest.approx(0, abs=1e-6)
+    assert layer_health["overlap"] == 1
+    assert layer_health["distance"] > 40
 
 
 def test_selection_at_a_fixed_distance_is_visible_in_distances_not_in_entropy() -> None:
     recorder, (layer,) = armed_recorder(1)
     layer.observer(make_gates(1, 400), make_blocks_at(lambda own: (own - 3, own - 2)), None)
     (layer_health,) = recorder.read().layers
-    assert layer_health.entropy > 0.95
-    assert layer_health.distance == 2.5
-    assert list(layer_health.distances) == [0, 1] + [0] * 8
+    assert layer_health["entropy"] > 0.95
+    assert layer_health["distance"] == 2.5
+    assert [layer_health[f"distance_from_{edge}"] for edge in DISTANCES] == [0, 1] + [0] * 8
 
 
 def test_closed_and_open_gates_count_as_saturated() -> None:
@@ -222,9 +210,10 @@ def test_closed_and_open_gates_count_as_saturated() -> None:
     gates[..., 0], gates[..., 1], gates[..., 2] = 0.0, 1.0, 0.5
     layer.observer(gates, make_blocks(1, 90, SPEC), None)
     (layer_health,) = recorder.read().layers
-    assert layer_health.gate_mean == {"cmp": 0, "sel": 1, "win": 0.5}
-    assert layer_health.gate_saturated == {"cmp": 1, "sel": 1, "win": 0}
-    assert layer_health.gate_std == {"cmp": 0, "sel": 0, "win": 0}
+    for branch, mean, saturated in (("cmp", 0, 1), ("sel", 1, 1), ("win", 0.5, 0)):
+        assert layer_health[f"gate_{branch}"] == mean
+        assert layer_health[f"gate_{branch}_saturated"] == saturated
+        assert layer_health[f"gate_{branch}_std"] == 0
 
 
 @pytest.mark.parametrize("length", [1, 3, 20])
@@ -233,13 +222,13 @@ def test_without_free_picks_their_statistics_are_none(length: int) -> None:
     layer.observer(make_gates(1, length), make_blocks(1, length, SPEC), None)
     (layer_health,) = recorder.read().layers
     assert (
-        layer_health.choosing,
-        layer_health.entropy,
-        layer_health.overlap,
-        layer_health.distance,
+        layer_health["choosing"],
+        layer_health["entropy"],
+        layer_health["overlap"],
+        layer_health["distance"],
     ) == (0, None, None, None)
-    assert layer_health.distances == []
-    assert 0 < layer_health.forced <= 1
+    assert {layer_health[f"distance_from_{edge}"] for edge in DISTANCES} == {None}
+    assert 0 < layer_health["forced"] <= 1
 
 
 def test_bfloat16_gates_are_averaged_in_float32() -> None:
@@ -284,7 +273,7 @@ def test_measuring_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Tensor, "tolist", lambda rows: transfers.append(rows.shape) or [])
     for layer in layers:
         layer.observer(gates, blocks, packed(40, 50).to("meta"))
-    assert recorder.read() == Health([])
+    assert recorder.read() == Health([], [])
     assert len(transfers) == 1
 
 

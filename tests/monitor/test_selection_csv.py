@@ -8,7 +8,14 @@ from nsa.monitor.artifacts import read_table
 from nsa.monitor.observer import StepRecord
 from nsa.monitor.selection_csv import COLUMNS, SelectionCsv
 from nsa.monitor.writer import BackgroundWriter
-from tests.monitor.records import drain, files_no_longer_than, make_health, make_info, make_record
+from tests.monitor.records import (
+    NO_FREE_PICKS,
+    drain,
+    files_no_longer_than,
+    make_health,
+    make_info,
+    make_record,
+)
 
 
 def healthy(step: int, layers: int = 2) -> StepRecord:
@@ -26,7 +33,7 @@ def log(run_dir: Path, records: list[StepRecord], start_step: int = 0) -> None:
 
 
 def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) -> None:
-    unchosen = make_health(1, entropy=None, overlap=None, distance=None, distances=[])
+    unchosen = make_health(1, **NO_FREE_PICKS)
     log(tmp_path, [healthy(1), make_record(7, health=unchosen)])
     rows = read_table(tmp_path / "selection.csv").rows
     assert [(row["step"], row["layer"]) for row in rows] == [(1, 0), (1, 1), (7, 0)]

@@ -9,10 +9,10 @@ from typing import Any
 
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.metrics_csv import MetricsCsv
-from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, LayerHealth, StepRecord
+from nsa.monitor.observer import Health, StepRecord
 from nsa.monitor.selection_csv import SelectionCsv
 from nsa.monitor.writer import BackgroundWriter
-from tests.monitor.records import make_info, make_record
+from tests.monitor.records import make_info, make_layer, make_record
 
 Beat = dict[str, Any]
 CONFIG = LadderConfig(min_gate=0.0)  # the runs below have no gates
@@ -110,23 +110,11 @@ def write_selection(
     run_dir: Path, steps: int = 300, *, gates: dict[str, float], layers: int = 2
 ) -> None:
     """Write selection.csv with the same gates in every layer."""
-    health = Health(
-        [
-            LayerHealth(
-                gate_mean=gates,
-                gate_std=dict.fromkeys(gates, 0.1),
-                gate_saturated=dict.fromkeys(gates, 0.0),
-                gate_bins={branch: [1 / GATE_BINS] * GATE_BINS for branch in gates},
-                choosing=0.8,
-                forced=0.2,
-                entropy=0.7 - 0.1 * layer,
-                overlap=0.6,
-                distance=5.0,
-                distances=[1 / len(DISTANCES)] * len(DISTANCES),
-            )
-            for layer in range(layers)
-        ]
-    )
+    values = {f"gate_{branch}": mean for branch, mean in gates.items()}
+    rows = [
+        {**make_layer(layer), **values, "entropy": 0.7 - 0.1 * layer} for layer in range(layers)
+    ]
+    health = Health(rows, [{}] * layers)
     writer = BackgroundWriter("selection.csv")
     observer = SelectionCsv(writer)
     observer.on_start(make_info(run_dir, total_steps=steps))
