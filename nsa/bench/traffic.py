@@ -203,7 +203,7 @@ _rms_norm = register(
 
 
 @contextmanager
-def _as_on_cuda() -> Iterator[None]:
+def as_on_cuda() -> Iterator[None]:
     """Replace functions that `meta` decomposes by the ops that CUDA dispatches."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention
 
@@ -232,7 +232,7 @@ def record(config: ModelConfig, micro_batch: int, seq_len: int) -> list[Operatio
     forward = sum(x.flops for n, x in kernels.items() if n == "select" or "forward" in n)
     backward = sum(x.flops for x in kernels.values()) - forward
     flops = {"nsa::triton_gated": forward, "nsa::triton_gated_backward": backward}
-    with _as_on_cuda(), Recorder(flops, config.mlp_width) as recorder:
+    with as_on_cuda(), Recorder(flops, config.mlp_width) as recorder:
         model(tokens, labels=tokens).backward()
     return recorder.operations
 

@@ -177,7 +177,9 @@ def activations(model: Model, batch: BatchShape, *, fused: bool = True) -> Activ
 def _attention(model: Model, batch: BatchShape) -> int:
     """Return the bytes that attention saves: queries, keys, values, gates, outputs, φ."""
     query, output, key, value = model.heads_sizes
-    saved = query + output + model.kv_sets * value  # the mixed output, for the last projection
+    saved = query + model.kv_sets * value
+    if model.spec is not None:
+        saved += output  # the gated sum; dense attention's only output is counted below
     saved += len(model.branches) * model.config.heads  # gates
     # Keys after RoPE. Compressed keys are not rotated.
     rotated = len({"sel", "win"}.intersection(model.branches)) if model.branches else 1

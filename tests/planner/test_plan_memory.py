@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from nsa.bench.traffic import as_on_cuda
 from nsa.engine.build import build_model
 from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
-from nsa.model.config import ACTIVATION_CHECKPOINTING
+from nsa.model import LanguageModel
+from nsa.model.config import ACTIVATION_CHECKPOINTING, ModelConfig
 from nsa.planner.memory import memory
 from nsa.planner.model import BatchShape, Model, activations
 from nsa.planner.traffic import Zero, traffic
@@ -158,6 +161,37 @@ def test_activations_match_a_models(checkpointing: str, kind: str) -> None:
 def test_activations_match_each_kind_of_attention(changes: dict[str, Any], mode: str) -> None:
     held, _ = one_pass(mode, "nsa", **changes)
     assert held == pytest.approx(1, abs=0.02)
+
+
+def saved_on_a_gpu(config: ModelConfig, tokens: Tensor) -> int:
+    """Bytes that autograd saves in the forward pass, with the Triton backend on `meta`."""
+    with torch.device("meta"):
+        model = LanguageModel(config).bfloat16()
+    weights = {x.untyped_storage()._cdata for x in model.parameters()}
+    saved: dict[int, Tensor] = {}  # by storage, which a saved tensor keeps alive
+
+    def pack(x: Tensor) -> Tensor:
+        saved.setdefault(x.untyped_storage()._cdata, x)
+        return x
+
+    with as_on_cuda(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model(tokens, labels=tokens)
+    return sum(x.untyped_storage().nbytes() for name, x in saved.items() if name not in weights)
+
+
+@pytest.mark.parametrize("kind", ["nsa", "dense"])
+@pytest.mark.parametrize("mode", ["none", "reentrant"])
+def test_activations_are_the_tensors_that_autograd_saves_on_a_gpu(mode: str, kind: str) -> None:
+    """The production run's micro-batch; `selective` saves tensors elsewhere."""
+    config = RunConfig()
+    config.model.attention.kind, config.model.activation_checkpointing = kind, mode
+    model, batch = model_of(config), batch_of(config)
+    tokens = torch.empty(batch.micro_batch, batch.seq_len, dtype=torch.long, device="meta")
+    acts = activations(model, batch)
+    # The loss computes the gradients of the head and of its input, which replaces the input.
+    planned = config.model.layers * acts.kept_layer + acts.shared + acts.final
+    planned += 2 * model.embedding
+    assert planned == pytest.approx(saved_on_a_gpu(config.model, tokens), rel=0.005)
 
 
 @pytest.mark.parametrize("kind", ["nsa", "dense"])
