@@ -28,8 +28,6 @@ from nsa.checkpoint.manifest import (
     sync_and_hash,
 )
 
-CONVERTER = "deepspeed.checkpoint.ds_to_universal"
-
 
 def needs_universal(checkpoint: Path, ranks: int) -> bool:
     """Return whether loading on `ranks` ranks requires conversion; ZeRO stage 0 loads on any."""
@@ -79,7 +77,7 @@ def to_universal(checkpoint: Path) -> Path:
 
 def _convert(checkpoint: Path, converted: Path) -> None:
     """Run the converter as a process, because it keeps global state and prints."""
-    command = [sys.executable, "-m", CONVERTER, "--inject_missing_state"]
+    command = [sys.executable, "-m", "nsa.checkpoint.converter", "--inject_missing_state"]
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     command += ["--input_folder", str(checkpoint), "--output_folder", str(converted)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nsa.checkpoint.manifest import ANY, MANIFEST, find_problem, newest_complete, read_topology
+from nsa.checkpoint.safe_load import data_only
 from nsa.dtypes import DTYPES
 
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's name, except for stage 3
@@ -131,7 +132,8 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
 
 def _load_mapped(file: Path) -> Any:
     """Load a file of torch.save memory-mapped, so that unused tensors are not read."""
-    return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    with data_only(file.parent, optimizer=False):
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
 
 
 def _master_weights_stage_0(
@@ -159,8 +161,8 @@ def _master_weights_stage_1_2(
     pieces: dict[str, list[Tensor]] = {name: [] for name in trained}
     for rank in range(ranks):
         (file,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        with _silence():  # unpickling imports DeepSpeed
-            state = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+        with _silence(), data_only(folder):  # which imports DeepSpeed
+            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         state = state["optimizer_state_dict"]
         groups = zip(
             state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True
@@ -179,7 +181,7 @@ def _master_weights_universal(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _stage_3_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Gather the optimizer's shards with DeepSpeed's functions, one weight at a time."""
-    with _silence():
+    with _silence(), data_only(folder):
         from deepspeed.utils.zero_to_fp32 import (
             get_fp32_state_dict_from_zero_checkpoint,
             to_torch_tensor,

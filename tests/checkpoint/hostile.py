@@ -1,0 +1,47 @@
+"""A checkpoint that a stranger prepared: a file runs code when it is unpickled, hashes are right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nsa.checkpoint.manifest import MANIFEST, manifest_text, read_manifest, sync_and_hash
+
+KINDS = {"model": "*model_states.pt", "optimizer": "*optim_states.pt", "rng": "rng_rank*.pt"}
+
+
+class Code:
+    """Creates the file `path` when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def plant(checkpoint: Path, kind: str, ran: Path) -> int:
+    """Add code that creates `ran` to all files of a kind, and hash them; return their number."""
+    files = sorted(checkpoint.glob(KINDS[kind]))
+    for file in files:
+        content = torch.load(file, weights_only=False)
+        torch.save(content | {"planted": Code(ran)}, file)
+    rehash(checkpoint)
+    return len(files)
+
+
+def forge_layout(checkpoint: Path, layout: str) -> None:
+    """Let the checkpoint claim another ZeRO stage, which is read by other functions."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["saved_under"]["layout"] = layout
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    rehash(checkpoint)
+
+
+def rehash(checkpoint: Path) -> None:
+    manifest = read_manifest(checkpoint)
+    files = {name: sync_and_hash(checkpoint / name) for name in manifest["files"]}
+    (checkpoint / MANIFEST).write_text(manifest_text({**manifest, "files": files}))
