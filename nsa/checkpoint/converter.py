@@ -1,6 +1,6 @@
 """DeepSpeed's converter to universal checkpoints, which here reads files as data only.
 
-    python -m nsa.checkpoint.converter --input_folder CHECKPOINT --output_folder FOLDER
+python -m nsa.checkpoint.converter --input_folder CHECKPOINT --output_folder FOLDER
 """
 
 from __future__ import annotations

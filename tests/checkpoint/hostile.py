@@ -1,4 +1,4 @@
-"""A checkpoint that a stranger prepared: a file runs code when it is unpickled, hashes are right."""
+"""A hostile checkpoint: a file runs code when it is unpickled, and all hashes are right."""
 
 from __future__ import annotations
 
