@@ -13,6 +13,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,10 +26,11 @@ def data_only(checkpoint: Path, *, optimizer: bool = True) -> Iterator[None]:
 
     `optimizer`: allow the classes in DeepSpeed's optimizer files; imports DeepSpeed, which is slow.
     """
+    classes: list[Any] = _optimizer_classes() if optimizer else []
     before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
     os.environ[_FORCE] = "1"  # torch.load reads it at each call
     try:
-        with torch.serialization.safe_globals(_optimizer_classes() if optimizer else []):
+        with torch.serialization.safe_globals(classes):
             yield
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
@@ -42,7 +44,7 @@ def data_only(checkpoint: Path, *, optimizer: bool = True) -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
-def _optimizer_classes() -> list[type]:
+def _optimizer_classes() -> list[Any]:
     """Return the classes of DeepSpeed's optimizer files; they only hold values."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
