@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,17 @@ class DtypeReport:
         self._outputs: dict[str, set[str]] = defaultdict(set)
         self._gradients: dict[str, set[str]] = defaultdict(set)
         self._hooks: list[Any] = []
+
+        def record(seen: set[str], *values: Any) -> None:  # inputs of a hook; the last is new
+            seen |= _dtypes(tree_leaves(values[-1]))
+
         for name, part in module.named_modules():
-            self._hooks.append(part.register_forward_hook(self._output_hook(name)))
+            hook = partial(record, self._outputs[name])
+            self._hooks.append(part.register_forward_hook(hook))
             for parameter in part.parameters(recurse=False):
                 if parameter.requires_grad:
-                    self._hooks.append(parameter.register_hook(self._gradient_hook(name)))
+                    hook = partial(record, self._gradients[name])
+                    self._hooks.append(parameter.register_hook(hook))
 
     def write(self, path: Path, optimizer: Any) -> None:
         """Remove the hooks and write the table; `optimizer` is DeepSpeed's or PyTorch's."""
@@ -45,18 +52,6 @@ class DtypeReport:
             atomic_write_text(path, self._modules() + "\n" + _optimizer_states(optimizer))
         except Exception as error:
             warn(f"{path} was not written, the run continues: {error!r}")
-
-    def _output_hook(self, name: str) -> Any:
-        def hook(_module: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
-            self._outputs[name] |= _dtypes(tree_leaves(outputs))
-
-        return hook
-
-    def _gradient_hook(self, name: str) -> Any:
-        def hook(gradient: torch.Tensor) -> None:
-            self._gradients[name] |= _dtypes([gradient])
-
-        return hook
 
     def _modules(self) -> str:
         """Return a table with a row per module; equal rows of all layers are merged."""

@@ -37,12 +37,7 @@ class Fallbacks(Observer):
 
     def _write(self) -> None:
         counts = self._written = dict(self._counts())
-        self._writer.submit(lambda: atomic_write_text(self._path, _table(counts)))
-
-
-def _table(counts: Counts) -> str:
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(COLUMNS)
-    rows.writerows([*key, calls] for key, calls in sorted(counts.items()))
-    return text.getvalue()
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerows([COLUMNS, *([*key, calls] for key, calls in sorted(counts.items()))])
+        self._writer.submit(lambda: atomic_write_text(self._path, text.getvalue()))

@@ -40,9 +40,8 @@ class StepProfiler:
 
     def step_start(self, step: int) -> None:
         """Step `step`, counted from 1, is about to run."""
-        if self._steps is None or not self._steps[0] <= step <= self._steps[1]:
-            return
-        if self._profiler is None:
+        due = self._steps is not None and self._steps[0] <= step <= self._steps[1]
+        if due and self._profiler is None:
             self._start(step)
         self._last = step
 

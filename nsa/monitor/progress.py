@@ -26,7 +26,7 @@ class Progress(Observer):
         self._stream = stream or sys.stdout
         self._min_seconds = min_seconds
         self._has_bar = False
-        self._bar: tqdm | None = None
+        self._bar = tqdm(disable=True)  # does nothing; used by the writer's thread only
         self._total = 0
         self._first: tuple[int, float] | None = None  # step and time from which the ETA is measured
         self._last_step = 0
@@ -55,8 +55,7 @@ class Progress(Observer):
 
     def on_step(self, record: StepRecord) -> None:
         now = time.monotonic()
-        if self._has_bar:
-            self._writer.submit(lambda: self._move_bar(record))
+        self._writer.submit(lambda: self._move_bar(record))
         if record.val_loss is not None or (not self._has_bar and self._is_due(record, now)):
             self._print_line(record, now)
         else:
@@ -71,7 +70,7 @@ class Progress(Observer):
     def on_end(self, status: str) -> None:
         if self._unprinted is not None and not self._has_bar:
             self._print_line(self._unprinted, time.monotonic())
-        self._writer.submit(self._close_bar)
+        self._writer.submit(lambda: self._bar.close())
         self._print(status)
 
     def _is_due(self, record: StepRecord, now: float) -> bool:
@@ -109,13 +108,8 @@ class Progress(Observer):
         )
 
     def _move_bar(self, record: StepRecord) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix_str(_describe(record), refresh=False)
-            self._bar.update(record.step - self._bar.n)
-
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.set_postfix_str(_describe(record), refresh=False)
+        self._bar.update(record.step - self._bar.n)
 
 
 def _describe(record: StepRecord) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 
 from nsa.constants import BRANCHES
 from nsa.monitor import metrics_csv, selection_csv
-from nsa.monitor.artifacts import Row, Table, read_table
+from nsa.monitor.artifacts import Table, read_table
 from nsa.monitor.observer import Observer, RunInfo, StepRecord
 
-_GATES = [f"gate_{branch}" for branch in BRANCHES]
-NEWEST = 5  # logged steps whose gates are kept
+NEWEST = 500  # rows of selection.csv that are kept, a few logged steps
 
 
 class RunHistory(Observer):
@@ -23,14 +21,7 @@ class RunHistory(Observer):
 
     def __init__(self) -> None:
         self.metrics = Table(metrics_csv.FILE_NAME)
-        self._gates: deque[list[Row]] = deque(maxlen=NEWEST)  # per step: a row for each layer
-        self._gates_problem = ""
-
-    @property
-    def selection(self) -> Table:
-        """The newest mean gates of each layer, with the columns of selection.csv."""
-        rows = [row for layers in self._gates for row in layers]
-        return Table(selection_csv.FILE_NAME, rows, self._gates_problem)
+        self.selection = Table(selection_csv.FILE_NAME)
 
     def on_start(self, info: RunInfo) -> None:
         if info.start_step:
@@ -38,29 +29,20 @@ class RunHistory(Observer):
 
     def load(self, run_dir: Path, step: int) -> None:
         """Read the rows up to `step` that earlier processes wrote."""
-        self.metrics = read_table(run_dir / metrics_csv.FILE_NAME)
-        selection = read_table(run_dir / selection_csv.FILE_NAME)
-        self._gates_problem = selection.problem
-        by_step: dict[float, list[Row]] = {}
-        for row in selection.rows:
-            by_step.setdefault(row["step"], []).append(row)
-        self._gates.extend(layers for at, layers in by_step.items() if at <= step)
+        self.metrics = read_table(run_dir / self.metrics.name)
+        self.selection = read_table(run_dir / self.selection.name)
         self.on_rollback(step)
 
     def on_rollback(self, step: int) -> None:
-        self.metrics.rows = [row for row in self.metrics.rows if 1 <= row["step"] <= step]
-        kept = [layers for layers in self._gates if layers[0]["step"] <= step]
-        self._gates = deque(kept, NEWEST)
+        for table in (self.metrics, self.selection):
+            table.rows = [row for row in table.rows if 1 <= row["step"] <= step]
+        del self.selection.rows[:-NEWEST]
 
     def on_step(self, record: StepRecord) -> None:
         values = {column: getattr(record, column) for column in metrics_csv.COLUMNS}
         row = {name: float(value) for name, value in values.items() if value is not None}
         self.metrics.rows.append(row)
-        if record.health is not None:
-            self._gates.append(
-                [
-                    {"step": float(record.step), "layer": float(index)}
-                    | {name: layer[name] or 0.0 for name in _GATES}
-                    for index, layer in enumerate(record.health.layers)
-                ]
-            )
+        for index, layer in enumerate(record.health.layers if record.health is not None else ()):
+            gates = {f"gate_{branch}": layer[f"gate_{branch}"] or 0.0 for branch in BRANCHES}
+            self.selection.rows.append({"step": float(record.step), "layer": float(index), **gates})
+        del self.selection.rows[:-NEWEST]

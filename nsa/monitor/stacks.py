@@ -94,13 +94,11 @@ class Collectives:
         return "; ".join(done) or None
 
 
-def write_flight_record(path: Path) -> bool:
-    """Write all recorded collectives to `path` as JSON; return False if there are none."""
+def write_flight_record(path: Path) -> None:
+    """Write all recorded collectives to `path` as JSON, if there are any."""
     records = _records(entries=True)
-    if not any(record.get("entries") for record in records):
-        return False
-    atomic_write_text(path, json.dumps(records, indent=1) + "\n")
-    return True
+    if any(record.get("entries") for record in records):
+        atomic_write_text(path, json.dumps(records, indent=1) + "\n")
 
 
 def _names() -> dict[_Key, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -22,8 +23,6 @@ class BackgroundWriter:
         self.name = name
         self.dropped = 0  # jobs that found the queue full, or were left at the end
         self.failed = 0  # jobs that raised
-        self._submitted = 0
-        self._finished = 0
         self._closed = False
         self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(capacity)
         self._reporter: threading.Thread | None = None
@@ -35,7 +34,6 @@ class BackgroundWriter:
         if not self._closed:
             try:
                 self._jobs.put_nowait(job)
-                self._submitted += 1
                 return True
             except queue.Full:
                 pass
@@ -53,13 +51,11 @@ class BackgroundWriter:
             return
         self._closed = True
         deadline = time.monotonic() + timeout
-        try:
+        with contextlib.suppress(queue.Full):
             self._jobs.put(None, timeout=timeout)
             self._thread.join(max(0.0, deadline - time.monotonic()))
-        except queue.Full:
-            pass
         if self._thread.is_alive():
-            self.dropped += self._submitted - self._finished
+            self.dropped += sum(job is not None for job in self._jobs.queue) + 1
         if self._reporter is not None:
             self._reporter.join(1.0)
         if self.dropped or self.failed:
@@ -73,4 +69,3 @@ class BackgroundWriter:
                 self.failed += 1
                 if self.failed == 1:
                     warn(f"{self.name}: a write failed, the run continues: {error!r}")
-            self._finished += 1
