@@ -14,13 +14,14 @@ from torch import Tensor
 
 from nsa.bench.options import SHAPES
 from nsa.dtypes import DTYPES
-from nsa.ops.inputs import SelectionInputs
+from nsa.ops.inputs import PackedLayout, RotaryPoolInputs, SelectionInputs
 from nsa.ops.triton.activation import PackedGates, swiglu_backward, swiglu_forward
 from nsa.ops.triton.band_op import Band, band_backward, band_forward
 from nsa.ops.triton.configs import Choice, override_choices
 from nsa.ops.triton.decode import DecodeInputs, decode_forward
 from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
 from nsa.ops.triton.launch import Launch, recording
+from nsa.ops.triton.rotary import rotary_pool_backward, rotary_pool_forward
 from nsa.ops.triton.select import select_forward
 from nsa.ops.triton.selected_op import Selected, selected_backward, selected_forward
 from nsa.spec import NSASpec
@@ -126,6 +127,25 @@ def _swiglu(case: Case) -> None:
     swiglu_backward(swiglu_forward(x), x)
 
 
+def _rotary_pool(case: Case) -> None:
+    """All branches; shared keys of an mlp φ; and dense attention."""
+    sizes, length = (case.heads, case.kv_heads, case.key, case.value), case.spec.block_len
+    tokens, covering = case.seq_len, -(-length // case.spec.block_stride)
+    for layout in (
+        PackedLayout(*sizes, copies=3, gates=3, first_copy=1, mean=True),
+        PackedLayout(*sizes, copies=1, gates=3, pre_rope=True),
+        PackedLayout(*sizes, copies=1),
+    ):
+        width = -(-sum(layout.columns) // 8) * 8
+        packed = torch.empty(1, tokens, width, dtype=DTYPES[case.dtype], device="meta")
+        cos, sin = packed.new_empty(2, tokens, 1, case.key // 2, dtype=torch.float32)
+        blocks = packed.new_empty(case.spec.compressed_len(tokens), length, dtype=torch.int64)
+        covers = packed.new_empty(tokens, covering, dtype=torch.int64)
+        x = RotaryPoolInputs(packed, cos, sin, blocks, covers, list(layout))
+        outputs = rotary_pool_forward(x)
+        rotary_pool_backward(*outputs, x, outputs[1])
+
+
 # Every public operation, forward and backward.
 OPERATIONS: dict[str, Callable[[Case], None]] = {
     "compressed_attention": _compressed,
@@ -135,6 +155,7 @@ OPERATIONS: dict[str, Callable[[Case], None]] = {
     "nsa_attention": _gated,
     "decode_attention": _decode,
     "swiglu": _swiglu,
+    "rotary_pool": _rotary_pool,
 }
 # Heads, key/value heads, key size, value size, positions. SHORT: a tile of queries selects most
 # blocks and one program sums a key's gradient. LONG: neither.

@@ -13,15 +13,18 @@ from nsa.constants import BRANCHES
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor
 from nsa.model.config import ModelConfig
-from nsa.model.rotary import apply_rotary
+from nsa.model.fused import parallel_linear
 from nsa.ops import (
+    PackedLayout,
     compressed_attention,
     nsa_attention_and_blocks,
+    rotary_pool,
     select_blocks,
     selected_attention,
     window_attention,
 )
 from nsa.ops.documents import document_slices
+from nsa.ops.rotary import RotaryPooled
 
 # Replaces a layer's forward pass during decoding: (layer, x, metadata) -> output.
 CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
@@ -31,9 +34,9 @@ BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
 class Attention(nn.Module):
     """Base class: the projections, and the order of steps.
 
-        x -> project    q, gates, and pre-RoPE keys and values by branch
-          -> branch_kv  compressed or rotated keys and values
-          -> attend     gated sum of the branches
+        x -> project      q, keys and values by branch, and gate logits side by side
+          -> rotary_pool  RoPE, gates and mean-pooled keys and values
+          -> attend       gated sum of the branches
           -> o
 
     Dense attention has one branch, "all", and no gates.
@@ -45,6 +48,7 @@ class Attention(nn.Module):
         self.branches = ("all",) if dense else attention.branch_names
         self.heads, self.kv_heads = config.heads, config.kv_heads
         self.key_dim, self.value_dim = config.head_dim, config.value_dim or config.head_dim
+        self.backend = attention.backend
         copies = 1 if attention.shared_kv else len(self.branches)
         self.q = nn.Linear(config.width, self.heads * self.key_dim, bias=False)
         self.k = nn.Linear(config.width, copies * self.kv_heads * self.key_dim, bias=False)
@@ -52,6 +56,8 @@ class Attention(nn.Module):
         if not dense:
             self.gates = nn.Linear(config.width, self.heads * len(self.branches), bias=False)
         self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
+        sizes = self.heads, self.kv_heads, self.key_dim, self.value_dim
+        self.layout = PackedLayout(*sizes, copies, 0 if dense else len(self.branches))
 
     def forward(
         self, x: Tensor, metadata: AttentionMetadata, cached: CachedAttention | None = None
@@ -59,39 +65,46 @@ class Attention(nn.Module):
         """[B, T, width] to [B, T, width]."""
         if cached is not None:
             return cached(self, x, metadata)
-        q, gates, keys, values = self.project(x, metadata)
-        o = self.attend(q, gates, self.branch_kv(keys, values, metadata), metadata)
+        parts = self.rotary_pool(self.project(x, metadata), metadata)
+        o = self.attend(parts.q, parts.gates, self.branch_kv(parts, metadata), metadata)
         if metadata.sequence is not None:
             o = metadata.sequence.heads_to_tokens(o)
         return self.o(o.flatten(-2))
 
-    def project(
-        self, x: Tensor, metadata: AttentionMetadata
-    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
-        """Project to rotated queries, gates, and pre-RoPE keys and values by branch."""
-        parts = [
-            self.q(x).unflatten(-1, (1, self.heads, self.key_dim)),
-            self.k(x).unflatten(-1, (-1, self.kv_heads, self.key_dim)),
-            self.v(x).unflatten(-1, (-1, self.kv_heads, self.value_dim)),
-        ]
-        if self.branches != ("all",):
-            parts.append(self.gates(x).unflatten(-1, (1, self.heads, len(self.branches))))
+    def project(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Project to q, k, v and gate logits side by side, [B, T, P]; PackedLayout has the order.
+
+        With sequence parallelism this exchanges tokens for heads.
+        """
+        gates = [] if self.branches == ("all",) else [self.gates]
+        packed = parallel_linear(x, [self.q, self.k, self.v, *gates])
         if metadata.sequence is not None:
-            parts = metadata.sequence.tokens_to_heads(*parts)
-        q, k, v = apply_rotary(parts[0][:, :, 0], metadata.rotary), parts[1], parts[2]
-        gates = torch.sigmoid(parts[3][:, :, 0]) if len(parts) == 4 else None
-        return q, gates, self._by_branch(k), self._by_branch(v)
+            packed = metadata.sequence.tokens_to_heads(packed, self.layout)
+        return packed
 
-    def _by_branch(self, x: Tensor) -> dict[str, Tensor]:
-        """Split a projection [B, T, copies, K, D] by branch; shared_kv has one copy for all."""
-        copies = [x[:, :, 0]] * len(self.branches) if x.shape[2] == 1 else x.unbind(2)
-        return dict(zip(self.branches, copies, strict=True))
+    def rotary_pool(
+        self, packed: Tensor, metadata: AttentionMetadata, by_token: bool = False
+    ) -> RotaryPooled:
+        """Split a projection; `by_token`: also return tokens that only the compressor reads."""
+        layout = self.layout
+        if metadata.sequence is not None:
+            layout = metadata.sequence.shard(layout)
+        if by_token:
+            layout = layout._replace(first_copy=0)
+        return rotary_pool(
+            packed,
+            layout._replace(mean=layout.mean and metadata.block_tokens is not None),
+            metadata.rotary.cos,
+            metadata.rotary.sin,
+            metadata.block_tokens,
+            metadata.token_blocks,
+            backend=self.backend,
+        )
 
-    def branch_kv(
-        self, keys: dict[str, Tensor], values: dict[str, Tensor], metadata: AttentionMetadata
-    ) -> BranchKV:
-        """Compress or rotate each branch's keys and values."""
-        raise NotImplementedError
+    def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
+        """Keys and values by branch; shared_kv has one copy for all."""
+        copies = parts.copies[:1] * len(self.branches) if self.layout.copies == 1 else parts.copies
+        return dict(zip(self.branches, copies, strict=False))
 
     def attend(
         self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata
@@ -115,27 +128,26 @@ class NSAttention(Attention):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         attention = config.attention
-        self.spec, self.backend = attention.spec, attention.backend
+        self.spec = attention.spec
         self.compress: Compressor = MeanCompressor()
         if attention.compressor == "mlp":
             hidden = attention.compressor_hidden or self.key_dim
             self.compress = MLPCompressor(self.spec.block_len, self.key_dim, self.value_dim, hidden)
+        if self.branches == ("win",):  # nothing to compress
+            return
+        mean, pre_rope = isinstance(self.compress, MeanCompressor), not self.compress.rotate_first
+        # Whether only the compressor reads the first copy:
+        own = "cmp" in self.branches and self.layout.copies > 1 and (mean or pre_rope)
+        self.layout = self.layout._replace(first_copy=int(own), mean=mean, pre_rope=pre_rope)
 
-    def branch_kv(
-        self, keys: dict[str, Tensor], values: dict[str, Tensor], metadata: AttentionMetadata
-    ) -> BranchKV:
+    def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Without a compressed branch, compressed keys only select blocks and get no gradient."""
-        kv: BranchKV = {}
-        source = "cmp" if "cmp" in keys else "sel"
-        if source in keys:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and source == "cmp"):
-                kv["cmp"] = self.compress(keys[source], values[source], metadata)
-        if "sel" in keys:
-            kv["sel"] = apply_rotary(keys["sel"], metadata.rotary), values["sel"]
-        if "win" in keys:
-            shared = keys["win"] is keys.get("sel")
-            rotated = kv["sel"][0] if shared else apply_rotary(keys["win"], metadata.rotary)
-            kv["win"] = rotated, values["win"]
+        kv = super().branch_kv(parts, metadata)
+        if self.layout.mean:
+            assert parts.compressed is not None
+            kv["cmp"] = parts.compressed
+        elif "cmp" in kv:
+            kv["cmp"] = self.compress(*(parts.compressed or parts.copies[0]), metadata)
         return kv
 
     def attend(
@@ -178,11 +190,6 @@ class NSAttention(Attention):
 
 class DenseAttention(Attention):
     """Plain causal attention over all previous tokens of the document."""
-
-    def branch_kv(
-        self, keys: dict[str, Tensor], values: dict[str, Tensor], metadata: AttentionMetadata
-    ) -> BranchKV:
-        return {"all": (apply_rotary(keys["all"], metadata.rotary), values["all"])}
 
     def attend(
         self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata

@@ -11,6 +11,7 @@ from nsa.model.config import ModelConfig
 from nsa.model.rotary import Rotary
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.documents import compressed_cu_seqlens
+from nsa.spec import NSASpec
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class AttentionMetadata:
     cu_seqlens: Tensor | None
     rotary: Rotary  # RoPE at each token's position, which restarts with each document
     block_tokens: Tensor | None = None  # [N, l] token indices of each compressed block; dense: None
+    token_blocks: Tensor | None = None  # [T, ⌈l/d⌉] the blocks that cover each token, else -1
     block_rotary: Rotary | None = None  # RoPE at each block's last position; dense: None
     sequence: SequenceParallel | None = None  # the ranks that split each sequence
 
@@ -52,7 +54,21 @@ class AttentionMetadata:
             offset = start + _repeat_per_document(cu_seqlens[:-1], blocks, count)
         inside = torch.arange(spec.block_len, device=device)
         last = Rotary.at(start + spec.block_len - 1, head_dim, theta)
-        return cls(cu_seqlens, rotary, offset[:, None] + inside, last, sequence)
+        tables = offset[:, None] + inside, _covering_blocks(offset, spec, seq_len)
+        return cls(cu_seqlens, rotary, *tables, last, sequence)
+
+
+def _covering_blocks(first: Tensor, spec: NSASpec, seq_len: int) -> Tensor:
+    """Return the blocks that cover each token, [T, ⌈l/d⌉], from their first tokens [N].
+
+    A block that covers t begins after t - l and not after t. Blocks of other documents never do,
+    because they end before t's document or begin after it.
+    """
+    token = torch.arange(seq_len, device=first.device)
+    after = torch.searchsorted(first, token, right=True)
+    block = torch.searchsorted(first, token - spec.block_len, right=True)[:, None]
+    block = block + torch.arange(-(-spec.block_len // spec.block_stride), device=first.device)
+    return torch.where(block < after[:, None], block, -1)
 
 
 def _repeat_per_document(values: Tensor, offsets: Tensor, count: int) -> Tensor:

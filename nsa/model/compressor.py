@@ -1,4 +1,7 @@
-"""Compressor φ: pools the `l` keys (or values) of each compressed block into one."""
+"""Compressor φ: pools the `l` keys (or values) of each compressed block into one.
+
+In the parallel forward pass nsa.ops.rotary_pool computes the mean; other φ run here.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,13 @@ from nsa.model.rotary import Rotary, apply_rotary
 class Compressor(nn.Module):
     """Base class of all φ: cuts keys and values into blocks. Subclasses pool a block."""
 
-    rotate_first = True  # apply RoPE before pooling; False: the subclass applies it to its result
+    rotate_first = True  # pool rotated keys; False: the subclass applies RoPE to its result
 
     def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        """Compress pre-RoPE keys and values [B, T, K, D] to [B, N, K, D]."""
+        """Compress keys, rotated if `rotate_first`, and values [B, T, K, D] to [B, N, K, D]."""
         blocks, last = metadata.block_tokens, metadata.block_rotary
         assert blocks is not None
         assert last is not None
-        if self.rotate_first:
-            k = apply_rotary(k, metadata.rotary)
         return self.compress_blocks(k[:, blocks], v[:, blocks], last)
 
     def compress_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:

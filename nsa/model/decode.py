@@ -18,8 +18,9 @@ from nsa.model.attention import Attention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.cache import Buffer, KVCache, LayerCache, Slots
 from nsa.model.language_model import LanguageModel
-from nsa.model.rotary import Rotary, apply_rotary
+from nsa.model.rotary import Rotary
 from nsa.ops.decode import decode_attention
+from nsa.ops.rotary import RotaryPooled
 
 Prompts = Sequence[Tensor] | Tensor
 
@@ -180,11 +181,11 @@ def _prefill_attention(
     slots: Slots, cache: LayerCache, layer: Attention, x: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
     """Attention of all prompts' tokens; stores their keys and values in the cache."""
-    q, gates, keys, values = layer.project(x, metadata)
-    kv = layer.branch_kv(keys, values, metadata)
-    cache.fill(_token_entries(cache, keys, values, metadata.rotary), slots)
+    parts = layer.rotary_pool(layer.project(x, metadata), metadata, by_token=True)
+    kv = layer.branch_kv(parts, metadata)
+    cache.fill(_token_entries(cache, layer, parts), slots)
     cache.fill(_block_entries(cache, kv.get("cmp", ())), slots)
-    return layer.o(layer.attend(q, gates, kv, metadata).flatten(-2))
+    return layer.o(layer.attend(parts.q, parts.gates, kv, metadata).flatten(-2))
 
 
 def _step_attention(
@@ -195,24 +196,24 @@ def _step_attention(
     metadata: AttentionMetadata,
 ) -> Tensor:
     """Attention of the newest token of each sequence, after storing its keys and values."""
-    lengths, rotary = cache.lengths, metadata.rotary
-    q, gates, keys, values = layer.project(x, metadata)
-    layer_cache.append(_token_entries(layer_cache, keys, values, rotary), lengths - 1)
+    lengths = cache.lengths
+    parts = layer.rotary_pool(layer.project(x, metadata), metadata, by_token=True)
+    layer_cache.append(_token_entries(layer_cache, layer, parts), lengths - 1)
     if not isinstance(layer, NSAttention):
-        return layer.o(_dense_attention(q[0], layer_cache, cache).flatten(-2))[None]
-    assert gates is not None
+        return layer.o(_dense_attention(parts.q[0], layer_cache, cache).flatten(-2))[None]
+    assert parts.gates is not None
     if "k_cmp" in layer_cache.plan and cache.completes_a_block:
-        _append_blocks(layer, layer_cache, lengths, rotary)
+        _append_blocks(layer, layer_cache, lengths, metadata.rotary)
     blocks = layer.spec.compressed_len(cache.longest)
     o = decode_attention(
-        q[0],
+        parts.q[0],
         layer_cache.read("k_cmp", blocks),
         layer_cache.read("v_cmp", blocks),
         layer_cache.read("k_sel"),
         layer_cache.read("v_sel"),
         layer_cache.read("k_win"),
         layer_cache.read("v_win"),
-        gates[0],
+        parts.gates[0],
         lengths,
         layer.spec,
         branches=layer.branches,
@@ -222,15 +223,17 @@ def _step_attention(
 
 
 def _token_entries(
-    cache: LayerCache, keys: dict[str, Tensor], values: dict[str, Tensor], rotary: Rotary
+    cache: LayerCache, layer: Attention, parts: RotaryPooled
 ) -> dict[Buffer, Tensor]:
     """The keys and values to store in each buffer that has one entry per token."""
     content = {}
     for buffer in cache.buffers:
-        if buffer.entries != "blocks":
-            content[buffer] = (keys if buffer.kind == "k" else values)[buffer.branch]
-        if buffer.entries == "tokens" and buffer.kind == "k":
-            content[buffer] = apply_rotary(content[buffer], rotary)
+        if buffer.entries == "tokens":
+            pair = parts.copies[layer.branches.index(buffer.branch)]
+            content[buffer] = pair["kv".index(buffer.kind)]
+        elif buffer.entries == "pre_rope":
+            assert parts.compressed is not None
+            content[buffer] = parts.compressed[0]
     return content
 
 

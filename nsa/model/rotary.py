@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from nsa.ops.rotary import rotate
 
 
 @dataclass(frozen=True)
@@ -25,30 +26,4 @@ class Rotary:
 
 def apply_rotary(x_BTHD: Tensor, rotary: Rotary) -> Tensor:
     """Rotate the two halves of each head as pairs, in at least float32."""
-    return _ApplyRotary.apply(x_BTHD, rotary.cos, rotary.sin)
-
-
-class _ApplyRotary(torch.autograd.Function):
-    """The rotation; its backward pass is the inverse rotation.
-
-    It launches four kernels each way. Autograd's nine forward and ten backward were most of a small
-    model's launches.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(gradient, cos, sin, -1), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    pairs = x.unflatten(-1, (2, -1))
-    rotated = pairs * cos[..., None, :]
-    rotated[..., 0, :].addcmul_(pairs[..., 1, :], sin, value=-sign)
-    rotated[..., 1, :].addcmul_(pairs[..., 0, :], sin, value=sign)
-    return rotated.flatten(-2).to(x.dtype)
+    return rotate(x_BTHD, rotary.cos, rotary.sin).to(x_BTHD.dtype)

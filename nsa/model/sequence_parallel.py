@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nsa.ops.inputs import PackedLayout
+
 
 class SequenceParallel:
     """The ranks that split a sequence, in the order of its tokens."""
@@ -28,16 +30,22 @@ class SequenceParallel:
         self._group = group
         _groups[group.group_name] = group
 
-    def tokens_to_heads(self, *parts_BtCHD: Tensor) -> list[Tensor]:
-        """Each part [B, T/S, copies, heads, D] to [B, T, copies, heads/S, D], in one exchange."""
-        by_rank = [part.unflatten(3, (self.size, -1)).movedim(3, 0) for part in parts_BtCHD]
-        packed = torch.cat([part.flatten(3) for part in by_rank], 3)  # [S, B, T/S, all parts]
-        received = exchange(packed, self._group.group_name).transpose(0, 1).flatten(1, 2)
-        parts = received.split([part[0, 0, 0].numel() for part in by_rank], -1)
-        return [
-            part.contiguous().unflatten(-1, sent.shape[3:])
-            for part, sent in zip(parts, by_rank, strict=True)
+    def tokens_to_heads(self, packed_BtP: Tensor, layout: PackedLayout) -> Tensor:
+        """Exchange tokens for heads: a projection [B, T/S, P] to one [B, T, P/S].
+
+        Its columns are those of `shard(layout)`, without padding.
+        """
+        by_rank = [
+            part.unflatten(3, (self.size, -1)).movedim(3, 0).flatten(3)
+            for part in layout.parts(packed_BtP)
         ]
+        received = exchange(torch.cat(by_rank, 3), self._group.group_name)  # [S, B, T/S, P/S]
+        return received.transpose(0, 1).flatten(1, 2)
+
+    def shard(self, layout: PackedLayout) -> PackedLayout:
+        """The layout of 1/S of the heads."""
+        heads, kv_heads = layout.heads // self.size, layout.kv_heads // self.size
+        return layout._replace(heads=heads, kv_heads=kv_heads)
 
     def heads_to_tokens(self, o_BTHD: Tensor) -> Tensor:
         """[B, T, heads/S, D] to [B, T/S, heads, D]."""

@@ -24,17 +24,20 @@ from nsa.ops.checks import (
     check_scale,
 )
 from nsa.ops.documents import compressed_cu_seqlens
-from nsa.ops.inputs import AttentionInputs, SelectionInputs
+from nsa.ops.inputs import AttentionInputs, PackedLayout, SelectionInputs
+from nsa.ops.rotary import rotary_pool
 from nsa.spec import NSASpec
 
 __all__ = [
     "NSASpec",
+    "PackedLayout",
     "compressed_attention",
     "compressed_cu_seqlens",
     "fallback_counts",
     "nsa_attention",
     "nsa_attention_and_blocks",
     "reset_fallback_counts",
+    "rotary_pool",
     "select_blocks",
     "selected_attention",
     "swiglu",

@@ -37,6 +37,7 @@ class Gradient(NamedTuple):
     outputs: int  # number of differentiable outputs; they come first
     saved: slice = slice(None)  # the outputs that `backward` reads
     result_of: tuple[int, ...] = ()  # per input, the result that is its gradient, if some share one
+    unread: int = 0  # number of inputs of which `backward` reads shape and dtype alone; the first
     zeros: bool = True  # `backward` gets zeros for an output without a gradient, otherwise None
 
 
@@ -91,7 +92,8 @@ def _register_gradient(op: Any, name: str, inputs: Any, outputs: int, gradient: 
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         output = output if outputs > 1 else (output,)
-        ctx.save_for_backward(*inputs[:tensors], *output[gradient.saved])
+        shapes = [x.new_empty(()).expand(x.shape) for x in inputs[: gradient.unread]]
+        ctx.save_for_backward(*shapes, *inputs[gradient.unread : tensors], *output[gradient.saved])
         ctx.constants = inputs[tensors:]
         if count < outputs:
             ctx.mark_non_differentiable(*output[count:])

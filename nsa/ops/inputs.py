@@ -1,7 +1,8 @@
-"""Inputs of attention and of block selection, as every backend receives them."""
+"""Inputs of attention, block selection and `rotary_pool`, as every backend receives them."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -38,3 +39,72 @@ class SelectionInputs(NamedTuple):
         """Uninitialised output of the op: int32 [B, T, Hkv, n]."""
         shape = (*self.q.shape[:2], self.k_cmp.shape[2], self.spec.select_top)
         return self.q.new_empty(shape, dtype=torch.int32)
+
+
+class PackedLayout(NamedTuple):
+    """Columns of a packed projection, and which outputs `rotary_pool` builds from them."""
+
+    heads: int  # query heads
+    kv_heads: int  # per copy
+    key_dim: int
+    value_dim: int
+    copies: int  # of keys and values: one for all branches, or one per branch
+    gates: int = 0  # gate logits per query head
+    first_copy: int = 0  # earlier copies have no output by token
+    mean: bool = False  # k_cmp and v_cmp: means of the first copy over each compressed block
+    pre_rope: bool = False  # k_cmp and v_cmp: the first copy by token, without RoPE
+
+    @property
+    def shapes(self) -> list[tuple[int, int, int]]:
+        """(copies, heads, size) of q, k, v and gate logits."""
+        keys_and_values = [(self.copies, self.kv_heads, x) for x in (self.key_dim, self.value_dim)]
+        return [(1, self.heads, self.key_dim), *keys_and_values, (1, self.heads, self.gates)]
+
+    @property
+    def columns(self) -> list[int]:
+        """Columns of q, k, v and gate logits."""
+        return [prod(shape) for shape in self.shapes]
+
+    def parts(self, packed: Tensor) -> list[Tensor]:
+        """Views of q, k, v and gate logits, [B, T, copies, heads, size]."""
+        padding = packed.shape[-1] - sum(self.columns)
+        *parts, _ = packed.split([*self.columns, padding], -1)
+        return [x.unflatten(-1, shape) for x, shape in zip(parts, self.shapes, strict=True)]
+
+    @property
+    def present(self) -> list[bool]:
+        """Whether this layout has each output: q, gates, k_cmp, v_cmp, k and v of each copy."""
+        compressed = [self.mean or self.pre_rope] * 2
+        return [True, self.gates > 0, *compressed, *(self.by_token(i // 2) for i in range(6))]
+
+    def by_token(self, copy: int) -> bool:
+        """Whether this copy's rotated keys and values are outputs."""
+        return self.first_copy <= copy < self.copies
+
+
+class RotaryPoolInputs(NamedTuple):
+    """Inputs of `rotary_pool`; also the arguments of its custom ops."""
+
+    packed: Tensor  # [B, T, P]
+    cos: Tensor  # float32 [T, 1, Dk / 2]
+    sin: Tensor
+    block_tokens: Tensor | None  # int64 [N, l]: the tokens of each compressed block
+    token_blocks: Tensor | None  # int64 [T, ⌈l/d⌉]: the blocks that cover each token, else -1
+    layout: list[int]  # a PackedLayout
+
+    def read_layout(self) -> PackedLayout:
+        """`layout` with its fields' names; the compiler's symbolic integers become plain ones."""
+        return PackedLayout._make(map(int, self.layout))
+
+    def empty_outputs(self) -> tuple[Tensor, ...]:
+        """Uninitialised outputs; those that the layout lacks have no elements."""
+        layout, (batch, tokens) = self.read_layout(), self.packed.shape[:2]
+        blocks = tokens if self.block_tokens is None else self.block_tokens.shape[0]
+        lengths = [tokens, tokens, *[blocks if layout.mean else tokens] * 2, *[tokens] * 6]
+        q, k, v, gates = (shape[1:] for shape in layout.shapes)
+        return tuple(
+            self.packed.new_empty((batch, length, *shape) if present else 0)
+            for length, shape, present in zip(
+                lengths, (q, gates, *(k, v) * 4), layout.present, strict=True
+            )
+        )

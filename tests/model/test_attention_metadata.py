@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,6 +34,20 @@ def test_positions_and_blocks_restart_with_each_document() -> None:
     assert metadata.block_tokens is not None
     expected = [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9], [13, 14, 15, 16]]
     assert metadata.block_tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("spec", [NSASpec(4, 3, 4), NSASpec(5, 1, 4), NSASpec(3, 3, 4)], ids=str)
+@pytest.mark.parametrize("documents", [None, DOCUMENTS, packed(2, 0, 15)])
+def test_the_blocks_of_each_token_are_those_that_cover_it(
+    spec: NSASpec, documents: Tensor | None
+) -> None:
+    metadata = build(17, documents, AttentionConfig(spec=spec))
+    assert metadata.block_tokens is not None
+    assert metadata.token_blocks is not None
+    blocks = metadata.block_tokens.tolist()
+    for token, covering in enumerate(metadata.token_blocks.tolist()):
+        expected = [number for number, tokens in enumerate(blocks) if token in tokens]
+        assert [number for number in covering if number != -1] == expected
 
 
 def test_a_block_is_rotated_at_its_last_position_in_its_document() -> None:

@@ -1,9 +1,17 @@
 """Triton backend: its entry points, and the inputs that its kernels support.
 
+<<<<<<< HEAD
 Kernels and their launchers are in one file per operation (`select.py`, `gated.py`) or in several:
 `band.py` and `band_op.py`, `selected*.py`, `decode_parts.py` and `decode.py`; `activation.py` and
 `normalization.py` are for the step around attention. Entry points import them at the first call,
 because importing Triton is slow.
+=======
+Kernels and their launchers are in one file per operation (`select.py`, `gated.py`) or in two:
+`band.py` and `band_op.py`, `selected.py`, `selected_keys.py` and `selected_op.py`,
+`decode_parts.py` and `decode.py`; `rotary.py`, `activation.py` and `normalization.py` are for
+the step around attention. Entry points import them at the first call, because importing Triton is
+slow.
+>>>>>>> fed0247 (Build attention's inputs with one op, nsa::rotary_pool)
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from nsa.ops.inputs import AttentionInputs, SelectionInputs
+from nsa.ops.inputs import AttentionInputs, RotaryPoolInputs, SelectionInputs
 from nsa.spec import NSASpec
 
 MAX_HEAD_SIZE = 256
@@ -75,6 +83,13 @@ def select_blocks(x: SelectionInputs) -> Tensor:
 
     q, k_cmp, lse, cu_seqlens, spec, seq_len, scale = x
     return triton_select(q, k_cmp, lse, cu_seqlens, spec.to_ints(), seq_len, scale)
+
+
+def rotary_pool(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
+    """The outputs in the order of `RotaryPoolInputs.empty_outputs`."""
+    from nsa.ops.triton.rotary import triton_rotary_pool
+
+    return triton_rotary_pool(*x)
 
 
 def nsa_attention(

@@ -20,6 +20,7 @@ from nsa.ops.triton import (
     band_op,
     common,
     gated,
+    rotary,
     select,
     selected,
     selected_keys,
@@ -38,6 +39,8 @@ from tests.ops.cases import (
     with_gradients,
 )
 from tests.ops.cases import one_thread as one_thread
+from tests.ops.packed import DOCUMENTS as PACKED_DOCUMENTS
+from tests.ops.packed import LAYOUTS
 from tests.ops.triton.parity import (
     DEVICE,
     RULE,
@@ -49,9 +52,10 @@ from tests.ops.triton.parity import (
     settings,
 )
 from tests.ops.triton.test_activation import assert_swiglu_parity
+from tests.ops.triton.test_rotary import assert_rotary_pool_parity
 
 MODULES = (
-    *(activation, band, band_op, common, gated, select),
+    *(activation, band, band_op, common, gated, rotary, select),
     *(selected, selected_keys, selected_lists, selected_op),
 )
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (24,), kv_heads=1, group=2, key_dim=4, value_dim=3)
@@ -122,6 +126,10 @@ def gates_may_be_closed() -> None:
     x = inputs(CASE)
     x.gates[:, ::2] = 0
     assert_exact_enough(*(computed(CASE, "mixed", backend, x.to(dtype)) for backend, dtype in RULE))
+
+
+def rotary_pool_is_that_of_pytorch() -> None:
+    assert_rotary_pool_parity(LAYOUTS["prefill"], PACKED_DOCUMENTS[1])
 
 
 def swiglu_is_that_of_pytorch() -> None:
@@ -329,6 +337,42 @@ PLANTS = {
     "the padding's gradient is not written": Plant(
         activation, "swiglu_backward_kernel", "PACKED > 2 * WIDTH", "PACKED > 9 * WIDTH",
         swiglu_is_that_of_pytorch,
+    ),
+    "a pair of a head is not rotated as one": Plant(
+        rotary, "_rotate_heads", "b * cos + a * sin", "b * cos - a * sin",
+        rotary_pool_is_that_of_pytorch,
+    ),
+    "the gradient of queries is rotated forwards": Plant(
+        rotary, "rotary_backward_kernel", "packed, c, -s,", "packed, c, s,",
+        rotary_pool_is_that_of_pytorch,
+    ),
+    "the gradient of keys is rotated forwards": Plant(
+        rotary, "_copy_gradients", "a * cos + b * sin", "a * cos - b * sin",
+        rotary_pool_is_that_of_pytorch,
+    ),
+    "all copies have the first one's keys": Plant(
+        rotary, "_rotate_copy", "HEADS + COPY * KV_HEADS", "HEADS + 0 * KV_HEADS",
+        rotary_pool_is_that_of_pytorch,
+    ),
+    "the last token of a block is not in its mean": Plant(
+        rotary, "pool_kernel", "valid = i < LEN", "valid = i < LEN - 1",
+        rotary_pool_is_that_of_pytorch,
+    ),
+    "a token's gradient is that of one block": Plant(
+        rotary, "_pooled", "range(COVER)", "range(1)",
+        rotary_pool_is_that_of_pytorch,
+    ),
+    "the gradient of a mean is that of a sum": Plant(
+        rotary, "_pooled", "total / LEN", "total",
+        rotary_pool_is_that_of_pytorch,
+    ),
+    "the gradient of a gate lacks the sigmoid's slope": Plant(
+        rotary, "rotary_backward_kernel", "g * (1 - g)", "g",
+        rotary_pool_is_that_of_pytorch,
+    ),
+    "the gradient of padding is not written": Plant(
+        rotary, "rotary_backward_kernel", "WIDTH - FIRST, REST_P", "GATES, REST_P",
+        rotary_pool_is_that_of_pytorch,
     ),
 }  # fmt: skip
 

@@ -1,0 +1,172 @@
+"""RoPE, gates and mean-pooled keys and values from one packed projection.
+
+    packed [B, T, P]   q heads | k copies × heads | v copies × heads | gate logits | padding
+      -> q, gates, k_cmp, v_cmp, and rotated keys and values of each copy; all contiguous
+
+One op reads each column once, and its backward pass writes one gradient, each column once. Blocks
+overlap, so the gradient of pooling is a gather: a token reads the few blocks that cover it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nsa.ops import triton
+from nsa.ops.backend import dispatch
+from nsa.ops.custom_op import Gradient, register
+from nsa.ops.inputs import PackedLayout, RotaryPoolInputs
+
+
+class RotaryPooled(NamedTuple):
+    """Outputs of `rotary_pool`; a copy that the layout does not return by token is empty."""
+
+    q: Tensor  # [B, T, Hq, Dk], rotated
+    gates: Tensor | None  # [B, T, Hq, gates]
+    compressed: tuple[Tensor, Tensor] | None  # [B, N or T, Hkv, D]: means, or without RoPE
+    copies: list[tuple[Tensor, Tensor]]  # rotated keys and values [B, T, Hkv, D]
+
+
+def rotary_pool(
+    packed: Tensor,
+    layout: PackedLayout,
+    cos: Tensor,
+    sin: Tensor,
+    block_tokens: Tensor | None = None,
+    token_blocks: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> RotaryPooled:
+    """Split `packed` [B, T, P] into the inputs of attention: RoPE, sigmoid of gates, means.
+
+    cos and sin are float32 [T, 1, Dk / 2]. Means need both tables of the compressed blocks:
+    `block_tokens` int64 [N, l] and its inverse `token_blocks` int64 [T, ⌈l/d⌉], padded with -1.
+    """
+    _check(packed, layout, cos, block_tokens, token_blocks)
+    inputs = packed, cos, sin, block_tokens, token_blocks, [int(number) for number in layout]
+    heads = (packed[:, :, None, :size] for size in (layout.key_dim, layout.value_dim))
+    if dispatch(backend, "rotary_pool", *heads) is triton:
+        outputs = triton.rotary_pool(RotaryPoolInputs(*inputs))
+    else:
+        outputs = torch_rotary_pool(*inputs)
+    q, gates, k_cmp, v_cmp, *copies = outputs
+    return RotaryPooled(
+        q,
+        gates if layout.gates else None,
+        (k_cmp, v_cmp) if layout.mean or layout.pre_rope else None,
+        list(zip(copies[::2], copies[1::2], strict=True)),
+    )
+
+
+def _check(packed: Tensor, layout: PackedLayout, cos: Tensor, *tables: Tensor | None) -> None:
+    """Raise a ValueError for inputs that do not fit the layout."""
+    columns = sum(layout.columns)
+    if packed.dim() != 3 or packed.shape[-1] < columns:
+        raise ValueError(
+            f"packed has shape {tuple(packed.shape)}; it must be [B, T, P] with P >= {columns}"
+        )
+    expected = (packed.shape[1], 1, layout.key_dim // 2)
+    if cos.shape != expected:
+        raise ValueError(f"cos has shape {tuple(cos.shape)}; it must be {expected}: [T, 1, Dk / 2]")
+    if layout.mean and None in tables:
+        raise ValueError("layout.mean requires block_tokens and token_blocks; pass both")
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE: rotate the two halves of each head of x [.., T, H, D] as pairs, in at least float32."""
+    pairs = x.unflatten(-1, (2, -1))
+    rotated = pairs * cos[..., None, :]
+    rotated[..., 0, :].addcmul_(pairs[..., 1, :], sin, value=-1)
+    rotated[..., 1, :].addcmul_(pairs[..., 0, :], sin)
+    return rotated.flatten(-2)
+
+
+def _forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
+    layout, dtype = x.read_layout(), x.packed.dtype
+    outputs = [x.packed.new_empty(0) for _ in layout.present]  # those that the layout lacks
+    q, keys, values, logits = layout.parts(x.packed.contiguous())
+    outputs[0] = rotate(q[:, :, 0], x.cos, x.sin).to(dtype)
+    if layout.gates:
+        outputs[1] = torch.sigmoid(logits[:, :, 0]).contiguous()
+    for copy, (k, v) in enumerate(zip(keys.unbind(2), values.unbind(2), strict=True)):
+        if copy == 0 and layout.pre_rope:
+            outputs[2:4] = _copy(k), _copy(v)
+        pooled = copy == 0 and layout.mean
+        if pooled or layout.by_token(copy):
+            k = rotate(k, x.cos, x.sin)
+        if pooled:
+            outputs[2:4] = _pool(x, k), _pool(x, v)
+        if layout.by_token(copy):
+            outputs[4 + 2 * copy : 6 + 2 * copy] = k.to(dtype), _copy(v)
+    return tuple(outputs)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _pool(x: RotaryPoolInputs, tokens_BTKD: Tensor) -> Tensor:
+    """Means over each block, [B, N, K, D], summed in at least float32."""
+    assert x.block_tokens is not None
+    blocks = tokens_BTKD[:, x.block_tokens]
+    return blocks.mean(2, dtype=_sum_dtype(x)).to(x.packed.dtype)
+
+
+def _unpool(x: RotaryPoolInputs, gradient_BNKD: Tensor) -> Tensor:
+    """The gradient of `_pool`'s input, [B, T, K, D]: a sum over the blocks that cover a token."""
+    assert x.block_tokens is not None
+    assert x.token_blocks is not None
+    each = gradient_BNKD.to(_sum_dtype(x)) / x.block_tokens.shape[1]
+    padded = F.pad(each, (0, 0, 0, 0, 0, 1))  # index -1 reads these zeros
+    return padded[:, x.token_blocks].sum(2)
+
+
+def _sum_dtype(x: RotaryPoolInputs) -> torch.dtype:
+    return torch.float64 if x.packed.dtype == torch.float64 else torch.float32
+
+
+def _backward(*gradients_inputs_gates: Any) -> Tensor:
+    """The gradient of `packed`; every column is written once."""
+    *gradients, x, gates = gradients_inputs_gates
+    layout = x.read_layout()
+    packed = torch.empty_like(x.packed, memory_format=torch.contiguous_format)
+    q, keys, values, logits = layout.parts(packed)
+    q[:, :, 0] = rotate(gradients[0], x.cos, -x.sin)
+    for copy in range(layout.copies):
+        keys[:, :, copy], values[:, :, copy] = _copy_gradients(x, copy, gradients)
+    if layout.gates:
+        logits[:, :, 0] = torch.ops.aten.sigmoid_backward(gradients[1], gates)
+    packed[..., sum(layout.columns) :] = 0
+    return packed
+
+
+def _copy_gradients(
+    x: RotaryPoolInputs, copy: int, gradients: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The gradients of one copy's keys and values: sums over the outputs built from them."""
+    layout, (dk_cmp, dv_cmp) = x.read_layout(), gradients[2:4]
+    dk, dv = gradients[4 + 2 * copy : 6 + 2 * copy]
+    rotated, values = ([dk], [dv]) if layout.by_token(copy) else ([], [])
+    if copy == 0 and layout.mean:
+        rotated.append(_unpool(x, dk_cmp))
+        values.append(_unpool(x, dv_cmp))
+    keys = [rotate(reduce(torch.add, rotated), x.cos, -x.sin)] if rotated else []
+    if copy == 0 and layout.pre_rope:
+        keys.append(dk_cmp)
+        values.append(dv_cmp)
+    return reduce(torch.add, keys), reduce(torch.add, values)
+
+
+torch_rotary_pool = register(
+    "nsa::rotary_pool",
+    RotaryPoolInputs,
+    _forward,
+    RotaryPoolInputs.empty_outputs,
+    outputs=10,
+    gradient=Gradient(_backward, inputs=1, outputs=10, saved=slice(1, 2), unread=1),
+)

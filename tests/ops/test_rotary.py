@@ -1,0 +1,130 @@
+"""rotary_pool in PyTorch: its definition, gradients, dtypes, and arguments that raise."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.ops import PackedLayout, fallback_counts, reset_fallback_counts, rotary_pool
+from nsa.ops.rotary import torch_rotary_pool
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.cases import with_gradients
+from tests.ops.packed import DOCUMENTS, LAYOUTS, Documents, computed, defined
+
+ALL = LAYOUTS["all branches"]
+layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+documents = pytest.mark.parametrize("documents", DOCUMENTS, ids=str)
+
+
+@layouts
+@documents
+def test_outputs_and_gradients_are_those_of_the_definition(
+    layout: PackedLayout, documents: Documents
+) -> None:
+    """Memory that nothing was written to is NaN here: every column must be written."""
+    x = documents.packed(layout)
+    actual, expected = (
+        with_gradients(partial(f, layout=layout, documents=documents), [x])
+        for f in (computed, defined)
+    )
+    for a, b in zip(actual, expected, strict=True):
+        assert a.is_contiguous()
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert not actual[-1][..., sum(layout.columns) :].any(), "padding has no gradient"
+
+
+@layouts
+def test_the_gradient_is_that_of_finite_differences(layout: PackedLayout) -> None:
+    documents = Documents((4, 2), l=3, d=2)
+    x = documents.packed(layout).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x: computed(x, layout, documents), x, fast_mode=layout.heads > 1
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_sums_are_float32_and_results_are_rounded_once(dtype: torch.dtype) -> None:
+    documents = Documents((40,), l=16, d=8)
+    x = documents.packed(ALL, dtype)
+    actual, exact = (computed(y, ALL, documents) for y in (x, x.double()))
+    step = 2 * torch.finfo(torch.float32).eps
+    rounding = torch.finfo(dtype).eps / 2 if dtype.itemsize == 2 else 0
+    for a, b in zip(actual, exact, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), b, rtol=rounding + step, atol=8 * step)
+
+
+def test_a_projection_may_be_laid_out_in_any_way() -> None:
+    x = DOCUMENTS[0].packed(ALL)
+    by_column = x.transpose(1, 2).contiguous().transpose(1, 2)
+    for a, b in zip(*(computed(y, ALL, DOCUMENTS[0]) for y in (by_column, x)), strict=True):
+        assert a.is_contiguous()
+        assert torch.equal(a, b)
+
+
+def test_the_projection_is_not_kept_for_the_backward_pass() -> None:
+    documents = DOCUMENTS[0]
+    x = documents.packed(ALL).requires_grad_()
+    projection = x * 1
+    kept: list[int] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        kept.append(saved.untyped_storage().data_ptr())
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        computed(projection, ALL, documents)
+    assert kept
+    assert projection.untyped_storage().data_ptr() not in kept
+
+
+@pytest.mark.parametrize("name", ["all branches", "mlp, shared"])
+def test_the_op_matches_its_declaration(name: str) -> None:
+    layout, documents = LAYOUTS[name], DOCUMENTS[1]
+    x = documents.packed(layout).float().requires_grad_()
+    inputs = (x, *documents.angles(layout), *documents.tables(), [int(n) for n in layout])
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch_rotary_pool, inputs, test_utils=tests)
+    outputs = torch_rotary_pool(*inputs)
+    given = (*(y.detach() for y in outputs), x.detach(), *inputs[1:], outputs[1].detach())
+    backward = torch.ops.nsa.rotary_pool_backward.default
+    torch.library.opcheck(backward, given, test_utils=tests)
+
+
+def test_it_compiles_as_one_graph_with_the_same_results() -> None:
+    x = DOCUMENTS[1].packed(ALL)
+    eager = partial(computed, layout=ALL, documents=DOCUMENTS[1])
+    tables = (*DOCUMENTS[1].angles(ALL), *DOCUMENTS[1].tables())
+    compiled = torch.compile(
+        lambda x: tuple(y for y in rotary_pool(x, ALL, *tables)[:2]),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    actual = with_gradients(compiled, [x])
+    expected = with_gradients(lambda x: eager(x)[:2], [x])
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_cpu_counts_as_a_fallback_unless_pytorch_is_requested_by_name() -> None:
+    reset_fallback_counts()
+    for backend in ("auto", "blockwise"):
+        computed(DOCUMENTS[0].packed(ALL), ALL, DOCUMENTS[0], backend)
+    reason = "tensors are on cpu, and it needs a CUDA device"
+    assert fallback_counts() == {("rotary_pool", "triton", reason): 1}
+    reset_fallback_counts()
+
+
+def test_wrong_arguments_raise() -> None:
+    documents = DOCUMENTS[0]
+    x, (cos, sin) = documents.packed(ALL), documents.angles(ALL)
+    tables = documents.tables()
+    with pytest.raises(ValueError, match=r"^packed has shape \(2, 11, 99\); .* with P >= 102$"):
+        rotary_pool(x[..., :99], ALL, cos, sin, *tables)
+    with pytest.raises(ValueError, match=r"^cos has shape \(10, 1, 3\); it must be \(11, 1, 3\)"):
+        rotary_pool(x, ALL, cos[1:], sin[1:], *tables)
+    with pytest.raises(ValueError, match=r"^layout.mean requires block_tokens and token_blocks"):
+        rotary_pool(x, ALL, cos, sin, tables[0])
