@@ -13,8 +13,9 @@ import os
 import socket
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import product
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -114,16 +115,27 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@dataclass
 class Bench:
     """Ranks that communicate, ranks that only compute, and the link's rates to measure at."""
 
-    pair: RankPair
-    compute_only: RankPair | None  # its collectives return at once
-    link: Link | None  # None: NCCL
-    rates: Sequence[float | None]
-    model: Mapping[str, Any]
-    tokens: int
+    def __init__(
+        self,
+        link: Link | None,  # between two CPU ranks; None: two GPUs and NCCL
+        rates: Sequence[float | None],
+        model: Mapping[str, Any],
+        tokens: int,
+        compute: bool = True,
+    ) -> None:
+        self.link, self.rates, self.model, self.tokens = link, rates, model, tokens
+        self.pair = RankPair("gloo" if link else "nccl", link)
+        # Collectives of the fake backend return at once.
+        self.compute_only = RankPair("fake") if compute else None
+        self.pairs = [self.pair, *([self.compute_only] if self.compute_only else [])]
+
+    def close(self) -> None:
+        """End all ranks."""
+        for pair in self.pairs:
+            pair.close()
 
     def collectives(self) -> list[Row]:
         """Seconds of each collective alone, at each rate."""
@@ -141,9 +153,8 @@ class Bench:
         """A row per rate. Compute-only steps alternate with the others, so that a slow minute of a
         shared machine affects both."""
         ds_config = case.ds_config()
-        pairs = [self.pair, *([self.compute_only] if self.compute_only else [])]
         self._throttle(None)
-        for pair in pairs:
+        for pair in self.pairs:
             parameters = pair.request(
                 "build",
                 model=self.model,
@@ -196,24 +207,6 @@ def _times(
     return row
 
 
-@contextmanager
-def started(
-    link: Link | None,
-    rates: Sequence[float | None],
-    model: Mapping[str, Any],
-    tokens: int,
-    compute: bool = True,
-) -> Iterator[Bench]:
-    """Two CPU ranks at the ends of the link, or two GPUs; `compute`: and two that only compute."""
-    with ExitStack() as stack:
-        pair = RankPair("gloo" if link else "nccl", link)
-        stack.callback(pair.close)
-        compute_only = RankPair("fake") if compute else None
-        if compute_only:
-            stack.callback(compute_only.close)
-        yield Bench(pair, compute_only, link, rates, model, tokens)
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add, every = parser.add_argument, list(CONFIGS)
     add("--config", nargs="+", choices=every, default=every, help="of ds_configs/; default: all")
@@ -228,28 +221,26 @@ def run(flags: argparse.Namespace) -> dict[str, Any] | None:
         return None
     with ExitStack() as stack:
         if torch.cuda.device_count() >= RANKS:
-            pairs = started(None, [None], GPU_MODEL, GPU_TOKENS)
+            bench = Bench(None, [None], GPU_MODEL, GPU_TOKENS)
         else:
-            pairs = started(stack.enter_context(link()), RATES, MODEL, TOKENS)
-        bench = stack.enter_context(pairs)
+            bench = Bench(stack.enter_context(link()), RATES, MODEL, TOKENS)
+        stack.callback(bench.close)
         result: dict[str, Any] = {
-            "link": "gloo over a veth pair between two network namespaces"
-            if bench.link
-            else "NCCL",
+            "link": "veth pair of two network namespaces, gloo" if bench.link else "NCCL",
             "ranks": RANKS,
             "model": bench.model,
             "tokens_per_micro_batch": bench.tokens,
             "collectives": bench.collectives(),
             "rows": [],
         }
-        for reduce_dtype in ("bf16", "fp32"):
-            for config in flags.config:
-                for accumulation in flags.accumulation:
-                    for row in bench.measure(CommCase(config, accumulation, reduce_dtype)):
-                        result["parameters"] = row.pop("parameters")
-                        result["rows"].append(row)
-                        _print(row)
-                    save(flags.out, result)
+        for reduce_dtype, config, accumulation in product(
+            ("bf16", "fp32"), flags.config, flags.accumulation
+        ):
+            for row in bench.measure(CommCase(config, accumulation, reduce_dtype)):
+                result["parameters"] = row.pop("parameters")
+                result["rows"].append(row)
+                _print(row)
+            save(flags.out, result)
     return result
 
 

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from nsa.bench.__main__ import main
-from nsa.bench.comm import Bench, CommCase, started
+from nsa.bench.comm import Bench, CommCase
 from nsa.bench.netns import INTERFACE, PREFIX, link, missing, remove_leftovers
 from tests.ranks import ROOT
 
@@ -35,7 +36,7 @@ GBIT = 0.2
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    with link() as veth, started(veth, [GBIT], TINY, tokens=32, compute=False) as bench:
+    with link() as veth, closing(Bench(veth, [GBIT], TINY, tokens=32, compute=False)) as bench:
         yield bench
 
 
