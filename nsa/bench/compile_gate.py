@@ -31,16 +31,18 @@ def check(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Compile each distinct launch for each chip, print a table; return its rows and failures."""
     assert not triton.knobs.runtime.interpret, "interpreted kernels cannot be compiled"
-    variants: dict[Variant, tuple[Case, Launch]] = {}
+    distinct: dict[str, tuple[Variant, Case, Launch]] = {}
     for case, launch in launches:
         for chip in chips:
-            variants.setdefault(Variant.of(launch, chip), (case, launch))
+            variant = Variant.of(launch, chip)
+            distinct.setdefault(repr(variant), (variant, case, launch))
     print(_HEADER)
     rows, failures = [], []
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         over: Callable[..., Iterable[Any]] = map if jobs == 1 else pool.map
-        compiled = zip(variants.items(), over(_try_compile, variants), strict=True)
-        for (variant, (case, launch)), facts in compiled:
+        variants = [variant for variant, _, _ in distinct.values()]
+        compiled = zip(distinct.values(), over(_try_compile, variants), strict=True)
+        for (variant, case, launch), facts in compiled:
             config = "/".join(str(number) for number in astuple(launch.config))
             if isinstance(facts, str):
                 errors, figures = [f"does not compile: {facts}"], {}

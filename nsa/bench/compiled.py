@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import triton
@@ -50,16 +51,16 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation, picklable; equal variants give the same binary.
+    """One compilation, picklable; variants with the same `repr` give the same binary.
 
     A launch on such a chip finds the binary in Triton's disk cache.
     """
 
     module: str
     kernel: str
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[Any, Any], ...]  # position and value
-    attributes: tuple[tuple[Any, tuple[tuple[str, int], ...]], ...]  # position; name and number
+    signature: dict[str, str]
+    constants: dict[Any, Any]  # position: value
+    attributes: dict[Any, Any]  # position: names and numbers
     warps: int
     stages: int
     chip: str
@@ -70,7 +71,7 @@ class Variant:
 
         Triton's own launch code decides, up to its compile hook: the rules change with its version.
         """
-        kernel, config, hooked = launch.kernel, launch.config, []
+        fn, config, hooked = launch.kernel.fn, launch.config, []
 
         def skip_compiling(*, compile: dict[str, Any], **_: Any) -> bool:
             hooked.append(compile)
@@ -78,49 +79,29 @@ class Variant:
 
         with triton.knobs.runtime.scope():
             triton.knobs.runtime.jit_cache_hook = skip_compiling
-            driver.set_active(_NoDevice(chip))
+            # The part of a GPU driver that Triton uses before it compiles.
+            no_device = SimpleNamespace(
+                get_current_device=lambda: chip,
+                get_current_stream=lambda device: 0,
+                get_current_target=lambda: _target(chip),
+            )
+            driver.set_active(no_device)
             try:
                 options = {"num_warps": config.warps, "num_stages": config.stages}
-                kernel.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **options)
+                arguments = {**launch.arguments, **launch.constants, **options}
+                launch.kernel.warmup(grid=launch.grid, **arguments)
             finally:
                 with suppress(RuntimeError):  # without a GPU there is no driver to restore
                     driver.reset_active()
         (spec,) = hooked
-        return cls(
-            module=kernel.fn.__module__,
-            kernel=kernel.fn.__qualname__,
-            signature=tuple(spec["signature"].items()),
-            constants=tuple(spec["constants"].items()),
-            attributes=tuple(
-                (position, tuple((name, number) for name, number in attributes))
-                for position, attributes in spec["configs"][0].items()
-            ),
-            warps=config.warps,
-            stages=config.stages,
-            chip=chip,
-        )
+        parts = spec["signature"], spec["constants"], spec["configs"][0]
+        kernel = fn.__module__, fn.__qualname__
+        return cls(*kernel, *parts, config.warps, config.stages, chip)
 
     def source(self) -> ASTSource:
         """The argument of `triton.compile`."""
         fn = getattr(importlib.import_module(self.module), self.kernel)
-        attributes = {position: [list(x) for x in pairs] for position, pairs in self.attributes}
-        return ASTSource(fn, dict(self.signature), dict(self.constants), attributes)
-
-
-class _NoDevice:
-    """The part of a GPU driver that Triton uses before it compiles."""
-
-    def __init__(self, chip: str) -> None:
-        self.chip = chip
-
-    def get_current_device(self) -> str:
-        return self.chip
-
-    def get_current_stream(self, device: str) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return _target(self.chip)
+        return ASTSource(fn, self.signature, self.constants, self.attributes)
 
 
 @dataclass(frozen=True)
