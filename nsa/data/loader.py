@@ -104,12 +104,9 @@ class BatchLoader:
         samples_per_step: int,
         state: State | None = None,
     ) -> None:
-        self.fingerprint = source.fingerprint
-        self.vocab_size = source.vocab_size
-        self.tokenizer = source.tokenizer
-        self.tokenizer_fingerprint = source.tokenizer_fingerprint
+        self.source = source
         self.samples_per_step = samples_per_step  # of all ranks together
-        self._source, self._timeout, self._rank = source, config.timeout, rank
+        self._timeout, self._rank = config.timeout, rank
         self._state = state
         self._first: tuple[Batch, State | None] | None = None
         self._prefetcher = Prefetcher(source, config.prefetch)
@@ -133,7 +130,7 @@ class BatchLoader:
         try:
             return self._prefetcher.next(self._timeout)
         except Empty:
-            source, progress = self._source.progress()
+            source, progress = self.source.progress()
             raise DataError(
                 f"data.source = {source!r}: rank {self._rank} got no batch for {self._timeout:g} "
                 f"seconds (data.timeout); {progress}. Raise data.timeout or data.workers, or "
@@ -144,14 +141,10 @@ class BatchLoader:
         """Return the state that resumes after the last batch; None for indexed batches."""
         return self._state
 
-    def describe(self, samples: int) -> list[str]:
-        """Return lines for the log of a run that consumes `samples` samples."""
-        return self._source.describe(samples)
-
     def close(self) -> None:
         """Stop the thread and the worker processes."""
         self._prefetcher.stop()
-        self._source.close()
+        self.source.close()
         self._prefetcher.join()
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ BREAK = re.compile(r"\w(?= \w)")
 PROBE = ("One line, with 12 words;\nand", " another  one")
 
 
-class Tokenizer(Protocol):
+class Tokenizer:
     """Converts text to ids below `vocab_size` and back; `eos_id` ends every document."""
 
     name: str  # as in data.tokenizer
@@ -40,15 +40,15 @@ class Tokenizer(Protocol):
 
     def encode(self, text: bytes) -> TokenArray:
         """Return the ids of `text`, none of them special."""
-        ...
+        return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[bytes]) -> list[TokenArray]:
         """Return the ids of each text; faster than one at a time."""
-        ...
+        raise NotImplementedError
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
         """Return the bytes of `ids`; skip specials and ids outside the vocabulary."""
-        ...
+        raise NotImplementedError
 
 
 def id_type(vocab_size: int) -> type[np.unsignedinteger]:
@@ -56,7 +56,7 @@ def id_type(vocab_size: int) -> type[np.unsignedinteger]:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One token per byte: fits any text and needs no download."""
 
     name = "byte"
@@ -66,18 +66,15 @@ class ByteTokenizer:
     vocab_size = 259
     fingerprint = hashlib.sha256(b"bytes, eos 257").hexdigest()
 
-    def encode(self, text: bytes) -> TokenArray:
-        return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
-
     def encode_many(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        return [self.encode(text) for text in texts]
+        return [np.frombuffer(text, dtype=np.uint8).astype(np.uint16) for text in texts]
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
         array = np.asarray(ids, dtype=np.int64)
         return array[(array >= 0) & (array < self.bos_id)].astype(np.uint8).tobytes()
 
 
-class HubTokenizer:
+class HubTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, which encodes many texts in parallel.
 
     It is pickled as JSON, so another process needs no files. A text longer than PIECE characters is
@@ -114,12 +111,8 @@ class HubTokenizer:
     def __reduce__(self) -> tuple[type[HubTokenizer], tuple[str, str, str]]:
         return HubTokenizer, self.definition
 
-    def encode(self, text: bytes) -> TokenArray:
-        """Return the ids of `text`; invalid UTF-8 is read as U+FFFD."""
-        return self.encode_many([text])[0]
-
     def encode_many(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Return the ids of each text; use all CPU cores unless TOKENIZERS_PARALLELISM is false."""
+        """Read invalid UTF-8 as U+FFFD; use all CPU cores unless TOKENIZERS_PARALLELISM=false."""
         ids: list[list[TokenArray]] = [[] for _ in texts]
         for owners, pieces in _calls(texts, self._can_split):
             encodings = self._backend.encode_batch_fast(pieces, add_special_tokens=False)

@@ -35,45 +35,25 @@ def build_parser(recipe: Recipe) -> argparse.ArgumentParser:
         epilog="Precedence: recipe < --config < --set. DeepSpeed settings: --deepspeed_config.",
     )
     add = parser.add_argument
-    add(
-        "--profile",
-        choices=sorted(recipe.profiles),
-        help="set of values (default: production on an accelerator, demo without one)",
-    )
+    about = "set of values (default: production on an accelerator, demo without one)"
+    add("--profile", choices=sorted(recipe.profiles), help=about)
     add("--steps", type=int, help="number of training steps; also the length of the LR schedule")
-    add(
-        "--until",
-        metavar="STEP|GATE",
-        help="stop after this step or go/no-go gate (preflight, sanity, smoke, extended, "
-        "production); the LR schedule is unchanged",
-    )
+    about = "stop after this step or go/no-go gate (preflight, sanity, smoke, extended, "
+    about += "production); the LR schedule is unchanged"
+    add("--until", metavar="STEP|GATE", help=about)
     add("--time-limit", metavar="TIME", help="save and exit after this time: 45m, 2h30m, seconds")
     add("--run-dir", type=Path, help="output folder (default: runs/<recipe>-<profile>)")
     add("--resume", action="store_true", help="resume from the newest checkpoint in the run folder")
-    add(
-        "--universal",
-        action="store_true",
-        help="with --resume: convert a checkpoint saved by another number of ranks",
-    )
+    about = "with --resume: convert a checkpoint saved by another number of ranks"
+    add("--universal", action="store_true", help=about)
     add("--config", type=Path, help="YAML file that overrides the recipe")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override one setting, e.g. train.learning_rate=3e-4; repeatable",
-    )
-    add(
-        "--deepspeed_config",
-        type=Path,
-        help="DeepSpeed JSON (default: ds_configs/zero1_pcie.json)",
-    )
+    about = "override one setting, e.g. train.learning_rate=3e-4; repeatable"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
+    about = "DeepSpeed JSON (default: ds_configs/zero1_pcie.json)"
+    add("--deepspeed_config", type=Path, help=about)
     add("--profile-steps", metavar="10-12", help="trace these steps into <run>/profile")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="build everything, run one step on random tokens, print a summary and exit",
-    )
+    about = "build everything, run one step on random tokens, print a summary and exit"
+    add("--dry-run", action="store_true", help=about)
     add("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     return parser
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from nsa.data.batch_source import IndexedBatches, StreamingBatches
 from nsa.data.batches import Batch
 from nsa.data.loader import BatchLoader, open_loader
 from nsa.data.validation import ValidationData, open_validation
@@ -85,10 +86,10 @@ def open_data(
 
     loader = open_at(state.samples, rank_state)
     try:
-        expected = state.data if resumed and not new_data else loader.fingerprint
-        _check(config, loader, expected)
+        expected = state.data if resumed and not new_data else loader.source.fingerprint
+        _check(config, loader.source, expected)
         loader.wait_until_ready()  # errors of the first documents surface here
-        state.data = loader.fingerprint
+        state.data = loader.source.fingerprint
         validation = open_validation(
             config.data,
             sequences=config.train.eval_samples,
@@ -99,20 +100,20 @@ def open_data(
         loader.close()
         raise
     steps_left = config.train.steps - state.step
-    notes += loader.describe(steps_left * loader.samples_per_step)
+    notes += loader.source.describe(steps_left * loader.samples_per_step)
     return Data(loader, validation, notes, open_at, data_ranks, (ranks.rank % group, group))
 
 
-def _check(config: RunConfig, loader: BatchLoader, fingerprint: str) -> None:
-    if loader.fingerprint != fingerprint:
+def _check(config: RunConfig, source: IndexedBatches | StreamingBatches, expected: str) -> None:
+    if source.fingerprint != expected:
         raise ValueError(
             f"data.source = {config.data.source!r}: its content changed since the run started "
-            f"(fingerprint {loader.fingerprint}, was {fingerprint}); restore it, or start a new "
+            f"(fingerprint {source.fingerprint}, was {expected}); restore it, or start a new "
             "run without --resume"
         )
-    if loader.vocab_size > config.model.vocab_size:
+    if source.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size = {config.model.vocab_size}: too small for the tokens of "
-            f"data.source = {config.data.source!r}, tokenizer {loader.tokenizer!r}; set "
-            f"model.vocab_size to {loader.vocab_size} or more"
+            f"data.source = {config.data.source!r}, tokenizer {source.tokenizer!r}; set "
+            f"model.vocab_size to {source.vocab_size} or more"
         )

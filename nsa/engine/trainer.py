@@ -174,14 +174,14 @@ def _create_parts(run: Run) -> None:
         peak=peak_flops(gpu, config.train.precision),
         world_size=world_size,
     )
-    loader = run.data.loader
+    source = run.data.loader.source
     run.saver = checkpoint.Saver(
         run.engine,
         request.run_dir / "checkpoints",
         config.checkpoint,
         agree=run.consensus.raise_together,
         attachments=request.config_files(),
-        tokenizer={"name": loader.tokenizer, "fingerprint": loader.tokenizer_fingerprint},
+        tokenizer={"name": source.tokenizer, "fingerprint": source.tokenizer_fingerprint},
         on_saved=observers.on_checkpoint,
         on_failed=lambda error: observers.on_message(f"NOT SAVED: {error}"),
     )

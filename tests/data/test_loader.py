@@ -94,7 +94,7 @@ def test_indexed_batches_come_in_order_and_need_no_state() -> None:
                 assert torch.equal(batch.input_ids, expected.input_ids)
                 assert torch.equal(batch.labels, expected.labels)
         assert loader.state() is None
-        assert loader.fingerprint == batches.fingerprint
+        assert loader.source.fingerprint == batches.fingerprint
         assert loader.samples_per_step == 12
         assert not workers_of(os.getpid())
 
