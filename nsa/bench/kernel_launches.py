@@ -18,6 +18,7 @@ from nsa.ops.inputs import PackedLayout, RotaryPoolInputs, SelectionInputs
 from nsa.ops.triton.activation import PackedGates, swiglu_backward, swiglu_forward
 from nsa.ops.triton.band_op import Band, band_backward, band_forward
 from nsa.ops.triton.configs import Choice, override_choices
+from nsa.ops.triton.cross_entropy import cross_entropy_
 from nsa.ops.triton.decode import DecodeInputs, decode_forward
 from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
 from nsa.ops.triton.launch import Launch, recording
@@ -146,6 +147,15 @@ def _rotary_pool(case: Case) -> None:
         rotary_pool_backward(*outputs, x, outputs[1])
 
 
+def _cross_entropy(case: Case) -> None:
+    """M7C's vocabulary, or with packed documents GPT-2's, which 16 does not divide."""
+    vocabulary = 50_257 if case.packed else 50_304
+    logits = torch.empty(case.seq_len, vocabulary, dtype=DTYPES[case.dtype], device="meta")
+    labels = torch.empty(case.seq_len, dtype=torch.int64, device="meta")
+    for with_gradients in (False, True):
+        cross_entropy_(logits, labels, with_gradients)
+
+
 # Every public operation, forward and backward.
 OPERATIONS: dict[str, Callable[[Case], None]] = {
     "compressed_attention": _compressed,
@@ -156,6 +166,7 @@ OPERATIONS: dict[str, Callable[[Case], None]] = {
     "decode_attention": _decode,
     "swiglu": _swiglu,
     "rotary_pool": _rotary_pool,
+    "cross_entropy": _cross_entropy,
 }
 # Heads, key/value heads, key size, value size, positions. SHORT: a tile of queries selects most
 # blocks and one program sums a key's gradient. LONG: neither.

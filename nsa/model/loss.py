@@ -1,13 +1,13 @@
 """Fused head and cross-entropy loss, chunked so that the logits of all tokens never exist at once.
 
     per chunk of tokens:   logits = hidden @ weightᵀ             in the model's dtype
-        per few rows:      float32 softmax, −log p[label];       gradient overwrites the logits
+        per row:           float32 softmax, −log p[label];       gradient overwrites the logits
         d_hidden, d_weight from that gradient; the logits are freed
 
 The forward pass computes the gradients, so no logit is computed twice; the backward pass scales
 them. torch.nn.functional.linear_cross_entropy (torch 2.13) works likewise, but rounds the loss and
 the sums of d_weight to bf16. Liger's kernel synchronizes with the host each step and splits M7C's
-2,048 tokens into 64 products, each of which reads and writes all of d_weight.
+16,384 tokens into 64 products, each of which reads and writes all of d_weight.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from nsa.constants import IGNORE_INDEX
 from nsa.model.sequence_parallel import SequenceParallel
+from nsa.ops.cross_entropy import cross_entropy_
 
-# Logits per chunk: 2,668 tokens of M7C's vocabulary, 256 MiB in bf16. With smaller chunks, summing
-# d_weight would dominate.
-CHUNK_LOGITS = 2**27
-# Logits per softmax in float32: 32 MiB, enough to keep a GPU busy for a launch; fewer on a CPU.
-SOFTMAX_LOGITS = 2**23
-SOFTMAX_LOGITS_CPU = 2**20
+# Logits per chunk: 1 GiB in bf16, and two chunks for M7C's 16,384 tokens. Adding a chunk's part of
+# d_weight in float32 moves 12 bytes per element, 0.5 GB for M7C.
+CHUNK_LOGITS = 2**29
+CHUNK_LOGITS_CPU = 2**27
 
 
 def linear_cross_entropy(
@@ -47,14 +46,12 @@ def linear_cross_entropy(
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Return −log softmax(hidden @ weightᵀ)[label], [N] in at least float32; 0 for label −100."""
-    counted = labels != IGNORE_INDEX
-    target = labels.where(counted, 0)[:, None]
-    rows = max(1, CHUNK_LOGITS // len(weight))
-    log_p = [
-        _log_softmax(F.linear(chunk, weight), index, with_gradients=False)[:, 0]
-        for chunk, index in zip(hidden.split(rows), target.split(rows), strict=True)
+    rows = _chunk_rows(hidden, weight)
+    losses = [
+        cross_entropy_(F.linear(chunk, weight), target, with_gradients=False)
+        for chunk, target in zip(hidden.split(rows), labels.split(rows), strict=True)
     ]
-    return -torch.cat(log_p).where(counted, 0)
+    return torch.cat(losses)
 
 
 @torch.library.custom_op("nsa::linear_cross_entropy", mutates_args=())
@@ -63,24 +60,28 @@ def loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the summed loss and its gradients, empty unless `with_gradients`."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    chunks = -(-len(hidden) * len(weight) // CHUNK_LOGITS)
-    tokens = -(-len(hidden) // chunks)
-    counted = (labels != IGNORE_INDEX)[:, None]
-    target = labels[:, None].where(counted, 0)
-    log_p = torch.empty_like(target, dtype=dtype)
+    losses = hidden.new_empty(len(hidden), dtype=dtype)
     d_hidden = hidden.new_empty(hidden.shape if with_gradients else 0)
     d_weight = weight.new_empty(0)
+    rows = _chunk_rows(hidden, weight)
     with torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, len(hidden), tokens):
-            chunk = slice(start, start + tokens)
+        for start in range(0, len(hidden), rows):
+            chunk = slice(start, start + rows)
             logits = F.linear(hidden[chunk], weight)
-            log_p[chunk] = _log_softmax(logits, target[chunk], with_gradients)
+            losses[chunk] = cross_entropy_(logits, labels[chunk], with_gradients)
             if with_gradients:
-                torch.mul(logits @ weight, counted[chunk], out=d_hidden[chunk])
-                part = logits.T @ (hidden[chunk] * counted[chunk])
+                torch.mm(logits, weight, out=d_hidden[chunk])
+                part = logits.T @ hidden[chunk]
                 d_weight = part if start == 0 else d_weight.to(dtype).add_(part)
             del logits  # frees them before the next chunk's are allocated
-    return -(log_p * counted).sum(), d_hidden, d_weight.to(weight.dtype)
+    return losses.sum(), d_hidden, d_weight.to(weight.dtype)
+
+
+def _chunk_rows(hidden: Tensor, weight: Tensor) -> int:
+    """Tokens per chunk: as equal as possible."""
+    limit = CHUNK_LOGITS_CPU if hidden.is_cpu else CHUNK_LOGITS
+    chunks = max(1, -(-len(hidden) * len(weight) // limit))
+    return max(1, -(-len(hidden) // chunks))
 
 
 @loss_and_gradients.register_fake
@@ -98,23 +99,6 @@ def _flops(
 ) -> int:
     """FLOPs for FlopCounterMode: one matrix product forward, two more for the gradients."""
     return 2 * hidden.numel() * weight[0] * (3 if with_gradients else 1)
-
-
-def _log_softmax(logits: Tensor, target: Tensor, with_gradients: bool) -> Tensor:
-    """Return log p of each row's target [tokens, 1], in float32 for a few rows at a time.
-
-    `with_gradients` overwrites the logits with the gradient of −log p: p, minus 1 at the target.
-    """
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    limit = SOFTMAX_LOGITS_CPU if logits.is_cpu else SOFTMAX_LOGITS
-    rows = max(1, limit // logits.shape[1])
-    outputs = []
-    for part, index in zip(logits.split(rows), target.split(rows), strict=True):
-        log_p = F.log_softmax(part, -1, dtype=dtype)
-        outputs.append(log_p.gather(1, index))
-        if with_gradients:
-            part.copy_(log_p.exp_().scatter_(1, index, outputs[-1].expm1()))
-    return torch.cat(outputs)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -242,15 +242,16 @@ def _mixes(model: Model, fused: bool) -> bool:
 
 def _loss(model: Model, tokens: int, fused: bool) -> int:
     """Return the bytes of one chunk's logits and the head's gradient (fp32 if several chunks)."""
-    from nsa.model.loss import CHUNK_LOGITS, SOFTMAX_LOGITS, SOFTMAX_LOGITS_CPU
+    from nsa.model.loss import CHUNK_LOGITS, CHUNK_LOGITS_CPU
+    from nsa.ops.cross_entropy import SOFTMAX_LOGITS
 
     vocab_size, size = model.config.vocab_size, model.weight_bytes
-    chunks = -(-tokens * vocab_size // CHUNK_LOGITS)
+    chunks = -(-tokens * vocab_size // (CHUNK_LOGITS if fused else CHUNK_LOGITS_CPU))
     logits = -(-tokens // chunks) * vocab_size
     gradient = (size + (4 + size if chunks > 1 else 0)) * model.embedding
-    rows = min(SOFTMAX_LOGITS if fused else SOFTMAX_LOGITS_CPU, logits)
-    copies = (1 if fused else 2) + (logits > rows)  # a CPU converts first; earlier rows remain
-    return size * (logits + model.config.width * tokens) + max(gradient, 4 * rows * copies)
+    rows = 0 if fused else min(SOFTMAX_LOGITS, logits)
+    softmax = 4 * rows * (2 + (logits > rows))  # converted, computed; earlier rows remain
+    return size * (logits + model.config.width * tokens) + max(gradient, softmax)
 
 
 def _blocks(model: Model, seq_len: int) -> int:

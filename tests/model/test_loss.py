@@ -54,7 +54,7 @@ def with_gradients(
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The number of chunks; five divide 700 tokens, but not 697."""
     if request.param > 1:
-        monkeypatch.setattr(loss, "CHUNK_LOGITS", TOKENS * VOCABULARY // request.param)
+        monkeypatch.setattr(loss, "CHUNK_LOGITS_CPU", TOKENS * VOCABULARY // request.param)
     return request.param
 
 
@@ -67,9 +67,9 @@ def test_loss_and_gradients_are_those_of_the_plain_loss(chunks: int, tokens: int
         torch.testing.assert_close(a, e, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("product", [loss.CHUNK_LOGITS, 40])
+@pytest.mark.parametrize("product", [loss.CHUNK_LOGITS_CPU, 40])
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch, product: int) -> None:
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", product)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS_CPU", product)
     hidden, weight, labels = inputs(torch.float64, 9, 4, 11)
     assert torch.autograd.gradcheck(
         lambda hidden, weight: linear_cross_entropy(hidden, weight, labels), (hidden, weight)
@@ -207,10 +207,10 @@ def kilobytes(name):
 torch.set_num_threads(1)
 for function, dtype, product in (
     (loss.linear_cross_entropy, torch.float32, 2**22),
-    (loss.linear_cross_entropy, torch.bfloat16, loss.CHUNK_LOGITS),
-    (plain, torch.bfloat16, loss.CHUNK_LOGITS),
+    (loss.linear_cross_entropy, torch.bfloat16, loss.CHUNK_LOGITS_CPU),
+    (plain, torch.bfloat16, loss.CHUNK_LOGITS_CPU),
 ):
-    loss.CHUNK_LOGITS = product
+    loss.CHUNK_LOGITS_CPU = product
     function(*inputs(dtype, 8, 8, 8)).backward()
     arguments = inputs(dtype, 2_048, 16, 8_192)
     before = kilobytes("VmRSS")

@@ -1,17 +1,9 @@
 """Triton backend: its entry points, and the inputs that its kernels support.
 
-<<<<<<< HEAD
 Kernels and their launchers are in one file per operation (`select.py`, `gated.py`) or in several:
-`band.py` and `band_op.py`, `selected*.py`, `decode_parts.py` and `decode.py`; `activation.py` and
-`normalization.py` are for the step around attention. Entry points import them at the first call,
-because importing Triton is slow.
-=======
-Kernels and their launchers are in one file per operation (`select.py`, `gated.py`) or in two:
-`band.py` and `band_op.py`, `selected.py`, `selected_keys.py` and `selected_op.py`,
-`decode_parts.py` and `decode.py`; `rotary.py`, `activation.py` and `normalization.py` are for
-the step around attention. Entry points import them at the first call, because importing Triton is
-slow.
->>>>>>> fed0247 (Build attention's inputs with one op, nsa::rotary_pool)
+`band.py` and `band_op.py`, `selected*.py`, `decode_parts.py` and `decode.py`; `rotary.py`,
+`activation.py`, `normalization.py` and `cross_entropy.py` are for the step around attention. Entry
+points import them at the first call, because importing Triton is slow.
 """
 
 from __future__ import annotations
@@ -124,3 +116,10 @@ def swiglu(gate_up: Tensor, width: int) -> Tensor:
     from nsa.ops.triton.activation import triton_swiglu
 
     return triton_swiglu(gate_up, width)
+
+
+def cross_entropy_(logits: Tensor, labels: Tensor, with_gradients: bool) -> Tensor:
+    """-log softmax(logits)[label]; `with_gradients` overwrites the logits with the gradient."""
+    from nsa.ops.triton import cross_entropy
+
+    return cross_entropy.cross_entropy_(logits, labels, with_gradients)

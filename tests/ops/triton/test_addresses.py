@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from nsa.ops.cross_entropy import cross_entropy_
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Function, Inputs, default, selection
 from tests.ops.cases import one_thread as one_thread
@@ -57,3 +59,13 @@ def test_selection_from_inputs_that_reach_beyond_32_bits_is_the_same(memory: Ten
     x = inputs(CASE)
     far = Inputs(*(far_apart(y, memory, i) for i, y in enumerate(x.tensors())))
     assert torch.equal(selection(far, CASE, "triton"), selection(x, CASE, "triton"))
+
+
+def test_the_loss_of_logits_beyond_32_bits_is_that_of_the_row(memory: Tensor) -> None:
+    logits = memory[: 2049 << 20].view(2049, 1 << 20)
+    logits[-1, :1000] = torch.arange(1000.0) / 100  # the row begins at 2³¹
+    labels = torch.full((2049,), -100, device=DEVICE)
+    labels[-1] = 7
+    losses = cross_entropy_(logits, labels, False, backend="triton")
+    expected = F.cross_entropy(logits[-1:].double(), labels[-1:])
+    torch.testing.assert_close(losses[-1], expected.float())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from nsa.ops.triton import (
     band,
     band_op,
     common,
+    cross_entropy,
     gated,
     rotary,
     select,
@@ -52,10 +54,11 @@ from tests.ops.triton.parity import (
     settings,
 )
 from tests.ops.triton.test_activation import assert_swiglu_parity
+from tests.ops.triton.test_cross_entropy import assert_cross_entropy_parity
 from tests.ops.triton.test_rotary import assert_rotary_pool_parity
 
 MODULES = (
-    *(activation, band, band_op, common, gated, rotary, select),
+    *(activation, band, band_op, common, cross_entropy, gated, rotary, select),
     *(selected, selected_keys, selected_lists, selected_op),
 )
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (24,), kv_heads=1, group=2, key_dim=4, value_dim=3)
@@ -134,6 +137,11 @@ def rotary_pool_is_that_of_pytorch() -> None:
 
 def swiglu_is_that_of_pytorch() -> None:
     assert_swiglu_parity((3, 12), 5)
+
+
+def losses_are_those_of_pytorch() -> None:
+    with mock.patch.object(cross_entropy, "COLUMNS", 16):
+        assert_cross_entropy_parity(4, 40)
 
 
 LONG = parity("compressed", Case(NSASpec(3, 1, 5, 2, 0, 1, 40), (70,), kv_heads=1, group=3))
@@ -373,6 +381,17 @@ PLANTS = {
     "the gradient of padding is not written": Plant(
         rotary, "rotary_backward_kernel", "WIDTH - FIRST, REST_P", "GATES, REST_P",
         rotary_pool_is_that_of_pytorch,
+    ),
+    "the sum of a row is not rescaled where its maximum rises": Plant(
+        cross_entropy, "cross_entropy_kernel", "total * tl.exp(m - m_new)", "total",
+        losses_are_those_of_pytorch,
+    ),
+    "an ignored row has a gradient": Plant(
+        cross_entropy, "cross_entropy_kernel", "tl.zeros([COLUMNS],", "tl.full([COLUMNS], 1.0,",
+        losses_are_those_of_pytorch,
+    ),
+    "the label's gradient lacks its minus 1": Plant(
+        cross_entropy, "cross_entropy_kernel", "p - 1.0", "p", losses_are_those_of_pytorch
     ),
 }  # fmt: skip
 

@@ -1,0 +1,109 @@
+"""The cross-entropy kernel: parity with PyTorch, ignored and unknown labels, launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.ops.cross_entropy import cross_entropy_
+from nsa.ops.triton import cross_entropy
+from nsa.ops.triton.launch import recording
+from tests.ops.cases import default
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.test_cross_entropy import inputs
+from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough
+
+
+def computed(logits: Tensor, labels: Tensor, backend: str = "triton") -> tuple[Tensor, Tensor]:
+    """Losses, and the gradient that is left in a copy of the logits."""
+    logits, labels = logits.clone().to(DEVICE), labels.to(DEVICE)
+    return cross_entropy_(logits, labels, True, backend=backend), logits
+
+
+def assert_cross_entropy_parity(rows: int, vocabulary: int) -> None:
+    logits, labels = inputs(rows, vocabulary)
+    labels[-1] = vocabulary - 1
+    assert_exact_enough(*(computed(logits.to(dtype), labels, name) for name, dtype in RULE))
+
+
+# One tile, part of one, several with and without a rest, one row, one logit.
+@pytest.mark.parametrize("size", [(5, 64), (7, 37), (4, 192), (9, 150), (1, 65), (3, 1)], ids=str)
+def test_losses_and_gradients_are_those_of_pytorch(
+    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "COLUMNS", 64)
+    assert_cross_entropy_parity(*size)
+
+
+def test_a_real_vocabulary_takes_several_tiles() -> None:
+    assert_cross_entropy_parity(2, 50_257)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_are_rounded_once(dtype: torch.dtype) -> None:
+    logits, labels = inputs(6, 150)
+    losses, gradient = computed(logits.to(dtype), labels)
+    expected, exact = computed(logits.to(dtype).double(), labels, "reference")
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses, expected.float())
+    torch.testing.assert_close(gradient, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
+def test_ignored_rows_give_zeros_whatever_their_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "COLUMNS", 64)
+    logits, labels = torch.full((3, 150), torch.nan), torch.full((3,), -100)
+    for result in computed(logits, labels):
+        assert not result.any()  # NaN is true
+
+
+@pytest.mark.parametrize("label", [-1, -99, 150])
+def test_a_label_outside_the_vocabulary_gives_a_loss_of_nan(label: int) -> None:
+    """On a GPU an error would wait for the device; a NaN loss ends the run."""
+    logits, labels = inputs(3, 150)
+    labels[1] = label
+    assert computed(logits.float(), labels)[0].isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what NumPy says of NaN and infinities
+@pytest.mark.parametrize("value", default(1, [torch.nan, torch.inf]))
+def test_logits_that_are_not_finite_give_nan(value: float) -> None:
+    logits, labels = inputs(2, 150)
+    logits[1, 7] = value
+    losses, gradient = computed(logits.float(), labels)
+    assert losses.isnan().tolist() == [False, True]
+    assert gradient[1].isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in subtract:RuntimeWarning")
+def test_large_logits_neither_overflow_nor_lose_the_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a whole tile is -inf before the first finite logit."""
+    monkeypatch.setattr(cross_entropy, "COLUMNS", 16)
+    logits = torch.full((2, 40), -torch.inf)
+    logits[0, 30:], logits[1, 20], logits[1, 21] = 3e38, 1e4, 1e4 - 1
+    labels = torch.tensor([35, 21])
+    losses, gradient = computed(logits, labels)
+    expected, exact = computed(logits.double(), labels, "reference")
+    torch.testing.assert_close(losses, expected.float())
+    torch.testing.assert_close(gradient, exact.float())
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_it_is_one_launch_that_reads_no_value(with_gradients: bool) -> None:
+    logits = torch.empty(4, 150, device="meta")
+    with recording() as launches:
+        losses = cross_entropy_(
+            logits, torch.empty(4, dtype=torch.int64, device="meta"), with_gradients
+        )
+    assert losses.shape == (4,)
+    (launch,) = launches
+    assert launch.constants["GRADIENT"] is with_gradients
+
+
+def test_without_gradients_the_logits_stay() -> None:
+    logits, labels = inputs(5, 150)
+    before = logits.float().to(DEVICE)
+    after = before.clone()
+    losses = cross_entropy_(after, labels.to(DEVICE), False, backend="triton")
+    assert torch.equal(after, before)
+    assert torch.equal(losses, computed(before, labels)[0])
