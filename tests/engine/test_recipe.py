@@ -99,6 +99,7 @@ def test_fallbacks_of_every_operation_are_recorded(finished: FinishedRun) -> Non
         rows = list(csv.DictReader(file))
     assert {row["operation"] for row in rows} == {
         "compressed_attention",
+        "cross_entropy",
         "select_blocks",
         "selected_attention",
         "window_attention",
