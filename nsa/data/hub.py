@@ -38,23 +38,25 @@ def open_hub(config: DataConfig, name: str) -> Source:
             f"data.source = {name!r} reads files, and none are named; set data.files to a path, "
             "a pattern or an address"
         )
-    return Hub(_Dataset(name, os.path.expanduser(path), subset, config), None, 0, 1)
+    return Hub(name, os.path.expanduser(path), subset, config)
 
 
-class _Dataset:
-    """A dataset's settings, with which `datasets` opens it, or the same revision again."""
+class Hub:
+    """The documents of a dataset, or of one of its parts."""
 
     def __init__(self, name: str, path: str, subset: str | None, config: DataConfig) -> None:
-        self.name, self.field = name, config.text_field
+        self.name, self._field = name, config.text_field
         self._path, self._subset, self._config = path, subset, config
-        self.remote = path not in BUILDERS and not os.path.isdir(path)
+        self._remote = path not in BUILDERS and not os.path.isdir(path)
+        self._index, self._count = 0, 1
+        self._opened = self._open(None)
 
-    def open(self, revision: str | None) -> tuple[Any, str]:
+    def _open(self, revision: str | None) -> tuple[Any, str]:
         """Open the dataset; return it and its revision."""
         if url := self._url(revision):
             probe(self.name, url)
         try:
-            dataset, revision = self.guarded(self.name, revision, lambda: self._load(revision))
+            dataset, revision = self._guarded(self.name, revision, lambda: self._load(revision))
         except DataError:
             raise
         except Exception as error:  # of `datasets`, its file systems and its builders
@@ -62,12 +64,12 @@ class _Dataset:
         self._check_field(dataset)
         return dataset, revision
 
-    def guarded(self, what: str, revision: str | None, work: Callable[[], Any]) -> Any:
+    def _guarded(self, what: str, revision: str | None, work: Callable[[], Any]) -> Any:
         """Return the result of `work`; raise a DataError if it hangs because the hub is down.
 
         A slow hub has unlimited time.
         """
-        url = self._url(revision) if self.remote else None
+        url = self._url(revision) if self._remote else None
         if url is None:  # no server, or one with the time limits of `_http_options`
             return work()
         background = Background(work)
@@ -85,7 +87,7 @@ class _Dataset:
         import datasets
 
         files = self._config.files or ""
-        if not self.remote:
+        if not self._remote:
             return files if files.startswith(("http://", "https://")) and "*" not in files else None
         if datasets.config.HF_HUB_OFFLINE:
             return None
@@ -94,18 +96,18 @@ class _Dataset:
     def _load(self, revision: str | None) -> tuple[Any, str]:
         import datasets
 
-        _limit_retries(self.remote)
+        _limit_retries(self._remote)
         builder = datasets.load_dataset_builder(
             self._path,
             self._subset,
             data_files=self._config.files,
-            revision=revision if self.remote else None,
+            revision=revision if self._remote else None,
             storage_options=_http_options(self._config.files),
         )
         if hasattr(builder.config, "batch_size"):  # the default, a row group, may be empty
             builder.config.batch_size = ROWS_PER_BLOCK
         dataset = builder.as_streaming_dataset(split=self._config.split)
-        if self.remote:
+        if self._remote:
             return dataset, str(builder.hash)
         files = [Path(file).name for file in builder.config.data_files[self._config.split]]
         return dataset, hashlib.blake2b(json.dumps(files).encode(), digest_size=8).hexdigest()
@@ -120,7 +122,7 @@ class _Dataset:
         message = f"data.source = {self.name!r} with {settings}: {reason}"
         if isinstance(error, datasets.exceptions.DatasetNotFoundError):
             message += "; correct the name, or log in with `hf auth login` if it is not public"
-        elif isinstance(error, OSError) and (self.remote or self._url(None)):
+        elif isinstance(error, OSError) and (self._remote or self._url(None)):
             message += f"; {WITHOUT_HUB}"
         return DataError(message)
 
@@ -128,19 +130,75 @@ class _Dataset:
         features = dataset.features
         if features is None:  # until the first record is read
             return
-        if self.field not in features:
-            raise DataError(f"{self.name}: {missing_field(self.field, list(features))}")
-        kind = getattr(features[self.field], "dtype", type(features[self.field]).__name__)
+        if self._field not in features:
+            raise DataError(f"{self.name}: {missing_field(self._field, list(features))}")
+        kind = getattr(features[self._field], "dtype", type(features[self._field]).__name__)
         if kind not in ("string", "large_string"):
-            raise DataError(f"{self.name}: {not_text(self.field, kind)}")
+            raise DataError(f"{self.name}: {not_text(self._field, kind)}")
 
-    def text_of(self, record: dict[str, Any]) -> bytes:
-        if self.field not in record:
-            raise DataError(f"{self.name}: {missing_field(self.field, list(record))}")
-        text = record[self.field]
+    def _text_of(self, record: dict[str, Any]) -> bytes:
+        if self._field not in record:
+            raise DataError(f"{self.name}: {missing_field(self._field, list(record))}")
+        text = record[self._field]
         if text is not None and not isinstance(text, str):
-            raise DataError(f"{self.name}: {not_text(self.field, type(text).__name__)}")
+            raise DataError(f"{self.name}: {not_text(self._field, type(text).__name__)}")
         return (text or "").encode("utf-8", "replace")
+
+    def read(self, state: State | None = None) -> Reader:
+        from datasets.distributed import split_dataset_by_node
+
+        stream, revision = self._opened
+        state = state or {"revision": revision, "rows": 0, "dataset": None, "given": 0}
+        if state["revision"] != revision:
+            if not self._remote:
+                raise DataError(
+                    f"{self.name}: its files changed since this run stopped reading them; restore "
+                    "them, or start a new run"
+                )
+            stream, _ = self._open(state["revision"])
+        # Both return a new object, which holds the state of one pass.
+        if stream.num_shards >= self._count:
+            stream = stream.shard(self._count, self._index)
+        else:
+            stream = split_dataset_by_node(stream, rank=self._index, world_size=self._count)
+        return Reader(self._documents(stream, state), state)
+
+    def part(self, index: int, count: int) -> Source:
+        """Return complete files if there are at least `count`, else every `count`-th document."""
+        assert self._count == 1
+        part = copy.copy(self)
+        part._index, part._count = index, count
+        return part
+
+    def size(self) -> int | None:
+        """Return None: the sizes that a hub lists include all columns."""
+        return None
+
+    def _documents(self, stream: Any, state: State) -> Iterator[tuple[Document, State]]:
+        """Read rows in blocks; the server can be probed between blocks.
+
+        State: that of `datasets` before the block, and the rows consumed in the block ("given") and
+        in total.
+        """
+        name = f"{self.name}, part {self._index + 1} of {self._count}"
+        before, consumed, total = state["dataset"], state["given"], state["rows"]
+        if before is not None:
+            stream.load_state_dict(copy.deepcopy(before))
+        records = iter(stream)
+        while True:
+            rows, error = self._guarded(
+                f"{name}, after row {total}", state["revision"], partial(_read_block, records)
+            )
+            for number, record in enumerate(rows[consumed:], consumed + 1):
+                total += 1
+                if text := self._text_of(record):
+                    cursor = {"rows": total, "dataset": before, "given": number}
+                    yield Document(text, f"{name}: row {total}"), state | cursor
+            if error is not None:
+                raise _broke_off(name, total, error) from error
+            if not rows:
+                return
+            before, consumed = stream.state_dict(), 0
 
 
 def _limit_retries(hub: bool) -> None:
@@ -166,71 +224,6 @@ def _http_options(files: str | None) -> dict[str, Any] | None:
     limit = ClientTimeout(total=None, sock_connect=PROBE_SECONDS, sock_read=PROBE_SECONDS)
     options = {"client_kwargs": {"timeout": limit}}
     return {"http": options, "https": options}
-
-
-class Hub:
-    """The documents of a dataset, or of one of its parts."""
-
-    def __init__(
-        self, dataset: _Dataset, opened: tuple[Any, str] | None, index: int, count: int
-    ) -> None:
-        self.name = dataset.name
-        self._dataset, self._index, self._count = dataset, index, count
-        self._opened = opened or dataset.open(None)
-
-    def read(self, state: State | None = None) -> Reader:
-        from datasets.distributed import split_dataset_by_node
-
-        stream, revision = self._opened
-        state = state or {"revision": revision, "rows": 0, "dataset": None, "given": 0}
-        if state["revision"] != revision:
-            if not self._dataset.remote:
-                raise DataError(
-                    f"{self.name}: its files changed since this run stopped reading them; restore "
-                    "them, or start a new run"
-                )
-            stream, _ = self._dataset.open(state["revision"])
-        # Both return a new object, which holds the state of one pass.
-        if stream.num_shards >= self._count:
-            stream = stream.shard(self._count, self._index)
-        else:
-            stream = split_dataset_by_node(stream, rank=self._index, world_size=self._count)
-        return Reader(self._documents(stream, state), state)
-
-    def part(self, index: int, count: int) -> Source:
-        """Return complete files if there are at least `count`, else every `count`-th document."""
-        assert self._count == 1
-        return Hub(self._dataset, self._opened, index, count)
-
-    def size(self) -> int | None:
-        """Return None: the sizes that a hub lists include all columns."""
-        return None
-
-    def _documents(self, stream: Any, state: State) -> Iterator[tuple[Document, State]]:
-        """Read rows in blocks; the server can be probed between blocks.
-
-        State: that of `datasets` before the block, and the rows consumed in the block ("given") and
-        in total.
-        """
-        name = f"{self.name}, part {self._index + 1} of {self._count}"
-        before, consumed, total = state["dataset"], state["given"], state["rows"]
-        if before is not None:
-            stream.load_state_dict(copy.deepcopy(before))
-        records = iter(stream)
-        while True:
-            rows, error = self._dataset.guarded(
-                f"{name}, after row {total}", state["revision"], partial(_read_block, records)
-            )
-            for number, record in enumerate(rows[consumed:], consumed + 1):
-                total += 1
-                if text := self._dataset.text_of(record):
-                    cursor = {"rows": total, "dataset": before, "given": number}
-                    yield Document(text, f"{name}: row {total}"), state | cursor
-            if error is not None:
-                raise _broke_off(name, total, error) from error
-            if not rows:
-                return
-            before, consumed = stream.state_dict(), 0
 
 
 def _read_block(records: Iterator[dict[str, Any]]) -> tuple[list[dict[str, Any]], Exception | None]:
