@@ -50,6 +50,7 @@ PARTS: dict[
         *("aten::mul", "aten::addcmul", "aten::_to_copy", "aten::stack", "aten::select"),
         *("aten::index", "aten::index_put", "aten::new_zeros", "aten::mean", "aten::clone"),
         *("aten::arange", "aten::pow", "aten::cos", "aten::sin"),
+        *("aten::searchsorted", "aten::lt", "aten::where"),
     ),
     "norms and residual": (
         *("nsa_bench::rms_norm", "nsa::rms_norm", "nsa::add_rms_norm", "aten::add"),
