@@ -100,6 +100,7 @@ def test_fallbacks_of_every_operation_are_recorded(finished: FinishedRun) -> Non
     assert {row["operation"] for row in rows} == {
         "compressed_attention",
         "cross_entropy",
+        "rotary_pool",
         "select_blocks",
         "selected_attention",
         "window_attention",
