@@ -10,8 +10,10 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from datetime import timedelta
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
@@ -26,6 +28,7 @@ FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT":
 INTERFACE = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 PEER_LOST = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 ROOT_CAUSE_GRACE_SECONDS = 5  # for the rank that failed first to report before its peers do
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,54 @@ def start_ranks(ranks: Ranks) -> torch.device:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     accelerator = get_accelerator()
     accelerator.set_device(ranks.local_rank)
-    deepspeed.init_distributed(accelerator.communication_backend_name(), verbose=False)
+    _join(ranks, accelerator.communication_backend_name())
     return torch.device(accelerator.device_name(ranks.local_rank))
+
+
+def _join(ranks: Ranks, backend: str) -> None:
+    one_machine = os.environ["MASTER_ADDR"] in LOOPBACK and "TORCHELASTIC_RUN_ID" not in os.environ
+    try:
+        deepspeed.init_distributed(
+            backend,
+            verbose=False,
+            init_method="loopback://" if one_machine else None,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+    except (OSError, dist.DistNetworkError) as error:
+        if "address already in use" not in str(error).lower():
+            raise
+        raise ValueError(
+            f"--master_port {os.environ['MASTER_PORT']}: already in use, maybe by another run; "
+            "choose another port with deepspeed --master_port"
+        ) from None
+
+
+def _loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """Rendezvous of ranks on one machine. PyTorch's own listens on all network interfaces.
+
+    Whoever reaches the store can write to it, and object collectives unpickle what ranks send.
+    """
+    ranks, port = Ranks.from_environment(), int(os.environ["MASTER_PORT"])
+    listener = None
+    if ranks.rank == 0:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        ranks.world_size,
+        is_master=ranks.rank == 0,
+        timeout=timeout,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    yield store, ranks.rank, ranks.world_size
+    raise RuntimeError("the ranks of a run cannot meet again")
+
+
+dist.register_rendezvous_handler("loopback", _loopback_store)
 
 
 def stop_ranks() -> NoReturn:
