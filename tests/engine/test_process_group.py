@@ -23,7 +23,9 @@ def test_a_port_in_use_is_one_line_that_names_the_fix(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()
-        result = deepspeed("m7c.py", *TINY, "--steps=1", "--run-dir=run", folder=tmp_path, port=port)
+        result = deepspeed(
+            "m7c.py", *TINY, "--steps=1", "--run-dir=run", folder=tmp_path, port=port
+        )
     assert result.returncode == 2
     errors = [line for line in result.stderr.splitlines() if line.startswith("m7c: ")]
     assert errors == [
