@@ -109,7 +109,7 @@ def _join(ranks: Ranks, backend: str) -> None:
 def _loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """Rendezvous of ranks on one machine. PyTorch's own listens on all network interfaces.
 
-    Whoever reaches the store can write to it, and object collectives unpickle what ranks send.
+    Any process that reaches the store can write to it, and object collectives unpickle their input.
     """
     ranks, port = Ranks.from_environment(), int(os.environ["MASTER_PORT"])
     listener = None
