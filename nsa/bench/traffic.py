@@ -117,6 +117,8 @@ class Recorder(TorchDispatchMode):
         if func.is_view or name.removeprefix("aten::") in _FREE:
             return result
         moved, flops = _moved_bytes(func, args, kwargs, result), self._flops.get(name, 0.0)
+        if not moved:  # empty tensors: nothing is launched
+            return result
         if count := flop_registry.get(func._overloadpacket):
             flops = count(*args, **kwargs, out_val=result)
             # A causal mask hides half of the pairs.

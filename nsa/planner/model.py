@@ -177,15 +177,15 @@ def activations(model: Model, batch: BatchShape, *, fused: bool = True) -> Activ
 def _attention(model: Model, batch: BatchShape) -> int:
     """Return the bytes that attention saves: queries, keys, values, gates, outputs, φ."""
     query, output, key, value = model.heads_sizes
-    saved = query + model.kv_sets * value
+    saved = query + len(model.branches) * model.config.heads  # and gates
     if model.spec is not None:
         saved += output  # the gated sum; dense attention's only output is counted below
-    saved += len(model.branches) * model.config.heads  # gates
-    # Keys after RoPE. Compressed keys are not rotated.
-    rotated = len({"sel", "win"}.intersection(model.branches)) if model.branches else 1
-    if model.config.attention.shared_kv and "cmp" in model.branches:
-        rotated = 1
-    elements = batch.tokens * (saved + rotated * key)
+    # Keys and values of the branches that read tokens; the compressed branch reads blocks.
+    copies = len({"sel", "win"}.intersection(model.branches)) if model.branches else 1
+    if model.config.attention.shared_kv:
+        copies = min(copies, 1)
+    elements = batch.tokens * (saved + copies * (key + value))
+    elements += model.config.width * (model.exchanged - output)  # projections side by side
     if model.spec is not None and "cmp" in model.branches:
         compressed = key + value
         if model.config.attention.compressor == "mlp":
@@ -228,10 +228,8 @@ def _selective_outputs(model: Model, batch: BatchShape, fused: bool) -> int:
 
 def _selective_reused(model: Model, batch: BatchShape, fused: bool) -> int:
     """Return the bytes of these outputs that autograd saves too: they are not recomputed."""
-    _, output, _, value = model.heads_sizes
-    elements = 2 * model.config.mlp_width + (output if _mixes(model, fused) else 0)
-    if batch.ranks_per_sequence == 1:  # values; after an exchange, autograd saves copies
-        elements += model.kv_sets * value
+    output = model.heads_sizes[1] if _mixes(model, fused) else 0
+    elements = 2 * model.config.mlp_width + output
     return model.weight_bytes * elements * batch.tokens + _branch_outputs(model, batch)
 
 

@@ -91,10 +91,11 @@ def test_products_are_six_flops_per_weight_and_token(kind: str) -> None:
     assert counted == pytest.approx(6 * sum(weights) * BATCH * SEQ_LEN, rel=0.02)
 
 
-def test_nothing_of_a_model_is_unclassified_but_scalars() -> None:
+def test_nearly_everything_of_a_model_belongs_to_a_part() -> None:
     for kind in ("nsa", "dense"):
-        other = [x for x in record(toy(kind), BATCH, SEQ_LEN) if x.part == "other"]
-        assert sum(x.bytes for x in other) < 4_096, {x.name for x in other}
+        rows = totals(record(toy(kind), BATCH, SEQ_LEN))
+        other = sum(row["bytes"] for row in rows if row["part"] == "other")
+        assert other < 0.01 * rows[-1]["bytes"]
 
 
 def test_recomputation_counts() -> None:
