@@ -46,7 +46,7 @@ results = {
     "healthy": rank_checks(
         config=config,
         device=CPU,
-        node=[] if other else [Check("disk", "warn", "nearly full", "free some")],
+        node=[Check("disk", "warn", "nearly full", "free some")] if other else [],
     ),
 }
 if other:

@@ -122,6 +122,13 @@ def test_a_hang_is_a_pause_but_saving_and_evaluating_are_not(tmp_path: Path) -> 
     assert criterion(tmp_path / "evaluating", "longest pause").ok
 
 
+def test_a_pause_counts_at_the_first_gate_after_it_and_at_no_later_one(tmp_path: Path) -> None:
+    write_run(tmp_path, waits={200: ("forward", 200.0)})
+    assert criterion(tmp_path, "longest pause").value == pytest.approx(200.5)
+    later = Gate("extended", 300, since=250)
+    assert criterion(tmp_path, "longest pause", later).value == pytest.approx(0.5)
+
+
 def test_a_long_save_with_few_lines_is_no_pause(tmp_path: Path) -> None:
     lines = beats(300, waits={200: ("save", 130.0)})
     saving = [line for line in lines if line["phase"] == "save"]

@@ -36,9 +36,25 @@ FAR_APART = TOPO_SYS.replace("GPU0\t X \tPIX", "GPU0\t X \tSYS")
             {},
             {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "2,3"},
         ),
+        (
+            TOPO_SYS.replace("GPU2\tSYS\tSYS\t X \tPIX", "GPU2\tSYS\tSYS\t X \tNV12"),
+            CLEAR,
+            {},
+            {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "2,3"},
+        ),
         (FAR_APART, CLEAR, {"CUDA_VISIBLE_DEVICES": "1,0"}, {}),
     ],
-    ids=["clear", "acs", "own level", "own choice", "nvlink", "near", "far apart", "own gpus"],
+    ids=[
+        "clear",
+        "acs",
+        "own level",
+        "own choice",
+        "nvlink",
+        "near",
+        "far apart",
+        "nvlink elsewhere",
+        "own gpus",
+    ],
 )
 def test_only_needed_variables_are_set_and_the_users_own_are_kept(
     topology: str, acs: Check, variables: dict[str, str], expected: dict[str, str]

@@ -7,7 +7,7 @@ import pytest
 
 from nsa.gates.result import record
 from nsa.monitor.config import LadderConfig
-from nsa.monitor.run_folder import write_env
+from nsa.monitor.run_folder import cpu_model, write_env
 from nsa.report.report import write_report
 from tests.gates.evidence import gate_at, judge_files
 from tests.monitor.written import beats, write_beats, write_metrics, write_run, write_selection
@@ -65,6 +65,7 @@ def test_a_report_holds_facts_settings_and_a_comparison_with_the_earlier_system(
     assert run["backend fallbacks"] == ["selected_attention on triton: no GPU, here (12 calls)"]
     assert run["skipped steps"] == ["0"]
     assert "torch 2" in run["versions"][0]
+    assert cpu_model().replace("|", "/") in run["hardware"][0]
     assert "\na / note\n" in text
     settings = table(text, "Settings")
     assert (settings["train.precision"], settings["model.layers"]) == (["bf16"], ["4"])
