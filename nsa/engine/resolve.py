@@ -28,6 +28,35 @@ KINDS = {
 }
 
 
+# Names of other frameworks, for suggestions.
+SYNONYMS = {
+    "train.steps": ("max_steps", "num_steps", "total_steps", "train_steps", "iterations"),
+    "train.micro_batch": ("batch_size", "per_device_train_batch_size", "micro_batch_size"),
+    "train.accumulation": ("gradient_accumulation_steps", "grad_accum", "grad_accumulation"),
+    "train.learning_rate": ("lr", "max_lr", "peak_lr"),
+    "train.min_learning_rate": ("min_lr", "lr_min", "final_lr"),
+    "train.warmup_steps": ("warmup", "num_warmup_steps", "lr_warmup_steps"),
+    "train.clip": ("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad_norm"),
+    "train.precision": ("dtype", "torch_dtype", "bf16", "fp16", "mixed_precision"),
+    "train.beta1": ("adam_beta1", "betas"),
+    "train.beta2": ("adam_beta2",),
+    "train.adam_eps": ("eps", "epsilon", "adam_epsilon"),
+    "train.eval_every": ("eval_steps", "eval_interval", "val_every"),
+    "train.start_from": ("init_from", "resume_from_checkpoint", "load"),
+    "model.layers": ("num_layers", "n_layers", "n_layer", "num_hidden_layers", "depth"),
+    "model.width": ("hidden_size", "d_model", "n_embd", "dim", "embed_dim"),
+    "model.heads": ("num_heads", "n_heads", "n_head", "num_attention_heads"),
+    "model.kv_heads": ("num_kv_heads", "n_kv_heads", "num_key_value_heads"),
+    "model.mlp_width": ("intermediate_size", "ffn_dim", "d_ff", "mlp_dim"),
+    "model.norm_eps": ("rms_norm_eps", "layer_norm_eps"),
+    "model.activation_checkpointing": ("gradient_checkpointing",),
+    "data.seq_len": ("seq_length", "max_seq_len", "sequence_length", "context_length"),
+    "data.source": ("dataset", "dataset_name", "path"),
+    "data.workers": ("num_workers", "dataloader_num_workers"),
+    "monitor.log_every": ("logging_steps", "log_interval", "log_steps"),
+    "checkpoint.every": ("save_steps", "save_every", "save_interval", "checkpoint_every"),
+    "checkpoint.keep": ("save_total_limit", "keep_last", "max_checkpoints"),
+}
 LARGEST = 2**62  # of a whole number; torch and numpy hold 64 bits
 
 
@@ -107,7 +136,8 @@ def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> N
         name = f"{path}.{key}" if path else str(key)
         if key not in tree:
             near = [f"{path}.{k}".strip(".") for k in get_close_matches(str(key), list(tree), n=1)]
-            near = list(_same_name(tree, key, path)) or near
+            synonyms = [known for known, others in SYNONYMS.items() if key in others]
+            near = list(_same_name(tree, key, path)) or synonyms or near
             choices = ", ".join(f"{path}.{known}".strip(".") for known in tree)
             hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {choices}"
             raise ValueError(f"{source}: there is no setting {name!r}; {hint}")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nsa.engine.config import RunConfig
-from nsa.engine.resolve import resolve_config, to_yaml
+from nsa.engine.resolve import SYNONYMS, resolve_config, to_yaml
 
 
 def test_set_overrides_the_file_and_the_file_overrides_the_recipe(tmp_path: Path) -> None:
@@ -60,6 +60,9 @@ def test_a_mixture_is_one_value_with_free_keys(tmp_path: Path) -> None:
         ("train.lerning_rate=1", ["train.lerning_rate", "did you mean train.learning_rate?"]),
         ("trian.steps=1", ["trian", "train"]),
         ("attention.window=64", ["did you mean model.attention.spec.window?"]),
+        ("lr=1", ["did you mean train.learning_rate?"]),
+        ("train.max_steps=1", ["did you mean train.steps?"]),
+        ("train.num_heads=1", ["did you mean model.heads?"]),
         ("learning_rate=1", ["did you mean train.learning_rate?"]),
         ("train.steps", ["path.to.key=value"]),
         ("train=3", ["train", "section"]),
@@ -139,7 +142,11 @@ def test_a_pipe_as_config_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_every_number_of_the_tree_must_be_finite() -> None:
-    numbers = list(_numbers(asdict(RunConfig()), ""))
+    numbers = [
+        name
+        for name, value in _leaves(asdict(RunConfig()), "")
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
     assert len(numbers) > 40
     for name in numbers:
         for value in (".inf", "-.inf", ".nan"):
@@ -147,9 +154,16 @@ def test_every_number_of_the_tree_must_be_finite() -> None:
                 resolve_config(RunConfig(), None, [f"{name}={value}"])
 
 
-def _numbers(tree: dict[str, Any], path: str) -> Iterator[str]:
+def test_every_synonym_suggests_a_setting_that_exists() -> None:
+    known = {name for name, _ in _leaves(asdict(RunConfig()), "")}
+    names = [name for names in SYNONYMS.values() for name in names]
+    assert len(names) == len(set(names)), "one suggestion for each"
+    assert set(SYNONYMS) <= known
+    assert not {name.rpartition(".")[2] for name in known} & set(names)
+
+
+def _leaves(tree: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
+        yield path + key, value
         if isinstance(value, dict):
-            yield from _numbers(value, f"{path}{key}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield path + key
+            yield from _leaves(value, f"{path}{key}.")
