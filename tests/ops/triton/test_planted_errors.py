@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import linecache
-import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import Any
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -18,7 +12,6 @@ from nsa.ops import select_blocks
 from nsa.ops.triton import (
     activation,
     band,
-    band_op,
     common,
     cross_entropy,
     gated,
@@ -27,7 +20,6 @@ from nsa.ops.triton import (
     selected,
     selected_keys,
     selected_lists,
-    selected_op,
 )
 from nsa.ops.triton.configs import Config, override_choices
 from nsa.spec import NSASpec
@@ -53,20 +45,16 @@ from tests.ops.triton.parity import (
     reference_blocks,
     settings,
 )
+from tests.ops.triton.planting import Check, Plant
 from tests.ops.triton.test_activation import assert_swiglu_parity
 from tests.ops.triton.test_cross_entropy import assert_cross_entropy_parity
 from tests.ops.triton.test_rotary import assert_rotary_pool_parity
 
-MODULES = (
-    *(activation, band, band_op, common, cross_entropy, gated, rotary, select),
-    *(selected, selected_keys, selected_lists, selected_op),
-)
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (24,), kv_heads=1, group=2, key_dim=4, value_dim=3)
 PACKED = replace(CASE, lengths=(9, 0, 1, 13))
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cuda", reason="a compiled kernel does not see what is planted into its helpers"
 )
-Check = Callable[[], None]
 
 
 def parity(branch: str, case: Case = CASE, **how: int) -> Check:
@@ -149,35 +137,6 @@ COMPRESSED, WINDOW, MIXED = parity("compressed"), parity("window"), parity("mixe
 SELECTED, PARTS = parity("selected"), parity("selected", chunk=3)
 SPLITS = parity("compressed", queries_per_split=7)
 DOCUMENTS = [parity(branch, PACKED) for branch in ("compressed", "selected", "window")]
-
-
-@dataclass(frozen=True)
-class Plant:
-    """One replacement in one function, and the check that has to notice it.
-
-    It must not write out of bounds, which would crash the process sooner or later.
-    """
-
-    module: ModuleType
-    function: str
-    old: str
-    new: str
-    check: Check
-
-    def into(self, patch: pytest.MonkeyPatch) -> None:
-        """Put the wrong function wherever the right one is called from."""
-        original = getattr(self.module, self.function)
-        source = textwrap.dedent(inspect.getsource(getattr(original, "fn", original)))
-        assert source.count(self.old) == 1, source
-        wrong, file = source.replace(self.old, self.new), f"<planted in {self.function}>"
-        # The interpreter reads a kernel's source again.
-        lines = wrong.splitlines(keepends=True)
-        patch.setitem(linecache.cache, file, (len(wrong), None, lines, file))
-        made: dict[str, Any] = {}
-        exec(compile(wrong, file, "exec"), vars(self.module), made)
-        for holder in MODULES:
-            if vars(holder).get(self.function) is original:
-                patch.setattr(holder, self.function, made[self.function])
 
 
 PLANTS = {
