@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ class NSASpec:
 
     def to_ints(self) -> list[int]:
         """The seven integers in field order, as custom ops take them."""
-        return list(astuple(self))
+        return [*vars(self).values()]
 
     @classmethod
     def from_ints(cls, numbers: Sequence[int]) -> NSASpec:
         """The inverse of `to_ints`; the compiler's symbolic integers become plain ones."""
-        return cls(*map(int, numbers))
+        return _validated(*map(int, numbers))
 
     def compressed_len(self, seq_len: int) -> int:
         """N: compressed blocks of a document of `seq_len` positions."""
@@ -77,3 +78,9 @@ class NSASpec:
     def visible_window(self, position: int) -> int:
         """Positions in the window at `position`."""
         return min(position + 1, self.window)
+
+
+@lru_cache(maxsize=64)
+def _validated(*numbers: int) -> NSASpec:
+    """Every call of a custom op reads its spec: validate each one once."""
+    return NSASpec(*numbers)

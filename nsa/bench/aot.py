@@ -35,6 +35,8 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     from nsa.bench.kernel_launches import all_launches, check_names
 
     chips = check_names("arch", flags.arch.split(","), compile_gate.CHIPS)
-    launches = all_launches(flags.operation, flags.dtype, flags.full, flags.benchmarks)
-    rows, failures = compile_gate.check(launches, chips, flags.jobs)
+    launches = all_launches(chips, flags.operation, flags.dtype, flags.full, flags.benchmarks)
+    first = not (flags.full or flags.benchmarks)
+    spilled = compile_gate.MAX_SPILLED_FIRST if first else compile_gate.MAX_SPILLED
+    rows, failures = compile_gate.check(launches, flags.jobs, spilled)
     return {"triton": triton.__version__, "failures": failures, "rows": rows}

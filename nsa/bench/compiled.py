@@ -23,6 +23,7 @@ from nsa.ops.triton.launch import Launch
 TENSOR_CORE = re.compile(
     r"^\s*(?:@\S+\s+)?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", re.MULTILINE
 )
+ASYNCHRONOUS = re.compile(r"^\s*(?:@\S+\s+)?(?:wgmma\.mma_async|tcgen05\.mma)", re.MULTILINE)
 FROM_REGISTERS = re.compile(r"\bwgmma\.mma_async\S* \{[^}]*\}, *\{")
 # In Triton's IR: products, and those with a blocked layout, done by multiply-adds.
 PRODUCT = re.compile(r"\btt\.dot(?:_scaled)?\b")
@@ -61,8 +62,7 @@ class Variant:
     signature: dict[str, str]
     constants: dict[Any, Any]  # position: value
     attributes: dict[Any, Any]  # position: names and numbers
-    warps: int
-    stages: int
+    options: dict[str, int]
     chip: str
 
     @classmethod
@@ -87,16 +87,14 @@ class Variant:
             )
             driver.set_active(no_device)
             try:
-                options = {"num_warps": config.warps, "num_stages": config.stages}
-                arguments = {**launch.arguments, **launch.constants, **options}
+                arguments = {**launch.arguments, **launch.constants, **config.options()}
                 launch.kernel.warmup(grid=launch.grid, **arguments)
             finally:
                 with suppress(RuntimeError):  # without a GPU there is no driver to restore
                     driver.reset_active()
         (spec,) = hooked
         parts = spec["signature"], spec["constants"], spec["configs"][0]
-        kernel = fn.__module__, fn.__qualname__
-        return cls(*kernel, *parts, config.warps, config.stages, chip)
+        return cls(fn.__module__, fn.__qualname__, *parts, config.options(), chip)
 
     def source(self) -> ASTSource:
         """The argument of `triton.compile`."""
@@ -115,14 +113,14 @@ class Facts:
     products: int  # in the source
     plain_products: int  # without tensor cores
     tensor_core: int  # instructions
+    asynchronous: int  # of them; wgmma and tcgen05, which take tiles of 64 rows or more
     overwritten: int  # products whose operand is overwritten while they run
     blocks_per_sm: int
 
 
 def compile_variant(variant: Variant) -> Facts:
     """Compile to the chip's binary and read it."""
-    options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    target = _target(variant.chip)
+    options, target = variant.options, _target(variant.chip)
     compiled: Any = triton.compile(variant.source(), target=target, options=options)
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     registers, spilled = _resources(cubin)
@@ -139,9 +137,10 @@ def compile_variant(variant: Variant) -> Facts:
         products=len(PRODUCT.findall(compiled.asm["ttir"])),
         plain_products=len(PLAIN_PRODUCT.findall(compiled.asm["ttgir"])),
         tensor_core=len(TENSOR_CORE.findall(ptx)),
+        asynchronous=len(ASYNCHRONOUS.findall(ptx)),
         overwritten=hazards,
         blocks_per_sm=_blocks_per_sm(
-            CHIPS[variant.chip], shared, tensor_memory, registers, variant.warps
+            CHIPS[variant.chip], shared, tensor_memory, registers, options["num_warps"]
         ),
     )
 

@@ -17,7 +17,7 @@ from nsa.dtypes import DTYPES
 from nsa.ops.inputs import PackedLayout, RotaryPoolInputs, SelectionInputs
 from nsa.ops.triton.activation import PackedGates, swiglu_backward, swiglu_forward
 from nsa.ops.triton.band_op import Band, band_backward, band_forward
-from nsa.ops.triton.configs import Choice, override_choices
+from nsa.ops.triton.configs import Choice, choosing_for, override_choices
 from nsa.ops.triton.cross_entropy import cross_entropy_
 from nsa.ops.triton.decode import DecodeInputs, decode_forward
 from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
@@ -217,11 +217,11 @@ def cases(full: bool, operations: Iterable[str], benchmarks: bool = False) -> li
     ]
 
 
-def record(case: Case, candidates: int = MAX_CANDIDATES) -> list[Launch]:
-    """Every launch of a call, for each of the first `candidates` configs."""
+def record(case: Case, candidates: int = MAX_CANDIDATES, chip: str = "sm_80") -> list[Launch]:
+    """Every launch of a call on a chip, for each of the first `candidates` configs."""
     launches: list[Launch] = []
     for number in range(candidates):
-        with override_choices(_candidate(number)), recording() as recorded:
+        with choosing_for(chip), override_choices(_candidate(number)), recording() as recorded:
             OPERATIONS[case.operation](case)
         launches += recorded
     return launches
@@ -232,20 +232,22 @@ def _candidate(number: int) -> Choice:
 
 
 def all_launches(
+    chips: Sequence[str],
     operations: Sequence[str] = (),
     dtypes: Sequence[str] = (),
     full: bool = False,
     benchmarks: bool = False,
-) -> Iterator[tuple[Case, Launch]]:
+) -> Iterator[tuple[Case, Launch, str]]:
     """Every launch that the flags of `python -m nsa.bench aot` name."""
     check_names("operation", operations, OPERATIONS)
     check_names("dtype", dtypes, DTYPES)
     candidates = MAX_CANDIDATES if full or benchmarks else 1
     return (
-        (case, launch)
+        (case, launch, chip)
         for case in cases(full, operations or OPERATIONS, benchmarks)
         if not dtypes or case.dtype in dtypes
-        for launch in record(case, candidates)
+        for chip in chips
+        for launch in record(case, candidates, chip)
     )
 
 

@@ -1,8 +1,9 @@
 """`python -m nsa.bench tune`: time every candidate for the kernels' tile sizes, keep the fastest.
 
 If several libraries have a kernel for an operation, which one runs is chosen in the same way.
-Choices are stored per operation, head sizes and dtype, so everything that shares such a key is
-timed together: both branches of a kernel, all shapes with these head sizes, all lengths.
+Choices are stored per operation, head sizes, dtype and class of length (short or long), so
+everything that shares such a key is timed together: all shapes with these head sizes, all lengths
+of a class.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nsa.bench.options import Shape, add_gpu_flags
 from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table
 from nsa.ops import NSASpec
 from nsa.ops.decode import decode_attention
-from nsa.ops.triton.configs import Config, override_choices, save_tuned, tuning_key
+from nsa.ops.triton.configs import SHORT, Config, override_choices, save_tuned, tuning_key
 
 SPEC = NSASpec()
 Option = Config | str  # tile sizes, or the library whose kernel runs
@@ -38,7 +39,7 @@ class Operation:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     shapes = "m7c,16x4x64,64x4x128,paper"
-    add_gpu_flags(parser, "4k,16k", shapes_default=shapes, tokens=32_768)
+    add_gpu_flags(parser, "2k,16k", shapes_default=shapes, tokens=32_768)
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -48,9 +49,11 @@ def run(flags: argparse.Namespace) -> None:
     by_sizes: dict[tuple[int, int], list[Shape]] = {}
     for shape in flags.shapes:
         by_sizes.setdefault((_padded(shape.key), _padded(shape.value)), []).append(shape)
+    classes = [[n for n in flags.lengths if (n <= SHORT) == short] for short in (True, False)]
     for sizes, shapes in by_sizes.items():
-        case = partial(_case, sizes, shapes, report)
-        report.attempt(f"head sizes {sizes[0]}x{sizes[1]}", case)
+        for lengths in filter(None, classes):
+            case = partial(_case, sizes, shapes, lengths, report)
+            report.attempt(f"head sizes {sizes[0]}x{sizes[1]}, {max(lengths):,} tokens", case)
     if report.data["rows"]:
         print_rows(report.data["rows"])
     else:
@@ -58,12 +61,13 @@ def run(flags: argparse.Namespace) -> None:
     report.finish()
 
 
-def _case(sizes: tuple[int, int], shapes: list[Shape], report: Report) -> None:
-    rows, best = tune(discover(_steps(shapes, report)), report)
+def _case(sizes: tuple[int, int], shapes: list[Shape], lengths: list[int], report: Report) -> None:
+    rows, best = tune(discover(_steps(shapes, lengths, report)), report)
+    keys = partial(key_of, sizes=sizes, dtype=report.dtype, seq_len=lengths[0])
     for row in rows:
-        report.add({"key": key_of(row["operation"], sizes, report.dtype), **row})
+        report.add({"key": keys(row["operation"]), **row})
     if best:
-        options = {key_of(name, sizes, report.dtype): option for name, option in best.items()}
+        options = {keys(name): option for name, option in best.items()}
         report.data["kept_in"] = str(save_tuned(options))
 
 
@@ -72,17 +76,21 @@ def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def key_of(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> str:
-    """The key that a launch looks up; block selection has no values."""
-    return tuning_key(operation, (sizes[0], 0) if operation == "select" else sizes, dtype)
+def key_of(operation: str, sizes: tuple[int, int], dtype: torch.dtype, seq_len: int) -> str:
+    """The key that a launch looks up; block selection has no values, decoding one class."""
+    if operation == "select":
+        sizes = sizes[0], 0
+    if operation == "gathered_decode":
+        seq_len = SHORT
+    return tuning_key(operation, sizes, dtype, seq_len)
 
 
-def _steps(shapes: list[Shape], report: Report) -> dict[str, Step]:
+def _steps(shapes: list[Shape], lengths: list[int], report: Report) -> dict[str, Step]:
     """Every function at every shape and length, forward and backward, and a decoding step."""
     steps: dict[str, Step] = {}
     backend = report.backend
     for shape in shapes:
-        for seq_len in report.flags.lengths:
+        for seq_len in lengths:
             batch = max(1, report.flags.tokens // seq_len)
             inputs = Inputs.random(shape, batch, seq_len, SPEC, report.device, report.dtype)
             by_name = calls(inputs, SPEC, backend)
@@ -91,7 +99,8 @@ def _steps(shapes: list[Shape], report: Report) -> dict[str, Step]:
             # Trained queries select somewhere between random and local.
             local = calls(inputs.local(SPEC), SPEC, backend)["selected_attention"]
             steps[f"local selected_attention {shape} T={seq_len}"] = local.step
-            steps[f"decode_attention {shape} T={seq_len}"] = _decoding(inputs, backend)
+            if report.flags.lengths[0] in lengths:  # once, for all lengths of a cache
+                steps[f"decode_attention {shape} T={seq_len}"] = _decoding(inputs, backend)
     return steps
 
 
@@ -158,14 +167,15 @@ def _fields(option: Option) -> dict[str, Any]:
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """A line per candidate."""
-    lines = [["operation, sizes, dtype", "rows", "keys", "warps", "stages", "ms", ""]]
+    header = ["operation, sizes, dtype, length", "rows", "keys", "warps", "stages", "registers"]
+    lines = [[*header, "ms", ""]]
     errors: dict[str, Result] = {}
     for row in rows:
         for candidate in row["candidates"]:
             ms, config = figure(candidate, "ms"), candidate["config"]
             verdict = "kept" if config == row["best"] else "" if ms else "fails"
-            numbers = [str(number) for number in config.values()]
-            lines.append([row["key"], *[*numbers, "", "", ""][:4], cell(ms), verdict])
-            errors[f"{row['key']} {'/'.join(numbers)}"] = candidate
+            numbers = ["" if number is None else str(number) for number in config.values()]
+            lines.append([row["key"], *[*numbers, "", "", "", ""][:5], cell(ms), verdict])
+            errors[f"{row['key']} {'/'.join(filter(None, numbers))}"] = candidate
     print_table(lines)
     print_errors(errors)

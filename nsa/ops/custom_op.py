@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C import _AutoDispatchBelowAutograd as _BelowAutograd
+from torch._library.custom_ops import get_library_allowing_overwrite
 
 from nsa.spec import NSASpec
 
@@ -50,45 +52,80 @@ def register(
     gradient: Gradient | None = None,
 ) -> Any:
     """The custom op `name`. `forward` and `fake` map an `inputs` tuple to `outputs` tensors."""
-    arguments, build = _schema(inputs), _builder(inputs)
-    op = torch.library.custom_op(
+    build = _builder(inputs)
+    return _define(
         name,
+        f"({_schema(inputs)}) -> {_tensors(outputs)}",
         lambda *args: forward(build(args)),
-        mutates_args=(),
-        schema=f"({arguments}) -> {_tensors(outputs)}",
+        lambda *args: fake(build(args)),
+        *(() if gradient is None else _autograd(name, inputs, outputs, gradient)),
     )
-    op.register_fake(lambda *args: fake(build(args)))
-    if gradient is not None:
-        _register_gradient(op, f"{name}_backward", inputs, outputs, gradient)
+
+
+def _define(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    autograd: Callable[..., Any] | None = None,
+) -> Any:
+    """As `torch.library.custom_op` and `register_autograd`, for half of their host time a call."""
+    namespace, _, short = name.partition("::")
+    library = get_library_allowing_overwrite(namespace, short)
+    library.define(short + schema, tags=torch.Tag.pt2_compliant_tag)
+    library.impl(short, torch._disable_dynamo(kernel), "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=library)
+    op = getattr(getattr(torch.ops, namespace), short).default
+
+    def run(*args: Any) -> Any:
+        with _BelowAutograd():
+            return op(*args)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        results = run(*args)
+        if setup_context is not None:
+            setup_context(ctx, args, results)
+        return results
+
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if autograd is None:
+            raise RuntimeError(f"{name} has no gradient")
+        return autograd(ctx, *gradients)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function: Any = type(short, (torch.autograd.Function,), methods)
+
+    def differentiable(*args: Any) -> Any:
+        return function.apply(*args) if torch.is_grad_enabled() else run(*args)
+
+    library.impl(short, differentiable, "Autograd")
     return op
 
 
-def _register_gradient(op: Any, name: str, inputs: Any, outputs: int, gradient: Gradient) -> None:
+def _autograd(
+    name: str, inputs: Any, outputs: int, gradient: Gradient
+) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """Register the op `<name>_backward`; return what saves its inputs, and what calls it."""
     build, count, length = _builder(inputs), gradient.outputs, len(inputs._fields)
     tensors = sum(hint in (Tensor, Tensor | None) for hint in get_type_hints(inputs).values())
     result_of = gradient.result_of or tuple(range(gradient.inputs))
     like = [result_of.index(result) for result in range(max(result_of) + 1)]  # inputs of same shape
-    saved_outputs = len(range(outputs)[gradient.saved])
     output_gradients = [f"Tensor{'' if gradient.zeros else '?'} gradient_{i}" for i in range(count)]
-    saved = [f"Tensor output_{i}" for i in range(saved_outputs)]
+    saved_outputs = [f"Tensor output_{i}" for i in range(len(range(outputs)[gradient.saved]))]
 
     def backward(*args: Any) -> Any:
         given, rest = args[count : count + length], args[count + length :]
         return gradient.backward(*args[:count], build(given), *rest)
 
-    backward_op = torch.library.custom_op(
-        name,
-        backward,
-        mutates_args=(),
-        schema=f"({', '.join([*output_gradients, _schema(inputs), *saved])})"
-        f" -> {_tensors(len(like))}",
-    )
-
     def fake(*args: Any) -> Any:
         results = tuple(args[count + i].new_empty(args[count + i].shape) for i in like)
         return results if len(results) > 1 else results[0]
 
-    backward_op.register_fake(fake)
+    schema = ", ".join([*output_gradients, _schema(inputs), *saved_outputs])
+    backward_op = _define(
+        f"{name}_backward", f"({schema}) -> {_tensors(len(like))}", backward, fake
+    )
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         output = output if outputs > 1 else (output,)
@@ -107,7 +144,7 @@ def _register_gradient(op: Any, name: str, inputs: Any, outputs: int, gradient: 
         results = results if len(like) > 1 else (results,)
         return *(results[i] for i in result_of), *[None] * (length - gradient.inputs)
 
-    op.register_autograd(autograd, setup_context=setup_context)
+    return setup_context, autograd
 
 
 def _schema(inputs: Any) -> str:
@@ -120,10 +157,13 @@ def _tensors(count: int) -> str:
 
 
 def _builder(inputs: Any) -> Callable[[Sequence[Any]], Any]:
-    is_spec = [hint is NSASpec for hint in get_type_hints(inputs).values()]
+    """Build an `inputs` tuple from an op's arguments: seven integers become an NSASpec."""
+    hints = list(get_type_hints(inputs).values())
+    if NSASpec not in hints:
+        return inputs._make
+    at = hints.index(NSASpec)
 
     def build(args: Sequence[Any]) -> Any:
-        pairs = zip(args, is_spec, strict=True)
-        return inputs(*(NSASpec.from_ints(x) if spec else x for x, spec in pairs))
+        return inputs(*args[:at], NSASpec.from_ints(args[at]), *args[at + 1 :])
 
     return build

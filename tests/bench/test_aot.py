@@ -125,7 +125,10 @@ def test_every_operation_compiles_within_the_limits_of_every_chip(tmp_path: Path
     rows = json.loads(out.read_text())["rows"]
     assert {row["chip"] for row in rows} == {"sm_80", "sm_90", "sm_100"}
     assert {row["operation"] for row in rows} >= {"window_attention", "decode_attention"}
-    assert all(row["tensor_core"] for row in rows if row["products"])
+    for row in rows:
+        assert not row["products"] or row["tensor_core"]
+        if row["chip"] != "sm_80" and row["operation"] != "decode_attention":
+            assert row["asynchronous"] == row["tensor_core"]
 
 
 def test_every_kernel_of_the_library_is_compiled(results: dict[str, Any]) -> None:
@@ -167,3 +170,13 @@ def test_the_command_compiles_even_if_the_interpreter_is_enabled(
 def test_another_number_of_documents_recompiles_nothing(results: dict[str, Any]) -> None:
     """It would stall a run, each rank at another step."""
     assert results["recompiled"] == []
+
+
+def test_a_repeated_launch_runs_the_binary_that_triton_would_choose(
+    results: dict[str, Any],
+) -> None:
+    """For every kind of argument: dtypes, alignment, integers that Triton compiles for, None."""
+    runs = results["relaunched"]
+    assert runs["by launch"] == runs["by triton"]
+    assert len({binary for binary, *_ in runs["by launch"]}) > 15
+    assert runs["looked up"] <= len(runs["by launch"]) / 2  # the second time without Triton

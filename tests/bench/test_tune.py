@@ -17,9 +17,17 @@ from nsa.bench.__main__ import main
 from nsa.bench.results import Report
 from nsa.bench.tune import discover, key_of, print_rows, tune
 from nsa.ops.triton import configs
-from nsa.ops.triton.configs import Config, candidates, choose_config, override_choices, save_tuned
+from nsa.ops.triton.configs import (
+    Config,
+    candidates,
+    choose_config,
+    forget_tuned,
+    override_choices,
+    save_tuned,
+)
 
 HALF = torch.float16
+LIKE = torch.empty(0, dtype=HALF)
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +35,9 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """Choices stored by these tests are invisible to everything else."""
     pytest.importorskip("triton")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    configs._tuned.cache_clear()
+    forget_tuned()
     yield
-    configs._tuned.cache_clear()
+    forget_tuned()
 
 
 def report() -> Report:
@@ -41,7 +49,7 @@ def operation(name: str, slow: Callable[[Config], bool]) -> Callable[[], None]:
     """An operation whose time depends on its tile sizes."""
 
     def run() -> None:
-        time.sleep(0.02 if slow(choose_config(name, (64, 64), HALF)) else 0)
+        time.sleep(0.02 if slow(choose_config(name, (64, 64), LIKE, 2048)) else 0)
 
     return run
 
@@ -63,11 +71,11 @@ def test_the_fastest_candidate_is_stored_and_used_by_the_next_launch() -> None:
     assert [one["config"]["rows"] for one in rows[0]["candidates"]] == [
         option.rows for option in candidates("toy_forward", (64, 64), HALF)
     ]
-    assert choose_config("toy_forward", (64, 64), HALF) == first
-    save_tuned({key_of("toy_forward", (64, 64), HALF): last})
-    assert choose_config("toy_forward", (64, 64), HALF) == last
+    assert choose_config("toy_forward", (64, 64), LIKE, 2048) == first
+    save_tuned({key_of("toy_forward", (64, 64), HALF, 2048): last})
+    assert choose_config("toy_forward", (64, 64), LIKE, 2048) == last
     assert (
-        choose_config("toy_forward", (64, 128), HALF)
+        choose_config("toy_forward", (64, 128), LIKE, 2048)
         == candidates("toy_forward", (64, 128), HALF)[0]
     )
 
@@ -76,24 +84,24 @@ def test_the_library_with_the_fastest_kernel_is_stored_by_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def run() -> None:
-        by = configs.choose("toy_branch", ["ours", "another's"], (64, 64), HALF)
+        by = configs.choose("toy_branch", ["ours", "another's"], (64, 64), HALF, 2048)
         time.sleep(0.02 if by == "ours" else 0)
 
     (row,), best = tune(discover({"one": run}), report())
     assert best == {"toy_branch": "another's"}
-    key = key_of("toy_branch", (64, 64), HALF)
+    key = key_of("toy_branch", (64, 64), HALF, 2048)
     print_rows([{"key": key, **row}])
     assert re.search(r"another's .* kept", capsys.readouterr().out)
     save_tuned({key: best["toy_branch"]})
-    assert configs.choose("toy_branch", ["ours", "another's"], (64, 64), HALF) == "another's"
-    assert configs.choose("toy_branch", ["ours"], (64, 64), HALF) == "ours"
+    assert configs.choose("toy_branch", ["ours", "another's"], (64, 64), HALF, 2048) == "another's"
+    assert configs.choose("toy_branch", ["ours"], (64, 64), HALF, 2048) == "ours"
 
 
 def test_a_candidate_that_cannot_be_launched_is_listed_and_not_stored() -> None:
     first, *_ = candidates("toy_keys", (64, 64), HALF)
 
     def run() -> None:
-        if choose_config("toy_keys", (64, 64), HALF) == first and tuning:
+        if choose_config("toy_keys", (64, 64), LIKE, 2048) == first and tuning:
             raise RuntimeError("out of resource: shared memory")
 
     tuning: list[bool] = []
@@ -127,7 +135,7 @@ def test_the_real_launchers_look_up_the_keys_that_tuning_writes() -> None:
         before = launches(call, case)
         save_tuned(
             {
-                key_of(operation, (64, 128), torch.bfloat16): options[-1]
+                key_of(operation, (64, 128), torch.bfloat16, 16_384): options[-1]
                 for operation, options in options_of.items()
             }
         )
@@ -136,7 +144,7 @@ def test_the_real_launchers_look_up_the_keys_that_tuning_writes() -> None:
             assert wanted != before, name
         save_tuned(
             {
-                key_of(operation, (64, 128), torch.bfloat16): options[0]
+                key_of(operation, (64, 128), torch.bfloat16, 16_384): options[0]
                 for operation, options in options_of.items()
             }
         )

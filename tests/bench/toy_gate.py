@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import triton
+from triton.compiler import CompiledKernel
 
 import nsa.ops.triton
 from nsa.bench import compile_gate, compiled, kernel_launches
@@ -55,6 +56,7 @@ def main() -> None:
         "real": one_launch_of_each_kernel(),
         "kernels": kernels(),
         "recompiled": recompiled(),
+        "relaunched": relaunched(),
         "refusals": [refusal("--arch", "sm_85"), refusal("--operation", "attend")],
         "exit code": exit_code_of_a_failure(),
     }
@@ -71,8 +73,13 @@ def check(
     return gate([(case, launch) for launch in launches], chips)
 
 
-def gate(launches: list[tuple[Case, Any]], chips: tuple[str, ...], jobs: int = 1) -> dict[str, Any]:
-    rows, failures = compile_gate.check(launches, chips, jobs)
+def gate(
+    launches: list[tuple[Case, Any]],
+    chips: tuple[str, ...],
+    max_spilled: int = compile_gate.MAX_SPILLED,
+) -> dict[str, Any]:
+    for_chips = [(*one, chip) for one in launches for chip in chips]
+    rows, failures = compile_gate.check(for_chips, max_spilled=max_spilled)
     return {"rows": rows, "failures": failures}
 
 
@@ -92,7 +99,7 @@ def one_launch_of_each_kernel() -> dict[str, Any]:
     for case in kernel_launches.cases(False, OPERATIONS):
         for recorded in record(case, 1):
             launches.setdefault(recorded.kernel.fn.__name__, (case, recorded))
-    return gate([*launches.values()], ("sm_80",))
+    return gate([*launches.values()], ("sm_80",), compile_gate.MAX_SPILLED_FIRST)
 
 
 def kernels() -> dict[str, list[str]]:
@@ -166,6 +173,47 @@ def found_in_the_cache() -> list[bool]:
         toys.take_all.warmup(**arguments, WIDTH=width, num_warps=4, num_stages=2, grid=(1,))
     triton.knobs.compilation.listener = None
     return hits
+
+
+def relaunched() -> dict[str, Any]:
+    """The binaries that ran, by hash, with grid and arguments: by Triton alone, and by `launch`.
+
+    Each set of arguments comes twice. Only the start on a GPU is left out.
+    """
+    given = toys.every_kind_of_argument("cpu")
+    x = given["x"]
+    others = {"x": [x[1:], x[8:], x.half(), x.float()], "one": [2, 16, 2**40], "nothing": [x]}
+    others |= {"sixteens": [1, 17], "scale": [0.25]}
+    sets = [given, *({**given, name: y} for name, ys in others.items() for y in ys)]
+    configs = Config(1, 1, 4, 2), Config(1, 1, 4, 2, maxnreg=64)
+    ran: list[Any] = []
+    looked_up: list[None] = []
+
+    def without_a_gpu(binary: CompiledKernel) -> None:
+        binary._run = lambda *launched: ran.append(
+            [
+                binary.hash,
+                *launched[:3],
+                *(y.data_ptr() if isinstance(y, torch.Tensor) else y for y in launched[9:]),
+            ]
+        )
+
+    def by_triton(arguments: dict[str, Any], config: Config) -> None:
+        toys.take_all[(3, 2)](**arguments, WIDTH=32, **config.options())
+
+    def by_launch(arguments: dict[str, Any], config: Config) -> None:
+        launch(toys.take_all, (3, 2), arguments, {"WIDTH": 32}, config)
+
+    triton.runtime.driver.set_active(Device())
+    toys.take_all.pre_run_hooks.append(lambda *_, **__: looked_up.append(None))
+    with mock.patch.object(CompiledKernel, "_init_handles", without_a_gpu):
+        for run in (by_triton, by_launch):
+            for config in configs:
+                for arguments in [*sets, *sets]:
+                    run(arguments, config)
+    toys.take_all.pre_run_hooks.clear()
+    half = len(ran) // 2
+    return {"by triton": ran[:half], "by launch": ran[half:], "looked up": len(looked_up) - half}
 
 
 def from_a_launch() -> list[str]:

@@ -126,3 +126,12 @@ def test_five_runs_give_the_same_bits(dtype: torch.dtype) -> None:
         for _ in range(4):
             for a, b in zip(run(), first, strict=True):
                 assert torch.equal(a, b)
+
+
+def test_a_second_derivative_is_an_error_and_not_a_wrong_number() -> None:
+    x = Inputs.of(SMALL[0])
+    q, k, v = (y.detach().requires_grad_() for y in (x.q, x.k_win, x.v_win))
+    o = window_attention(q, k, v, 3, backend="blockwise")
+    (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="blockwise_attention_backward has no gradient"):
+        torch.autograd.grad(dq.sum(), k)

@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.triton.common import kernel
 from nsa.ops.triton.configs import Config
-from nsa.ops.triton.launch import launch
+from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 
 TILE = Config(4, 512, 4, 1)  # 16 elements per thread: two loads of 16 bytes in bf16
 
@@ -91,9 +91,9 @@ def swiglu_backward(d_out: Tensor, x: PackedGates) -> Tensor:
 def _launch(kernel_function: object, x: PackedGates, tensors: dict[str, Tensor]) -> None:
     packed = x.gate_up.shape[-1]
     rows = x.gate_up.numel() // packed
-    grid = triton.cdiv(rows, TILE.rows), triton.cdiv(x.width, TILE.keys)
+    grid = cdiv(rows, TILE.rows), cdiv(x.width, TILE.keys)
     constants = {"WIDTH": x.width, "PACKED": packed, "ROWS": TILE.rows, "COLS": TILE.keys}
-    constants["PAD"] = triton.next_power_of_2(max(1, packed - 2 * x.width))
+    constants["PAD"] = next_power_of_2(max(1, packed - 2 * x.width))
     launch(kernel_function, grid, tensors | {"rows": rows}, constants, TILE)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
@@ -19,7 +18,7 @@ from nsa.ops.triton.common import (
 )
 from nsa.ops.triton.configs import choose_config
 from nsa.ops.triton.flash_window import flash_forward, is_faster
-from nsa.ops.triton.launch import launch, token_rows
+from nsa.ops.triton.launch import cdiv, launch, token_rows
 
 # Few tiles of compressed keys see many queries each. Several programs share one, and their float32
 # parts are added up in a fixed order.
@@ -47,7 +46,7 @@ def band_forward(x: Band) -> tuple[Tensor, Tensor]:
     batch, seq_len, heads, _ = q.shape
     o = q.new_empty(batch, seq_len, heads, v.shape[-1])
     lse = q.new_empty(batch, seq_len, heads, dtype=torch.float32)
-    config = choose_config("band_forward", sizes, q.dtype)
+    config = choose_config(f"{_branch(x)}_forward", sizes, q, seq_len)
     rows = slots(seq_len * constants["GROUP"], config.rows, cu_seqlens)
     launch(
         band_forward_kernel,
@@ -77,7 +76,7 @@ def band_gradients(
     batch, seq_len = q.shape[:2]
     arguments |= {"do": do.contiguous(), "lse2": lse2, "delta": delta, "dq": dq}
 
-    config = choose_config("band_queries", sizes, q.dtype)
+    config = choose_config(f"{_branch(x)}_queries", sizes, q, seq_len)
     launch(
         band_queries_kernel,
         (slots(seq_len * constants["GROUP"], config.rows, cu_seqlens), k.shape[2], batch),
@@ -86,21 +85,25 @@ def band_gradients(
         config,
     )
 
-    splits = 1 if window else min(MAX_SPLITS, triton.cdiv(seq_len, QUERIES_PER_SPLIT))
+    splits = 1 if window else min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
     # Packed documents may have fewer compressed keys than k has rows. No kernel writes to the rest,
     # and no check counts them where cu_seqlens is on a device.
     empty = torch.zeros if cu_seqlens is not None and not window else torch.empty
     dtype = torch.float32 if splits > 1 else k.dtype
     dk, dv = (empty(splits, *y.shape, dtype=dtype, device=y.device) for y in (k, v))
-    config = choose_config("band_keys", sizes, q.dtype)
+    config = choose_config(f"{_branch(x)}_keys", sizes, q, seq_len)
     launch(
         band_keys_kernel,
         (slots(seq_len, config.keys * stride, cu_seqlens), splits, k.shape[2] * batch),
-        arguments | {"dk": dk, "dv": dv, "split_len": triton.cdiv(seq_len, splits)},
+        arguments | {"dk": dk, "dv": dv, "split_len": cdiv(seq_len, splits)},
         constants | {"ROWS": config.rows, "KEYS": config.keys},
         config,
     )
     return _sum(dk, k.dtype), _sum(dv, v.dtype)
+
+
+def _branch(x: Band) -> str:
+    return "window" if x.band[2] else "compressed"
 
 
 def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.triton.configs import Config
-from nsa.ops.triton.launch import launch
+from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 
 LOG2E = 1.4426950408889634  # kernels use powers of two, which the hardware has
 
@@ -235,11 +235,11 @@ def backward_rows(
     do, o = do.contiguous(), o.contiguous()
     delta, lse2 = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(2))
     size, rows = do.shape[-1], lse.numel()
-    padded = triton.next_power_of_2(size)
+    padded = next_power_of_2(size)
     step = max(1, 4096 // padded)
     launch(
         _backward_rows_kernel,
-        (triton.cdiv(rows, step),),
+        (cdiv(rows, step),),
         {"do": do, "o": o, "lse": lse.contiguous()}
         | {"dlse": None if dlse is None else dlse.contiguous(), "delta": delta, "lse2": lse2}
         | {"rows": rows},
@@ -271,11 +271,11 @@ def document_arguments(seq_len: int, cu_seqlens: Tensor | None) -> dict[str, Any
 
 def padded_size(size: int) -> int:
     """A head size as a matrix product takes it: a power of two, 16 or more."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 def slots(total: int, tile: int, cu_seqlens: Tensor | None) -> int:
     """The most programs that `locate` needs for `total` rows in tiles of `tile`."""
     if cu_seqlens is None:
-        return triton.cdiv(total, tile)
+        return cdiv(total, tile)
     return total // tile + len(cu_seqlens) - 1

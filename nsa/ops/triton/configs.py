@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from nsa.atomic_io import atomic_write_text
 
@@ -30,32 +31,61 @@ class Config:
     keys: int
     warps: int
     stages: int
+    maxnreg: int | None = None  # most registers of a thread, so that more blocks run at a time
+
+    def options(self) -> dict[str, int]:
+        """Triton's compile options."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
+
+    def __str__(self) -> str:
+        return "/".join(str(number) for number in astuple(self) if number is not None)
 
 
 Option = TypeVar("Option", Config, str)
 Choice = Callable[[str, list[Any]], Any]
+SHORT = 4096  # tokens; shorter and longer sequences are tuned separately
+KEY_SPACES = 3  # in a tuning key; earlier versions' keys had no length and one space fewer
 _override: Choice | None = None
+_chip: str | None = None
 
 
-def choose_config(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> Config:
-    """The tile sizes of an operation at these key and value sizes (each a power of two)."""
-    return choose(operation, candidates(operation, sizes, dtype), sizes, dtype)
+def choose_config(operation: str, sizes: tuple[int, int], like: Tensor, seq_len: int) -> Config:
+    """The tile sizes of an operation at these key and value sizes (each a power of two).
+
+    `like` has the dtype and is on the device. `operation` is a branch and a kernel: `window_keys`.
+    """
+    chip = _chip or chip_of(like.device)
+    if _override is not None:
+        return _override(operation, candidates(operation, sizes, like.dtype, chip))
+    return _remembered(operation, sizes, like.dtype, seq_len <= SHORT, chip)
+
+
+@lru_cache(maxsize=1024)
+def _remembered(
+    operation: str, sizes: tuple[int, int], dtype: torch.dtype, short: bool, chip: str
+) -> Config:
+    key = tuning_key(operation, sizes, dtype, 1 if short else SHORT + 1)
+    return _measured(key, candidates(operation, sizes, dtype, chip))
 
 
 def choose(
-    operation: str, options: list[Option], sizes: tuple[int, int], dtype: torch.dtype
+    operation: str, options: list[Option], sizes: tuple[int, int], dtype: torch.dtype, seq_len: int
 ) -> Option:
     """The option that was measured to be the fastest, or the first."""
     if _override is not None:
         return _override(operation, options)
-    tuned = _tuned().get(tuning_key(operation, sizes, dtype))
+    return _measured(tuning_key(operation, sizes, dtype, seq_len), options)
+
+
+def _measured(key: str, options: list[Option]) -> Option:
+    tuned = _tuned().get(key)
     return next((option for option in options if _as_json(option) == tuned), options[0])
 
 
-# The window and the compressed branch are `band_*`. A row `band_forward` would change theirs alone;
-# `forward` serves several kernels.
 # By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the likeliest first.
-# 192 is for keys of up to 256 with values of up to 128, as in the paper.
+# `forward`, `queries` and `keys` serve several branches; a row `window_forward` would be the
+# window's alone. 192 is for keys of up to 256 with values of up to 128, as in the paper.
 # All of them compile within the limits of sm_80, sm_90 and sm_100 (python -m nsa.bench aot --full).
 # The rows of `select` are queries alone, and its keys are selection blocks. A step over one block
 # has no more keys than the block.
@@ -112,19 +142,84 @@ _WIDE: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in thr
 }
 
 
-def candidates(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> list[Config]:
-    """At most four; `operation` is a branch and a kernel: `band_forward`."""
-    table = _WIDE if dtype.itemsize > 2 else _NARROW
+# What a chip tries before these, by operation or kind of kernel and head size. Reasons and compiled
+# figures: docs/design/kernels.md. Chips ascend.
+_BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
+    "sm_80": {
+        ("window_forward", 64): [(128, 32, 4, 2), (128, 32, 4, 3)],
+        ("selected_forward", 64): [(128, 32, 4, 3)],
+        ("window_queries", 64): [(128, 32, 4, 3)],
+        ("queries", 128): [(128, 32, 8, 3)],
+        ("keys", 128): [(64, 64, 8, 3)],
+        ("selected_keys", 64): [(32, 64, 4, 3)],
+        ("selected_keys", 128): [(64, 64, 8, 3)],
+        ("select", 64): [(32, 128, 8, 3)],
+        ("select", 128): [(64, 128, 8, 2)],
+    },
+    "sm_90": {
+        ("forward", 64): [(128, 64, 8, 3), (128, 64, 8, 3, 128)],
+        ("selected_forward", 64): [(128, 64, 8, 3, 128)],
+        ("queries", 64): [(128, 64, 8, 3), (128, 64, 8, 3, 128)],
+        ("window_queries", 64): [(128, 64, 8, 3, 128)],
+        ("gathered", 64): [(64, 64, 4, 3)],
+        ("gathered", 128): [(64, 64, 4, 3)],
+        ("selected_keys", 128): [(32, 64, 8, 3)],
+    },
+    "sm_100": {
+        ("compressed_queries", 64): [(128, 64, 8, 3, 168)],
+        ("gathered", 64): [(64, 64, 4, 3)],
+        ("gathered", 128): [(64, 64, 4, 3, 255)],
+        ("select", 128): [(64, 64, 8, 3)],
+    },
+}
+CHIPS = tuple(_BY_CHIP)
+
+
+def candidates(
+    operation: str, sizes: tuple[int, int], dtype: torch.dtype, chip: str = "sm_80"
+) -> list[Config]:
+    """At most four, the likeliest for this chip first."""
     branch, _, kernel = operation.partition("_")
-    by_size = next(table[name] for name in (operation, branch, kernel) if name in table)
+    table, by_chip = (_WIDE, {}) if dtype.itemsize > 2 else (_NARROW, _BY_CHIP[chip])
+    kind = next(name for name in (operation, branch, kernel) if name in table)
     size = 192 if max(sizes) > 128 >= sizes[1] > 0 else max(sizes)
-    size = min(limit for limit in by_size if limit >= size)
-    return [Config(*numbers) for numbers in by_size[size]]
+    size = min(limit for limit in table[kind] if limit >= size)
+    own = by_chip.get((operation, size)) or by_chip.get((kind, size), [])
+    return [Config(*numbers) for numbers in dict.fromkeys([*own, *table[kind][size]])][:4]
 
 
-def tuning_key(operation: str, sizes: tuple[int, int], dtype: torch.dtype) -> str:
+@lru_cache
+def chip_of(device: torch.device) -> str:
+    """The nearest chip of the tables that is not newer than this device's; without a GPU sm_80.
+
+    On a GPU, code for an older chip runs and its tiles fit.
+    """
+    if device.type != "cuda":
+        return "sm_80"
+    major, minor = torch.cuda.get_device_capability(device)
+    return nearest_chip(10 * major + minor)
+
+
+def nearest_chip(capability: int) -> str:
+    """The newest chip of the tables up to a compute capability, 90 for 9.0."""
+    return [chip for chip in CHIPS if int(chip.removeprefix("sm_")) <= capability][-1]
+
+
+@contextmanager
+def choosing_for(chip: str) -> Iterator[None]:
+    """Choose for a chip that this machine may not have, to compile for it."""
+    global _chip
+    before, _chip = _chip, nearest_chip(int(chip.removeprefix("sm_")))
+    try:
+        yield
+    finally:
+        _chip = before
+
+
+def tuning_key(operation: str, sizes: tuple[int, int], dtype: torch.dtype, seq_len: int) -> str:
     """The key that a measured choice is stored under."""
-    return f"{operation} {sizes[0]}x{sizes[1]} {str(dtype).removeprefix('torch.')}"
+    length = "short" if seq_len <= SHORT else "long"
+    return f"{operation} {sizes[0]}x{sizes[1]} {str(dtype).removeprefix('torch.')} {length}"
 
 
 @contextmanager
@@ -152,24 +247,37 @@ def save_tuned(choices: Mapping[str, Config | str]) -> Path:
     path = tuned_path()
     stored = _read(path) | {key: _as_json(option) for key, option in choices.items()}
     atomic_write_text(path, json.dumps(stored, indent=1, sort_keys=True) + "\n")
-    _tuned.cache_clear()
+    forget_tuned()
     return path
 
 
-def _as_json(option: Config | str) -> list[int] | str:
+def forget_tuned() -> None:
+    """Read the file again at the next launch."""
+    _tuned.cache_clear()
+    _remembered.cache_clear()
+
+
+def _as_json(option: Config | str) -> list[int | None] | str:
     return option if isinstance(option, str) else list(astuple(option))
 
 
 @lru_cache(maxsize=1)
-def _tuned() -> dict[str, list[int] | str]:
+def _tuned() -> dict[str, list[int | None] | str]:
     return _read(tuned_path())
 
 
-def _read(path: Path) -> dict[str, list[int] | str]:
+def _read(path: Path) -> dict[str, list[int | None] | str]:
     try:
-        return json.loads(path.read_text())
+        stored = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except ValueError as error:
         warnings.warn(f"{path} is ignored: {error}; tune again or delete it", stacklevel=2)
         return {}
+    current = {key: option for key, option in stored.items() if key.count(" ") == KEY_SPACES}
+    if len(current) < len(stored):
+        older = len(stored) - len(current)
+        warnings.warn(
+            f"{path}: {older} choices of an earlier version are ignored; tune again", stacklevel=2
+        )
+    return current

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa.constants import BRANCHES
 from nsa.ops.custom_op import register
 from nsa.ops.triton.common import LOG2E, padded_size
-from nsa.ops.triton.configs import Config, choose_config
+from nsa.ops.triton.configs import SHORT, Config, choose_config
 from nsa.ops.triton.decode_parts import (
     decode_compressed_kernel,
     decode_importance_kernel,
@@ -20,7 +19,7 @@ from nsa.ops.triton.decode_parts import (
     decode_parts_kernel,
     decode_rank_kernel,
 )
-from nsa.ops.triton.launch import launch
+from nsa.ops.triton.launch import cdiv, launch
 from nsa.spec import NSASpec
 
 PART = 128  # compressed keys, or positions of the window, that one program attends to
@@ -57,7 +56,7 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     blocks = 0 if x.k_sel is None else spec.select_blocks_len(x.k_sel.shape[1])
     selecting = blocks > constants["TOP"] > 0
     keys = x.k_cmp.shape[1] if x.k_cmp is not None and (selecting or "cmp" in branches) else 0
-    compressed, first = triton.cdiv(keys, PART), constants["FIRST_PART"]
+    compressed, first = cdiv(keys, PART), constants["FIRST_PART"]
     arguments = _buffers(x, branches) | {
         **{"q": x.q.contiguous(), "gates": x.gates.contiguous(), "scale": x.scale * LOG2E},
         "lengths": x.lengths.contiguous(),
@@ -77,8 +76,8 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     if not selecting:
         arguments["scores"] = None
     groups = k.shape[2]
-    programs = groups * triton.cdiv(heads // groups, config.rows)
-    ranked, small = (triton.cdiv(blocks, BLOCKS), groups, batch), Config(BLOCKS, 0, 4, 1)
+    programs = groups * cdiv(heads // groups, config.rows)
+    ranked, small = (cdiv(blocks, BLOCKS), groups, batch), Config(BLOCKS, 0, 4, 1)
     launch(decode_compressed_kernel, (compressed, programs, batch), arguments, constants, config)
     if selecting:
         launch(decode_importance_kernel, ranked, arguments, constants, small)
@@ -94,7 +93,7 @@ def _constants(
 ) -> tuple[dict[str, Any], Config]:
     """Compile-time constants. Parts are numbered: blocks, then the window, then compressed keys."""
     spec, sizes = x.spec, (padded_size(x.q.shape[2]), padded_size(v.shape[3]))
-    config = choose_config("gathered_decode", sizes, x.q.dtype)
+    config = choose_config("gathered_decode", sizes, x.q, SHORT)
     group = x.q.shape[1] // k.shape[2]
     top = spec.select_top if "sel" in branches else 0
     window = spec.window if "win" in branches else 0
@@ -104,7 +103,7 @@ def _constants(
         **{"LEN": spec.block_len, "STRIDE": spec.block_stride, "SELECT": spec.select_len},
         **{"COUNT": spec.max_overlaps, "TOP": top, "WINDOW": window},
         **{"INIT": spec.init_blocks, "LOCAL": spec.local_blocks},
-        **{"PART": PART, "FIRST_PART": top + triton.cdiv(window, PART)},
+        **{"PART": PART, "FIRST_PART": top + cdiv(window, PART)},
         **{"ROWS": config.rows, "KEYS": config.keys},
         **{"BLOCKS": BLOCKS, "TILE": max(1, ELEMENTS // sizes[1]), "GATES": len(branches)},
         **{b.upper(): branches.index(b) if b in branches else -1 for b in BRANCHES},
@@ -132,7 +131,7 @@ def _buffers(x: DecodeInputs, branches: Sequence[str]) -> dict[str, Any]:
 
 def _capacity(count: int) -> int:
     """A multiple of 16 for rows that grow with the buffers: Triton compiles again for others."""
-    return triton.cdiv(count, 16) * 16
+    return cdiv(count, 16) * 16
 
 
 def _fake(x: DecodeInputs) -> Tensor:

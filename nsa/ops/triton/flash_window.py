@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nsa.ops.triton.configs import choose
 
-OPERATION = "window_forward"  # what `python -m nsa.bench tune` measures and stores
+OPERATION = "window_library"  # what `python -m nsa.bench tune` measures and stores
 OURS, FLASH = "ours", "flash-attn"
 HEAD_MULTIPLE = 8
 
@@ -28,7 +28,7 @@ def is_faster(q: Tensor, v: Tensor, sizes: tuple[int, int]) -> bool:
         and q.shape[-1] % HEAD_MULTIPLE == 0
         and _installed()
     )
-    return supported and choose(OPERATION, [OURS, FLASH], sizes, q.dtype) == FLASH
+    return supported and choose(OPERATION, [OURS, FLASH], sizes, q.dtype, q.shape[1]) == FLASH
 
 
 @lru_cache(maxsize=1)

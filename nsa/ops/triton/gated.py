@@ -21,7 +21,7 @@ from nsa.ops.inputs import SelectionInputs
 from nsa.ops.triton.band_op import Band, band_forward, band_gradients
 from nsa.ops.triton.common import binary_lse, kernel
 from nsa.ops.triton.configs import Config
-from nsa.ops.triton.launch import launch
+from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 from nsa.ops.triton.select import select_forward
 from nsa.ops.triton.selected_op import Selected, selected_forward, selected_gradients
 from nsa.spec import NSASpec
@@ -88,10 +88,10 @@ def gate_rows_kernel(
 
 def _launch_by_row(kernel: triton.JITFunction, tensors: dict[str, Tensor], like: Tensor) -> None:
     size = like.shape[-1]
-    padded, rows = triton.next_power_of_2(size), like.numel() // size
+    padded, rows = next_power_of_2(size), like.numel() // size
     step = max(1, ELEMENTS // padded)
     constants = {"SIZE": size, "PADDED": padded, "ROWS": step}
-    grid = (triton.cdiv(rows, step),)
+    grid = (cdiv(rows, step),)
     launch(kernel, grid, tensors | {"rows": rows}, constants, Config(step, 0, 4, 1))
 
 

@@ -7,7 +7,7 @@ compiles is what a GPU would be given.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ class Launch:
 
 
 _recorded: list[Launch] | None = None
+_compiled: dict[tuple[Any, ...], Any] = {}
+MAX_COMPILED = 4096  # keys; integers that differ from batch to batch are part of them
 
 
 def launch(
@@ -39,19 +41,42 @@ def launch(
     config: Config,
 ) -> None:
     """Run `kernel` over `grid` with what its signature names; an empty grid runs nothing."""
-    arguments, constants = (
-        {name: x for name, x in given.items() if name in kernel.arg_names}
-        for given in (arguments, constants)
-    )
     if _recorded is not None:
-        _recorded.append(Launch(kernel, tuple(grid), arguments, constants, config))
+        named = [
+            {name: x for name, x in given.items() if name in kernel.arg_names}
+            for given in (arguments, constants)
+        ]
+        _recorded.append(Launch(kernel, tuple(grid), *named, config))
         return
     if 0 in grid:
         return
-    tensor = next(x for x in arguments.values() if isinstance(x, Tensor))
-    options = {"num_warps": config.warps, "num_stages": config.stages}
-    with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
-        kernel[tuple(grid)](**arguments, **constants, **options)
+    given = {**arguments, **constants}
+    values = [given[name] for name in kernel.arg_names]
+    device = values[0].device  # every kernel's first argument is a tensor
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _run(kernel, grid, values, config)
+    else:
+        _run(kernel, grid, values, config)
+
+
+def _run(kernel: Any, grid: Sequence[int], values: list[Any], config: Config) -> None:
+    """Run the binary that Triton found or compiled for such values before, or let it do so.
+
+    Finding it takes Triton 10 us, more than the rest of a launch. The key here is finer than its
+    own, in which an integer is only 1, a multiple of 16, or neither.
+    """
+    traits = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in values]
+    key = kernel.fn, values[0].device, config.warps, config.stages, config.maxnreg, *traits
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[(*grid, 1, 1)[:3]](*values)
+        return
+    compiled = kernel[tuple(grid)](*values, **config.options())
+    if compiled is not None:  # Triton's interpreter compiles nothing
+        if len(_compiled) >= MAX_COMPILED:
+            _compiled.clear()
+        _compiled[key] = compiled
 
 
 @contextmanager
@@ -78,3 +103,13 @@ def token_rows(x: Tensor) -> tuple[Tensor, int]:
     if side_by_side and (batch == 1 or x.stride(0) == seq_len * x.stride(1)):
         return x, x.stride(1)
     return x.contiguous(), heads * size
+
+
+def cdiv(total: int, size: int) -> int:
+    """As `triton.cdiv`, whose calls from the host cost 1 us: it also runs in kernels."""
+    return -(-total // size)
+
+
+def next_power_of_2(n: int) -> int:
+    """As `triton.next_power_of_2`, for the same reason."""
+    return 1 << (n - 1).bit_length()

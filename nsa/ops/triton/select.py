@@ -29,7 +29,7 @@ from nsa.ops.triton.common import (
     visible,
 )
 from nsa.ops.triton.configs import choose_config
-from nsa.ops.triton.launch import launch
+from nsa.ops.triton.launch import launch, next_power_of_2
 
 NONE = tl.constexpr(1 << 30)  # an index that no block has
 
@@ -168,8 +168,8 @@ def select_forward(x: SelectionInputs) -> Tensor:
     """The blocks that each query attends to: int32 [B, T, Hkv, n]."""
     (batch, queries, heads, size), groups, spec = x.q.shape, x.k_cmp.shape[2], x.spec
     out = x.empty_index()
-    config = choose_config("select", (padded_size(size), 0), x.q.dtype)
-    blocks = max(16, triton.next_power_of_2(spec.select_blocks_len(x.seq_len)))
+    config = choose_config("select", (padded_size(size), 0), x.q, x.seq_len)
+    blocks = max(16, next_power_of_2(spec.select_blocks_len(x.seq_len)))
     launch(
         select_kernel,
         (slots(queries, config.rows, x.cu_seqlens), groups, batch),
@@ -180,7 +180,7 @@ def select_forward(x: SelectionInputs) -> Tensor:
             **{"HEADS": groups, "GROUP": heads // groups, "KEY": size, "KEY_P": padded_size(size)},
             **{"LEN": spec.block_len, "STRIDE": spec.block_stride, "SELECT": spec.select_len},
             **{"COUNT": spec.max_overlaps, "INIT": spec.init_blocks, "LOCAL": spec.local_blocks},
-            **{"TOP": spec.select_top, "TOP_P": triton.next_power_of_2(spec.select_top)},
+            **{"TOP": spec.select_top, "TOP_P": next_power_of_2(spec.select_top)},
             **{"QUERIES": config.rows, "BLOCKS": min(config.keys, blocks)},
         },
         config,

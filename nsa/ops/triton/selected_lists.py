@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nsa.ops.triton.common import document_arguments, document_tile, kernel, slots
 from nsa.ops.triton.configs import Config
-from nsa.ops.triton.launch import launch
+from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 from nsa.spec import NSASpec
 
 WORD = 32  # queries of one word of `members`
@@ -174,7 +174,7 @@ def unite(
     blocks, members = (block_index.new_empty(batch, tiles, groups, list_len) for _ in range(2))
     counts = block_index.new_empty(batch, tiles, groups)
     lists = {"blocks": blocks, "members": members, "counts": counts, "list_len": list_len}
-    queries_p = triton.next_power_of_2(queries)
+    queries_p = next_power_of_2(queries)
     launch(
         union_kernel,
         (tiles, groups, batch),
@@ -220,4 +220,4 @@ def queries_by_block(
 
 def _words(blocks: int, queries: int) -> int:
     """Words of 32 blocks per step: no more than there are, and at most 4,096 bits per tile."""
-    return min(triton.next_power_of_2(triton.cdiv(blocks, 32)), max(1, 4096 // (32 * queries)))
+    return min(next_power_of_2(cdiv(blocks, 32)), max(1, 4096 // (32 * queries)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
@@ -18,7 +17,7 @@ from nsa.ops.triton.common import (
     slots,
 )
 from nsa.ops.triton.configs import Config, choose_config
-from nsa.ops.triton.launch import launch, token_rows
+from nsa.ops.triton.launch import cdiv, launch, next_power_of_2, token_rows
 from nsa.ops.triton.selected import selected_forward_kernel, selected_queries_kernel
 from nsa.ops.triton.selected_keys import add_parts_kernel, selected_keys_kernel
 from nsa.ops.triton.selected_lists import queries_by_block, unite
@@ -91,9 +90,9 @@ def _launch_by_query(
     seq_len, group = x.q.shape[1], constants["GROUP"]
     dense = x.spec.select_blocks_len(seq_len) <= DENSE_BLOCKS * x.spec.select_top
     sizes = constants["KEY_P"], constants["VALUE_P"]
-    config = choose_config(f"{'selected' if dense else 'gathered'}_{name}", sizes, x.q.dtype)
-    queries = min(max(config.rows, triton.next_power_of_2(group)) // group, MAX_QUERIES)
-    rows = max(16, triton.next_power_of_2(queries * group))
+    config = choose_config(f"{'selected' if dense else 'gathered'}_{name}", sizes, x.q, seq_len)
+    queries = min(max(config.rows, next_power_of_2(group)) // group, MAX_QUERIES)
+    rows = max(16, next_power_of_2(queries * group))
     launch(
         kernel,
         (slots(seq_len, queries, x.cu_seqlens), x.k.shape[2], len(x.q)),
@@ -107,7 +106,7 @@ def _key_gradients(
     x: Selected, arguments: dict[str, Any], constants: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     batch, seq_len, groups, _ = x.k.shape
-    spec, dtype = x.spec, x.k.dtype
+    spec = x.spec
     dk, dv = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.k, x.v))
     offsets, queries = queries_by_block(x.block_index, x.cu_seqlens, spec)
     total_blocks = offsets.shape[-1] - 1
@@ -121,10 +120,12 @@ def _key_gradients(
         **{"offsets": offsets, "total_blocks": total_blocks},
         **{"queries": queries, "list_len": queries.shape[-1]},
     }
-    config = choose_config("selected_keys", (constants["KEY_P"], constants["VALUE_P"]), dtype)
+    config = choose_config(
+        "selected_keys", (constants["KEY_P"], constants["VALUE_P"]), x.k, seq_len
+    )
     keys = _block_keys(config, spec)
     constants = constants | {"CHUNK": CHUNK, "ROWS": config.rows, "KEYS": keys}
-    grid = triton.cdiv(spec.select_len, keys), groups * batch
+    grid = cdiv(spec.select_len, keys), groups * batch
     lists = seq_len * spec.select_top // CHUNK + total_blocks
     launch(selected_keys_kernel, (lists, *grid), arguments, constants, config)
     if seq_len > CHUNK:
@@ -134,7 +135,7 @@ def _key_gradients(
 
 def _block_keys(config: Config, spec: NSASpec) -> int:
     """Keys of one step, no more than a block has."""
-    return max(16, min(config.keys, triton.next_power_of_2(spec.select_len)))
+    return max(16, min(config.keys, next_power_of_2(spec.select_len)))
 
 
 triton_selected = register(

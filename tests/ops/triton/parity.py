@@ -29,8 +29,7 @@ TIMES = 4
 FLOOR = 16 * torch.finfo(torch.float32).eps
 BRANCHES = ("compressed", "selected", "window")
 KERNELS = (
-    *(f"band_{kernel}" for kernel in ("forward", "queries", "keys")),
-    *(f"selected_{kernel}" for kernel in ("forward", "queries", "keys")),
+    *(f"{branch}_{kernel}" for branch in BRANCHES for kernel in ("forward", "queries", "keys")),
     *(f"gathered_{kernel}" for kernel in ("forward", "queries")),
     "select",
 )

@@ -11,9 +11,14 @@ import torch
 
 from nsa.ops.triton import configs
 from nsa.ops.triton.configs import (
+    CHIPS,
+    SHORT,
     Config,
     candidates,
     choose_config,
+    choosing_for,
+    forget_tuned,
+    nearest_chip,
     override_choices,
     save_tuned,
     tuning_key,
@@ -21,31 +26,33 @@ from nsa.ops.triton.configs import (
 from tests.ops.triton.parity import KERNELS
 
 SIZES, BF16 = (64, 64), torch.bfloat16
-FIRST, SECOND = candidates("band_forward", SIZES, BF16)[:2]
-KEY = tuning_key("band_forward", SIZES, BF16)
+LIKE = torch.empty(0, dtype=BF16)
+FIRST, SECOND = candidates("window_forward", SIZES, BF16)[:2]
+KEY = tuning_key("window_forward", SIZES, BF16, 2048)
 
 
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A cache folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    configs._tuned.cache_clear()
+    forget_tuned()
     yield
-    configs._tuned.cache_clear()
+    forget_tuned()
 
 
 def chosen() -> Config:
-    return choose_config("band_forward", SIZES, BF16)
+    return choose_config("window_forward", SIZES, LIKE, 2048)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_there_are_one_to_four_candidates_and_every_one_another(
-    kernel: str, size: int, dtype: torch.dtype
+    kernel: str, chip: str, size: int, dtype: torch.dtype
 ) -> None:
-    options = candidates(kernel, (16, size), dtype)
-    wide_keys = candidates(kernel, (size, 16), dtype)
+    options = candidates(kernel, (16, size), dtype, chip)
+    wide_keys = candidates(kernel, (size, 16), dtype, chip)
     for some in (options, wide_keys):
         assert 1 <= len(some) <= 4
         assert len(set(some)) == len(some)
@@ -61,27 +68,34 @@ def test_a_kept_choice_is_what_the_next_launch_takes() -> None:
     path = save_tuned({KEY: SECOND})
     assert path.is_relative_to(configs.tuned_path().parent)
     assert chosen() == SECOND
-    assert choose_config("band_keys", SIZES, BF16) == candidates("band_keys", SIZES, BF16)[0]
-    assert choose_config("band_forward", (128, 64), BF16) != SECOND
-    assert choose_config("band_forward", SIZES, torch.float16) == FIRST
+    assert (
+        choose_config("window_keys", SIZES, LIKE, 2048) == candidates("window_keys", SIZES, BF16)[0]
+    )
+    assert choose_config("window_forward", (128, 64), LIKE, 2048) != SECOND
+    assert choose_config("window_forward", SIZES, LIKE.half(), 2048) == FIRST
 
 
 def test_keeping_a_choice_leaves_the_others_that_were_kept() -> None:
     save_tuned({KEY: SECOND})
     other = candidates("select", (64, 0), BF16)[-1]
-    save_tuned({tuning_key("select", (64, 0), BF16): other})
-    assert (chosen(), choose_config("select", (64, 0), BF16)) == (SECOND, other)
+    save_tuned({tuning_key("select", (64, 0), BF16, 2048): other})
+    assert (chosen(), choose_config("select", (64, 0), LIKE, 2048)) == (SECOND, other)
 
 
 def test_a_choice_that_is_no_candidate_any_more_falls_back_to_the_first() -> None:
-    save_tuned({KEY: Config(48, 48, 3, 9), "an operation of another version": SECOND})
+    save_tuned(
+        {
+            KEY: Config(48, 48, 3, 9),
+            tuning_key("an_operation_of_another_version", SIZES, BF16, 2048): SECOND,
+        }
+    )
     assert chosen() == FIRST
 
 
 def test_an_entry_that_is_none_falls_back_to_the_first() -> None:
     path = save_tuned({KEY: SECOND})
     path.write_text(json.dumps({KEY: [64, 64]}))
-    configs._tuned.cache_clear()
+    forget_tuned()
     assert chosen() == FIRST
 
 
@@ -92,6 +106,60 @@ def test_a_file_that_was_cut_off_is_passed_over_with_a_warning(text: str) -> Non
     path.write_text(text)
     with pytest.warns(UserWarning, match="is ignored.* tune again or delete it"):
         assert chosen() == FIRST
+
+
+def test_choices_of_an_earlier_version_are_ignored_with_one_warning() -> None:
+    """They had no length in their keys, and four numbers."""
+    path = save_tuned({KEY: SECOND})
+    old = {"band_forward 64x64 bfloat16": [64, 64, 4, 3], "select 64x0 bfloat16": [32, 64, 4, 3]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | old))
+    forget_tuned()
+    with pytest.warns(UserWarning, match="2 choices of an earlier version are ignored") as caught:
+        chosen()
+    select = choose_config("select", (64, 0), LIKE, 2048)
+    assert (chosen(), select) == (SECOND, candidates("select", (64, 0), BF16)[0])
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="earlier version"):
+        save_tuned({KEY: FIRST})
+    assert json.loads(path.read_text()) == {KEY: [*vars(FIRST).values()]}
+
+
+def test_short_and_long_sequences_have_choices_of_their_own() -> None:
+    save_tuned({KEY: SECOND})
+    assert choose_config("window_forward", SIZES, LIKE, SHORT) == SECOND
+    assert choose_config("window_forward", SIZES, LIKE, SHORT + 1) == FIRST
+
+
+def test_a_chip_has_its_own_first_candidate() -> None:
+    firsts = {chip: candidates("window_forward", SIZES, BF16, chip)[0] for chip in CHIPS}
+    assert firsts["sm_80"] != firsts["sm_90"]
+    for chip, first in firsts.items():
+        with choosing_for(chip):
+            assert chosen() == first
+    assert chosen() == firsts["sm_80"]  # on a machine without a GPU
+
+
+@pytest.mark.parametrize(
+    ("capability", "chip"),
+    [(80, "sm_80"), (86, "sm_80"), (89, "sm_80"), (90, "sm_90"), (100, "sm_100"), (120, "sm_100")],
+)
+def test_an_unknown_chip_takes_the_tiles_of_the_nearest_older_one(
+    capability: int, chip: str
+) -> None:
+    assert nearest_chip(capability) == chip
+    with choosing_for(f"sm_{capability}"):
+        assert chosen() == candidates("window_forward", SIZES, BF16, chip)[0]
+
+
+def test_a_limit_on_registers_is_a_compile_option_and_is_stored() -> None:
+    limited = Config(128, 64, 8, 3, 128)
+    assert limited.options() == {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
+    assert Config(128, 64, 8, 3).options() == {"num_warps": 8, "num_stages": 3}
+    with choosing_for("sm_90"):
+        options = candidates("window_forward", SIZES, BF16, "sm_90")
+        assert limited in options
+        save_tuned({KEY: limited})
+        assert chosen() == limited
 
 
 def test_writing_leaves_one_whole_file() -> None:

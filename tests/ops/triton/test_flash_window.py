@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from nsa.ops import nsa_attention, window_attention
-from nsa.ops.triton import band_op, configs, flash_window
-from nsa.ops.triton.configs import save_tuned, tuning_key
+from nsa.ops.triton import band_op, flash_window
+from nsa.ops.triton.configs import forget_tuned, save_tuned, tuning_key
 from nsa.ops.triton.flash_window import FLASH, OPERATION, OURS, flash_forward, is_faster
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, with_gradients
@@ -107,9 +107,9 @@ def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    configs._tuned.cache_clear()
+    forget_tuned()
     yield
-    configs._tuned.cache_clear()
+    forget_tuned()
 
 
 @by_case
@@ -162,11 +162,11 @@ def fake(size: int = 64, value: int = 64, dtype: torch.dtype = BF16) -> tuple[Te
 @pytest.mark.usefixtures("published")
 def test_it_is_taken_only_where_it_was_measured_to_be_faster() -> None:
     assert not is_faster(*fake(), (64, 64))
-    save_tuned({tuning_key(OPERATION, (64, 64), BF16): FLASH})
+    save_tuned({tuning_key(OPERATION, (64, 64), BF16, 8): FLASH})
     assert is_faster(*fake(), (64, 64))
     assert not is_faster(*fake(128, 128), (128, 128))
     assert not is_faster(*fake(dtype=torch.float16), (64, 64))
-    save_tuned({tuning_key(OPERATION, (64, 64), BF16): OURS})
+    save_tuned({tuning_key(OPERATION, (64, 64), BF16, 8): OURS})
     assert not is_faster(*fake(), (64, 64))
 
 
@@ -174,7 +174,7 @@ def test_it_is_taken_only_where_it_was_measured_to_be_faster() -> None:
 def test_it_is_never_asked_for_what_it_cannot_compute() -> None:
     for dtype in (BF16, torch.float32):
         for sizes in ((64, 64), (64, 128)):
-            save_tuned({tuning_key(OPERATION, sizes, dtype): FLASH})
+            save_tuned({tuning_key(OPERATION, sizes, dtype, 8): FLASH})
     assert not is_faster(*fake(dtype=torch.float32), (64, 64))
     assert not is_faster(*fake(value=128), (64, 128))
     assert not is_faster(*fake(60, 60), (64, 64))
@@ -186,7 +186,7 @@ def test_ours_serves_where_it_is_gone_since_it_was_measured(
 ) -> None:
     monkeypatch.setattr(flash_window, "find_spec", lambda name: None)
     flash_window._installed.cache_clear()
-    save_tuned({tuning_key(OPERATION, (64, 64), BF16): FLASH})
+    save_tuned({tuning_key(OPERATION, (64, 64), BF16, 8): FLASH})
     assert not is_faster(*fake(), (64, 64))
     flash_window._installed.cache_clear()
 

@@ -15,6 +15,7 @@ import torch
 
 from nsa.bench import compile_gate, kernel_launches
 from nsa.ops import fallback_counts, nsa_attention, reset_fallback_counts
+from nsa.ops.triton.configs import chip_of
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
 from tests.ops.cases import Case
@@ -60,14 +61,17 @@ def compiled(request: pytest.FixtureRequest) -> None:
         if "compiled" in item.fixturenames
         for call in calls_of(REAL[item.callspec.params["name"]], item.callspec.params["dtype"])
     }
-    compile_all((call, launch) for call in calls for launch in kernel_launches.record(call, 1))
+    chip = chip_of(torch.device("cuda", torch.cuda.current_device()))
+    compile_all((call, x) for call in calls for x in kernel_launches.record(call, 1, chip))
 
 
 def compile_all(launches: Iterable[tuple[kernel_launches.Case, Launch]]) -> None:
     """Compile into Triton's cache for this GPU."""
     chip = "sm_{}{}".format(*torch.cuda.get_device_capability())
     if chip in compile_gate.CHIPS:
-        compile_gate.check(launches, [chip], jobs=min(os.cpu_count() or 1, 16))
+        compile_gate.check(
+            [(call, launch, chip) for call, launch in launches], jobs=min(os.cpu_count() or 1, 16)
+        )
 
 
 def calls_of(case: Case, dtype: torch.dtype) -> list[kernel_launches.Case]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa.ops.triton.configs import Config, candidates, override_choices
+from nsa.ops.triton.configs import CHIPS, Config, candidates, override_choices
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, default
 from tests.ops.cases import one_thread as one_thread
@@ -36,7 +36,8 @@ def all_tile_sizes() -> list[dict[str, tuple[int, int]]]:
                 (config.rows, config.keys)
                 for size in HEAD_SIZES
                 for dtype in DTYPES
-                for config in candidates(kernel, (size, size), dtype)
+                for chip in CHIPS
+                for config in candidates(kernel, (size, size), dtype, chip)
             }
         )
         for kernel in KERNELS
