@@ -12,7 +12,7 @@ import pytest
 
 
 def test_a_layers_launches_take_few_python_calls() -> None:
-    """Calls and not seconds, which other load on the machine changes; twice as many are slow."""
+    """Calls and not seconds, which other load on the machine changes; 130 a launch were slow."""
     pytest.importorskip("triton")
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     process = subprocess.run(
@@ -25,5 +25,5 @@ def test_a_layers_launches_take_few_python_calls() -> None:
     )
     assert process.returncode == 0, process.stderr
     figures = json.loads(process.stdout)
-    assert figures["launches"] == 14
-    assert figures["python_calls"] < 600
+    assert figures["launches"] > 10
+    assert figures["python_calls"] < 40 * figures["launches"]

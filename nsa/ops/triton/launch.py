@@ -42,11 +42,11 @@ def launch(
 ) -> None:
     """Run `kernel` over `grid` with what its signature names; an empty grid runs nothing."""
     if _recorded is not None:
-        named = [
+        named, fixed = (
             {name: x for name, x in given.items() if name in kernel.arg_names}
             for given in (arguments, constants)
-        ]
-        _recorded.append(Launch(kernel, tuple(grid), *named, config))
+        )
+        _recorded.append(Launch(kernel, tuple(grid), named, fixed, config))
         return
     if 0 in grid:
         return
