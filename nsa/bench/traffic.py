@@ -33,7 +33,7 @@ from nsa.bench.results import print_table, ratio
 from nsa.bench.roofline import CHIPS, Work, work
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
-from nsa.ops.custom_op import Gradient, register
+from nsa.ops.custom_op import IMPLEMENTATIONS, Gradient, register
 from nsa.ops.triton.launch import Launch, recording
 
 PARTS: dict[
@@ -163,13 +163,15 @@ def _moved_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any)
 
 def _inside(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Launched, ...]:
     """The launches of a custom op: its implementation runs on `meta` tensors. Else none."""
-    op = _maybe_get_opdef(func)
-    if op is None or func.namespace != "nsa":
+    run = IMPLEMENTATIONS.get(func._schema.name) or getattr(
+        _maybe_get_opdef(func), "_init_fn", None
+    )
+    if run is None or func.namespace != "nsa":
         return ()
     # torch.autocast refuses `meta`.
     no_autocast = mock.patch.object(torch, "autocast", return_value=nullcontext())
     with torch.no_grad(), no_autocast, Recorder() as inside, recording() as launches:
-        op._init_fn(*args, **kwargs)
+        run(*args, **kwargs)
     ops = (launched for operation in inside.operations for launched in operation.launches)
     return (*ops, *(_kernel(x) for x in launches if 0 not in x.grid))
 

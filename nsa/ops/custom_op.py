@@ -28,6 +28,9 @@ _SCHEMA_TYPES = {
 }
 
 
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # by name; what an op runs on its device
+
+
 class Gradient(NamedTuple):
     """The backward pass of an op, registered as the op `<name>_backward`.
 
@@ -75,6 +78,7 @@ def _define(
     library = get_library_allowing_overwrite(namespace, short)
     library.define(short + schema, tags=torch.Tag.pt2_compliant_tag)
     library.impl(short, torch._disable_dynamo(kernel), "CompositeExplicitAutograd")
+    IMPLEMENTATIONS[name] = kernel
     torch.library.register_fake(name, fake, lib=library)
     op = getattr(getattr(torch.ops, namespace), short).default
 
