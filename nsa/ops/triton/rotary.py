@@ -19,7 +19,7 @@ from nsa.ops.custom_op import Gradient, register
 from nsa.ops.inputs import PackedLayout, RotaryPoolInputs
 from nsa.ops.triton.common import kernel
 from nsa.ops.triton.configs import Config
-from nsa.ops.triton.launch import launch
+from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 
 TILE = 1024  # elements of half a head that a program reads at once
 MAX_TOKENS = 32  # of a tile
@@ -254,10 +254,10 @@ def rotary_pool_forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
     arguments, constants, config = _arguments(x)
     arguments |= {"packed": x.packed.contiguous()} | _by_name(layout, outputs)
     batch, seq_len, _ = x.packed.shape
-    grid = triton.cdiv(seq_len, config.rows), batch
+    grid = cdiv(seq_len, config.rows), batch
     launch(rotary_kernel, grid, arguments, constants, config)
     if layout.mean:
-        tokens = min(MAX_TOKENS, triton.next_power_of_2(constants["LEN"]))
+        tokens = min(MAX_TOKENS, next_power_of_2(constants["LEN"]))
         grid = arguments["key_len"], batch
         launch(pool_kernel, grid, arguments, constants | {"TOKENS": tokens}, config)
     return outputs
@@ -272,7 +272,7 @@ def rotary_pool_backward(*gradients_inputs_gates: Any) -> Tensor:
     arguments |= {"packed": packed, "gates": gates if constants["GATES"] else None}
     arguments |= {f"d{name}": gradient for name, gradient in named.items()}
     batch, seq_len, _ = packed.shape
-    grid = triton.cdiv(seq_len, config.rows), batch
+    grid = cdiv(seq_len, config.rows), batch
     launch(rotary_backward_kernel, grid, arguments, constants, config)
     return packed
 
@@ -290,8 +290,8 @@ def _arguments(x: RotaryPoolInputs) -> tuple[dict[str, Any], dict[str, Any], Con
     """What the kernels take besides `packed` and outputs: arguments, constants and a tile."""
     layout, (_, seq_len, width) = x.read_layout(), x.packed.shape
     half = layout.key_dim // 2
-    half_p, value_p = triton.next_power_of_2(half), triton.next_power_of_2(layout.value_dim)
-    rest_p = triton.next_power_of_2(max(1, width - sum(layout.columns[:3])))
+    half_p, value_p = next_power_of_2(half), next_power_of_2(layout.value_dim)
+    rest_p = next_power_of_2(max(1, width - sum(layout.columns[:3])))
     arguments = {"cos": x.cos.contiguous(), "sin": x.sin.contiguous(), "seq_len": seq_len}
     arguments |= {"block_tokens": None, "token_blocks": None, "key_len": 0}
     blocks = length = cover = 0
