@@ -202,6 +202,7 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "bash launch/test.sh": tests,
     "bash launch/setup.sh": no_arguments,
     "bash launch/soak.sh": soak,
+    "python -m tests.bench.host_time": no_arguments,
     "python -m tests.faults.table": no_arguments,
     "python -m build": no_arguments,
     "python docs/make_screenshots.py": screenshots,
