@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa.model import loss
+from nsa.ops import cross_entropy as ops_cross_entropy
+from nsa.ops import triton
 from nsa.ops.cross_entropy import cross_entropy_
 from nsa.ops.triton import cross_entropy
 from nsa.ops.triton.launch import recording
-from tests.ops.cases import default
+from tests.ops.cases import default, with_gradients
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.test_cross_entropy import inputs
 from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough
@@ -107,3 +110,27 @@ def test_without_gradients_the_logits_stay() -> None:
     losses = cross_entropy_(after, labels.to(DEVICE), False, backend="triton")
     assert torch.equal(after, before)
     assert torch.equal(losses, computed(before, labels)[0])
+
+
+def test_the_models_loss_and_gradients_with_the_kernel_are_those_of_pytorch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In several chunks; `auto` would not interpret the kernel."""
+    draw = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(n, 8, generator=draw).to(DEVICE) for n in (20, 70)]
+    labels = torch.randint(70, (20,), generator=draw).to(DEVICE)
+    labels[::3] = -100
+    monkeypatch.setattr(loss, "CHUNK_LOGITS_CPU", 7 * 70)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 7 * 70)
+
+    def results(dtype: torch.dtype) -> list[Tensor]:
+        return with_gradients(
+            lambda h, w: loss.linear_cross_entropy(h, w, labels), [x.to(dtype) for x in tensors]
+        )
+
+    usual, exact = results(torch.float32), results(torch.float64)
+    monkeypatch.setattr(ops_cross_entropy, "dispatch", lambda *_, **__: triton)
+    with recording() as launches:
+        results(torch.float32)
+    assert len(launches) == 3  # one per chunk
+    assert_exact_enough(results(torch.float32), usual, exact)
