@@ -20,17 +20,42 @@ VALIDATION_SHAPE = {"micro_batch": 1, "accumulation": 1, "world_size": 1, "seed"
 
 
 class ValidationData:
-    """The first `requested` samples of the validation split, divided among the ranks."""
+    """The first `sequences` samples of the validation split, divided among the ranks.
+
+    Streamed sources are read by a background process.
+    """
 
     def __init__(
-        self, source: _StreamedSamples | Batches, requested: int, micro_batch: int, world_size: int
+        self, config: DataConfig, *, sequences: int, micro_batch: int, world_size: int
     ) -> None:
-        self._source, self._requested = source, requested
+        self._config, self._requested = config, sequences
         self._micro_batch, self._world_size = micro_batch, world_size
+        self._indexed = open_batches(config, "val", **VALIDATION_SHAPE)
+        if self._indexed is None:
+            work = partial(collect_tokens, config, sequences * config.seq_len + 1)
+            self._worker = Worker(work, f"data.source = {source_names(config)!r}, validation")
+            self._stores: Prefetcher[TokenStore] = Prefetcher(self._worker, len(config.sources()))
 
     @cached_property
     def _samples(self) -> Batches:
-        return self._source if isinstance(self._source, Batches) else self._source.wait()
+        """Raise a DataError after data.timeout seconds without a document."""
+        if self._indexed is not None:
+            return self._indexed
+        timeout, worker = self._config.timeout, self._worker
+        try:
+            stores = [
+                self._stores.next(timeout, lambda: worker.last_progress)
+                for _ in self._config.sources()
+            ]
+        except Empty:
+            source = worker.source or source_names(self._config)
+            raise DataError(
+                f"data.source = {source!r}: no document for {timeout:g} seconds (data.timeout) "
+                "while reading the validation split; the last document read was "
+                f"{worker.location or NO_DOCUMENT}. Raise data.timeout, or {PREPARE}"
+            ) from None
+        self.close()
+        return build_batches(stores, self._config, **VALIDATION_SHAPE)
 
     @cached_property
     def _repeat(self) -> tuple[int, str] | None:
@@ -74,47 +99,7 @@ class ValidationData:
 
     def close(self) -> None:
         """Stop the background process of a streamed source."""
-        if not isinstance(self._source, Batches):
-            self._source.close()
-
-
-class _StreamedSamples:
-    """Validation samples of streamed sources, collected in a background process."""
-
-    def __init__(self, config: DataConfig, sequences: int) -> None:
-        self._config = config
-        work = partial(collect_tokens, config, sequences * config.seq_len + 1)
-        self._worker = Worker(work, f"data.source = {source_names(config)!r}, validation")
-        self._stores: Prefetcher[TokenStore] = Prefetcher(self._worker, len(config.sources()))
-
-    def wait(self) -> Batches:
-        """Return the samples; raise a DataError after data.timeout seconds without a document."""
-        timeout, worker = self._config.timeout, self._worker
-        try:
-            stores = [
-                self._stores.next(timeout, lambda: worker.last_progress)
-                for _ in self._config.sources()
-            ]
-        except Empty:
-            source = worker.source or source_names(self._config)
-            raise DataError(
-                f"data.source = {source!r}: no document for {timeout:g} seconds (data.timeout) "
-                "while reading the validation split; the last document read was "
-                f"{worker.location or NO_DOCUMENT}. Raise data.timeout, or {PREPARE}"
-            ) from None
-        self.close()
-        return build_batches(stores, self._config, **VALIDATION_SHAPE)
-
-    def close(self) -> None:
-        self._stores.stop()
-        self._worker.close()
-        self._stores.join()
-
-
-def open_validation(
-    config: DataConfig, *, sequences: int, micro_batch: int, world_size: int
-) -> ValidationData:
-    """Open the first `sequences` validation samples, in an order independent of train.seed."""
-    batches = open_batches(config, "val", **VALIDATION_SHAPE)
-    source = _StreamedSamples(config, sequences) if batches is None else batches
-    return ValidationData(source, sequences, micro_batch, world_size)
+        if self._indexed is None:
+            self._stores.stop()
+            self._worker.close()
+            self._stores.join()

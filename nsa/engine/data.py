@@ -9,7 +9,7 @@ from typing import Any
 from nsa.data.batch_source import IndexedBatches, StreamingBatches
 from nsa.data.batches import Batch
 from nsa.data.loader import BatchLoader, open_loader
-from nsa.data.validation import ValidationData, open_validation
+from nsa.data.validation import ValidationData
 from nsa.engine.config import RunConfig
 from nsa.engine.process_group import Ranks
 from nsa.engine.train_state import TrainState
@@ -90,7 +90,7 @@ def open_data(
         _check(config, loader.source, expected)
         loader.wait_until_ready()  # errors of the first documents surface here
         state.data = loader.source.fingerprint
-        validation = open_validation(
+        validation = ValidationData(
             config.data,
             sequences=config.train.eval_samples,
             micro_batch=config.train.micro_batch,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch
 from nsa.data.config import DataConfig
-from nsa.data.validation import open_validation
+from nsa.data.validation import ValidationData
 from nsa.model import AttentionConfig, LanguageModel
 
 TOKENS = 8_192  # evaluated at each length
@@ -25,7 +25,7 @@ def read_samples(data: DataConfig, attention: AttentionConfig) -> list[Batch]:
     longest = _lengths(attention)[-1]
     data = replace(data, seq_len=longest, packing="concat")
     samples = max(1, TOKENS // longest)
-    validation = open_validation(data, sequences=samples, micro_batch=1, world_size=1)
+    validation = ValidationData(data, sequences=samples, micro_batch=1, world_size=1)
     with closing(validation):
         return validation.batches(0)
 

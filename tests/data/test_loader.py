@@ -28,7 +28,7 @@ from nsa.data.prepare import prepare
 from nsa.data.source import DataError
 from nsa.data.stream import PackedStream
 from nsa.data.tokenizer import train_tokenizer
-from nsa.data.validation import ValidationData, open_validation
+from nsa.data.validation import ValidationData
 from tests.data.processes import ends_soon, workers_of
 from tests.data.texts import EOS, HELD_OUT, documents_in, split, texts, write_lines, write_parquet
 
@@ -232,11 +232,11 @@ def test_the_error_of_a_broken_document_passes_through(tmp_path: Path) -> None:
 def test_a_process_ends_with_open_loaders(source: str) -> None:
     program = (
         "import sys\nfrom nsa.data.config import DataConfig\n"
-        "from nsa.data.loader import open_loader\nfrom nsa.data.validation import open_validation\n"
+        "from nsa.data.loader import open_loader\nfrom nsa.data.validation import ValidationData\n"
         "shape = {'micro_batch': 1, 'world_size': 1}\n"
         "config = DataConfig(source=sys.argv[1], seq_len=16, held_out=0.2)\n"
         "loader = open_loader(config, rank=0, accumulation=1, seed=1, **shape)\n"
-        "validation = open_validation(config, sequences=3, **shape)\n"
+        "validation = ValidationData(config, sequences=3, **shape)\n"
         "indexed = open_loader(DataConfig(seq_len=16), rank=0, accumulation=1, seed=1, **shape)\n"
         "for each in (loader, indexed): each.next_batch()\n"
     )
@@ -248,7 +248,7 @@ def test_a_process_ends_with_open_loaders(source: str) -> None:
 
 def test_close_ends_the_workers_and_may_be_called_twice(source: str) -> None:
     loader = loader_of(configure(source, workers=2))
-    validation = open_validation(configure(source), sequences=5, micro_batch=1, world_size=1)
+    validation = ValidationData(configure(source), sequences=5, micro_batch=1, world_size=1)
     workers = workers_of(os.getpid())
     assert len(workers) == 3
     for _ in range(2):
@@ -326,7 +326,7 @@ def test_validation_samples_do_not_depend_on_ranks_or_micro_batch(
     expected: list[tuple[int, ...]] = []
     for ranks, micro_batch in ((1, 1), (2, 3), (5, 2)):
         with closing(
-            open_validation(config, sequences=13, micro_batch=micro_batch, world_size=ranks)
+            ValidationData(config, sequences=13, micro_batch=micro_batch, world_size=ranks)
         ) as validation:
             samples = evaluated(validation, ranks, micro_batch)
             assert validation.note is None
@@ -339,7 +339,7 @@ def test_validation_reads_only_documents_that_training_does_not(source: str) -> 
     _, documents = split(texts(200))
     stream = b"\n".join(documents)
     with closing(
-        open_validation(configure(source), sequences=20, micro_batch=1, world_size=1)
+        ValidationData(configure(source), sequences=20, micro_batch=1, world_size=1)
     ) as validation:
         for sample in evaluated(validation, 1, 1):
             for text in bytes(min(token, 255) for token in sample[:16]).split(b"\xff"):
@@ -354,7 +354,7 @@ def test_validation_reports_fewer_samples_than_requested(tmp_path: Path, ranks: 
     available = (sum(len(text) + 1 for text in documents[:3]) - 1) // 16
     assert available > 0
     with closing(
-        open_validation(configure(source), sequences=50, micro_batch=2, world_size=ranks)
+        ValidationData(configure(source), sequences=50, micro_batch=2, world_size=ranks)
     ) as validation:
         assert len(evaluated(validation, ranks, 2)) == validation.sequences == available
         assert validation.note is not None
@@ -375,7 +375,7 @@ def test_validation_waits_while_its_source_yields_documents(pipe: tuple[str, Any
     writing = Thread(target=write_slowly, daemon=True)
     writing.start()
     start = time.monotonic()
-    with closing(open_validation(config, sequences=9, micro_batch=1, world_size=1)) as validation:
+    with closing(ValidationData(config, sequences=9, micro_batch=1, world_size=1)) as validation:
         assert validation.sequences == 9
     assert time.monotonic() - start > seconds
     writing.join()
@@ -386,7 +386,7 @@ def test_the_timeout_of_validation_names_the_hanging_source(pipe: tuple[str, Any
     write(writer, texts(5))
     config = configure(name, timeout=2)
     with (
-        closing(open_validation(config, sequences=50, micro_batch=1, world_size=1)) as validation,
+        closing(ValidationData(config, sequences=50, micro_batch=1, world_size=1)) as validation,
         pytest.raises(DataError, match=r"slow\.jsonl': no document .* 2 sec.*slow\.jsonl:5"),
     ):
         validation.batches(0)

@@ -19,7 +19,7 @@ from nsa.data.prepare import prepare
 from nsa.data.shards import read_index, write_index
 from nsa.data.source import DataError
 from nsa.data.tokenizer import ByteTokenizer, build_tokenizer, train_tokenizer
-from nsa.data.validation import open_validation
+from nsa.data.validation import ValidationData
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import load_run, read_config, run_tokenizer
 from nsa.engine.resolve import resolve_config, to_yaml
@@ -55,7 +55,7 @@ def snapshot(folder: Path) -> dict[Path, tuple[int, int]]:
 def test_loaded_model_has_the_validation_loss_that_training_logged(run: Path) -> None:
     loaded = load_run(run)
     config = loaded.config
-    validation = open_validation(
+    validation = ValidationData(
         config.data, sequences=config.train.eval_samples, micro_batch=8, world_size=1
     )
     (batch,) = validation.batches(0)
