@@ -20,13 +20,14 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
     False with hooks (ZeRO-3 gathers weights in them), a `forward` replaced on the instance
     (accelerate), another class (LoRA adapters, parametrizations, FSDP2, quantized modules), or
-    parameters of a tensor subclass (DTensor, torchao).
+    parameters of a tensor subclass (DTensor, torchao). Hooks with the attribute `observes` do not
+    count: a report of the first step must not choose another product, which rounds differently.
     """
     return (
         type(module) is kind
         and "forward" not in module.__dict__
         and not module._forward_pre_hooks
-        and not module._forward_hooks
+        and all(getattr(hook, "observes", False) for hook in module._forward_hooks.values())
         and not module._backward_pre_hooks
         and not module._backward_hooks
         and not torch_module._has_any_global_hook()

@@ -24,7 +24,8 @@ class DtypeReport:
     """Hooks on `module` during its first step; `write` removes them.
 
     Gradients are recorded when a parameter receives them, because DeepSpeed frees them later. Only
-    names of dtypes are kept: no result changes and no tensor lives longer.
+    names of dtypes are kept: no result changes and no tensor lives longer. A projection in a fused
+    product is not called, so it has no outputs.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -37,8 +38,9 @@ class DtypeReport:
             seen |= _dtypes(tree_leaves(values[-1]))
 
         for name, part in module.named_modules():
-            hook = partial(record, self._outputs[name])
-            self._hooks.append(part.register_forward_hook(hook))
+            observer: Any = partial(record, self._outputs[name])
+            observer.observes = True  # nsa/model/fused.py ignores it, so that no number changes
+            self._hooks.append(part.register_forward_hook(observer))
             for parameter in part.parameters(recurse=False):
                 if parameter.requires_grad:
                     hook = partial(record, self._gradients[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.model.fused import is_plain, parallel_linear
+from nsa.monitor.dtypes import DtypeReport
 
 WIDTHS = (12, 5, 4)  # their sum, 21, is padded to 24
 
@@ -209,6 +211,16 @@ def test_a_hook_on_all_modules_is_called_for_each() -> None:
     finally:
         hook.remove()
     assert called == modules
+
+
+def test_a_report_of_dtypes_does_not_choose_separate_products(tmp_path: Path) -> None:
+    """They round differently, and only a launch's first step has the report."""
+    modules = nn.ModuleList(linears())
+    report = DtypeReport(modules)
+    with products() as shapes:
+        parallel_linear(rows(), [*modules])
+    assert len(shapes) == 1
+    report.write(tmp_path / "dtypes.txt", torch.optim.AdamW(modules.parameters()))
 
 
 def test_a_plain_module_is_exactly_of_its_kind() -> None:
