@@ -58,7 +58,7 @@ def _bounds(first_row, length, GROUP: tl.constexpr, LEN: tl.constexpr, STRIDE: t
 
 @triton.jit
 def _scores(
-    q, k, v, v_t, first, high, far_end, future,
+    q, k, v, first, high, far_end, future,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PHASE: tl.constexpr,
@@ -73,7 +73,7 @@ def _scores(
     i = tl.arange(0, KEYS)
     inside = (i < high - first) if FUTURE else None
     k_tile = load_rows(k, i, HEADS * KEY, KEY, KEY_P, inside)
-    v_tile = load_rows(v, i, v_t, VALUE, VALUE_P, inside)
+    v_tile = load_rows(v, i, HEADS * VALUE, VALUE, VALUE_P, inside)
     s = dot(q, tl.trans(k_tile))
     if FAR:
         s = tl.where(i[None, :] > (far_end - first)[:, None], s, float("-inf"))
@@ -84,7 +84,7 @@ def _scores(
 
 @kernel
 def band_forward_kernel(
-    q, k, v, o, lse, cu, v_t, seq_len, key_len, documents, scale,
+    q, k, v, o, lse, cu, seq_len, key_len, documents, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
@@ -105,7 +105,7 @@ def band_forward_kernel(
         t = t0 + local
         row = ((token + t0) * HEADS + head) * GROUP
         k += (key * HEADS + head) * KEY
-        v += key * v_t + head * VALUE
+        v += (key * HEADS + head) * VALUE
         q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
         far_end, future = t - WINDOW, visible(t, LEN, STRIDE)
         m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -118,15 +118,15 @@ def band_forward_kernel(
                 # Pointers advance: an index that leads to addresses has 64 bits, and so would have
                 # every comparison with it.
                 k_at = k + tl.cast(begin, tl.int64) * (HEADS * KEY)
-                v_at = v + tl.cast(begin, tl.int64) * v_t
+                v_at = v + tl.cast(begin, tl.int64) * (HEADS * VALUE)
                 for first in range(begin, end, KEYS):
                     _, v_tile, s = _scores(
-                        q_tile, k_at, v_at, v_t, first, high, far_end, future,
+                        q_tile, k_at, v_at, first, high, far_end, future,
                         HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, WINDOW, ROWS, KEYS, phase,
                     )  # fmt: skip
                     m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
                     k_at += KEYS * HEADS * KEY
-                    v_at += KEYS * v_t
+                    v_at += KEYS * HEADS * VALUE
         out, logsum = finish_softmax(m, total, acc, scale)
         store_rows(o + row * VALUE, at, VALUE, out, VALUE, VALUE_P, valid)
         tl.store(lse + row + at, logsum, mask=valid)
@@ -134,7 +134,7 @@ def band_forward_kernel(
 
 @kernel
 def band_queries_kernel(
-    q, k, v, do, lse2, delta, dq, cu, v_t, seq_len, key_len, documents, scale, scale_out,
+    q, k, v, do, lse2, delta, dq, cu, seq_len, key_len, documents, scale, scale_out,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
@@ -155,7 +155,7 @@ def band_queries_kernel(
         t = t0 + local
         row = ((token + t0) * HEADS + head) * GROUP
         k += (key * HEADS + head) * KEY
-        v += key * v_t + head * VALUE
+        v += (key * HEADS + head) * VALUE
         q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
         do_tile = load_rows(do + row * VALUE, at, VALUE, VALUE, VALUE_P, valid)  # [ROWS, VALUE_P]
         row_lse = tl.load(lse2 + row + at, mask=valid, other=float("inf"))
@@ -167,17 +167,17 @@ def band_queries_kernel(
             if phase > 0 or WINDOW > 0:
                 begin, end = span(phase, low, a, b, high)
                 k_at = k + tl.cast(begin, tl.int64) * (HEADS * KEY)
-                v_at = v + tl.cast(begin, tl.int64) * v_t
+                v_at = v + tl.cast(begin, tl.int64) * (HEADS * VALUE)
                 for first in range(begin, end, KEYS):
                     k_tile, v_tile, s = _scores(
-                        q_tile, k_at, v_at, v_t, first, high, far_end, future,
+                        q_tile, k_at, v_at, first, high, far_end, future,
                         HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, WINDOW, ROWS, KEYS, phase,
                     )  # fmt: skip
                     acc = add_query_gradient(
                         s, k_tile, v_tile, do_tile, row_lse, row_delta, acc, scale
                     )
                     k_at += KEYS * HEADS * KEY
-                    v_at += KEYS * v_t
+                    v_at += KEYS * HEADS * VALUE
         store_query_gradient(dq + row * KEY, at, acc, scale_out, KEY, KEY_P, valid, ADD)
 
 
@@ -220,7 +220,7 @@ def _keys_step(
 @kernel
 def band_keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, cu,
-    v_t, seq_len, key_len, documents, split_len, scale, scale_out,
+    seq_len, key_len, documents, split_len, scale, scale_out,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
@@ -254,7 +254,9 @@ def band_keys_kernel(
         lse2 += row
         delta += row
         k_tile = load_rows(k + (key * HEADS + head) * KEY, i, HEADS * KEY, KEY, KEY_P, inside)
-        v_tile = load_rows(v + key * v_t + head * VALUE, i, v_t, VALUE, VALUE_P, inside)
+        v_tile = load_rows(
+            v + (key * HEADS + head) * VALUE, i, HEADS * VALUE, VALUE, VALUE_P, inside
+        )
         dk_acc = tl.zeros([KEYS, KEY_P], tl.float32)
         dv_acc = tl.zeros([KEYS, VALUE_P], tl.float32)
         r0 = begin * GROUP

@@ -18,7 +18,7 @@ from nsa.ops.triton.common import (
 )
 from nsa.ops.triton.configs import choose_config
 from nsa.ops.triton.flash_window import flash_forward, is_faster
-from nsa.ops.triton.launch import cdiv, launch, token_rows
+from nsa.ops.triton.launch import cdiv, launch
 
 # Few tiles of compressed keys see many queries each. Several programs share one, and their float32
 # parts are added up in a fixed order.
@@ -42,7 +42,9 @@ def band_forward(x: Band) -> tuple[Tensor, Tensor]:
     arguments, constants, sizes = _arguments(x)
     q, k, v, cu_seqlens, (_, _, window), scale = x
     if window and is_faster(q, v, sizes):
-        return flash_forward(arguments["q"], arguments["k"], v, cu_seqlens, window, scale)
+        return flash_forward(
+            arguments["q"], arguments["k"], arguments["v"], cu_seqlens, window, scale
+        )
     batch, seq_len, heads, _ = q.shape
     o = q.new_empty(batch, seq_len, heads, v.shape[-1])
     lse = q.new_empty(batch, seq_len, heads, dtype=torch.float32)
@@ -112,9 +114,9 @@ def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _arguments(x: Band) -> tuple[dict[str, Any], dict[str, Any], tuple[int, int]]:
     """What all three kernels take: arguments, constants, and the sizes that tiles depend on."""
-    (length, stride, window), (v, v_t) = x.band, token_rows(x.v)
+    length, stride, window = x.band
     arguments = {
-        **{"q": x.q.contiguous(), "k": x.k.contiguous(), "v": v, "v_t": v_t},
+        **{"q": x.q.contiguous(), "k": x.k.contiguous(), "v": x.v.contiguous()},
         **document_arguments(x.q.shape[1], x.cu_seqlens),
         **{"key_len": x.k.shape[1], "scale": x.scale * LOG2E, "scale_out": x.scale},
     }

@@ -2,7 +2,7 @@
 
 Rows are the queries of one key/value head times the query heads of its group, laid end to end: row
 r is query r // GROUP, head r % GROUP. So every group size fills a tile, and the group shares each
-tile of keys. Tensors are contiguous [B, T, heads, size], but for values (`launch.token_rows`).
+tile of keys. Tensors are contiguous [B, T, heads, size]; launchers copy those that are not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernel launches: run one, or only record it; and the memory layouts that kernels read.
+"""Kernel launches: run one, or only record it.
 
 Under `recording` the real launchers run on `meta` tensors, so what the ahead-of-time compile gate
 compiles is what a GPU would be given.
@@ -89,20 +89,6 @@ def recording() -> Iterator[list[Launch]]:
         yield _recorded
     finally:
         _recorded = None
-
-
-def token_rows(x: Tensor) -> tuple[Tensor, int]:
-    """x [B, T, H, D] with each token's heads side by side, and the distance between two tokens.
-
-    Only values need it: a projection to the values of three branches is split between them, and
-    a copy of each would add 3% to the branches' memory traffic. All else is contiguous where it
-    comes from (RoPE, pooling, our own outputs), so `contiguous()` copies nothing in training.
-    """
-    batch, seq_len, heads, size = x.shape
-    side_by_side = x.stride(3) == 1 and x.stride(2) == size and x.stride(1) >= heads * size
-    if side_by_side and (batch == 1 or x.stride(0) == seq_len * x.stride(1)):
-        return x, x.stride(1)
-    return x.contiguous(), heads * size
 
 
 def cdiv(total: int, size: int) -> int:

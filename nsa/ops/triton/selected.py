@@ -34,7 +34,7 @@ def _block_list(counts, slot, list_len):
 
 @triton.jit
 def _scores(
-    q, k, v, v_t, blocks, members, step, t, local, length,
+    q, k, v, blocks, members, step, t, local, length,
     HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -55,14 +55,14 @@ def _scores(
         seen = tl.minimum(seen, left - 1)
     at = tl.cast(first, tl.int64)
     k_tile = load_rows(k + at * (HEADS * KEY), i, HEADS * KEY, KEY, KEY_P, inside)
-    v_tile = load_rows(v + at * v_t, i, v_t, VALUE, VALUE_P, inside)
+    v_tile = load_rows(v + at * (HEADS * VALUE), i, HEADS * VALUE, VALUE, VALUE_P, inside)
     s = dot(q, tl.trans(k_tile))
     return k_tile, v_tile, tl.where(i[None, :] <= seen[:, None], s, float("-inf"))
 
 
 @kernel
 def selected_forward_kernel(
-    q, k, v, o, lse, cu, blocks, members, counts, v_t, seq_len, documents, list_len, scale,
+    q, k, v, o, lse, cu, blocks, members, counts, seq_len, documents, list_len, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -80,7 +80,7 @@ def selected_forward_kernel(
         token = batch * seq_len + start
         row = ((token + t0) * HEADS + head) * GROUP
         k += (token * HEADS + head) * KEY
-        v += token * v_t + head * VALUE
+        v += (token * HEADS + head) * VALUE
         place, count = _block_list(counts, slot, list_len)
         q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
         m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -88,7 +88,7 @@ def selected_forward_kernel(
         acc = tl.zeros([ROWS, VALUE_P], tl.float32)
         for step in range(0, count * ((SELECT + KEYS - 1) // KEYS)):
             _, v_tile, s = _scores(
-                q_tile, k, v, v_t, blocks + place, members + place, step, t, local, length,
+                q_tile, k, v, blocks + place, members + place, step, t, local, length,
                 HEADS, KEY, VALUE, KEY_P, VALUE_P, SELECT, KEYS,
             )  # fmt: skip
             m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
@@ -100,7 +100,7 @@ def selected_forward_kernel(
 @kernel
 def selected_queries_kernel(
     q, k, v, do, lse2, delta, dq, cu, blocks, members, counts,
-    v_t, seq_len, documents, list_len, scale, scale_out,
+    seq_len, documents, list_len, scale, scale_out,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, ADD: tl.constexpr,
@@ -118,7 +118,7 @@ def selected_queries_kernel(
         token = batch * seq_len + start
         row = ((token + t0) * HEADS + head) * GROUP
         k += (token * HEADS + head) * KEY
-        v += token * v_t + head * VALUE
+        v += (token * HEADS + head) * VALUE
         place, count = _block_list(counts, slot, list_len)
         q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
         do_tile = load_rows(do + row * VALUE, at, VALUE, VALUE, VALUE_P, valid)  # [ROWS, VALUE_P]
@@ -127,7 +127,7 @@ def selected_queries_kernel(
         acc = tl.zeros([ROWS, KEY_P], tl.float32)
         for step in range(0, count * ((SELECT + KEYS - 1) // KEYS)):
             k_tile, v_tile, s = _scores(
-                q_tile, k, v, v_t, blocks + place, members + place, step, t, local, length,
+                q_tile, k, v, blocks + place, members + place, step, t, local, length,
                 HEADS, KEY, VALUE, KEY_P, VALUE_P, SELECT, KEYS,
             )  # fmt: skip
             acc = add_query_gradient(s, k_tile, v_tile, do_tile, row_lse, row_delta, acc, scale)

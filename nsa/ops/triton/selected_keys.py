@@ -54,7 +54,7 @@ def _keys_step(
 @kernel
 def selected_keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, dk_part, dv_part, cu, offsets, queries,
-    v_t, seq_len, documents, total_blocks, list_len, part_rows, scale, scale_out,
+    seq_len, documents, total_blocks, list_len, part_rows, scale, scale_out,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -80,10 +80,10 @@ def selected_keys_kernel(
         lse2 += row_at
         delta += row_at
         k += (token * HEADS + head) * KEY
-        v += token * v_t + head * VALUE
+        v += (token * HEADS + head) * VALUE
         key_at = n.to(tl.int64)
         k_tile = load_rows(k, key_at, HEADS * KEY, KEY, KEY_P, inside)  # [KEYS, KEY_P]
-        v_tile = load_rows(v, key_at, v_t, VALUE, VALUE_P, inside)  # [KEYS, VALUE_P]
+        v_tile = load_rows(v, key_at, HEADS * VALUE, VALUE, VALUE_P, inside)  # [KEYS, VALUE_P]
         dk_acc = tl.zeros([KEYS, KEY_P], tl.float32)
         dv_acc = tl.zeros([KEYS, VALUE_P], tl.float32)
         i_row = tl.arange(0, ROWS)

@@ -17,7 +17,7 @@ from nsa.ops.triton.common import (
     slots,
 )
 from nsa.ops.triton.configs import Config, choose_config
-from nsa.ops.triton.launch import cdiv, launch, next_power_of_2, token_rows
+from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 from nsa.ops.triton.selected import selected_forward_kernel, selected_queries_kernel
 from nsa.ops.triton.selected_keys import add_parts_kernel, selected_keys_kernel
 from nsa.ops.triton.selected_lists import queries_by_block, unite
@@ -73,9 +73,8 @@ def selected_gradients(
 
 def _arguments(x: Selected) -> tuple[dict[str, Any], dict[str, Any]]:
     """What all kernels but the union take: arguments and constants."""
-    v, v_t = token_rows(x.v)
     arguments = {
-        **{"q": x.q.contiguous(), "k": x.k.contiguous(), "v": v, "v_t": v_t},
+        **{"q": x.q.contiguous(), "k": x.k.contiguous(), "v": x.v.contiguous()},
         **document_arguments(x.q.shape[1], x.cu_seqlens),
         **{"scale": x.scale * LOG2E, "scale_out": x.scale},
     }
