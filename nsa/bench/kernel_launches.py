@@ -22,6 +22,14 @@ from nsa.ops.triton.cross_entropy import cross_entropy_
 from nsa.ops.triton.decode import DecodeInputs, decode_forward
 from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
 from nsa.ops.triton.launch import Launch, recording
+from nsa.ops.triton.normalization import (
+    AddNorm,
+    Norm,
+    add_rms_norm_backward,
+    add_rms_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 from nsa.ops.triton.rotary import rotary_pool_backward, rotary_pool_forward
 from nsa.ops.triton.select import select_forward
 from nsa.ops.triton.selected_op import Selected, selected_backward, selected_forward
@@ -156,6 +164,17 @@ def _cross_entropy(case: Case) -> None:
         cross_entropy_(logits, labels, with_gradients)
 
 
+def _add_rms_norm(case: Case) -> None:
+    """With and without a residual, and with and without its gradient."""
+    dtype, width = DTYPES[case.dtype], case.heads * case.key
+    x = torch.empty(case.seq_len, width, dtype=dtype, device="meta")
+    weight = torch.empty(width, dtype=dtype, device="meta")
+    rms_norm_backward(rms_norm_forward(Norm(x, weight, 1e-5)), Norm(x, weight, 1e-5))
+    inputs = AddNorm(x, x, weight, 1e-5)
+    total, normed = add_rms_norm_forward(inputs)
+    add_rms_norm_backward(total, normed, inputs, total)
+
+
 # Every public operation, forward and backward.
 OPERATIONS: dict[str, Callable[[Case], None]] = {
     "compressed_attention": _compressed,
@@ -167,6 +186,7 @@ OPERATIONS: dict[str, Callable[[Case], None]] = {
     "swiglu": _swiglu,
     "rotary_pool": _rotary_pool,
     "cross_entropy": _cross_entropy,
+    "add_rms_norm": _add_rms_norm,
 }
 # Heads, key/value heads, key size, value size, positions. SHORT: a tile of queries selects most
 # blocks and one program sums a key's gradient. LONG: neither.

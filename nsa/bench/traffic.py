@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -33,7 +33,7 @@ from nsa.bench.results import print_table, ratio
 from nsa.bench.roofline import CHIPS, Work, work
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
-from nsa.ops.custom_op import IMPLEMENTATIONS, Gradient, register
+from nsa.ops.custom_op import IMPLEMENTATIONS
 from nsa.ops.triton.launch import Launch, recording
 
 PARTS: dict[
@@ -52,9 +52,7 @@ PARTS: dict[
         *("aten::arange", "aten::pow", "aten::cos", "aten::sin"),
         *("aten::searchsorted", "aten::lt", "aten::where"),
     ),
-    "norms and residual": (
-        *("nsa_bench::rms_norm", "nsa::rms_norm", "nsa::add_rms_norm", "aten::add"),
-    ),
+    "norms and residual": ("nsa::rms_norm", "nsa::add_rms_norm", "aten::add"),
     "SwiGLU": ("nsa::swiglu", "aten::silu"),
     "loss": (
         "nsa::linear_cross_entropy",
@@ -180,48 +178,15 @@ def _kernel(x: Launch) -> Launched:
     return Launched(x.kernel.__name__, sum(map(_size, _tensors(x.arguments))))
 
 
-class Norm(NamedTuple):
-    """Inputs of RMSNorm."""
-
-    x: Tensor
-    weight: Tensor
-    eps: float
-
-
-def _norm_forward(x: Norm) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x.x), x.x.new_empty(*x.x.shape[:-1], 1, dtype=torch.float32)
-
-
-def _norm_backward(gradient: Tensor, x: Norm, rstd: Tensor) -> tuple[Tensor, ...]:
-    return torch.empty_like(x.x), torch.empty_like(x.weight)
-
-
-# RMSNorm is one kernel on CUDA and a dozen ops on `meta`.
-_rms_norm = register(
-    "nsa_bench::rms_norm",
-    Norm,
-    _norm_forward,
-    _norm_forward,
-    outputs=2,
-    gradient=Gradient(_norm_backward, inputs=2, outputs=1, saved=slice(1, None)),
-)
-
-
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Replace functions that `meta` decomposes by the ops that CUDA dispatches."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention
 
-    def norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
-        return _rms_norm(x, weight, eps)[0]
-
     def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
         return flash(q, k, v, is_causal=is_causal)[0]
 
-    with (
-        mock.patch.object(F, "rms_norm", norm),
-        mock.patch.object(F, "scaled_dot_product_attention", attention),
-    ):
+    with mock.patch.object(F, "scaled_dot_product_attention", attention):
         yield
 
 

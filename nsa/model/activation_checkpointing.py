@@ -13,7 +13,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-Segment = Callable[[Tensor], Tensor]
+Stream = tuple[Tensor, Tensor]  # the residual stream and what is still to be added to it
+Segment = Callable[[Tensor, Tensor | None], Stream]
 
 # "selective" saves the outputs of these ops: matrix products, attention outputs, lse and block
 # indices, which hold nearly all FLOPs of a forward pass. Norms, RoPE, pooling and SwiGLU are cheap
@@ -36,8 +37,8 @@ SAVED_OPS = {
 }
 
 
-def checkpoint_function(mode: str) -> Callable[[Segment, Tensor], Tensor]:
-    """Return the function that runs a segment on its input under this mode.
+def checkpoint_function(mode: str) -> Callable[[Segment, Tensor, Tensor | None], Stream]:
+    """Return the function that runs a segment on its inputs under this mode.
 
     The forward pass draws no random numbers, so no generator state is saved for recomputation.
     """
@@ -47,7 +48,7 @@ def checkpoint_function(mode: str) -> Callable[[Segment, Tensor], Tensor]:
             "memory; set it to none or to another mode"
         )
     if mode == "none":
-        return lambda segment, x: segment(x)
+        return lambda segment, x, delta: segment(x, delta)
     if mode == "deepspeed":
         import deepspeed  # takes seconds to import
 

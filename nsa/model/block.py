@@ -1,32 +1,36 @@
 """Transformer block: attention and SwiGLU. It is one activation-checkpoint segment.
 
-RMSNorm and SwiGLU use PyTorch's ops: on CUDA nn.RMSNorm is one kernel (torch 2.9 on), and a fused
-SwiGLU would save about 2% of M7C's step (estimated from operation counts; not measured).
-torch.compile would fuse it, but packed documents have new shapes each step, and dense attention
-over them does not compile.
+A block gets and returns the residual stream as two tensors, x and the delta that is still to be
+added: the next RMSNorm adds it in the same kernel. On a GPU, SwiGLU and the norms are one kernel
+each way (nsa.ops); Liger-Kernel's fused_add_rms_norm and swiglu move as many bytes, but take gate
+and up as two tensors, launch outside of PyTorch's dispatcher, which hides them from torch.compile
+and from counts on `meta` tensors, and would add a dependency.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from nsa.model.attention import CachedAttention, DenseAttention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.config import ModelConfig
+from nsa.model.fused import add_norm, parallel_linear
+from nsa.ops import swiglu
 
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, backend: str = "auto") -> None:
         super().__init__()
+        self.hidden, self.backend = hidden, backend
         self.gate = nn.Linear(width, hidden, bias=False)
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate_up = parallel_linear(x, (self.gate, self.up))  # [B, T, gate | up | padding]
+        return self.down(swiglu(gate_up, self.hidden, backend=self.backend))
 
 
 class Block(nn.Module):
@@ -35,14 +39,24 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         sparse = config.attention.kind == "nsa"
+        self.backend = config.attention.backend
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.attention = NSAttention(config) if sparse else DenseAttention(config)
         self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.mlp = SwiGLU(config.width, config.mlp_width)
+        self.mlp = SwiGLU(config.width, config.mlp_width, self.backend)
 
     def forward(
-        self, x: Tensor, metadata: AttentionMetadata, cached: CachedAttention | None = None
-    ) -> Tensor:
-        """[B, T, width] to [B, T, width]."""
-        x = x + self.attention(self.attention_norm(x), metadata, cached)
-        return x + self.mlp(self.mlp_norm(x))
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        metadata: AttentionMetadata,
+        cached: CachedAttention | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Map (x, delta) to (x, delta), each [B, T, width]; their sum is the residual stream.
+
+        The first block gets no delta.
+        """
+        x, normed = add_norm(x, delta, self.attention_norm, self.backend)
+        delta = self.attention(normed, metadata, cached)
+        x, normed = add_norm(x, delta, self.mlp_norm, self.backend)
+        return x, self.mlp(normed)

@@ -171,10 +171,10 @@ def _run_blocks(
 
     Blocks and attention are called as modules, so forward hooks run here too.
     """
-    x = model.embed(tokens)[None]
+    x, delta = model.embed(tokens)[None], None
     for block, layer_cache in zip(model.blocks, cache.layers, strict=True):
-        x = block(x, metadata, partial(attention, layer_cache))
-    return model.norm(x)[0]
+        x, delta = block(x, delta, metadata, partial(attention, layer_cache))
+    return model.final_norm(x, delta)[0]
 
 
 def _prefill_attention(

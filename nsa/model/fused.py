@@ -1,4 +1,4 @@
-"""Fused calls of plain modules: projections of one input as a single matrix product.
+"""Fused calls of plain modules: projections of one input as one product, residual add and norm.
 
 Parameters stay in their own modules under their own names, so checkpoints, ZeRO partitions and
 exports need no mapping. Modules that are not plain are called one by one: a fused call would
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
+
+from nsa.ops import add_rms_norm
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -54,3 +56,13 @@ def parallel_linear(x: Tensor, linears: Sequence[nn.Linear], pad_to: int = 8) ->
             return F.linear(x, torch.cat([*weights, *pad]))
     outputs = torch.cat([linear(x) for linear in linears], -1)
     return F.pad(outputs, (0, -outputs.shape[-1] % pad_to))
+
+
+def add_norm(
+    x: Tensor, delta: Tensor | None, norm: nn.RMSNorm, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Return (x + delta, norm(x + delta)); delta None adds nothing."""
+    if is_plain(norm, nn.RMSNorm) and norm.weight is not None and norm.eps is not None:
+        return add_rms_norm(x, delta, norm.weight, norm.eps, backend=backend)
+    total = x if delta is None else x + delta
+    return total, norm(total)

@@ -162,7 +162,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             cu_seqlens = F.pad(offsets, (0, 1), value=input_ids.shape[1]).int()
         block_inputs: list[Tensor] = []
         hooks = [
-            block.register_forward_pre_hook(lambda _, inputs: block_inputs.append(inputs[0]))
+            block.register_forward_pre_hook(lambda _, inputs: block_inputs.append(_sum(*inputs)))
             for block in (self.model.blocks if all_blocks else ())
         ]
         try:
@@ -280,6 +280,11 @@ def _document_starts(
 def _first_tokens(real: Tensor) -> Tensor:
     """Return [B, T], true at each sequence's first token."""
     return real & (real.cumsum(1) == 1)
+
+
+def _sum(x: Tensor, delta: Tensor | None) -> Tensor:
+    """Return the residual stream from a block's inputs."""
+    return x if delta is None else x + delta
 
 
 def _unpack(packed: Tensor, real: Tensor) -> Tensor:

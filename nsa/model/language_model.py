@@ -15,6 +15,7 @@ from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.block import Block
 from nsa.model.compressor import BlockMLP
 from nsa.model.config import ModelConfig
+from nsa.model.fused import add_norm
 from nsa.model.loss import linear_cross_entropy
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.checks import check_documents
@@ -77,9 +78,14 @@ class LanguageModel(nn.Module):
         x = self.embed(input_ids)
         recompute = torch.is_grad_enabled() and x.requires_grad
         run = checkpoint_function(self.config.activation_checkpointing if recompute else "none")
+        delta: Tensor | None = None
         for block in self.blocks:
-            x = run(partial(block, metadata=metadata), x)
-        return self.norm(x)
+            x, delta = run(partial(block, metadata=metadata), x, delta)
+        return self.final_norm(x, delta)
+
+    def final_norm(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Return the head's input from the last block's output."""
+        return add_norm(x, delta, self.norm, self.config.attention.backend)[1]
 
     @torch.no_grad()
     def _initialize(self) -> None:

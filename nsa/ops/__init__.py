@@ -25,12 +25,14 @@ from nsa.ops.checks import (
 )
 from nsa.ops.documents import compressed_cu_seqlens
 from nsa.ops.inputs import AttentionInputs, PackedLayout, SelectionInputs
+from nsa.ops.normalization import add_rms_norm
 from nsa.ops.rotary import rotary_pool
 from nsa.spec import NSASpec
 
 __all__ = [
     "NSASpec",
     "PackedLayout",
+    "add_rms_norm",
     "compressed_attention",
     "compressed_cu_seqlens",
     "fallback_counts",

@@ -147,18 +147,19 @@ class Activations:
 
 
 def activations(model: Model, batch: BatchShape, *, fused: bool = True) -> Activations:
-    """Count activations; `fused` norms (GPU) save their input, PyTorch's (CPU) two fp32 copies."""
+    """Count activations. Norms save their input and, if not `fused` (CPU), a number per token."""
     tokens, size, width = batch.tokens, model.weight_bytes, model.config.width
     stream, hidden = size * width * tokens, size * model.config.mlp_width * tokens
-    norm = (stream if fused else 2 * 4 * width * tokens) + 4 * tokens
-    layer = 2 * (norm + stream) + 4 * hidden + _attention(model, batch)
-    already = stream if fused or size == 4 else 0  # the first norm saves the layer's input
+    norm = stream if fused else stream + 4 * tokens
+    weights = 2 * size * width * model.config.mlp_width  # gate and up side by side
+    layer = 2 * (norm + stream) + 3 * hidden + weights + _attention(model, batch)
     kept, reused = layer, 0
     if batch.checkpointing != "none":
-        kept, reused = stream, already
-    if batch.checkpointing == "selective":
-        kept += _selective_outputs(model, batch, fused)
-        reused += _selective_reused(model, batch, fused)
+        # The residual stream, and what is still to be added to it: nothing in the first layer.
+        kept = (2 * model.config.layers - 1) * stream // model.config.layers
+    if batch.checkpointing == "selective":  # the latter is a saved product of the layer before
+        kept = stream + _selective_outputs(model, batch, fused)
+        reused = _selective_reused(model, batch, fused)
     copies = 2 * size if fused or size == 4 else 2 * size + 2 * 4  # a CPU uses fp32
     rope = 4 * model.config.head_dim * batch.seq_len
     grid = 8 * model.spec.block_len * _blocks(model, batch.seq_len) if model.spec else 0
@@ -168,7 +169,7 @@ def activations(model: Model, batch: BatchShape, *, fused: bool = True) -> Activ
         shared=8 * tokens + rope + grid,
         final=norm + stream,
         loss=_loss(model, tokens, fused),
-        in_layer=2 * hidden + 2 * stream,
+        in_layer=(2 if fused else 3) * hidden + 2 * stream,
         in_norm=2 * stream if fused else 3 * 4 * width * tokens,
         in_head=copies * model.embedding,
     )

@@ -27,11 +27,14 @@ class HeadInside(LanguageModel):
         self, input_ids: Tensor, labels: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         metadata = AttentionMetadata.build(self.config, input_ids.shape[1], None, input_ids.device)
-        x = self.embed(input_ids)
+        x, delta = self.embed(input_ids), None
         for block in self.blocks:
-            x = checkpoint(partial(block, metadata=metadata), x, use_reentrant=True)
+            x, delta = checkpoint(partial(block, metadata=metadata), x, delta, use_reentrant=True)
         logits = checkpoint(
-            lambda x: F.linear(self.norm(x), self.embed.weight), x, use_reentrant=True
+            lambda x, delta: F.linear(self.final_norm(x, delta), self.embed.weight),
+            x,
+            delta,
+            use_reentrant=True,
         )
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 

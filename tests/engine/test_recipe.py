@@ -98,11 +98,13 @@ def test_fallbacks_of_every_operation_are_recorded(finished: FinishedRun) -> Non
     with (finished.dir / "fallbacks.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {row["operation"] for row in rows} == {
+        "add_rms_norm",
         "compressed_attention",
         "cross_entropy",
         "rotary_pool",
         "select_blocks",
         "selected_attention",
+        "swiglu",
         "window_attention",
     }
     assert all("needs a CUDA device" in row["reason"] and int(row["calls"]) > 0 for row in rows)

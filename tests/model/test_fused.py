@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.model.fused import is_plain, parallel_linear
+from nsa.model.fused import add_norm, is_plain, parallel_linear
 from nsa.monitor.dtypes import DtypeReport
 
 WIDTHS = (12, 5, 4)  # their sum, 21, is padded to 24
@@ -221,6 +221,31 @@ def test_a_report_of_dtypes_does_not_choose_separate_products(tmp_path: Path) ->
         parallel_linear(rows(), [*modules])
     assert len(shapes) == 1
     report.write(tmp_path / "dtypes.txt", torch.optim.AdamW(modules.parameters()))
+
+
+def norm_inputs() -> tuple[Tensor, Tensor, nn.RMSNorm]:
+    x, delta = rows().unbind(0)
+    norm = nn.RMSNorm(10, eps=1e-3, dtype=torch.float64)
+    nn.init.normal_(norm.weight)
+    return x, delta, norm
+
+
+def test_add_norm_is_the_sum_and_its_norm() -> None:
+    x, delta, norm = norm_inputs()
+    for a, b in zip(add_norm(x, delta, norm), (x + delta, norm(x + delta)), strict=True):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(add_norm(x, None, norm), (x, norm(x)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_a_norm_that_is_not_plain_is_called(delta: bool) -> None:
+    x, added, norm = norm_inputs()
+    norm.register_forward_hook(lambda _, given, output: 2 * output)
+    total = x + added if delta else x
+    actual = add_norm(x, added if delta else None, norm)
+    for a, b in zip(actual, (total, norm(total)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_plain_module_is_exactly_of_its_kind() -> None:

@@ -164,7 +164,13 @@ def test_module_hooks_have_the_same_effect_with_a_cache(part: str) -> None:
     module = model.get_submodule(part)
     more = torch.nn.Linear(24, 61 if part == "lm_head" else 24, bias=False).double()
     torch.nn.init.normal_(more.weight)
-    module.register_forward_hook(lambda _, given, out: out + more(given[0]))
+
+    def steer(_: torch.nn.Module, given: Any, out: Any) -> Any:
+        if isinstance(out, tuple):  # a block's residual stream, and what is still to be added
+            return out[0], out[1] + more(given[0])
+        return out + more(given[0])
+
+    module.register_forward_hook(steer)
     output = model.generate(ids, **greedy)
     assert torch.equal(output, model.generate(ids, use_cache=False, **greedy))
     assert not torch.equal(output[:, 25:], before[:, 25:])  # after the first token

@@ -123,3 +123,14 @@ def cross_entropy_(logits: Tensor, labels: Tensor, with_gradients: bool) -> Tens
     from nsa.ops.triton import cross_entropy
 
     return cross_entropy.cross_entropy_(logits, labels, with_gradients)
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(x + delta, its RMSNorm times weight); without delta, x itself comes first."""
+    from nsa.ops.triton.normalization import triton_add_rms_norm, triton_rms_norm
+
+    if delta is None:
+        return x, triton_rms_norm(x, weight, eps)
+    return triton_add_rms_norm(x, delta, weight, eps)

@@ -1,0 +1,209 @@
+"""RMSNorm kernels with the residual add, launchers and custom ops: one kernel each way.
+
+The backward kernel leaves the weight's gradient in one float32 row per program; a second, small
+kernel adds these rows in ascending order. So results are the same in every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.custom_op import Gradient, register
+from nsa.ops.triton.common import kernel, load_rows, store_rows
+from nsa.ops.triton.configs import Config
+from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
+
+ELEMENTS = 2048  # of rows that a program holds at a time: 16 per thread of four warps
+ROWS_PER_PART = 32  # that one program of the backward kernel adds up
+PARTS = Config(32, 32, 4, 1)  # rows and columns of partial sums that are added at a time
+
+
+@triton.jit
+def _load(base, at, mask, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Rows [ROWS, PADDED] in float32."""
+    return load_rows(base, at, WIDTH, WIDTH, PADDED, mask).to(tl.float32)
+
+
+@triton.jit
+def _load_weight(weight, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """[1, PADDED] in float32."""
+    d = tl.arange(0, PADDED)
+    return tl.load(weight + d, mask=d < WIDTH, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _inverse_rms(h, valid, eps, WIDTH: tl.constexpr):
+    """[ROWS, 1]; 0 for rows past the end, also if eps is 0."""
+    inverse = tl.rsqrt(tl.sum(h * h, 1) / WIDTH + eps)
+    return tl.where(valid, inverse, 0.0)[:, None]
+
+
+@kernel
+def add_rms_norm_kernel(
+    x, delta, weight, total, normed, rows, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    valid = row < rows
+    h = _load(x, row, valid, WIDTH, PADDED)
+    if delta is not None:
+        h += _load(delta, row, valid, WIDTH, PADDED)
+        h = h.to(total.dtype.element_ty).to(tl.float32)  # the norm of what is stored
+        store_rows(total, row, WIDTH, h, WIDTH, PADDED, valid)
+    y = h * _inverse_rms(h, valid, eps, WIDTH) * _load_weight(weight, WIDTH, PADDED)
+    store_rows(normed, row, WIDTH, y, WIDTH, PADDED, valid)
+
+
+@kernel
+def rms_norm_backward_kernel(
+    d_normed, d_total, total, weight, dx, parts, rows, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, PER_PART: tl.constexpr,
+):  # fmt: skip
+    w = _load_weight(weight, WIDTH, PADDED)
+    dw = tl.zeros([ROWS, PADDED], tl.float32)
+    for first in range(0, PER_PART, ROWS):
+        row = tl.program_id(0).to(tl.int64) * PER_PART + first + tl.arange(0, ROWS)
+        valid = row < rows
+        h = _load(total, row, valid, WIDTH, PADDED)
+        inverse = _inverse_rms(h, valid, eps, WIDTH)
+        unit = h * inverse
+        dy = _load(d_normed, row, valid, WIDTH, PADDED)
+        dw += dy * unit
+        dy *= w
+        dh = (dy - unit * (tl.sum(dy * unit, 1) / WIDTH)[:, None]) * inverse
+        if d_total is not None:
+            dh += _load(d_total, row, valid, WIDTH, PADDED)
+        store_rows(dx, row, WIDTH, dh, WIDTH, PADDED, valid)
+    d = tl.arange(0, PADDED)
+    tl.store(parts + tl.program_id(0) * WIDTH + d, tl.sum(dw, 0), mask=d < WIDTH)
+
+
+@kernel
+def add_weight_parts_kernel(
+    parts, out, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    total = tl.zeros([COLS], tl.float32)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & (col < WIDTH)[None, :]
+        total += tl.sum(tl.load(parts + row[:, None] * WIDTH + col[None, :], mask, other=0.0), 0)
+    tl.store(out + col, total.to(out.dtype.element_ty), mask=col < WIDTH)
+
+
+class Norm(NamedTuple):
+    """Inputs of `triton_rms_norm`."""
+
+    x: Tensor  # [.., width]
+    weight: Tensor  # [width]
+    eps: float
+
+
+class AddNorm(NamedTuple):
+    """Inputs of `triton_add_rms_norm`."""
+
+    x: Tensor  # [.., width]
+    delta: Tensor  # [.., width]
+    weight: Tensor  # [width]
+    eps: float
+
+
+def rms_norm_forward(x: Norm) -> Tensor:
+    """The norm of x times weight."""
+    normed = torch.empty_like(x.x, memory_format=torch.contiguous_format)
+    _launch(add_rms_norm_kernel, x, {"x": x.x.contiguous(), "delta": None, "total": None}, normed)
+    return normed
+
+
+def add_rms_norm_forward(x: AddNorm) -> tuple[Tensor, Tensor]:
+    """(x + delta, its norm times weight)."""
+    total, normed = (torch.empty_like(x.x, memory_format=torch.contiguous_format) for _ in range(2))
+    tensors = {"x": x.x.contiguous(), "delta": x.delta.contiguous(), "total": total}
+    _launch(add_rms_norm_kernel, x, tensors, normed)
+    return total, normed
+
+
+def rms_norm_backward(d_normed: Tensor, x: Norm) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of weight."""
+    return _backward(d_normed, None, x.x, x)
+
+
+def add_rms_norm_backward(
+    d_total: Tensor | None, d_normed: Tensor | None, x: AddNorm, total: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x, which is also that of delta, and of weight."""
+    if d_normed is None:
+        d_normed = torch.zeros_like(total)
+    return _backward(d_normed, d_total, total, x)
+
+
+def _backward(
+    d_normed: Tensor, d_total: Tensor | None, total: Tensor, x: Norm | AddNorm
+) -> tuple[Tensor, Tensor]:
+    width = total.shape[-1]
+    count = cdiv(total.numel() // width, ROWS_PER_PART)
+    parts = total.new_empty(count, width, dtype=torch.float32)
+    dx = torch.empty_like(total, memory_format=torch.contiguous_format)
+    d_total = None if d_total is None else d_total.contiguous()
+    tensors = {"d_total": d_total, "total": total.contiguous(), "parts": parts, "dx": dx}
+    d_weight = torch.empty_like(x.weight)
+    _launch(rms_norm_backward_kernel, x, tensors, d_normed.contiguous())
+    launch(
+        add_weight_parts_kernel,
+        (cdiv(width, PARTS.keys),),
+        {"parts": parts, "out": d_weight, "rows": count},
+        {"WIDTH": width, "ROWS": PARTS.rows, "COLS": PARTS.keys},
+        PARTS,
+    )
+    return dx, d_weight
+
+
+def _launch(
+    kernel_function: Any, x: Norm | AddNorm, tensors: dict[str, Any], normed: Tensor
+) -> None:
+    """Launch over the rows of `normed`: a forward kernel's output, a backward kernel's input."""
+    width = normed.shape[-1]
+    padded = next_power_of_2(width)
+    backward = kernel_function is rms_norm_backward_kernel
+    rows, held = normed.numel() // width, max(1, ELEMENTS // padded)
+    held = min(held, ROWS_PER_PART)
+    warps = min(16, max(4, held * padded // 512))
+    per_program = ROWS_PER_PART if backward else held
+    tensors |= {"d_normed" if backward else "normed": normed, "weight": x.weight.contiguous()}
+    launch(
+        kernel_function,
+        (cdiv(rows, per_program),),
+        tensors | {"rows": rows, "eps": x.eps},
+        {"WIDTH": width, "PADDED": padded, "ROWS": held, "PER_PART": ROWS_PER_PART},
+        Config(held, 0, warps, 1),
+    )
+
+
+triton_rms_norm = register(
+    "nsa::triton_rms_norm",
+    Norm,
+    rms_norm_forward,
+    fake=lambda x: x.x.new_empty(x.x.shape),
+    gradient=Gradient(rms_norm_backward, inputs=2, outputs=1, saved=slice(0)),
+)
+triton_add_rms_norm = register(
+    "nsa::triton_add_rms_norm",
+    AddNorm,
+    add_rms_norm_forward,
+    fake=lambda x: (x.x.new_empty(x.x.shape), x.x.new_empty(x.x.shape)),
+    outputs=2,
+    gradient=Gradient(
+        add_rms_norm_backward,
+        inputs=3,
+        outputs=2,
+        saved=slice(1),
+        result_of=(0, 0, 1),
+        zeros=False,
+        unread=2,
+    ),
+)

@@ -1,0 +1,161 @@
+"""RMSNorm kernels with the residual add: parity with PyTorch, one gradient, fixed order of sums."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.ops import add_rms_norm
+from nsa.ops.triton import normalization
+from nsa.ops.triton.launch import recording
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.cases import with_gradients
+from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough
+
+# One row, one column, several programs, several parts of the weight's gradient, wide rows.
+SHAPES = [(1, 5), (3, 1), (2, 35, 24), (5, 700), (2, 2500)]
+EPS = 1e-3
+DECLARATIONS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def tensors(*shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """x, delta and weight."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = (shape, shape, shape[-1:])
+    return [torch.randn(size, generator=draw).to(DEVICE, dtype) for size in sizes]
+
+
+def fused(backend: str, x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return add_rms_norm(x, delta, weight, EPS, backend=backend)
+
+
+def first(backend: str, x: Tensor, weight: Tensor) -> Tensor:
+    """Without a residual."""
+    return add_rms_norm(x, None, weight, EPS, backend=backend)[1]
+
+
+def assert_norm_parity(function: Any, given: list[Tensor]) -> None:
+    actual, *twins = (
+        with_gradients(partial(function, backend), [x.to(dtype) for x in given])
+        for backend, dtype in RULE
+    )
+    assert_exact_enough(actual, *twins)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_results_and_gradients_are_those_of_pytorch(shape: tuple[int, ...]) -> None:
+    """Memory that nothing was written to is NaN here."""
+    x, delta, weight = tensors(*shape)
+    assert_norm_parity(fused, [x, delta, weight])
+    assert_norm_parity(first, [x, weight])
+
+
+def test_either_output_may_have_no_gradient() -> None:
+    given = tensors(3, 6)
+    assert_norm_parity(lambda *x: fused(*x)[1], given)
+    _, d_x, d_delta, d_weight = with_gradients(lambda *x: fused("triton", *x)[0], given)
+    assert torch.equal(d_x, d_delta)
+    assert d_x.any()
+    assert not d_weight.any()
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+def test_rows_past_the_end_do_not_count_even_if_eps_is_0() -> None:
+    x, _, weight = tensors(3, 6)
+    for a, b in zip(
+        *(
+            with_gradients(
+                lambda x, w, b=b: add_rms_norm(x, None, w, 0.0, backend=b)[1], [x, weight]
+            )
+            for b in ("triton", "reference")
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_norm_is_that_of_the_rounded_sum() -> None:
+    x, delta, weight = tensors(4, 48, dtype=torch.bfloat16)
+    total, normed = fused("triton", x, delta, weight)
+    assert torch.equal(total, x + delta)
+    exact = first("reference", total.double(), weight.double())
+    torch.testing.assert_close(normed, exact.bfloat16(), rtol=2**-7, atol=0)
+
+
+def test_inputs_may_be_laid_out_in_any_way() -> None:
+    x, delta, weight = tensors(4, 6)
+    mixed = [x.T.contiguous().T, delta[:, ::1].clone().as_strided((4, 6), (6, 1)), weight]
+    for a, b in zip(
+        with_gradients(partial(fused, "triton"), mixed),
+        with_gradients(partial(fused, "triton"), [x, delta, weight]),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_five_runs_give_the_same_bits() -> None:
+    given = tensors(70, 24)
+    runs = [with_gradients(partial(fused, "triton"), given) for _ in range(5)]
+    for run in runs[1:]:
+        for a, b in zip(run, runs[0], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_x_and_delta_share_one_gradient() -> None:
+    """It is computed and stored once."""
+    x, delta, weight = (y.requires_grad_() for y in tensors(3, 6))
+    stored = []
+    for y in (x, delta):
+        y.register_hook(lambda gradient: stored.append(gradient.data_ptr()))
+    total, normed = fused("triton", x, delta, weight)
+    (total.sum() + normed.square().sum()).backward()
+    assert len(set(stored)) == 1
+    assert torch.equal(x.grad, delta.grad)
+    x.grad.add_(1)
+    assert not torch.equal(x.grad, delta.grad), "a later step would change both"
+
+
+def test_the_ops_match_their_declarations() -> None:
+    """Schema, autograd, and the shapes, dtypes and strides of what comes out."""
+    x, delta, weight = tensors(2, 3, 6)
+    ops = torch.ops.nsa
+    for op, given in (
+        (normalization.triton_rms_norm, (x, weight, EPS)),
+        (normalization.triton_add_rms_norm, (x, delta, weight, EPS)),
+    ):
+        learned = tuple(
+            y.detach().clone().requires_grad_() if isinstance(y, Tensor) else y for y in given
+        )
+        torch.library.opcheck(op, learned, test_utils=DECLARATIONS)
+    for op, given in (
+        (ops.triton_rms_norm_backward, (x, x, weight, EPS)),
+        (ops.triton_add_rms_norm_backward, (x, x, x, delta, weight, EPS, x)),
+        (ops.triton_add_rms_norm_backward, (None, x, x, delta, weight, EPS, x)),
+    ):
+        torch.library.opcheck(op.default, given, test_utils=DECLARATIONS)
+
+
+def test_it_compiles_as_one_graph_with_the_same_results() -> None:
+    compiled = torch.compile(partial(fused, "triton"), backend="aot_eager", fullgraph=True)
+    given = tensors(3, 8)
+    for a, b in zip(
+        *(with_gradients(f, given) for f in (compiled, partial(fused, "triton"))), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_each_pass_is_one_launch_and_one_for_the_weights_gradient() -> None:
+    x, weight = torch.empty(99, 48, device="meta"), torch.empty(48, device="meta")
+    inputs = normalization.AddNorm(x, x, weight, EPS)
+    with recording() as launches:
+        total, normed = normalization.add_rms_norm_forward(inputs)
+        normalization.add_rms_norm_backward(total, normed, inputs, total)
+    assert [launch.kernel.fn.__name__ for launch in launches] == [
+        "add_rms_norm_kernel",
+        "rms_norm_backward_kernel",
+        "add_weight_parts_kernel",
+    ]
