@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,15 @@ def find_problem(checkpoint: Path, *, hashes: bool = True) -> str | None:
         if digest != entry["sha256"]:
             return f"{name} has other content than was saved: its SHA-256 differs"
     return None
+
+
+def holds_intact(checkpoint: Path, names: Iterable[str]) -> bool:
+    """Return whether a checkpoint holds these files as they were saved."""
+    try:
+        files = read_manifest(checkpoint)["files"]
+        return all(_sha256(checkpoint / name) == files[name]["sha256"] for name in names)
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.planner_inputs import resolve_checkpointing
 from nsa.engine.resolve import resolve_config
-from nsa.engine.run_dir import choose_run_dir
+from nsa.engine.run_dir import choose_run_dir, find_saved_settings
 from nsa.engine.run_request import Recipe, RunRequest
 from nsa.engine.shutdown import parse_time
 from nsa.gates.ladder import until
@@ -63,13 +64,14 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     profile, notes = _choose_profile(flags.profile)
     run_dir = choose_run_dir(flags.run_dir, f"{recipe.name}-{profile}", flags.resume)
     base = recipe.profiles[profile]()
-    resumed = flags.resume and (run_dir / "config.yaml").exists()
-    if resumed:
-        base = resolve_config(base, run_dir / "config.yaml")
+    saved = find_saved_settings(run_dir) if flags.resume else None
+    if saved is not None:
+        base = resolve_config(base, saved / "config.yaml")
     steps = [] if flags.steps is None else [f"train.steps={flags.steps}"]
     config = resolve_config(base, flags.config, [*flags.set, *steps])
-    if resumed:
+    if saved is not None:
         _check_resumable(base, config, run_dir)
+        notes += [f"changed since {saved.name}: {change}" for change in _changes(base, config)]
     if config.train.warmup_steps >= config.train.steps:
         notes.append(
             f"train.warmup_steps = {config.train.warmup_steps}: not below train.steps = "
@@ -79,8 +81,8 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     _check_precision(config.train.precision)
     _check_world_size(config.train.sequence_parallel, world_size)
     ds_config_path = flags.deepspeed_config or DEFAULT_DS_CONFIG
-    if resumed and not flags.deepspeed_config:
-        ds_config_path = run_dir / "ds_config.json"
+    if saved is not None and not flags.deepspeed_config:
+        ds_config_path = saved / "ds_config.json"
         ds_config = leave_to_recipe(load_ds_config(ds_config_path))
     else:
         ds_config = load_ds_config(ds_config_path)
@@ -101,7 +103,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         ds_config=ds_config,
         run_dir=run_dir,
         resume=flags.resume,
-        data_changed=resumed and _data_settings(base) != _data_settings(config),
+        data_changed=saved is not None and _data_settings(base) != _data_settings(config),
         stop_step=stop_step,
         notes=notes,
         time_limit=None if flags.time_limit is None else parse_time(flags.time_limit),
@@ -154,6 +156,22 @@ def _check_resumable(saved: RunConfig, config: RunConfig, run_dir: Path) -> None
                 f"{name} = {value!r}: {run_dir} was created with {before[name]!r}; drop the "
                 "change, or start a fresh run in another folder"
             )
+
+
+def _changes(saved: RunConfig, config: RunConfig) -> Iterator[str]:
+    """Yield each setting that differs: "train.clip: 1.0 -> 0.5"."""
+
+    def leaves(tree: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                yield from leaves(value, f"{path}{key}.")
+            else:
+                yield path + key, value
+
+    before, after = dict(leaves(asdict(saved), "")), dict(leaves(asdict(config), ""))
+    for name in sorted(before | after):
+        if before.get(name) != after.get(name):
+            yield f"{name}: {before.get(name)} -> {after.get(name)}"
 
 
 def _check_precision(precision: str) -> None:

@@ -8,14 +8,20 @@ import itertools
 import json
 import os
 import shutil
+from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
 
+import yaml
+
 from nsa.atomic_io import atomic_write_text
+from nsa.checkpoint.manifest import holds_intact, list_checkpoints
 from nsa.checkpoint.weights import has_safetensors
+from nsa.engine.config import RunConfig
 from nsa.engine.run_request import RunRequest
 
 LOCK = ".lock"
+SETTINGS = ("config.yaml", "ds_config.json")  # of a run's folder, and of each checkpoint
 
 
 def choose_run_dir(requested: Path | None, name: str, resume: bool) -> Path:
@@ -54,6 +60,31 @@ def _problem_with(folder: Path, resume: bool) -> str | None:
 
 def _holds_run(folder: Path) -> bool:
     return (folder / "config.yaml").exists() or (folder / "checkpoints").exists()
+
+
+def find_saved_settings(run_dir: Path) -> Path | None:
+    """Return the folder with the config.yaml and ds_config.json that a resumed run continues with.
+
+    That is the newest checkpoint with both intact. Before the first one, and for checkpoints of
+    earlier versions, it is the run's folder, or None without a config.yaml.
+    """
+    for path in list_checkpoints(run_dir / "checkpoints"):
+        if holds_intact(path, SETTINGS):
+            return path
+    file = run_dir / SETTINGS[0]
+    if not file.exists():
+        return None
+    try:
+        sections = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        sections = None
+    for field in fields(RunConfig):
+        if not isinstance(sections, dict) or not isinstance(sections.get(field.name), dict):
+            raise ValueError(
+                f"--resume: {file} is incomplete: it lacks the section {field.name}; restore it, "
+                "or start a fresh run in another folder"
+            )
+    return run_dir
 
 
 def record_run(request: RunRequest, hosts: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -284,6 +285,40 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
     assert "Traceback" not in result.stderr
     assert all(word in result.stderr for word in words), result.stderr
     assert {path: path.read_bytes() for path in stopped.rglob("*.[jy]*")} == before
+
+
+@pytest.mark.parametrize("attack", ["deleted", "cut"])
+def test_resuming_takes_the_settings_of_the_checkpoint(
+    stopped: Path, tmp_path: Path, attack: str
+) -> None:
+    """Not those of a config.yaml that is missing or damaged; what changes is logged."""
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    for name in ("config.yaml", "ds_config.json"):
+        text = (run / name).read_text()
+        (run / name).write_text(text[: len(text) // 2]) if attack == "cut" else (
+            run / name
+        ).unlink()
+    changed = ["--resume", f"--run-dir={run}", "--set=train.clip=0.5"]
+    output = succeed(alone("m7c.py", *changed, folder=tmp_path))
+    assert "changed since step00000001: train.clip: 1.0 -> 0.5" in output
+    assert output.count("changed since") == 1
+    before, after = (
+        yaml.safe_load((folder / "config.yaml").read_text()) for folder in (stopped, run)
+    )
+    assert after["train"].pop("clip") == 0.5
+    assert before["train"].pop("clip") == 1.0
+    assert after == before
+
+
+def test_a_cut_config_without_a_checkpoint_is_refused(stopped: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    text = (stopped / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text[: len(text) // 2])
+    result = alone("m7c.py", "--resume", f"--run-dir={run}", folder=tmp_path)
+    assert result.returncode == 2
+    assert "config.yaml is incomplete: it lacks the section" in result.stderr
 
 
 def test_resuming_on_another_number_of_ranks_names_the_right_one(stopped: Path) -> None:
