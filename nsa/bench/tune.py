@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -162,7 +162,7 @@ def _run_with(configs: Mapping[str, Option], operation: Operation) -> None:
 
 
 def _fields(option: Option) -> dict[str, Any]:
-    return {"by": option} if isinstance(option, str) else asdict(option)
+    return {"by": option} if isinstance(option, str) else option._asdict()
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:

@@ -1,10 +1,10 @@
-"""`python -m tests.bench.host_time`: what the CPU does for one layer's attention on a GPU.
+"""`python -m tests.bench.host_time`: what the CPU does for a layer's attention on a GPU.
 
-The gated op, forward and backward: dispatch, autograd, launchers, small PyTorch operations and
-Triton's launch code, with M7C's heads. Kernels are not compiled, and nothing starts on a GPU: the
-driver's part of a launch is missing, and PyTorch's operations run on the CPU, on few tokens. Prints
-JSON: the median and tenth percentile of a step in us of process time, its launches, and the number
-of Python functions that it calls, which no other load on the machine changes.
+The gated op of a few layers, forward and backward: dispatch, autograd, launchers, small PyTorch
+operations and Triton's launch code, with M7C's heads. Kernels are not compiled, and nothing starts
+on a GPU: the driver's part of a launch is missing, and PyTorch's operations run on the CPU, on few
+tokens. Prints JSON, by layer: the median and tenth percentile of a step in us of process time, its
+launches, and the number of Python functions that it calls, which no other load changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from nsa.ops.triton.gated import triton_gated
 from nsa.spec import NSASpec
 
-TOKENS, WARM_UP, STEPS = 64, 20, 300
+TOKENS, LAYERS, WARM_UP, STEPS = 64, 4, 20, 200
 SPEC = NSASpec()
 
 
@@ -77,14 +77,16 @@ def main() -> None:
     tensors = [x.requires_grad_() for x in (q, *pairs, q.new_ones(1, TOKENS, 12, 3))]
 
     def step() -> None:
-        o = triton_gated(*tensors, None, SPEC.to_ints(), 0.125)[0]
-        torch.autograd.grad(o, tensors, do)
+        x = q
+        for _ in range(LAYERS):
+            x = triton_gated(x, *tensors[1:], None, SPEC.to_ints(), 0.125)[0]
+        torch.autograd.grad(x, tensors, do)
 
     for _ in range(WARM_UP):
         step()
     before = Binary.launches
-    calls = python_calls(step)
-    launches = Binary.launches - before
+    calls = python_calls(step) / LAYERS
+    launches = (Binary.launches - before) / LAYERS
     gc.disable()
     times = sorted(microseconds(step) for _ in range(STEPS))
     figures = {"median_us": statistics.median(times), "p10_us": times[STEPS // 10]}
@@ -94,7 +96,7 @@ def main() -> None:
 def microseconds(step: Any) -> float:
     start = time.process_time_ns()
     step()
-    return (time.process_time_ns() - start) / 1e3
+    return (time.process_time_ns() - start) / 1e3 / LAYERS
 
 
 def python_calls(step: Any) -> int:

@@ -121,7 +121,7 @@ def _arguments(x: Band) -> tuple[dict[str, Any], dict[str, Any], tuple[int, int]
         **{"key_len": x.k.shape[1], "scale": x.scale * LOG2E, "scale_out": x.scale},
     }
     constants = attention_constants(x.q, x.k, x.v)
-    constants |= {"LEN": length, "STRIDE": stride, "WINDOW": window}
+    constants = constants | {"LEN": length, "STRIDE": stride, "WINDOW": window}
     return arguments, constants, (constants["KEY_P"], constants["VALUE_P"])
 
 

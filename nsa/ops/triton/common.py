@@ -7,7 +7,7 @@ tile of keys. Tensors are contiguous [B, T, heads, size]; launchers copy those t
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -250,14 +250,15 @@ def backward_rows(
 
 
 def attention_constants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-    """The shape constants of attention kernels."""
+    """The shape constants of attention kernels; shared between calls, to be joined, not changed."""
+    return _attention_constants(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+
+
+@lru_cache(maxsize=256)
+def _attention_constants(heads: int, kv_heads: int, key: int, value: int) -> dict[str, Any]:
     return {
-        "HEADS": k.shape[2],
-        "GROUP": q.shape[2] // k.shape[2],
-        "KEY": q.shape[3],
-        "VALUE": v.shape[3],
-        "KEY_P": padded_size(q.shape[3]),
-        "VALUE_P": padded_size(v.shape[3]),
+        **{"HEADS": kv_heads, "GROUP": heads // kv_heads, "KEY": key, "VALUE": value},
+        **{"KEY_P": padded_size(key), "VALUE_P": padded_size(value)},
     }
 
 

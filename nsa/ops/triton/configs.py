@@ -12,10 +12,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ from torch import Tensor
 from nsa.atomic_io import atomic_write_text
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Rows are queries times heads of a group; keys are those of one step of a kernel's loop."""
 
     rows: int
@@ -39,7 +37,7 @@ class Config:
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
     def __str__(self) -> str:
-        return "/".join(str(number) for number in astuple(self) if number is not None)
+        return "/".join(str(number) for number in self if number is not None)
 
 
 Option = TypeVar("Option", Config, str)
@@ -258,7 +256,7 @@ def forget_tuned() -> None:
 
 
 def _as_json(option: Config | str) -> list[int | None] | str:
-    return option if isinstance(option, str) else list(astuple(option))
+    return option if isinstance(option, str) else list(option)
 
 
 @lru_cache(maxsize=1)

@@ -67,7 +67,7 @@ def _run(kernel: Any, grid: Sequence[int], values: list[Any], config: Config) ->
     own, in which an integer is only 1, a multiple of 16, or neither.
     """
     traits = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in values]
-    key = kernel.fn, values[0].device, config.warps, config.stages, config.maxnreg, *traits
+    key = kernel.fn, values[0].device, config, *traits
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[(*grid, 1, 1)[:3]](*values)
