@@ -121,12 +121,11 @@ def rotary_kernel(
 
 @kernel
 def pool_kernel(
-    packed, cos, sin, block_tokens, k_cmp, v_cmp, seq_len, key_len,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, COPIES: tl.constexpr,
-    HALF: tl.constexpr, VALUE: tl.constexpr, HALF_P: tl.constexpr, VALUE_P: tl.constexpr,
-    LEN: tl.constexpr, TOKENS: tl.constexpr,
+    keys, values, cos, sin, block_tokens, k_cmp, v_cmp, seq_len, key_len,
+    WIDTH: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, VALUE: tl.constexpr,
+    HALF_P: tl.constexpr, VALUE_P: tl.constexpr, LEN: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The means of one block's rotated keys and of its values."""
+    """The means of one block's rotated keys and of its values; both are columns of `packed`."""
     block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     out = batch * key_len + block
     k_cmp += out * (KV_HEADS * 2 * HALF)
@@ -140,13 +139,12 @@ def pool_kernel(
             valid = i < LEN
             t = tl.load(block_tokens + block.to(tl.int64) * LEN + i, mask=valid, other=0)
             c, s = _tables(cos, sin, t, valid, HALF, HALF_P)
-            rows = packed + (batch * seq_len + t) * WIDTH + 2 * HALF * HEADS  # [TOKENS]
-            a = _load(rows, 2 * h * HALF, valid, HALF, HALF_P)
-            b = _load(rows, 2 * h * HALF + HALF, valid, HALF, HALF_P)
+            at = (batch * seq_len + t) * WIDTH  # [TOKENS]
+            a = _load(keys + at, 2 * h * HALF, valid, HALF, HALF_P)
+            b = _load(keys + at, 2 * h * HALF + HALF, valid, HALF, HALF_P)
             low += tl.sum(a * c - b * s, 0)
             high += tl.sum(b * c + a * s, 0)
-            rows += COPIES * KV_HEADS * 2 * HALF
-            value += tl.sum(_load(rows, h * VALUE, valid, VALUE, VALUE_P), 0)
+            value += tl.sum(_load(values + at, h * VALUE, valid, VALUE, VALUE_P), 0)
         k_at, v_at = k_cmp + 2 * h * HALF + d, v_cmp + h * VALUE + e
         tl.store(k_at, (low / LEN).to(k_cmp.dtype.element_ty), mask=d < HALF)
         tl.store(k_at + HALF, (high / LEN).to(k_cmp.dtype.element_ty), mask=d < HALF)
@@ -258,6 +256,8 @@ def rotary_pool_forward(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
     launch(rotary_kernel, grid, arguments, constants, config)
     if layout.mean:
         tokens = min(MAX_TOKENS, next_power_of_2(constants["LEN"]))
+        _, keys, values, _ = layout.parts(arguments["packed"])
+        arguments |= {"keys": keys[:, :, 0], "values": values[:, :, 0]}  # of the first copy
         grid = arguments["key_len"], batch
         launch(pool_kernel, grid, arguments, constants | {"TOKENS": tokens}, config)
     return outputs
