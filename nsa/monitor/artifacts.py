@@ -36,25 +36,20 @@ def read_table(path: Path) -> Table:
     A later row replaces an earlier one of the same step (and layer, if there is such a column).
     """
     table = Table(path.name)
-    rows: dict[tuple[float, float], Row] = {}
-    unreadable = 0
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            columns = file.readline().strip().split(",")
-            if columns[0] != "step":
-                table.problem = f"{path.name}: the first column is not 'step'"
-                return table
-            for line in file:
-                row = _row(columns, line)
-                if row is not None:
-                    rows[row["step"], row.get("layer", 0)] = row
-                elif line.endswith("\n"):  # without it, the row is being written or was torn
-                    unreadable += 1
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         table.problem = f"{path.name} cannot be read: {error.strerror}"
         return table
+    header, *lines = text.split("\n")
+    columns = header.strip().split(",")
+    if columns[0] != "step":
+        table.problem = f"{path.name}: the first column is not 'step'"
+        return table
+    parsed = [_row(columns, line) for line in lines[:-1]]  # the last is being written or was torn
+    rows = {(row["step"], row.get("layer", 0)): row for row in parsed if row is not None}
     table.rows = [rows[key] for key in sorted(rows)]
-    if unreadable:
+    if unreadable := parsed.count(None):
         table.problem = f"{path.name}: {unreadable:,} lines could not be read"
     elif not rows:
         table.problem = f"{path.name} holds no rows"
@@ -63,7 +58,7 @@ def read_table(path: Path) -> Table:
 
 def _row(columns: list[str], line: str) -> Row | None:
     cells = line.split(",")
-    if len(cells) != len(columns) or not line.endswith("\n"):
+    if len(cells) != len(columns):
         return None
     row = {}
     for column, cell in zip(columns, cells, strict=True):

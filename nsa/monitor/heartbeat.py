@@ -112,31 +112,27 @@ class Heartbeat:
         if self._seconds <= 0:
             return
         with self._order:
-            line = self._line(event, **values)
+            (phase, since, micro_step), now = self._position, time.monotonic()
+            line = {
+                "time": round(time.time(), 3),
+                "mono": round(now, 4),
+                "event": event,
+                **self._constant,
+                "phase": phase,
+                "since": round(now - since, 4),
+                "step": self._step,
+                "micro_step": micro_step,
+                "tokens": self._tokens,
+                "loss": self._loss,
+                "skipped": self._skipped,
+                "memory_gb": round(self._memory_gb, 3),
+                "gpu_busy": None,
+                "collective": None,
+                **values,
+            }
             self._lines.append(line)
             if self._history is not None:
                 self._history.add(line)
-
-    def _line(self, event: str, **values: Any) -> dict[str, Any]:
-        phase, since, micro_step = self._position
-        now = time.monotonic()
-        return {
-            "time": round(time.time(), 3),
-            "mono": round(now, 4),
-            "event": event,
-            **self._constant,
-            "phase": phase,
-            "since": round(now - since, 4),
-            "step": self._step,
-            "micro_step": micro_step,
-            "tokens": self._tokens,
-            "loss": self._loss,
-            "skipped": self._skipped,
-            "memory_gb": round(self._memory_gb, 3),
-            "gpu_busy": None,
-            "collective": None,
-            **values,
-        }
 
     def _work(self) -> None:
         due = time.monotonic() + self._seconds
