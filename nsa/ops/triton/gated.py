@@ -148,7 +148,8 @@ def gated_backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of q, of the three pairs of keys and values, and of the gates."""
     do = do.contiguous()
-    dgates, sums, lse2 = gate_rows(do, x.gates.contiguous(), outputs_and_lses)
+    dgates, all_sums, all_lse2 = gate_rows(do, x.gates.contiguous(), outputs_and_lses)
+    sums, lse2 = all_sums.unbind(), all_lse2.unbind()  # by branch
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     dk_win, dv_win = band_gradients(do, x.window(), lse2[2], sums[2], dq)
     dk_cmp, dv_cmp = band_gradients(do, x.compressed(), lse2[0], sums[0], dq, add=True)
