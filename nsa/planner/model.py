@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Norms, RoPE and SwiGLU, of the time of the layers' forward pass. Estimated from their bytes
 # (python -m nsa.bench traffic), not measured.
-ELEMENTWISE_FRACTION = 0.15
+ELEMENTWISE_FRACTION = 0.25
 
 
 @dataclass(frozen=True, eq=False)
