@@ -120,3 +120,12 @@ def test_the_command_saves_both_models_and_their_totals(tmp_path: Path) -> None:
             assert total[figure] == sum(row[figure] for row in parts) > 0
     ratio = result["tokens_per_s"]["nsa"]["A100"] / result["tokens_per_s"]["dense"]["A100"]
     assert result["nsa_over_dense"]["A100"] == pytest.approx(ratio)
+
+
+def test_a_micro_batch_of_m7c_stays_fused() -> None:
+    """The page's totals, and a little more: 347 operations of 35.2 GB, 577 launches of 50 GB."""
+    total = totals(record(ModelConfig(), 8, 2_048))[-1]
+    assert total["operations"] <= 380
+    assert total["bytes"] <= 36e9
+    assert total["launches"] <= 620
+    assert total["launch_bytes"] <= 52e9
