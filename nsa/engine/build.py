@@ -17,6 +17,7 @@ from nsa.engine.ds_config import tolerance
 from nsa.engine.gradient_check import check_gradients, inspect_gradients
 from nsa.engine.loss_guard import skip_nonfinite_steps
 from nsa.model import LanguageModel
+from nsa.model.compile import compile_blocks
 from nsa.model.sequence_parallel import SequenceParallel
 
 CHECK_TOKENS = 256  # of the gradient check: enough for every branch, cheap on a CPU
@@ -69,6 +70,8 @@ def build_engine(
     length = min(config.data.seq_len // config.train.sequence_parallel, CHECK_TOKENS)
     tokens = torch.randint(config.model.vocab_size, (1, length), device=device)
     notes = check_gradients(inspect_gradients(model, tokens), tolerance(ds_config))
+    if config.train.compile:
+        compile_blocks(model)
     return initialise(model, config, ds_config), notes
 
 

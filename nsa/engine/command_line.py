@@ -91,6 +91,8 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     )
     config, reasons = resolve_checkpointing(config, ds_config, world_size, _gpu_memory())
     notes += reasons
+    if config.train.compile:
+        _check_compile(config, ds_config["zero_optimization"])
     stop_step = config.train.steps
     if flags.until is not None:
         stop_step = until(flags.until, config.monitor.ladder, config.train.steps)
@@ -172,6 +174,33 @@ def _changes(saved: RunConfig, config: RunConfig) -> Iterator[str]:
     for name in sorted(before | after):
         if before.get(name) != after.get(name):
             yield f"{name}: {before.get(name)} -> {after.get(name)}"
+
+
+def _check_compile(config: RunConfig, zero: dict[str, Any]) -> None:
+    """Refuse settings with which compiled blocks fail, or compile again in each step."""
+    model, ranks = config.model, config.train.sequence_parallel
+    problems = {
+        "model.activation_checkpointing = selective, which saves operators that compiling fuses": (
+            model.activation_checkpointing == "selective",
+            "set model.activation_checkpointing=reentrant or none",
+        ),
+        "dense attention over packed documents, which has new shapes in each step": (
+            model.attention.kind == "dense" and config.data.packing == "documents",
+            "set data.packing=concat",
+        ),
+        f"train.sequence_parallel = {ranks}, which exchanges tokens within a block": (
+            ranks > 1,
+            "set train.sequence_parallel=1",
+        ),
+        # With stage 2, two compiled ranks got other losses than eager ones from step 2 on.
+        "ZeRO stages 2 and 3 or overlap_comm, which reduce gradients in their order of arrival": (
+            zero["stage"] > 1 or bool(zero.get("overlap_comm")),
+            "use ds_configs/zero1_pcie.json",
+        ),
+    }
+    for problem, (found, fix) in problems.items():
+        if found:
+            raise ValueError(f"train.compile = true: not with {problem}; {fix}")
 
 
 def _check_precision(precision: str) -> None:

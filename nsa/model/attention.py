@@ -124,6 +124,8 @@ class NSAttention(Attention):
     """
 
     observer: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
+    compiled: bool = False  # `observed` keeps what the observer receives, until `report`
+    observed: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -166,9 +168,17 @@ class NSAttention(Attention):
             cu_seqlens=metadata.cu_seqlens,
             backend=self.backend,
         )
-        if self.observer is not None:
+        if self.compiled:  # an observer cannot be traced
+            self.observed = gates.detach(), block_index, metadata.cu_seqlens
+        elif self.observer is not None:
             self.observer(gates, block_index, metadata.cu_seqlens)
         return o
+
+    def report(self) -> None:
+        """Call the observer with what compiled code has observed."""
+        observed, self.observed = self.observed, None
+        if self.observer is not None and observed is not None:
+            self.observer(*observed)
 
     def _attend_subset(
         self, q: Tensor, gates: Tensor, kv: BranchKV, cu_seqlens: Tensor | None

@@ -36,8 +36,8 @@ class HealthRecorder:
     """Samples the first forward pass of each layer after `arm`; `read` computes the statistics.
 
     Layers call their `observer` with gates, selected blocks and cu_seqlens; without one they pay
-    one attribute lookup. Recomputed and later forward passes are ignored, and so are compiled
-    layers.
+    one attribute lookup. Recomputed and later forward passes are ignored, and so is a
+    model compiled as a whole (not with train.compile, which compiles blocks).
     """
 
     def __init__(self, layers: Mapping[str, Any], spec: NSASpec | None) -> None:

@@ -1,0 +1,63 @@
+"""`train.compile`: refused where it cannot work, and a run logs the eager losses and health."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nsa.engine.command_line import build_parser, resolve_request
+from nsa.engine.recipe import Recipe
+from tests.engine.runs import TINY, alone, deepspeed, losses, succeed
+from tests.engine.small import small
+from tests.ranks import ROOT
+
+MODES = ["none", "reentrant", "non_reentrant", "deepspeed"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "zero", "fix"),
+    [
+        (["model.activation_checkpointing=selective"], 1, "activation_checkpointing=reentrant"),
+        (["attention.kind=dense", "data.packing=documents"], 1, "set data.packing=concat"),
+        (["train.sequence_parallel=2"], 1, "set train.sequence_parallel=1"),
+        ([], 2, "use ds_configs/zero1_pcie.json"),
+        ([], 3, "use ds_configs/zero1_pcie.json"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_the_fix(
+    settings: list[str], zero: int, fix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = ROOT / "ds_configs" / ("zero3.json" if zero == 3 else f"zero{zero}_pcie.json")
+    recipe = Recipe("small", "", {"demo": small})
+    words = [f"--set={setting}" for setting in ("train.compile=true", *settings)]
+    words += ["--profile", "demo", "--run-dir", str(tmp_path), "--deepspeed_config", str(config)]
+    with pytest.raises(ValueError, match=re.escape("train.compile = true: not with")) as refused:
+        resolve_request(recipe, build_parser(recipe).parse_args(words))
+    assert fix in str(refused.value)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+def test_two_compiled_ranks_log_the_losses_of_eager_ones(tmp_path: Path, mode: str) -> None:
+    common = [*TINY, "--profile", "demo", "--steps", "4"]
+    common += [f"--set=model.activation_checkpointing={mode}", "--set=data.packing=documents"]
+    common += ["--set=train.precision=fp32"]
+    for compiled in ("true", "false"):
+        folder = ["--run-dir", str(tmp_path / compiled), f"--set=train.compile={compiled}"]
+        succeed(deepspeed("m7c.py", *common, *folder, folder=tmp_path))
+    assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), rel=1e-4)
+    eager, compiled = (
+        (tmp_path / name / "selection.csv").read_text().splitlines() for name in ("false", "true")
+    )
+    assert len(compiled) == len(eager) > 1
+
+
+@pytest.mark.full
+def test_a_compiled_run_resumes_from_an_eager_ones_checkpoint(tmp_path: Path) -> None:
+    arguments = [*TINY, "--profile", "demo", "--steps", "6", "--run-dir", str(tmp_path / "run")]
+    succeed(alone("m7c.py", *arguments, "--until", "3", folder=tmp_path))
+    resumed = alone("m7c.py", *arguments, "--resume", "--set=train.compile=true", folder=tmp_path)
+    assert "steps 4 to 6" in succeed(resumed)
