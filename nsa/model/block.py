@@ -1,10 +1,8 @@
 """Transformer block: attention and SwiGLU. It is one activation-checkpoint segment.
 
 A block gets and returns the residual stream as two tensors, x and the delta that is still to be
-added: the next RMSNorm adds it in the same kernel. On a GPU, SwiGLU and the norms are one kernel
-each way (nsa.ops); Liger-Kernel's fused_add_rms_norm and swiglu move as many bytes, but take gate
-and up as two tensors, launch outside of PyTorch's dispatcher, which hides them from torch.compile
-and from counts on `meta` tensors, and would add a dependency.
+added: the next RMSNorm adds it in the same kernel. docs/design/kernels.md says why these kernels
+are not Liger-Kernel's.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from nsa.ops.triton import (
     common,
     cross_entropy,
     gated,
+    normalization,
     rotary,
     select,
     selected,
@@ -48,6 +49,7 @@ from tests.ops.triton.parity import (
 from tests.ops.triton.planting import Check, Plant
 from tests.ops.triton.test_activation import assert_swiglu_parity
 from tests.ops.triton.test_cross_entropy import assert_cross_entropy_parity
+from tests.ops.triton.test_normalization import assert_norm_parity, fused, tensors
 from tests.ops.triton.test_rotary import assert_rotary_pool_parity
 
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (24,), kv_heads=1, group=2, key_dim=4, value_dim=3)
@@ -125,6 +127,10 @@ def rotary_pool_is_that_of_pytorch() -> None:
 
 def swiglu_is_that_of_pytorch() -> None:
     assert_swiglu_parity((3, 12), 5)
+
+
+def norms_are_those_of_pytorch() -> None:
+    assert_norm_parity(fused, tensors(70, 24))
 
 
 def losses_are_those_of_pytorch() -> None:
@@ -300,6 +306,18 @@ PLANTS = {
     "the gate's gradient is that of a sigmoid alone": Plant(
         activation, "swiglu_backward_kernel", "(1.0 + gate", "(0.0 + gate",
         swiglu_is_that_of_pytorch,
+    ),
+    "the residual's own gradient is left out": Plant(
+        normalization, "rms_norm_backward_kernel", "dh += _load(", "dh += 0.0 * _load(",
+        norms_are_those_of_pytorch,
+    ),
+    "the last part of the norm's weight gradient is left out": Plant(
+        normalization, "add_weight_parts_kernel", "(row < rows)", "(row < rows - 1)",
+        norms_are_those_of_pytorch,
+    ),
+    "the mean square counts a column too many": Plant(
+        normalization, "_inverse_rms", "/ WIDTH + eps", "/ (WIDTH + 1) + eps",
+        norms_are_those_of_pytorch,
     ),
     "the padding's gradient is not written": Plant(
         activation, "swiglu_backward_kernel", "PACKED > 2 * WIDTH", "PACKED > 9 * WIDTH",
