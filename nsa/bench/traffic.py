@@ -36,27 +36,20 @@ from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
 from nsa.ops.custom_op import IMPLEMENTATIONS
 from nsa.ops.triton.launch import Launch, recording
 
-PARTS: dict[
-    str, tuple[str, ...]
-] = {  # ops by name, without `triton_`, `_backward` and the in-place `_`
+# Ops by name, without `triton_`, `_backward` and the in-place `_`.
+PARTS: dict[str, tuple[str, ...]] = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::cat"),
-    "attention": (
-        "nsa::gated",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::sigmoid",
-    ),
+    "attention": ("nsa::gated", "aten::_scaled_dot_product_flash_attention"),
     "RoPE and pooling": (
         "nsa::rotary_pool",
-        *("aten::mul", "aten::addcmul", "aten::_to_copy", "aten::stack", "aten::select"),
-        *("aten::index", "aten::index_put", "aten::new_zeros", "aten::mean", "aten::clone"),
-        *("aten::arange", "aten::pow", "aten::cos", "aten::sin"),
-        *("aten::searchsorted", "aten::lt", "aten::where"),
+        *("aten::arange", "aten::pow", "aten::cos", "aten::sin", "aten::_to_copy"),
+        *("aten::searchsorted", "aten::lt", "aten::where", "aten::new_zeros"),
     ),
     "norms and residual": ("nsa::rms_norm", "nsa::add_rms_norm", "aten::add"),
-    "SwiGLU": ("nsa::swiglu", "aten::silu"),
+    "SwiGLU": ("nsa::swiglu",),
     "loss": (
         "nsa::linear_cross_entropy",
-        *("aten::ne", "aten::sum", "aten::clamp", "aten::div", "aten::ones_like"),
+        *("aten::ne", "aten::sum", "aten::clamp", "aten::div", "aten::ones_like", "aten::mul"),
     ),
     "embedding": ("aten::embedding", "aten::embedding_dense"),
     "other": (),
@@ -96,10 +89,10 @@ class Operation:
 class Recorder(TorchDispatchMode):
     """Records every operation; `flops`: those of ops that PyTorch's FLOP counter does not know."""
 
-    def __init__(self, flops: Mapping[str, float] | None = None, mlp_width: int = 0) -> None:
+    def __init__(self, flops: Mapping[str, float] | None = None) -> None:
         super().__init__()
         self.operations: list[Operation] = []
-        self._flops, self._mlp_width = flops or {}, mlp_width
+        self._flops = flops or {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -122,16 +115,10 @@ class Recorder(TorchDispatchMode):
             # A causal mask hides half of the pairs.
             flops *= 0.5 if "attention" in name else 1.0
         launches = _inside(func, args, kwargs) or (Launched(name, moved, flops),)
-        part = self._part(name, args)
+        base = name.replace("::triton_", "::").removesuffix("_backward").removesuffix("_")
+        part = _PART_OF.get(base, "other")
         self.operations.append(Operation(name, part, moved, launches, flops))
         return result
-
-    def _part(self, name: str, args: tuple) -> str:
-        name = name.replace("::triton_", "::").removesuffix("_backward").removesuffix("_")
-        sizes = {x.shape[-1:] for x in args if isinstance(x, Tensor)}
-        if name == "aten::mul" and (self._mlp_width,) in sizes:
-            return "SwiGLU"
-        return _PART_OF.get(name, "other")
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -202,7 +189,7 @@ def record(config: ModelConfig, micro_batch: int, seq_len: int) -> list[Operatio
     forward = sum(x.flops for n, x in kernels.items() if n == "select" or "forward" in n)
     backward = sum(x.flops for x in kernels.values()) - forward
     flops = {"nsa::triton_gated": forward, "nsa::triton_gated_backward": backward}
-    with as_on_cuda(), Recorder(flops, config.mlp_width) as recorder:
+    with as_on_cuda(), Recorder(flops) as recorder:
         model(tokens, labels=tokens).backward()
     return recorder.operations
 
