@@ -7,8 +7,10 @@ import importlib.metadata
 import shutil
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
+if TYPE_CHECKING:
+    import psutil  # imported late: benchmarks of a machine without it need the other probes
 
 _TIMEOUT_SECONDS = 10.0  # a stuck driver must not block the check
 
@@ -43,6 +45,8 @@ def free_bytes(folder: str) -> int | None:
 
 def available_memory() -> int:
     """Return the available bytes of this machine, or its container's limit if that is lower."""
+    import psutil
+
     available = psutil.virtual_memory().available
     limit = text_of("/sys/fs/cgroup/memory.max").strip()  # "max" without a limit
     return min(available, int(limit)) if limit.isdigit() else available
@@ -56,6 +60,8 @@ def package_version(package: str) -> str | None:
 
 def is_alive(process: psutil.Process) -> bool:
     """Return whether `process` runs; a zombie does not."""
+    import psutil
+
     with contextlib.suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
