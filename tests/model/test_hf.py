@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from nsa.model import AttentionConfig, LanguageModel
+from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.hf import NSACache, NSAForCausalLM
 from nsa.model.hf_config import NSAConfig
 from tests.model.models import ATTENTIONS, SPEC, build, tiny, tokens
@@ -81,6 +82,10 @@ def test_hidden_states_are_the_inputs_of_each_block_and_the_head() -> None:
     states = model(ids, output_hidden_states=True).hidden_states
     assert torch.equal(states[0], model.model.embed(ids))
     assert torch.equal(model.lm_head(states[-1]), model(ids).logits)
+    core = model.model
+    metadata = AttentionMetadata.build(core.config, ids.shape[1], None, ids.device)
+    x, delta = core.blocks[0](core.embed(ids), None, metadata)
+    assert torch.equal(states[1], x + delta)
     assert model(ids).hidden_states is None
 
 
