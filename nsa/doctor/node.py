@@ -36,6 +36,7 @@ _BAD_VERSIONS = (  # package, versions, status, problem
     ("deepspeed", "<0.17.6", WARN, "is older than 0.19.4"),  # only untested
 )
 _MINIMUM = {"torch": "2.8", "deepspeed": "0.19.4"}
+_TRITON_OF_TORCH = {"2.13": "3.7.1"}  # for CPU builds of torch, which require none
 _LOGS = 2 * GB  # metrics, event files, heartbeats, traces and plots of a long run
 _MEMORY_PER_RANK = 2 * GB  # Python, torch, DeepSpeed and prefetched batches
 _OPEN_FILES = 1_024  # dataset shards and sockets
@@ -110,11 +111,12 @@ def version_check(package: str, version: str | None) -> Check:
 def triton_check(
     torch: str | None, triton: str | None, requirements: Sequence[str], gpus: int
 ) -> Check:
-    """Compare triton with the version that torch's `requirements` pin; CPU builds pin none."""
+    """Compare triton with the version that torch's `requirements` pin."""
     if torch is None:
         return Check("triton", SKIP, "no torch to compare with")
     pattern = r"(?:pytorch-)?triton\s*\(?==\s*([\w.+]+)"
-    required = next((pin[1] for text in requirements if (pin := re.match(pattern, text))), None)
+    pins = (pin[1] for text in requirements if (pin := re.match(pattern, text)))
+    required = next(pins, _TRITON_OF_TORCH.get(".".join(Version(torch).base_version.split(".")[:2])))
     bad, fix = FAIL if gpus else WARN, f"pip install triton{f'=={required}' if required else ''}"
     if triton is None:
         return Check("triton", bad, "is not installed: GPU kernels need it", fix)

@@ -63,6 +63,7 @@ def test_old_and_broken_versions_are_refused(
         ("2.13.0+cu130", None, PINNED, FAIL),
         ("2.12.0", "3.6.0", ["triton==3.7.1"], FAIL),  # torch's requirement counts
         ("2.13.0+cpu", "3.7.1", ["filelock"], OK),
+        ("2.13.0+cpu", "3.4.0", ["filelock"], FAIL),
         ("2.11.0+cpu", "3.4.0", ["filelock"], OK),  # no version is required
     ],
 )
