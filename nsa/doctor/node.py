@@ -116,7 +116,8 @@ def triton_check(
         return Check("triton", SKIP, "no torch to compare with")
     pattern = r"(?:pytorch-)?triton\s*\(?==\s*([\w.+]+)"
     pins = (pin[1] for text in requirements if (pin := re.match(pattern, text)))
-    required = next(pins, _TRITON_OF_TORCH.get(".".join(Version(torch).base_version.split(".")[:2])))
+    release = ".".join(Version(torch).base_version.split(".")[:2])
+    required = next(pins, _TRITON_OF_TORCH.get(release))
     bad, fix = FAIL if gpus else WARN, f"pip install triton{f'=={required}' if required else ''}"
     if triton is None:
         return Check("triton", bad, "is not installed: GPU kernels need it", fix)
