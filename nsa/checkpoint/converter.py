@@ -5,6 +5,7 @@ python -m nsa.checkpoint.converter --input_folder CHECKPOINT --output_folder FOL
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ from nsa.checkpoint.safe_load import data_only
 
 def main() -> None:
     """Run the converter with this process's arguments."""
-    checkpoint = Path(sys.argv[sys.argv.index("--input_folder") + 1])
-    with data_only(checkpoint):
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--input_folder", type=Path, default=Path())
+    flags, _ = parser.parse_known_args()  # the converter checks them
+    with data_only(flags.input_folder):
         runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
 
 

@@ -32,11 +32,12 @@ def data_only(checkpoint: Path, *, optimizer: bool = True) -> Iterator[None]:
     try:
         with torch.serialization.safe_globals(classes):
             yield
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, EOFError) as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
-        what = named[1] if named else "an unknown object"
+        if named is None:
+            raise ValueError(f"{checkpoint}: a file is damaged; use another checkpoint") from error
         raise ValueError(
-            f"{checkpoint}: a file holds {what}, which could run code, and was not loaded; "
+            f"{checkpoint}: a file holds {named[1]}, which could run code, and was not loaded; "
             "use a checkpoint that this project wrote"
         ) from None
     finally:

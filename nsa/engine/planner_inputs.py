@@ -10,7 +10,7 @@ from typing import Any
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.planner.model import BatchShape, Model
-from nsa.planner.search import select_checkpointing
+from nsa.planner.search import MODES, select_checkpointing
 from nsa.planner.traffic import Zero
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -28,7 +28,9 @@ def resolve_checkpointing(
     mode, notes = "none", ["activation checkpointing: none (there is no GPU)"]
     if gpu_memory is not None:
         inputs = model_of(config), resolved_zero(ds_config, config), batch_of(config)
-        mode, notes = select_checkpointing(*inputs, gpu_memory, ranks)
+        # Compiling fuses the operators that `selective` saves.
+        modes = [mode for mode in MODES if not (config.train.compile and mode == "selective")]
+        mode, notes = select_checkpointing(*inputs, gpu_memory, ranks, modes)
     return replace(config, model=replace(config.model, activation_checkpointing=mode)), notes
 
 

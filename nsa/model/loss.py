@@ -62,7 +62,7 @@ def loss_and_gradients(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     losses = hidden.new_empty(len(hidden), dtype=dtype)
     d_hidden = hidden.new_empty(hidden.shape if with_gradients else 0)
-    d_weight = weight.new_empty(0)
+    d_weight = weight.new_zeros(weight.shape if with_gradients and not len(hidden) else 0)
     rows = _chunk_rows(hidden, weight)
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), rows):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,22 @@ from nsa.monitor.observer import warn
 
 _ACCUMULATED = ("grad_acc_dtype", "gradient_accumulation_dtype")  # DeepSpeed's names
 _HEADER = ("module", "kind", "parameters", "gradients", "outputs")
+
+
+class _Record:
+    """Hook that adds the dtypes of its last argument, an output or a gradient, to `seen`.
+
+    nsa/model/fused.py ignores it, so that no number changes. A class, because compiled code does
+    not see attributes of a partial.
+    """
+
+    observes = True
+
+    def __init__(self, seen: set[str]) -> None:
+        self._seen = seen
+
+    def __call__(self, *values: Any) -> None:
+        self._seen |= _dtypes(tree_leaves(values[-1]))
 
 
 class DtypeReport:
@@ -34,16 +49,11 @@ class DtypeReport:
         self._gradients: dict[str, set[str]] = defaultdict(set)
         self._hooks: list[Any] = []
 
-        def record(seen: set[str], *values: Any) -> None:  # inputs of a hook; the last is new
-            seen |= _dtypes(tree_leaves(values[-1]))
-
         for name, part in module.named_modules():
-            observer: Any = partial(record, self._outputs[name])
-            observer.observes = True  # nsa/model/fused.py ignores it, so that no number changes
-            self._hooks.append(part.register_forward_hook(observer))
+            self._hooks.append(part.register_forward_hook(_Record(self._outputs[name])))
             for parameter in part.parameters(recurse=False):
                 if parameter.requires_grad:
-                    hook = partial(record, self._gradients[name])
+                    hook = _Record(self._gradients[name])
                     self._hooks.append(parameter.register_hook(hook))
 
     def write(self, path: Path, optimizer: Any) -> None:

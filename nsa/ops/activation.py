@@ -16,7 +16,8 @@ def swiglu(gate_up: Tensor, width: int | None = None, *, backend: str = "auto") 
     """Return silu(gate) · up, [.., width], of gate_up [.., gate | up | padding].
 
     `width` is the columns of gate and of up; None: half of gate_up's. Kernels compute in float32
-    and round once. The backends "blockwise" and "reference" both run PyTorch.
+    and round once. There is no second derivative. The backends "blockwise" and "reference" both
+    run PyTorch.
     """
     columns = gate_up.shape[-1]
     if width is None and columns % 2 == 0:

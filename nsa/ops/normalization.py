@@ -17,8 +17,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (x + delta, rms_norm(x + delta) · weight), both [.., width]; delta None adds nothing.
 
-    The norm is that of the rounded sum, in float32. x and delta share one gradient. The backends
-    "blockwise" and "reference" both run PyTorch.
+    The norm is that of the rounded sum, in float32. x and delta share one gradient; there is no
+    second derivative. The backends "blockwise" and "reference" both run PyTorch.
     """
     if weight.shape != x.shape[-1:]:
         raise ValueError(
@@ -54,7 +54,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         unit = x * inverse
         dy = d_normed.to(inverse.dtype)
-        d_weight = (dy * unit).flatten(0, -2).sum(0).to(weight.dtype)
+        d_weight = (dy * unit).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
         dy = dy * weight
         mean = torch.linalg.vecdot(dy, unit)[..., None].div_(x.shape[-1])
         dx = dy.addcmul_(unit, mean, value=-1).mul_(inverse)

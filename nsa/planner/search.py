@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -57,15 +57,20 @@ def compare(
 
 
 def select_checkpointing(
-    model: Model, zero: Zero, batch: BatchShape, available: float, ranks: int
+    model: Model,
+    zero: Zero,
+    batch: BatchShape,
+    available: float,
+    ranks: int,
+    modes: Sequence[str] = MODES,
 ) -> tuple[str, list[str]]:
-    """Return the batch's mode, for `auto` the fastest that fits and a line that says why."""
+    """Return the batch's mode, for `auto` the fastest of `modes` that fits, and a line on why."""
     if batch.checkpointing != "auto":
         return batch.checkpointing, []
-    shapes = {mode: replace(batch, checkpointing=mode) for mode in MODES}
+    shapes = {mode: replace(batch, checkpointing=mode) for mode in modes}
     needs = {mode: required(memory(model, zero, x, ranks)) for mode, x in shapes.items()}
-    fitting = [mode for mode in MODES if needs[mode] <= available]
-    selected = fitting[0] if fitting else MODES[-1]
+    fitting = [mode for mode in modes if needs[mode] <= available]
+    selected = fitting[0] if fitting else modes[-1]
     need = needs.pop(selected)
     others = ", ".join(f"{mode} would need {size / 1e9:.1f}" for mode, size in needs.items())
     reason = f"needs about {need / 1e9:.1f} of {available / 1e9:.1f} GB; {others}"

@@ -84,3 +84,11 @@ def test_the_attack_works_without_the_defence(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "file.pt", weights_only=False)
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not a pickle", b"PK\x03\x04 cut"])
+def test_a_damaged_file_is_not_called_an_attack(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file.pt").write_bytes(content)
+    with pytest.raises((ValueError, RuntimeError)) as raised, data_only(tmp_path):
+        torch.load(tmp_path / "file.pt", weights_only=False)
+    assert "run code" not in str(raised.value)

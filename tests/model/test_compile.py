@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from nsa.model import LanguageModel
 from nsa.model.compile import compile_blocks
+from nsa.monitor.dtypes import DtypeReport
 from tests.model.models import build, tiny
 
 LENGTH = 40
@@ -111,3 +112,11 @@ def test_the_observer_receives_what_it_receives_in_eager_mode() -> None:
         assert not gates.requires_grad
     assert counter.frame_count == 2  # the first layer and the others, observed or not
     assert all(layer.observed is None for layer in models[0].sparse_layers().values())
+
+
+def test_the_dtype_report_of_the_first_step_changes_no_number() -> None:
+    """Compiled code must see that its hooks observe only, else projections are not fused."""
+    compiled, plain = (twins("aot_eager", dtype=torch.bfloat16)[0] for _ in range(2))
+    DtypeReport(compiled)
+    for actual, expected in zip(step(compiled, 1), step(plain, 1), strict=True):
+        assert torch.equal(actual, expected)

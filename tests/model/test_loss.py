@@ -121,6 +121,13 @@ def test_all_labels_ignored_gives_zero_loss_and_gradients(chunks: int) -> None:
     assert not any(bool(gradient.any()) for gradient in gradients)
 
 
+def test_no_tokens_give_zero_loss_and_gradients() -> None:
+    hidden = torch.randn(0, 8, requires_grad=True)
+    weight = torch.randn(16, 8, requires_grad=True)
+    linear_cross_entropy(hidden, weight, torch.empty(0, dtype=torch.long)).backward()
+    assert torch.equal(weight.grad, torch.zeros(16, 8))
+
+
 @pytest.mark.parametrize("label", [-1, -99, VOCABULARY])
 def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
     hidden, weight, labels = inputs(torch.float32)

@@ -36,7 +36,7 @@ def native(x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x + delta, F.rms_norm(x + delta, weight.shape, weight, EPS)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 5), (1, 8), (4, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 5), (1, 8), (4, 1), (7,)], ids=str)
 def test_results_and_gradients_are_those_of_the_definition(shape: tuple[int, ...]) -> None:
     given = tensors(*shape)
     for a, b in zip(with_gradients(fused, given), with_gradients(defined, given), strict=True):
