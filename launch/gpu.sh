@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in three groups of at most ten minutes:
 #   1  correct, and where the time goes: GPU tests, a profiled step, training steps, tile sizes
 #   2  against dense attention and peers: whole attention, training, compiled, kernels, decoding
-#   3  the real thing: the recipe under DeepSpeed with ZeRO-1 (killed and resumed) and ZeRO-2;
+#   3  end to end: the recipe under DeepSpeed with ZeRO-1 (killed and resumed) and ZeRO-2;
 #      Nsight Compute
 #   bash launch/gpu.sh [--group 1|2|3] [--stage NAME] [--limit SECONDS] [--out DIR]
 #       [--wheels DIR] [--peers DIR] [--rehearse] [--dry-run]
@@ -124,8 +124,11 @@ if [ -n "$rehearse" ]; then
     limits[train-compiled]=400 limits[recipe-zero1]=400 # minutes on a busy CPU
     export DS_ACCELERATOR=cpu
 elif [ -z "$dry" ]; then
-    arch=$("$python" -c 'import torch; print("sm_%d%d" % torch.cuda.get_device_capability())') ||
-        die "PyTorch of $python sees no GPU; use --rehearse to try the script without one"
+    # The chip whose tiles this GPU runs: sm_80 on an sm_86.
+    arch=$("$python" -c 'import torch
+from nsa.ops.triton.configs import chip_of
+print(chip_of(torch.device("cuda")))') ||
+        die "PyTorch of $python sees no GPU of sm_80 or newer; use --rehearse to try the script without one"
 fi
 
 # Set `command` to a stage's command; $1: stage, $2: its seconds.

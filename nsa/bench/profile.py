@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity
 
 from nsa.bench.measure import Step, synchronize
 from nsa.bench.options import add_gpu_flags, choice
-from nsa.bench.results import Report, cell, print_table
+from nsa.bench.results import Report, cell, print_table, save
 from nsa.bench.train import KINDS, Stepper, model_config, random_batch
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 
@@ -59,7 +59,7 @@ def run(flags: argparse.Namespace) -> None:
             report.attempt(f"{kind} T={seq_len}", partial(_case, kind, seq_len, report))
     rows = report.data["rows"]
     if flags.ncu and rows:
-        report.data["ncu"] = nsight_compute(rows[0], flags)
+        nsight_compute(rows[0], report)
     report.finish()
 
 
@@ -137,19 +137,21 @@ def busy_ms(spans: Iterable[Span]) -> float:
     return total / 1e3
 
 
-def nsight_compute(row: dict[str, Any], flags: argparse.Namespace) -> dict[str, str]:
+def nsight_compute(row: dict[str, Any], report: Report) -> None:
     """Write Nsight Compute's details of the first kernels of `row` beside --out, one file each.
 
     The kernel's third launch in a training step of two layers is measured; clocks stay as they are.
     """
+    flags = report.flags
+    outcomes: dict[str, str] = report.data.setdefault("ncu", {})
     ncu = shutil.which("ncu")
     if ncu is None or flags.out is None:
         reason = "ncu is not installed" if ncu is None else "--ncu: requires --out; add it"
         print(reason, flush=True)
-        return {"skipped": reason}
+        outcomes["skipped"] = reason
+        return
     child = [sys.executable, "-m", "nsa.bench", "train", "--kinds", row["kind"], "--layers", "2"]
     child += ["--lengths", str(row["length"]), "--tokens", str(flags.tokens), "--rounds", "1"]
-    outcomes = {}
     names = dict.fromkeys(function_name(kernel["name"]) for kernel in row["kernels"])
     names.pop("", None)
     for index, name in enumerate([*names][: flags.ncu], 1):
@@ -157,13 +159,17 @@ def nsight_compute(row: dict[str, Any], flags: argparse.Namespace) -> dict[str, 
         command = [ncu, "--set", "full", "--clock-control", "none", "--kill", "yes"]
         command += ["--kernel-name", f"regex:^{re.escape(name)}$", "--launch-skip", "2"]
         command += ["--launch-count", "1", "--log-file", str(log), *child]
+        seconds = min(NCU_SECONDS, report.seconds_left())
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=NCU_SECONDS)
-            outcomes[name] = log.name if log.exists() else (done.stdout + done.stderr)[-400:]
+            if seconds <= 0:
+                outcomes[name] = f"--limit {flags.limit:g} s over"
+            else:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+                outcomes[name] = log.name if log.exists() else (done.stdout + done.stderr)[-400:]
         except subprocess.TimeoutExpired:
-            outcomes[name] = f"not finished after {NCU_SECONDS} s"
+            outcomes[name] = f"not finished after {seconds:.0f} s"
+        save(flags.out, report.data)
         print(f"ncu {name}: {outcomes[name]}", flush=True)
-    return outcomes
 
 
 def function_name(kernel: str) -> str:

@@ -51,7 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Train, kill and resume if asked; print a line per launch and the figures."""
+    """Train; with --kill-at, kill and resume. Print a line per launch, then the figures."""
     if flags.run_dir.exists():
         raise ValueError(f"--run-dir {flags.run_dir}: exists; name a new folder")
     end = time.monotonic() + flags.limit
@@ -117,13 +117,15 @@ def _launch(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher and its rank, which are one session."""
-    for number, grace in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, 5)):
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(grace)
+    """End the launcher and its rank: one process group, which may outlive the launcher."""
+    with suppress(ProcessLookupError):
+        for number, grace in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, 5)):
+            os.killpg(process.pid, number)
+            end = time.monotonic() + grace
+            while time.monotonic() < end:
+                process.poll()  # a launcher that is not reaped still counts as a process
+                os.killpg(process.pid, 0)
+                time.sleep(POLL_SECONDS)
 
 
 def _past(flags: argparse.Namespace) -> Callable[[], bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import platform
 import subprocess
 import time
@@ -42,7 +43,7 @@ class Report:
         default = "triton" if self.on_gpu else "blockwise"
         self.backend: str = getattr(flags, "backend", None) or default
         self._lost: str | None = None
-        self._end = None if flags.limit is None else time.monotonic() + flags.limit
+        self._end = time.monotonic() + (math.inf if flags.limit is None else flags.limit)
         settings = {name: value for name, value in vars(flags).items() if name != "arguments"}
         settings |= {"dtype": self.dtype_name, "device": self.device.type, "backend": self.backend}
         self.data: dict[str, Any] = {
@@ -55,6 +56,10 @@ class Report:
         torch.manual_seed(0)
         save(flags.out, self.data)
 
+    def seconds_left(self) -> float:
+        """Seconds until --limit is over."""
+        return self._end - time.monotonic()
+
     def add(self, row: Mapping[str, Any]) -> None:
         """Append one row and save."""
         self.data["rows"].append(dict(row))
@@ -63,7 +68,7 @@ class Report:
     def attempt(self, case: str, run: Callable[[], None]) -> None:
         """Run one case; list it under `skipped` if it fails or the time limit is over."""
         reason: str | None = self._lost
-        if reason is None and self._end is not None and time.monotonic() >= self._end:
+        if reason is None and self.seconds_left() <= 0:
             reason = f"--limit {self.flags.limit:g} s over"
         if reason is None:
             try:

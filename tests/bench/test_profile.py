@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from nsa.bench.__main__ import main
-from nsa.bench.profile import Span, busy_ms, function_name, summary
+from nsa.bench.profile import Span, busy_ms, function_name, nsight_compute, summary
+from nsa.bench.results import Report
 
 # Two steps: "a" twice per step, of which one overlaps "b"; then a gap of 4 ms.
 STEP = [("a", 0, 2), ("b", 1, 4), ("a", 4, 6)]
@@ -50,6 +53,31 @@ def test_a_profile_without_kernels_is_an_error() -> None:
 )  # fmt: skip
 def test_nsight_compute_is_given_the_functions_plain_name(kernel: str, name: str) -> None:
     assert function_name(kernel) == name
+
+
+NCU = """#!/usr/bin/env bash
+case "$*" in *quick*) ;; *) exec sleep 30 ;; esac
+while [ "$1" != --log-file ]; do shift; done
+echo details > "$2"
+"""
+
+
+def test_nsight_compute_ends_at_the_limit_and_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ncu, out = tmp_path / "ncu", tmp_path / "p.json"
+    ncu.write_text(NCU)
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    report = Report(Namespace(device="cpu", dtype=None, limit=2, out=out, arguments=[], tokens=64,
+                              ncu=3))  # fmt: skip
+    kernels = [{"name": name} for name in ("quick", "slow", "late")]
+    nsight_compute({"kind": "nsa", "length": 64, "kernels": kernels}, report)
+    assert report.seconds_left() > -5
+    quick, slow, late = json.loads(out.read_text())["ncu"].items()
+    assert quick == ("quick", "p-ncu-1.txt")
+    assert slow[1].startswith("not finished after")
+    assert late == ("late", "--limit 2 s over")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from nsa.bench import recipe
 from nsa.bench.__main__ import main
 from nsa.bench.recipe import Rows, figures
 
@@ -32,3 +36,25 @@ def test_a_run_that_logged_nothing_has_no_figures() -> None:
 def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="exists; name a new folder"):
         main(["recipe", "--run-dir", str(tmp_path)])
+
+
+STUBBORN_RANK = "import signal, sys, time; signal.signal(15, signal.SIG_IGN); " \
+    "print('up', flush=True); time.sleep(60)"  # fmt: skip
+LAUNCHER = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {STUBBORN_RANK!r}])"
+
+
+def test_a_rank_that_outlives_its_launcher_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep the GPU's memory while the next stage runs."""
+    monkeypatch.setattr(recipe, "GRACE_SECONDS", 1)
+    monkeypatch.setattr(recipe, "POLL_SECONDS", 0.05)
+    for launcher in (LAUNCHER, f"{LAUNCHER}; time.sleep(60)"):  # ends before the call, or by it
+        with subprocess.Popen(
+            [sys.executable, "-c", launcher], stdout=subprocess.PIPE, start_new_session=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+            start = time.monotonic()
+            recipe._end(process)
+            assert process.stdout.read() == b""  # the rank held the other end
+            assert 1 <= time.monotonic() - start < 8
+            assert process.returncode is not None

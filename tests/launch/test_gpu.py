@@ -135,6 +135,25 @@ def test_a_stage_saves_its_results(tmp_path: Path) -> None:
     assert not (tmp_path / "out/group-0.tar.gz").exists()
 
 
+AN_SM_86 = """#!/usr/bin/env bash
+case "$*" in
+*nsa.bench*) echo "$@" ;;
+*chip_of*) exec {python} -c "import torch
+torch.cuda.get_device_capability = lambda *_: (8, 6)
+$2" ;;
+esac
+"""
+
+
+def test_a_gpu_between_two_chips_compiles_for_the_older_one(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(AN_SM_86.format(python=sys.executable))
+    python.chmod(0o755)
+    done = gpu_sh("--stage", "aot", "--out", str(tmp_path / "out"), PYTHON=str(python))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nsa.bench aot --arch sm_80 " in done.stdout
+
+
 STAND_IN = """#!/usr/bin/env bash
 [ "$2" = -c ] || [ "$1" = -c ] && exit 0
 while [ $# -gt 0 ]; do

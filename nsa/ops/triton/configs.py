@@ -190,7 +190,8 @@ def candidates(
 def chip_of(device: torch.device) -> str:
     """The nearest chip of the tables that is not newer than this device's; without a GPU sm_80.
 
-    On a GPU, code for an older chip runs and its tiles fit.
+    Consumer chips such as sm_86 have less shared memory than sm_80: tiles of large heads may not
+    fit, and their launch fails. `model.attention.backend=blockwise` runs there.
     """
     if device.type != "cuda":
         return "sm_80"
