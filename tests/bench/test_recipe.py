@@ -40,7 +40,9 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
 
 STUBBORN_RANK = "import signal, sys, time; signal.signal(15, signal.SIG_IGN); " \
     "print('up', flush=True); time.sleep(60)"  # fmt: skip
-LAUNCHER = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {STUBBORN_RANK!r}])"
+LAUNCHER = (
+    f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {STUBBORN_RANK!r}])"
+)
 
 
 def test_a_rank_that_outlives_its_launcher_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
