@@ -248,6 +248,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     result["nsa_over_dense"] = {x: ratio(rates["nsa"][x], rates["dense"][x]) for x in CHIPS}
     over = (f"{name} {value:.2f}" for name, value in result["nsa_over_dense"].items())
     print("\nNSA's tokens/s over dense, estimated:", ", ".join(over))
+    print("These are upper bounds for one GPU: no gaps between launches, no optimizer step.")
     return result
 
 

@@ -124,9 +124,13 @@ def _loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[An
         ranks.world_size,
         is_master=ranks.rank == 0,
         timeout=timeout,
+        wait_for_workers=False,
         master_listen_fd=None if listener is None else listener.detach(),
     )
-    yield store, ranks.rank, ranks.world_size
+    # A rank of another run that was started on the same port reaches this store before it ends.
+    # Ranks of one launcher have one parent, and wait for each other only.
+    launcher = str(os.getppid()) if "CROSS_RANK" in os.environ else "run"
+    yield dist.PrefixStore(launcher, store), ranks.rank, ranks.world_size
     raise RuntimeError("the ranks of a run cannot meet again")
 
 

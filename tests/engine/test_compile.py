@@ -22,7 +22,6 @@ MODES = ["none", "reentrant", "non_reentrant", "deepspeed"]
         (["model.activation_checkpointing=selective"], 1, "activation_checkpointing=reentrant"),
         (["attention.kind=dense", "data.packing=documents"], 1, "set data.packing=concat"),
         (["train.sequence_parallel=2"], 1, "set train.sequence_parallel=1"),
-        ([], 2, "use ds_configs/zero1_pcie.json"),
         ([], 3, "use ds_configs/zero1_pcie.json"),
     ],
 )
@@ -40,11 +39,15 @@ def test_what_cannot_be_compiled_is_refused_with_the_fix(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", MODES)
-def test_two_compiled_ranks_log_the_losses_of_eager_ones(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "zero"), [*((mode, "zero1_pcie") for mode in MODES), ("reentrant", "zero2_pcie")]
+)
+def test_two_compiled_ranks_log_the_losses_of_eager_ones(
+    tmp_path: Path, mode: str, zero: str
+) -> None:
     common = [*TINY, "--profile", "demo", "--steps", "4"]
     common += [f"--set=model.activation_checkpointing={mode}", "--set=data.packing=documents"]
-    common += ["--set=train.precision=fp32"]
+    common += ["--set=train.precision=fp32", f"--deepspeed_config={ROOT}/ds_configs/{zero}.json"]
     for compiled in ("true", "false"):
         folder = ["--run-dir", str(tmp_path / compiled), f"--set=train.compile={compiled}"]
         succeed(deepspeed("m7c.py", *common, *folder, folder=tmp_path))
