@@ -85,7 +85,7 @@ def time_alternating(
 
 
 def summarize(samples: Sequence[Sample]) -> Timing:
-    """Median, least and most; the clock of most samples, of a tie not `device`."""
+    """Return median, minimum, maximum and the most frequent clock; a tie is never `device`."""
     ms = [sample.ms for sample in samples]
     clocks = sorted((sample.clock for sample in samples), reverse=True)  # wall, host, device
     return Timing(statistics.median(ms), min(ms), max(ms), len(ms), statistics.mode(clocks))
@@ -160,7 +160,7 @@ def recover(error: Exception, device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device; a CPU is never behind."""
+    """Wait for a GPU; return at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
 
 # A100: data sheet (80 GB). H200: products and memory as measured with large matrices and copies.
-# H100: the H200's processor with the memory of the data sheet (SXM, 80 GB).
+# H100: the H200's chip with the memory of the data sheet (SXM, 80 GB).
 # Exponentials: 16 per clock and multiprocessor.
 CHIPS = {
     "A100": Work(312e12, 16 * 108 * 1.41e9, 2.0e12),

@@ -131,7 +131,7 @@ def _loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[An
     # Ranks of one launcher have one parent, and wait for each other only.
     launcher = str(os.getppid()) if "CROSS_RANK" in os.environ else "run"
     yield dist.PrefixStore(launcher, store), ranks.rank, ranks.world_size
-    raise RuntimeError("the ranks of a run cannot meet again")
+    raise RuntimeError("rendezvous ran twice; a run joins its ranks once")
 
 
 dist.register_rendezvous_handler("loopback", _loopback_store)

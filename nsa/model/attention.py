@@ -85,7 +85,10 @@ class Attention(nn.Module):
     def rotary_pool(
         self, packed: Tensor, metadata: AttentionMetadata, by_token: bool = False
     ) -> RotaryPooled:
-        """Split a projection; `by_token`: also return tokens that only the compressor reads."""
+        """Split a projection.
+
+        `by_token`: also return the keys and values that only the compressor reads.
+        """
         layout = self.layout
         if metadata.sequence is not None:
             layout = metadata.sequence.shard(layout)

@@ -1,7 +1,7 @@
 """torch.compile of transformer blocks, in place: parameters and modules keep their names.
 
 A block is compiled inside its checkpoint segment, so every recomputation calls compiled code. All
-blocks but the first share it: one graph per shape and mode (with gradients, without). Packed
+blocks but the first share one graph per shape and mode (with gradients, without). Packed
 documents change the lengths of cu_seqlens and of the compressed blocks; from the second batch on
 these lengths are dynamic, and later batches do not compile again.
 """
@@ -18,14 +18,16 @@ from torch import nn
 from nsa.model.attention import NSAttention
 from nsa.model.block import Block
 
-# Inductor's disk cache does not know what custom ops return: after a change of an op's strides, an
-# old entry computed wrong gradients without an error. So each run compiles again.
+# Inductor's disk cache does not include the strides of custom ops' outputs in its key: after a
+# change of strides, an old entry computed wrong gradients without an error. So each run compiles
+# again.
 OPTIONS = {"fx_graph_cache": False}
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each Block of `model` at its first call; a graph break is an error."""
-    # First block or other, with gradients or without, lengths fixed or any, training or evaluation:
+    # Graphs differ by: first block or not, gradients or not, fixed or dynamic lengths, training or
+    # evaluation.
     torch._dynamo.config.recompile_limit = 32  # the default is 8, and more is an error
     options = OPTIONS if backend == "inductor" else None
     for block in model.modules():

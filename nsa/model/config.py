@@ -59,7 +59,7 @@ class ModelConfig:
     layers: int = 12  # transformer blocks
     width: int = 768  # of the residual stream
     heads: int = 12  # query heads
-    kv_heads: int = 2  # key/value heads; each serves heads / kv_heads query heads
+    kv_heads: int = 2  # key/value heads; each is shared by heads / kv_heads query heads
     head_dim: int = 64  # Dk: size of a query and a key
     value_dim: int | None = None  # Dv: size of a value; None: head_dim
     mlp_width: int = 2_368  # hidden width of SwiGLU; the model has 125.7M parameters

@@ -43,9 +43,9 @@ def parallel_linear(x: Tensor, linears: Sequence[nn.Linear], pad_to: int = 8) ->
     """Return the outputs of bias-free linears on x [.., in] side by side: [.., sum of out + pad].
 
     Zero columns fill the width up to a multiple of `pad_to`: cuBLAS is fast with rows of 16 bytes.
-    Their gradient must be finite. Concatenating the weights on each pass copies them: about 0.2 GB
-    of the 35 GB that an M7C micro-batch moves in its forward and backward pass (estimated from
-    tensor sizes; not measured).
+    The gradient of these columns must be finite: zero times infinity is NaN. Concatenating the
+    weights on each pass copies them: about 0.2 GB of the 35 GB that an M7C micro-batch moves in its
+    forward and backward pass (estimated from tensor sizes; not measured).
     """
     if all(is_plain(linear, nn.Linear) and linear.bias is None for linear in linears):
         weights: list[Tensor] = [linear.weight for linear in linears]

@@ -59,7 +59,7 @@ def git_commit(source: Path) -> str | None:
 
 
 def cpu_model() -> str:
-    """Return the processor's name."""
+    """Return the CPU's model name."""
     match = re.search(r"^model name\s*: (.*)", text_of("/proc/cpuinfo"), re.M)
     return match[1].strip() if match else platform.processor() or platform.machine()
 

@@ -21,8 +21,8 @@ def dispatch(
 ) -> ModuleType:
     """Return the backend module for a call; raise if a backend requested by name cannot run.
 
-    Not `attention`: x may have any shape. Operations with one implementation in PyTorch only ask
-    whether the result is `triton`.
+    With `attention=False`, x may have any shape. Operations with a single PyTorch implementation
+    only compare the result with `triton`.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")

@@ -1,4 +1,7 @@
-"""Cross-entropy and its gradient in the logits' place: one kernel on a GPU, PyTorch elsewhere."""
+"""In-place cross-entropy: the gradient overwrites the logits.
+
+One kernel on a GPU, PyTorch elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ def cross_entropy_(
     """Return −log softmax(logits)[label], [N] in at least float32; 0 for label −100.
 
     logits [N, vocabulary], contiguous; labels [N]. `with_gradients` overwrites the logits with the
-    gradient: p, minus 1 at the label; 0 for label −100. Labels outside the vocabulary are an error
-    on a CPU, and NaN from the kernel.
+    gradient: p, minus 1 at the label; 0 for label −100. Labels outside the vocabulary raise on
+    a CPU, assert on a GPU; with the kernel the loss is NaN and the gradient is p.
     """
     if dispatch(backend, "cross_entropy", logits, attention=False) is triton:
         return triton.cross_entropy_(logits, labels, with_gradients)

@@ -42,7 +42,7 @@ class Gradient(NamedTuple):
     outputs: int  # number of differentiable outputs; they come first
     saved: slice = slice(None)  # the outputs that `backward` reads
     result_of: tuple[int, ...] = ()  # per input, the result that is its gradient, if some share one
-    unread: int = 0  # number of inputs of which `backward` reads shape and dtype alone; the first
+    unread: int = 0  # number of first inputs of which `backward` reads only shape and dtype
     zeros: bool = True  # `backward` gets zeros for an output without a gradient, otherwise None
 
 
@@ -110,8 +110,10 @@ def _define(
 def _autograd(
     name: str, inputs: Any, outputs: int, gradient: Gradient
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """Register the op `<name>_backward`; return what saves its inputs, and what calls it."""
+    """Register the op `<name>_backward`; return its `setup_context` and its autograd function."""
     build, count, length = _builder(inputs), gradient.outputs, len(inputs._fields)
+    # Zeros are filled in only if all outputs are differentiable. A single gradient always exists.
+    assert not gradient.zeros or count in (1, outputs), f"{name}: set zeros=False"
     tensors = sum(hint in (Tensor, Tensor | None) for hint in get_type_hints(inputs).values())
     result_of = gradient.result_of or tuple(range(gradient.inputs))
     like = [result_of.index(result) for result in range(max(result_of) + 1)]  # inputs of same shape

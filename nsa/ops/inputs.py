@@ -50,7 +50,7 @@ class PackedLayout(NamedTuple):
     value_dim: int
     copies: int  # of keys and values: one for all branches, or one per branch
     gates: int = 0  # gate logits per query head
-    first_copy: int = 0  # earlier copies have no output by token
+    first_copy: int = 0  # rotated keys and values are returned from this copy on
     mean: bool = False  # k_cmp and v_cmp: means of the first copy over each compressed block
     pre_rope: bool = False  # k_cmp and v_cmp: the first copy by token, without RoPE
 

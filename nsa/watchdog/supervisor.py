@@ -1,6 +1,6 @@
 """One attempt of a run under the watchdog: read heartbeats, forward signals, end what hangs.
 
-`halt.json` in the run's folder tells why a run was ended or restarted.
+`halt.json` in the run's folder records why a run was ended or restarted.
 """
 
 from __future__ import annotations

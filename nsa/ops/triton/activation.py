@@ -30,6 +30,7 @@ def swiglu_kernel(
     gate_up, out, rows,
     WIDTH: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """silu(gate) * up; gate and up are columns of gate_up."""
     row, col, mask = _tile(rows, WIDTH, ROWS, COLS)
     at = gate_up + (row * PACKED)[:, None] + col[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [ROWS, COLS]
@@ -44,6 +45,7 @@ def swiglu_backward_kernel(
     WIDTH: tl.constexpr, PACKED: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """The gradients of gate and up side by side; zeros in the padding."""
     row, col, mask = _tile(rows, WIDTH, ROWS, COLS)
     inside = (row * PACKED)[:, None] + col[None, :]
     gate = tl.load(gate_up + inside, mask=mask, other=0.0).to(tl.float32)  # [ROWS, COLS]

@@ -82,8 +82,9 @@ def _measured(key: str, options: list[Option]) -> Option:
 
 
 # By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the likeliest first.
-# `forward`, `queries` and `keys` serve several branches; a row `window_forward` would be the
-# window's alone. 192 is for keys of up to 256 with values of up to 128, as in the paper.
+# `forward`, `queries` and `keys` are shared by several branches; a row `window_forward` would
+# override `forward` for the window. 192 is for keys of up to 256 with values of up to 128, as in
+# the paper.
 # All of them compile within the limits of sm_80, sm_90 and sm_100 (python -m nsa.bench aot --full).
 # The rows of `select` are queries alone, and its keys are selection blocks. A step over one block
 # has no more keys than the block.

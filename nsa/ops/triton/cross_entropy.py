@@ -7,14 +7,13 @@ in progress at a time that the second pass reads most of them from L2.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from nsa.constants import IGNORE_INDEX
 from nsa.ops.triton.common import kernel
 from nsa.ops.triton.configs import Config
-from nsa.ops.triton.launch import launch
+from nsa.ops.triton.launch import launch, next_power_of_2
 
 COLUMNS = 8192  # logits of a row per step: 16 bytes of bf16 per thread of 32 warps
 
@@ -44,7 +43,8 @@ def cross_entropy_kernel(
         total = 0.0
         for first in range(0, vocabulary, COLUMNS):
             inside = first + i < vocabulary
-            x = tl.load(logits + first + i, mask=inside, other=float("-inf")).to(tl.float32)
+            x = tl.load(logits + first + i, mask=inside, other=float("-inf"))
+            x = x.to(tl.float32)  # [COLUMNS]
             m_new = tl.maximum(m, tl.max(x, 0))
             total = total * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), 0)
             m = m_new
@@ -54,7 +54,7 @@ def cross_entropy_kernel(
             for first in range(0, vocabulary, COLUMNS):
                 inside = first + i < vocabulary
                 x = tl.load(logits + first + i, mask=inside, other=float("-inf")).to(tl.float32)
-                p = tl.exp(x - m) * scale
+                p = tl.exp(x - m) * scale  # [COLUMNS]
                 p = tl.where(first + i == label, p - 1.0, p)
                 tl.store(logits + first + i, p.to(logits.dtype.element_ty), mask=inside)
 
@@ -64,7 +64,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, with_gradients: bool) -> Tens
     rows, vocabulary = logits.shape
     assert logits.is_contiguous()
     losses = logits.new_empty(rows, dtype=torch.float32)
-    columns = min(COLUMNS, triton.next_power_of_2(vocabulary))
+    columns = min(COLUMNS, next_power_of_2(vocabulary))
     launch(
         cross_entropy_kernel,
         (rows,),

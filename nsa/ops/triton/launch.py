@@ -1,7 +1,7 @@
 """Kernel launches: run one, or only record it.
 
-Under `recording` the real launchers run on `meta` tensors, so what the ahead-of-time compile gate
-compiles is what a GPU would be given.
+Under `recording` the real launchers run on `meta` tensors, so the compile gate compiles what a GPU
+would run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def launch(
 
 
 def _run(kernel: Any, grid: Sequence[int], values: list[Any], config: Config) -> None:
-    """Run the binary that Triton found or compiled for such values before, or let it do so.
+    """Run the binary cached for these values; on a miss, Triton finds or compiles it.
 
     Finding it takes Triton 10 us, more than the rest of a launch. The key here is finer than its
     own, in which an integer is only 1, a multiple of 16, or neither.

@@ -48,9 +48,10 @@ def add_rms_norm_kernel(
     x, delta, weight, total, normed, rows, eps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """The norm of x, or of x + delta, which is stored as total, times weight."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
-    h = _load(x, row, valid, WIDTH, PADDED)
+    h = _load(x, row, valid, WIDTH, PADDED)  # [ROWS, PADDED]
     if delta is not None:
         h += _load(delta, row, valid, WIDTH, PADDED)
         h = h.to(total.dtype.element_ty).to(tl.float32)  # the norm of what is stored
@@ -64,12 +65,13 @@ def rms_norm_backward_kernel(
     d_normed, d_total, total, weight, dx, parts, rows, eps,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, PER_PART: tl.constexpr,
 ):  # fmt: skip
-    w = _load_weight(weight, WIDTH, PADDED)
+    """dx = (w*dy - unit * mean(w*dy*unit)) / rms, plus d_total; one row of dw per program."""
+    w = _load_weight(weight, WIDTH, PADDED)  # [1, PADDED]
     dw = tl.zeros([ROWS, PADDED], tl.float32)
     for first in range(0, PER_PART, ROWS):
         row = tl.program_id(0).to(tl.int64) * PER_PART + first + tl.arange(0, ROWS)
         valid = row < rows
-        h = _load(total, row, valid, WIDTH, PADDED)
+        h = _load(total, row, valid, WIDTH, PADDED)  # [ROWS, PADDED]
         inverse = _inverse_rms(h, valid, eps, WIDTH)
         unit = h * inverse
         dy = _load(d_normed, row, valid, WIDTH, PADDED)
@@ -87,6 +89,7 @@ def rms_norm_backward_kernel(
 def add_weight_parts_kernel(
     parts, out, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """The weight's gradient: the sum of the programs' parts, in ascending order."""
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros([COLS], tl.float32)
     for first in range(0, rows, ROWS):

@@ -132,7 +132,7 @@ def pool_kernel(
     v_cmp += out * (KV_HEADS * VALUE)
     d, e = tl.arange(0, HALF_P), tl.arange(0, VALUE_P)
     for h in range(KV_HEADS):
-        low, high = tl.zeros([HALF_P], tl.float32), tl.zeros([HALF_P], tl.float32)
+        low, high = tl.zeros([HALF_P], tl.float32), tl.zeros([HALF_P], tl.float32)  # [HALF_P]
         value = tl.zeros([VALUE_P], tl.float32)
         for first in range(0, LEN, TOKENS):
             i = first + tl.arange(0, TOKENS)
@@ -140,8 +140,8 @@ def pool_kernel(
             t = tl.load(block_tokens + block.to(tl.int64) * LEN + i, mask=valid, other=0)
             c, s = _tables(cos, sin, t, valid, HALF, HALF_P)
             at = (batch * seq_len + t) * WIDTH  # [TOKENS]
-            a = _load(keys + at, 2 * h * HALF, valid, HALF, HALF_P)
-            b = _load(keys + at, 2 * h * HALF + HALF, valid, HALF, HALF_P)
+            a = _load(keys + at, 2 * h * HALF, valid, HALF, HALF_P)  # [TOKENS, HALF_P]
+            b = _load(keys + at, 2 * h * HALF + HALF, valid, HALF, HALF_P)  # [TOKENS, HALF_P]
             low += tl.sum(a * c - b * s, 0)
             high += tl.sum(b * c + a * s, 0)
             value += tl.sum(_load(values + at, h * VALUE, valid, VALUE, VALUE_P), 0)
@@ -174,8 +174,9 @@ def _copy_gradients(
     HALF: tl.constexpr, VALUE: tl.constexpr, HALF_P: tl.constexpr, VALUE_P: tl.constexpr,
     LEN: tl.constexpr, COVER: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One copy's columns: by token, without RoPE (each may be None), and by block unless LEN is 0.
+    """One copy's columns of the gradient.
 
+    Each source may be absent: by token (dk, dv), without RoPE (dk_raw, dv_raw), by block (LEN 0).
     The sum is float32, and its rotation back is the only one.
     """
     KEYS: tl.constexpr = KV_HEADS * 2 * HALF

@@ -4,9 +4,9 @@
                             ->  members: per block and 32 queries, a word with a bit per query
                             ->  lists:   per block, queries ascending (compressed sparse rows)
 
-A block that a query names twice, or that begins after it, is in no list twice, or in none. No
-atomics: lists are the same from run to run, and nothing waits for the host. Packed documents number
-their blocks from start // SELECT + document on, as `locate` does.
+A list holds a query once, even if the query names the block twice. Blocks that begin after a query
+are in none of its lists. No atomics: lists are the same from run to run, and nothing waits for the
+host. Packed documents number their blocks from start // SELECT + document on, as `locate` does.
 """
 
 from __future__ import annotations
