@@ -8,9 +8,9 @@
 #       [--wheels DIR] [--peers DIR] [--rehearse] [--dry-run]
 #   bash launch/gpu.sh --build-wheels DIR
 # Each stage has a time limit, and the next one runs even if it fails or hangs. Results are saved
-# case by case, as JSON, in --out (docs/benchmarks/gpu); a group ends with one archive of them,
-# --out/group-N.tar.gz, which also holds the tuned tiles (cache/). Copy that cache/ into a new --out
-# and later groups use the tiles.
+# case by case, as JSON, in --out (docs/benchmarks/gpu, or runs/gpu-rehearsal with --rehearse). A
+# group ends with one archive of them, --out/group-N.tar.gz, which also holds the tuned tiles
+# (cache/). Copy that cache/ into a new --out and later groups use the tiles.
 # --stage runs one stage, --limit sets its seconds, --rehearse runs tiny sizes on the CPU, --dry-run
 # only prints the commands. The stage sanitizer runs only by name: checking every memory access takes
 # minutes. Nothing is downloaded or installed: --build-wheels fills a folder with what a machine
@@ -41,23 +41,24 @@ die() {
 }
 
 flags='--group --stage --limit --out --wheels --peers --build-wheels --rehearse --dry-run'
-out=docs/benchmarks/gpu numbers=() named=() limit='' wheels='' peers='' build='' rehearse='' dry=''
+out='' numbers=() named=() limit='' wheels='' peers='' build='' rehearse='' dry=''
 while [ $# -gt 0 ]; do
     case $1 in
     --group) numbers+=("${2-}") && shift ;;
     --stage) named+=("${2-}") && shift ;;
     --limit) limit=${2-} && shift ;;
-    --out) out=${2-} && shift ;;
+    --out) out=${2-} && shift && { [ -n "$out" ] || die "--out needs a value"; } ;;
     --wheels) wheels=${2-} && shift ;;
     --peers) peers=${2-} && shift ;;
     --build-wheels) build=${2-} && shift ;;
     --rehearse) rehearse=yes ;;
     --dry-run) dry=yes ;;
+    --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" && exit ;;
     *) die "$1: unknown; there are $flags" ;;
     esac
     shift || die "the last flag needs a value"
 done
-[ -n "$out" ] || die "--out needs a value"
+[ -n "$out" ] || { [ -n "$rehearse" ] && out=runs/gpu-rehearsal || out=docs/benchmarks/gpu; }
 [[ $limit =~ ^[0-9]*$ ]] || die "--limit $limit: give whole seconds"
 for number in "${numbers[@]}"; do
     [[ $number =~ ^[123]$ ]] || die "--group $number: choose from 1 2 3"

@@ -17,7 +17,7 @@ from nsa.planner.traffic import Traffic
 LINKS = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 48e9, "nvlink": 200e9}
 # Dense bf16 peak and memory, from data sheets.
 DEVICES = {"a100": (312e12, 80e9), "h100": (989.4e12, 80e9), "h200": (989.4e12, 141e9)}
-MFU = 0.25  # this project's goal, 250,000 tokens/s of M7C on an H200, is 0.21
+MFU = 0.25  # assumed; the goal of 350,000 tokens/s of M7C on an H100 is 0.32
 NETWORK = 12.5  # GB/s: one 100 Gbit/s adapter
 MEMORY = 80.0  # GB, for a --device in TFLOP/s
 
