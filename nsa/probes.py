@@ -1,10 +1,11 @@
-"""Probes: read this machine's programs, files and processes; empty on failure."""
+"""Probes: read this machine's programs, files, processes and ports; empty on failure."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,13 @@ def available_memory() -> int:
     available = psutil.virtual_memory().available
     limit = text_of("/sys/fs/cgroup/memory.max").strip()  # "max" without a limit
     return min(available, int(limit)) if limit.isdigit() else available
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback address that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def package_version(package: str) -> str | None:

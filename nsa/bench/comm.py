@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ import torch
 
 from nsa.bench.netns import RANKS, Link, link
 from nsa.bench.results import cell, save
+from nsa.probes import free_port
 from nsa.report.markdown import table
 from nsa.resources import resource_path
 
@@ -72,7 +72,7 @@ class RankPair:
     def __init__(self, backend: str, link: Link | None = None) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns about missing host names
         context = get_context("spawn")
-        address = link.addresses[0] if link else "127.0.0.1", 29_500 if link else _free_port()
+        address = link.addresses[0] if link else "127.0.0.1", 29_500 if link else free_port()
         self._pipes: list[Connection] = []
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
@@ -107,12 +107,6 @@ def _rank(
     from nsa.bench.comm_ranks import serve  # late: it imports DeepSpeed
 
     serve(pipe, rank, backend, address)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Bench:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from nsa.engine.resolve import resolve_config
 from nsa.monitor.artifacts import last_beat
 from nsa.monitor.metrics_csv import read_metrics
 from nsa.planner.memory import memory
+from nsa.probes import free_port
 from nsa.resources import resource_path
 
 SETTINGS = ("data.source=embedded", "data.tokenizer=byte", "checkpoint.keep=2")
@@ -60,7 +61,7 @@ def run(flags: argparse.Namespace) -> None:
     before: Rows = []
     attempts = ["", "--resume"] if flags.kill_at else [""]
     for number, resume in enumerate(attempts):
-        until = _past(flags) if number < len(attempts) - 1 else None
+        until = partial(_ready_to_kill, flags) if number < len(attempts) - 1 else None
         result["launches"].append(_launch(flags, resume, end, until))
         rows = _rows(flags.run_dir)
         result |= figures(rows, before) | _memory(rows, flags)
@@ -82,11 +83,8 @@ def _launch(
     flags: argparse.Namespace, resume: str, end: float, until: Callable[[], bool] | None
 ) -> dict[str, Any]:
     """Run DeepSpeed's launcher to its end, to `end`, or `kill -9` the rank once `until` is true."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
-    command += ["--master_port", str(port), str(resource_path("recipes/m7c.py"))]
+    command += ["--master_port", str(free_port()), str(resource_path("recipes/m7c.py"))]
     command += ["--profile", flags.profile, "--run-dir", str(flags.run_dir)]
     if resume:
         command += [resume]
@@ -128,15 +126,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 time.sleep(POLL_SECONDS)
 
 
-def _past(flags: argparse.Namespace) -> Callable[[], bool]:
-    """True once a row of --kill-at or later is logged and there is a checkpoint to resume."""
-
-    def past() -> bool:
-        rows = _rows(flags.run_dir)
-        logged = bool(rows) and (rows[-1]["step"] or 0) >= flags.kill_at
-        return logged and bool(complete_by_size(flags.run_dir / "checkpoints"))
-
-    return past
+def _ready_to_kill(flags: argparse.Namespace) -> bool:
+    """Whether a row of --kill-at or later is logged, and there is a checkpoint to resume."""
+    rows = _rows(flags.run_dir)
+    logged = bool(rows) and (rows[-1]["step"] or 0) >= flags.kill_at
+    return logged and bool(complete_by_size(flags.run_dir / "checkpoints"))
 
 
 def _rank_pid(run_dir: Path) -> int:

@@ -24,6 +24,7 @@ from nsa.bench.results import Report, Result, cell, figure, print_errors, print_
 from nsa.ops import NSASpec
 from nsa.ops.decode import decode_attention
 from nsa.ops.triton.configs import SHORT, Config, override_choices, save_tuned, tuning_key
+from nsa.ops.triton.launch import padded_size
 
 SPEC = NSASpec()
 Option = Config | str  # tile sizes, or the library whose kernel runs
@@ -48,7 +49,7 @@ def run(flags: argparse.Namespace) -> None:
     report.data["kept_in"] = None
     by_sizes: dict[tuple[int, int], list[Shape]] = {}
     for shape in flags.shapes:
-        by_sizes.setdefault((_padded(shape.key), _padded(shape.value)), []).append(shape)
+        by_sizes.setdefault((padded_size(shape.key), padded_size(shape.value)), []).append(shape)
     classes = [[n for n in flags.lengths if (n <= SHORT) == short] for short in (True, False)]
     for sizes, shapes in by_sizes.items():
         for lengths in filter(None, classes):
@@ -69,11 +70,6 @@ def _case(sizes: tuple[int, int], shapes: list[Shape], lengths: list[int], repor
     if best:
         options = {keys(name): option for name, option in best.items()}
         report.data["kept_in"] = str(save_tuned(options))
-
-
-def _padded(size: int) -> int:
-    """A head size as kernels see it: a power of two, 16 or more."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def key_of(operation: str, sizes: tuple[int, int], dtype: torch.dtype, seq_len: int) -> str:

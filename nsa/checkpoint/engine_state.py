@@ -90,14 +90,14 @@ def load(engine: Any, checkpoint: Path) -> dict[str, Any]:
     check_loadable(checkpoint, content["saved_under"], engine_topology(engine))
     # DeepSpeed reads this at each load. An engine may load a universal checkpoint, then another.
     engine._config.load_universal_checkpoint = content["saved_under"]["ranks"] == ANY
-    # BF16_Optimizer prints what looks like errors.
-    with data_only(checkpoint), contextlib.redirect_stdout(io.StringIO()):
-        path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
-    if path is None:
-        raise ValueError(f"{checkpoint} could not be loaded; see DeepSpeed's warning above")
-    rng = checkpoint / rng_file(dist.get_rank())
-    if rng.exists():  # the saved run may have had fewer ranks
-        with data_only(checkpoint):
+    with data_only(checkpoint):
+        # BF16_Optimizer prints what looks like errors.
+        with contextlib.redirect_stdout(io.StringIO()):
+            path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+        if path is None:
+            raise ValueError(f"{checkpoint} could not be loaded; see DeepSpeed's warning above")
+        rng = checkpoint / rng_file(dist.get_rank())
+        if rng.exists():  # the saved run may have had fewer ranks
             _restore_rng(torch.load(rng, map_location="cpu", weights_only=True))
     return content["state"]
 

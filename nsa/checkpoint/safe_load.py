@@ -1,4 +1,4 @@
-"""Load checkpoint files as data: what would run code is refused, inside DeepSpeed's functions too.
+"""Load checkpoint files as data: refuse pickles that would run code, also inside DeepSpeed.
 
 DeepSpeed calls torch.load(weights_only=False), which calls any function that a pickle names. Inside
 `data_only`, PyTorch's restricted unpickler reads instead: tensors, plain types, and the classes of

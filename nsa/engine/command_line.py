@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
+from nsa.engine.ds_keys import walk
 from nsa.engine.planner_inputs import resolve_checkpointing
 from nsa.engine.resolve import resolve_config
 from nsa.engine.run_dir import choose_run_dir, find_saved_settings
@@ -162,15 +163,10 @@ def _check_resumable(saved: RunConfig, config: RunConfig, run_dir: Path) -> None
 
 def _changes(saved: RunConfig, config: RunConfig) -> Iterator[str]:
     """Yield each setting that differs: "train.clip: 1.0 -> 0.5"."""
-
-    def leaves(tree: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                yield from leaves(value, f"{path}{key}.")
-            else:
-                yield path + key, value
-
-    before, after = dict(leaves(asdict(saved), "")), dict(leaves(asdict(config), ""))
+    before, after = (
+        {name: value for name, value in walk(asdict(one)) if not isinstance(value, dict)}
+        for one in (saved, config)
+    )
     for name in sorted(before | after):
         if before.get(name) != after.get(name):
             yield f"{name}: {before.get(name)} -> {after.get(name)}"
@@ -199,8 +195,8 @@ def _check_compile(config: RunConfig, zero: dict[str, Any]) -> None:
             "use ds_configs/zero1_pcie.json or zero2_pcie.json",
         ),
     }
-    for problem, (found, fix) in problems.items():
-        if found:
+    for problem, (applies, fix) in problems.items():
+        if applies:
             raise ValueError(f"train.compile = true: not with {problem}; {fix}")
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from nsa.engine.peer_hosts import interface_towards
+from nsa.probes import free_port
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 # By default gloo uses the interface that the host name resolves to, often the loopback, and NCCL
@@ -65,9 +66,7 @@ def start_ranks(ranks: Ranks) -> torch.device:
     # DeepSpeed calls the deprecated name of this collective at every step.
     warnings.filterwarnings("ignore", r".*all_gather_into_tensor", FutureWarning)
     if "MASTER_ADDR" not in os.environ:  # no launcher: `python recipes/m7c.py`
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     defaults = {
         **FLIGHT_RECORDER,  # records collectives for stack dumps; changes nothing else
         "RANK": str(ranks.rank),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
@@ -61,16 +62,15 @@ LARGEST = 2**62  # of a whole number; torch and numpy hold 64 bits
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key may stand once in a mapping; YAML's rule would keep the last silently."""
+    """YAML that refuses duplicate keys; PyYAML would keep the last one silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping; raise if a key stands in it twice."""
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} stands twice in one mapping; keep one", node.start_mark
-                )
+        """Return the mapping; raise if a key is written twice in it."""
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key, count in keys.items():
+            if count > 1:
+                problem = f"{key!r} is written twice in one mapping; keep one"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_mapping(node, deep)
 
 

@@ -127,7 +127,7 @@ class NSAttention(Attention):
     """
 
     observer: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
-    compiled: bool = False  # `observed` keeps what the observer receives, until `report`
+    compiled: bool = False  # `observed` keeps what the observer receives, until `call_observer`
     observed: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
@@ -141,9 +141,11 @@ class NSAttention(Attention):
         if self.branches == ("win",):  # nothing to compress
             return
         mean, pre_rope = isinstance(self.compress, MeanCompressor), not self.compress.rotate_first
-        # Whether only the compressor reads the first copy:
-        own = "cmp" in self.branches and self.layout.copies > 1 and (mean or pre_rope)
-        self.layout = self.layout._replace(first_copy=int(own), mean=mean, pre_rope=pre_rope)
+        separate = "cmp" in self.branches and self.layout.copies > 1
+        only_compressed = separate and (mean or pre_rope)  # no other branch reads the first copy
+        self.layout = self.layout._replace(
+            first_copy=int(only_compressed), mean=mean, pre_rope=pre_rope
+        )
 
     def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Without a compressed branch, compressed keys only select blocks and get no gradient."""
@@ -177,7 +179,7 @@ class NSAttention(Attention):
             self.observer(gates, block_index, metadata.cu_seqlens)
         return o
 
-    def report(self) -> None:
+    def call_observer(self) -> None:
         """Call the observer with what compiled code has observed."""
         observed, self.observed = self.observed, None
         if self.observer is not None and observed is not None:

@@ -44,5 +44,5 @@ def _call(block: Block, compiled: Callable[..., Any], *args: Any, **kwargs: Any)
     """Run the compiled block, then the attention's observer, which cannot be compiled."""
     result = compiled(*args, **kwargs)
     if isinstance(block.attention, NSAttention):
-        block.attention.report()
+        block.attention.call_observer()
     return result

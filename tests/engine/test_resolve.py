@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nsa.engine.config import RunConfig
+from nsa.engine.ds_keys import walk
 from nsa.engine.resolve import SYNONYMS, resolve_config, to_yaml
 
 
@@ -100,7 +99,7 @@ def test_a_mixture_is_one_value_with_free_keys(tmp_path: Path) -> None:
         ("model.layers=1000000000", ["model.layers", "1,024 or less"]),
         ("model.width=1000000000000", ["model.width", "or less"]),
         ("train=" + "[" * 5000, ["--set train=", "nested too deeply"]),
-        ("train={steps: 5, steps: 6}", ["'steps' stands twice"]),
+        ("train={steps: 5, steps: 6}", ["'steps' is written twice"]),
         ("model.activation_checkpointing=some", ["activation_checkpointing", "selective"]),
     ],
 )
@@ -130,7 +129,7 @@ def test_an_unreadable_config_file_is_refused(tmp_path: Path) -> None:
 def test_a_section_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "twice.yaml"
     file.write_text("train: {steps: 5}\ntrain: {seed: 3}\n")
-    with pytest.raises(ValueError, match=r"'train' stands twice in one mapping; keep one"):
+    with pytest.raises(ValueError, match=r"'train' is written twice in one mapping; keep one"):
         resolve_config(RunConfig(), file)
 
 
@@ -144,7 +143,7 @@ def test_a_pipe_as_config_is_refused_at_once(tmp_path: Path) -> None:
 def test_every_number_of_the_tree_must_be_finite() -> None:
     numbers = [
         name
-        for name, value in _leaves(asdict(RunConfig()), "")
+        for name, value in walk(asdict(RunConfig()))
         if isinstance(value, int | float) and not isinstance(value, bool)
     ]
     assert len(numbers) > 40
@@ -155,15 +154,8 @@ def test_every_number_of_the_tree_must_be_finite() -> None:
 
 
 def test_every_synonym_suggests_a_setting_that_exists() -> None:
-    known = {name for name, _ in _leaves(asdict(RunConfig()), "")}
+    known = {name for name, _ in walk(asdict(RunConfig()))}
     names = [name for names in SYNONYMS.values() for name in names]
     assert len(names) == len(set(names)), "one suggestion for each"
     assert set(SYNONYMS) <= known
     assert not {name.rpartition(".")[2] for name in known} & set(names)
-
-
-def _leaves(tree: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        yield path + key, value
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{path}{key}.")

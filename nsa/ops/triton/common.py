@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.triton.configs import Config
-from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
+from nsa.ops.triton.launch import cdiv, launch, next_power_of_2, padded_size
 
 LOG2E = 1.4426950408889634  # kernels use powers of two, which the hardware has
 
@@ -268,11 +268,6 @@ def document_arguments(seq_len: int, cu_seqlens: Tensor | None) -> dict[str, Any
         return {"seq_len": seq_len, "cu": None, "documents": 1}
     cu = cu_seqlens.to(torch.int32).contiguous()
     return {"seq_len": seq_len, "cu": cu, "documents": len(cu) - 1}
-
-
-def padded_size(size: int) -> int:
-    """A head size as a matrix product takes it: a power of two, 16 or more."""
-    return max(16, next_power_of_2(size))
 
 
 def slots(total: int, tile: int, cu_seqlens: Tensor | None) -> int:

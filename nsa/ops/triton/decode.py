@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa.constants import BRANCHES
 from nsa.ops.custom_op import register
-from nsa.ops.triton.common import LOG2E, padded_size
+from nsa.ops.triton.common import LOG2E
 from nsa.ops.triton.configs import SHORT, Config, choose_config
 from nsa.ops.triton.decode_parts import (
     decode_compressed_kernel,
@@ -19,7 +19,7 @@ from nsa.ops.triton.decode_parts import (
     decode_parts_kernel,
     decode_rank_kernel,
 )
-from nsa.ops.triton.launch import cdiv, launch
+from nsa.ops.triton.launch import cdiv, launch, padded_size
 from nsa.spec import NSASpec
 
 PART = 128  # compressed keys, or positions of the window, that one program attends to

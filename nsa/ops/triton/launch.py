@@ -99,3 +99,8 @@ def cdiv(total: int, size: int) -> int:
 def next_power_of_2(n: int) -> int:
     """As `triton.next_power_of_2`, for the same reason."""
     return 1 << (n - 1).bit_length()
+
+
+def padded_size(size: int) -> int:
+    """A head size as a matrix product takes it: a power of two, 16 or more."""
+    return max(16, next_power_of_2(size))

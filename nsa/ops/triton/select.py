@@ -22,14 +22,13 @@ from nsa.ops.triton.common import (
     kernel,
     keys_before,
     load_rows,
-    padded_size,
     probabilities,
     slots,
     span,
     visible,
 )
 from nsa.ops.triton.configs import choose_config
-from nsa.ops.triton.launch import launch, next_power_of_2
+from nsa.ops.triton.launch import launch, next_power_of_2, padded_size
 
 NONE = tl.constexpr(1 << 30)  # an index that no block has
 

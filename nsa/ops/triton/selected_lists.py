@@ -63,7 +63,7 @@ def union_kernel(
     t = tile * QUERIES + row
     valid = (row < QUERIES) & (t < length)
     index += ((batch * seq_len + start + tile * QUERIES) * heads + head) * TOP
-    place = (batch * tl.num_programs(0) + slot) * heads + head
+    list_id = (batch * tl.num_programs(0) + slot) * heads + head
     count = 0
     if tile * QUERIES < length:
         last = (tl.minimum(tile * QUERIES + QUERIES, length) - 1) // SELECT
@@ -71,11 +71,11 @@ def union_kernel(
             j, bits = _members(index, t, row, valid, first, heads * TOP, TOP, SELECT, WORDS)
             j, bits = tl.reshape(j, [WORDS * 32]), tl.reshape(bits, [WORDS * 32])
             used = (bits != 0).to(tl.int32)
-            at = place * list_len + count + tl.cumsum(used, 0) - 1
+            at = list_id * list_len + count + tl.cumsum(used, 0) - 1
             tl.store(blocks + at, j, mask=bits != 0)
             tl.store(members + at, bits, mask=bits != 0)
             count += tl.sum(used, 0)
-    tl.store(counts + place, count)
+    tl.store(counts + list_id, count)
 
 
 @kernel
@@ -122,15 +122,15 @@ def totals_kernel(
 ):  # fmt: skip
     """The length of each block's list."""
     block = tl.program_id(0)
-    place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + block
+    list_id = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + block
     document, j, start, length = document_tile(cu, documents, block, seq_len, 1, SELECT)
-    members += place * words + start // WORD + document
+    members += list_id * words + start // WORD + document
     total = tl.zeros([STEP], tl.int32)
     if j * SELECT < length:
         for first in range(j * SELECT // WORD, tl.cdiv(length, WORD), STEP):
             i = first + tl.arange(0, STEP)
             total += _popcount(tl.load(members + i, mask=i * WORD < length, other=0))
-    tl.store(totals + place, tl.sum(total, 0))
+    tl.store(totals + list_id, tl.sum(total, 0))
 
 
 @kernel
