@@ -126,7 +126,7 @@ def test_an_unreadable_config_file_is_refused(tmp_path: Path) -> None:
         resolve_config(RunConfig(), tmp_path)
 
 
-def test_a_section_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_section_that_is_written_twice_in_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "twice.yaml"
     file.write_text("train: {steps: 5}\ntrain: {seed: 3}\n")
     with pytest.raises(ValueError, match=r"'train' is written twice in one mapping; keep one"):
