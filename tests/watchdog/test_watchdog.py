@@ -120,7 +120,6 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], tuple[object, ...], dict[str, Any]]]
     "gets further": (("0:further", "1:further", "1:failed"), RESTART_ONCE, {}),
     "old heartbeats": (("0:slow-save", "0:clock", "1:slow-save", "1:clock"), (), {}),
     "linger": (("0:linger",), (), {"compute": 0.5}),
-    "collapse": (TRAIN, (), {"on_collapse": "halt"}),
 }
 
 
@@ -133,9 +132,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Watched
         beat = a_line(0, since=9_000.0, time=0.0, mono=0.0)
         path = root / f"old heartbeats/heartbeat_rank{number}.jsonl"
         path.write_text(json.dumps(beat) + '\n{"torn": \n\0\0\n[1]\n')
-    (root / "collapse").mkdir()
-    rows = [f"{number},{1000 if number < 30 else 1}\n" for number in range(1, 41)]
-    (root / "collapse/metrics.csv").write_text("step,tokens_per_s\n" + "".join(rows))
     for name, (faults, flags, limits) in SCENARIOS.items():
         started[name] = WatchedRun(root / name, *faults, flags=flags, **limits)
     yield started
@@ -245,8 +241,11 @@ def test_a_finished_rank_that_does_not_exit_is_ended_and_the_run_has_succeeded(r
     assert "rank 0 has written its last heartbeat but not exited for " in run.stderr
 
 
-def test_a_throughput_collapse_halts_the_run_if_configured(runs: Runs) -> None:
-    run = runs["collapse"]
+def test_a_throughput_collapse_halts_the_run_if_configured(watch: Watch) -> None:
+    run = watch(*TRAIN, on_collapse="halt")
+    run.wait_for_phase("backward")
+    rows = [f"{number},{1000 if number < 30 else 1}\n" for number in range(1, 41)]
+    (run.folder / "metrics.csv").write_text("step,tokens_per_s\n" + "".join(rows))
     assert run.exit_code() == 4
     halt = run.halt()
     assert halt["reason"].startswith("throughput has collapsed")
