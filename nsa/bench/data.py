@@ -57,7 +57,7 @@ def run(_: object) -> dict[str, Any]:
 
 
 def _write_text(path: Path) -> Path:
-    """Repeat the standard library as lines of JSON; no two documents are equal."""
+    """Repeat the embedded documents as lines of JSON; no two documents are equal."""
     documents = [document.text.decode(errors="replace") for document in embedded().read()]
     with path.open("w") as file:
         for number, text in enumerate(itertools.cycle(documents)):

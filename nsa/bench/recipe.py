@@ -2,7 +2,7 @@
 
 Reports tokens/s, peak memory beside the planner's figure, and exit codes; the run's folder, with
 TensorBoard's files, stays. With --kill-at, the rank gets `kill -9` after that step and the run is
-resumed: steps that run twice must have equal losses. The text is Python's standard library, as
+resumed: steps that run twice must have equal losses. The text is DeepSpeed's Python files, as
 bytes: nothing is downloaded.
 """
 

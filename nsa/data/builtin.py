@@ -1,11 +1,12 @@
-"""Built-in sources that need no download: Python's standard library, and synthetic documents."""
+"""Built-in sources that need no download: DeepSpeed's Python sources, and synthetic documents."""
 
 from __future__ import annotations
 
-import os
-import sysconfig
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,11 @@ from nsa.data.source import DataError, Document, Reader, Source, State
 
 SYNTHETIC_SEED = 0  # the same documents in every run
 
-# Folders that some distributions omit or package separately.
-SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "distutils", "ensurepip", "idlelib"}
-SKIPPED_FOLDERS |= {"lib-dynload", "lib2to3", "macholib", "site-packages", "test", "tests"}
-SKIPPED_FOLDERS |= {"tkinter", "turtledemo"}
-# Generated code: code-page tables, and one file with the complete manual.
-SKIPPED_FOLDERS |= {"encodings", "pydoc_data"}
-# Files that distributions and machines add.
-SKIPPED_PREFIXES = ("_distutils", "_sysconfigdata", "config-", "sitecustomize", "usercustomize")
+# DeepSpeed is always installed and published only as sources: the same files on every machine.
+# Published figures are of this version, which launch/constraints.txt pins.
+EMBEDDED_VERSION = "0.19.8"
+EMBEDDED_SHA256 = "41e964af0aa9ea1ca3f3999ac56c65fa4aa0b4cd9886c1702ebd51f3b4cbcba6"
+WRITTEN_BY_SETUP = "git_version_info_installed.py"  # what the machine has
 
 
 @dataclass(eq=False)
@@ -31,48 +29,67 @@ class ListSource:
     name: str
     numbers: Sequence[int]
     load: Callable[[int], Document]
+    fingerprint: str = ""  # of all documents; a pass resumes only with the same ones
 
     def read(self, state: State | None = None) -> Reader:
-        state = state or {"documents": 0}
+        state = state or {"documents": 0, "fingerprint": self.fingerprint}
+        if state.get("fingerprint", "") != self.fingerprint:
+            raise DataError(
+                f"data.source = {self.name!r}: its documents changed since this pass started; "
+                "start again in a new folder"
+            )
         return Reader(self._documents(state["documents"]), state)
 
     def _documents(self, first: int) -> Iterator[tuple[Document, State]]:
         for count, number in enumerate(self.numbers[first:], first + 1):
-            yield self.load(number), {"documents": count}
+            yield self.load(number), {"documents": count, "fingerprint": self.fingerprint}
 
     def part(self, index: int, count: int) -> Source:
-        return ListSource(self.name, self.numbers[index::count], self.load)
+        return ListSource(self.name, self.numbers[index::count], self.load, self.fingerprint)
 
     def size(self) -> int | None:
         return None
 
 
-def embedded(root: Path | None = None) -> Source:
-    """Return the standard library's source files as documents, ordered by relative path."""
-    root = root or Path(sysconfig.get_path("stdlib"))
-    names = sorted(_source_names(root))
-    if not names:
-        raise DataError(
-            f"data.source = 'embedded': no Python sources in {root}; use a Python that ships its "
-            "standard library as .py files, or data.source = 'synthetic'"
-        )
+def embedded(root: Path | None = None) -> ListSource:
+    """Return DeepSpeed's Python files as documents, ordered by relative path."""
+    root = root or _deepspeed()
+    names = sorted(
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if path.name != WRITTEN_BY_SETUP and path.stat().st_size
+    )
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update(f"{name}\0".encode() + (root / name).read_bytes() + b"\0")
     return ListSource(
         "embedded",
         range(len(names)),
         lambda number: Document((root / names[number]).read_bytes(), names[number]),
+        digest.hexdigest(),
     )
 
 
-def _source_names(root: Path) -> Iterator[str]:
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if _included(name)]
-        for path in (Path(folder, name) for name in files if _included(name)):
-            if path.suffix == ".py" and path.stat().st_size:
-                yield path.relative_to(root).as_posix()
+def _deepspeed() -> Path:
+    spec = find_spec("deepspeed")  # imports nothing
+    if spec is None or spec.origin is None:
+        raise DataError(
+            "data.source = 'embedded': reads DeepSpeed's Python files, and DeepSpeed is not "
+            f"installed; fix: pip install deepspeed=={EMBEDDED_VERSION}, or data.source = "
+            "'synthetic'"
+        )
+    return Path(spec.origin).parent
 
 
-def _included(name: str) -> bool:
-    return name not in SKIPPED_FOLDERS and not name.startswith(SKIPPED_PREFIXES)
+def embedded_note(root: Path | None = None) -> str | None:
+    """Return why figures on this `embedded` text cannot be compared with published ones, if so."""
+    if embedded(root).fingerprint == EMBEDDED_SHA256:
+        return None
+    return (
+        f"data.source = 'embedded': the files of DeepSpeed {version('deepspeed')} here are not "
+        f"those of {EMBEDDED_VERSION}, so losses are NOT comparable with published figures; fix: "
+        f"pip install deepspeed=={EMBEDDED_VERSION}"
+    )
 
 
 def synthetic(size: int) -> Source:

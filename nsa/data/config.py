@@ -13,7 +13,7 @@ PACKINGS = ("documents", "concat")
 class DataConfig:
     """The `data` section of a run's settings."""
 
-    # "embedded": Python's standard library; "synthetic": generated; "fineweb_edu"; "hf:<dataset>";
+    # "embedded": DeepSpeed's Python files; "synthetic": generated; "fineweb_edu"; "hf:<dataset>";
     # or a path: a folder that `nsa data prepare` wrote, a text file, or a folder of text files.
     # Several with weights are a mixture: {/data/web: 0.7, /data/code: 0.3}
     source: str | dict[str, float] = "embedded"

@@ -11,6 +11,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
+from nsa.data.builtin import embedded_note
 from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
@@ -78,6 +79,8 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
             f"train.warmup_steps = {config.train.warmup_steps}: not below train.steps = "
             f"{config.train.steps}, so the learning rate never decays; lower it"
         )
+    if "embedded" in config.data.sources() and (note := embedded_note()):
+        notes.append(note)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     _check_precision(config.train.precision)
     _check_world_size(config.train.sequence_parallel, world_size)

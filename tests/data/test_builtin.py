@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from nsa.data.builtin import embedded, synthetic
+from nsa.data.builtin import (
+    EMBEDDED_SHA256,
+    EMBEDDED_VERSION,
+    embedded,
+    embedded_note,
+    synthetic,
+)
 from nsa.data.config import DataConfig
 from nsa.data.factory import open_source, open_store
 from nsa.data.source import DataError, Source, is_validation
+from tests.ranks import ROOT
 
 
 def texts(source: Source) -> list[bytes]:
@@ -24,39 +31,43 @@ def touch(root: Path, *names: str) -> None:
         (root / name).write_text(f"x = {name!r}\n")
 
 
-def test_the_standard_library_is_enough_to_train_and_validate_on() -> None:
+def test_the_embedded_text_is_enough_to_train_and_validate_on() -> None:
     train, val = (open_store(DataConfig(), "embedded", split) for split in ("train", "val"))
     assert train is not None
     assert val is not None
-    assert len(train) > 4_000_000
+    assert len(train) > 5_000_000
     assert len(val) > 64 * 2_048
 
 
-def test_files_are_sorted_by_path_without_those_that_distributions_change(
-    tmp_path: Path,
-) -> None:
-    kept = ["abc.py", "json/decoder.py", "json/encoder.py", "zipfile/sub/tests.py", "zlib.py"]
-    dropped = [
-        "site-packages/torch/nn.py",
-        "test/test_abc.py",
-        "json/tests/test_json.py",
-        "unittest/test/dummy.py",
-        "idlelib/run.py",
-        "encodings/cp437.py",
-        "config-3.11-x86_64-linux-gnu/python-config.py",
-        "_sysconfigdata__linux_x86_64-linux-gnu.py",
-        "sitecustomize.py",
-        "notes.txt",
-    ]
-    touch(tmp_path, *reversed(kept), *dropped)
-    (tmp_path / "json/__init__.py").write_text("")
+def test_the_embedded_text_is_that_of_the_pinned_package() -> None:
+    assert f"\ndeepspeed=={EMBEDDED_VERSION}\n" in (ROOT / "launch/constraints.txt").read_text()
+    assert embedded().fingerprint == EMBEDDED_SHA256
+    assert embedded_note() is None
+
+
+def test_files_are_sorted_by_path_without_what_an_installation_writes(tmp_path: Path) -> None:
+    kept = ["abc.py", "runtime/a.py", "runtime/zero/b.py", "runtime_a.py", "zlib.py"]
+    touch(tmp_path, *reversed(kept))
+    (tmp_path / "runtime/__init__.py").write_text("")
+    published = embedded(tmp_path)
+    touch(tmp_path, "git_version_info_installed.py", "runtime/__pycache__/a.pyc", "notes.txt")
     assert [document.location for document in embedded(tmp_path).read()] == sorted(kept)
     assert texts(embedded(tmp_path))[0] == b"x = 'abc.py'\n"
+    assert embedded(tmp_path).fingerprint == published.fingerprint
 
 
-def test_a_python_without_sources_is_refused_with_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.source = 'embedded'.*data\.source = 'synthetic'"):
-        embedded(tmp_path)
+def test_other_files_are_noted_and_do_not_resume_a_pass(tmp_path: Path) -> None:
+    touch(tmp_path, "a.py", "b.py")
+    reader = embedded(tmp_path).part(0, 1).read()
+    next(reader)
+    state = json.loads(json.dumps(reader.state()))
+    assert [document.location for document in embedded(tmp_path).read(state)] == ["b.py"]
+    (tmp_path / "b.py").rename(tmp_path / "c.py")
+    with pytest.raises(DataError, match=r"'embedded': its documents changed.*a new folder"):
+        embedded(tmp_path).read(state)
+    with pytest.raises(DataError, match=r"'embedded': its documents changed"):
+        embedded(tmp_path).read({"documents": 1})  # of a version without a fingerprint
+    assert "NOT comparable" in str(embedded_note(tmp_path))
 
 
 @pytest.mark.parametrize("size", [1, 999, 50_000])

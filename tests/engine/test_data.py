@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from nsa.data import builtin
+from nsa.engine.command_line import build_parser, resolve_request
+from nsa.engine.recipe import Recipe
 from nsa.monitor.metrics_csv import read_metrics
 from tests.engine.runs import TINY, alone, deepspeed, losses, succeed
+from tests.engine.small import small
 from tests.ranks import free_port
 
 
@@ -177,3 +181,19 @@ def test_a_dry_run_without_the_hub_reports_unchecked_data(tmp_path: Path) -> Non
     result = without_hub("--set=data.tokenizer=hf:gpt2", "--dry-run", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "DATA NOT REACHED, and not checked: data.tokenizer = 'hf:gpt2'" in result.stdout
+
+
+def test_another_version_of_the_embedded_text_is_noted_in_log_and_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def notes(source: str) -> list[str]:
+        recipe = Recipe("small", "", {"demo": small})
+        words = ["--profile=demo", f"--run-dir={tmp_path}", f"--set=data.source={source}"]
+        request = resolve_request(recipe, build_parser(recipe).parse_args(words))
+        return [note for note in request.notes if "comparable" in note]
+
+    assert notes("embedded") == []
+    monkeypatch.setattr(builtin, "EMBEDDED_SHA256", "that of another version")
+    (note,) = notes("embedded")
+    assert note.endswith(f"fix: pip install deepspeed=={builtin.EMBEDDED_VERSION}")
+    assert notes("synthetic") == []
