@@ -1,8 +1,9 @@
 """Native Sparse Attention: a 125M language model and its training with DeepSpeed.
 
-`import nsa` registers the model with transformers' Auto classes, whether transformers is imported
-before or after it. It imports nothing heavy: an import hook registers the model with an Auto class
-when transformers loads that class.
+`nsa.NSAttention` is a drop-in attention layer, `nsa.ops` its functions. `import nsa` registers the
+model with transformers' Auto classes, whether transformers is imported before or after it. It
+imports nothing heavy: names load at their first use, and an import hook registers the model with
+an Auto class when transformers loads that class.
 """
 
 from __future__ import annotations
@@ -12,6 +13,22 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nsa import ops
+    from nsa.model import NSAttention
+    from nsa.spec import NSASpec
+
+__all__ = ["NSASpec", "NSAttention", "ops"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return import_module("nsa.ops")
+    if name in __all__:
+        return getattr(import_module("nsa.spec" if name == "NSASpec" else "nsa.model"), name)
+    raise AttributeError(f"module 'nsa' has no attribute {name!r}")
 
 
 def _register_config(auto: ModuleType) -> None:

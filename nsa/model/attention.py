@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from nsa.constants import BRANCHES
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor
-from nsa.model.config import ModelConfig
+from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.fused import parallel_linear
 from nsa.ops import (
     PackedLayout,
@@ -23,8 +23,10 @@ from nsa.ops import (
     selected_attention,
     window_attention,
 )
+from nsa.ops.checks import check_documents
 from nsa.ops.documents import document_slices
 from nsa.ops.rotary import RotaryPooled
+from nsa.spec import NSASpec
 
 # Replaces a layer's forward pass during decoding: (layer, x, metadata) -> output.
 CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
@@ -44,6 +46,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config = config
         attention, dense = config.attention, config.attention.kind == "dense"
         self.branches = ("all",) if dense else attention.branch_names
         self.heads, self.kv_heads = config.heads, config.kv_heads
@@ -60,9 +63,22 @@ class Attention(nn.Module):
         self.layout = PackedLayout(*sizes, copies, 0 if dense else len(self.branches))
 
     def forward(
-        self, x: Tensor, metadata: AttentionMetadata, cached: CachedAttention | None = None
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        metadata: AttentionMetadata | None = None,
+        cached: CachedAttention | None = None,
     ) -> Tensor:
-        """[B, T, width] to [B, T, width]."""
+        """Map [B, T, width] to [B, T, width]; cu_seqlens packs documents into a batch of 1.
+
+        `metadata`: what all layers of a model share, instead of cu_seqlens.
+        """
+        if metadata is None:
+            if x.dim() != 3 or x.shape[1] < 1:
+                raise ValueError(f"x has shape {tuple(x.shape)}; it must be [B, T, hidden_size]")
+            check_documents(cu_seqlens, x, "x")
+            metadata = AttentionMetadata.build(self.config, x.shape[1], cu_seqlens, x.device)
         if cached is not None:
             return cached(self, x, metadata)
         parts = self.rotary_pool(self.project(x, metadata), metadata)
@@ -117,10 +133,11 @@ class Attention(nn.Module):
 
 
 class NSAttention(Attention):
-    """Compressed, selected and window branches, mixed by one gate per query head and branch.
+    """Native Sparse Attention of hidden states: a drop-in for a causal attention layer.
 
-    A disabled branch has no parameters. Without the compressed branch, blocks are selected by the
-    mean of the selected branch's keys.
+    Compressed, selected and window branches, mixed by one gate per query head and branch. RoPE and
+    the projections are included; there are no biases. A disabled branch has no parameters. Without
+    the compressed branch, blocks are selected by the mean of the selected branch's keys.
 
     `observer`, if set, receives gates [B, T, Hq, 3], selected blocks [B, T, Hkv, n] and cu_seqlens
     of every forward pass, including recomputed ones. It must not modify them.
@@ -130,9 +147,34 @@ class NSAttention(Attention):
     compiled: bool = False  # `observed` keeps what the observer receives, until `call_observer`
     observed: tuple[Tensor, Tensor, Tensor | None] | None = None
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,  # None: one per query head
+        head_dim: int | None = None,  # None: hidden_size / heads
+        value_dim: int | None = None,  # None: head_dim
+        rope_theta: float = 10_000.0,
+        spec: NSASpec | None = None,
+        **settings: Any,  # the other fields of AttentionConfig
+    ) -> None:
+        if head_dim is None and (heads < 1 or hidden_size % heads):
+            raise ValueError(
+                f"heads = {heads}: does not divide hidden_size = {hidden_size}; give head_dim"
+            )
+        attention = AttentionConfig("nsa", spec=spec or NSASpec(), **settings)
+        config = ModelConfig(
+            width=hidden_size,
+            heads=heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=hidden_size // heads if head_dim is None else head_dim,
+            value_dim=value_dim,
+            rope_theta=rope_theta,
+            attention=attention,
+        )
+        config.validate()
         super().__init__(config)
-        attention = config.attention
         self.spec = attention.spec
         self.compress: Compressor = MeanCompressor()
         if attention.compressor == "mlp":
@@ -219,3 +261,13 @@ class DenseAttention(Attention):
         ]
         o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)  # one document: no copy
         return o.transpose(1, 2)
+
+
+def attention_layer(config: ModelConfig) -> NSAttention | DenseAttention:
+    """Build a block's attention."""
+    if config.attention.kind == "dense":
+        return DenseAttention(config)
+    names = "kv_heads", "head_dim", "value_dim", "rope_theta"
+    settings = {name: getattr(config, name) for name in names}
+    settings |= {k: v for k, v in vars(config.attention).items() if k != "kind"}
+    return NSAttention(config.width, config.heads, **settings)

@@ -10,7 +10,7 @@ from torch import Tensor
 from nsa.model.config import ModelConfig
 from nsa.model.rotary import Rotary
 from nsa.model.sequence_parallel import SequenceParallel
-from nsa.ops.documents import compressed_cu_seqlens
+from nsa.ops.documents import block_starts, repeat_per_document
 from nsa.spec import NSASpec
 
 
@@ -38,23 +38,14 @@ class AttentionMetadata:
         spec, head_dim, theta = config.attention.spec, config.head_dim, config.rope_theta
         position = torch.arange(seq_len, device=device)
         if cu_seqlens is not None:
-            position = position - _repeat_per_document(cu_seqlens[:-1], cu_seqlens, seq_len)
+            position = position - repeat_per_document(cu_seqlens[:-1], cu_seqlens, seq_len)
         rotary = Rotary.at(position, head_dim, theta)
         if config.attention.kind == "dense":
             return cls(cu_seqlens, rotary, sequence=sequence)
-        if cu_seqlens is None:
-            start = torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
-            offset = start
-        else:
-            blocks = compressed_cu_seqlens(cu_seqlens, spec)
-            count = int(blocks[-1])  # the step's only host synchronization
-            number = torch.arange(count, device=device)
-            number = number - _repeat_per_document(blocks[:-1], blocks, count)
-            start = number * spec.block_stride
-            offset = start + _repeat_per_document(cu_seqlens[:-1], blocks, count)
+        first = block_starts(seq_len, cu_seqlens, spec, device)  # [N]
         inside = torch.arange(spec.block_len, device=device)
-        last = Rotary.at(start + spec.block_len - 1, head_dim, theta)
-        tables = offset[:, None] + inside, _covering_blocks(offset, spec, seq_len)
+        last = Rotary.at(position[first] + spec.block_len - 1, head_dim, theta)
+        tables = first[:, None] + inside, _covering_blocks(first, spec, seq_len)
         return cls(cu_seqlens, rotary, *tables, last, sequence)
 
 
@@ -69,8 +60,3 @@ def _covering_blocks(first: Tensor, spec: NSASpec, seq_len: int) -> Tensor:
     block = torch.searchsorted(first, token - spec.block_len, right=True)[:, None]
     block = block + torch.arange(-(-spec.block_len // spec.block_stride), device=first.device)
     return torch.where(block < after[:, None], block, -1)
-
-
-def _repeat_per_document(values: Tensor, offsets: Tensor, count: int) -> Tensor:
-    """Repeat each document's value for each of the `count` entries between its offsets."""
-    return values.long().repeat_interleave((offsets[1:] - offsets[:-1]).long(), output_size=count)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nsa.model.attention import CachedAttention, DenseAttention, NSAttention
+from nsa.model.attention import CachedAttention, attention_layer
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.config import ModelConfig
 from nsa.model.fused import add_norm, parallel_linear
@@ -36,10 +36,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        sparse = config.attention.kind == "nsa"
         self.backend = config.attention.backend
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.attention = NSAttention(config) if sparse else DenseAttention(config)
+        self.attention = attention_layer(config)
         self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = SwiGLU(config.width, config.mlp_width, self.backend)
 
@@ -55,6 +54,6 @@ class Block(nn.Module):
         The first block gets no delta.
         """
         x, normed = add_norm(x, delta, self.attention_norm, self.backend)
-        delta = self.attention(normed, metadata, cached)
+        delta = self.attention(normed, metadata=metadata, cached=cached)
         x, normed = add_norm(x, delta, self.mlp_norm, self.backend)
         return x, self.mlp(normed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nsa.ops import triton
@@ -23,7 +24,7 @@ from nsa.ops.checks import (
     check_pair,
     check_scale,
 )
-from nsa.ops.documents import compressed_cu_seqlens
+from nsa.ops.documents import block_starts, compressed_cu_seqlens
 from nsa.ops.inputs import AttentionInputs, PackedLayout, SelectionInputs
 from nsa.ops.normalization import add_rms_norm
 from nsa.ops.rotary import rotary_pool
@@ -33,6 +34,7 @@ __all__ = [
     "NSASpec",
     "PackedLayout",
     "add_rms_norm",
+    "compress_mean",
     "compressed_attention",
     "compressed_cu_seqlens",
     "fallback_counts",
@@ -45,6 +47,19 @@ __all__ = [
     "swiglu",
     "window_attention",
 ]
+
+
+def compress_mean(k: Tensor, spec: NSASpec, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Return the mean of each compressed block of keys or values [B, T, H, D]: [B, N, H, D].
+
+    Keys must be rotated already. `rotary_pool` computes the same in one pass over a projection.
+    """
+    if k.dim() != 4:
+        raise ValueError(f"k has shape {tuple(k.shape)}; it must be [B, T, heads, size]")
+    check_documents(cu_seqlens, k, "k")
+    first = block_starts(k.shape[1], cu_seqlens, spec, k.device)
+    tokens = first[:, None] + torch.arange(spec.block_len, device=k.device)  # [N, l]
+    return k[:, tokens].mean(2, dtype=torch.promote_types(k.dtype, torch.float32)).to(k.dtype)
 
 
 def compressed_attention(

@@ -22,6 +22,23 @@ def compressed_cu_seqlens(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
     return torch.cat([blocks.new_zeros(1), blocks.cumsum(0)]).to(torch.int32)
 
 
+def block_starts(
+    seq_len: int, cu_seqlens: Tensor | None, spec: NSASpec, device: torch.device
+) -> Tensor:
+    """First tokens of all documents' compressed blocks, int64 [N]; N is read from the device."""
+    if cu_seqlens is None:
+        return torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
+    blocks = compressed_cu_seqlens(cu_seqlens, spec)
+    count = int(blocks[-1])  # the step's only host synchronization
+    number = torch.arange(count, device=device) - repeat_per_document(blocks[:-1], blocks, count)
+    return repeat_per_document(cu_seqlens[:-1], blocks, count) + number * spec.block_stride
+
+
+def repeat_per_document(values: Tensor, offsets: Tensor, count: int) -> Tensor:
+    """Repeat each document's value for each of the `count` entries between its offsets."""
+    return values.long().repeat_interleave((offsets[1:] - offsets[:-1]).long(), output_size=count)
+
+
 def document_slices(seq_len: int, cu_seqlens: Tensor | None) -> list[slice]:
     """The positions of each document; one document if `cu_seqlens` is None."""
     if cu_seqlens is None:

@@ -82,7 +82,7 @@ def test_nsa_is_the_gated_sum_of_its_three_branches(name: str) -> None:
     gates = torch.sigmoid(x @ attention.gates.weight.T).view(1, LENGTH, 4, 3).numpy()
     o = np.einsum("bthc,cbthd->bthd", gates, np.stack(branches))
     expected = torch.from_numpy(o).flatten(2) @ attention.o.weight.T
-    torch.testing.assert_close(attention(x, metadata), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(attention(x, metadata=metadata), expected, rtol=1e-5, atol=1e-7)
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def test_dense_is_plain_causal_attention() -> None:
     v = (x @ attention.v.weight.T).view(1, LENGTH, 2, 5).numpy()
     o = naive.window_attention(q, k, v, LENGTH, 6**-0.5)
     expected = torch.from_numpy(o).flatten(2) @ attention.o.weight.T
-    torch.testing.assert_close(attention(x, metadata), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(attention(x, metadata=metadata), expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", NSA)

@@ -62,7 +62,7 @@ def test_a_subset_equals_all_branches_with_the_others_gated_to_zero(
         model_of = {"layer": layer, "full": full}
         x = torch.randn(1, LENGTH, 24, dtype=torch.float64)
         metadata = AttentionMetadata.build(subset.config, LENGTH, cu_seqlens, x.device)
-        out = {name: attention(x, metadata) for name, attention in model_of.items()}
+        out = {name: attention(x, metadata=metadata) for name, attention in model_of.items()}
         torch.testing.assert_close(out["layer"], out["full"], rtol=0, atol=1e-12)
     assert len(open_gates) == 2
 

@@ -1,0 +1,166 @@
+"""`nsa.NSAttention` and `nsa.ops.compress_mean` as a user calls them: tensors in, tensors out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nsa
+from tests.model.models import ATTENTIONS, SPEC, build, packed, tiny
+from tests.ops import naive
+
+NSA = [name for name in ATTENTIONS if name != "dense"]
+
+
+def layer(**settings: object) -> nsa.NSAttention:
+    """A float64 layer whose gates differ from ½."""
+    torch.manual_seed(0)
+    built = nsa.NSAttention(24, 4, kv_heads=2, spec=SPEC, **settings)
+    return built.double()
+
+
+def hidden(length: int, batch: int = 1) -> Tensor:
+    return torch.randn(batch, length, 24, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", NSA)
+@pytest.mark.parametrize("cu_seqlens", [None, packed(5, 1, 15)], ids=["one", "packed"])
+def test_a_layer_continues_from_the_weights_of_a_model(
+    name: str, cu_seqlens: Tensor | None
+) -> None:
+    model = build(tiny(name))
+    block = model.blocks[1].attention
+    settings = ATTENTIONS[name]
+    drop_in = layer(
+        head_dim=6,
+        value_dim=5,
+        compressor=settings.compressor,
+        compressor_hidden=settings.compressor_hidden,
+        shared_kv=settings.shared_kv,
+    )
+    drop_in.load_state_dict(block.state_dict())
+    inputs: list[Tensor] = []
+    hook = block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    outputs: list[Tensor] = []
+    block.register_forward_hook(lambda _, args, output: outputs.append(output))
+    model(torch.randint(61, (1, 21)), cu_seqlens=cu_seqlens)
+    hook.remove()
+    torch.testing.assert_close(drop_in(inputs[0], cu_seqlens), outputs[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compressor", ["mean", "mlp"])
+def test_any_length_works_and_no_token_sees_a_later_one(compressor: str) -> None:
+    attention, x = layer(compressor=compressor), hidden(20, batch=2)
+    expected = attention(x)
+    for length in range(1, 20):
+        torch.testing.assert_close(attention(x[:, :length]), expected[:, :length])
+        attention.zero_grad()
+        attention(x[:, :length]).square().sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in attention.parameters())
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    attention, x = layer(), hidden(20)
+    alone = [attention(x[:, start:stop]) for start, stop in ((0, 3), (3, 4), (4, 20))]
+    torch.testing.assert_close(attention(x, packed(3, 1, 16)), torch.cat(alone, 1))
+
+
+def test_a_layer_compiles_without_a_graph_break() -> None:
+    attention, x = layer(), hidden(20)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), attention(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((10, 4, {}), "heads = 4: does not divide hidden_size = 10; give head_dim"),
+        ((24, 4, {"kv_heads": 3}), "not a multiple of"),
+        ((12, 4, {}), "head_dim = 3: RoPE rotates pairs; make it even"),
+        ((24, 4, {"branches": "all"}), "attention.branches = 'all'"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(arguments: tuple, message: str) -> None:
+    hidden_size, heads, settings = arguments
+    with pytest.raises(ValueError, match=message):
+        nsa.NSAttention(hidden_size, heads, **settings)
+
+
+@pytest.mark.parametrize("shape", [(1, 0, 24), (20, 24)])
+def test_inputs_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"it must be \[B, T, hidden_size\]"):
+        layer()(torch.zeros(shape, dtype=torch.float64))
+    with pytest.raises(ValueError, match="must ascend from 0 to T = 20"):
+        layer()(hidden(20), packed(3, 4))
+
+
+@pytest.mark.parametrize("documents", [(21,), (3, 1, 17), (2, 1), (1,)])
+def test_compress_mean_is_the_mean_of_each_block(documents: tuple[int, ...]) -> None:
+    length, cu_seqlens = sum(documents), packed(*documents)
+    k = torch.randn(1, length, 2, 3, dtype=torch.float64, requires_grad=True)
+    means = [
+        k[:, start + block.start : start + block.stop].mean(1)
+        for start, stop in naive.spans(length, cu_seqlens.tolist())
+        for block in naive.compressed_blocks(stop - start, SPEC)
+    ]
+    expected = torch.stack(means, 1) if means else k[:, :0]
+    pooled = nsa.ops.compress_mean(k, SPEC, cu_seqlens)
+    torch.testing.assert_close(pooled, expected)
+    if len(documents) == 1:
+        torch.testing.assert_close(nsa.ops.compress_mean(k, SPEC), expected)
+    (pooled**2).sum().backward()
+    found, k.grad = k.grad, None
+    (expected**2).sum().backward()
+    torch.testing.assert_close(found, k.grad)
+
+
+def test_a_mean_in_bf16_is_rounded_once() -> None:
+    k = torch.randn(2, 40, 2, 8)
+    expected = nsa.ops.compress_mean(k.bfloat16().float(), SPEC).bfloat16()
+    assert torch.equal(nsa.ops.compress_mean(k.bfloat16(), SPEC), expected)
+
+
+def test_a_llama_trains_with_its_attention_replaced() -> None:
+    """Transformers' model, a client not written here; the layer adapts in two lines."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class SelfAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nsa = nsa.NSAttention(32, 4, kv_heads=2, spec=SPEC)
+
+        def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
+            return self.nsa(hidden_states), None
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    model = LlamaForCausalLM(config)
+    for decoder in model.model.layers:
+        decoder.self_attn = SelfAttention()
+    ids = torch.randint(61, (2, 30))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_importing_the_package_does_not_load_torch() -> None:
+    script = "import sys, nsa; nsa.NSASpec; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'NSAtention'"):
+        _ = nsa.NSAtention
