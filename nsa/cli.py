@@ -66,9 +66,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
 
     about = "validate a DeepSpeed JSON against the M7C recipe; print it with 'auto' resolved"
-    check = verbs.add_parser("check", help=about, description=about)
+    codes = "Exit code: 0 if the recipe takes the file, 2 with a line per key to change."
+    check = verbs.add_parser("check", help=about, description=about, epilog=codes)
     check.add_argument("ds_config", type=Path, help="e.g. ds_configs/zero1_pcie.json")
     check.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    check.add_argument("--quiet", action="store_true", help="print only the verdict")
     check.set_defaults(run=_check)
 
     add_data_parser(verbs)
@@ -105,11 +107,15 @@ def _check(args: argparse.Namespace) -> int:
     positive_flags(args, "ranks")
     # Importing DeepSpeed logs to stdout, which must only hold the JSON.
     with contextlib.redirect_stdout(io.StringIO()):
-        from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+        from nsa.engine.ds_config import load_ds_config, resolve_ds_config, verdict
 
         raw, source = load_ds_config(args.ds_config), str(args.ds_config)
         resolved = resolve_ds_config(raw, RunConfig(), world_size=args.ranks, source=source)
-    print(json.dumps(resolved, indent=2))
+    if args.quiet:
+        print(verdict(resolved, args.ranks))
+    else:
+        print(json.dumps(resolved, indent=2))
+        print(verdict(resolved, args.ranks), file=sys.stderr)  # so that stdout is JSON
     return 0
 
 

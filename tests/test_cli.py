@@ -119,13 +119,45 @@ def test_info_counts_the_m7c_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert 700 < m7c < dense < 1_500  # MFLOP: about 6 per parameter, plus attention
 
 
-def test_check_prints_the_resolved_deepspeed_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_the_resolved_deepspeed_config_and_a_verdict(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["check", str(DS_CONFIG), "--ranks", "2"]) == 0
-    output = capsys.readouterr().out
-    resolved = json.loads(output)
-    assert "auto" not in output
+    output = capsys.readouterr()
+    resolved = json.loads(output.out)
+    assert "auto" not in output.out
     assert resolved["train_batch_size"] == 64  # 8 sequences, 4 micro-batches, 2 ranks
     assert resolved["zero_optimization"]["stage"] == 1
+    verdict = "ok: ZeRO-1, bf16, gradients accumulated in fp32, 64 sequences per step on 2 ranks\n"
+    assert output.err == verdict
+    assert main(["check", str(DS_CONFIG), "--quiet"]) == 0
+    assert capsys.readouterr().out == verdict
+
+
+def test_check_lists_every_key_to_change_and_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text('{"zero_optimization": {"stage": 1}, "amp": {}, "gradient_clipping": 3}')
+    for flags in ([], ["--quiet"]):
+        assert main(["check", str(file), *flags]) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        first, *lines = output.err.splitlines()
+        assert first == f"nsa: {file}: 2 keys to change:"
+        assert [line.split()[0] for line in lines] == ["amp", "gradient_clipping"]
+
+
+def test_check_does_not_import_the_compiler() -> None:
+    """It is a second of the command's three; transformers and datasets are as slow."""
+    code = (
+        "import sys\n"
+        "from nsa.cli import main\n"
+        f"main(['check', {str(DS_CONFIG)!r}, '--quiet'])\n"
+        "sys.exit(str({'torch._dynamo', 'transformers', 'datasets'} & {*sys.modules}))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stderr.splitlines()[-1:] == ["set()"]
 
 
 def test_compare_and_report_print_the_files_they_wrote(

@@ -7,9 +7,11 @@ effect are errors, and each number is set in one place: the recipe or the JSON.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -98,33 +100,41 @@ def resolve_ds_config(
 ) -> dict[str, Any]:
     """Check `raw` and return the dictionary for `deepspeed.initialize`.
 
-    Raises a ValueError with key, value and fix for a key that DeepSpeed would ignore or refuse, or
-    that contradicts the recipe.
+    Raises a ValueError with a line for every key that DeepSpeed would ignore or refuse, or that
+    contradicts the recipe: key, value and fix.
     """
-    _check_optimizer(raw, source)
-    for path, value in walk(raw):
-        error = key_error(path, value)
-        if error:
-            raise ValueError(f"{_at(path, value, source)}: {error}")
     owned = owned_values(config, world_size)
-    resolved = _fill(raw, owned, source)
-    mode = _zero_mode(resolved, source)
-    for path, value in walk(raw):
-        refusal = next((r for r in REFUSALS if r.applies(path, mode)), None)
-        if refusal and path not in owned:
-            raise ValueError(f"{_at(path, value, source)}: {refusal.why}; remove it{refusal.fix}")
-    recompute, block = config.model.activation_checkpointing, raw.get("activation_checkpointing")
-    if block is not None and recompute != "deepspeed":
-        raise ValueError(
-            f"{_at('activation_checkpointing', block, source)}: no effect with "
-            f"model.activation_checkpointing = {recompute!r}; remove it, or set "
-            "model.activation_checkpointing=deepspeed"
-        )
-    if mode.buckets:
-        resolved["zero_optimization"].setdefault("reduce_bucket_size", REDUCE_BUCKET)
-    resolved.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
-    _check_values(resolved, source)
+    resolved = _fill(raw, owned)
+    problems: dict[str, str] = {}
+    for path, problem in _problems(raw, resolved, config, owned):
+        parents = accumulate(path.split("."), "{}.{}".format)
+        if not any(parent in problems for parent in parents):  # one line for a block
+            problems[path] = problem
+    if not problems:
+        mode = _zero_mode(resolved)
+        if mode.buckets:
+            resolved["zero_optimization"].setdefault("reduce_bucket_size", REDUCE_BUCKET)
+        resolved.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
+        problems = dict(_refused_values(resolved, source))
+    if len(problems) == 1:
+        [(path, problem)] = problems.items()
+        raise ValueError(f"{_at(raw, path)} in {source}{problem}")
+    if problems:
+        lines = [f"\n  {_at(raw, path)}{problem}" for path, problem in problems.items()]
+        raise ValueError(f"{source}: {len(lines)} keys to change:{''.join(lines)}")
     return resolved
+
+
+def verdict(resolved: dict[str, Any], world_size: int) -> str:
+    """Return what a resolved config is, in one line."""
+    mode, zero = _zero_mode(resolved), resolved["zero_optimization"]
+    batch, ranks = resolved["train_batch_size"], "rank" if world_size == 1 else "ranks"
+    parts = [f"ZeRO-{mode.stage}", mode.precision, f"gradients accumulated in {mode.accumulation}"]
+    if mode.buckets:
+        overlap = "overlapped" if mode.overlap else "not overlapped"
+        parts.append(f"buckets of {zero['reduce_bucket_size']:,.0f} elements, {overlap}")
+    parts += [f"offload to {device}" for device in sorted(mode.devices - {"none"})]
+    return f"ok: {', '.join(parts)}, {batch} sequences per step on {world_size} {ranks}"
 
 
 def owned_values(config: RunConfig, world_size: int) -> dict[str, Owned]:
@@ -165,7 +175,7 @@ def tolerance(resolved: dict[str, Any]) -> Tolerance:
     Elsewhere ranks reduce different tensors, and BF16_Optimizer computes different norms: ranks
     clip differently and may disagree about skipping a step.
     """
-    mode = _zero_mode(resolved, "the resolved DeepSpeed config")
+    mode = _zero_mode(resolved)
     reduced_once = mode.stage == 0 or mode.bf16_optimizer
     return Tolerance(
         double_fire=reduced_once or (mode.stage == 1 and not mode.overlap),
@@ -173,39 +183,70 @@ def tolerance(resolved: dict[str, Any]) -> Tolerance:
     )
 
 
-def _check_optimizer(raw: dict[str, Any], source: str) -> None:
-    """Require torch's AdamW, as DeepSpeed's Adam is a C++ extension that it builds at start."""
-    if "optimizer" not in raw:
-        return
-    block = _block(raw, "optimizer", source)
-    kind, params = block.get("type"), _block({"params": {}} | block, "params", source)
-    torch_adam = params.get("torch_adam")
-    if str(kind).lower() not in ("adam", "adamw"):
-        raise ValueError(f'{_at("optimizer.type", kind, source)}: not supported; write "AdamW"')
-    if torch_adam is not True:
-        raise ValueError(
-            f"{_at('optimizer.params.torch_adam', torch_adam, source)}: DeepSpeed would compile "
-            'its Adam at the first start; write "torch_adam": true, and "fused": true for speed'
+def _problems(
+    raw: dict[str, Any], resolved: dict[str, Any], config: RunConfig, owned: dict[str, Owned]
+) -> Iterator[tuple[str, str]]:
+    """Yield the path of each key to change, and why and how; a path may come more than once."""
+    keys = list(walk(raw))
+    errors = [(path, f": {error}") for path, value in keys if (error := key_error(path, value))]
+    yield from errors
+    if "optimizer" in raw:
+        yield from _optimizer_problems(block_of(raw, "optimizer"))
+    stage = block_of(raw, "zero_optimization").get("stage")
+    if "zero_optimization" not in raw:
+        if not any('"zero_optimization' in error for _, error in errors):  # misspelt, or outside it
+            yield "zero_optimization", '; write a block: "zero_optimization": {…}'
+    elif isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        yield "zero_optimization.stage", ": write 0, 1, 2 or 3"
+    else:
+        mode = _zero_mode(resolved)
+        for path, _ in keys:
+            refusal = next((r for r in REFUSALS if r.applies(path, mode)), None)
+            if refusal and path not in owned:
+                yield path, f": {refusal.why}; remove it{refusal.fix}"
+        allowed = {mode.precision} if stage == 0 else {mode.precision, "fp32"}
+        if mode.accumulation not in allowed:
+            yield (
+                "data_types.grad_accum_dtype",
+                f": stage {stage} with train.precision = {mode.precision!r} accumulates in "
+                f"{' or '.join(sorted(allowed))}; write that, or remove it",
+            )
+    recompute = config.model.activation_checkpointing
+    if "activation_checkpointing" in raw and recompute != "deepspeed":
+        yield (
+            "activation_checkpointing",
+            f": no effect with model.activation_checkpointing = {recompute!r}; remove it, or set "
+            "model.activation_checkpointing=deepspeed",
         )
-
-
-def _fill(raw: dict[str, Any], owned: dict[str, Owned], source: str) -> dict[str, Any]:
-    """Return `raw` with the recipe's values; refuse contradictions and "auto" elsewhere."""
-    for path, value in walk(raw):
+    for path, value in keys:
         if path not in owned:
             if value == "auto":
-                raise ValueError(
-                    f'{_at(path, value, source)}: only keys that the recipe sets may be "auto" '
-                    f"({', '.join(owned)}); write a value or remove it"
-                )
+                yield path, ': only what the recipe sets may be "auto"; write a value or remove it'
             continue
         expected = owned[path].value
         same = value == expected and isinstance(value, bool) == isinstance(expected, bool)
         if value != "auto" and not same:
-            raise ValueError(
-                f'{_at(path, value, source)}, but {owned[path].origin}; write "auto" in the JSON '
-                f"or set {owned[path].settings} to match"
+            yield (
+                path,
+                f', but {owned[path].origin}; write "auto" in the JSON or set '
+                f"{owned[path].settings} to match",
             )
+
+
+def _optimizer_problems(block: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Require torch's AdamW, as DeepSpeed's Adam is a C++ extension that it builds at start."""
+    if str(block.get("type")).lower() not in ("adam", "adamw"):
+        yield "optimizer.type", ': not supported; write "AdamW"'
+    if block_of(block, "params").get("torch_adam") is not True:
+        yield (
+            "optimizer.params.torch_adam",
+            ": DeepSpeed would compile its Adam at the first start; write "
+            '"torch_adam": true, and "fused": true for speed',
+        )
+
+
+def _fill(raw: dict[str, Any], owned: dict[str, Owned]) -> dict[str, Any]:
+    """Return `raw` with the recipe's values."""
     resolved = deepcopy(raw)
     resolved.setdefault("optimizer", deepcopy(OPTIMIZER))
     for path, setting in owned.items():
@@ -214,50 +255,37 @@ def _fill(raw: dict[str, Any], owned: dict[str, Owned], source: str) -> dict[str
     return resolved
 
 
-def _zero_mode(resolved: dict[str, Any], source: str) -> ZeroMode:
+def _zero_mode(resolved: dict[str, Any]) -> ZeroMode:
     """Return the settings that determine DeepSpeed's optimizer class."""
-    zero = _block(resolved, "zero_optimization", source)
-    stage = zero.get("stage")
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ValueError(f"{_at('zero_optimization.stage', stage, source)}: write 0, 1, 2 or 3")
+    zero = resolved["zero_optimization"]
     precision = next((p for p in ("bf16", "fp16") if resolved[p]["enabled"]), "fp32")
-    accumulation = resolved.get("data_types", {}).get("grad_accum_dtype") or precision
+    accumulation = block_of(resolved, "data_types").get("grad_accum_dtype") or precision
     try:
         accumulation = DTYPES[str(DtypeEnum(accumulation).value)]
     except (KeyError, ValueError):
         accumulation = str(accumulation)
-    allowed = {precision} if stage == 0 else {precision, "fp32"}
-    if accumulation not in allowed:
-        raise ValueError(
-            f"{_at('data_types.grad_accum_dtype', accumulation, source)}: stage {stage} with "
-            f"train.precision = {precision!r} accumulates in {' or '.join(sorted(allowed))}; "
-            "write that, or remove it"
-        )
-    offloads = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
+    offloads = [block_of(zero, name) for name in ("offload_optimizer", "offload_param")]
     overlap = zero.get("overlap_comm")
     return ZeroMode(
-        stage=stage,
+        stage=zero["stage"],
         precision=precision,
         accumulation=accumulation,
-        overlap=stage == 3 if overlap is None else bool(overlap),
+        overlap=zero["stage"] == 3 if overlap is None else bool(overlap),
         static_scale=bool(resolved["fp16"].get("loss_scale")),
-        devices=frozenset(
-            str(block.get("device")) for block in offloads if isinstance(block, dict)
-        ),
+        devices=frozenset(str(block["device"]) for block in offloads if "device" in block),
     )
 
 
-def _check_values(resolved: dict[str, Any], source: str) -> None:
-    """Let DeepSpeed parse the result; name file and key in its errors."""
+def _refused_values(resolved: dict[str, Any], source: str) -> Iterator[tuple[str, str]]:
+    """Let DeepSpeed parse the result; yield the keys whose values it refuses."""
     # Without train_batch_size, which DeepSpeed would compare with the current process group.
     parsed = {key: value for key, value in resolved.items() if key != "train_batch_size"}
     try:
         DeepSpeedConfig(deepcopy(parsed))
     except ValidationError as error:
-        first = error.errors()[0]
         block = next((name for name, model in MODELS.items() if model.__name__ == error.title), "")
-        path = ".".join((block, *map(str, first["loc"]))).strip(".")
-        raise ValueError(f"{_at(path, first['input'], source)}: {first['msg']}") from error
+        for one in error.errors():
+            yield ".".join((block, *map(str, one["loc"]))).strip("."), f": {one['msg']}"
     except (ValueError, AssertionError, DeepSpeedConfigError) as error:
         raise ValueError(f"{source}: DeepSpeed refuses it: {error}") from error
 
@@ -266,20 +294,22 @@ def _parent(tree: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
     """Return the block of a dotted path, created if missing, and the path's last name."""
     *parents, name = path.split(".")
     for parent in parents:
-        tree = tree.setdefault(parent, {})
+        block = block_of(tree, parent)
+        tree[parent] = block
+        tree = block
     return tree, name
 
 
-def _block(config: dict[str, Any], name: str, source: str) -> dict[str, Any]:
-    block = config.get(name)
-    if not isinstance(block, dict):
-        problem = f"{source}: {name} is missing" if block is None else _at(name, block, source)
-        raise ValueError(f'{problem}; write a block: "{name}": {{…}}')
-    return block
+def block_of(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a block; an empty one if it is missing or no block."""
+    block = tree.get(name)
+    return block if isinstance(block, dict) else {}
 
 
-def _at(path: str, value: Any, source: str) -> str:
-    return f"{path} = {_short(value)} in {source}"
+def _at(raw: dict[str, Any], path: str) -> str:
+    """Return "key = value" for an error's line, or "key is missing"."""
+    found = dict(walk(raw))
+    return f"{path} = {_short(found[path])}" if path in found else f"{path} is missing"
 
 
 def _short(value: Any) -> str:

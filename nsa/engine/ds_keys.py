@@ -48,7 +48,8 @@ def key_error(path: str, value: Any) -> str | None:
     if path in REMOVED:
         return f"DeepSpeed {deepspeed.__version__} no longer has it; {REMOVED[path]}"
     if path in renamed_keys():
-        return f'this is an old name; write "{renamed_keys()[path]}"'
+        number = " with a number" if value == "auto" else ""
+        return f'this is an old name; write "{renamed_keys()[path]}"{number}'
     *parents, name = path.split(".")
     siblings = known_keys()
     for parent in parents:

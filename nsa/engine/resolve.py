@@ -184,7 +184,10 @@ def _cast(kind: Any, value: Any, name: str) -> Any:
         raise ValueError(f"{name} = {str(value)[:40]}…: is too large; make it at most {LARGEST}")
     if type(value) in allowed:
         return value
-    raise ValueError(f"{name} = {value!r}: must be {' or '.join(KINDS[kind] for kind in allowed)}")
+    number = _number(value) if int in allowed and not isinstance(value, bool) else None
+    fix = f"; write {number:.0f}" if number is not None and number.is_integer() else ""
+    kinds = " or ".join(KINDS[kind] for kind in allowed)
+    raise ValueError(f"{name} = {value!r}: must be {kinds}{fix}")
 
 
 def _number(value: Any) -> float | None:

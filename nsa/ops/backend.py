@@ -46,7 +46,7 @@ def dispatch(
     return blockwise
 
 
-@torch.compiler.assume_constant_result
+@triton.constant_result
 def _count(operation: str, backend: str, reason: str) -> None:
     _fallbacks[operation, backend, reason] += 1
 

@@ -1,6 +1,7 @@
 """Worker of test_ds_config_engine.py: DeepSpeed's engine with a tiny stack of layers.
 
-`steps` trains each config on one process, with the middle layer used once and twice; `missing`
+`steps` trains each config on one process, with the middle layer used once and twice; `once` only
+in bf16 with the layer used once, and configs may be paths without `.json`; `missing`
 leaves one rank of two without its gradient. Prints one JSON list per case.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +83,15 @@ def train(engine: Any, precision: str, middle: str) -> dict[str, Any]:
 
 def main() -> None:
     start_ranks(Ranks.from_environment())
-    if sys.argv[1] == "steps":
+    cases = {
+        "once": [("bf16", "once")],
+        "steps": list(product(("bf16", "fp32"), ("once", "twice"))),
+    }
+    if sys.argv[1] in cases:
         for name in sys.argv[2:]:
-            for precision in ("bf16", "fp32"):
-                for middle in ("once", "twice"):
-                    engine = build(name, precision)
-                    print(json.dumps([name, precision, middle, train(engine, precision, middle)]))
+            for precision, middle in cases[sys.argv[1]]:
+                engine = build(name, precision)
+                print(json.dumps([name, precision, middle, train(engine, precision, middle)]))
     else:
         for name in sys.argv[2:]:
             engine = build(name, "bf16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,6 +16,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.ds_keys import key_error, walk
 from nsa.engine.ds_refusals import REFUSALS
+from tests.engine.stock_configs import STOCK, fixed
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 SHIPPED = (
@@ -160,7 +162,7 @@ def test_only_the_stage_is_required() -> None:
 def test_auto_is_refused_for_keys_that_the_recipe_does_not_own() -> None:
     message = refusal_of(json_with(zero_optimization__reduce_bucket_size="auto"))
     assert 'zero_optimization.reduce_bucket_size = "auto" in mine.json' in message
-    assert "train_batch_size" in message  # the message lists the owned keys
+    assert "write a value or remove it" in message
 
 
 def test_resolving_does_not_modify_its_input() -> None:
@@ -289,7 +291,34 @@ def test_every_refusal_has_a_case_above() -> None:
 def test_a_missing_zero_block_is_refused() -> None:
     raw = json_with()
     del raw["zero_optimization"]
-    assert 'zero_optimization is missing; write a block: "zero_optimization"' in refusal_of(raw)
+    message = refusal_of(raw)
+    assert (
+        message
+        == 'zero_optimization is missing in mine.json; write a block: "zero_optimization": {…}'
+    )
+
+
+# --- configs of other projects ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_a_stock_config_of_another_project_gets_one_line_per_key_and_is_accepted_once_fixed(
+    name: str,
+) -> None:
+    first, *lines = refusal_of(STOCK[name]).splitlines()
+    assert first == f"mine.json: {len(lines)} keys to change:"
+    paths = [re.fullmatch(r"  ([\w.]+)( = .+?| is missing): .+", line)[1] for line in lines]
+    assert len(set(paths)) == len(lines)
+    assert not [path for path in paths if path.startswith(("scheduler.", "monitor_config."))]
+    for line in lines:
+        assert re.search(r'remove it|write "', line), line
+    resolve(fixed(STOCK[name], paths))
+
+
+def test_a_scheduler_without_parameters_is_one_line_too() -> None:
+    message = refusal_of(json_with(scheduler={"type": "OneCycle"}))
+    assert message.count("\n") == 0
+    assert "train.warmup_steps" in message
 
 
 # --- supported keys --------------------------------------------------------------------------

@@ -67,6 +67,8 @@ def test_a_mixture_is_one_value_with_free_keys(tmp_path: Path) -> None:
         ("train=3", ["train", "section"]),
         ("train.steps=many", ["train.steps", "'many'", "a whole number"]),
         ("train.steps=2.5", ["train.steps", "2.5", "a whole number"]),
+        ("train.steps=1e3", ["train.steps = '1e3'", "a whole number; write 1000"]),
+        ("train.steps=2000.0", ["a whole number; write 2000"]),
         ("train.steps=true", ["train.steps", "True"]),
         ("train.learning_rate=fast", ["train.learning_rate", "'fast'", "a number"]),
         ("train.learning_rate=-1", ["train.learning_rate", "-1"]),

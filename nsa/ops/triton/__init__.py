@@ -9,7 +9,9 @@ points import them at the first call, because importing Triton is slow.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch import Tensor
 from nsa.ops.inputs import AttentionInputs, RotaryPoolInputs, SelectionInputs
 from nsa.spec import NSASpec
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 MAX_HEAD_SIZE = 256
 MAX_PROGRAMS = 65_535  # of the second and third dimension of a grid
 MIN_CAPABILITY = (8, 0)  # bf16 matrix products need it
@@ -42,7 +45,17 @@ def unsupported_reason(
     return _missing(x.device)
 
 
-@torch.compiler.assume_constant_result
+def constant_result(function: Function) -> Function:
+    """Let compiled code call `function` once, when it is compiled, and keep the result.
+
+    torch.compiler.assume_constant_result sets the same mark, and imports all of torch._dynamo for
+    it: a second at the start of every command.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_result
 def _missing(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "the package triton is not installed"
