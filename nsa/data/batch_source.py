@@ -14,9 +14,9 @@ from typing import Any
 
 from nsa.data.batches import Batch, Batches, to_batch
 from nsa.data.config import DataConfig
-from nsa.data.factory import open_source, open_store
+from nsa.data.factory import fits_in_memory, held_out, is_indexed, open_source, open_store
 from nsa.data.order import key
-from nsa.data.source import DataError, State
+from nsa.data.source import ALL, DataError, State
 from nsa.data.stream import NO_DOCUMENT, stream_rows
 from nsa.data.token_store import TokenStore, coverage
 from nsa.data.tokenizer import build_tokenizer
@@ -75,7 +75,11 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
         text = _text_settings(config, seed)
         # Opened here as well: a missing source is refused before a worker or an engine starts.
         sizes = [open_source(config, name).size() for name in config.sources()]
-        self.fingerprint = f"{key('stream', tokenizer.fingerprint, repr(text), repr(sizes)):016x}"
+        identity = [tokenizer.fingerprint, repr(text), repr(sizes)]
+        divisions = [held_out(config, name) for name in config.sources()]
+        if any(division.by_position for division in divisions):
+            identity.append(repr(divisions))
+        self.fingerprint = f"{key('stream', *identity):016x}"
         self.vocab_size = tokenizer.vocab_size
         self.tokenizer = tokenizer.name
         self.tokenizer_fingerprint = tokenizer.fingerprint
@@ -130,18 +134,25 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
 
 
 def open_batches(config: DataConfig, split: str, **shape: int) -> Batches | None:
-    """Open indexed batches of `data.source`; None if it is streamed."""
-    stores = {name: open_store(config, name, split) for name in config.sources()}
-    indexed = {name: store for name, store in stores.items() if store is not None}
-    if not indexed:
+    """Open indexed batches of `data.source`; None if it is streamed.
+
+    Few documents are indexed unless they are mixed with a stream or evaluated completely, in order.
+    """
+    names = list(config.sources())
+    streamed = [name for name in names if not is_indexed(name)]
+    if split != ALL and all(fits_in_memory(config, name) for name in streamed):
+        streamed = []
+    if len(streamed) == len(names):
         return None
-    if len(indexed) < len(stores):
-        streamed = ", ".join(name for name in stores if name not in indexed)
+    if streamed:
+        indexed = ", ".join(name for name in names if name not in streamed)
+        joined = ", ".join(streamed)
         raise DataError(
-            f"data.source mixes streams ({streamed}) with indexed tokens ({', '.join(indexed)}); "
-            f"write shards of {streamed} with `nsa data prepare` and name their folders instead"
+            f"data.source mixes streams ({joined}) with indexed tokens ({indexed}); write shards "
+            f"of {joined} with `nsa data prepare` and name their folders instead"
         )
-    first, *others = indexed.values()
+    stores = [open_store(config, name, split) for name in names]
+    first, *others = stores
     for store in others:
         if store.tokenizer_fingerprint != first.tokenizer_fingerprint:
             fingerprints = [each.tokenizer_fingerprint[:12] for each in (first, store)]
@@ -149,7 +160,7 @@ def open_batches(config: DataConfig, split: str, **shape: int) -> Batches | None
                 f"data.source: {first.name} and {store.name} have different tokenizers "
                 f"({', '.join(fingerprints)}); prepare one of them again with the other's"
             )
-    return build_batches(list(indexed.values()), config, **shape)
+    return build_batches(stores, config, **shape)
 
 
 def build_batches(stores: Sequence[TokenStore], config: DataConfig, **shape: int) -> Batches:

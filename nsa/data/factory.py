@@ -11,11 +11,16 @@ import numpy as np
 
 from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
-from nsa.data.files import open_files
+from nsa.data.files import Files, open_files
 from nsa.data.shards import is_prepared, open_shards
-from nsa.data.source import IN_MEMORY, Source, in_split, no_documents
+from nsa.data.source import IN_MEMORY, HeldOut, Source, is_path, no_documents
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray, build_tokenizer, with_eos
+
+MOST_FEW = 1_000  # documents; also few if fewer than FEW_HELD_OUT of them would be held out
+FEW_HELD_OUT = 5  # documents: a hash may well select none
+VALIDATION_BYTES = 1 << 14  # of few documents: a sample of 2,048 tokens with any tokenizer
+IN_MEMORY_BYTES = 1 << 24  # of few documents: more are streamed
 
 
 def open_source(config: DataConfig, name: str) -> Source:
@@ -31,11 +36,36 @@ def open_source(config: DataConfig, name: str) -> Source:
     return open_files(Path(name).expanduser(), config.text_field)
 
 
-def open_store(config: DataConfig, name: str, split: str) -> TokenStore | None:
-    """Open one split of one source as a token store; None for a source that is streamed."""
-    if name in IN_MEMORY:
-        return tokenise(config, name, split)
-    return open_shards(name, split) if is_prepared(name) else None
+def held_out(config: DataConfig, name: str) -> HeldOut:
+    """Return how a source is divided: of few documents, the end of each is held out."""
+    size = _size_if_few(config, name)
+    if not size:
+        return HeldOut(config.held_out)
+    return HeldOut(max(config.held_out, min(0.5, VALIDATION_BYTES / size)), by_position=True)
+
+
+def is_indexed(name: str) -> bool:
+    """Return whether a source is always opened as a token store, never streamed."""
+    return name in IN_MEMORY or is_prepared(name)
+
+
+def fits_in_memory(config: DataConfig, name: str) -> bool:
+    """Return whether a source has so little text that it may be read into memory."""
+    return 0 < (_size_if_few(config, name) or 0) <= IN_MEMORY_BYTES
+
+
+def _size_if_few(config: DataConfig, name: str) -> int | None:
+    """Return the bytes of text if there are few documents; a hub dataset is not counted."""
+    if not is_path(name) or is_prepared(name):
+        return None
+    source = open_source(config, name)
+    assert isinstance(source, Files)
+    return source.size_if_few(min(MOST_FEW, math.ceil(FEW_HELD_OUT / config.held_out)))
+
+
+def open_store(config: DataConfig, name: str, split: str) -> TokenStore:
+    """Open one split of one source as a token store."""
+    return open_shards(name, split) if is_prepared(name) else tokenise(config, name, split)
 
 
 def tokenise(
@@ -49,11 +79,12 @@ def tokenise(
     tokenizer = build_tokenizer(config)
     pieces: list[TokenArray] = []
     text_bytes = count = 0
+    division = held_out(config, name)
     for document in open_source(config, name).read():
         on_document(name, document.location)
-        if in_split(document.text, config.held_out, split):
-            pieces.append(with_eos(tokenizer, tokenizer.encode(document.text)))
-            text_bytes, count = text_bytes + len(document.text), count + len(pieces[-1])
+        if text := division.part(document.text, split):
+            pieces.append(with_eos(tokenizer, tokenizer.encode(text)))
+            text_bytes, count = text_bytes + len(text), count + len(pieces[-1])
             if count >= tokens:
                 break
     if not pieces:

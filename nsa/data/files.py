@@ -123,7 +123,7 @@ class Files:
     count: int = 1
 
     def read(self, state: State | None = None) -> Reader:
-        state = state or {"files": self._digest, "file": 0, "at": {}}
+        state = state or self._start
         if state["files"] != self._digest:
             raise DataError(
                 f"{self.name}: files were added, removed or changed in size since this run stopped "
@@ -155,6 +155,27 @@ class Files:
                 for column in columns
                 if column.path_in_schema == self.text_field
             )
+
+    def size_if_few(self, limit: int) -> int | None:
+        """Return the bytes of text if there are fewer than `limit` documents, else None.
+
+        A file of plain text is one document, which is not read. A pipe could be read only once.
+        """
+        count = size = 0
+        for file in self.files:
+            if not file.path.is_file():
+                return None
+            documents = Files(self.name, [file], self.text_field)._documents(self._start)
+            texts = [file.bytes] if file.suffix == ".txt" else (len(d.text) for d, _ in documents)
+            for length in texts:
+                count, size = count + 1, size + length
+                if count >= limit:
+                    return None
+        return size
+
+    @property
+    def _start(self) -> State:
+        return {"files": self._digest, "file": 0, "at": {}}
 
     @cached_property
     def _digest(self) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nsa.data.config import DataConfig
-from nsa.data.factory import open_source
+from nsa.data.factory import held_out, open_source
 from nsa.data.shards import (
     FORMAT,
     INDEX,
@@ -44,7 +44,7 @@ from nsa.data.shards import (
     write_json,
     write_shard,
 )
-from nsa.data.source import SPLITS, DataError, Document, Reader, State, is_validation
+from nsa.data.source import SPLITS, DataError, Document, HeldOut, Reader, State
 from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, id_type, with_eos
 from nsa.data.worker import Worker, WorkerDied
 
@@ -68,14 +68,19 @@ def prepare(
     tokenizer = build_tokenizer(config)
     stamp = _stamp(config, tokenizer)
     settings = {name: getattr(config, name) for name in SETTINGS} | {"shard_tokens": shard_tokens}
-    plan = {"format": FORMAT, "version": VERSION, "stamp": asdict(stamp), "settings": settings}
     source = None if (out / INDEX).exists() else open_source(config, stamp.source)
+    division = HeldOut(config.held_out)
+    if source is not None:
+        division = held_out(config, stamp.source)
+        if division.by_position:
+            settings["held_out_of_each"] = division.fraction
+    plan = {"format": FORMAT, "version": VERSION, "stamp": asdict(stamp), "settings": settings}
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
         parts = _start_or_resume(out, plan | {"parts": workers or os.cpu_count() or 1})
         if source is not None:
             _written_shards(out, stamp, parts)  # check those of a stopped run
-            job = _Job(config, tokenizer, stamp, out, shard_tokens, parts)
+            job = _Job(config, division, tokenizer, stamp, out, shard_tokens, parts)
             try:
                 _run_parts(job, source.size() if progress else None, progress)
             except DataError:
@@ -164,6 +169,7 @@ class _Job:
     """The arguments of every worker process."""
 
     config: DataConfig
+    division: HeldOut
     tokenizer: Tokenizer
     stamp: Stamp
     out: Path
@@ -243,13 +249,18 @@ def _tokenise(
     call_bytes = min(BYTES_PER_CALL, job.shard_tokens)  # a shard overshoots by less than this
     tokens: Counter[str] = Counter()
     while documents := _next_documents(reader, call_bytes):
-        texts = [document.text for document in documents]
-        for text, ids in zip(texts, job.tokenizer.encode_many(texts), strict=True):
-            split = "val" if is_validation(text, job.config.held_out) else "train"
+        pieces = [
+            (split, text)
+            for document in documents
+            for split in SPLITS
+            if (text := job.division.part(document.text, split))
+        ]
+        encoded = job.tokenizer.encode_many([text for _, text in pieces])
+        for (split, text), ids in zip(pieces, encoded, strict=True):
             pending[split].append(with_eos(job.tokenizer, ids))
             tokens[split] += len(ids) + 1
             text_bytes[split] += len(text)
-        yield sum(map(len, texts))
+        yield sum(len(document.text) for document in documents)
         if max(tokens.values()) >= job.shard_tokens:
             return False
     return True

@@ -76,9 +76,23 @@ def is_validation(text: bytes, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def in_split(text: bytes, fraction: float, split: str) -> bool:
-    """Return whether a document is in `split`; `fraction` of all are for validation."""
-    return split == ALL or is_validation(text, fraction) == (split == "val")
+@dataclass(frozen=True)
+class HeldOut:
+    """The division of a source between training and validation."""
+
+    fraction: float
+    by_position: bool = False  # the end of each document, else some documents by hash
+
+    def part(self, text: bytes, split: str) -> bytes:
+        """Return what `split` reads of a document: all of it, its start, its end, or nothing."""
+        if split == ALL:
+            return text
+        if not self.by_position:
+            return text if is_validation(text, self.fraction) == (split == "val") else b""
+        cut = len(text) - int(len(text) * self.fraction)
+        for _ in range(3):  # not inside a UTF-8 character
+            cut -= 0 < cut < len(text) and text[cut] & 0xC0 == 0x80
+        return text[cut:] if split == "val" else text[:cut]
 
 
 def no_documents(config: DataConfig, name: str, split: str) -> DataError:

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from nsa.data.config import DataConfig
-from nsa.data.factory import open_source, tokenise
+from nsa.data.factory import held_out, open_source, tokenise
 from nsa.data.order import Mixer, key, shuffled
-from nsa.data.source import DataError, Reader, State, is_validation
+from nsa.data.source import DataError, Reader, State
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, with_eos
 
@@ -100,6 +100,7 @@ class _SourceStream:
 
     def __post_init__(self) -> None:
         self._source = open_source(self.config, self.name).part(self.part, self.parts)
+        self._division = held_out(self.config, self.name)
         self._newest = NO_DOCUMENT
         self._pending: deque[tuple[State, TokenArray]] = deque()  # (cursor, tokens) of documents
         self._pending_tokens = 0
@@ -157,8 +158,8 @@ class _SourceStream:
                 break
             self._newest = document.location
             self.on_document(self.name, self._newest)
-            if not is_validation(document.text, self.config.held_out):
-                texts.append(document.text)
+            if text := self._division.part(document.text, "train"):
+                texts.append(text)
         return texts
 
     def _shuffle(self, texts: list[bytes], number: int, block: int) -> list[bytes]:

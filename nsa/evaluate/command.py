@@ -150,9 +150,9 @@ def _resolve_settings(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -
         trained = run.config.data
         if sources_overlap(data, trained):
             has_held_out = True
-            if data.held_out > trained.held_out and not prepared:
+            if not prepared and _divided_otherwise(data, trained):
                 _log(
-                    f"{name}: data.held_out = {data.held_out} is above the {trained.held_out} "
+                    f"{name}: data.held_out = {data.held_out} instead of the {trained.held_out} "
                     "of its training, which read some of the documents evaluated here"
                 )
     lengths = sorted(set(args.seq_len or [data.seq_len]))
@@ -168,6 +168,17 @@ def _resolve_settings(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -
         stride=args.stride,
         tokens=args.tokens or config.train.eval_samples * config.data.seq_len,
     )
+
+
+def _divided_otherwise(data: DataConfig, trained: DataConfig) -> bool:
+    """Return whether the validation split of `data` holds text that `trained` trains on."""
+    from nsa.data.factory import held_out
+
+    positions = [
+        {held_out(config, name).by_position for name in config.sources()}
+        for config in (data, trained)
+    ]
+    return data.held_out > trained.held_out or positions[0] != positions[1]
 
 
 def sources_overlap(data: DataConfig, other: DataConfig) -> bool:

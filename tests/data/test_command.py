@@ -64,8 +64,9 @@ def test_prepare_and_check_report_contents_and_damage(
 
 
 def test_an_empty_split_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "one.txt").write_text("only one")
-    source = ("--source", tmp_path / "one.txt", "--tokenizer", "byte", "--held-out", "1e-9")
+    lines = [json.dumps({"text": f"document {number}"}) for number in range(1_000)]
+    (tmp_path / "many.jsonl").write_text("\n".join(lines))
+    source = ("--source", tmp_path / "many.jsonl", "--tokenizer", "byte", "--held-out", "1e-9")
     assert call("prepare", *source, "--out", tmp_path / "out") == 2
     assert "val: no documents, so no run can use" in capsys.readouterr().out
     assert call("check", tmp_path / "out") == 0

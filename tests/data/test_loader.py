@@ -350,7 +350,7 @@ def test_validation_reads_only_documents_that_training_does_not(source: str) -> 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_validation_reports_fewer_samples_than_requested(tmp_path: Path, ranks: int) -> None:
     train, documents = split(texts(200))
-    source = write_lines(tmp_path / "b.jsonl", train[:20] + documents[:3])
+    source = write_lines(tmp_path / "b.jsonl", train[:40] + documents[:3])
     available = (sum(len(text) + 1 for text in documents[:3]) - 1) // 16
     assert available > 0
     with closing(

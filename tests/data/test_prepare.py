@@ -22,10 +22,11 @@ from nsa.data.builtin import synthetic
 from nsa.data.config import DataConfig
 from nsa.data.prepare import prepare
 from nsa.data.shards import INDEX, Index, open_shards, verify_shards
-from nsa.data.source import DataError, is_validation
+from nsa.data.source import SPLITS, DataError, HeldOut, is_validation
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from tests.data.processes import ends_soon, workers_of
 
+HALVES = HeldOut(0.5, by_position=True)
 HELD_OUT = 0.2  # so that every part has validation documents
 DEADLINE_SECONDS = 60.0
 
@@ -282,7 +283,7 @@ def test_a_folder_is_resumed_only_with_the_same_settings(
     for other, shard_tokens, difference in (
         (replace(config, source="embedded"), 10_000, r"source = '.*', not 'embedded'"),
         (replace(config, held_out=0.3), 10_000, r"held_out = 0\.2, not 0\.3"),
-        (replace(config, text_field="body"), 10_000, r"text_field = 'text', not 'body'"),
+        (replace(config, synthetic_bytes=9), 10_000, r"synthetic_bytes = \d+, not 9"),
         (config, 7, r"shard_tokens = 10000, not 7"),
         (replace(config, tokenizer=f"hf:{trained}"), 10_000, r"tokenizer_fingerprint = '.*'"),
     ):
@@ -314,14 +315,14 @@ def test_giant_empty_and_binary_documents_are_prepared(tmp_path: Path) -> None:
     for name, text in {**texts, "empty": b""}.items():
         (folder / f"{name}.txt").write_bytes(text)
     config = DataConfig(source=str(folder), held_out=0.5)
-    index = prepare(config, tmp_path / "out", shard_tokens=1_000, workers=2, progress=False)
+    prepare(config, tmp_path / "out", shard_tokens=1_000, workers=2, progress=False)
+    assert texts_of(tmp_path / "out", "train", ByteTokenizer())
     prepared = [
-        text
-        for split in ("train", "val")
-        if index.of(split)
-        for text in texts_of(tmp_path / "out", split, ByteTokenizer())
+        text for split in SPLITS for text in texts_of(tmp_path / "out", split, ByteTokenizer())
     ]
-    assert sorted(prepared) == sorted(texts.values())
+    assert sorted(prepared) == sorted(
+        part for text in texts.values() for split in SPLITS if (part := HALVES.part(text, split))
+    )
 
 
 def test_the_error_of_a_bad_record_names_its_location(tmp_path: Path) -> None:
@@ -357,8 +358,15 @@ def test_an_empty_source_is_refused_and_may_be_filled_later(tmp_path: Path) -> N
 def test_fewer_documents_than_workers_are_prepared(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "texts.jsonl", [b"only one"])
     config = DataConfig(source=str(source), held_out=1e-9)
-    index: Index = prepare(config, tmp_path / "out", workers=3, progress=False)
-    assert texts_of(tmp_path / "out", "train", ByteTokenizer()) == [b"only one"]
+    prepare(config, tmp_path / "out", workers=3, progress=False)
+    assert texts_of(tmp_path / "out", "train", ByteTokenizer()) == [b"only"]
+    assert texts_of(tmp_path / "out", "val", ByteTokenizer()) == [b" one"]
+
+
+def test_an_empty_split_of_many_documents_is_refused_with_the_fix(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "texts.jsonl", [b"%d" % number for number in range(1_000)])
+    config = DataConfig(source=str(source), held_out=1e-9)
+    index: Index = prepare(config, tmp_path / "out", workers=2, progress=False)
     assert not index.of("val")
     with pytest.raises(DataError, match=r"no document for split 'val'.*data\.held_out = 1e-09"):
         open_shards(str(tmp_path / "out"), "val")

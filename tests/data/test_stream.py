@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nsa.data.config import DataConfig
+from nsa.data.factory import held_out
 from nsa.data.source import DataError
 from nsa.data.stream import PackedStream, collect_tokens
 from tests.data.texts import (
@@ -170,7 +171,8 @@ def test_giant_and_empty_documents_are_streamed(tmp_path: Path) -> None:
     config = DataConfig(source=source, held_out=1e-9, seq_len=1_000, shuffle_documents=1)
     packed = PackedStream(config, seed=1, part=0, parts=1, rows=500)
     rows = [next(packed) for _ in range(13)]
-    assert documents_in(tokens_of(rows))[:4] == [giant, b"small", giant, b"small"]
+    start = giant[: -int(len(giant) * held_out(config, source).fraction)]
+    assert documents_in(tokens_of(rows))[:4] == [start, b"small", start, b"small"]
 
 
 def test_a_mixture_gives_each_source_its_fraction_of_the_rows(tmp_path: Path) -> None:
@@ -197,9 +199,9 @@ def test_a_part_without_a_document_is_refused_with_the_fix(tmp_path: Path) -> No
         next(stream(source, part=part, parts=3))
     with pytest.raises(DataError, match=r"a\.jsonl'.* part 3 of 3 .*lower data\.workers.*prepare"):
         next(stream(source, part=2, parts=3))
-    held_out = write_lines(tmp_path / "b.jsonl", split(texts(30))[1])
+    validation = write_lines(tmp_path / "b.jsonl", split(texts(200))[1])
     with pytest.raises(DataError, match=r"b\.jsonl': holds no document to train on"):
-        next(stream(held_out))
+        next(stream(validation))
 
 
 def test_validation_tokens_are_the_first_of_the_source_and_as_many_as_requested(
@@ -221,6 +223,6 @@ def test_validation_tokens_are_the_first_of_the_source_and_as_many_as_requested(
 
 
 def test_a_source_without_validation_documents_is_refused_by_name(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "a.jsonl", split(texts(30))[0])
+    source = write_lines(tmp_path / "a.jsonl", split(texts(100))[0])
     with pytest.raises(DataError, match=r"a\.jsonl' .*split 'val'; raise data\.held_out = 0\.2"):
         list(collect_tokens(DataConfig(source=source, held_out=HELD_OUT), 100))

@@ -22,9 +22,9 @@ from tests.ranks import free_port
 
 @pytest.fixture(scope="module")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of 600 unique short documents."""
+    """A file of 1,000 unique short documents."""
     path = tmp_path_factory.mktemp("text") / "books.jsonl"
-    lines = (f"line {number} of the text: {number * 7919 % 10_007}" for number in range(600))
+    lines = (f"line {number} of the text: {number * 7919 % 10_007}" for number in range(1_000))
     path.write_text("".join(json.dumps({"text": line * 3}) + "\n" for line in lines))
     return path
 

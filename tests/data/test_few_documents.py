@@ -1,0 +1,121 @@
+"""Few documents: the end of each is held out, so that any text can be trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsa.cli import main
+from nsa.data.batch_source import StreamingBatches, open_batches
+from nsa.data.config import DataConfig
+from nsa.data.factory import held_out, tokenise
+from nsa.data.prepare import prepare
+from nsa.data.shards import open_shards
+from nsa.data.source import DataError, HeldOut
+from nsa.data.token_store import TokenStore
+from nsa.data.validation import ValidationData
+from tests.data.texts import HELD_OUT, documents_in, split, text, texts, write_lines
+
+SHAPE = {"micro_batch": 2, "accumulation": 1, "seed": 1}
+
+
+def documents(store: TokenStore) -> list[bytes]:
+    return documents_in(store.read(0, len(store)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four documents of together 8,000 bytes."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number}.txt").write_bytes(text(number, 2_000))
+    return folder
+
+
+@pytest.mark.parametrize("packing", ["concat", "documents"])
+def test_a_folder_of_four_documents_is_prepared_and_trained_on(
+    folder: Path, tmp_path: Path, packing: str
+) -> None:
+    out = tmp_path / "out"
+    command = ["data", "prepare", "--source", str(folder), "--tokenizer", "byte", "--out", str(out)]
+    assert main(command) == 0
+    assert main(["data", "check", str(out)]) == 0
+    config = DataConfig(source=str(out), seq_len=2_048, packing=packing)
+    train = open_batches(config, "train", world_size=2, **SHAPE)
+    assert train is not None
+    assert train.batch(0, 0, rank=1).tokens == 2 * 2_048
+    assert ValidationData(config, sequences=1, micro_batch=1, world_size=2).sequences == 1
+    starts, ends = (documents(open_shards(str(out), name)) for name in ("train", "val"))
+    joined = [start + end for start, end in zip(starts, ends, strict=True)]
+    assert sorted(joined) == [text(number, 2_000) for number in range(4)]
+
+
+@pytest.mark.parametrize("seq_len", [512, 2_048])
+def test_one_text_of_a_few_thousand_tokens_is_read_by_any_number_of_ranks(
+    tmp_path: Path, seq_len: int
+) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes(text(0, 5_000))
+    config = DataConfig(source=str(path), seq_len=seq_len)
+    for ranks in (1, 3):
+        train = open_batches(config, "train", world_size=ranks, **SHAPE)
+        assert train is not None
+        train.batch(0, 0, rank=ranks - 1)
+        validation = ValidationData(config, sequences=8, micro_batch=1, world_size=ranks)
+        assert validation.sequences == 2_500 // seq_len
+
+
+def test_a_large_text_holds_out_the_requested_fraction(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes(text(0, 1_000_000))
+    config = DataConfig(source=str(path))
+    (start,), (end,) = (documents(tokenise(config, str(path), name)) for name in ("train", "val"))
+    assert start + end == path.read_bytes()
+    assert len(end) == 50_000
+    assert held_out(DataConfig(held_out=0.005), str(path)).fraction == pytest.approx(
+        16_384 / 1e6, 1e-3
+    )
+
+
+@given(st.text(), st.floats(0, 0.5))
+def test_a_document_is_divided_between_two_characters(characters: str, fraction: float) -> None:
+    division = HeldOut(fraction, by_position=True)
+    start, end = (division.part(characters.encode(), name) for name in ("train", "val"))
+    assert start.decode() + end.decode() == characters
+    assert division.part(characters.encode(), "all") == characters.encode()
+    assert len(end) <= len(characters.encode()) * fraction + 3
+
+
+def test_few_documents_join_a_mixture_of_either_kind(folder: Path, tmp_path: Path) -> None:
+    many = write_lines(tmp_path / "many.jsonl", texts(200))
+    streamed = DataConfig(source={str(folder): 1.0, many: 1.0}, seq_len=64)
+    assert open_batches(streamed, "train", world_size=1, **SHAPE) is None
+    stream = StreamingBatches(streamed, rank=0, world_size=2, micro_batch=2, seed=1, state=None)
+    stream.close()
+    prepare(DataConfig(source=many), tmp_path / "out", workers=1, progress=False)
+    indexed = DataConfig(source={str(folder): 1.0, str(tmp_path / "out"): 1.0}, seq_len=64)
+    assert open_batches(indexed, "train", world_size=1, **SHAPE) is not None
+    mixed = DataConfig(source={many: 1.0, str(tmp_path / "out"): 1.0}, seq_len=64)
+    with pytest.raises(DataError, match="mixes streams"):
+        open_batches(mixed, "train", world_size=1, **SHAPE)
+
+
+def test_enough_documents_keep_their_split_and_fingerprints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """25 documents at data.held_out = 0.2; the fingerprints are those of earlier versions."""
+    monkeypatch.chdir(tmp_path)
+    source = write_lines(Path("a.jsonl"), texts(25))
+    config = DataConfig(source=source, held_out=HELD_OUT, seq_len=16)
+    prepare(config, Path("out"), workers=1, progress=False)
+    for name, expected in zip(("train", "val"), split(texts(25)), strict=True):
+        assert documents(open_shards("out", name)) == expected
+    fingerprints = [open_shards("out", name).fingerprint[:16] for name in ("train", "val")]
+    stream = StreamingBatches(config, rank=0, world_size=1, micro_batch=1, seed=1, state=None)
+    stream.close()
+    known = ["ab1bb477fcf73bcb", "af1ba5e4e5195c8e", "4d37bb065fae7863"]
+    assert [*fingerprints, stream.fingerprint] == known
