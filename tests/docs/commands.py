@@ -34,6 +34,7 @@ NOT_RUN = {
     "git": "needs the network",
     "cd": "has no effect on the commands after it",
     "pip": "installs packages; tests/launch/test_setup.py tests that",
+    "uv": "installs packages; tests/launch/test_constraints.py tests that",
     "source": "changes the current shell",
     "lm_eval": "is an optional extra; tests/evaluate/test_lm_eval.py runs its tasks",
     "sbatch": "needs Slurm; tests/launch/test_slurm.py runs the script",
