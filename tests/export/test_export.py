@@ -93,7 +93,9 @@ def test_the_cards_figures_belong_to_the_exported_step(run: Path, tmp_path: Path
 
 def test_the_card_names_the_required_versions(exported: Path) -> None:
     named = re.findall(r"(transformers|torch) ≥ ([\d.]+)", (exported / "README.md").read_text())
-    needed = re.findall(r'"(torch|transformers)>=([\d.]+)[,"]', (ROOT / "pyproject.toml").read_text())
+    needed = re.findall(
+        r'"(torch|transformers)>=([\d.]+)[,"]', (ROOT / "pyproject.toml").read_text()
+    )
     assert named
     assert dict(named) == dict(needed)
 
