@@ -6,14 +6,17 @@
 #      Nsight Compute
 #   bash launch/gpu.sh [--group 1|2|3] [--stage NAME] [--limit SECONDS] [--out DIR]
 #       [--wheels DIR] [--peers DIR] [--rehearse] [--dry-run]
+#   bash launch/gpu.sh --stage learn [--limit 3600] [--set attention.KEY=VALUE]
 #   bash launch/gpu.sh --build-wheels DIR
 # Each stage has a time limit, and the next one runs even if it fails or hangs. Results are saved
 # case by case, as JSON, in --out (docs/benchmarks/gpu, or runs/gpu-rehearsal with --rehearse). A
 # group ends with one archive of them, --out/group-N.tar.gz, which also holds the tuned tiles
 # (cache/). Copy that cache/ into a new --out and later groups use the tiles.
 # --stage runs one stage, --limit sets its seconds, --rehearse runs tiny sizes on the CPU, --dry-run
-# only prints the commands. The stage sanitizer runs only by name: checking every memory access takes
-# minutes. Nothing is downloaded or installed: --build-wheels fills a folder with what a machine
+# only prints the commands. Two stages run only by name: sanitizer checks every memory access, which
+# takes minutes; learn trains M7C with NSA and dense attention on the files of torch, five seeds, and
+# tests the difference. By estimate learn takes an hour: give --limit 3600, or repeat the call, which
+# resumes. --set, repeatable, adds NSA with these settings to it. Nothing is downloaded or installed: --build-wheels fills a folder with what a machine
 # without network lacks (about 10 MB, for Python 3.12), --wheels unpacks it for this call, --peers
 # names a folder with other NSA implementations. Python is $PYTHON, else .venv if it exists, else
 # python3.
@@ -32,7 +35,7 @@ declare -A limits=(
     [step-dense]=30 [step-dense-reentrant]=30 [tune]=120
     [module]=120 [peers]=110 [train]=60 [train-compiled]=90 [kernels]=40 [flex]=80 [decode]=40
     [recipe-zero1]=230 [recipe-zero2]=150 [ncu]=160
-    [sanitizer]=540
+    [sanitizer]=540 [learn]=570
 )
 say() { printf 'gpu: %s\n' "$*"; }
 die() {
@@ -40,8 +43,8 @@ die() {
     exit 2
 }
 
-flags='--group --stage --limit --out --wheels --peers --build-wheels --rehearse --dry-run'
-out='' numbers=() named=() limit='' wheels='' peers='' build='' rehearse='' dry=''
+flags='--group --stage --limit --out --wheels --peers --set --build-wheels --rehearse --dry-run'
+out='' numbers=() named=() settings='' limit='' wheels='' peers='' build='' rehearse='' dry=''
 while [ $# -gt 0 ]; do
     case $1 in
     --group) numbers+=("${2-}") && shift ;;
@@ -50,6 +53,7 @@ while [ $# -gt 0 ]; do
     --out) out=${2-} && shift && { [ -n "$out" ] || die "--out needs a value"; } ;;
     --wheels) wheels=${2-} && shift ;;
     --peers) peers=${2-} && shift ;;
+    --set) settings+=${settings:+,}${2-} && shift ;;
     --build-wheels) build=${2-} && shift ;;
     --rehearse) rehearse=yes ;;
     --dry-run) dry=yes ;;
@@ -65,7 +69,7 @@ for number in "${numbers[@]}"; do
 done
 for stage in "${named[@]}"; do
     [ -n "${limits[$stage]-}" ] ||
-        die "--stage $stage: choose from ${groups[1]} ${groups[2]} ${groups[3]} sanitizer"
+        die "--stage $stage: choose from ${groups[1]} ${groups[2]} ${groups[3]} sanitizer learn"
 done
 for folder in "$wheels" "$peers"; do
     [ -d "${folder:-/}" ] || die "$folder: no such folder"
@@ -214,6 +218,20 @@ command_of() {
         bench decode "$2" decode "${size[@]}" "${layers[@]}"
         ;;
     recipe-*) recipe "$1" "$2" "${1#recipe-}" ;;
+    learn)
+        size=(--profile production --steps 600 --seeds "1,2,3,4,5")
+        if [ -n "$rehearse" ]; then
+            size=(--steps 2 --seeds "1,2")
+            for setting in data.seq_len=64 model.layers=1 model.width=64 train.micro_batch=1 \
+                train.warmup_steps=1 train.eval_samples=4; do
+                size+=(--set "$setting")
+            done
+        fi
+        [ -z "$settings" ] || size+=(--variant "$settings")
+        # A minute and a half to start, to save what --limit stops, and to evaluate
+        command=("$python" -m nsa.bench ablations --variants "nsa,dense" --jobs 1
+            --limit "$(($2 - 90))" --runs "$out/runs/learn" --out "$out/learn.json" "${size[@]}")
+        ;;
     esac
     # Triton's backend does not run on a CPU.
     [ -z "$rehearse" ] || [ "$1" != kernels ] || command=("${command[@]/triton/blockwise}")

@@ -1,8 +1,9 @@
-"""`python -m nsa.bench ablations`: train and time the demo with parts of its attention changed.
+"""`python -m nsa.bench ablations`: train the demo or M7C with parts of its attention changed.
 
 The recipe trains every variant with every seed, which sets initial weights and data order; all are
-evaluated on the same validation sequences. Speed is measured separately: variants alternate in one
-process, in CPU time, as in `nsa bench health`. Finished runs are kept, interrupted ones resumed.
+evaluated on the same validation sequences and compared with the first variant, seed by seed. The
+demo's speed is measured separately: variants alternate in one process, in CPU time, as in
+`nsa bench health`. Finished runs are kept, interrupted ones resumed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import runpy
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ import torch
 
 from nsa.bench.health import TimedModel
 from nsa.bench.options import choice
+from nsa.bench.paired import paired_t
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
@@ -56,13 +59,24 @@ VARIANTS: dict[str, tuple[str, ...]] = {  # changes of the demo's settings
 COMMON = (
     "train.eval_every=0",  # only at the end,
     "train.eval_samples=256",  # but on more validation data
-    # One process has half of the demo's tokens per step; at its learning rate the loss spikes.
-    "train.learning_rate=1e-3",
-    "train.min_learning_rate=1e-4",
     "checkpoint.keep=1",
     "monitor.report=false",
 )
+PROFILES = {
+    # One process has half of the demo's tokens per step; at its learning rate the loss spikes.
+    "demo": ("train.learning_rate=1e-3", "train.min_learning_rate=1e-4"),
+    # M7C on one GPU, on text that is there: 46 MB, of which 600 steps read nine tenths.
+    "production": (
+        "data.source=embedded:torch",
+        "data.tokenizer=byte",
+        "train.warmup_steps=60",
+        "checkpoint.every=200",
+        "monitor.ladder.smoke=1000000",  # a No-Go for speed must not end a comparison of losses
+        "monitor.ladder.extended=2000000",
+    ),
+}
 METRICS = "val_loss", "bits_per_byte"
+LEAST_SECONDS = 60  # left of --limit, to start a run
 LOG_TAIL = 2_000  # characters of a failed run's log to print
 ROUNDS = 20  # timed steps per variant
 
@@ -74,13 +88,9 @@ class Training:
     variant: str
     seed: int
     steps: int
+    profile: str
+    settings: tuple[str, ...]  # changes of the profile's settings
     folder: Path
-
-    @property
-    def settings(self) -> list[str]:
-        """Changes of the demo's settings."""
-        run = f"train.seed={self.seed}", f"train.steps={self.steps}"
-        return [*COMMON, *run, *VARIANTS[self.variant]]
 
     def result(self) -> dict[str, Any] | None:
         """The validation metrics of the last step; None if the run is not finished."""
@@ -92,19 +102,25 @@ class Training:
 
     def check(self) -> None:
         """Raise if the folder has a run with other settings."""
-        file, config = self.folder / "config.yaml", _config(self.settings)
+        file, config = self.folder / "config.yaml", _config(self.profile, self.settings)
         if file.exists() and resolve_config(config, file) != config:
             raise ValueError(
                 f"--runs {self.folder.parent}: {file} has different settings from this command; "
                 "choose another folder, or the --steps of that run"
             )
 
-    def train(self, threads: int) -> str | None:
-        """Start or resume the run; return its failure, if any."""
+    def train(self, threads: int, end: float = float("inf")) -> str | None:
+        """Start or resume the run, until the clock reads `end`; return its failure, if any."""
+        name = f"{self.variant}, seed {self.seed}"
+        left = end - time.monotonic()
         if self.result():
             return None
+        if left < LEAST_SECONDS:
+            return f"{name} is left for the next call: --limit"
         resume = ["--resume"] if (self.folder / "config.yaml").exists() else []
-        command = [sys.executable, str(RECIPE), "--profile", "demo", *resume]
+        command = [sys.executable, str(RECIPE), "--profile", self.profile, *resume]
+        if left < float("inf"):
+            command += ["--time-limit", str(int(left))]  # saves a checkpoint
         command += ["--run-dir", str(self.folder), *(f"--set={x}" for x in self.settings)]
         log = self.folder.with_name(f"{self.folder.name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -116,10 +132,11 @@ class Training:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        name = f"{self.variant}, seed {self.seed}"
         if result := self.result():
             print(f"{name}: validation loss {result['val_loss']:.4f}", flush=True)
             return None
+        if done.returncode == 0:
+            return f"{name} was stopped and saved; the same command resumes it"
         failure = f"{name} ended with exit code {done.returncode}"
         print(f"{log.read_text(errors='replace')[-LOG_TAIL:]}\n{failure}", flush=True)
         return failure
@@ -128,10 +145,17 @@ class Training:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add, every = parser.add_argument, ",".join(VARIANTS)
     add("--runs", type=Path, default="runs/ablations", help="folder of the runs")
+    add("--profile", choices=PROFILES, default="demo", help="of recipes/m7c.py (%(default)s)")
     add("--steps", type=int, default=300, help="per run (%(default)s)")
     add("--seeds", type=_seeds, default="1,2,3", help="(%(default)s)")
-    add("--variants", type=choice(*VARIANTS), default=every, help="to train (%(default)s)")
+    about = "to train; the others are compared with the first (%(default)s)"
+    add("--variants", type=choice(*VARIANTS), default=every, help=about)
+    about = "one more variant: the recipe's NSA with these settings, separated by commas"
+    add("--variant", action="append", default=[], metavar="KEY=VALUE,...", help=about)
+    about = "a setting of every run; repeatable"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
     add("--jobs", type=int, default=2, help="concurrent runs, sharing the CPU cores")
+    add("--limit", type=float, default=float("inf"), help="stop and save after this many seconds")
 
 
 def _seeds(text: str) -> list[int]:
@@ -140,45 +164,62 @@ def _seeds(text: str) -> list[int]:
 
 def run(flags: argparse.Namespace) -> dict[str, Any]:
     """Train unfinished runs, measure speed and print the table."""
-    configs = {name: _config(VARIANTS[name]) for name in flags.variants}
+    end = time.monotonic() + flags.limit
+    variants = {name: VARIANTS[name] for name in flags.variants}
+    variants |= {text: tuple(text.split(",")) for text in flags.variant}
+    common = (*COMMON, *PROFILES[flags.profile], *flags.set, f"train.steps={flags.steps}")
+    configs = {name: _config(flags.profile, (*common, *x)) for name, x in variants.items()}
     trainings = [
-        Training(name, seed, flags.steps, flags.runs / f"{name}-seed{seed}")
+        Training(
+            name,
+            seed,
+            flags.steps,
+            flags.profile,
+            (*common, f"train.seed={seed}", *changes),
+            flags.runs / f"{name}-seed{seed}",
+        )
         for seed in flags.seeds
-        for name in flags.variants
+        for name, changes in variants.items()
     ]
     for training in trainings:
         training.check()
     threads = max(1, (os.cpu_count() or 1) // flags.jobs)
     # Ctrl-C reaches the runs too: they save a checkpoint and can be resumed.
     with ThreadPoolExecutor(flags.jobs) as pool:
-        failures = [*pool.map(partial(Training.train, threads=threads), trainings)]
-    speeds = tokens_per_s(configs)
+        failures = [*pool.map(partial(Training.train, threads=threads, end=end), trainings)]
+    runs = {name: [x for x in trainings if x.variant == name] for name in variants}
+    timed = tokens_per_s(configs) if flags.profile == "demo" else None
     rows = [
         {
             "variant": name,
-            "settings": list(VARIANTS[name]),
+            "settings": list(variants[name]),
             "parameters": parameter_count(config.model),
             **{
-                metric: {
-                    str(x.seed): result[metric]
-                    for x in trainings
-                    if x.variant == name and (result := x.result())
-                }
+                metric: {str(x.seed): result[metric] for x in runs[name] if (result := x.result())}
                 for metric in METRICS
             },
-            "tokens_per_s": speeds[name],
+            "tokens_per_s": timed[name] if timed else logged_tokens_per_s(runs[name]),
         }
         for name, config in configs.items()
     ]
     result = {
+        "profile": flags.profile,
         "steps": flags.steps,
         "seeds": flags.seeds,
         "rounds": ROUNDS,
         "rows": rows,
         "failures": [failure for failure in failures if failure],
     }
-    print("\n".join(lines(result)))
+    print("\n".join([*lines(result), *result["failures"]]))
     return result
+
+
+def logged_tokens_per_s(trainings: Sequence[Training]) -> list[float]:
+    """Quartiles of the speeds that the runs logged."""
+    files = [x.folder / "metrics.csv" for x in trainings]
+    rows = [row for file in files if file.exists() for row in read_metrics(file)]
+    speeds = [row["tokens_per_s"] for row in rows if row["tokens_per_s"] is not None]
+    return statistics.quantiles(speeds, n=4) if len(speeds) > 1 else []
 
 
 def tokens_per_s(configs: Mapping[str, RunConfig]) -> dict[str, list[float]]:
@@ -199,29 +240,32 @@ def tokens_per_s(configs: Mapping[str, RunConfig]) -> dict[str, list[float]]:
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """The rows as a Markdown table."""
-    losses = {row["variant"]: row["val_loss"] for row in result["rows"]}
-    base = losses.get("nsa", {})
-    heads = ["variant", "validation loss", "minus nsa's", "bits per byte", "tokens/s", "parameters"]
-    cells = []
-    for row in result["rows"]:
-        loss, (low, middle, high) = row["val_loss"], row["tokens_per_s"]
-        difference = [loss[seed] - base[seed] for seed in loss if seed in base]
-        cells.append(
-            [
-                row["variant"],
-                spread(list(loss.values()), ".3f"),
-                "" if loss is base else spread(difference, "+.3f"),
-                spread(list(row["bits_per_byte"].values()), ".3f"),
-                f"{middle:,.0f} ({low:,.0f} to {high:,.0f})",
-                f"{row['parameters']:,}",
-            ]
-        )
-    return table(heads, cells)
+    """The rows as a Markdown table; differences to the first row, with a paired t test."""
+    base = result["rows"][0]
+    heads = ["variant", "validation loss", f"minus {base['variant']}'s (95% interval)", "p"]
+    heads += ["detectable", "bits per byte", "tokens/s", "parameters"]
+    return table(heads, [_cells(row, base) for row in result["rows"]])
 
 
-def _config(settings: Sequence[str]) -> RunConfig:
-    """The recipe's demo with these settings."""
+def _cells(row: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    loss, reference, speeds = row["val_loss"], base["val_loss"], row["tokens_per_s"]
+    differences = [loss[seed] - reference[seed] for seed in loss if seed in reference]
+    tested = ["", "", ""] if row is base else [spread(differences, "+.3f"), "–", "–"]
+    if test := paired_t(differences):
+        tested = [f"{test.mean:+.3f} ± {test.margin:.3f}", f"{test.p:.2g}"]
+        tested += [f"{test.detectable:.3f}"]
+    return [
+        row["variant"],
+        spread(list(loss.values()), ".3f"),
+        *tested,
+        spread(list(row["bits_per_byte"].values()), ".3f"),
+        "{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*speeds) if speeds else "–",
+        f"{row['parameters']:,}",
+    ]
+
+
+def _config(profile: str, settings: Sequence[str]) -> RunConfig:
+    """A profile of the recipe with these settings."""
     if not RECIPE.exists():
         raise ValueError(f"there is no {RECIPE}: run this in a clone of the repository")
-    return resolve_config(runpy.run_path(str(RECIPE))["demo"](), assignments=list(settings))
+    return resolve_config(runpy.run_path(str(RECIPE))[profile](), assignments=list(settings))

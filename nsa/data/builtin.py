@@ -1,4 +1,4 @@
-"""Built-in sources that need no download: DeepSpeed's Python sources, and synthetic documents."""
+"""Built-in sources that need no download: installed Python files, and synthetic documents."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class ListSource:
         return None
 
 
-def embedded(root: Path | None = None) -> ListSource:
-    """Return DeepSpeed's Python files as documents, ordered by relative path."""
-    root = root or _deepspeed()
+def embedded(package: str | Path = "deepspeed") -> ListSource:
+    """Return the Python files of an installed package, or a folder, ordered by relative path."""
+    root = package if isinstance(package, Path) else _folder_of(package)
     names = sorted(
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
@@ -63,27 +63,26 @@ def embedded(root: Path | None = None) -> ListSource:
     for name in names:
         digest.update(f"{name}\0".encode() + (root / name).read_bytes() + b"\0")
     return ListSource(
-        "embedded",
+        "embedded" if package == "deepspeed" else f"embedded:{package}",
         range(len(names)),
         lambda number: Document((root / names[number]).read_bytes(), names[number]),
         digest.hexdigest(),
     )
 
 
-def _deepspeed() -> Path:
-    spec = find_spec("deepspeed")  # imports nothing
-    if spec is None or spec.origin is None:
+def _folder_of(package: str) -> Path:
+    spec = find_spec(package) if package.isidentifier() else None  # imports nothing
+    if spec is None or not spec.submodule_search_locations:
         raise DataError(
-            "data.source = 'embedded': reads DeepSpeed's Python files, and DeepSpeed is not "
-            f"installed; fix: pip install deepspeed=={EMBEDDED_VERSION}, or data.source = "
-            "'synthetic'"
+            f"data.source = 'embedded': reads the Python files of {package!r}, which is not an "
+            "installed package; fix: install it, or data.source = 'synthetic'"
         )
-    return Path(spec.origin).parent
+    return Path(spec.submodule_search_locations[0])
 
 
-def embedded_note(root: Path | None = None) -> str | None:
+def embedded_note(package: str | Path = "deepspeed") -> str | None:
     """Return why figures on this `embedded` text cannot be compared with published ones, if so."""
-    if embedded(root).fingerprint == EMBEDDED_SHA256:
+    if embedded(package).fingerprint == EMBEDDED_SHA256:
         return None
     return (
         f"data.source = 'embedded': the files of DeepSpeed {version('deepspeed')} here are not "

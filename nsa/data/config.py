@@ -13,8 +13,9 @@ PACKINGS = ("documents", "concat")
 class DataConfig:
     """The `data` section of a run's settings."""
 
-    # "embedded": DeepSpeed's Python files; "synthetic": generated; "fineweb_edu"; "hf:<dataset>";
-    # or a path: a folder that `nsa data prepare` wrote, a text file, or a folder of text files.
+    # "embedded": DeepSpeed's Python files; "embedded:<package>": those of an installed package;
+    # "synthetic": generated; "fineweb_edu"; "hf:<dataset>"; or a path: a folder that
+    # `nsa data prepare` wrote, a text file, or a folder of text files.
     # Several with weights are a mixture: {/data/web: 0.7, /data/code: 0.3}
     source: str | dict[str, float] = "embedded"
     subset: str | None = None  # configuration of a hub dataset; null: its default

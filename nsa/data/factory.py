@@ -13,7 +13,7 @@ from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
 from nsa.data.files import Files, open_files
 from nsa.data.shards import is_prepared, open_shards
-from nsa.data.source import IN_MEMORY, HeldOut, Source, is_path, no_documents
+from nsa.data.source import HeldOut, Source, in_memory, is_path, no_documents
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray, build_tokenizer, with_eos
 
@@ -25,8 +25,8 @@ IN_MEMORY_BYTES = 1 << 24  # of few documents: more are streamed
 
 def open_source(config: DataConfig, name: str) -> Source:
     """Open the documents of `data.source`, or of one source of a mixture."""
-    if name == "embedded":
-        return embedded()
+    if name == "embedded" or name.startswith("embedded:"):
+        return embedded(name.partition(":")[2] or "deepspeed")
     if name == "synthetic":
         return synthetic(config.synthetic_bytes)
     if name == "fineweb_edu" or name.startswith("hf:"):
@@ -46,7 +46,7 @@ def held_out(config: DataConfig, name: str) -> HeldOut:
 
 def is_indexed(name: str) -> bool:
     """Return whether a source is always opened as a token store, never streamed."""
-    return name in IN_MEMORY or is_prepared(name)
+    return in_memory(name) or is_prepared(name)
 
 
 def fits_in_memory(config: DataConfig, name: str) -> bool:

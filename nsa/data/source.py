@@ -15,7 +15,7 @@ from nsa.data.config import DataConfig
 
 SPLITS = ("train", "val")
 ALL = "all"  # both splits; not of prepared shards
-IN_MEMORY = ("embedded", "synthetic")  # small: tokenised when opened
+IN_MEMORY = ("embedded", "synthetic")
 NAMED = (*IN_MEMORY, "fineweb_edu")  # sources that are neither a path nor hf:<dataset>
 NAMES_SHOWN = 8  # of fields or files, in an error
 State = dict[str, Any]  # JSON values only
@@ -112,6 +112,11 @@ def not_text(field: str, kind: str) -> str:
     return f"the field {field!r} holds {kind}, not text; set data.text_field to one that holds text"
 
 
+def in_memory(name: str) -> bool:
+    """Return whether a source is small, so that it is tokenised when opened."""
+    return name in IN_MEMORY or name.startswith("embedded:")
+
+
 def is_path(name: str) -> bool:
     """Return whether a source is a local file or folder."""
-    return name not in NAMED and not name.startswith("hf:")
+    return name not in NAMED and not name.startswith(("hf:", "embedded:"))

@@ -70,7 +70,7 @@ def test_a_variant_is_trained_by_the_recipe_and_reported_at_its_last_evaluation(
     config = (folder / "runs/win-seed7/config.yaml").read_text()
     assert "branches: win" in config
     assert "seed: 7" in config
-    assert ablations.lines({"rows": [result]})[2].startswith(f"| win | {row['val_loss']:.3f} | – |")
+    assert ablations.lines({"rows": [result]})[2].startswith(f"| win | {row['val_loss']:.3f} |  |")
 
 
 def test_a_finished_run_is_not_repeated(measured: tuple[Path, list[str]], tiny: list[str]) -> None:
@@ -85,8 +85,9 @@ def test_an_unfinished_run_has_no_result(measured: tuple[Path, list[str]], tmp_p
     rows = (measured[0] / "runs/win-seed7/metrics.csv").read_text().splitlines(keepends=True)
     for kept, finished in ((rows, True), (rows[:-1], False), ([], False)):
         (tmp_path / "metrics.csv").write_text("".join(kept))
-        assert (ablations.Training("win", 7, 2, tmp_path).result() is not None) == finished
-    assert ablations.Training("win", 7, 2, tmp_path / "nowhere").result() is None
+        run = ablations.Training("win", 7, 2, "demo", (), tmp_path)
+        assert (run.result() is not None) == finished
+    assert ablations.Training("win", 7, 2, "demo", (), tmp_path / "nowhere").result() is None
 
 
 def test_runs_of_another_length_are_refused(
@@ -105,10 +106,10 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(
     monkeypatch.setattr(ablations, "VARIANTS", {"win": ("attention.branches=win",), "nsa": ()})
     original = ablations.Training.train
 
-    def train(self: ablations.Training, threads: int) -> Any:
+    def train(self: ablations.Training, threads: int, end: float) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(ablations, "RECIPE", program)
-            return original(self, threads)
+            return original(self, threads, end)
 
     monkeypatch.setattr(ablations.Training, "train", train)
     with pytest.raises(SystemExit) as ended:
@@ -121,27 +122,63 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(
 
 
 def test_every_variant_is_a_valid_and_distinct_config() -> None:
-    configs = {name: ablations._config(changes) for name, changes in ablations.VARIANTS.items()}
+    configs = {
+        name: ablations._config("demo", changes) for name, changes in ablations.VARIANTS.items()
+    }
     for config in configs.values():
         config.validate()
     models = [resolve_config(config).model for config in configs.values()]
     assert all(models.count(model) == 1 for model in models), "two variants are the same"
 
 
-def test_spreads_are_over_seeds_and_differences_seed_by_seed() -> None:
-    def row(name: str, losses: dict[str, float]) -> dict[str, Any]:
-        return {"variant": name, "val_loss": losses, "bits_per_byte": losses, "parameters": 10,
-                "tokens_per_s": [90.0, 100.0, 110.0]}  # fmt: skip
+def result_row(name: str, losses: dict[str, float]) -> dict[str, Any]:
+    return {"variant": name, "val_loss": losses, "bits_per_byte": losses, "parameters": 10,
+            "tokens_per_s": [90.0, 100.0, 110.0]}  # fmt: skip
 
-    rows = [row("nsa", {"1": 2.0, "2": 3.0}), row("win", {"1": 2.5, "2": 3.1, "3": 9.9})]
+
+def test_differences_to_the_first_variant_are_tested_seed_by_seed() -> None:
+    rows = [
+        result_row("nsa", {"1": 2.0, "2": 3.0, "3": 4.0}),
+        result_row("win", {"1": 2.5, "2": 3.1, "3": 4.3, "4": 9.9}),
+        result_row("sel", {"3": 5.0}),
+    ]
     table = ablations.lines({"rows": rows})
-    assert table[2].split(" | ")[1:3] == ["2.500 (2.000 to 3.000)", ""]
-    assert table[3].split(" | ")[1:3] == ["5.167 (2.500 to 9.900)", "+0.300 (+0.100 to +0.500)"]
+    assert "minus nsa's (95% interval) | p | detectable" in table[0]
+    assert table[2].split(" | ")[1:5] == ["3.000 (2.000 to 4.000)", "", "", ""]
+    # 0.5, 0.1 and 0.3: mean 0.3, standard error 0.2 / √3, t = 2.598 with 2 degrees of freedom.
+    assert table[3].split(" | ")[1:5] == [
+        "4.950 (2.500 to 9.900)",
+        "+0.300 ± 0.497",
+        "0.12",
+        "0.619",
+    ]
+    assert table[4].split(" | ")[1:5] == ["5.000", "+1.000", "–", "–"]
     assert "100 (90 to 110)" in table[3]
-    assert ablations.lines({"rows": [row("nsa", {"1": 2.0})]})[2].split(" | ")[1] == "2.000"
 
 
-def test_the_evidence_page_shows_the_recorded_table() -> None:
-    result = json.loads((ROOT / "docs/benchmarks/ablations.json").read_text())
-    page = (ROOT / "docs/design/evidence.md").read_text()
-    assert "\n".join(ablations.lines(result)) in page
+def test_settings_of_the_command_are_a_variant_and_reach_every_run(
+    measured: tuple[Path, list[str]], tiny: list[str], tmp_path: Path
+) -> None:
+    words = [word for word in tiny if not word.startswith(("--runs", "--out", "--variants"))]
+    main([*words, f"--runs={tmp_path}", f"--out={tmp_path / 'figures.json'}", "--variants=win",
+          "--variant=attention.branches=cmp,attention.compressor=mlp", "--set=data.held_out=0.1",
+          "--jobs=1"])  # fmt: skip
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == [
+        "win", "attention.branches=cmp,attention.compressor=mlp"
+    ]  # fmt: skip
+    assert all(row["val_loss"] for row in rows)
+    configs = [(path.read_text()) for path in sorted(tmp_path.glob("*-seed7/config.yaml"))]
+    assert all("held_out: 0.1" in config for config in configs)
+    assert "branches: cmp" in configs[0]
+    assert "compressor: mlp" in configs[0]
+    assert "branches: win" in configs[1]
+
+
+def test_out_of_time_nothing_starts_and_the_command_is_to_be_repeated(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*tiny, f"--runs={tmp_path}", "--limit=1"])
+    assert "win, seed 7 is left for the next call: --limit" in capsys.readouterr().out
+    assert not list(tmp_path.glob("win*"))

@@ -63,11 +63,20 @@ def test_other_files_are_noted_and_do_not_resume_a_pass(tmp_path: Path) -> None:
     state = json.loads(json.dumps(reader.state()))
     assert [document.location for document in embedded(tmp_path).read(state)] == ["b.py"]
     (tmp_path / "b.py").rename(tmp_path / "c.py")
-    with pytest.raises(DataError, match=r"'embedded': its documents changed.*a new folder"):
+    with pytest.raises(DataError, match=r"its documents changed since.*a new folder"):
         embedded(tmp_path).read(state)
-    with pytest.raises(DataError, match=r"'embedded': its documents changed"):
+    with pytest.raises(DataError, match="its documents changed"):
         embedded(tmp_path).read({"documents": 1})  # of a version without a fingerprint
     assert "NOT comparable" in str(embedded_note(tmp_path))
+
+
+def test_an_installed_package_is_a_source_and_another_name_is_refused() -> None:
+    tokens = open_store(DataConfig(), "embedded:tensorboard", "train")
+    assert tokens is not None
+    assert len(tokens) > 100_000
+    for missing in ("embedded:no_such_package", "embedded:../secrets"):
+        with pytest.raises(DataError, match="is not an installed package; fix: install it"):
+            open_store(DataConfig(), missing, "train")
 
 
 @pytest.mark.parametrize("size", [1, 999, 50_000])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa.bench import ablations
 from nsa.bench.__main__ import parser
 from tests.ranks import ROOT
 
@@ -78,6 +79,26 @@ def test_m7c_comes_first_and_a_step_has_a_process_of_its_own() -> None:
     assert {(words[words.index("--kinds") + 1], "reentrant" in words) for words in steps} == {
         (kind, recompute) for kind in ("nsa", "dense") for recompute in (False, True)
     }
+
+
+def test_learn_compares_nsa_and_dense_and_settings_of_the_command() -> None:
+    """Five seeds of M7C at the recipe's length, on text that needs no download."""
+    settings = ["--set", "attention.shared_kv=true", "--set", "attention.compressor=mlp"]
+    (words,) = commands("--stage", "learn", "--limit", "3600", *settings)
+    flags = parser(words[1:]).parse_args(words[1:])
+    assert flags.variants == ["nsa", "dense"]
+    assert flags.variant == ["attention.shared_kv=true,attention.compressor=mlp"]
+    assert len(flags.seeds) == 5
+    assert 3_400 < flags.limit < 3_600  # the rest starts, saves and evaluates
+    for changes in (*ablations.VARIANTS.values(), flags.variant[0].split(",")):
+        settings = [*ablations.COMMON, *ablations.PROFILES[flags.profile], *changes]
+        config = ablations._config(flags.profile, [*settings, f"train.steps={flags.steps}"])
+        assert config.data.seq_len == 2_048
+        assert config.model.layers == 12
+        assert config.data.source == "embedded:torch"
+        assert config.train.warmup_steps < flags.steps < config.monitor.ladder.smoke
+    (default,) = commands("--stage", "learn")
+    assert "--variant" not in default
 
 
 NEEDED_FOR_TRAINING = """
@@ -231,6 +252,21 @@ def test_a_group_runs_at_tiny_sizes_on_a_cpu(tmp_path: Path, group: str) -> None
         assert [launch["outcome"] for launch in killed["launches"]] == ["killed", "ended"]
         assert killed["logged_twice"] > 0
         assert killed["largest_loss_difference"] == 0
+
+
+@pytest.mark.full
+def test_learn_runs_at_tiny_sizes_on_a_cpu_and_resumes(tmp_path: Path) -> None:
+    words = ["--rehearse", "--stage", "learn", "--set", "attention.shared_kv=true",
+             "--out", str(tmp_path)]  # fmt: skip
+    done = gpu_sh(*words, "--limit", "100", timeout=600, PYTHON=sys.executable)
+    assert done.returncode == 1
+    assert "left for the next call" in done.stdout
+    done = gpu_sh(*words, "--limit", "900", timeout=1_000, PYTHON=sys.executable)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "learn.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["nsa", "dense", "attention.shared_kv=true"]
+    assert all(len(row["val_loss"]) == 2 for row in rows)
+    assert "minus nsa's (95% interval)" in done.stdout
 
 
 def test_a_stage_that_hangs_or_fails_does_not_stop_the_others(tmp_path: Path) -> None:
