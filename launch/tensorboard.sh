@@ -21,4 +21,29 @@ bash "$here/setup.sh" >&2
 root=$(dirname "$here")
 export PATH="$root/.venv/bin:$PATH"
 printf 'tensorboard: %s; on this machine only; --bind_all serves the network\n' "$(realpath "$runs")"
-exec tensorboard --logdir "$runs" "$@"
+
+# TensorBoard names a run after the folder of its event files: mine/tensorboard. Here it is shown
+# links to them in folders named mine, which a loop adds to until the server ends.
+base=$(realpath "$runs")
+links=$(mktemp -d)
+add_links() {
+    local folder run name
+    find "$base" -maxdepth 4 -type d -name tensorboard -print0 2>/dev/null |
+        while IFS= read -r -d '' folder; do
+            run=$(dirname "$folder")
+            name=${run#"$base/"}
+            [ "$name" != "$run" ] || name=$(basename "$run")
+            mkdir -p "$links/$name"
+            find "$folder" -maxdepth 1 -name '*tfevents*' -exec ln -sf {} "$links/$name/" \;
+        done
+}
+add_links
+(
+    trap '' INT # Ctrl-C is for the server
+    while kill -0 $$ 2>/dev/null; do
+        add_links
+        sleep 5
+    done
+    rm -rf "$links"
+) </dev/null >/dev/null 2>&1 &
+exec tensorboard --logdir "$links" "$@"

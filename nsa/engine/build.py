@@ -82,13 +82,19 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
         deepspeed.checkpointing.configure(
             None, deepspeed_config=deepspeed.DeepSpeedConfig(dict(ds_config))
         )
-    with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints memory figures
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=parameter_groups(model, config.train.weight_decay),
-            config=ds_config,
-            dist_init_required=False,
-        )
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints memory figures
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                model_parameters=parameter_groups(model, config.train.weight_decay),
+                config=ds_config,
+                dist_init_required=False,
+            )
+    except Exception as error:
+        tracker = type(error).__module__.partition(".")[0]
+        if tracker not in ("wandb", "comet_ml"):
+            raise
+        raise ValueError(f"{tracker}: {' '.join(str(error).split())}") from error  # no API key
     if isinstance(engine.optimizer, torch.optim.Optimizer):  # plain: stage 0 with fp32
         skip_nonfinite_steps(engine.optimizer)
     return engine

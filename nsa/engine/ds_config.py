@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from nsa.engine.ds_refusals import REFUSALS, ZeroMode
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
 OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
 DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+TRACKERS = {"wandb": "wandb", "comet": "comet_ml", "csv_monitor": "csv"}  # block: package
 OWNED_FIELDS = {  # DeepSpeed key: fields of `train` that set it
     "train_micro_batch_size_per_gpu": ("micro_batch",),
     "gradient_accumulation_steps": ("accumulation",),
@@ -134,6 +136,7 @@ def verdict(resolved: dict[str, Any], world_size: int) -> str:
         overlap = "overlapped" if mode.overlap else "not overlapped"
         parts.append(f"buckets of {zero['reduce_bucket_size']:,.0f} elements, {overlap}")
     parts += [f"offload to {device}" for device in sorted(mode.devices - {"none"})]
+    parts += [name for name in TRACKERS if block_of(resolved, name).get("enabled")]
     return f"ok: {', '.join(parts)}, {batch} sequences per step on {world_size} {ranks}"
 
 
@@ -210,6 +213,13 @@ def _problems(
                 "data_types.grad_accum_dtype",
                 f": stage {stage} with train.precision = {mode.precision!r} accumulates in "
                 f"{' or '.join(sorted(allowed))}; write that, or remove it",
+            )
+    for name, package in TRACKERS.items():
+        if block_of(raw, name).get("enabled") and find_spec(package) is None:
+            yield (
+                f"{name}.enabled",
+                f": needs the package {package}, which is not installed; pip install "
+                f"'nsa-m7c[{name}]', or remove the block",
             )
     recompute = config.model.activation_checkpointing
     if "activation_checkpointing" in raw and recompute != "deepspeed":

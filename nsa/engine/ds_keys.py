@@ -15,7 +15,7 @@ from typing import Any, get_args
 import deepspeed
 import torch
 from deepspeed.comm.config import CommsLoggerConfig
-from deepspeed.monitor.config import CometConfig, WandbConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, WandbConfig
 from deepspeed.runtime import config as runtime_config
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -30,6 +30,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "comms_logger": CommsLoggerConfig,
     "wandb": WandbConfig,
     "comet": CometConfig,
+    "csv_monitor": CSVConfig,
 }
 UNMODELLED = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
 REMOVED: dict[str, str] = getattr(runtime_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})

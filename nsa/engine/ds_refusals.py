@@ -79,7 +79,6 @@ REFUSALS = (
         " and set train.learning_rate, train.min_learning_rate and train.warmup_steps",
     ),
     Refusal("tensorboard", "the recipe sets it", " and set monitor.tensorboard"),
-    Refusal("csv_monitor", "the run writes its own metrics.csv", " and set monitor.csv"),
     Refusal(
         "torch_autocast data_types.param_dtype",
         "the recipe sets the precision",

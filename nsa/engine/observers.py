@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,24 @@ from nsa.ops import fallback_counts
 from nsa.report.report import Reporter, write_report
 
 
+def trackers(request: RunRequest) -> dict[str, Any]:
+    """Return DeepSpeed's tracker blocks, with the run's name and folder where they set none."""
+    run_dir = request.run_dir.resolve()
+    os.environ.setdefault("WANDB_NAME", run_dir.name)  # no key of DeepSpeed's sets these
+    for variable in ("WANDB_DIR", "COMET_OFFLINE_DIRECTORY"):
+        os.environ.setdefault(variable, str(run_dir))
+    defaults: dict[str, dict[str, Any]] = {
+        "comet": {"experiment_name": run_dir.name, "samples_log_interval": 1},
+        "csv_monitor": {"output_path": str(run_dir), "job_name": "csv_monitor"},
+    }
+    given = request.ds_config
+    blocks = {name: block | given[name] for name, block in defaults.items() if name in given}
+    if request.config.monitor.tensorboard:
+        folder = str(request.run_dir / "tensorboard")
+        blocks["tensorboard"] = {"enabled": True, "output_path": folder, "job_name": ""}
+    return blocks
+
+
 def build_observers(
     request: RunRequest, engine: Any, run_history: RunHistory
 ) -> tuple[list[BackgroundWriter], Observer]:
@@ -35,7 +54,7 @@ def build_observers(
         writers.append(BackgroundWriter(name))
         return writers[-1]
 
-    if monitor.tensorboard:
+    if engine.monitor.enabled:
         engine.monitor = BackgroundMonitor(
             engine.monitor, writer("tensorboard"), step=lambda: engine.global_steps
         )

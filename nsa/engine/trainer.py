@@ -25,7 +25,7 @@ from nsa.engine.build import build_engine
 from nsa.engine.consensus import Consensus, RunAborted
 from nsa.engine.data import open_data
 from nsa.engine.loss_guard import LossGuard
-from nsa.engine.observers import build_observers, write_final_report
+from nsa.engine.observers import build_observers, trackers, write_final_report
 from nsa.engine.peer_hosts import connect_hosts
 from nsa.engine.process_group import start_ranks, stop_ranks
 from nsa.engine.run import Run
@@ -120,10 +120,7 @@ def build(run: Run) -> None:
         raise RunAborted(f"preflight: {failures(checks)}")
     if run.resume_from is not None and request.universal:
         run.resume_from = resume.convert_to_universal(run.consensus, run.resume_from, run.ranks)
-    ds_config = dict(request.ds_config)
-    if config.monitor.tensorboard:
-        folder = str(run_dir / "tensorboard")
-        ds_config["tensorboard"] = {"enabled": True, "output_path": folder, "job_name": ""}
+    ds_config = request.ds_config | trackers(request)
     run.engine, gradient_notes = build_engine(config, ds_config, run.device, run.weights)
     checks.append(Check("gradient check", OK, "one gradient for each parameter on every rank"))
     if run.resume_from is not None:

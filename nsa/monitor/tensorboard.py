@@ -1,4 +1,7 @@
-"""TensorBoard: scalars, histograms and hparams, written off the training thread."""
+"""TensorBoard and DeepSpeed's other trackers, written off the training thread.
+
+All get scalars and settings; TensorBoard also gets histograms, hparams and texts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ class BackgroundMonitor:
     """Replaces `engine.monitor`: a background thread writes and flushes all events.
 
     DeepSpeed's own monitor flushes inside `engine.step()` and counts samples on the x axis; here x
-    is `step()`. Close the writer before the process group is destroyed.
+    is `step()`. Its learning rate is left out: `train/lr` is the same number. Close the writer
+    before the process group is destroyed.
     """
 
     def __init__(self, monitor: Any, writer: BackgroundWriter, step: Callable[[], int]) -> None:
@@ -42,7 +46,11 @@ class BackgroundMonitor:
         """Queue DeepSpeed's events under `deepspeed/`."""
         step = self._step()
         self.write_scalars(
-            [(f"deepspeed/{tag.rpartition('/')[2]}", value, step) for tag, value, _ in event_list]
+            [
+                (f"deepspeed/{tag.rpartition('/')[2]}", value, step)
+                for tag, value, _ in event_list
+                if not tag.endswith("/lr")
+            ]
         )
 
     def write_scalars(self, scalars: Sequence[Event]) -> None:
@@ -58,6 +66,32 @@ class BackgroundMonitor:
         board = getattr(self._monitor, "tb_monitor", None)
         if board is not None and board.summary_writer is not None:
             self._writer.submit(lambda: write(board.summary_writer))
+
+    def start(self, settings: Mapping[str, Any]) -> None:
+        """Queue a run's settings for W&B and Comet."""
+
+        def send() -> None:
+            if getattr(self._monitor, "wandb_monitor", None) is not None:
+                import wandb  # late: optional
+
+                wandb.config.update(dict(settings))
+            if (comet := getattr(self._monitor, "comet_monitor", None)) is not None:
+                comet.experiment.log_parameters(dict(_flatten(settings)))
+
+        self._writer.submit(send)
+
+    def end(self, status: str) -> None:
+        """Queue the end of the W&B and Comet runs: the process skips their exit handlers."""
+
+        def send() -> None:
+            if getattr(self._monitor, "wandb_monitor", None) is not None:
+                import wandb  # late: optional
+
+                wandb.finish(exit_code=int(status.startswith(("failed", "no-go"))))
+            if (comet := getattr(self._monitor, "comet_monitor", None)) is not None:
+                comet.experiment.end()
+
+        self._writer.submit(send)
 
 
 class TensorBoardObserver(Observer):
@@ -77,6 +111,7 @@ class TensorBoardObserver(Observer):
     def on_start(self, info: RunInfo) -> None:
         # Also at step 0: an earlier process may have ended before its first checkpoint.
         self.on_rollback(info.start_step)
+        self._board.start(self._settings)
         self._board.write(lambda board: _describe_run(board, info, self._settings, self._texts))
 
     def on_rollback(self, step: int) -> None:
@@ -86,6 +121,7 @@ class TensorBoardObserver(Observer):
         """Mark only a finished run: TensorBoard keeps the first mark, and others may be resumed."""
         if status == "finished":
             self._board.write(_succeed)
+        self._board.end(status)
 
     def on_step(self, record: StepRecord) -> None:
         scalars = {
@@ -98,7 +134,7 @@ class TensorBoardObserver(Observer):
             "speed/tokens_per_s": record.tokens_per_s,
             "speed/mfu": record.mfu,
             "speed/step_seconds": record.seconds,
-            "memory/gb": record.memory_gb,
+            "memory/peak_gb": record.memory_gb,
             **{f"gates/{branch}": mean for branch, mean in record.gates.items()},
         }
         if record.health is not None:

@@ -225,7 +225,6 @@ REFUSED = [  # shipped config, key, value, precision, what the message must say
     # owned by the recipe
     ("zero2_pcie", "scheduler", {"type": "WarmupLR", "params": {"a": 1}}, "bf16", "train.warmup"),
     ("zero2_pcie", "tensorboard", {"enabled": True}, "bf16", "set monitor.tensorboard"),
-    ("zero2_pcie", "csv_monitor", {"enabled": True}, "bf16", "set monitor.csv"),
     ("zero2_pcie", "managed_gradient_accumulation", False, "bf16", "set train.accumulation"),
     ("zero2_pcie", "dataloader_drop_last", True, "bf16", "data.*"),
     ("zero2_pcie", "activation_checkpointing", {"profile": True}, "bf16", "=deepspeed"),

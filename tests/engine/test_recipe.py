@@ -73,16 +73,16 @@ def test_metrics_have_a_row_for_each_step_with_sound_values(finished: FinishedRu
     assert all(row["grad_norm"] > 0 and row["memory_gb"] > 0 for row in rows)
 
 
-def test_tensorboard_holds_our_scalars_and_deepspeeds(finished: FinishedRun) -> None:
+def test_tensorboard_holds_the_scalars_settings_and_texts(finished: FinishedRun) -> None:
     events = EventAccumulator(str(finished.dir / "tensorboard"))
     events.Reload()
     tags = set(events.Tags()["scalars"])
     assert {"train/loss", "train/lr", "train/grad_norm", "train/skipped_steps"} <= tags
-    assert {"eval/loss", "eval/bits_per_byte", "speed/tokens_per_s", "memory/gb"} <= tags
-    assert {"gates/cmp", "gates/sel", "gates/win", "deepspeed/lr"} <= tags
+    assert {"eval/loss", "eval/bits_per_byte", "speed/tokens_per_s", "memory/peak_gb"} <= tags
+    assert {"gates/cmp", "gates/sel", "gates/win"} <= tags
+    assert not [tag for tag in tags if tag.startswith("deepspeed/")], "train/lr is the same number"
     written = {event.step: event.value for event in events.Scalars("train/loss")}
     assert written == pytest.approx(losses(finished.dir), rel=1e-6)
-    assert [event.step for event in events.Scalars("deepspeed/lr")] == list(range(1, 9))
     (shown,) = events.Tensors("run/config.yaml/text_summary")
     config = (finished.dir / "config.yaml").read_text()
     assert shown.tensor_proto.string_val[0].decode() == f"```\n{config}```"

@@ -15,16 +15,23 @@ from tests.launch.clone import run, start
 from tests.ranks import free_port
 
 
-def test_it_serves_the_runs_of_a_folder(real_packages: Path, tmp_path: Path) -> None:
-    with SummaryWriter(str(tmp_path / "runs/mine/tensorboard")) as writer:
-        writer.add_scalar("train/loss", 5.67, 1)
+def write_event(run: Path) -> None:
+    if not (run / "tensorboard").exists():
+        with SummaryWriter(str(run / "tensorboard")) as writer:
+            writer.add_scalar("train/loss", 5.67, 1)
+
+
+def test_it_serves_the_runs_of_a_folder_under_their_names(
+    real_packages: Path, tmp_path: Path
+) -> None:
+    write_event(tmp_path / "runs/mine")
     port = free_port()
     process = start(real_packages, "tensorboard.sh", str(tmp_path / "runs"), "--port", str(port),
-                    "--load_fast=false")  # fmt: skip
+                    "--load_fast=false", "--reload_interval=1", TMPDIR=str(tmp_path))  # fmt: skip
     try:
         found = {}
         deadline = time.monotonic() + 120
-        while not found and time.monotonic() < deadline and process.poll() is None:
+        while len(found) < 2 and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.2)
             try:
                 url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
@@ -32,8 +39,10 @@ def test_it_serves_the_runs_of_a_folder(real_packages: Path, tmp_path: Path) -> 
                     found = json.load(page)
             except OSError:
                 continue
-        assert list(found) == ["mine/tensorboard"], process.poll()
-        assert list(found["mine/tensorboard"]) == ["train/loss"]
+            if list(found) == ["mine"]:  # a run that starts while the server runs
+                write_event(tmp_path / "runs/sweep/other")
+        assert sorted(found) == ["mine", "sweep/other"], process.poll()
+        assert list(found["mine"]) == ["train/loss"]
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

@@ -1,0 +1,127 @@
+"""DeepSpeed's tracker blocks with the real clients, offline; a missing client is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa.monitor.metrics_csv import read_metrics
+from tests.engine.runs import TINY, Finished, alone, succeed
+from tests.ranks import ROOT
+
+PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
+BLOCKS = {
+    "csv_monitor": {"enabled": True},
+    "wandb": {"enabled": True, "project": "m7c"},
+    "comet": {"enabled": True, "project": "m7c", "online": False},
+}
+INSTALLED = [name for name in BLOCKS if find_spec(PACKAGES.get(name, "csv"))]
+
+
+def start(folder: Path, names: list[str], **environment: str) -> Finished:
+    config = json.loads((ROOT / "ds_configs/zero1_pcie.json").read_text())
+    file = folder / "mine.json"
+    file.write_text(json.dumps(config | {name: BLOCKS[name] for name in names}))
+    arguments = ["--steps=3", "--run-dir=run", f"--deepspeed_config={file}"]
+    settings = ["--set=data.source=synthetic", "--set=monitor.log_every=1"]
+    return alone("m7c.py", *TINY, *arguments, *settings, folder=folder, environment=environment)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that sends to every tracker whose package is installed."""
+    folder = tmp_path_factory.mktemp("tracked")
+    succeed(start(folder, INSTALLED, WANDB_MODE="offline"))
+    return folder / "run"
+
+
+def written(run: Path) -> dict[int, float]:
+    return {int(row["step"]): row["loss"] for row in read_metrics(run / "metrics.csv")}
+
+
+def test_csv_monitor_writes_a_file_per_scalar_into_the_run_folder(run: Path) -> None:
+    header, *rows = (run / "csv_monitor/train_loss.csv").read_text().splitlines()
+    assert header == "step,loss"
+    losses = {int(step): float(loss) for step, loss in (row.split(",") for row in rows)}
+    assert losses == pytest.approx(written(run), rel=1e-6)
+    assert not list((run / "csv_monitor").glob("deepspeed_lr*"))
+
+
+def wandb_records(run: Path) -> Iterator[Any]:
+    """Yield the records of an offline run's file: LevelDB's log format after seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    data, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32_768 - at % 32_768
+        if left < 7:
+            at += left
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(record)
+            record = b""
+
+
+@pytest.mark.skipif("wandb" not in INSTALLED, reason="needs wandb")
+def test_wandb_has_the_name_the_settings_the_steps_and_the_end_of_a_run(run: Path) -> None:
+    records = list(wandb_records(run))
+    (started,) = [record.run for record in records if record.HasField("run")]
+    assert (started.display_name, started.project) == ("run", "m7c")
+    config = {item.key: item.value_json for one in records for item in one.config.update}
+    assert json.loads(config["train"])["steps"] == 3
+    losses = {
+        one.history.step.num: float(item.value_json)
+        for one in records
+        for item in one.history.item
+        if "train/loss" in (item.key, *item.nested_key)
+    }
+    assert losses == pytest.approx(written(run), rel=1e-6)
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
+
+
+@pytest.mark.skipif("comet" not in INSTALLED, reason="needs comet_ml")
+def test_comet_has_the_settings_and_every_logged_step(run: Path) -> None:
+    (archive,) = run.glob("*.zip")
+    with zipfile.ZipFile(archive) as files, files.open("messages.json") as lines:
+        payloads = [json.loads(line)["payload"] for line in lines]
+    metrics = [payload["metric"] for payload in payloads if "metric" in payload]
+    losses = {
+        one["step"]: one["metricValue"] for one in metrics if one["metricName"] == "train/loss"
+    }
+    assert losses == pytest.approx(written(run), rel=1e-6)
+    assert '"train.steps"' in json.dumps(payloads)
+
+
+@pytest.mark.skipif("wandb" not in INSTALLED, reason="needs wandb")
+def test_wandb_without_an_api_key_is_one_line_and_leaves_no_folder(tmp_path: Path) -> None:
+    result = start(tmp_path, ["wandb"], WANDB_API_KEY="", HOME=str(tmp_path))
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("m7c: wandb: No API key configured")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_missing_package_is_one_line_before_the_run_folder_exists(
+    tmp_path: Path, name: str
+) -> None:
+    if name in INSTALLED:
+        pytest.skip(f"{PACKAGES[name]} is installed")
+    result = start(tmp_path, [name])
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == (
+        f"m7c: {name}.enabled = true in {tmp_path / 'mine.json'}: needs the package "
+        f"{PACKAGES[name]}, which is not installed; pip install 'nsa-m7c[{name}]', or remove the "
+        "block"
+    )
+    assert not (tmp_path / "run").exists()
