@@ -26,8 +26,8 @@ def trackers(request: RunRequest) -> dict[str, Any]:
     """Return DeepSpeed's tracker blocks, with the run's name and folder where they set none."""
     run_dir = request.run_dir.resolve()
     os.environ.setdefault("WANDB_NAME", run_dir.name)  # no key of DeepSpeed's sets these
-    for variable in ("WANDB_DIR", "COMET_OFFLINE_DIRECTORY"):
-        os.environ.setdefault(variable, str(run_dir))
+    os.environ.setdefault("WANDB_DIR", str(run_dir))
+    os.environ.setdefault("COMET_OFFLINE_DIRECTORY", str(run_dir))
     defaults: dict[str, dict[str, Any]] = {
         "comet": {"experiment_name": run_dir.name, "samples_log_interval": 1},
         "csv_monitor": {"output_path": str(run_dir), "job_name": "csv_monitor"},
