@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import shutil
 import threading
 import time
@@ -183,6 +184,8 @@ def describe_write_error(error: BaseException, path: Path) -> str:
     first_line = (str(error).strip().splitlines() or [""])[0]
     cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line}"
     free = _free_bytes(path)
+    if number == errno.ENOSPC and _free_inodes(path) == 0:
+        return f"{path}: the file system holds as many files as it can; delete some files"
     if number in NO_SPACE or (number is None and free is not None and free < NEARLY_FULL):
         left = "" if free is None else f" ({free / 1e6:,.1f} MB are free)"
         fix = "; free some space, or keep fewer checkpoints with checkpoint.keep"
@@ -190,6 +193,15 @@ def describe_write_error(error: BaseException, path: Path) -> str:
     if number in NO_ACCESS:
         return f"{path}: {cause}; fix the folder's permissions or mount, or choose another folder"
     return f"{path}: {cause}"
+
+
+def _free_inodes(path: Path) -> int | None:
+    """Return how many more files fit; None if the file system sets no limit."""
+    for folder in path.parents:
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(folder)
+            return disk.f_favail if disk.f_files else None
+    return None
 
 
 def _free_bytes(path: Path) -> int | None:

@@ -120,6 +120,8 @@ def next_batches(run: Run) -> tuple[str | None, list[Batch]]:
     run.telemetry.enter("data")
 
     def fetch() -> list[Batch]:
+        if run.lock is not None:
+            run.lock.check()
         while True:
             batches = [run.data.next_batch() for _ in range(run.config.train.accumulation)]
             if run.state.samples not in run.state.passed_over:

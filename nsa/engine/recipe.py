@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.consensus import RunAborted
+from nsa.engine.run_dir import FolderLock
 from nsa.engine.run_request import Recipe
 from nsa.flags import reject_unknown_flags
 
@@ -29,8 +30,11 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
     flags, unknown = parser.parse_known_args(arguments)
     if unknown:
         reject_unknown_flags(parser, unknown)
+    lock = None
     try:
         request = resolve_request(recipe, flags)
+        if int(os.environ.get("RANK", 0)) == 0:
+            lock = FolderLock(request.run_dir)
     except ValueError as error:
         _exit_with_error(recipe, error, REFUSED)
     from nsa.engine.process_group import crash
@@ -39,11 +43,13 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
         if flags.dry_run:
             from nsa.engine.dry_run import dry_run
 
+            if lock is not None:
+                lock.abandon()
             dry_run(request)
         else:
             from nsa.engine.trainer import start
 
-            start(request)
+            start(request, lock)
     except RunAborted as error:
         _exit_with_error(recipe, error, ABORTED)
     except ValueError as error:

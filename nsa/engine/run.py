@@ -14,6 +14,7 @@ from nsa.engine.data import Data
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.process_group import Ranks
+from nsa.engine.run_dir import FolderLock
 from nsa.engine.run_request import RunRequest
 from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.telemetry import RankTelemetry
@@ -58,8 +59,9 @@ class Run:
     bad_steps = 0  # since launch
     validation_note_logged = False
 
-    def __init__(self, request: RunRequest) -> None:
+    def __init__(self, request: RunRequest, lock: FolderLock | None) -> None:
         self.request = request
+        self.lock = lock  # of the run's folder; None except on rank 0
         self.config = request.config
         self.ranks = Ranks.from_environment()
         self.notes = list(request.notes)  # for the log

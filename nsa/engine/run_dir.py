@@ -8,9 +8,12 @@ import itertools
 import json
 import os
 import shutil
+import threading
+import time
 from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TextIO
 
 import yaml
 
@@ -27,7 +30,10 @@ SETTINGS = ("config.yaml", "ds_config.json")  # of a run's folder, and of each c
 def choose_run_dir(requested: Path | None, name: str, resume: bool) -> Path:
     """Return the run's folder; refuse one that holds a run unless it is resumed."""
     if requested is not None:
-        problem = _problem_with(requested, resume)
+        try:
+            problem = _problem_with(requested, resume)
+        except OSError as error:
+            problem = f"no files can be written there ({error.strerror}); choose another folder"
         if problem is not None:
             raise ValueError(f"--run-dir {requested}: {problem}")
         return requested
@@ -107,18 +113,37 @@ class FolderLock:
     """A file lock that the process holds until it ends."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Create and lock the folder; raise ValueError if another run holds it."""
+        """Create and lock the folder; raise ValueError if that fails or another run holds it."""
         self._run_dir = run_dir
-        self._created = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / LOCK).open("a+")
+        self._file: TextIO | None = None
+        self._created: list[Path] = []  # innermost first
+        self._lost: Exception | None = None
+        try:
+            self._open()
+        except OSError as error:
+            self.abandon()
+            raise ValueError(
+                f"--run-dir {run_dir}: no files can be written there ({error.strerror}); choose "
+                "another folder"
+            ) from None
+
+    def _open(self) -> None:
+        if self._run_dir.is_symlink():
+            self._run_dir.stat()  # the error of a loop says more than mkdir's
+        folders = (self._run_dir, *self._run_dir.parents)
+        self._created = [path for path in folders if not path.exists()]
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        path = self._run_dir / LOCK
+        if not path.exists():
+            self._created.insert(0, path)
+        self._file = path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.seek(0)
             raise ValueError(
-                f"{run_dir}: in use by another run{_describe_owner(self._file.read())}; wait until "
-                "it ends, or choose another --run-dir"
+                f"{self._run_dir}: in use by another run{_describe_owner(self._file.read())}; wait "
+                "until it ends, or choose another --run-dir"
             ) from None
         self._file.truncate(0)
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -126,14 +151,43 @@ class FolderLock:
         self._file.write(json.dumps(owner) + "\n")
         self._file.flush()
 
+    def watch(self) -> None:
+        """Look every second, in a thread because the disk may hang, whether the folder is gone."""
+        assert self._file is not None
+        file, path = self._file, self._run_dir / LOCK
+
+        def look() -> None:
+            while self._lost is None:
+                time.sleep(1.0)
+                with contextlib.suppress(OSError):
+                    try:
+                        if not os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                            self._lost = RuntimeError(f"{self._run_dir}: another run has taken it")
+                    except FileNotFoundError:
+                        self._lost = ValueError(
+                            f"{self._run_dir}: deleted while the run wrote to it, with all that it "
+                            "held; this step is saved there, so continue with --resume"
+                        )
+
+        threading.Thread(target=look, name="run folder", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise ValueError if the folder was deleted, RuntimeError if another run has taken it."""
+        if self._lost is not None:
+            raise self._lost
+
     def abandon(self) -> None:
-        """Release the folder and remove the folders that this lock created."""
-        if self._created:
+        """Release the folder and remove what this lock created, with all in it."""
+        if self._run_dir in self._created:
             shutil.rmtree(self._run_dir, ignore_errors=True)
         with contextlib.suppress(OSError):  # another run uses a parent
-            for parent in self._created[1:]:
-                parent.rmdir()
-        self._file.close()
+            for path in self._created:
+                if path.name == LOCK:
+                    path.unlink(missing_ok=True)
+                elif path != self._run_dir:
+                    path.rmdir()
+        if self._file is not None:
+            self._file.close()
 
 
 def _describe_owner(text: str) -> str:

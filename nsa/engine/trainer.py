@@ -41,10 +41,9 @@ from nsa.monitor.observer import RunInfo
 from nsa.monitor.throughput import Throughput, peak_flops
 
 
-def start(request: RunRequest) -> None:
-    """Prepare, build and train on this rank; exit the process with code 0."""
-    run = Run(request)
-    lock = FolderLock(request.run_dir) if run.ranks.rank == 0 else None
+def start(request: RunRequest, lock: FolderLock | None) -> None:
+    """Prepare, build and train on this rank; exit the process with code 0. Rank 0 has the lock."""
+    run = Run(request, lock)
     try:
         prepare(run)
         try:
@@ -188,6 +187,8 @@ def train(run: Run) -> None:
     """Run the training loop; close everything that reports on the run, however it ends."""
     hosts = [process.host for process in run.processes]
     run.shutdown.start()
+    if run.lock is not None:
+        run.lock.watch()
     run.shutdown.watch(run.processes, connect_hosts(run.consensus, run.ranks.rank, hosts))
     status = "failed"
     try:

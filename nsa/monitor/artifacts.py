@@ -16,6 +16,8 @@ PHASES = ("setup", "data", "forward", "backward", "step", "eval", "save", "idle"
 EVENTS = ("start", "step_start", "progress", "step_end", "end")
 
 _NUMBERS = ("time", "mono", "rank", "pid", "since", "step", "micro_step", "tokens", "skipped")
+_MAY_BE_NULL = ("loss", "memory_gb", "gpu_busy")
+_MAX_PID = 2**31 - 1
 _TAIL = 64 * 1024  # bytes at a heartbeat file's end that hold its last complete line
 
 Row = dict[str, float]  # by column name, without cells that are empty or not numbers
@@ -86,7 +88,10 @@ def ranks(run_dir: Path) -> list[int]:
 def last_beat(path: Path) -> dict[str, Any] | None:
     """Return the newest valid line of a heartbeat file; reads only its end."""
     for part in (path, older_part(path)):
-        with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
+        # Opening a FIFO would wait for its writer.
+        if not part.is_file():
+            continue
+        with contextlib.suppress(OSError), part.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL))
             for line in valid_beats(reversed(file.read().splitlines())):
@@ -105,9 +110,17 @@ def valid_beats(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             isinstance(beat, dict)
             and beat.get("event") in EVENTS
             and beat.get("phase") in PHASES
-            and all(isinstance(beat.get(name), (int, float)) for name in _NUMBERS)
+            and all(number(beat.get(name)) is not None for name in _NUMBERS)
+            and 0 < beat["pid"] <= _MAX_PID
+            and all(isinstance(beat.get(name), str | None) for name in ("host", "status"))
+            and all(beat.get(n) is None or number(beat[n]) is not None for n in _MAY_BE_NULL)
         ):
             yield beat
+
+
+def printable(text: str) -> str:
+    """Replace control characters: those of a file could change a terminal's state."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
 def older_part(path: Path) -> Path:

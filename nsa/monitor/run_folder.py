@@ -16,8 +16,9 @@ from nsa.atomic_io import atomic_write_text
 from nsa.probes import output_of, package_version, text_of
 
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
-# Prefixes of the variables to record; others may hold secrets.
+# Variables to record, by prefix; others may hold secrets, and so may those that match _SECRET.
 _VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_")
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|URL|URI|DSN|PROXY")
 
 
 def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
@@ -41,7 +42,9 @@ def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
         },
         "cuda": _cuda(),
         "environment": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_VARIABLES) and not _SECRET.search(name)
         },
     }
     atomic_write_text(run_dir / "env.json", json.dumps(env, indent=2) + "\n")

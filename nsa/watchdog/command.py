@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import subprocess
 import time
@@ -10,17 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.monitor.artifacts import align, read_json
+from nsa.monitor.artifacts import align, printable
 from nsa.monitor.config import WatchConfig
+from nsa.watchdog.disk import DiskHangs
+from nsa.watchdog.hang_detector import Look, newest_heartbeats
 from nsa.watchdog.process_tree import adopt_orphans, find_writer
-from nsa.watchdog.supervisor import (
-    SignalState,
-    Supervisor,
-    lock,
-    log,
-    newest_heartbeats,
-    update_halt,
-)
+from nsa.watchdog.supervisor import SignalState, Supervisor, disk_of, log, update_halt
 
 FINAL = (0, 2, 3)  # exit codes after which the same command would end the same way again
 MAX_BACKOFF_SECONDS = 300.0
@@ -104,21 +100,28 @@ def launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
             return code
         delay = min(backoff * 2 ** (len(last_steps) - 1), MAX_BACKOFF_SECONDS)
         if folder is not None:
-            started = (folder / "config.yaml").exists()  # recipes refuse --resume without it
-            resume = [*(["--resume"] if started else []), "--run-dir", str(folder.resolve())]
             reason = attempt.report.reason if attempt.report else f"exit code {code}"
             entry = {"time": time.time(), "reason": reason, "exit_code": code, "step": step}
-            earlier = read_json(folder / "halt.json").get("restarts", [])
-            update_halt(folder, restarts=[*earlier, {**entry, "back_off": delay}])
+            started = _record_restart(folder, {**entry, "back_off": delay}, signals)
+            resume = [*(["--resume"] if started else []), "--run-dir", str(folder)]
         log(
             f"exit code {code} after step {step}; restart {len(last_steps)} of {restarts} in "
             f"{delay:g} s, with {' '.join(resume) or 'nothing to resume from'}"
         )
         deadline = time.monotonic() + delay
-        while time.monotonic() < deadline:
-            if signals.signal is not None:
-                return 128 + signals.signal
+        while signals.signal is None and time.monotonic() < deadline:
             time.sleep(min(_POLL_SECONDS, delay))
+        if signals.signal is not None:
+            return 128 + signals.signal
+
+
+def _record_restart(folder: Path, entry: dict[str, Any], signals: SignalState) -> bool:
+    """Return whether the run can be resumed; wait for a disk that hangs."""
+    while signals.signal is None:
+        with contextlib.suppress(DiskHangs):
+            return bool(disk_of(folder).call("add_restart", entry))
+        time.sleep(_POLL_SECONDS)
+    return False
 
 
 def _why_no_restart(last_steps: Sequence[int | None], restarts: int) -> str:
@@ -131,10 +134,15 @@ def _why_no_restart(last_steps: Sequence[int | None], restarts: int) -> str:
 
 def attach(folder: Path) -> int:
     """Watch a running run until it ends; it does not depend on this process."""
-    if not lock(folder):
-        raise ValueError(f"{folder}: already watched; nsa watch --status {folder} shows its ranks")
     deadline = time.monotonic() + WatchConfig().setup
-    while not (beats := newest_heartbeats(folder)):
+    while True:
+        look: Look = disk_of(folder).call("look", {})
+        if look.not_locked:
+            raise ValueError(
+                f"{folder}: {look.not_locked}; nsa watch --status {folder} shows its ranks"
+            )
+        if beats := look.beats:
+            break
         if time.monotonic() > deadline:
             raise ValueError(f"{folder}: no heartbeats; start the run with monitor.heartbeat > 0")
         time.sleep(_POLL_SECONDS)
@@ -159,7 +167,8 @@ def status_lines(folder: Path) -> list[str]:
     """Return a table of the ranks' last heartbeats."""
     rows = [_HEADER]
     for number, beat in newest_heartbeats(folder).items():
-        process = find_writer(int(beat["pid"]), folder / f"heartbeat_rank{number}.jsonl")
+        path = folder.resolve() / f"heartbeat_rank{number}.jsonl"
+        process = find_writer(int(beat["pid"]), path)
         age = time.monotonic() - beat["mono"] if process else time.time() - beat["time"]
         loss, memory, host = beat.get("loss"), beat.get("memory_gb"), beat.get("host")
         state = "runs" if process else "is gone" if host == platform.node() else f"on {host}"
@@ -170,5 +179,5 @@ def status_lines(folder: Path) -> list[str]:
         loss = "-" if loss is None else f"{loss:.4f}"
         memory = "-" if memory is None else f"{memory:.2f} GB"
         row = [str(number), beat["phase"], f"{beat['since']:.0f} s", f"{beat['step']:,.0f}"]
-        rows.append([*row, f"{age:.0f} s ago", loss, memory, state])
+        rows.append([*row, f"{age:.0f} s ago", loss, memory, printable(state)])
     return align(rows) if rows[1:] else [f"{folder}: no heartbeats"]

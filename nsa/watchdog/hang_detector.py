@@ -1,26 +1,34 @@
-"""Hang detection from heartbeats, and throughput collapse and dead gates from a run's tables."""
+"""Hang detection from heartbeats, and throughput collapse and dead gates from a run's tables.
+
+All of it touches the run's folder, so it runs in a DiskWorker.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from nsa.atomic_io import atomic_write_text
 from nsa.constants import BRANCHES
-from nsa.monitor.artifacts import Row, read_table
+from nsa.monitor.artifacts import Row, last_beat, read_json, read_table
 from nsa.monitor.config import WatchConfig
+from nsa.watchdog.disk import LIMIT_SECONDS
 
 # Phase of a heartbeat -> the setting of `monitor.watch` that limits it; the others: `compute`.
 LIMIT_OF_PHASE = {"setup": "setup", "data": "data", "eval": "evaluation", "save": "save"}
 WINDOW = 10  # logged steps that a collapse or a dead gate has to last
+CONFIRM_SECONDS = 2.0  # on a disk that takes writes; enough for heartbeats that it held up
 
 
 @dataclass(frozen=True)
@@ -35,33 +43,71 @@ class HangReport:
     limit: float | None = None
 
 
+@dataclass(frozen=True)
+class Look:
+    """What the run's folder shows."""
+
+    beats: dict[int, dict[str, Any]]  # newest heartbeat of each rank that ever ran
+    not_locked: str  # why this watchdog may not end the run; empty: it may
+    report: HangReport | None  # why the run has to be halted
+    messages: list[str]  # for the log
+    grace: float  # seconds between SIGTERM and SIGKILL
+
+
 class HangDetector:
     """Compares a run with the limits in its config.yaml; defaults apply until that is written."""
 
-    def __init__(self, folder: Path, log: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.limits = WatchConfig()
         self.folder = folder
-        self._log = log
         self._interval = 0.0  # seconds between two heartbeats
-        self._unwritable = float("-inf")  # when the folder last could not be written
+        self._disk_ok_since = float("-inf")  # it has neither hung nor refused a write since then
+        self._is_writable = True
+        self._suspected_at: float | None = None  # when the last looks began to find a hang
         self._file_versions: dict[str, tuple[int, int]] = {}
         self._ongoing: dict[str, set[str]] = {}  # problems that were reported and have not ended
+        self._messages: list[str] = []
+        self._lock: int | None = None
+
+    def look(self, running: Mapping[int, int]) -> Look:
+        """Read the folder and judge the `running` ranks, given with their pids."""
+        now, not_locked = time.monotonic(), self._take_lock()
+        beats = newest_heartbeats(self.folder)
+        report = None
+        self._judge_speed(now)
+        if not not_locked:
+            own = {n: beats[n] for n, pid in running.items() if n in beats}
+            own = {n: beat for n, beat in own.items() if beat["pid"] == running[n]}
+            report = self.find_hang(own, now)
+            for degradation, action in self.find_degradation() if running else ():
+                if action == "halt":
+                    report = report or degradation
+                else:
+                    self._messages.append(f"WARNING: {degradation.reason}")
+        if self._judge_speed(now):  # this answer is dropped, so report again
+            self._ongoing.clear()
+            self._file_versions.clear()
+        messages, self._messages = self._messages, []
+        return Look(beats, not_locked, report, messages, self.limits.grace)
 
     def find_hang(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> HangReport | None:
-        """Report the first running rank above its limit, unless the disk takes no heartbeats.
+        """Report the first running rank above its limit, if the disk takes heartbeats.
 
         `beats`: the newest heartbeats. `now` is from before they were read, so that a delay of this
-        process adds nothing.
+        process adds nothing. A disk that has just hung or been full holds old heartbeats: a hang is
+        reported only if it is still there after CONFIRM_SECONDS of successful writes.
         """
         if self._has_changed("config.yaml"):
             self._read_limits()
         report = next(filter(None, (self._check(rank, beats, now) for rank in beats)), None)
-        if report is None or _is_writable(self.folder):
-            return report
-        if self._unwritable < 0:
-            self._log(f"{self.folder} cannot be written, so missing heartbeats prove nothing")
-        self._unwritable = time.monotonic()
-        return None
+        late = min((beat["mono"] for beat in beats.values()), default=now)
+        if report is not None or now - late > max(3 * self._interval, 1.0):
+            self._write()
+        if report is None or self._disk_ok_since > now:
+            self._suspected_at = None
+            return None
+        self._suspected_at = self._suspected_at or now
+        return report if now - self._suspected_at >= CONFIRM_SECONDS else None
 
     def find_degradation(self) -> Iterator[tuple[HangReport, str]]:
         """Yield new problems of a run that still makes progress, with the action: warn or halt."""
@@ -76,22 +122,53 @@ class HangDetector:
                 known, self._ongoing[name] = self._ongoing.get(name, set()), set(problems)
                 yield from ((problems[key], action) for key in problems if key not in known)
 
+    def update_halt(self, changes: Mapping[str, Any]) -> None:
+        """Set keys of halt.json and keep the others."""
+        path = self.folder / "halt.json"
+        atomic_write_text(path, json.dumps({**read_json(path), **changes}, indent=2) + "\n")
+
+    def add_restart(self, entry: Mapping[str, Any]) -> bool:
+        """Record a restart in halt.json; return whether the run had begun and can be resumed."""
+        with contextlib.suppress(OSError):  # a full disk costs only the record
+            earlier = read_json(self.folder / "halt.json").get("restarts", [])
+            self.update_halt({"restarts": [*earlier, entry]})
+        return (self.folder / "config.yaml").exists()  # recipes refuse --resume without it
+
+    def _take_lock(self) -> str:
+        """Become the only watchdog that may end this run; return why not, or ""."""
+        if self._lock is not None:
+            return ""
+        try:
+            file = os.open(self.folder / ".watch.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            return f".watch.lock cannot be created ({error.strerror})"
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            return "already watched"
+        self._lock = file  # until this process ends
+        return ""
+
     def _check(
         self, rank: int, beats: Mapping[int, Mapping[str, Any]], now: float
     ) -> HangReport | None:
-        beat, age = beats[rank], now - max(beats[rank]["mono"], self._unwritable)
+        """Compare a rank with its limit; time in which the disk hung or was full does not count."""
+        beat = beats[rank]
+        written = max(beat["mono"], self._disk_ok_since)
         phase, step, since = beat["phase"], int(beat["step"]), beat["since"]
         silence = self.limits.silence and max(self.limits.silence, 3 * self._interval)
-        setting, seconds, detail = "compute", age, ""
+        setting, seconds, detail = "compute", now - written, ""
         if beat["event"] == "end":
             reason = f"rank {rank} has written its last heartbeat but not exited"
-        elif silence and age > silence:
+        elif silence and seconds > silence:
             setting, reason = "silence", f"no heartbeat from rank {rank}"
             detail = f", in {phase} after step {step}; its process is alive"
         else:
             setting = LIMIT_OF_PHASE.get(phase, "compute")
             # With `silence` on, a rank may have moved on since its last heartbeat.
-            seconds = since + (0.0 if silence else age)
+            until = beat["mono"] if silence else now
+            seconds = until - max(beat["mono"] - since, self._disk_ok_since)
             reason = f"rank {rank} has been in {phase} after step {step}"
         limit = silence if setting == "silence" else getattr(self.limits, setting)
         if not limit or seconds <= limit:
@@ -107,6 +184,31 @@ class HangDetector:
             )
         return HangReport(reason, rank, phase, step, round(seconds, 1), limit)
 
+    def _write(self) -> None:
+        """Try to write one block: a disk that hangs or is full takes no heartbeats either."""
+        start = time.monotonic()
+        try:
+            with tempfile.TemporaryFile(buffering=0, dir=self.folder) as file:
+                file.write(bytes(4096))
+                os.fsync(file.fileno())
+            self._is_writable = True
+        except OSError as error:
+            self._disk_ok_since = time.monotonic()
+            if self._is_writable:
+                self._messages.append(
+                    f"{self.folder} cannot be written ({error.strerror}), so missing heartbeats "
+                    "prove nothing"
+                )
+            self._is_writable = False
+        self._judge_speed(start)
+
+    def _judge_speed(self, start: float) -> bool:
+        """Return whether the work since `start` took so long that the disk has hung."""
+        now = time.monotonic()
+        if now - start > LIMIT_SECONDS:
+            self._disk_ok_since = now
+        return now - start > LIMIT_SECONDS
+
     def _read_limits(self) -> None:
         path = self.folder / "config.yaml"
         try:
@@ -116,7 +218,9 @@ class HangDetector:
             limits.validate()
             self.limits = limits
         except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
-            self._log(f"{path}: monitor.watch cannot be read, so its limits stay: {error!r}")
+            self._messages.append(
+                f"{path}: monitor.watch cannot be read, so its limits stay: {error!r}"
+            )
 
     def _has_changed(self, name: str) -> bool:
         try:
@@ -127,6 +231,16 @@ class HangDetector:
         changed = self._file_versions.get(name) != version
         self._file_versions[name] = version
         return changed
+
+
+def newest_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the last heartbeat of each rank, by rank."""
+    beats = {}
+    for path in folder.glob("heartbeat_rank*.jsonl"):
+        number = path.stem.removeprefix("heartbeat_rank")
+        if number.isdecimal() and (beat := last_beat(path)) is not None:
+            beats[int(number)] = beat
+    return dict(sorted(beats.items()))
 
 
 def _find_collapse(rows: Sequence[Row], limit: float) -> Iterator[tuple[str, HangReport]]:
@@ -159,12 +273,3 @@ def _find_dead_gates(rows: Sequence[Row], limit: float) -> Iterator[tuple[str, H
                 f"(limit: monitor.watch.dead_gate = {limit:g})"
             )
             yield branch, HangReport(reason, step=step, limit=limit)
-
-
-def _is_writable(folder: Path) -> bool:
-    """Try to write one block: a full disk takes no heartbeats."""
-    with contextlib.suppress(OSError), tempfile.TemporaryFile(buffering=0, dir=folder) as file:
-        file.write(bytes(4096))
-        os.fsync(file.fileno())
-        return True
-    return False

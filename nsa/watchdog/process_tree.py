@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from nsa.probes import is_alive
+from nsa.watchdog.disk import DiskWorker
 
 _PR_SET_CHILD_SUBREAPER = 36  # Linux' prctl
 _PAUSE = 0.05
@@ -40,7 +41,10 @@ class ProcessTree:
         """Update the tree, reap orphans, and return what runs. Call often, or orphans get lost."""
         for root in self._roots:
             with contextlib.suppress(psutil.Error):
-                self._members |= {child.pid: child for child in root.children(recursive=True)}
+                children = {child.pid: child for child in root.children(recursive=True)}
+                self._members |= {
+                    pid: child for pid, child in children.items() if pid not in DiskWorker.pids
+                }
         members = list(self._members.values())
         for process in members:
             with contextlib.suppress(psutil.Error, ChildProcessError):
@@ -94,12 +98,15 @@ def find_writer(pid: int, heartbeats: Path) -> psutil.Process | None:
     """Return the process with this pid if it has the file open, as only the real rank does."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return process if heartbeats.resolve() in open_heartbeats(process) else None
+        return process if heartbeats in open_heartbeats(process) else None
     return None
 
 
 def open_heartbeats(process: psutil.Process) -> list[Path]:
-    with contextlib.suppress(psutil.Error, OSError):
-        paths = [Path(file.path) for file in process.open_files()]
-        return [path for path in paths if path.name.startswith("heartbeat_rank")]
-    return []
+    """Return the heartbeat files that a process has open, without touching their disk."""
+    paths = []
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # just closed
+                paths.append(Path(os.readlink(link)))
+    return [path for path in paths if path.name.startswith("heartbeat_rank")]

@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import fcntl
-import json
-import os
 import platform
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -23,11 +21,12 @@ from typing import Any
 
 import psutil
 
-from nsa.atomic_io import atomic_write_text
-from nsa.monitor.artifacts import last_beat, read_json
+from nsa.monitor.artifacts import printable
 from nsa.monitor.config import WatchConfig
+from nsa.monitor.writer import BackgroundWriter
 from nsa.probes import is_alive
-from nsa.watchdog.hang_detector import HangDetector, HangReport
+from nsa.watchdog.disk import SIGNALS, DiskHangs, DiskWorker
+from nsa.watchdog.hang_detector import HangDetector, HangReport, Look
 from nsa.watchdog.process_tree import ProcessTree, open_heartbeats, send, wait_for
 
 HALTED = 4  # exit code of a run that the watchdog has ended
@@ -46,7 +45,7 @@ class SignalState:
         self.signal: int | None = None
         self.urgent = False
         self._received = 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # respect nohup
                 signal.signal(number, self._handle)
 
@@ -57,43 +56,32 @@ class SignalState:
         self.urgent = time.monotonic() - self._received > 1.0
 
 
+@cache
+def _stderr() -> BackgroundWriter:
+    writer = BackgroundWriter("stderr")
+    atexit.register(writer.close)
+    return writer
+
+
 def log(text: str) -> None:
-    """Print one line on stderr; a closed stderr does not stop the watchdog."""
-    with contextlib.suppress(OSError):
-        print(f"watch: {text}", file=sys.stderr, flush=True)
-
-
-def update_halt(folder: Path | None, **changes: Any) -> None:
-    """Set keys of halt.json and keep the others; a full disk costs only the file."""
-    if folder is None:  # the run ended before its first heartbeat
-        return
-    path = folder / "halt.json"
-    try:
-        atomic_write_text(path, json.dumps({**read_json(path), **changes}, indent=2) + "\n")
-    except OSError as error:
-        log(f"{path} could not be written: {error}")
-
-
-def newest_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the last heartbeat of each rank, by rank."""
-    beats = {}
-    for path in folder.glob("heartbeat_rank*.jsonl"):
-        number = path.stem.removeprefix("heartbeat_rank")
-        if number.isdecimal() and (beat := last_beat(path)) is not None:
-            beats[int(number)] = beat
-    return dict(sorted(beats.items()))
+    """Print one line on stderr, in a thread: a file there may be on a disk that hangs."""
+    _stderr().submit(lambda: print(f"watch: {printable(text)}", file=sys.stderr, flush=True))
 
 
 @cache
-def lock(folder: Path) -> bool:
-    """Become the only watchdog that may end this run, until this process exits."""
-    file = os.open(folder / ".watch.lock", os.O_RDWR | os.O_CREAT, 0o644)
+def disk_of(folder: Path) -> DiskWorker:
+    """Return the worker that reads and judges a run's folder, the same after a restart."""
+    return DiskWorker(folder, HangDetector(folder))
+
+
+def update_halt(folder: Path | None, **changes: Any) -> None:
+    """Set keys of halt.json; a disk that is full or hangs costs only the file."""
+    if folder is None:  # the run ended before its first heartbeat
+        return
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        return False
-    return True
+        disk_of(folder).call("update_halt", changes)
+    except OSError as error:
+        log(f"{folder / 'halt.json'} could not be written: {error}")
 
 
 class Supervisor:
@@ -112,7 +100,8 @@ class Supervisor:
         self._processes: dict[int, psutil.Process | None] = {}  # None: it exited before it was seen
         self._signals, self._launcher = signals, launcher
         self._tree = ProcessTree(launcher.pid if launcher is not None else None)
-        self._detector: HangDetector | None = None
+        self._disk: DiskWorker | None = None
+        self._hangs_since = 0.0  # when the disk stopped answering; 0: it answers
         self._signalled: set[int] = set()  # ranks that got SIGTERM
         self._kill_at = float("inf")  # when to kill what is left
         self._succeeded = False  # every rank had ended well when the run was halted
@@ -134,7 +123,7 @@ class Supervisor:
             if self._launcher is not None:
                 exited = self._launcher.poll() is not None and not self._tree.running()
             if exited or self.report is not None:
-                self._read_heartbeats()  # those written since
+                self._read_folder()  # heartbeats written since
                 return self._exit_code()
             time.sleep(LOOK_SECONDS if self.folder else POLL_SECONDS)
 
@@ -144,19 +133,12 @@ class Supervisor:
             paths = (path for process in self._tree.running() for path in open_heartbeats(process))
             if (path := next(paths, None)) is not None:
                 self._set_folder(path.parent)
-        now, exited = time.monotonic(), self.beats.keys() - self.running().keys()
-        self._read_heartbeats()  # after `exited`, so that their last heartbeats are included
-        if self._detector is not None:
-            beats = {number: self.beats[number] for number in self.running()}
-            report = self._detector.find_hang(beats, now)
-            for degradation, action in self._detector.find_degradation():
-                if action == "halt":
-                    report = report or degradation
-                else:
-                    log(f"WARNING: {degradation.reason}")
-            if report is not None:
-                return self._halt(report, self._detector)
-        self._end_peers(sorted(exited))
+        exited = self.beats.keys() - self.running().keys()
+        look = self._read_folder()  # after `exited`, so that their last heartbeats are included
+        if look is not None and look.report is not None:
+            return self._halt(look.report, look.grace)
+        if look is not None or self.folder is None:
+            self._end_peers(sorted(exited))
         if self._kill_at <= time.monotonic() and self._tree.running():
             self._log_once("killing all processes of the run")
             self._kill()
@@ -179,9 +161,10 @@ class Supervisor:
         codes = [self._exit_code_of(number) for number in self.beats]
         if codes and all(code == 0 for code in codes):
             return 0
-        if self._signals.signal is not None and not any(codes):
-            return 128 + self._signals.signal
         launcher_code = self._launcher.returncode if self._launcher is not None else 0
+        if self._signals.signal is not None and not any(codes):
+            # With a disk that hangs, only the launcher knows how its ranks ended.
+            return 128 + self._signals.signal if launcher_code or not codes else 0
         if launcher_code > 192:  # sys.exit(-9) of a launcher whose rank was killed
             return 128 + 256 - launcher_code
         if launcher_code <= 0 and codes:
@@ -198,18 +181,35 @@ class Supervisor:
         return EXIT_CODE_OF_STATUS.get(status, 1) if beat["event"] == "end" else None
 
     def _set_folder(self, folder: Path) -> None:
-        self.folder = folder
-        if lock(folder):
-            self._detector = HangDetector(folder, log)
-        else:
-            log(f"{folder} has another watchdog; this one only forwards signals")
+        self.folder, self._disk = folder, disk_of(folder)
 
-    def _read_heartbeats(self) -> None:
-        """Update the ranks of this host; ignore heartbeats of earlier runs in the folder."""
-        if self.folder is None:
-            return
+    def _read_folder(self) -> Look | None:
+        """Update the ranks of this host; return None if the disk does not answer in time."""
+        if self.folder is None or self._disk is None:
+            return None
+        now, pids = time.monotonic(), {n: self.beats[n]["pid"] for n in self.running()}
+        try:
+            look: Look = self._disk.call("look", pids)
+        except DiskHangs as error:
+            if not self._hangs_since:
+                log(f"{error}; until it answers, no rank is judged by old heartbeats")
+            self._hangs_since = self._hangs_since or now
+            return None
+        if self._hangs_since:
+            log(f"{self.folder}: the disk answers again after {now - self._hangs_since:.0f} s")
+            self._hangs_since = 0.0
+        if look.not_locked:
+            self._log_once(f"{self.folder}: {look.not_locked}; this watchdog only forwards signals")
+        for message in look.messages:
+            log(message)
+        self._update_ranks(look.beats)
+        return look
+
+    def _update_ranks(self, beats: Mapping[int, dict[str, Any]]) -> None:
+        """Set the newest heartbeats; ignore those of earlier runs in the folder."""
+        assert self.folder is not None
         now = time.monotonic()
-        for number, beat in newest_heartbeats(self.folder).items():
+        for number, beat in beats.items():
             if number in self.beats and self.beats[number]["pid"] == beat["pid"]:
                 self.beats[number] = beat
             elif beat.get("host") == platform.node():
@@ -254,9 +254,9 @@ class Supervisor:
             log(text)
         self._logged.add(text)
 
-    def _halt(self, report: HangReport, detector: HangDetector) -> None:
+    def _halt(self, report: HangReport, grace: float) -> None:
         """Dump stacks, SIGTERM the ranks, SIGKILL what is left, and write halt.json."""
-        grace, ranks = detector.limits.grace, self.running()
+        ranks = self.running()
         log(f"HALT: {report.reason}; dumping stacks, then SIGTERM, SIGKILL after {grace:g} s")
         self.report = report
         self._succeeded = all(self._exit_code_of(number) == 0 for number in self.beats)
@@ -272,7 +272,7 @@ class Supervisor:
             done.append(f"SIGKILL to {_names(self.running())} after {grace:g} s")
         self._kill()
         outcome = {"done": done, "exit_code": self._exit_code(), "ranks": positions}
-        update_halt(detector.folder, time=time.time(), **asdict(report), **outcome)
+        update_halt(self.folder, time=time.time(), **asdict(report), **outcome)
 
     def _kill(self) -> None:
         """SIGKILL the ranks, let the launcher exit with their code, SIGKILL the rest."""

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa.engine.run_dir import FolderLock
+from nsa.engine.run_dir import FolderLock, choose_run_dir
+from tests.disks import mounted
+from tests.engine.runs import alone
 from tests.ranks import ROOT
 
 HOLD = """
@@ -49,5 +51,57 @@ def test_abandon_removes_only_what_the_lock_created(tmp_path: Path) -> None:
     (existing / "config.yaml").write_text("model: {}\n")
     FolderLock(existing).abandon()
     assert (existing / "config.yaml").read_text() == "model: {}\n"
+    (tmp_path / "runs/empty").mkdir()
+    FolderLock(tmp_path / "runs/empty").abandon()
+    assert list((tmp_path / "runs/empty").iterdir()) == [], "no lone lock"
+    (tmp_path / "runs/empty").rmdir()
     FolderLock(tmp_path / "runs/other").abandon()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["existing"]
+
+
+UNUSABLE = {
+    "file": "is a file",
+    "file/below": "Not a directory",
+    "loop": "Too many levels of symbolic links",
+    "dangling": "No such file or directory",
+    "x" * 300: "File name too long",
+    "/proc/x": "No such file or directory",
+}
+
+
+@pytest.fixture
+def unusable(tmp_path: Path) -> Path:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("/proc/nothing")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "reason"), UNUSABLE.items())
+def test_an_unusable_folder_is_refused_and_nothing_is_left(
+    name: str, reason: str, unusable: Path
+) -> None:
+    with pytest.raises(ValueError, match=reason) as refused:
+        FolderLock(choose_run_dir(unusable / name, "m7c", resume=False))
+    assert str(refused.value).startswith(f"--run-dir {unusable / name}: ")
+    assert len(list(unusable.iterdir())) == 3
+
+
+def test_a_read_only_disk_is_refused(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "ro", "tmpfs") as disk:
+        for folder in (disk, disk / "runs/new"):
+            with pytest.raises(ValueError, match="Read-only file system"):
+                FolderLock(folder)
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_an_unusable_folder_is_one_line_and_exit_code_2_also_in_a_dry_run(
+    flags: list[str], tmp_path: Path
+) -> None:
+    result = alone("m7c.py", "--run-dir=/proc/x", *flags, folder=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == (
+        "m7c: --run-dir /proc/x: no files can be written there (No such file or directory); "
+        "choose another folder"
+    )
+    assert "Traceback" not in result.stderr

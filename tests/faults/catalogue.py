@@ -46,7 +46,15 @@ FAULTS: dict[str, tuple[str, str]] = {
         "a disk that fills up during training",
         "Training continues and logs what was not saved; the earlier checkpoint stays valid.",
     ),
+    "disk-hangs": (
+        "a disk that hangs (`fsfreeze`) for longer than the watchdog's limits",
+        "The run waits and continues, `nsa watch` says so; no step or row is lost.",
+    ),
     "read-only": ("a disk that turns read-only during training", "As for a full disk."),
+    "deleted": (
+        "the run's folder deleted during training",
+        "The step is finished and saved, exit code 2 and one line; resumed, no step is lost.",
+    ),
     "clock": ("a clock that jumps an hour back or forward, on one rank", UNAFFECTED),
     "signal": (
         "SIGTERM or SIGINT in each phase, to one rank or all",

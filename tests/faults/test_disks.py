@@ -7,16 +7,27 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nsa import checkpoint
-from tests.engine.runs import losses
+from nsa.checkpoint.commit import new_draft
+from tests.disks import freezable_disk, frozen, mount, mounted
+from tests.engine.runs import deepspeed, losses
 from tests.faults.conftest import CheckResumed, Golden
-from tests.faults.harness import EVERY, STEPS, Run, fault_time, resume, start, start_faulty
+from tests.faults.harness import (
+    EVERY,
+    STEPS,
+    Run,
+    fault_time,
+    resume,
+    start,
+    start_faulty,
+    watch,
+    weights,
+)
 from tests.faults.outcomes import Outcomes
 
 full = pytest.mark.full
@@ -93,24 +104,6 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     assert name in resumed.output
 
 
-@contextmanager
-def disk(folder: Path) -> Iterator[Path]:
-    """Mount a file system in memory."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def mount(*arguments: str) -> None:
-    subprocess.run(["mount", *arguments], check=True)
-
-
 def spoil(how: str, folder: Path, checkpoints: Path) -> None:
     """Shrink the disk to its contents, or make the checkpoints' folder read-only."""
     if how == "disk-full":
@@ -133,7 +126,7 @@ def fix(how: str, folder: Path, checkpoints: Path) -> None:
 def test_a_failing_disk_costs_checkpoints_and_not_the_run(
     how: str, tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
-    with disk(tmp_path / "disk") as folder:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "tmpfs") as folder:
         run = start(folder)
         run.wait_for(lambda: (run.dir / "checkpoints/step00000004").exists(), "no checkpoint")
         spoil(how, folder, run.dir / "checkpoints")
@@ -161,3 +154,65 @@ def test_a_failing_disk_costs_checkpoints_and_not_the_run(
         assert resumed.weights == golden.weights
         seconds, lost = round(ended - failed, 1), STEPS - done
         outcomes.record(how, "", codes=run.codes, seconds=seconds, lost=lost, exact=True)
+
+
+def test_a_disk_that_hangs_costs_neither_the_run_nor_a_row(
+    tmp_path: Path, golden: Golden, outcomes: Outcomes
+) -> None:
+    limits = [f"--set=monitor.watch.{name}=3" for name in ("silence", "save", "compute", "data")]
+    with freezable_disk(tmp_path / "disk", megabytes=4_096) as folder:
+        run = start(folder, *limits)
+        watchdog = watch(run)
+        run.wait_for(lambda: (run.dir / "checkpoints/step00000004").exists(), "no checkpoint")
+        with frozen(folder):
+            failed = time.time()
+            deadline = time.monotonic() + 30
+            while "the disk hangs" not in watchdog.text("err"):
+                assert time.monotonic() < deadline, watchdog.text("err")
+                time.sleep(0.1)
+            time.sleep(2)
+        run.end()
+        assert run.codes == [0, 0], run.output[-3_000:]
+        assert watchdog.codes(60) == [0]
+        assert "HALT" not in watchdog.text("err")
+        assert losses(run.dir) == golden.losses
+        assert weights(run.dir) == golden.weights
+        seconds = round(time.time() - failed, 1)
+        outcomes.record("disk-hangs", "", codes=run.codes, seconds=seconds, lost=0, exact=True)
+
+
+def test_a_deleted_folder_is_noticed_and_the_step_is_saved(
+    tmp_path: Path, golden: Golden, outcomes: Outcomes
+) -> None:
+    run = start_faulty(tmp_path, "slow", "forward", step=1, ranks=[0, 1])
+    run.wait_for(lambda: (run.dir / "checkpoints/step00000004").exists(), "no checkpoint")
+    step = run.last_step
+    shutil.rmtree(run.dir, ignore_errors=True)
+    deleted = time.time()
+    run.end()
+    seconds = round(time.time() - deleted, 1)
+    assert run.codes[0] == 2, run.output[-3_000:]
+    errors = {line for line in run.output.splitlines() if line.startswith("m7c: ")}
+    assert errors == {
+        "m7c: run: deleted while the run wrote to it, with all that it held; this step is saved "
+        "there, so continue with --resume"
+    }
+    path, _ = checkpoint.newest_complete(run.dir / "checkpoints")
+    assert path is not None
+    saved = int(path.name[4:])
+    assert step <= saved < STEPS, "noticed at once"
+    resumed = deepspeed("m7c.py", "--run-dir=run", "--resume", folder=tmp_path)
+    assert resumed.returncode == 3, "the last gate misses the rows that were deleted"
+    assert "no record of steps 1-" in resumed.stderr
+    assert weights(run.dir) == golden.weights
+    assert losses(run.dir).items() <= golden.losses.items()
+    outcomes.record("deleted", "", codes=run.codes, seconds=seconds, lost=0, exact=True)
+
+
+def test_a_disk_without_inodes_is_not_called_full(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "nr_inodes=4", "tmpfs") as folder:
+        for number in range(3):  # the root is the fourth
+            (folder / str(number)).touch()
+        with pytest.raises(ValueError, match="as many files as it can; delete some files"):
+            new_draft(folder, 1)
+        assert shutil.disk_usage(folder).free > 2**20

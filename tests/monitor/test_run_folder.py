@@ -16,7 +16,8 @@ def test_env_json_records_hardware_and_code_but_no_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    monkeypatch.setenv("HF_TOKEN", "hf_do_not_tell")
+    for name in ("HF_TOKEN", "TORCH_HUB_TOKEN", "NCCL_API_KEY", "TORCH_PROXY"):
+        monkeypatch.setenv(name, "hf_do_not_tell")
     returned = write_env(tmp_path, hosts=["one", "two"])
     text = (tmp_path / "env.json").read_text()
     env = json.loads(text)

@@ -322,14 +322,51 @@ def test_a_run_that_has_ended_is_reported_and_shown_by_status(
 ) -> None:
     beat = a_line(0, event="end", status="preempted", step=1_234, loss=2.5, memory_gb=1.0)
     (tmp_path / "heartbeat_rank0.jsonl").write_text(json.dumps(beat) + "\n")
-    assert main(["watch", str(tmp_path)]) == 0
-    assert "has ended: preempted" in capsys.readouterr().err
+    process = call(tmp_path)
+    assert "has ended: preempted" in process.communicate(timeout=60)[1]
+    assert process.returncode == 0
     assert main(["watch", "--status", str(tmp_path)]) == 0
     header, row = capsys.readouterr().out.splitlines()
     columns = "rank phase in_phase_for step last_heartbeat loss memory process"
     assert header.split() == columns.replace("_", " ").split()
     assert "1,234" in row
     assert row.endswith("2.5000  1.00 GB  ended: preempted")
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"pid": -1},
+        {"pid": 10**30},
+        {"pid": float("nan")},
+        {"loss": "low"},
+        {"memory_gb": [1]},
+        {"host": {}},
+        {"step": float("inf")},
+        {"since": 1e999},
+    ],
+)
+def test_a_heartbeat_with_impossible_values_is_no_heartbeat(
+    forged: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.dumps(a_line(0, **changes)) for changes in ({"step": 5}, forged)]
+    (tmp_path / "heartbeat_rank0.jsonl").write_text("\n".join(lines) + "\n")
+    os.mkfifo(tmp_path / "heartbeat_rank1.jsonl")  # opening it would block
+    assert main(["watch", "--status", str(tmp_path)]) == 0
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.split()[:2] == ["0", "forward"]
+    assert " 5 " in row
+
+
+def test_terminal_escapes_in_a_heartbeat_reach_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beat = a_line(0, event="end", status="\x1b]0;owned\x07\x1b[2J\r\x9b31m", host="\x1b[1m")
+    (tmp_path / "heartbeat_rank0.jsonl").write_text(json.dumps(beat) + "\n")
+    assert main(["watch", "--status", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out + call(tmp_path).communicate(timeout=60)[1]
+    assert "owned" in shown
+    assert all(character.isprintable() for character in shown.replace("\n", ""))
 
 
 def test_a_wrong_call_is_one_line_and_exit_code_2() -> None:

@@ -1,0 +1,56 @@
+"""Real file systems for tests, which may be shrunk, remounted or frozen; mounting needs root."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+FIFREEZE, FITHAW = 0xC0045877, 0xC0045878  # linux/fs.h
+
+
+def mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
+@contextmanager
+def mounted(folder: Path, *arguments: str) -> Iterator[Path]:
+    """Mount a file system at a new folder, or skip the test where that is not allowed."""
+    folder.mkdir()
+    result = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True)
+    if result.returncode:
+        pytest.skip(f"no file system can be mounted here: {result.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def freezable_disk(folder: Path, megabytes: int = 64) -> Iterator[Path]:
+    """Mount an ext4 file system that `frozen` accepts."""
+    image = folder.with_name(f"{folder.name}.img")
+    with image.open("wb") as file:
+        file.truncate(megabytes * 2**20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    with mounted(folder, "-o", "loop", str(image)):
+        yield folder
+
+
+@contextmanager
+def frozen(disk: Path) -> Iterator[None]:
+    """Freeze a file system, as `fsfreeze` does: whoever writes to it waits and cannot be killed."""
+    descriptor = os.open(disk, os.O_RDONLY)
+    try:
+        fcntl.ioctl(descriptor, FIFREEZE, 0)
+        try:
+            yield
+        finally:
+            fcntl.ioctl(descriptor, FITHAW, 0)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,111 @@
+"""A disk that hangs blocks neither the watchdog's verdicts on processes nor its signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.disks import freezable_disk, frozen
+from tests.watchdog.test_watchdog import TRAIN, WatchedRun, wait_until
+
+HANGS = 5.0  # seconds after which the watchdog says that the disk hangs
+
+
+@contextmanager
+def training(folder: Path, **limits: object) -> Iterator[WatchedRun]:
+    """Two ranks that train under a watchdog."""
+    run = WatchedRun(folder, *TRAIN, **limits)
+    try:
+        run.wait_for_phase("backward")
+        yield run
+    finally:
+        run.end()
+
+
+def ranks_of(run: WatchedRun) -> list[psutil.Process]:
+    return [psutil.Process(pid) for pid in run.pids()]
+
+
+def has_pending(process: psutil.Process, number: int) -> bool:
+    """Return whether a signal waits for a process that cannot act on it now."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    pending = [int(mask, 16) for mask in re.findall(r"(?:SigPnd|ShdPnd):\s*(\w+)", status)]
+    return any(mask >> (number - 1) & 1 for mask in pending)
+
+
+def read_until(run: WatchedRun, text: str) -> str:
+    """Read the watchdog's log up to a line with `text`."""
+    assert run.process.stderr is not None
+    lines, deadline = "", time.monotonic() + 30
+    while text not in lines:
+        left = deadline - time.monotonic()
+        assert left > 0, f"{text!r} is not in the log:\n{lines}"
+        if select.select([run.process.stderr], [], [], left)[0]:
+            lines += os.read(run.process.stderr.fileno(), 4096).decode()
+    return lines
+
+
+def test_a_run_outlives_a_disk_that_hangs_for_longer_than_the_limit_of_silence(
+    tmp_path: Path,
+) -> None:
+    with (
+        freezable_disk(tmp_path / "disk") as disk,
+        training(disk / "run", silence=1, compute=3) as run,
+    ):
+        with frozen(disk):
+            log = read_until(run, "the disk hangs")
+            time.sleep(1)
+        thawed = time.monotonic()
+        log += read_until(run, "answers again after")
+        assert "HALT" not in log
+        while time.monotonic() - thawed < 2.5:
+            assert run.process.poll() is None, "a healthy run was ended"
+            time.sleep(0.1)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.exit_code() == 0
+        assert run.statuses() == ["preempted: SIGTERM"] * 2
+        assert not (run.folder / "halt.json").exists()
+
+
+def test_signals_pass_on_while_the_disk_hangs(tmp_path: Path) -> None:
+    with freezable_disk(tmp_path / "disk") as disk, training(disk / "run", silence=1) as run:
+        ranks = ranks_of(run)
+        with frozen(disk):
+            read_until(run, "the disk hangs")
+            assert [rank.status() for rank in ranks] == [psutil.STATUS_DISK_SLEEP] * 2
+            run.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: all(has_pending(rank, signal.SIGTERM) for rank in ranks))
+        assert run.exit_code() == 0
+        assert run.statuses() == ["preempted: SIGTERM"] * 2
+
+
+def test_signals_pass_on_while_a_read_hangs(tmp_path: Path) -> None:
+    with training(tmp_path / "run") as run:
+        own = psutil.Process(run.process.pid)
+        (reader,) = (child for child in own.children() if child.cmdline() == own.cmdline())
+        reader.suspend()  # as a read from a server that is gone does
+        read_until(run, "the disk hangs")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.exit_code() == 0
+        assert run.statuses() == ["preempted: SIGTERM"] * 2
+    reader.kill()
+
+
+def test_a_reader_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    with training(tmp_path / "run", compute=1_000) as run:
+        own = psutil.Process(run.process.pid)
+        (reader,) = (child for child in own.children() if child.cmdline() == own.cmdline())
+        reader.kill()
+        read_until(run, "the process that reads it was killed")
+        read_until(run, "answers again after")
+        hung = ranks_of(run)[0]
+        os.kill(hung.pid, signal.SIGSTOP)
+        assert run.exit_code() == 4
