@@ -44,7 +44,7 @@ def freezable_disk(folder: Path, megabytes: int = 64) -> Iterator[Path]:
 
 @contextmanager
 def frozen(disk: Path) -> Iterator[None]:
-    """Freeze a file system, as `fsfreeze` does: whoever writes to it waits and cannot be killed."""
+    """Freeze a file system, as `fsfreeze` does: any writer waits, and cannot be killed."""
     descriptor = os.open(disk, os.O_RDONLY)
     try:
         fcntl.ioctl(descriptor, FIFREEZE, 0)
