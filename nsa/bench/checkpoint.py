@@ -19,10 +19,10 @@ import torch.distributed as dist
 from nsa.bench.results import print_figures
 from nsa.checkpoint import CheckpointConfig, Saver
 from nsa.checkpoint.manifest import checkpoint_name
+from nsa.engine import disable_shared_memory_op
 from nsa.engine.build import initialise
 from nsa.engine.config import RunConfig
 from nsa.engine.consensus import Consensus
-from nsa.engine.process_group import disable_shared_memory_op
 from nsa.model import LanguageModel, ModelConfig
 
 DEEPSPEED = {

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from deepspeed.comm import comm as ds_comm
 
 from nsa.bench.netns import INTERFACE, RANKS
+from nsa.engine import disable_shared_memory_op
 from nsa.engine.build import build_model, initialise
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import resolve_ds_config
-from nsa.engine.process_group import disable_shared_memory_op
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from nsa.engine.peer_hosts import interface_towards
+from nsa.engine.shared_memory_op import disable_shared_memory_op
 from nsa.probes import free_port
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
@@ -48,15 +49,6 @@ class Ranks:
             int(os.environ.get("LOCAL_RANK", 0)),
             int(os.environ.get("WORLD_SIZE", 1)),
         )
-
-
-def disable_shared_memory_op() -> None:
-    """Keep DeepSpeed from building its CPU inference op, which it does on joining a group.
-
-    Training never uses the op. It compiles for a minute, and each rank that loads it leaves 66 MB
-    in /dev/shm.
-    """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def start_ranks(ranks: Ranks) -> torch.device:

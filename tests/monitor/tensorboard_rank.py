@@ -8,7 +8,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from nsa.engine.process_group import disable_shared_memory_op
+from nsa.engine import disable_shared_memory_op
 from nsa.monitor.observer import Observers
 from nsa.monitor.tensorboard import BackgroundMonitor, TensorBoardObserver
 from nsa.monitor.writer import BackgroundWriter
