@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 NAME = "deepspeed_shm_comm"
@@ -28,8 +27,8 @@ def disable_shared_memory_op() -> None:
     deepspeed.ops.__compatible_ops__[NAME] = False
 
 
-def limit_build_wait(comm: ModuleType) -> None:
-    """Announce the build in `deepspeed.comm.torch`, and end its wait for a lock that is old."""
+def limit_build_wait(comm: Any) -> None:
+    """Announce the build in deepspeed.comm.torch, and end its wait for an old lock."""
     build = comm.build_shm_op
 
     def build_or_raise() -> Any:
