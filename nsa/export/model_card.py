@@ -1,10 +1,23 @@
-"""Model card: the README.md of an exported model, from its run's records."""
+"""Model card: the README.md of an exported model, from its run's records.
+
+Its metadata (between the ---) is what the Hub reads: license, language, datasets and figures. No
+local path is written: of a local file or folder only its name.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult, ModelCardData
+
+from nsa.data.config import DataConfig
+from nsa.data.hub import FINEWEB_EDU
+from nsa.data.shards import is_prepared, read_index
+from nsa.data.source import is_path
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import LoadedRun
 from nsa.model.count import parameter_count
@@ -13,10 +26,7 @@ from nsa.report.markdown import plain, table
 
 CARD = """\
 ---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- native-sparse-attention
+{metadata}
 ---
 
 # {title}
@@ -45,7 +55,9 @@ this folder is not run.
 
 {settings}
 
-All settings are in `config.yaml`, which a recipe takes as `--config`.
+All settings are in `config.yaml`, which a recipe takes as `--config`. Before you publish this
+folder, see which local paths that file names, and check the license at the top: it is the code's,
+and the dataset may ask for another.
 
 ## Made with
 
@@ -65,6 +77,7 @@ ENVIRONMENT = {  # label: key in env.json
     "commit": "git_commit",
     "Python": "python",
 }
+LANGUAGES = {"fineweb_edu": "en", "embedded": "code"}  # of sources; a language is not guessed
 PACKAGES = ("torch", "deepspeed", "triton", "transformers", "nsa-m7c")
 
 
@@ -79,6 +92,7 @@ def model_card(run: LoadedRun) -> str:
     facts |= {name: (env.get("packages") or {}).get(name) for name in PACKAGES}
     provenance = [(k, "not recorded" if value is None else value) for k, value in facts.items()]
     return CARD.format(
+        metadata=_metadata(run).to_yaml(),
         title=plain(run.folder.name) + step,
         about=_about(run.config),
         figures="\n".join(table(("", ""), recorded))
@@ -103,9 +117,74 @@ def _about(config: RunConfig) -> str:
     )
 
 
+def _metadata(run: LoadedRun) -> ModelCardData:
+    """Return the card's metadata, with held-out figures as the Hub's model-index."""
+    names = _source_names(run.config.data)
+    ids = [FINEWEB_EDU[0] if name == "fineweb_edu" else name.removeprefix("hf:") for name in names]
+    hub = [id for id, name in zip(ids, names, strict=True) if _local(name) is None and "/" in id]
+    kinds = [name.partition(":")[0] for name in names]
+    languages = [LANGUAGES[kind] for kind in kinds if kind in LANGUAGES]
+    results = []
+    for kind, column, value in (
+        ("perplexity", "val_loss", math.exp),
+        ("bits_per_byte", "bits_per_byte", float),
+    ):
+        row = _latest(run, column)
+        if row is not None:
+            results.append(
+                EvalResult(
+                    task_type="text-generation",
+                    dataset_type=hub[0] if len(names) == len(hub) == 1 else "custom",
+                    dataset_name=", ".join(_public(name) for name in names),
+                    dataset_split="held out from training",
+                    metric_type=kind,
+                    metric_value=round(value(row[column]), 4),
+                    metric_name=f"{kind.replace('_', ' ')} at step {row['step']:.0f}",
+                )
+            )
+    return ModelCardData(
+        license="apache-2.0",
+        language=[*dict.fromkeys(languages)] if len(languages) == len(names) else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["native-sparse-attention"],
+        datasets=hub or None,
+        metrics=[result.metric_type for result in results] or None,
+        model_name=plain(run.folder.name) if results else None,
+        eval_results=results or None,
+    )
+
+
+def _source_names(data: DataConfig) -> list[str]:
+    """Return the data's sources; of a prepared folder, what it was prepared from."""
+    return [
+        read_index(Path(name).expanduser()).stamp.source if is_prepared(name) else name
+        for name in data.sources()
+    ]
+
+
+def _local(name: str) -> Path | None:
+    """Return the local path in a source's or tokenizer's name, if it is one."""
+    path = Path(name.removeprefix("hf:")).expanduser()
+    hub = name.startswith("hf:") and not path.is_absolute() and not path.exists()
+    return path if not hub and (name.startswith("hf:") or is_path(name)) else None
+
+
+def _public(name: str) -> str:
+    path = _local(name)
+    return name if path is None else f"{path.name} (local)"
+
+
+def _latest(run: LoadedRun, column: str) -> dict[str, float] | None:
+    """Return the last row of metrics.csv with this column, up to the exported step."""
+    metrics = read_table(run.folder / "metrics.csv").rows
+    rows = [row for row in metrics if column in row and row["step"] <= (run.step or -1)]
+    return rows[-1] if rows else None
+
+
 def _figures(run: LoadedRun) -> Iterator[tuple[str, str | None]]:
     """Yield name and value of each figure; None if the run did not record it."""
-    step, metrics = run.step, read_table(run.folder / "metrics.csv").rows
+    step = run.step
     yield "steps", None if step is None else f"{step:,} of {run.config.train.steps:,}"
     for name, column, form in (
         ("tokens seen", "tokens", ",.0f"),
@@ -113,21 +192,24 @@ def _figures(run: LoadedRun) -> Iterator[tuple[str, str | None]]:
         ("held-out loss (nats a token)", "val_loss", ".4f"),
         ("held-out bits per byte", "bits_per_byte", ".4f"),
     ):
-        rows = [
-            row for row in metrics if column in row and step is not None and row["step"] <= step
-        ]
-        if not rows:
+        row = _latest(run, column)
+        if row is None:
             yield name, None
         else:
-            at = "" if rows[-1]["step"] == step else f" (at step {rows[-1]['step']:,.0f})"
-            yield name, f"{rows[-1][column]:{form}}{at}"
+            at = "" if row["step"] == step else f" (at step {row['step']:,.0f})"
+            yield name, f"{row[column]:{form}}{at}"
 
 
 def _settings(config: RunConfig) -> Iterator[tuple[str, object]]:
     """Yield the settings of the data, the shape of the model and the optimization."""
     attention, sparse = config.model.attention, config.model.attention.kind == "nsa"
+    weights = {_public(name): weight for name, weight in config.data.sources().items()}
+    source = weights if len(weights) > 1 else next(iter(weights))
+    tokenizer = config.data.tokenizer
+    tokenizer = tokenizer if tokenizer == "byte" else _public(tokenizer)
+    data = replace(config.data, source=source, tokenizer=tokenizer)
     sections: tuple[tuple[str, Any, str], ...] = (
-        ("data", config.data, "source subset split tokenizer packing seq_len held_out"),
+        ("data", data, "source subset split tokenizer packing seq_len held_out"),
         ("model", config.model, "vocab_size layers width heads kv_heads head_dim mlp_width"),
         ("attention", attention, "kind" + " branches compressor shared_kv" * sparse),
         ("attention.spec", attention.spec, " ".join(vars(attention.spec)) * sparse),

@@ -20,7 +20,9 @@ CONFIGURATION, MODELING = "nsa.model.hf_config", "nsa.model.hf"
 FILE_NAMES = {CONFIGURATION: "configuration_nsa", MODELING: "modeling_nsa"}
 AUTO_MAP = {
     "AutoConfig": f"{FILE_NAMES[CONFIGURATION]}.NSAConfig",
+    "AutoModel": f"{FILE_NAMES[MODELING]}.NSAModel",
     "AutoModelForCausalLM": f"{FILE_NAMES[MODELING]}.NSAForCausalLM",
+    "AutoModelForSequenceClassification": f"{FILE_NAMES[MODELING]}.NSAForSequenceClassification",
 }
 # transformers requires every package that a file imports outside of a `try`, even in a function.
 OPTIONAL = {"triton", "deepspeed", "flash_attn"}

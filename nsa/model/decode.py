@@ -44,7 +44,10 @@ def prefill(
 def prefill_states(
     model: LanguageModel, prompts: Prompts, *, reserve: int = 0
 ) -> tuple[Tensor, KVCache]:
-    """Like `prefill`, but return the final hidden states [tokens of all prompts, width]."""
+    """Like `prefill`, but return the final hidden states [tokens of all prompts, width].
+
+    Prompts may be embeddings [T, width] here.
+    """
     rows = _check_prompts(model, prompts)
     counts = [len(row) for row in rows]
     config, device = model.config, model.embed.weight.device
@@ -167,11 +170,11 @@ def _run_blocks(
     metadata: AttentionMetadata,
     attention: Callable[[LayerCache, Attention, Tensor, AttentionMetadata], Tensor],
 ) -> Tensor:
-    """Map tokens [T] to final hidden states [T, width].
+    """Map tokens [T], or their embeddings [T, width], to final hidden states [T, width].
 
     Blocks and attention are called as modules, so forward hooks run here too.
     """
-    x, delta = model.embed(tokens)[None], None
+    x, delta = (tokens if tokens.is_floating_point() else model.embed(tokens))[None], None
     for block, layer_cache in zip(model.blocks, cache.layers, strict=True):
         x, delta = block(x, delta, metadata, partial(attention, layer_cache))
     return model.final_norm(x, delta)[0]
@@ -274,6 +277,8 @@ def _check_prompts(model: LanguageModel, prompts: Prompts) -> list[Tensor]:
     if len(prompts) == 0:
         raise ValueError("prompts is empty; give one or more")
     rows = [prompt.to(model.embed.weight.device) for prompt in prompts]
+    if all(row.dim() == 2 and row.is_floating_point() and len(row) for row in rows):
+        return rows  # embeddings
     for number, row in enumerate(rows):
         if row.dim() != 1 or len(row) == 0 or row.is_floating_point():
             raise ValueError(

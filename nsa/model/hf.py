@@ -1,10 +1,16 @@
-"""Hugging Face model: `LanguageModel` for transformers' generate(), save_pretrained() and Trainer.
+"""Hugging Face models: `LanguageModel` for transformers' Auto classes, generate() and Trainer.
+
+    NSAModel                       hidden states; the `base_model` of the other two
+    NSAForCausalLM                 logits and loss, generate()
+    NSAForSequenceClassification   one score per class from each sequence's last token
 
 `nsa export` packs this module with the weights as remote code (`nsa/export/remote_code.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,11 +18,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
 )
 from transformers.utils import can_return_tuple
 
@@ -25,6 +37,13 @@ from nsa.model.cache import KVCache
 from nsa.model.compressor import BlockMLP
 from nsa.model.decode import extend_states, prefill_states
 from nsa.model.hf_config import NSAConfig
+from nsa.model.hf_inputs import (
+    document_starts,
+    keep_columns,
+    pack,
+    real_tokens,
+    unpack,
+)
 from nsa.model.language_model import LanguageModel
 
 
@@ -65,31 +84,162 @@ class NSACache(Cache):
             raise ValueError("NSACache: tokens cannot be removed; decode without an assistant")
 
 
-class NSAForCausalLM(PreTrainedModel, GenerationMixin):
-    """`LanguageModel` under the prefix "model.", with its embedding as the tied head.
-
-    Padding, left or right, is never computed: each sequence gets what it would get alone.
-    """
+class NSAPreTrainedModel(PreTrainedModel):
+    """Base class: what transformers needs to know of all models, and their initialization."""
 
     config_class = NSAConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    accepts_loss_kwargs = True
     _input_embed_layer = "embed"
-    _no_split_modules = ["LanguageModel"]  # noqa: RUF012 - layers share tensors of one device
-    _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012
+    _no_split_modules = ["NSAModel"]  # noqa: RUF012 - layers share tensors of one device
     _is_stateful = True  # makes generate() refuse assisted decoding, which removes tokens
 
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
+        _give_peft_its_targets()
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
+    ) -> None:
+        """Checkpoint every block; of torch's settings only `use_reentrant` has an effect."""
+        if every_n_layers != 1:
+            raise ValueError(
+                f"every_n_layers = {every_n_layers}: every block is checkpointed; use 1"
+            )
+        keywords = getattr(gradient_checkpointing_func, "keywords", {})
+        mode = "reentrant" if keywords.get("use_reentrant", True) else "non_reentrant"
+        base: Any = self.base_model
+        base.core.config.activation_checkpointing = mode if enable else "none"
+        base.gradient_checkpointing = enable
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        base: Any = self.base_model
+        base.core.config.vocab_size = self.config.vocab_size
+        return embeddings
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialize weights that a checkpoint lacks; `NSAModel` initializes a new model."""
+        super()._init_weights(module)
+        if isinstance(module, BlockMLP):
+            nn.init.normal_(module.position, std=self.config.init_std)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # generate() creates no cache; forward() does
+
+
+class NSAModel(NSAPreTrainedModel):
+    """Hidden states of `LanguageModel`, which is the attribute `core`.
+
+    Padding, left or right, is never computed: each sequence gets what it would get alone.
+    """
+
+    core: LanguageModel
+    embed: nn.Embedding
+
+    def __init__(self, config: NSAConfig) -> None:
+        super().__init__(config)
         self.gradient_checkpointing = False
-        self.model = LanguageModel(config.model_config())
+        core = LanguageModel(config.model_config())
+        # Both have the same submodules, and one registry: weights keep the trainer's names, and a
+        # module that is replaced in one (by an adapter, or a larger vocabulary) is so in the other.
+        self._modules = core._modules
+        self.__dict__["core"] = core
+        if not core.embed.weight.is_meta:  # LanguageModel initialized it: post_init must not
+            for parameter in core.parameters():
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: NSACache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return the head's input of input_ids [B, T] or inputs_embeds [B, T, width].
+
+        attention_mask [B, T] is 0 for padding, whose states are 0. A document starts where
+        position_ids are 0 or, without them, at cu_seq_lens_q (batch 1), as packing collators write
+        them; documents do not see each other. With a cache, each sequence is one document, and
+        results have no gradients. Other arguments have no effect.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids and inputs_embeds: pass one of them")
+        if "cache" in kwargs:
+            raise ValueError("generate_batch: its paged cache has no place for NSA; use generate()")
+        tokens: Any = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens.dim() != (2 if inputs_embeds is None else 3) or tokens.shape[1] < 1:
+            raise ValueError(
+                f"input_ids or inputs_embeds has shape {tuple(tokens.shape)}; it must be [B, T] "
+                f"or [B, T, {self.config.width}]"
+            )
+        cache = NSACache() if past_key_values is None and use_cache else past_key_values
+        if not isinstance(cache, NSACache | None):
+            kind = type(cache).__name__
+            raise ValueError(f"past_key_values is a {kind}; pass an NSACache, or use_cache=True")
+        if output_hidden_states is None:
+            output_hidden_states = bool(self.config.output_hidden_states)
+        if cache is not None:
+            if output_hidden_states:
+                raise ValueError("output_hidden_states: none with a cache; set use_cache=False")
+            states = self._states_with_cache(tokens, attention_mask, position_ids, cache)
+            return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
+        tokens, real, metadata = pack(
+            self.core.config, tokens, attention_mask, position_ids, cu_seq_lens_q
+        )
+        block_inputs: list[Tensor] | None = [] if output_hidden_states else None
+        x = self.embed(tokens) if inputs_embeds is None else tokens
+        states = unpack(self.core.run_blocks(x, metadata, block_inputs), real)
+        hidden = None
+        if block_inputs is not None:
+            hidden = (*(unpack(x, real) for x in block_inputs), states)
+        return BaseModelOutputWithPast(last_hidden_state=states, hidden_states=hidden)
+
+    @torch.compiler.disable
+    def _states_with_cache(
+        self,
+        tokens: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: NSACache,
+    ) -> Tensor:
+        real = real_tokens(attention_mask, tokens, cache.columns)
+        document_starts(position_ids, tokens, real, cache.columns)
+        with _decoding(tokens.device):
+            if cache.kv is None:
+                mask = tokens.new_ones(tokens.shape[:2]).bool() if real is None else real
+                prompts = [row[kept] for row, kept in zip(tokens, mask, strict=True)]
+                packed, cache.kv = prefill_states(self.core, prompts)
+                states = unpack(packed, mask)
+            elif tokens.is_floating_point():
+                raise ValueError("inputs_embeds: with a filled cache pass input_ids")
+            else:
+                states = extend_states(self.core, tokens, cache.kv)
+        cache.columns += tokens.shape[1]
+        return states
+
+
+class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
+    """`NSAModel`, with its embedding as the tied head."""
+
+    accepts_loss_kwargs = True
+    _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012
+
+    def __init__(self, config: NSAConfig) -> None:
+        super().__init__(config)
+        self.model = NSAModel(config)
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.model.embed.weight
-        if not self.model.embed.weight.is_meta:
-            for parameter in self.model.parameters():
-                parameter._is_hf_initialized = True  # LanguageModel's init, not post_init's
         self.post_init()
 
     @can_return_tuple
@@ -106,203 +256,96 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return logits [B, T, V] of input_ids [B, T], and the loss if labels [B, T] are given.
+        """Return logits [B, T, V], and the loss if labels [B, T] are given; inputs: `NSAModel`.
 
-        labels are not shifted: labels[b, t] is input_ids[b, t], or -100. attention_mask [B, T] is 0
-        for padding, whose logits are meaningless; `logits_to_keep=1` returns the logits of each
-        sequence's last token. A document starts where position_ids are 0; with a cache, each
-        sequence is one document. Results with a cache have no gradients.
+        labels are not shifted: labels[b, t] is input_ids[b, t], or -100. The logits of padding are
+        meaningless; `logits_to_keep=1` returns the logits of each sequence's last token.
         """
-        if input_ids is None or inputs_embeds is not None:
-            raise ValueError("inputs_embeds: not supported; pass input_ids")
-        cache = NSACache() if past_key_values is None and use_cache else past_key_values
-        if not isinstance(cache, NSACache | None):
-            kind = type(cache).__name__
-            raise ValueError(f"past_key_values is a {kind}; pass an NSACache, or use_cache=True")
-        if output_hidden_states is None:
-            output_hidden_states = bool(self.config.output_hidden_states)
-        real = _real_tokens(attention_mask, input_ids, cache, _keeps_last(logits_to_keep))
-        starts = _document_starts(position_ids, input_ids, real, cache)
-        if cache is None:
-            states = self._hidden_states(input_ids, real, starts, output_hidden_states)
-            logits = self.lm_head(_keep_columns(states[-1], real, logits_to_keep))
-        elif output_hidden_states:
-            raise ValueError("output_hidden_states: none with a cache; set use_cache=False")
-        else:
-            logits = self._logits_with_cache(input_ids, real, cache, logits_to_keep)
+        output = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            return_dict=True,
+            **kwargs,
+        )
+        states, cache = output.last_hidden_state, output.past_key_values
+        with nullcontext() if cache is None else _decoding(states.device):
+            logits = self.lm_head(keep_columns(states, attention_mask, logits_to_keep))
         loss = None
         if labels is not None:
             shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-            if real is not None:
-                shifted = shifted.masked_fill(~real, IGNORE_INDEX)
+            if attention_mask is not None:
+                padding = attention_mask[:, -labels.shape[1] :] == 0
+                shifted = shifted.masked_fill(padding, IGNORE_INDEX)
             loss = self.loss_function(
                 logits, None, self.config.vocab_size, shift_labels=shifted, **kwargs
             )
         return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=cache,
-            hidden_states=states if output_hidden_states else None,
+            loss=loss, logits=logits, past_key_values=cache, hidden_states=output.hidden_states
         )
 
-    def _hidden_states(
-        self, input_ids: Tensor, real: Tensor | None, starts: Tensor | None, all_blocks: bool
-    ) -> tuple[Tensor, ...]:
-        """Return the head's input; with `all_blocks` the inputs of all blocks before it.
 
-        Rows with padding or several documents are packed into one row of documents.
-        """
-        cu_seqlens = None
-        if real is None and starts is not None:
-            real = torch.ones_like(input_ids, dtype=torch.bool)
-        if real is not None:
-            starts = _first_tokens(real) if starts is None else _first_tokens(real) | starts
-            input_ids = input_ids[real][None]
-            offsets = starts[real].nonzero()[:, 0]
-            cu_seqlens = F.pad(offsets, (0, 1), value=input_ids.shape[1]).int()
-        block_inputs: list[Tensor] = []
-        hooks = [
-            block.register_forward_pre_hook(lambda _, inputs: block_inputs.append(_sum(*inputs)))
-            for block in (self.model.blocks if all_blocks else ())
-        ]
-        try:
-            states = self.model.hidden(input_ids, cu_seqlens)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return tuple(x if real is None else _unpack(x[0], real) for x in (*block_inputs, states))
+class NSAForSequenceClassification(NSAPreTrainedModel):
+    """`NSAModel` with a linear head on each sequence's last token; padding needs attention_mask."""
 
-    def _logits_with_cache(
-        self, input_ids: Tensor, real: Tensor | None, cache: NSACache, logits_to_keep: int | Tensor
-    ) -> Tensor:
-        # Trainer generates under autocast, but the cache keeps the weights' dtype.
-        with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
-            if cache.kv is not None:
-                states = extend_states(self.model, input_ids, cache.kv)
-            else:
-                mask = torch.ones_like(input_ids, dtype=torch.bool) if real is None else real
-                prompts = [row[kept] for row, kept in zip(input_ids, mask, strict=True)]
-                packed, cache.kv = prefill_states(self.model, prompts)
-                states = _unpack(packed, mask)
-            logits = self.lm_head(_keep_columns(states, real, logits_to_keep))
-        cache.columns += input_ids.shape[1]
-        return logits
+    def __init__(self, config: NSAConfig) -> None:
+        super().__init__(config)
+        self.num_labels: int = config.num_labels  # type: ignore[assignment]
+        self.model = NSAModel(config)
+        self.score = nn.Linear(config.width, self.num_labels, bias=False)
+        self.post_init()
 
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
-    ) -> None:
-        """Checkpoint every block; of torch's settings only `use_reentrant` has an effect."""
-        if every_n_layers != 1:
-            raise ValueError(
-                f"every_n_layers = {every_n_layers}: every block is checkpointed; use 1"
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """Return logits [B, labels], and the loss if labels [B] are given; inputs: `NSAModel`."""
+        output = self.model(input_ids, attention_mask, return_dict=True, **kwargs)
+        last = keep_columns(output.last_hidden_state, attention_mask, 1)
+        logits = self.score(last[:, 0])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, pooled_logits=logits, config=self.config
             )
-        keywords = getattr(gradient_checkpointing_func, "keywords", {})
-        mode = "reentrant" if keywords.get("use_reentrant", True) else "non_reentrant"
-        self.model.config.activation_checkpointing = mode if enable else "none"
-        self.gradient_checkpointing = enable
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        embeddings = super().resize_token_embeddings(*args, **kwargs)
-        self.model.config.vocab_size = self.config.vocab_size
-        return embeddings
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Initialize weights that a checkpoint lacks; `__init__` initializes a new model."""
-        super()._init_weights(module)
-        if isinstance(module, BlockMLP):
-            nn.init.normal_(module.position, std=self.config.init_std)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # generate() creates no cache; forward() does
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+        )
 
 
+AutoModel.register(NSAConfig, NSAModel, exist_ok=True)
 AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(NSAConfig, NSAForSequenceClassification, exist_ok=True)
 # Trainer shifts labels for label smoothing only for classes listed here.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[NSAConfig.model_type] = NSAForCausalLM.__name__
 
 
-def _real_tokens(
-    mask: Tensor | None, input_ids: Tensor, cache: NSACache | None, keeps_last: bool
-) -> Tensor | None:
-    """Return [B, T], true for tokens and false for padding; None if there is no padding.
-
-    `mask` has a column for each column in the cache and each new one.
-    """
-    if mask is None:
-        return None
-    shape = (len(input_ids), input_ids.shape[1] + (0 if cache is None else cache.columns))
-    if mask.shape != shape:
-        cached = "" if cache is None else ", including the columns in the cache"
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}; it must be {shape}{cached}"
-        )
-    real = mask[:, -input_ids.shape[1] :] != 0
-    if real.all():
-        return None
-    if cache is not None and cache.kv is not None:
-        raise ValueError("attention_mask: with a filled cache every sequence needs new tokens")
-    empty = ~real.any(1)
-    continued = cache is not None or keeps_last  # generate() continues each sequence
-    if empty.all() or (continued and empty.any()):
-        row = int(empty.nonzero()[0])
-        raise ValueError(f"attention_mask: row {row} has no token to continue; give it a bos")
-    return real
+@contextmanager
+def _decoding(device: torch.device) -> Iterator[None]:
+    """No gradients, and no autocast: Trainer generates under it, but caches have weights' dtype."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
-def _document_starts(
-    position_ids: Tensor | None, input_ids: Tensor, real: Tensor | None, cache: NSACache | None
-) -> Tensor | None:
-    """Return [B, T], true at the second and later documents of a row; None if there are none."""
-    if position_ids is None:
-        return None
-    rows, columns = input_ids.shape
-    if position_ids.shape[-1] != columns or position_ids.numel() not in (columns, rows * columns):
-        raise ValueError(
-            f"position_ids has shape {tuple(position_ids.shape)}; it must be {(rows, columns)}"
-        )
-    tokens = torch.ones_like(input_ids, dtype=torch.bool) if real is None else real
-    starts = tokens & (position_ids.reshape(-1, columns) == 0)
-    if cache is None or cache.kv is None:
-        starts &= ~_first_tokens(tokens)
-    if not starts.any():
-        return None
-    if cache is not None:
-        row, column = starts.nonzero()[0].tolist()
-        raise ValueError(
-            f"position_ids[{row}, {column}] = 0 starts a second document; with a cache a sequence "
-            "holds one: set use_cache=False, or give each document its own row"
-        )
-    return starts
-
-
-def _first_tokens(real: Tensor) -> Tensor:
-    """Return [B, T], true at each sequence's first token."""
-    return real & (real.cumsum(1) == 1)
-
-
-def _sum(x: Tensor, delta: Tensor | None) -> Tensor:
-    """Return the residual stream from a block's inputs."""
-    return x if delta is None else x + delta
-
-
-def _unpack(packed: Tensor, real: Tensor) -> Tensor:
-    """Unpack [tokens, width] to [B, T, width], with 0 for padding."""
-    padded = packed.new_zeros(*real.shape, packed.shape[1])
-    return padded.masked_scatter(real[..., None], packed)
-
-
-def _keep_columns(hidden: Tensor, real: Tensor | None, keep: int | Tensor) -> Tensor:
-    """Return the last `keep` columns (0: all), or the columns in the tensor `keep`.
-
-    For keep = 1, return each sequence's last token, also if right padding follows it.
-    """
-    if real is not None and _keeps_last(keep):
-        columns = torch.arange(real.shape[1], device=real.device)
-        return hidden.take_along_dim((columns * real).argmax(1)[:, None, None], 1)
-    return hidden[:, slice(-keep, None) if isinstance(keep, int) else keep]
-
-
-def _keeps_last(keep: int | Tensor) -> bool:
-    return isinstance(keep, int) and keep == 1
+def _give_peft_its_targets() -> None:
+    """Add PEFT's default `target_modules`: a Llama's, whose q_proj is named q here."""
+    try:
+        from peft.utils import constants
+    except ImportError:
+        return
+    for table in vars(constants).values():
+        llama = table.get("llama") if isinstance(table, dict) else None
+        if isinstance(llama, list) and all(name.endswith("_proj") for name in llama):
+            names = [name.removesuffix("_proj") for name in llama]
+            table.setdefault(NSAConfig.model_type, names)

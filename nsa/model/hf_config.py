@@ -17,18 +17,21 @@ SHAPE = tuple(
 
 
 class NSAConfig(PreTrainedConfig):
-    """`ModelConfig`'s settings under their own names, with Hugging Face's names as aliases."""
+    """`ModelConfig` under Hugging Face's names, with its own names as aliases.
+
+    Exports written before this used the aliases in config.json; both are read.
+    """
 
     model_type: ClassVar[str] = "nsa"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {
-        "hidden_size": "width",
-        "intermediate_size": "mlp_width",
-        "num_hidden_layers": "layers",
-        "num_attention_heads": "heads",
-        "num_key_value_heads": "kv_heads",
-        "rms_norm_eps": "norm_eps",
-        "initializer_range": "init_std",
+        "width": "hidden_size",
+        "mlp_width": "intermediate_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "norm_eps": "rms_norm_eps",
+        "init_std": "initializer_range",
     }
 
     def __init__(
@@ -47,12 +50,14 @@ class NSAConfig(PreTrainedConfig):
             )
         default = ModelConfig()
         for name in SHAPE:
-            setattr(self, name, kwargs.pop(name, getattr(default, name)))
+            value = kwargs.pop(name, getattr(default, name))
+            setattr(self, name, kwargs.pop(self.attribute_map.get(name, name), value))
         self.attention = asdict(_attention(attention or {}))
         self.max_position_embeddings = max_position_embeddings
         self.tie_word_embeddings = tie_word_embeddings
         self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
         self.pad_token_id = pad_token_id
+        self.auto_map: dict[str, str] = {}  # without remote code; TRL reads it of any custom model
         super().__init__(**kwargs)
         self.model_config().validate()
 

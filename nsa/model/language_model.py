@@ -75,11 +75,21 @@ class LanguageModel(nn.Module):
         metadata = AttentionMetadata.build(
             self.config, seq_len, cu_seqlens, input_ids.device, self.sequence
         )
-        x = self.embed(input_ids)
+        return self.run_blocks(self.embed(input_ids), metadata)
+
+    def run_blocks(
+        self, x: Tensor, metadata: AttentionMetadata, inputs: list[Tensor] | None = None
+    ) -> Tensor:
+        """Return the head's input from embeddings x [B, T, width].
+
+        Each block's input is appended to `inputs`.
+        """
         recompute = torch.is_grad_enabled() and x.requires_grad
         run = checkpoint_function(self.config.activation_checkpointing if recompute else "none")
         delta: Tensor | None = None
         for block in self.blocks:
+            if inputs is not None:
+                inputs.append(x if delta is None else x + delta)
             x, delta = run(partial(block, metadata=metadata), x, delta)
         return self.final_norm(x, delta)
 

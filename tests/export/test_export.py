@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import resource
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_imports
 
@@ -25,6 +27,7 @@ from nsa.data.factory import open_source
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.export.hf_tokenizer import write_tokenizer
+from nsa.export.model_card import model_card as card_of
 from nsa.export.remote_code import remote_code
 from nsa.monitor.metrics_csv import read_metrics
 from tests.engine.runs import TINY, alone, succeed
@@ -68,6 +71,22 @@ def test_exported_logits_are_the_trainers_bit_for_bit(run: Path, exported: Path)
     assert model.config.max_position_embeddings == loaded.config.data.seq_len
 
 
+def test_config_json_uses_the_names_that_other_tools_read(run: Path, exported: Path) -> None:
+    config, model = json.loads((exported / "config.json").read_text()), load_run(run).config.model
+    assert {
+        "hidden_size": model.width,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "intermediate_size": model.mlp_width,
+        "head_dim": model.head_dim,
+        "rope_theta": model.rope_theta,
+        "rms_norm_eps": model.norm_eps,
+        "initializer_range": model.init_std,
+    }.items() <= config.items()
+    assert not {"width", "layers", "heads", "kv_heads", "mlp_width"} & config.keys()
+
+
 def test_fp32_weights_are_the_optimizers_master_weights(run: Path, tmp_path: Path) -> None:
     assert main(["export", str(run), "--to", str(tmp_path / "wide"), "--dtype", "fp32"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
@@ -89,6 +108,44 @@ def test_the_cards_figures_belong_to_the_exported_step(run: Path, tmp_path: Path
     assert figures["torch"] == torch.__version__
     text = (tmp_path / "third" / "README.md").read_text()
     assert "Not recorded by the run: held-out loss" in text  # the first is at step 4
+
+
+def test_the_cards_metadata_is_what_the_hub_reads(run: Path, exported: Path) -> None:
+    data = ModelCard.load(exported / "README.md").data
+    assert (data.license, data.library_name) == ("apache-2.0", "transformers")
+    assert data.language == ["code"]  # the embedded source is Python
+    assert data.get("datasets") is None  # and not a dataset of the Hub
+    rows = [row for row in read_metrics(run / "metrics.csv") if row.get("val_loss") is not None]
+    measured = {result.metric_type: result for result in data.eval_results}
+    assert measured["perplexity"].metric_value == round(math.exp(rows[-1]["val_loss"]), 4)
+    assert measured["bits_per_byte"].metric_value == round(rows[-1]["bits_per_byte"], 4)
+    assert measured["perplexity"].dataset_name == "embedded"
+    assert data.metrics == ["perplexity", "bits_per_byte"]
+
+
+def test_the_card_names_datasets_of_the_hub_and_no_local_path(
+    exported: Path, tmp_path: Path
+) -> None:
+    folder, text = tmp_path / "source", tmp_path / "secret" / "notes.txt"
+    shutil.copytree(exported, folder)
+    text.parent.mkdir()
+    text.write_text("Some words. " * 200)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    for source, datasets, language in (
+        ("hf:org/corpus", ["org/corpus"], None),
+        ("fineweb_edu", ["HuggingFaceFW/fineweb-edu"], ["en"]),
+        ({"embedded": 0.5, "embedded:torch": 0.5}, None, ["code"]),
+        ({"fineweb_edu": 0.75, str(text): 0.25}, ["HuggingFaceFW/fineweb-edu"], None),
+        (str(text), None, None),
+        (f"hf:{text.parent}", None, None),
+    ):
+        config["data"]["source"] = source
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        written = card_of(load_run(folder))
+        assert str(tmp_path) not in written
+        data = ModelCard(written).data
+        assert (data.get("datasets"), data.language) == (datasets, language), source
+    assert "| data.source | secret (local) |" in written
 
 
 def test_the_card_names_the_required_versions(exported: Path) -> None:
@@ -199,11 +256,18 @@ if os.fork() == 0:  # transformers first, then nsa
     os._exit(type(config).__module__ != "nsa.model.hf_config")
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+base = AutoModel.from_pretrained(folder, trust_remote_code=True)
+classifier = AutoModelForSequenceClassification.from_pretrained(
+    folder, trust_remote_code=True, num_labels=3
+)
+assert classifier(torch.arange(96)[None]).logits.shape == (1, 3)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True)
 outputs = {
     "logits": model(torch.arange(96)[None]).logits,
+    "from_base": model.lm_head(base(torch.arange(96)[None]).last_hidden_state),
     "text": model.generate(**prompts, max_new_tokens=5, do_sample=False),
 }
 model.save_pretrained(os.path.join(out, "saved"))
@@ -241,6 +305,7 @@ def test_an_export_works_without_this_package(exported: Path, tmp_path: Path) ->
     model = AutoModelForCausalLM.from_pretrained(exported)
     assert torch.equal(outputs["logits"], model(TOKENS).logits)
     assert torch.equal(outputs["beside"], outputs["logits"])
+    assert torch.equal(outputs["from_base"], outputs["logits"])
     assert outputs["package"] == "nsa.model.hf"
     tokenizer = AutoTokenizer.from_pretrained(exported)
     prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True)

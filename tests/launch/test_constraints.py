@@ -29,7 +29,9 @@ def pinned() -> list[Requirement]:
 
 
 def ranges() -> dict[str, Requirement]:
-    required = map(Requirement, PROJECT["project"]["dependencies"])
+    project = PROJECT["project"]
+    listed = project["dependencies"] + project["optional-dependencies"]["eval"]
+    required = map(Requirement, listed)
     return {requirement.name: requirement for requirement in required}
 
 

@@ -36,14 +36,14 @@ def wrapped(kind: str = "mean", dtype: torch.dtype = torch.float64, init_std: fl
     """A Hugging Face model whose weights are so large that every past token matters."""
     inner = build(tiny(KINDS[kind], init_std=init_std), dtype)
     model = NSAForCausalLM(NSAConfig.of(inner.config)).to(dtype)
-    model.model.load_state_dict(inner.state_dict())
+    model.model.core.load_state_dict(inner.state_dict())
     return model.eval()
 
 
 def greedy_parallel(model: Any, ids: Tensor, count: int) -> Tensor:
     """Greedy tokens by a parallel forward pass for each."""
     for _ in range(count):
-        ids = torch.cat([ids, model.model(ids)[:, -1:].argmax(-1)], 1)
+        ids = torch.cat([ids, model.model.core(ids)[:, -1:].argmax(-1)], 1)
     return ids
 
 
@@ -51,9 +51,9 @@ def greedy_parallel(model: Any, ids: Tensor, count: int) -> Tensor:
 def test_logits_and_loss_are_those_of_the_trainer(kind: str) -> None:
     model, ids = wrapped(kind), tokens(24, batch=2)
     out = model(ids, labels=ids)
-    assert torch.equal(out.logits, model.model(ids))
+    assert torch.equal(out.logits, model.model.core(ids))
     shifted = F.pad(ids[:, 1:], (0, 1), value=-100)
-    torch.testing.assert_close(out.loss, model.model(ids, shifted), check_dtype=False)
+    torch.testing.assert_close(out.loss, model.model.core(ids, shifted), check_dtype=False)
     for kept in (3, torch.tensor([2, 5])):
         some = out.logits[:, -kept:] if isinstance(kept, int) else out.logits[:, kept]
         torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, some)
@@ -82,7 +82,7 @@ def test_hidden_states_are_the_inputs_of_each_block_and_the_head() -> None:
     states = model(ids, output_hidden_states=True).hidden_states
     assert torch.equal(states[0], model.model.embed(ids))
     assert torch.equal(model.lm_head(states[-1]), model(ids).logits)
-    core = model.model
+    core = model.model.core
     metadata = AttentionMetadata.build(core.config, ids.shape[1], None, ids.device)
     x, delta = core.blocks[0](core.embed(ids), None, metadata)
     assert torch.equal(states[1], x + delta)
@@ -278,7 +278,7 @@ def test_resizing_the_vocabulary_keeps_the_other_logits() -> None:
     model.resize_token_embeddings(70)
     assert model.lm_head.weight is model.model.embed.weight
     torch.testing.assert_close(model(ids).logits[..., :61], before)
-    assert model.config.vocab_size == model.model.config.vocab_size == 70
+    assert model.config.vocab_size == model.model.core.config.vocab_size == 70
     new = torch.full((1, 3), 69)
     assert model.generate(new, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (1, 5)
 
@@ -292,12 +292,12 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert model.is_gradient_checkpointing
     mode = "reentrant" if reentrant else "non_reentrant"
-    assert model.model.config.activation_checkpointing == mode
+    assert model.model.core.config.activation_checkpointing == mode
     model(ids, labels=ids).loss.backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
     model.gradient_checkpointing_disable()
-    assert model.model.config.activation_checkpointing == "none"
+    assert model.model.core.config.activation_checkpointing == "none"
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")

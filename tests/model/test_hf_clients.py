@@ -1,0 +1,233 @@
+"""Hugging Face model with clients written elsewhere: TRL, PEFT, torch.compile, the Auto classes."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+import nsa  # noqa: F401 - registers the model
+from nsa.data.tokenizer import ByteTokenizer
+from nsa.export.hf_tokenizer import write_tokenizer
+from nsa.model.hf import NSAForSequenceClassification, NSAModel
+from nsa.model.hf_config import NSAConfig
+from tests.model.models import build, tiny, tokens
+from tests.model.test_hf import MASK, wrapped
+
+OLD_EXPORT = Path(__file__).with_name("old_export.json")  # as exports were before NSAModel
+
+
+def trl() -> Any:
+    return pytest.importorskip("trl", reason="needs TRL: pip install -e '.[eval]' on Python 3.11")
+
+
+def peft() -> Any:
+    return pytest.importorskip("peft", reason="needs PEFT: pip install -e '.[eval]'")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(ByteTokenizer(), folder, 96)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def sft_trainer(tokenizer: Any, folder: Path, peft_config: Any = None, **settings: Any) -> Any:
+    """TRL's trainer with its own defaults, on 40 short texts."""
+    library = trl()
+    from datasets import Dataset
+
+    texts = [f"def f{i}(x):\n    return x + {i}" * (1 + i % 2) for i in range(40)]
+    torch.manual_seed(0)
+    config = tiny(vocab_size=len(tokenizer))
+    return library.SFTTrainer(
+        AutoModelForCausalLM.from_config(NSAConfig.of(config)),
+        args=library.SFTConfig(
+            str(folder),
+            max_steps=10,
+            max_length=96,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            **settings,
+        ),
+        train_dataset=Dataset.from_dict({"text": texts}),
+        processing_class=tokenizer,
+        peft_config=peft_config,
+    )
+
+
+# TRL's default, gradient checkpointing, has a new name in transformers.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_trl_trains_it(packing: bool, tokenizer: Any, tmp_path: Path) -> None:
+    trainer = sft_trainer(tokenizer, tmp_path, packing=packing)
+    trainer.train()
+    losses = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
+    assert len(losses) == 10
+    assert losses[0] == pytest.approx(5.56, abs=0.2)  # ln 259
+    assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_documents_that_trl_packs_do_not_see_each_other(tokenizer: Any, tmp_path: Path) -> None:
+    trainer = sft_trainer(tokenizer, tmp_path, packing=True)
+    batch = next(iter(trainer.get_train_dataloader()))
+    model = trainer.model.double().eval()
+    torch.nn.init.normal_(model.model.embed.weight)  # so that a token of another document matters
+    ids, offsets = batch["input_ids"], batch["cu_seq_lens_q"].tolist()
+    assert len(offsets) > 4
+    packed = model.base_model(**batch).last_hidden_state[0]
+    assert torch.equal(model.base_model(ids, cu_seq_lens_q=batch["cu_seq_lens_q"])[0][0], packed)
+    for start, stop in pairwise(offsets):
+        alone = model.base_model(ids[:, start:stop]).last_hidden_state[0]
+        torch.testing.assert_close(packed[start:stop], alone)
+
+
+@pytest.mark.filterwarnings("ignore:.*(gradient|activation)_checkpointing:FutureWarning")
+def test_trl_trains_a_lora_adapter_and_nothing_else(tokenizer: Any, tmp_path: Path) -> None:
+    adapter = peft().LoraConfig(task_type="CAUSAL_LM")
+    trainer = sft_trainer(tokenizer, tmp_path, adapter)
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    changed = {n for n, w in trainer.model.named_parameters() if not torch.equal(w, before[n])}
+    assert changed == {name for name in before if "lora_" in name}
+
+
+@pytest.mark.parametrize(
+    ("method", "targets"),
+    [("LoraConfig", {"q", "v"}), ("IA3Config", {"k", "v", "down"}), ("OSFConfig", None)],
+)
+def test_peft_knows_what_to_adapt(method: str, targets: set[str] | None) -> None:
+    model, ids = wrapped(dtype=torch.float32), tokens(24)
+    before = model(ids).logits
+    adapted = peft().get_peft_model(model, getattr(peft(), method)(task_type="CAUSAL_LM"))
+    chosen = adapted.peft_config["default"].target_modules
+    assert chosen == (targets or {"q", "k", "v", "o", "gate", "up", "down"})
+    torch.testing.assert_close(adapted(ids).logits, before)  # adapters start without effect
+    adapted(ids, labels=ids).loss.backward()
+    trained = {n.split(".")[-1] for n, p in adapted.named_parameters() if p.requires_grad}
+    assert trained
+    assert all(p.grad is not None for p in adapted.parameters() if p.requires_grad)
+
+
+def test_peft_tunes_prompts_which_are_embeddings() -> None:
+    model, ids = wrapped(dtype=torch.float32), tokens(24, batch=3)
+    settings = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 5}
+    adapted = peft().get_peft_model(model, peft().PromptTuningConfig(**settings))
+    loss = adapted(ids, attention_mask=MASK, labels=ids.masked_fill(MASK == 0, -100)).loss
+    loss.backward()
+    gradients = [p.grad for p in adapted.parameters() if p.requires_grad]
+    assert [g.shape for g in gradients] == [(5, 24)]
+    assert gradients[0].count_nonzero()
+
+
+def test_embeddings_give_what_their_ids_give() -> None:
+    model, ids = wrapped(), tokens(24, batch=3)
+    embeds = model.get_input_embeddings()(ids)
+    expected = model(ids, attention_mask=MASK).logits
+    assert torch.equal(model(inputs_embeds=embeds, attention_mask=MASK).logits, expected)
+    greedy = {"attention_mask": MASK, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    text = model.generate(ids, **greedy)[:, 24:]
+    assert torch.equal(model.generate(inputs_embeds=embeds, **greedy), text)
+    model(inputs_embeds=embeds.detach().requires_grad_()).logits.sum().backward()
+    for wrong in ({}, {"input_ids": ids, "inputs_embeds": embeds}):
+        with pytest.raises(ValueError, match="input_ids and inputs_embeds: pass one of them"):
+            model(**wrong)
+
+
+def test_auto_model_loads_what_a_causal_model_saved(tmp_path: Path) -> None:
+    causal, ids = wrapped(), tokens(24, batch=3)
+    causal.save_pretrained(tmp_path)
+    model, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(model) is type(causal.base_model) is NSAModel
+    assert not any(info.values())
+    states = causal(ids, attention_mask=MASK, output_hidden_states=True).hidden_states
+    output = model(ids, attention_mask=MASK, output_hidden_states=True)
+    assert torch.equal(output.last_hidden_state, states[-1])
+    assert all(torch.equal(a, b) for a, b in zip(output.hidden_states, states, strict=True))
+    model.save_pretrained(tmp_path / "base")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert torch.equal(again(ids).logits, causal(ids).logits)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_classifier_reads_each_sequences_last_token(side: str, tmp_path: Path) -> None:
+    mask = MASK if side == "left" else MASK.flip(1)
+    wrapped().save_pretrained(tmp_path / "causal")
+    ids = tokens(24, batch=3)
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "causal", num_labels=4, output_loading_info=True
+    )
+    assert type(model) is NSAForSequenceClassification
+    assert info["missing_keys"] == {"score.weight"}
+    output = model(ids, attention_mask=mask, labels=torch.tensor([0, 3, 1]))
+    for row, real in enumerate(mask.bool()):
+        state = model.model(ids[row : row + 1, real]).last_hidden_state[0, -1]
+        torch.testing.assert_close(output.logits[row], model.score(state))
+    expected = F.cross_entropy(output.logits, torch.tensor([0, 3, 1]))
+    torch.testing.assert_close(output.loss, expected)
+    output.loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again(ids, attention_mask=mask).logits, output.logits)
+
+
+def test_padded_batches_break_a_compiled_graph_in_one_place() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = wrapped(dtype=torch.float32)
+    compiled = torch.compile(model, backend="eager")
+    graphs = []
+    for length in (24, 30, 36):
+        ids, mask = tokens(length, batch=3), torch.ones(3, length, dtype=torch.long)
+        mask[0, : length // 2] = mask[1, :3] = 0
+        output = compiled(ids, attention_mask=mask, labels=ids)
+        expected = model(ids, attention_mask=mask, labels=ids)
+        torch.testing.assert_close(output.loss, expected.loss)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert len(counters["graph_break"]) == 1, dict(counters["graph_break"])
+    assert graphs[1] == graphs[2]  # the second length compiles for any length
+    assert graphs[-1] <= 6
+
+
+def test_an_old_export_loads(tmp_path: Path) -> None:
+    shutil.copyfile(OLD_EXPORT, tmp_path / "config.json")
+    config = AutoConfig.from_pretrained(tmp_path)
+    core = build(config.model_config(), torch.float32)
+    weights = {f"model.{name}": weight for name, weight in core.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert (core.config.width, core.config.layers, core.config.norm_eps) == (24, 2, 2e-5)
+    assert (core.config.mlp_width, core.config.kv_heads, core.config.init_std) == (40, 2, 0.3)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(model(tokens(24)).logits, core(tokens(24)))
+    model.save_pretrained(tmp_path / "new")
+    saved = (tmp_path / "new" / "config.json").read_text()
+    assert '"hidden_size": 24' in saved
+    assert '"width"' not in saved
+
+
+def test_continuous_batching_is_refused_rather_than_wrong() -> None:
+    with pytest.raises(ValueError, match="generate_batch: its paged cache"):
+        wrapped()(tokens(8), cache=object(), position_ids=torch.arange(8)[None])
