@@ -3,10 +3,20 @@
 #   bash launch/m7c.sh [--restart N] [arguments of recipes/m7c.py ...]
 # Runs under the watchdog (docs/guides/debug-a-hang.md): returns the ranks' exit code, forwards signals
 # to the ranks so that they save, leaves no process behind. --restart N resumes a run that crashed.
+# What differs from bare deepspeed: docs/reference/cli.md, "Script or launcher".
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 root=$(dirname "$here")
+for argument in "$@"; do
+    case $argument in
+    -h | --help) # without building .venv, which takes minutes
+        sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        [ -x "$root/.venv/bin/python" ] || exit 0
+        exec "$root/.venv/bin/python" "$root/recipes/m7c.py" --help
+        ;;
+    esac
+done
 bash "$here/setup.sh"
 export PATH="$root/.venv/bin:$PATH"
 

@@ -6,6 +6,7 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+case " $* " in *" --help "* | *" -h "*) exec bash "$here/m7c.sh" --help ;; esac
 bash "$here/setup.sh"
 root=$(dirname "$here")
 export PATH="$root/.venv/bin:$PATH"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.launch.clone import run, start
+from tests.launch.clone import environment, make_clone, run, start
 from tests.launch.test_ranks import alive
 
 
@@ -70,6 +72,60 @@ def test_deepspeed_runs_two_ranks_and_the_exit_code_of_a_failed_one_comes_back(
     call = run(real_packages, "m7c.sh", "--set", "a b")
     assert call.returncode == 7, call.stderr
     assert "rank 1 of 2 ['--set', 'a b']" in call.stdout.splitlines()
+
+
+def test_the_ranks_get_the_same_as_from_deepspeed_itself(
+    real_packages: Path, tmp_path: Path
+) -> None:
+    write_recipe(
+        real_packages,
+        "import json\n"
+        "facts = {'cwd': os.getcwd(), 'python': sys.executable, 'environment': dict(os.environ)}\n"
+        "facts['arguments'] = sys.argv[1:2] + sys.argv[3:]\n"
+        "mine, other = (sys.argv[2] + str(rank) for rank in (0, 1))\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    mine, other = other, mine\n"
+        "with open(mine + '.part', 'w') as file:\n"
+        "    json.dump(facts, file)\n"
+        "os.rename(mine + '.part', mine)\n"
+        "while not os.path.exists(other):\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(7)\n",
+    )
+    recipe = str(real_packages / "recipes/m7c.py")
+    bare = [str(real_packages / ".venv/bin/deepspeed"), "--num_gpus", "2", recipe]
+    codes = [
+        run(real_packages, "m7c.sh", str(tmp_path / "script"), "--set", "a b").returncode,
+        subprocess.run(
+            [*bare, str(tmp_path / "bare"), "--set", "a b"],
+            cwd="/",
+            env=environment(real_packages),
+            stdin=subprocess.DEVNULL,
+        ).returncode,
+    ]
+    assert codes == [7, 7]
+    # The port differs; a script changes the others, which no library reads.
+    for rank in "01":
+        facts = [json.loads((tmp_path / f"{way}{rank}").read_text()) for way in ("script", "bare")]
+        for one in facts:
+            for name in ("MASTER_PORT", "PATH", "PWD", "OLDPWD", "SHLVL", "_"):
+                one["environment"].pop(name, None)
+        assert facts[0] == facts[1]
+
+
+@pytest.mark.parametrize("script", ["m7c.sh", "m7c_pcie.sh"])
+def test_help_comes_before_the_environment_is_built(tmp_path: Path, script: str) -> None:
+    clone = make_clone(tmp_path)
+    call = run(clone, script, "--restart", "2", "--help")
+    assert call.returncode == 0, call.stderr
+    assert "bash launch/m7c.sh [--restart N]" in call.stdout
+    assert not (clone / ".venv").exists()
+
+
+def test_help_shows_the_recipes_flags_once_there_is_an_environment(real_packages: Path) -> None:
+    write_recipe(real_packages, "say('flags of the recipe', sys.argv[1:])\n")
+    call = run(real_packages, "m7c.sh", "-h")
+    assert call.stdout.splitlines()[-1] == "flags of the recipe ['--help']"
 
 
 def test_a_signal_to_the_script_ends_every_rank(real_packages: Path) -> None:
