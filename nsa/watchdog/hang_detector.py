@@ -84,9 +84,8 @@ class HangDetector:
                     report = report or degradation
                 else:
                     self._messages.append(f"WARNING: {degradation.reason}")
-        if self._judge_speed(now):  # this answer is dropped, so report again
+        if self._judge_speed(now):  # this answer is dropped, so report problems again
             self._ongoing.clear()
-            self._file_versions.clear()
         messages, self._messages = self._messages, []
         return Look(beats, not_locked, report, messages, self.limits.grace)
 

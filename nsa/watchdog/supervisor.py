@@ -94,21 +94,18 @@ class Supervisor:
         launcher: subprocess.Popen[bytes] | None = None,
         folder: Path | None = None,
     ) -> None:
-        self.folder: Path | None = None
+        self.folder = folder
         self.beats: dict[int, dict[str, Any]] = {}  # newest heartbeat of each rank of this host
         self.report: HangReport | None = None  # why the run was halted
         self._processes: dict[int, psutil.Process | None] = {}  # None: it exited before it was seen
         self._signals, self._launcher = signals, launcher
         self._tree = ProcessTree(launcher.pid if launcher is not None else None)
-        self._disk: DiskWorker | None = None
         self._hangs_since = 0.0  # when the disk stopped answering; 0: it answers
         self._signalled: set[int] = set()  # ranks that got SIGTERM
         self._kill_at = float("inf")  # when to kill what is left
         self._succeeded = False  # every rank had ended well when the run was halted
         self._logged: set[str] = set()
         self._start = time.monotonic()
-        if folder is not None:
-            self._set_folder(folder)
 
     def run(self) -> int:
         """Watch until every process has ended; return the run's exit code."""
@@ -123,8 +120,10 @@ class Supervisor:
             if self._launcher is not None:
                 exited = self._launcher.poll() is not None and not self._tree.running()
             if exited or self.report is not None:
-                self._read_folder()  # heartbeats written since
-                return self._exit_code()
+                look = self._read_folder()  # heartbeats written since
+                # Old ones would give a wrong exit code: wait for a disk that hangs.
+                if look or not self.folder or self.report or self._signals.signal is not None:
+                    return self._exit_code()
             time.sleep(LOOK_SECONDS if self.folder else POLL_SECONDS)
 
     def look(self) -> None:
@@ -132,7 +131,7 @@ class Supervisor:
         if self.folder is None:
             paths = (path for process in self._tree.running() for path in open_heartbeats(process))
             if (path := next(paths, None)) is not None:
-                self._set_folder(path.parent)
+                self.folder = path.parent
         exited = self.beats.keys() - self.running().keys()
         look = self._read_folder()  # after `exited`, so that their last heartbeats are included
         if look is not None and look.report is not None:
@@ -180,16 +179,13 @@ class Supervisor:
         status = re.split("[: ]", str(beat.get("status")))[0]
         return EXIT_CODE_OF_STATUS.get(status, 1) if beat["event"] == "end" else None
 
-    def _set_folder(self, folder: Path) -> None:
-        self.folder, self._disk = folder, disk_of(folder)
-
     def _read_folder(self) -> Look | None:
         """Update the ranks of this host; return None if the disk does not answer in time."""
-        if self.folder is None or self._disk is None:
+        if self.folder is None:
             return None
         now, pids = time.monotonic(), {n: self.beats[n]["pid"] for n in self.running()}
         try:
-            look: Look = self._disk.call("look", pids)
+            look: Look = disk_of(self.folder).call("look", pids)
         except DiskHangs as error:
             if not self._hangs_since:
                 log(f"{error}; until it answers, no rank is judged by old heartbeats")

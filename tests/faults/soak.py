@@ -1,7 +1,8 @@
-"""Soak test: random faults against one run for minutes, then its losses against a clean run."""
+"""Soak test: random faults against one run for an hour, then its rows against a clean run's."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,8 +16,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+import pytest
+
 from nsa.monitor.artifacts import last_beat
-from tests.engine.runs import BIN, TINY, losses
+from nsa.monitor.metrics_csv import read_metrics
+from tests.disks import freezable_disk, frozen
+from tests.engine.runs import BIN, TINY
 from tests.faults.processes import LAUNCHER, find
 from tests.ranks import ROOT, free_port, user_environment
 
@@ -24,7 +30,7 @@ SETTINGS = [
     *TINY,
     "--steps=1000000",  # of the schedule; ended by time
     "--set=train.eval_every=100",
-    "--set=checkpoint.every=25",
+    "--set=checkpoint.every=10",
     "--set=checkpoint.keep=4",
     "--set=monitor.tensorboard=false",
     "--set=monitor.health=false",
@@ -35,13 +41,17 @@ SETTINGS = [
     "--set=monitor.watch.on_collapse=ignore",
 ]
 RESUMABLE = (0, 1, 4, 137)  # exit codes of the watchdog
+COMPUTED = ("tokens", "loss", "val_loss", "bits_per_byte", "lr", "grad_norm")  # the others: speed
+Rows = dict[int, list[float | None]]  # by step
 
 
 class Soak:
     """One run and the faults that it suffers."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.run_dir = folder, folder / "run"
+    def __init__(self, folder: Path, seed: int, disk: Path | None) -> None:
+        """`disk`: a file system of its own, which may be frozen and filled."""
+        self.folder, self.disk = folder, disk
+        self.run_dir = (disk or folder) / "run"
         self._rng = random.Random(seed)
         self._watchdog: subprocess.Popen[bytes] | None = None
         self.faults: Counter[str] = Counter()
@@ -52,15 +62,16 @@ class Soak:
         try:
             while time.monotonic() < end:
                 self._progress()
-                time.sleep(self._rng.uniform(0, 3))
-                fault = self._rng.choice(FAULTS)
+                time.sleep(self._rng.uniform(0, 6))
+                fault = self._rng.choice(FAULTS + (FAULTS_OF_DISKS if self.disk else []))
                 try:
                     fault(self)
-                except (LookupError, OSError) as error:  # the process or file disappeared
+                except (LookupError, OSError, psutil.Error) as error:  # no such process or file
                     print(f"  {fault.__name__}: {error}")
                     continue
                 self.faults[fault.__name__] += 1
-                print(f"{end - time.monotonic():6.0f} s left, step {self.step}: {fault.__name__}")
+                left = end - time.monotonic()
+                print(f"{left:6.0f} s left, step {self.step}: {fault.__name__}", flush=True)
             self._progress()
         finally:
             if self._watchdog is not None:
@@ -106,12 +117,19 @@ class Soak:
         assert self._watchdog is not None
         return find(self._watchdog.pid, name)
 
+    def watchdog(self) -> subprocess.Popen[bytes]:
+        assert self._watchdog is not None
+        return self._watchdog
+
     def random_rank(self) -> int:
         return self.process(self._rng.choice("01"))
 
     def newest_file(self) -> Path:
         """Return a random file of the newest checkpoint."""
-        folder = max((self.run_dir / "checkpoints").glob("step*"))
+        folders = sorted((self.run_dir / "checkpoints").glob("step*"))
+        if not folders:
+            raise LookupError("no checkpoint yet")
+        folder = folders[-1]
         return self._rng.choice(sorted(folder.iterdir()))
 
 
@@ -132,6 +150,18 @@ def stop_one_rank(soak: Soak) -> None:
     os.kill(soak.random_rank(), signal.SIGSTOP)
 
 
+def pause_one_rank(soak: Soak) -> None:
+    rank = soak.random_rank()
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(rank, signal.SIGCONT)
+
+
+def terminate_the_watchdog(soak: Soak) -> None:
+    soak.watchdog().send_signal(signal.SIGTERM)
+    soak.watchdog().wait(120)
+
+
 def terminate_one_rank(soak: Soak) -> None:
     os.kill(soak.random_rank(), signal.SIGTERM)
 
@@ -139,6 +169,15 @@ def terminate_one_rank(soak: Soak) -> None:
 def truncate_a_checkpoint_file(soak: Soak) -> None:
     path = soak.newest_file()
     os.truncate(path, path.stat().st_size // 2)
+    kill_one_rank(soak)
+
+
+def flip_a_bit_of_a_checkpoint_file(soak: Soak) -> None:
+    path = soak.newest_file()
+    position = path.stat().st_size // 2
+    with path.open("r+b") as file:
+        byte = os.pread(file.fileno(), 1, position)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), position)
     kill_one_rank(soak)
 
 
@@ -152,16 +191,42 @@ def corrupt_a_heartbeat(soak: Soak) -> None:
         file.write(b"\xff\x00{]\n" * 20)
 
 
+def freeze_the_disk(soak: Soak) -> None:
+    assert soak.disk is not None
+    with frozen(soak.disk):
+        time.sleep(12)  # longer than any rank may be silent
+
+
+def fill_the_disk(soak: Soak) -> None:
+    assert soak.disk is not None
+    filler = soak.disk / "filler"
+    try:
+        with filler.open("wb") as file, contextlib.suppress(OSError):
+            for size in (2**26, 2**20, 2**12):  # the last bytes too
+                while True:
+                    with contextlib.suppress(OSError):
+                        os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), size)
+                        continue
+                    break
+        time.sleep(5)
+    finally:
+        filler.unlink()
+
+
 FAULTS: list[Callable[[Soak], None]] = [
     kill_one_rank,
     kill_all_ranks,
     kill_launcher,
     stop_one_rank,
+    pause_one_rank,
     terminate_one_rank,
+    terminate_the_watchdog,
+    flip_a_bit_of_a_checkpoint_file,
     truncate_a_checkpoint_file,
     delete_a_checkpoint_file,
     corrupt_a_heartbeat,
 ]
+FAULTS_OF_DISKS: list[Callable[[Soak], None]] = [freeze_the_disk, fill_the_disk]
 
 
 def launcher() -> list[str]:
@@ -173,31 +238,55 @@ def environment() -> dict[str, str]:
     return user_environment() | {"OMP_NUM_THREADS": "1"}
 
 
+def read_rows(run_dir: Path) -> Rows:
+    """Return what each logged step computed."""
+    rows = read_metrics(run_dir / "metrics.csv")
+    return {int(row["step"] or 0): [row[name] for name in COMPUTED] for row in rows}
+
+
+def compare(rows: Rows, golden: Rows) -> tuple[list[int], list[int]]:
+    """Return the steps whose rows differ from the undisturbed run's, and those without a row."""
+    different = [step for step in rows if rows[step] != golden.get(step)]
+    return sorted(different), sorted(set(range(1, max(rows) + 1)) - rows.keys())
+
+
 def main() -> None:
-    """Arguments: minutes (default 20) and a seed."""
-    minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 20.0
+    """Arguments: minutes (default 60) and a seed."""
+    minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 60.0
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.randrange(10**6)
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"seed {seed}, {minutes:g} minutes, in {folder}", flush=True)
-    soak = Soak(folder, seed)
-    soak.run(60 * minutes)
-    by_step = losses(soak.run_dir)
-    last = max(by_step)
-    print(f"{last} steps and {sum(soak.faults.values())} faults: {json.dumps(soak.faults)}")
-    print("now the same steps without faults", flush=True)
-    arguments = [*SETTINGS, "--run-dir=golden", f"--until={last}"]
-    with (folder / "golden.txt").open("wb") as output:
-        done = subprocess.run(
-            [*launcher(), *arguments], cwd=folder, env=environment(), stdout=output, stderr=output
-        )
-    golden = losses(folder / "golden")
-    missing = sorted(golden.keys() - by_step.keys())
-    different = sorted(step for step in by_step if by_step[step] != golden.get(step))
-    print(f"steps that differ: {different or 'none'}; not in metrics.csv: {missing or 'none'}")
-    if different or missing or done.returncode not in (0, 3):
-        raise SystemExit(f"FAILED, with seed {seed}; see {folder}")
+    with contextlib.ExitStack() as stack:
+        disk = None
+        try:
+            disk = stack.enter_context(freezable_disk(folder / "disk", megabytes=4_096))
+        except pytest.skip.Exception as reason:
+            print(f"no faults of disks: {reason}")
+        run_and_compare(Soak(folder, seed, disk), minutes)
     shutil.rmtree(folder)
-    print("all losses are bit-identical")
+
+
+def run_and_compare(soak: Soak, minutes: float) -> None:
+    """Raise SystemExit if a row differs, or is missing although the disk was never full."""
+    soak.run(60 * minutes)
+    rows = read_rows(soak.run_dir)
+    print(f"{max(rows)} steps and {soak.faults.total()} faults: {json.dumps(soak.faults)}")
+    print("now the same steps without faults", flush=True)
+    # One step more: the last one is validated.
+    arguments = [*SETTINGS, "--run-dir=golden", f"--until={max(rows) + 1}"]
+    with (soak.folder / "golden.txt").open("wb") as output:
+        subprocess.run(
+            [*launcher(), *arguments],
+            cwd=soak.folder,
+            env=environment(),
+            stdout=output,
+            stderr=output,
+        )
+    different, missing = compare(rows, read_rows(soak.folder / "golden"))
+    print(f"rows that differ: {len(different)} {different[:9]}")
+    print(f"rows that were not written: {len(missing)} {missing[:9]}")
+    if different or (missing and not soak.faults["fill_the_disk"]):
+        raise SystemExit(f"FAILED; see {soak.folder}")
 
 
 if __name__ == "__main__":
