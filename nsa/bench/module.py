@@ -30,6 +30,7 @@ from nsa.bench.operations import PARTS, SelectedBlocks, calls
 from nsa.bench.options import Shape, add_gpu_flags, choice
 from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table, ratio
 from nsa.ops import NSASpec, compressed_attention, nsa_attention, select_blocks, selected_attention
+from nsa.report.plots import Panel, draw
 
 SPEC = NSASpec()
 KINDS = ("module", "peers", "same-pattern", "parts")
@@ -181,26 +182,19 @@ def _print(row: dict[str, Any]) -> None:
 
 def _plot(rows: list[dict[str, Any]], out: Path) -> None:
     """Milliseconds per sequence, forward and backward: a panel per shape and kind, log axes."""
-    from matplotlib.figure import Figure
-
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
-        title = f"{row['shape']}, {row['kind']}"
+        panel = f"{row['shape']}, {row['kind']}: ms, forward and backward"
         for name, result in row["implementations"].items():
             ms = figure(result, "forward_backward")
             if ms is not None:
-                curve = panels.setdefault(title, {}).setdefault(name, [])
-                curve.append((row["length"], ms / row["batch"]))
-    columns = max(1, len(panels))
-    picture = Figure(figsize=(5.0 * columns, 4.0), dpi=150, layout="constrained")
-    for axis, title in zip(picture.subplots(1, columns, squeeze=False)[0], panels, strict=False):
-        for label, points in panels[title].items():
-            axis.plot(*zip(*sorted(points), strict=True), label=label, marker="o")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xlabel("sequence length")
-        axis.set_ylabel("ms per sequence, forward and backward")
-        axis.set_title(title)
-        axis.legend(fontsize=7)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(out)
+                points = curves.setdefault(panel, {}).setdefault(name, [])
+                points.append((row["length"], ms / row["batch"]))
+    common: dict[str, Any] = {"marked": True, "x_doubles": True, "logarithmic": True}
+    panels = []
+    for title, points_of in curves.items():
+        lines = {
+            name: tuple(zip(*sorted(points), strict=True)) for name, points in points_of.items()
+        }
+        panels.append(Panel(title, lines, x="sequence length", **common))
+    draw(panels, out)

@@ -51,7 +51,8 @@ def compare_runs(runs: Sequence[Path], out: Path) -> list[str]:
     for column, title in _PANELS:
         curves = {label: run.points(column) for label, run in summaries.items()}
         if any(steps for steps, _ in curves.values()):
-            panels.append(Panel(title, curves, marked=column == "bits_per_byte"))
+            marked, logarithmic = column == "bits_per_byte", column == "grad_norm"
+            panels.append(Panel(title, curves, marked=marked, logarithmic=logarithmic))
     draw(panels, out)
     return align([_HEADER, *(_row(label, run) for label, run in summaries.items())])
 

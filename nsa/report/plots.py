@@ -1,17 +1,20 @@
-"""Line plots in panels side by side, drawn with matplotlib without a display."""
+"""Line plots in rows of two panels, drawn with matplotlib without a display."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 # Okabe and Ito's colours, distinct for colour-blind readers and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _SMOOTHED_FROM = 50  # points; shorter curves are not smoothed
 _MAX_POINTS = 600  # of a curve's faint range; a picture cannot show more
-_COLUMNS = 4  # panels in a row
+COLUMNS = 2  # panels in a row: a page is about 900 pixels wide
+_SMALLEST_RANGE = 1e-3  # of an axis, relative to its values: less is noise of rounding
+_CHARACTERS = 11  # of the legend and the titles in an inch
 
 Points = tuple[Sequence[float], Sequence[float]]  # steps, values
 
@@ -24,30 +27,39 @@ class Panel:
     curves: Mapping[str, Points]  # by label
     marked: bool = False  # draw a marker at each point
     ordered: bool = False  # the curves are layers, first to last: shade them
+    smoothed: bool = True  # draw the running mean of long curves
+    fraction: bool = False  # y axis from 0 to 1
+    logarithmic: bool = False  # y axis
     x: str = "step"
     x_doubles: bool = False  # logarithmic x axis, base 2
     # Half widths of the error bars of marked curves.
     errors: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
-def draw(panels: Sequence[Panel], out: Path, *, width: float = 6.0) -> None:
+def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
     """Draw the panels into one picture; the suffix of `out` sets the format."""
     from matplotlib.figure import Figure  # late: takes a second
 
     # A Figure without pyplot draws with Agg and touches no global state and no display.
-    columns = min(_COLUMNS, len(panels))
+    columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(width * columns, 4.0 * rows), dpi=100)
-    axes = figure.subplots(rows, columns, squeeze=False).flat
-    # Fixed margins: automatic layouts draw everything twice.
-    inch_x, inch_y = 1 / figure.get_figwidth(), 1 / figure.get_figheight()
-    figure.subplots_adjust(
-        0.75 * inch_x, 0.5 * inch_y, 1 - 0.1 * inch_x, 1 - 0.15 * inch_y, wspace=0.25, hspace=0.2
-    )
+    size = (width * columns, (3.2 if rows > 1 else 3.8) * rows)
+    figure = Figure(figsize=size, dpi=100, layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    curves = list(dict.fromkeys(label for panel in panels for label in panel.curves))
     for axis, panel in zip(axes, panels, strict=False):
-        _draw_panel(axis, panel)
-    for axis in list(axes)[len(panels) :]:
+        _draw_panel(axis, panel, curves, int(width * _CHARACTERS))
+    for axis in axes[len(panels) :]:
         axis.set_axis_off()
+    labelled = {}  # one legend for all panels, so that it covers no curve
+    for axis in axes:
+        lines, labels = axis.get_legend_handles_labels()
+        labelled |= dict(zip(labels, lines, strict=True))
+    if len(labelled) > 1 or not all(panel.ordered for panel in panels):
+        widest = max(map(len, labelled), default=0) + 6  # with the line before it
+        fitting = max(1, int(size[0] * _CHARACTERS) // widest)
+        keywords = {"loc": "outside upper left", "frameon": False, "fontsize": "small"}
+        figure.legend(labelled.values(), labelled, ncols=min(fitting, len(labelled)), **keywords)
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         figure.savefig(out)
@@ -55,25 +67,28 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 6.0) -> None:
         raise ValueError(f"{out}: {error}") from error
 
 
-def _draw_panel(axis: Any, panel: Panel) -> None:
+def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> None:
+    """Draw one panel; a label has the same colour in all panels of a picture, by `curves`."""
     axis.set_xlabel(panel.x)
     if panel.x_doubles:
         axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:g}")
-    axis.set_ylabel(panel.title)
+    axis.xaxis.set_major_formatter("{x:,.7g}")
+    axis.set_title(fill(panel.title, characters), loc="left", fontsize="medium")
     axis.grid(alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     axis.margins(x=0.01)
-    drawn = {label: points for label, points in panel.curves.items() if points[0]}
-    for index, (label, (steps, values)) in enumerate(drawn.items()):
-        name = label.replace("$", r"\$")
-        colour = _shade(index, len(drawn)) if panel.ordered else COLOURS[index % len(COLOURS)]
+    for label, (steps, values) in panel.curves.items():
+        if not steps:
+            continue
+        index = curves.index(label)
+        name = fill(label.replace("$", r"\$"), characters)
+        colour = _shade(index, len(curves)) if panel.ordered else COLOURS[index % len(COLOURS)]
         if panel.marked:
             style = {"marker": "o", "markersize": 3}
             error = panel.errors.get(label)
             axis.errorbar(steps, values, error, label=name, color=colour, linewidth=1.4, **style)
             continue
-        if len(values) >= _SMOOTHED_FROM:
+        if panel.smoothed and len(values) >= _SMOOTHED_FROM:
             if not panel.ordered:  # the range of neighbouring values, faint
                 stride = -(-len(values) // _MAX_POINTS)
                 parts = [values[at : at + stride] for at in range(0, len(values), stride)]
@@ -82,8 +97,25 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
                 axis.fill_between(steps[::stride], *limits, **faint)
             values = running_mean(values, len(values) // 50)
         axis.plot(steps, values, label=name, color=colour, linewidth=1.4)
-    if len(drawn) > 1 or panel.marked or not panel.ordered:
-        axis.legend(frameon=False, ncols=2 if len(drawn) > 6 else 1, fontsize="small")
+    _scale_y(axis, panel)
+
+
+def _scale_y(axis: Any, panel: Panel) -> None:
+    """Set the limits and plain numbers, without an offset or a factor beside the axis."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axis.dataLim.intervaly
+    if low > high:  # no points
+        return
+    if panel.logarithmic and low > 0:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    elif panel.fraction:
+        axis.set_ylim(-0.02, 1.02)
+    elif high - low < _SMALLEST_RANGE * abs(high):
+        axis.set_ylim(low - _SMALLEST_RANGE * abs(high), high + _SMALLEST_RANGE * abs(high))
+    axis.yaxis.set_major_formatter("{x:,.7g}")
 
 
 def running_mean(values: Sequence[float], width: int) -> Sequence[float]:

@@ -38,7 +38,11 @@ def _plots(run: Summary) -> Iterator[tuple[str, str, list[Panel]]]:
         ("gradient_norm", "Gradient norm", "grad_norm"),
         ("tokens_per_s", "Tokens/s", "tokens_per_s"),
     ):
-        yield name, title, [Panel(title.lower(), {run.name: run.points(column)})]
+        curve = {run.name: run.points(column)}
+        panel = Panel(
+            title.lower(), curve, smoothed=column != "lr", logarithmic=column == "grad_norm"
+        )
+        yield name, title, [panel]
     yield "memory", "Peak memory", [Panel("peak memory, GB", _memory(run))]
     health = read_table(run.run_dir / "selection.csv")
     gates = [_by_layer(health, f"gate_{branch}", f"mean gate, {branch}") for branch in BRANCHES]
@@ -62,9 +66,10 @@ def _memory(run: Summary) -> dict[str, Points]:
 
 def _by_layer(health: Table, column: str, title: str) -> Panel:
     curves: dict[str, tuple[list[float], list[float]]] = {}
+    fraction = column != "distance"
     for row in health.rows:
         if "layer" in row and math.isfinite(row.get(column, math.nan)):
             steps, values = curves.setdefault(f"layer {row['layer']:.0f}", ([], []))
             steps.append(row["step"])
             values.append(row[column])
-    return Panel(title, curves, ordered=True)
+    return Panel(title, curves, ordered=True, fraction=fraction)

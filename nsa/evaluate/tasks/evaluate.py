@@ -199,7 +199,7 @@ def draw_recall(result: Mapping[str, Any], out: Path) -> None:
         facts = _means((cell["facts"], cell["far"]) for row in rows for cell in row["by_facts"])
         by_distance[name] = (list(distance), list(distance.values()))
         by_facts[name] = (list(facts), list(facts.values()))
-    common: dict[str, Any] = {"marked": True, "x_doubles": True}
+    common: dict[str, Any] = {"marked": True, "x_doubles": True, "fraction": True}
     draw(
         [
             Panel("accuracy", by_distance, x="positions back to the fact, from", **common),
@@ -214,9 +214,13 @@ def draw_needle(result: Mapping[str, Any], out: Path) -> None:
     from matplotlib.figure import Figure  # late: it takes a second
 
     models = by_model(result)
-    figure = Figure(figsize=(2.6 * len(models) + 0.8, 3.4), dpi=100, layout="constrained")
-    axes = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
-    for axis, (name, rows) in zip(axes, models.items(), strict=True):
+    columns = min(3, len(models))
+    lines = -(-len(models) // columns)
+    figure = Figure(figsize=(2.7 * columns + 0.9, 2.9 * lines), dpi=100, layout="constrained")
+    axes = list(figure.subplots(lines, columns, sharey=True, squeeze=False).flat)
+    for axis in axes[len(models) :]:
+        axis.set_axis_off()
+    for axis, (name, rows) in zip(axes, models.items(), strict=False):
         cells = _means(
             ((cell["depth"], cell["seq_len"]), cell["right"])
             for row in rows
@@ -229,7 +233,7 @@ def draw_needle(result: Mapping[str, Any], out: Path) -> None:
         axis.set_xlabel("tokens")
         axis.set_xticks(range(len(lengths)), lengths)
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    axes[0].set_ylabel("depth of the needle")
+    figure.supylabel("depth of the needle", fontsize="medium")
     figure.colorbar(image, ax=axes, label="accuracy")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
