@@ -30,7 +30,7 @@ from nsa.bench.operations import PARTS, SelectedBlocks, calls
 from nsa.bench.options import Shape, add_gpu_flags, choice
 from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table, ratio
 from nsa.ops import NSASpec, compressed_attention, nsa_attention, select_blocks, selected_attention
-from nsa.report.plots import Panel, draw
+from nsa.report.plots import Panel, Points, draw
 
 SPEC = NSASpec()
 KINDS = ("module", "peers", "same-pattern", "parts")
@@ -182,19 +182,20 @@ def _print(row: dict[str, Any]) -> None:
 
 def _plot(rows: list[dict[str, Any]], out: Path) -> None:
     """Milliseconds per sequence, forward and backward: a panel per shape and kind, log axes."""
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    curves: dict[str, dict[str, dict[int, float]]] = {}
     for row in rows:
         panel = f"{row['shape']}, {row['kind']}: ms, forward and backward"
         for name, result in row["implementations"].items():
             ms = figure(result, "forward_backward")
             if ms is not None:
-                points = curves.setdefault(panel, {}).setdefault(name, [])
-                points.append((row["length"], ms / row["batch"]))
+                points = curves.setdefault(panel, {}).setdefault(name, {})
+                points[row["length"]] = ms / row["batch"]
     common: dict[str, Any] = {"marked": True, "x_doubles": True, "logarithmic": True}
     panels = []
     for title, points_of in curves.items():
-        lines = {
-            name: tuple(zip(*sorted(points), strict=True)) for name, points in points_of.items()
+        lines: dict[str, Points] = {
+            name: (sorted(points), [points[length] for length in sorted(points)])
+            for name, points in points_of.items()
         }
         panels.append(Panel(title, lines, x="sequence length", **common))
     draw(panels, out)

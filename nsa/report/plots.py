@@ -51,15 +51,21 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
         _draw_panel(axis, panel, curves, int(width * _CHARACTERS))
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    labelled = {}  # one legend for all panels, so that it covers no curve
+    labelled: dict[str, Any] = {}  # one legend for all panels, so that it covers no curve
     for axis in axes:
         lines, labels = axis.get_legend_handles_labels()
         labelled |= dict(zip(labels, lines, strict=True))
     if len(labelled) > 1 or not all(panel.ordered for panel in panels):
         widest = max(map(len, labelled), default=0) + 6  # with the line before it
         fitting = max(1, int(size[0] * _CHARACTERS) // widest)
-        keywords = {"loc": "outside upper left", "frameon": False, "fontsize": "small"}
-        figure.legend(labelled.values(), labelled, ncols=min(fitting, len(labelled)), **keywords)
+        figure.legend(
+            list(labelled.values()),
+            list(labelled),
+            loc="outside upper left",
+            ncols=min(fitting, len(labelled)),
+            frameon=False,
+            fontsize="small",
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         figure.savefig(out)
