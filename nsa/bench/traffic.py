@@ -249,6 +249,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     over = (f"{name} {value:.2f}" for name, value in result["nsa_over_dense"].items())
     print("\nNSA's tokens/s over dense, estimated:", ", ".join(over))
     print("These are upper bounds for one GPU: no gaps between launches, no optimizer step.")
+    print("nsa plan assumes a fraction of the peak instead (25%), gaps included, and gives less.")
     return result
 
 

@@ -13,7 +13,7 @@ from nsa.engine.command_line import DEFAULT_DS_CONFIG
 from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.engine.resolve import resolve_config
-from nsa.planner.command import describe, hardware, table
+from nsa.planner.command import assumptions, describe, hardware, table
 from nsa.planner.search import compare, search, select_checkpointing
 from nsa.planner.step import fits, forecast
 from nsa.resources import resource_path
@@ -47,10 +47,12 @@ def run(flags: argparse.Namespace) -> int:
         print(*table(candidates[:SHOWN], steps), sep="\n")
         if len(candidates) > SHOWN:
             print(f"the fastest {SHOWN} of {len(candidates)} that fit")
+        print(*assumptions(flags, target), sep="\n")
         return 0
     batch = replace(batch, checkpointing=mode)
     step = forecast(model, zero, batch, target, flags.gpus)
-    print(*describe(source.stem, model, batch, step, target, steps), *notes, sep="\n")
+    title, *lines = describe(source.stem, model, batch, step, target, steps)
+    print(title, *assumptions(flags, target), *lines, *notes, sep="\n")
     if not fits(step.memory, target):
         print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
         return 1

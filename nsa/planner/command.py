@@ -79,6 +79,22 @@ def hardware(flags: argparse.Namespace) -> Hardware:
     )
 
 
+def assumptions(flags: argparse.Namespace, hardware: Hardware) -> list[str]:
+    """Return what a plan assumes: the hardware, and how fast it computes."""
+    device = f"{hardware.flops / 1e12:g} TFLOP/s, {hardware.memory / 1e9:g} GB"
+    device = f"{flags.device} ({device})" if flags.device in DEVICES else device
+    link = f"{hardware.link / 1e9:g} GB/s"
+    link = f"{flags.link} ({link})" if flags.link in LINKS else link
+    nodes = f", {hardware.nodes} nodes at {hardware.network / 1e9:g} GB/s (--nodes, --network)"
+    return [
+        f"assumed: {flags.gpus} GPUs (--gpus), {device} (--device), {link} (--link)"
+        + (nodes if hardware.nodes > 1 else ""),
+        # The two estimates of a step's time in this project: say how they differ.
+        f"assumed: {100 * hardware.mfu:g}% of the peak (--mfu), gaps between kernels included; "
+        "without them, an upper bound: python -m nsa.bench traffic",
+    ]
+
+
 def _number(flag: str, text: str, unit: str, names: Mapping[str, object]) -> float:
     try:
         value = float(text)
@@ -105,7 +121,7 @@ def describe(
         f"  {'tokens':<18}{step.tokens:>10,}",
         f"  {'MB sent by a GPU':<18}{sent.bytes_per_step / 1e6:>10,.1f}  {_sent(sent, model)}",
         f"  {'compute, ms':<18}{1e3 * step.compute:>10,.1f}  at {100 * hardware.mfu:g}% of "
-        f"{hardware.flops / 1e12:g} TFLOP/s, assumed (--mfu)",
+        f"{hardware.flops / 1e12:g} TFLOP/s",
         f"  {'communication, ms':<18}{1e3 * step.communication:>10,.1f}",
         f"  {'exposed, ms':<18}{1e3 * step.exposed:>10,.1f}"
         f"  {100 * step.exposed_fraction:.1f}% of the step",

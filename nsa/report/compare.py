@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from nsa.monitor.artifacts import align
 from nsa.report.plots import Panel, draw
-from nsa.report.summary import Summary, summarise
+from nsa.report.summary import Summary, lookup, summarise
 
 _PANELS = (
     ("loss", "training loss (nats per token)"),
@@ -17,6 +18,20 @@ _PANELS = (
     ("tokens_per_s", "tokens/s, all ranks"),
     ("grad_norm", "gradient norm"),
 )
+# What must be equal for like with like, and what a difference means.
+_DATASET = "they learn and are validated on different text, so no column compares but speed"
+_MATTERS = {
+    "data.source": _DATASET,
+    "data.subset": _DATASET,
+    "data.split": _DATASET,
+    "data.files": _DATASET,
+    "data.held_out": _DATASET,
+    "data.tokenizer": "losses per token do not compare; bits/byte do",
+    "data.seq_len": "tokens see different amounts of context",
+    "train.steps": "learning rates differ at the same step",
+    "tokens per step": "compare at the same number of tokens, not of steps",
+    "steps taken": "the final values are of different steps",
+}
 _HEADER = ("run", "steps", "loss", "val loss", "bits/byte", "tokens/s", "GB", "go/no-go")
 
 
@@ -35,8 +50,26 @@ def _compare(args: argparse.Namespace) -> int:
     out = args.out or args.runs[0].resolve().parent / "compare.png"
     for line in compare_runs(args.runs, out):
         print(line)
+    for line in differences(args.runs):
+        print(f"nsa: warning: {line}", file=sys.stderr)
     print(out)
     return 0
+
+
+def differences(runs: Sequence[Path]) -> Iterator[str]:
+    """Yield a line for each difference that makes the runs' figures no like for like."""
+    summaries = {label: summarise(run) for label, run in labelled(runs).items()}
+    for name, meaning in _MATTERS.items():
+        labels: dict[str, list[str]] = {}
+        for label, run in summaries.items():
+            taken = {"tokens per step": run.tokens_per_step or "", "steps taken": run.steps}
+            value = taken[name] if name in taken else lookup(run.config, name)
+            if value != "":  # not recorded
+                text = f"{value:,}" if isinstance(value, int) else str(value)
+                labels.setdefault(text, []).append(label)
+        if len(labels) > 1:
+            each = "; ".join(f"{text} in {', '.join(names)}" for text, names in labels.items())
+            yield f"{name} differs, {each}: {meaning}"
 
 
 def compare_runs(runs: Sequence[Path], out: Path) -> list[str]:

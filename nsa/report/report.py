@@ -9,8 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nsa.atomic_io import atomic_write_text
 from nsa.gates.result import NAMES, GateResult
 from nsa.monitor.artifacts import read_json, read_text
@@ -18,7 +16,7 @@ from nsa.monitor.observer import Observer, RunInfo
 from nsa.monitor.writer import BackgroundWriter
 from nsa.report.markdown import plain, table
 from nsa.report.report_plots import draw_plots
-from nsa.report.summary import Summary, summarise
+from nsa.report.summary import Summary, lookup, summarise
 
 FILE_NAME = "report.md"
 _SETTINGS = (
@@ -37,6 +35,11 @@ _SETTINGS = (
     "train.precision",
     "train.seed",
     "train.on_bad_step",
+)
+_EARLIER = (
+    "The earlier system is the training code that this recipe replaces: 12 layers, 2,048 tokens, "
+    "bf16, micro-batches of at most 2, on two A100 80GB over PCIe. Speed and memory are comparable "
+    "on that hardware only, the first loss with that vocabulary only."
 )
 _MET = {True: "yes", False: "**NO**", None: "not measured"}
 
@@ -68,7 +71,7 @@ def write_report(run_dir: Path) -> Path:
         *_gate_sections(run.gates),
         *_facts(run, env),
         *_comparison(run, env),
-        *_settings(run_dir),
+        *_settings(run),
     ]
     for title, path in draw_plots(run):
         lines += [*_heading(title), "", f"![{title}]({path})"]
@@ -115,8 +118,8 @@ def _gate_sections(gates: Sequence[GateResult]) -> Iterator[str]:
 def _facts(run: Summary, env: dict[str, Any]) -> Iterator[str]:
     halt = read_json(run.run_dir / "halt.json")
     packages = ("torch", "deepspeed", "triton")
-    versions = [(name, _get(env, f"packages.{name}")) for name in packages]
-    devices = _get(env, "cuda.devices") or _get(env, "cpu.model")
+    versions = [(name, lookup(env, f"packages.{name}")) for name in packages]
+    devices = lookup(env, "cuda.devices") or lookup(env, "cpu.model")
     yield from (*_heading("Run"), "")
     rows = [
         ("recipe, profile", _join(env.get("recipe"), env.get("profile"))),
@@ -165,13 +168,10 @@ def _fallbacks(run_dir: Path) -> str:
 
 
 def _comparison(run: Summary, env: dict[str, Any]) -> Iterator[str]:
-    """Compare with the earlier system: 12 layers, 2,048 tokens, bf16, two A100 80GB over PCIe.
-
-    The demo's small model has no counterpart there.
-    """
+    """Compare with the earlier system. The demo's small model has no counterpart there."""
     if env.get("profile") == "demo":
         return
-    yield from (*_heading("Compared with the earlier system"), "")
+    yield from (*_heading("Compared with the earlier system"), "", _EARLIER, "")
     yield from table(
         ("", "this run", "earlier system, M7C on two A100"),
         [
@@ -182,24 +182,12 @@ def _comparison(run: Summary, env: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _settings(run_dir: Path) -> Iterator[str]:
-    try:
-        tree = yaml.safe_load(read_text(run_dir / "config.yaml") or "")
-    except (yaml.YAMLError, ValueError, RecursionError):
-        tree = None
-    stage = _get(read_json(run_dir / "ds_config.json"), "zero_optimization.stage")
-    rows = [*((name, _get(tree, name)) for name in _SETTINGS), ("ZeRO stage", stage)]
+def _settings(run: Summary) -> Iterator[str]:
+    stage = lookup(read_json(run.run_dir / "ds_config.json"), "zero_optimization.stage")
+    rows = [*((name, lookup(run.config, name)) for name in _SETTINGS), ("ZeRO stage", stage)]
     if present := [row for row in rows if row[1] != ""]:
         yield from (*_heading("Settings"), "", *table(("setting", "value"), present))
         yield from ("", "All settings: `config.yaml` and `ds_config.json`.")
-
-
-def _get(tree: object, name: str) -> object:
-    for part in name.split("."):
-        if not isinstance(tree, dict) or part not in tree:
-            return ""
-        tree = tree[part]
-    return tree
 
 
 def _heading(text: str) -> tuple[str, str]:

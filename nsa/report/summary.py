@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 
+import yaml
+
 from nsa.gates.result import GateResult, read_gates
-from nsa.monitor.artifacts import Table, ranks, read_table
+from nsa.monitor.artifacts import Table, ranks, read_table, read_text
 from nsa.monitor.history import RankHistory, read_rank
 
 
@@ -30,6 +33,22 @@ class Summary:
         """The highest recorded step."""
         logged = [int(row["step"]) for row in self.metrics.rows[-1:]]
         return max([0, *logged, *(history.step for history in self.histories)])
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        rows = self.metrics.rows
+        last = rows[-1] if rows else {}
+        return (
+            round(last["tokens"] / last["step"]) if last.get("step") and "tokens" in last else None
+        )
+
+    @cached_property
+    def config(self) -> object:
+        """The tree of config.yaml; None if it cannot be read."""
+        try:
+            return yaml.safe_load(read_text(self.run_dir / "config.yaml") or "")
+        except (yaml.YAMLError, ValueError, RecursionError):
+            return None
 
     @property
     def first_loss(self) -> float | None:
@@ -62,6 +81,15 @@ class Summary:
         """Return the last finite value of a column."""
         values = self.points(column)[1]
         return values[-1] if values else None
+
+
+def lookup(tree: object, name: str) -> object:
+    """Return the value at a dotted name of a tree of settings; "" if there is none."""
+    for part in name.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return ""
+        tree = tree[part]
+    return tree
 
 
 def summarise(run_dir: Path) -> Summary:

@@ -215,7 +215,11 @@ def test_the_command_plans_the_given_recipe_and_profile() -> None:
     assert code == 0
     assert "2×2048 ×8" in output
     assert "377.1  3.00 bytes per parameter" in output
-    assert "assumed" in output
+    hardware, speed = output.splitlines()[1:3]
+    assert hardware == (
+        "assumed: 2 GPUs (--gpus), a100 (312 TFLOP/s, 80 GB) (--device), pcie4 (24 GB/s) (--link)"
+    )
+    assert speed.startswith("assumed: 25% of the peak (--mfu), gaps between kernels included")
     _, demo, _ = plan("--profile", "demo")
     assert "2×512 ×1" in demo
 
@@ -242,6 +246,12 @@ def test_the_command_plans_sequence_parallelism() -> None:
 
 
 def test_a_run_that_does_not_fit_exits_with_1() -> None:
+    words = ["--device=100", "--link=7", "--gpus=8", "--nodes=2", "--memory=40", "--mfu=0.5"]
+    for table in ([], ["--compare"]):
+        assert (
+            "assumed: 8 GPUs (--gpus), 100 TFLOP/s, 40 GB (--device), 7 GB/s (--link), 2 nodes at "
+            "12.5 GB/s (--nodes, --network)\nassumed: 50% of the peak"
+        ) in plan(*words, *table)[1]
     code, output, _ = plan("--memory", "2")
     assert (code, "does not fit into 2 GB" in output) == (1, True)
     code, output, _ = plan("--memory", "2", "--search")
@@ -288,6 +298,6 @@ def test_auto_is_planned_as_the_fastest_mode_that_fits() -> None:
     assert "8×2048 ×4, reentrant\n" in output
     assert "activation checkpointing:" not in output
     _, output, _ = plan("--compare", "--memory", "6")
-    modes = {line.split()[0]: line.split()[3] for line in output.splitlines()[1:]}
+    modes = {line.split()[0]: line.split()[3] for line in output.splitlines()[1:-2]}
     assert len(modes) == len(SHIPPED)
     assert set(modes.values()) == {"reentrant"}

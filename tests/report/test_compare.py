@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from nsa.cli import main
+from nsa.engine.config import RunConfig
+from nsa.engine.resolve import to_yaml
 from nsa.gates.result import record
 from nsa.monitor.config import LadderConfig
 from nsa.report.compare import compare_runs
@@ -26,6 +29,42 @@ def test_runs_share_one_picture_and_a_table_of_their_final_values(tmp_path: Path
         ["nsa", "300", "3.010", "3.110", "1.110", "142,857", "10.00", "production Go"],
         ["dense", "200", "4.005", "3.115", "1.115", "100,000", "2.23", "-"],
     ]
+
+
+def test_what_makes_runs_no_like_for_like_is_a_warning_with_its_meaning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig()
+    for name, steps in (("a", 20), ("b", 20), ("c", 30)):
+        write_metrics(tmp_path / name, steps)
+        (tmp_path / name / "config.yaml").write_text(to_yaml(config))
+    runs = [str(tmp_path / name) for name in "abc"]
+    assert main(["compare", *runs[:2]]) == 0
+    assert capsys.readouterr().err == ""
+    config.data.tokenizer, config.data.source, config.train.steps = "hf:gpt2", {"x": 1.0}, 30
+    (tmp_path / "c" / "config.yaml").write_text(to_yaml(config))
+    rows = (tmp_path / "c/metrics.csv").read_text().splitlines()
+    doubled = [
+        [str(2 * int(cell)) if n == 1 else cell for n, cell in enumerate(row.split(","))]
+        for row in rows[1:]
+    ]
+    (tmp_path / "c/metrics.csv").write_text("\n".join([rows[0], *map(",".join, doubled), ""]))
+    assert main(["compare", *runs]) == 0
+    output = capsys.readouterr()
+    assert len(output.out.splitlines()) == 5
+    lines = output.err.splitlines()
+    for line, words in zip(
+        lines,
+        [
+            "data.source differs, embedded in a, b; {'x': 1.0} in c: they learn",
+            "data.tokenizer differs, byte in a, b; hf:gpt2 in c: losses per token",
+            "train.steps differs, 50,000 in a, b; 30 in c: ",
+            "tokens per step differs, ",
+            "steps taken differs, 20 in a, b; 30 in c: ",
+        ],
+        strict=True,
+    ):
+        assert line.startswith(f"nsa: warning: {words}")
 
 
 def test_a_run_given_twice_is_one_row_and_equal_names_become_paths(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def test_a_report_holds_facts_settings_and_a_comparison_with_the_earlier_system(
     assert earlier["median tokens/s"] == ["142,857", "39 (target: 50)"]
     assert earlier["peak memory of a rank, GB"] == ["10.00", "15.6 (limit: 40)"]
     assert earlier["loss at step 1"] == ["6.00", "5.67"]
+    assert "comparable on that hardware only" in text
     write_env(tmp_path, recipe="m7c", profile="demo")
     assert "earlier system" not in write_report(tmp_path).read_text()
 
