@@ -26,12 +26,12 @@ import torch
 
 from nsa.bench.health import TimedModel
 from nsa.bench.options import choice
-from nsa.bench.paired import paired_t
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
 from nsa.monitor.metrics_csv import read_metrics
 from nsa.report.markdown import spread, table
+from nsa.report.paired import paired_t
 from nsa.resources import resource_path
 
 RECIPE = resource_path("recipes/m7c.py")

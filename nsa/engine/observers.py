@@ -47,6 +47,7 @@ def build_observers(
     if dist.get_rank() != 0:
         return [], Observers([])
     monitor = request.config.monitor
+    selector_loss = request.config.model.attention.selector_loss > 0
     writers: list[BackgroundWriter] = []
     observers: list[Observer] = [run_history]
 
@@ -65,7 +66,7 @@ def build_observers(
     if monitor.csv:
         observers.append(MetricsCsv(writer("metrics.csv")))
     if monitor.health:
-        observers.append(SelectionCsv(writer("selection.csv")))
+        observers.append(SelectionCsv(writer("selection.csv"), selector_loss))
     observers.append(Fallbacks(writer("fallbacks.csv"), fallback_counts))
     if monitor.progress:
         observers.append(Progress(writer("progress")))

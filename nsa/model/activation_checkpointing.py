@@ -13,8 +13,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-Stream = tuple[Tensor, Tensor]  # the residual stream and what is still to be added to it
-Segment = Callable[[Tensor, Tensor | None], Stream]
+# The residual stream, what is still to be added to it and, if configured, the selector loss.
+Stream = tuple[Tensor, ...]
+Segment = Callable[..., Stream]
 
 # "selective" saves the outputs of these ops: matrix products, attention outputs, lse and block
 # indices, which hold nearly all FLOPs of a forward pass. Norms, RoPE, pooling and SwiGLU are cheap
@@ -37,7 +38,7 @@ SAVED_OPS = {
 }
 
 
-def checkpoint_function(mode: str) -> Callable[[Segment, Tensor, Tensor | None], Stream]:
+def checkpoint_function(mode: str) -> Callable[..., Stream]:
     """Return the function that runs a segment on its inputs under this mode.
 
     The forward pass draws no random numbers, so no generator state is saved for recomputation.
@@ -48,7 +49,7 @@ def checkpoint_function(mode: str) -> Callable[[Segment, Tensor, Tensor | None],
             "memory; set it to none or to another mode"
         )
     if mode == "none":
-        return lambda segment, x, delta: segment(x, delta)
+        return lambda segment, *stream: segment(*stream)
     if mode == "deepspeed":
         import deepspeed  # takes seconds to import
 

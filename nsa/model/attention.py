@@ -14,6 +14,7 @@ from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.fused import parallel_linear
+from nsa.model.selector_loss import selector_loss
 from nsa.ops import (
     PackedLayout,
     compressed_attention,
@@ -43,6 +44,8 @@ class Attention(nn.Module):
 
     Dense attention has one branch, "all", and no gates.
     """
+
+    selector_loss: Tensor | None = None  # of the last forward pass, until `take_selector_loss`
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -78,7 +81,12 @@ class Attention(nn.Module):
             if x.dim() != 3 or x.shape[1] < 1:
                 raise ValueError(f"x has shape {tuple(x.shape)}; it must be [B, T, hidden_size]")
             check_documents(cu_seqlens, x, "x")
-            metadata = AttentionMetadata.build(self.config, x.shape[1], cu_seqlens, x.device)
+            offset = None
+            if self.training and self.config.attention.selector_loss:
+                offset = torch.randint(2**31, (), device=x.device)
+            metadata = AttentionMetadata.build(
+                self.config, x.shape[1], cu_seqlens, x.device, loss_offset=offset
+            )
         if cached is not None:
             return cached(self, x, metadata)
         parts = self.rotary_pool(self.project(x, metadata), metadata)
@@ -125,6 +133,14 @@ class Attention(nn.Module):
         copies = parts.copies[:1] * len(self.branches) if self.layout.copies == 1 else parts.copies
         return dict(zip(self.branches, copies, strict=False))
 
+    def take_selector_loss(self) -> Tensor | None:
+        """Return the last forward pass's selector loss once; None: not configured or not training.
+
+        Multiply it by `selector_loss` of the settings and add it to the training loss.
+        """
+        loss, self.selector_loss = self.selector_loss, None
+        return loss
+
     def attend(
         self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata
     ) -> Tensor:
@@ -139,13 +155,13 @@ class NSAttention(Attention):
     the projections are included; there are no biases. A disabled branch has no parameters. Without
     the compressed branch, blocks are selected by the mean of the selected branch's keys.
 
-    `observer`, if set, receives gates [B, T, Hq, 3], selected blocks [B, T, Hkv, n] and cu_seqlens
-    of every forward pass, including recomputed ones. It must not modify them.
+    `observer`, if set, receives gates [B, T, Hq, 3], selected blocks [B, T, Hkv, n], cu_seqlens and
+    the selector loss of every forward pass, including recomputed ones. It must not modify them.
     """
 
-    observer: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
+    observer: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None = None
     compiled: bool = False  # `observed` keeps what the observer receives, until `call_observer`
-    observed: tuple[Tensor, Tensor, Tensor | None] | None = None
+    observed: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None
 
     def __init__(
         self,
@@ -215,10 +231,23 @@ class NSAttention(Attention):
             cu_seqlens=metadata.cu_seqlens,
             backend=self.backend,
         )
+        if metadata.loss_queries is not None:
+            assert metadata.position is not None
+            assert metadata.block_tokens is not None
+            self.selector_loss = selector_loss(
+                q,
+                kv["cmp"][0],
+                kv["sel"][0],
+                self.spec,
+                metadata.loss_queries,
+                metadata.position,
+                metadata.block_tokens,
+            )
+        loss = None if self.selector_loss is None else self.selector_loss.detach()
         if self.compiled:  # an observer cannot be traced
-            self.observed = gates.detach(), block_index, metadata.cu_seqlens
+            self.observed = gates.detach(), block_index, metadata.cu_seqlens, loss
         elif self.observer is not None:
-            self.observer(gates, block_index, metadata.cu_seqlens)
+            self.observer(gates, block_index, metadata.cu_seqlens, loss)
         return o
 
     def call_observer(self) -> None:

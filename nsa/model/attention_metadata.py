@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nsa.model.config import ModelConfig
 from nsa.model.rotary import Rotary
+from nsa.model.selector_loss import sampled_queries
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.documents import block_starts, repeat_per_document
 from nsa.spec import NSASpec
@@ -24,6 +25,8 @@ class AttentionMetadata:
     token_blocks: Tensor | None = None  # [T, ⌈l/d⌉] the blocks that cover each token, else -1
     block_rotary: Rotary | None = None  # RoPE at each block's last position; dense: None
     sequence: SequenceParallel | None = None  # the ranks that split each sequence
+    position: Tensor | None = None  # [T] of each token in its document; dense: None
+    loss_queries: Tensor | None = None  # [S] the queries of the selector loss; None: no such loss
 
     @classmethod
     def build(
@@ -33,8 +36,12 @@ class AttentionMetadata:
         cu_seqlens: Tensor | None,
         device: torch.device,
         sequence: SequenceParallel | None = None,
+        loss_offset: Tensor | None = None,
     ) -> AttentionMetadata:
-        """Build the metadata of a step; positions and blocks restart with each document."""
+        """Build the metadata of a step; positions and blocks restart with each document.
+
+        `loss_offset`: where the queries of the selector loss begin; None: do not compute it.
+        """
         spec, head_dim, theta = config.attention.spec, config.head_dim, config.rope_theta
         position = torch.arange(seq_len, device=device)
         if cu_seqlens is not None:
@@ -46,7 +53,8 @@ class AttentionMetadata:
         inside = torch.arange(spec.block_len, device=device)
         last = Rotary.at(position[first] + spec.block_len - 1, head_dim, theta)
         tables = first[:, None] + inside, _covering_blocks(first, spec, seq_len)
-        return cls(cu_seqlens, rotary, *tables, last, sequence)
+        queries = None if loss_offset is None else sampled_queries(seq_len, loss_offset)
+        return cls(cu_seqlens, rotary, *tables, last, sequence, position, queries)
 
 
 def _covering_blocks(first: Tensor, spec: NSASpec, seq_len: int) -> Tensor:

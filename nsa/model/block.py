@@ -46,14 +46,20 @@ class Block(nn.Module):
         self,
         x: Tensor,
         delta: Tensor | None,
+        selector_loss: Tensor | None = None,
+        *,
         metadata: AttentionMetadata,
         cached: CachedAttention | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Map (x, delta) to (x, delta), each [B, T, width]; their sum is the residual stream.
 
-        The first block gets no delta.
+        The first block gets no delta. With `selector_loss`, the sum over the blocks before, return
+        it too with this block's added.
         """
         x, normed = add_norm(x, delta, self.attention_norm, self.backend)
         delta = self.attention(normed, metadata=metadata, cached=cached)
         x, normed = add_norm(x, delta, self.mlp_norm, self.backend)
-        return x, self.mlp(normed)
+        if selector_loss is None:
+            return x, self.mlp(normed)
+        own = self.attention.take_selector_loss()
+        return x, self.mlp(normed), selector_loss if own is None else selector_loss + own

@@ -8,7 +8,7 @@ from itertools import combinations
 from nsa.constants import BRANCHES
 from nsa.ops.backend import BACKENDS
 from nsa.spec import NSASpec
-from nsa.validation import at_most, one_of, whole_numbers
+from nsa.validation import at_least, at_most, one_of, whole_numbers
 
 ATTENTION_KINDS = ("nsa", "dense")
 COMPRESSORS = ("mean", "mlp")
@@ -25,6 +25,9 @@ class AttentionConfig:
     compressor_hidden: int | None = None  # width of the mlp φ's hidden layer; None: head_dim
     branches: str = "cmp+sel+win"  # a subset for ablations: "win", "cmp+sel" …
     shared_kv: bool = False  # one key/value projection for all branches
+    # Weight of the loss that trains compressed keys to rank blocks as the selected branch attends
+    # to them; 0: off, as in the paper. Adds its gradient, not its value, to the loss
+    selector_loss: float = 0.0
     spec: NSASpec = field(default_factory=NSASpec)  # the sparse pattern
     backend: str = "auto"  # of nsa.ops: "auto", "triton", "blockwise" or "reference"
 
@@ -44,6 +47,12 @@ class AttentionConfig:
         )
         if self.compressor_hidden is not None:
             whole_numbers(1, "model.attention", self, "compressor_hidden")
+        at_least(0, "model.attention", self, "selector_loss")
+        if self.selector_loss and (self.kind != "nsa" or self.branch_names != BRANCHES):
+            raise ValueError(
+                f"model.attention.selector_loss = {self.selector_loss}: needs kind nsa with all "
+                f"branches, not {self.kind} with {self.branches}; set it to 0"
+            )
         if self.compressor == "mlp" and "cmp" not in self.branch_names:
             raise ValueError(
                 "model.attention.compressor = 'mlp': gets no gradient from "

@@ -176,7 +176,7 @@ def _run_blocks(
     """
     x, delta = (tokens if tokens.is_floating_point() else model.embed(tokens))[None], None
     for block, layer_cache in zip(model.blocks, cache.layers, strict=True):
-        x, delta = block(x, delta, metadata, partial(attention, layer_cache))
+        x, delta = block(x, delta, metadata=metadata, cached=partial(attention, layer_cache))
     return model.final_norm(x, delta)[0]
 
 

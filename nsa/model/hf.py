@@ -199,7 +199,7 @@ class NSAModel(NSAPreTrainedModel):
         )
         block_inputs: list[Tensor] | None = [] if output_hidden_states else None
         x = self.embed(tokens) if inputs_embeds is None else tokens
-        states = unpack(self.core.run_blocks(x, metadata, block_inputs), real)
+        states = unpack(self.core.run_blocks(x, metadata, block_inputs)[0], real)
         hidden = None
         if block_inputs is not None:
             hidden = (*(unpack(x, real) for x in block_inputs), states)

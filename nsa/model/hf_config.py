@@ -77,8 +77,9 @@ class NSAConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, config: ModelConfig, **more: Any) -> NSAConfig:
-        """Convert a `ModelConfig`; the backend is reset to "auto"."""
-        tree = asdict(replace(config, attention=replace(config.attention, backend="auto")))
+        """Convert a `ModelConfig`; the backend is reset to "auto", the selector loss to 0."""
+        attention = replace(config.attention, backend="auto", selector_loss=0.0)
+        tree = asdict(replace(config, attention=attention))
         return cls(**{name: tree[name] for name in SHAPE}, **more)
 
     def model_config(self) -> ModelConfig:

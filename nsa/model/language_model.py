@@ -40,6 +40,11 @@ class LanguageModel(nn.Module):
                 f"train.sequence_parallel = {sequence.size}: does not divide model.kv_heads = "
                 f"{config.kv_heads}; set it to a divisor"
             )
+        if sequence is not None and config.attention.selector_loss:
+            raise ValueError(
+                f"model.attention.selector_loss = {config.attention.selector_loss}: not available "
+                "with train.sequence_parallel; set one of them to its default"
+            )
         self.config, self.sequence = config, sequence
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -59,39 +64,63 @@ class LanguageModel(nn.Module):
                 f"labels has shape {tuple(labels.shape)} and input_ids {tuple(input_ids.shape)}; "
                 "labels[b, t] is the token after input_ids[b, t]"
             )
-        x = self.hidden(input_ids, cu_seqlens)
+        x, selector_loss = self._hidden(input_ids, cu_seqlens)
         if labels is None:
             return F.linear(x, self.embed.weight)
-        return linear_cross_entropy(
+        loss = linear_cross_entropy(
             x.flatten(0, 1), self.embed.weight, labels.flatten(), self.sequence
         )
+        if selector_loss is None:
+            return loss
+        # Add the gradient, not the value, so that losses can be compared with other models'.
+        weighted = self.config.attention.selector_loss * selector_loss
+        return loss + (weighted - weighted.detach())
 
     def hidden(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Return the head's input [B, T, width], for callers that cannot hold all logits."""
+        return self._hidden(input_ids, cu_seqlens)[0]
+
+    def _hidden(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the head's input and the sum of the layers' selector losses, if they train."""
         if input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
         seq_len = input_ids.shape[1] * (1 if self.sequence is None else self.sequence.size)
         check_documents(cu_seqlens, input_ids[:, :1].expand(-1, seq_len), "input_ids")
+        x = self.embed(input_ids)
+        trains = self.training and torch.is_grad_enabled() and x.requires_grad
+        with_loss = trains and self.config.attention.selector_loss > 0
         metadata = AttentionMetadata.build(
-            self.config, seq_len, cu_seqlens, input_ids.device, self.sequence
+            self.config,
+            seq_len,
+            cu_seqlens,
+            input_ids.device,
+            self.sequence,
+            # From the data: other queries each step, the same when a segment is recomputed.
+            loss_offset=input_ids.sum() if with_loss else None,
         )
-        return self.run_blocks(self.embed(input_ids), metadata)
+        return self.run_blocks(x, metadata)
 
     def run_blocks(
         self, x: Tensor, metadata: AttentionMetadata, inputs: list[Tensor] | None = None
-    ) -> Tensor:
-        """Return the head's input from embeddings x [B, T, width].
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the head's input and the sum of the layers' selector losses, from embeddings x.
 
-        Each block's input is appended to `inputs`.
+        x is [B, T, width]. Without `metadata.loss_queries` there is no selector loss. Each block's
+        input is appended to `inputs`.
         """
         recompute = torch.is_grad_enabled() and x.requires_grad
         run = checkpoint_function(self.config.activation_checkpointing if recompute else "none")
         delta: Tensor | None = None
+        selector_loss = None if metadata.loss_queries is None else torch.zeros((), device=x.device)
         for block in self.blocks:
             if inputs is not None:
                 inputs.append(x if delta is None else x + delta)
-            x, delta = run(partial(block, metadata=metadata), x, delta)
-        return self.final_norm(x, delta)
+            segment = partial(block, metadata=metadata)
+            if selector_loss is None:
+                x, delta = run(segment, x, delta)
+            else:
+                x, delta, selector_loss = run(segment, x, delta, selector_loss)
+        return self.final_norm(x, delta), selector_loss
 
     def final_norm(self, x: Tensor, delta: Tensor | None) -> Tensor:
         """Return the head's input from the last block's output."""

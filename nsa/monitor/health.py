@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nsa.constants import BRANCHES
-from nsa.monitor.observer import DISTANCES, GATE_BINS, LAYER_STATISTICS, Health, warn
+from nsa.monitor.observer import DISTANCES, GATE_BINS, LAYER_STATISTICS, SELECTOR_LOSS, Health, warn
 from nsa.spec import NSASpec
 
 MAX_QUERIES = 4_096  # sampled per layer, approximately
@@ -30,13 +30,14 @@ class _Sample:
     stride: int
     seq_len: int
     cu_seqlens: Tensor | None
+    selector_loss: Tensor | None  # 0-dim; None: not configured
 
 
 class HealthRecorder:
     """Samples the first forward pass of each layer after `arm`; `read` computes the statistics.
 
-    Layers call their `observer` with gates, selected blocks and cu_seqlens; without one they pay
-    one attribute lookup. Recomputed and later forward passes are ignored, and so is a
+    Layers call their `observer` with gates, selected blocks, cu_seqlens and selector loss; without
+    one they pay one attribute lookup. Recomputed and later forward passes are ignored, and so is a
     model compiled as a whole (not with train.compile, which compiles blocks).
     """
 
@@ -65,10 +66,17 @@ class HealthRecorder:
         for layer in self._layers.values():
             layer.observer = None
 
-    def _observe(self, name: str, gates: Tensor, blocks: Tensor, cu_seqlens: Tensor | None) -> None:
+    def _observe(
+        self,
+        name: str,
+        gates: Tensor,
+        blocks: Tensor,
+        cu_seqlens: Tensor | None,
+        selector_loss: Tensor | None = None,
+    ) -> None:
         if torch.compiler.is_compiling() or name in self._samples:
             return
-        sample = self._try(lambda: _sample(gates, blocks, cu_seqlens))
+        sample = self._try(lambda: _sample(gates, blocks, cu_seqlens, selector_loss))
         if sample is not None:
             self._samples[name] = sample
 
@@ -85,7 +93,9 @@ class HealthRecorder:
             return None
 
 
-def _sample(gates: Tensor, blocks: Tensor, cu_seqlens: Tensor | None) -> _Sample:
+def _sample(
+    gates: Tensor, blocks: Tensor, cu_seqlens: Tensor | None, selector_loss: Tensor | None
+) -> _Sample:
     """Copy every stride-th query; a copy keeps no activation alive."""
     batch, seq_len = gates.shape[:2]
     stride = -(-batch * seq_len // MAX_QUERIES)
@@ -96,15 +106,22 @@ def _sample(gates: Tensor, blocks: Tensor, cu_seqlens: Tensor | None) -> _Sample
         stride,
         seq_len,
         cu_seqlens,
+        selector_loss,
     )
 
 
 def measure(samples: list[_Sample], spec: NSASpec) -> Tensor:
-    """Return a row of statistics for each layer, in the order of `_health`, on the device."""
+    """Return a row of statistics for each layer, in the order of `_health`, on the device.
+
+    The selector loss, if configured, comes last.
+    """
     gates = torch.stack([sample.gates for sample in samples])
     blocks = torch.stack([sample.blocks for sample in samples])
     previous = torch.stack([sample.previous for sample in samples])
     columns = [_gate_columns(gates.float()), _block_columns(blocks, previous, samples[0], spec)]
+    losses = [sample.selector_loss for sample in samples if sample.selector_loss is not None]
+    if losses:
+        columns.append(torch.stack(losses)[:, None])
     return torch.cat(columns, 1)
 
 
@@ -191,14 +208,14 @@ def _health(rows: list[list[float]]) -> Health:
         {branch: row[at : at + GATE_BINS] for branch, at in zip(BRANCHES, starts, strict=True)}
         for row in rows
     ]
-    layers = []
+    layers, names = [], (*LAYER_STATISTICS, SELECTOR_LOSS)
     for row, branches in zip(rows, bins, strict=True):
         saturated = [fractions[0] + fractions[-1] for fractions in branches.values()]
         values = [*row[:first], *saturated, *row[starts[-1] + GATE_BINS :]]
         layers.append(
             {
                 name: None if math.isnan(value) and "gate" not in name else value
-                for name, value in zip(LAYER_STATISTICS, values, strict=True)
+                for name, value in zip(names, values, strict=False)
             }
         )
     return Health(layers, bins)

@@ -42,6 +42,7 @@ LAYER_STATISTICS = (  # columns of selection.csv; docs/reference/metrics.md defi
     "distance",
     *(f"distance_from_{edge}" for edge in DISTANCES),
 )
+SELECTOR_LOSS = "selector_loss"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Health:
     Statistics of free picks are None if no query had more candidates than it may select.
     """
 
-    layers: Sequence[Mapping[str, float | None]]  # LAYER_STATISTICS of each layer
+    # LAYER_STATISTICS of each layer, and its SELECTOR_LOSS if it is configured
+    layers: Sequence[Mapping[str, float | None]]
     gate_bins: Sequence[Mapping[str, Sequence[float]]]  # by branch: fraction in each of GATE_BINS
 
     @property

@@ -16,6 +16,7 @@ _SELECTION = {
     "overlap": "overlap with the previous token's blocks",
     "forced": "fraction of forced picks",
     "distance": "mean distance of free picks, blocks",
+    "selector_loss": "selector loss, nats",
 }
 
 

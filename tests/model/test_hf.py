@@ -84,7 +84,7 @@ def test_hidden_states_are_the_inputs_of_each_block_and_the_head() -> None:
     assert torch.equal(model.lm_head(states[-1]), model(ids).logits)
     core = model.model.core
     metadata = AttentionMetadata.build(core.config, ids.shape[1], None, ids.device)
-    x, delta = core.blocks[0](core.embed(ids), None, metadata)
+    x, delta = core.blocks[0](core.embed(ids), None, metadata=metadata)
     assert torch.equal(states[1], x + delta)
     assert model(ids).hidden_states is None
 

@@ -169,7 +169,7 @@ def test_gates_start_at_exactly_one_half_for_every_branch() -> None:
     model = LanguageModel(tiny("mlp"))
     seen = []
     for layer in model.sparse_layers().values():
-        layer.observer = lambda gates, _blocks, _documents: seen.append(gates)
+        layer.observer = lambda gates, *_: seen.append(gates)
     model(tokens(30))
     assert [gates.shape for gates in seen] == [(1, 30, 4, 3)] * 2
     assert all(bool((gates == 0.5).all()) for gates in seen)

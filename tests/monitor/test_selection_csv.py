@@ -3,11 +3,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.monitor.artifacts import read_table
+from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import StepRecord
 from nsa.monitor.selection_csv import COLUMNS, SelectionCsv
 from nsa.monitor.writer import BackgroundWriter
+from nsa.spec import NSASpec
 from tests.monitor.records import (
     NO_FREE_PICKS,
     drain,
@@ -83,3 +87,25 @@ def test_a_step_that_does_not_fit_on_the_disk_writes_none_of_its_rows(
     assert writer.failed == 1
     rows = read_table(tmp_path / "selection.csv").rows
     assert [row["step"] for row in rows] == [1, 1, 3, 3]
+
+
+def test_a_run_with_the_selector_loss_has_a_column_for_it(tmp_path: Path) -> None:
+    spec = NSASpec(8, 4, 8, select_top=3, init_blocks=1, local_blocks=1, window=16)
+    attention = AttentionConfig(spec=spec, selector_loss=1.0)
+    sizes = {"vocab_size": 64, "layers": 2, "width": 32, "heads": 4, "head_dim": 8}
+    model = LanguageModel(ModelConfig(**sizes, mlp_width=32, attention=attention))
+    recorder = HealthRecorder(model.sparse_layers(), spec)
+    recorder.arm()
+    ids = torch.randint(64, (1, 96))
+    model(ids, labels=ids).backward()
+    health = recorder.read()
+    assert health is not None
+    writer = BackgroundWriter("selection.csv")
+    csv = SelectionCsv(writer, selector_loss=True)
+    csv.on_start(make_info(tmp_path))
+    csv.on_step(make_record(1, health=health))
+    writer.close()
+    rows = read_table(tmp_path / "selection.csv").rows
+    assert [row["layer"] for row in rows] == [0, 1]
+    assert all(0 < row["selector_loss"] < 10 for row in rows)
+    assert [*rows[0]][-1] == "selector_loss"

@@ -11,6 +11,8 @@ from typing import Any
 from nsa.atomic_io import atomic_write_text
 from nsa.validation import positive_flags
 
+MODELS = ("dense", "nsa", "selector loss", "shared keys", "cmp+win", "win")  # in train.VARIANTS
+
 
 def add_parser(verbs: Any) -> None:
     about = (
@@ -21,6 +23,7 @@ def add_parser(verbs: Any) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=1_000, help="steps per model (%(default)s)")
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="each trains all models (1 2 3)")
+    add("--models", default=",".join(MODELS), help="some of the default (%(default)s)")
     add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
     add("--jobs", type=int, default=1, help="models at a time, one thread each (%(default)s)")
     add("--out", type=Path, default=Path("runs/tasks"), help="folder for the results (%(default)s)")
@@ -29,6 +32,9 @@ def add_parser(verbs: Any) -> None:
 
 def _tasks(args: argparse.Namespace) -> int:
     positive_flags(args, "steps", "seq_len", "jobs")
+    models = args.models.split(",")
+    if unknown := [name for name in models if name not in MODELS]:
+        raise ValueError(f"--models {args.models}: unknown {unknown[0]!r}; {', '.join(MODELS)}")
     from nsa.evaluate.results import make_folder
     from nsa.evaluate.tasks import evaluate
     from nsa.evaluate.tasks.train import training_lengths
@@ -38,7 +44,7 @@ def _tasks(args: argparse.Namespace) -> int:
     log = partial(_log_step, args.steps)
     result = {
         "command": " ".join(["nsa", *sys.argv[1:]]),
-        **evaluate.evaluate_variants(args.seq_len, args.steps, args.seeds, args.jobs, log),
+        **evaluate.evaluate_variants(models, args.seq_len, args.steps, args.seeds, args.jobs, log),
     }
     atomic_write_text(args.out / "tasks.json", evaluate.summary_json(result))
     evaluate.draw_recall(result, args.out / "recall.png")

@@ -20,7 +20,6 @@ from nsa.evaluate.tasks.data import VALUES, needle, recall
 from nsa.evaluate.tasks.train import (
     REACH,
     SPEC,
-    VARIANTS,
     TrainedModel,
     check_answers,
     model_config,
@@ -29,10 +28,12 @@ from nsa.evaluate.tasks.train import (
     training_lengths,
 )
 from nsa.model import LanguageModel, parameter_count
-from nsa.report.markdown import spread, table
+from nsa.report.markdown import table
+from nsa.report.paired import margin
 from nsa.report.plots import Panel, draw
 
-WITHOUT_SELECTION = "nsa, no choice"  # the trained "nsa" with forced blocks only
+# The model trained with the selector loss, restricted to the blocks that are always selected.
+WITHOUT_SELECTION = "selector loss, no choice"
 FACTS = (2, 4, 8, 16)
 HAYSTACK_FACTS = 4  # including the needle
 DEPTHS = tuple(eighth / 8 for eighth in range(9))
@@ -45,14 +46,19 @@ Rows = list[dict[str, Any]]
 
 
 def evaluate_variants(
-    longest: int, steps: int, seeds: Sequence[int], jobs: int, on_step: OnStep
+    variants: Sequence[str],
+    longest: int,
+    steps: int,
+    seeds: Sequence[int],
+    jobs: int,
+    on_step: OnStep,
 ) -> dict[str, Any]:
-    """Train every variant with every seed, and evaluate all on the same sequences.
+    """Train each of `variants` with every seed, and evaluate all on the same sequences.
 
     With several `jobs`, each model is trained in a separate process, which calls `on_step`.
     """
     run = partial(_evaluate_pair, longest, steps, on_step)
-    pairs = [(seed, variant) for seed in seeds for variant in VARIANTS]
+    pairs = [(seed, variant) for seed in seeds for variant in variants]
     results = [run(pair) for pair in pairs] if jobs == 1 else _run_parallel(run, pairs, jobs)
     return {
         "torch": torch.__version__,
@@ -90,7 +96,7 @@ def _evaluate_pair(longest: int, steps: int, on_step: OnStep, pair: Pair) -> Row
     seed, variant = pair
     trained = train(variant, longest, steps, seed, partial(on_step, variant, seed))
     rows = [_row(variant, variant, seed, trained, trained.model, longest)]
-    if variant == "nsa":
+    if variant == "selector loss":
         model = trained.without_selection()
         rows.append(_row(WITHOUT_SELECTION, variant, seed, trained, model, longest))
     return rows
@@ -114,6 +120,8 @@ def _row(
         correct, distance = check_answers(model, batch)
         cell = {"seq_len": length, "depth": depth, "distance": int(distance[0])}
         needles.append({**cell, "right": _mean(correct)})
+    correct, distance = check_answers(model, recall(rng, SEQUENCES, 2 * longest, FACTS[-1]))
+    twice = _mean(correct[distance > REACH])
     correct, distance = (torch.cat(parts) for parts in zip(*results, strict=True))
     edges = [1, *(2**power for power in range(3, longest.bit_length()))]
     return {
@@ -123,6 +131,7 @@ def _row(
         "seconds": round(trained.seconds, 1),
         "loss": statistics.fmean(trained.losses[-20:]),
         "by_facts": by_facts,
+        "twice_as_long": twice,  # most facts, in sequences twice as long as in training
         "by_distance": [
             {"from": low, "below": high, "right": _mean(correct[inside])}
             for low, high in zip(edges, [*edges[1:], longest], strict=True)
@@ -150,18 +159,28 @@ def far_needles(row: Mapping[str, Any], seq_len: int, reach: int) -> float | Non
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """Return a Markdown table of accuracies beyond the windows' reach."""
+    """Return a Markdown table of accuracies beyond the windows' reach.
+
+    Mean over seeds, half the width of its 95% confidence interval, and the least.
+    """
     longest, reach = result["seq_len"], result["reach"]
     facts = [f"{facts} facts" for facts in FACTS]
-    header = ["model", *facts, f"needles of {longest} tokens", "parameters", "seconds"]
+    more = f"{facts[-1]}, {2 * longest:,} tokens", f"needles of {longest:,} tokens"
+    header = ["model", *facts, *more, "parameters", "seconds"]
     cells = []
     for name, rows in by_model(result).items():
         far = [[row["by_facts"][index]["far"] for row in rows] for index in range(len(FACTS))]
         needles = [far_needles(row, longest, reach) or 0.0 for row in rows]
         seconds = statistics.fmean(row["seconds"] for row in rows)
-        accuracies = [spread(values, ".1%") for values in [*far, needles]]
+        far.append([row["twice_as_long"] for row in rows])
+        accuracies = [_accuracy(values) for values in [*far, needles]]
         cells.append([name, *accuracies, f"{rows[0]['parameters']:,}", f"{seconds:.0f}"])
     return table(header, cells)
+
+
+def _accuracy(values: Sequence[float]) -> str:
+    mean = f"{statistics.fmean(values):.1%}"
+    return f"{mean} ± {100 * margin(values):.1f}, least {min(values):.1%}" if values[1:] else mean
 
 
 def summary_json(result: Mapping[str, Any]) -> str:

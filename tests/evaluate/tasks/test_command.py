@@ -14,6 +14,7 @@ import pytest
 
 from nsa.cli import main
 from nsa.evaluate.tasks import evaluate, train
+from nsa.evaluate.tasks.command import MODELS
 from nsa.evaluate.tasks.evaluate import FACTS, WITHOUT_SELECTION, lines, summary_json
 from nsa.evaluate.tasks.train import VARIANTS
 from tests.data.processes import ends_soon
@@ -48,7 +49,8 @@ def called(tmp_path_factory: pytest.TempPathFactory) -> Called:
 
 def test_every_variant_is_evaluated_alike_with_every_seed(called: Called) -> None:
     rows = called[1]["rows"]
-    models = {*VARIANTS, WITHOUT_SELECTION}
+    assert tuple(VARIANTS) == MODELS
+    models = {*MODELS, WITHOUT_SELECTION}
     evaluated = [(row["seed"], row["model"]) for row in rows]
     assert sorted(evaluated) == sorted((seed, model) for seed in SEEDS for model in models)
     for row in rows:
@@ -84,11 +86,10 @@ def test_tasks_json_has_one_line_for_each_model_and_seed(called: Called) -> None
 
 
 @pytest.mark.full
-def test_parallel_jobs_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "VARIANTS", ("dense", "win"))
+def test_parallel_jobs_give_the_same_results() -> None:
     results: list[list[dict[str, Any]]] = []
     for jobs in (1, 2):
-        rows = evaluate.evaluate_variants(64, 1, [4], jobs, _ignore_step)["rows"]
+        rows = evaluate.evaluate_variants(["dense", "win"], 64, 1, [4], jobs, _ignore_step)["rows"]
         results.append([{**row, "seconds": None} for row in rows])
     assert results[0] == results[1]
 
@@ -143,12 +144,14 @@ def test_the_table_counts_only_needles_beyond_the_reach() -> None:
     rows = [
         {"model": "win", "seed": seed, "parameters": 1_234, "seconds": 10.0,
          "by_facts": [{"facts": facts, "all": 0.8, "far": accuracy} for facts in FACTS],
-         "needle": [near, far, cell(32, 31, 0.7)]}
-        for seed, accuracy in ((1, 0.25), (2, 0.5))
+         "twice_as_long": 0.1, "needle": [near, far, cell(32, 31, 0.7)]}
+        for seed, accuracy in ((1, 0.25), (2, 0.5), (3, 0.75))
     ]  # fmt: skip
     row = lines({"seq_len": 64, "reach": 30, "rows": rows})[2]
     cells = [text.strip() for text in row.strip("|").split("|")]
-    assert cells == ["win", *["37.5% (25.0% to 50.0%)"] * 4, "30.0%", "1,234", "10"]
+    # Student's t with 2 degrees of freedom: 4.303 * 0.25 / √3 = 0.621
+    facts, equal = ["50.0% ± 62.1, least 25.0%"] * 4, "{0} ± 0.0, least {0}"
+    assert cells == ["win", *facts, equal.format("10.0%"), equal.format("30.0%"), "1,234", "10"]
 
 
 @pytest.mark.parametrize(
@@ -156,6 +159,7 @@ def test_the_table_counts_only_needles_beyond_the_reach() -> None:
     [
         (["--steps", "0"], "--steps 0: must be 1 or more"),
         (["--jobs", "0"], "--jobs 0: must be 1 or more"),
+        (["--models", "dense,lstm"], f"--models dense,lstm: unknown 'lstm'; {', '.join(MODELS)}"),
         (["--seq-len", "48"], "--seq-len 48: take a multiple of 32, 64 or more"),
     ],
 )

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from nsa.bench.paired import inside, paired_t, quantile
+from nsa.report.paired import inside, paired_t, quantile
 
 
 @pytest.mark.parametrize(

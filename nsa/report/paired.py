@@ -36,6 +36,14 @@ def paired_t(differences: Sequence[float]) -> Paired | None:
     return Paired(mean, t * error, 1 - inside(abs(mean) / error, degrees), detectable)
 
 
+def margin(values: Sequence[float]) -> float:
+    """Return m such that mean ± m is the 95% confidence interval of the mean; 0 for one value."""
+    if len(values) < 2:
+        return 0.0
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return quantile((1 + CONFIDENCE) / 2, len(values) - 1) * error
+
+
 def inside(t: float, degrees: int) -> float:
     """Return the probability of (-t, t) under Student's t, exactly (Abramowitz and Stegun 26.7)."""
     angle = math.atan2(t, math.sqrt(degrees))

@@ -1,0 +1,205 @@
+"""The selector loss: equals its definition, trains compressed keys alone, changes no loss value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import NSAttention, ops
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.model.attention_metadata import AttentionMetadata
+from nsa.model.compile import compile_blocks
+from nsa.model.config import ACTIVATION_CHECKPOINTING
+from nsa.model.selector_loss import QUERIES, sampled_queries, selector_loss
+from nsa.spec import NSASpec
+
+SPEC = NSASpec(8, 4, 8, select_top=4, init_blocks=1, local_blocks=1, window=16)
+CONFIG = ModelConfig(
+    vocab_size=64,
+    layers=2,
+    width=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp_width=32,
+    init_std=0.3,
+    attention=AttentionConfig(spec=SPEC, selector_loss=1.0),
+)
+DOCUMENTS = {"one document": None, "packed": torch.tensor([0, 5, 70, 128], dtype=torch.int32)}
+
+
+def build(weight: float, checkpointing: str = "none", seed: int = 0) -> LanguageModel:
+    torch.manual_seed(seed)
+    attention = replace(CONFIG.attention, selector_loss=weight)
+    return LanguageModel(
+        replace(CONFIG, attention=attention, activation_checkpointing=checkpointing)
+    )
+
+
+def gradients(model: LanguageModel, ids: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(ids, labels=ids, cu_seqlens=cu_seqlens).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def defined(q: Tensor, k_cmp: Tensor, k_sel: Tensor, queries: Tensor, starts: list[int]) -> float:
+    """The loss by loops over Python numbers, as the module's docstring defines it."""
+    batch, seq_len, heads, size = q.shape
+    groups = k_sel.shape[2]
+    ends = [*starts[1:], seq_len]
+    blocks = [  # (first token, start of its document) of each compressed block
+        (first, start)
+        for start, end in zip(starts, ends, strict=True)
+        for first in range(start, end - SPEC.block_len + 1, SPEC.block_stride)
+    ]
+    total = 0.0
+    for b in range(batch):
+        for t in queries.tolist():
+            start = max(s for s in starts if s <= t)
+            own = (t - start) // SPEC.select_len
+            free = range(SPEC.init_blocks, own - SPEC.local_blocks + 1)
+            for g in range(groups):
+                target, p = [0.0] * (own + 1), [0.0] * (own + 1)
+                for h in range(g * heads // groups, (g + 1) * heads // groups):
+                    scores = q[b, t, h] @ k_sel[b, start : t + 1, g].T / size**0.5
+                    for s, share in enumerate(scores.softmax(-1).tolist()):
+                        target[s // SPEC.select_len] += share * groups / heads
+                    seen = [
+                        i
+                        for i, (first, of) in enumerate(blocks)
+                        if of == start and first + SPEC.block_len <= t + 1
+                    ]
+                    if not seen:
+                        continue
+                    scores = q[b, t, h] @ k_cmp[b, seen, g].T / size**0.5
+                    for i, share in zip(seen, scores.softmax(-1).tolist(), strict=True):
+                        first = blocks[i][0] - start
+                        for s in range(first, first + SPEC.block_len):
+                            p[s // SPEC.select_len] += share
+                attended, ranked = sum(target[j] for j in free), sum(p[j] for j in free)
+                total += sum(
+                    target[j] * math.log(target[j] / attended / (p[j] / ranked)) for j in free
+                )
+    return total / (batch * len(queries) * groups)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_it_is_the_divergence_of_the_two_rankings(name: str) -> None:
+    cu_seqlens = DOCUMENTS[name]
+    generator = torch.Generator().manual_seed(3)
+    q, k, k_sel = (
+        torch.randn(1, 128, heads, 8, generator=generator, dtype=torch.float64)
+        for heads in (4, 2, 2)
+    )
+    k_cmp = ops.compress_mean(k, SPEC, cu_seqlens).requires_grad_()
+    offset = torch.tensor(1_234_567)
+    metadata = AttentionMetadata.build(CONFIG, 128, cu_seqlens, q.device, loss_offset=offset)
+    queries, position = metadata.loss_queries, metadata.position
+    assert queries is not None
+    assert position is not None
+    assert metadata.block_tokens is not None
+    inputs = queries, position, metadata.block_tokens
+    loss = selector_loss(q, k_cmp, k_sel, SPEC, *inputs)
+    starts = [0] if cu_seqlens is None else cu_seqlens[:-1].tolist()
+    assert loss.item() == pytest.approx(defined(q, k_cmp, k_sel, queries, starts), rel=1e-9)
+    assert torch.autograd.gradcheck(
+        lambda keys: selector_loss(q, keys, k_sel, SPEC, *inputs), k_cmp, fast_mode=True
+    )
+
+
+def test_it_falls_when_compressed_keys_follow_its_gradient() -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k_sel = (torch.randn(2, 128, heads, 8, generator=generator) for heads in (4, 2))
+    metadata = AttentionMetadata.build(CONFIG, 128, None, q.device, loss_offset=torch.tensor(0))
+    k_cmp = torch.randn(2, SPEC.compressed_len(128), 2, 8, generator=generator).requires_grad_()
+    losses = []
+    for _ in range(30):
+        args = metadata.loss_queries, metadata.position, metadata.block_tokens
+        loss = selector_loss(q, k_cmp, k_sel, SPEC, *args)  # type: ignore[arg-type]
+        (gradient,) = torch.autograd.grad(loss, k_cmp)
+        losses.append(loss.item())
+        k_cmp = (k_cmp - 30 * gradient).detach().requires_grad_()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("seq_len", [1, 31, 63, 64, 1_000])
+def test_queries_are_spread_over_the_sequence_and_differ_by_offset(seq_len: int) -> None:
+    seen = set()
+    for offset in range(1_000):
+        queries = sampled_queries(seq_len, torch.tensor(offset)).tolist()
+        assert queries[0] >= 0
+        assert queries[-1] < seq_len
+        assert len(queries) >= min(seq_len, QUERIES)
+        seen |= set(queries)
+    assert len(seen) > seq_len - max(1, seq_len // QUERIES)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_it_changes_gradients_and_not_the_value_of_the_loss(name: str) -> None:
+    ids, cu_seqlens = torch.randint(64, (1, 128)), DOCUMENTS[name]
+    with_loss, without = build(1.0), build(0.0)
+    args = {"labels": ids, "cu_seqlens": cu_seqlens}
+    assert torch.equal(with_loss(ids, **args), without(ids, **args))
+    mine, plain = (gradients(model, ids, cu_seqlens) for model in (with_loss, without))
+    # The last layer's compressed keys are the first rows of k; no later layer hides the difference.
+    keys = "blocks.1.attention.k.weight"
+    assert not torch.allclose(mine[keys][:16], plain[keys][:16], atol=1e-5)
+    for part in (mine[keys][16:] - plain[keys][16:], mine["blocks.1.attention.q.weight"]):
+        assert part.isfinite().all()
+    assert torch.equal(mine[keys][16:], plain[keys][16:])  # not through selected or window keys
+    assert torch.equal(mine["blocks.1.attention.q.weight"], plain["blocks.1.attention.q.weight"])
+    doubled = gradients(build(2.0), ids, cu_seqlens)[keys] - plain[keys]
+    assert torch.allclose(doubled, 2 * (mine[keys] - plain[keys]), atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
+def test_activation_checkpointing_changes_no_gradient(mode: str) -> None:
+    ids = torch.randint(64, (2, 128))
+    expected, mine = (gradients(build(1.0, m), ids, None) for m in ("none", mode))
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+def test_a_compiled_model_has_the_same_gradients() -> None:
+    ids = torch.randint(64, (1, 128))
+    model = build(1.0)
+    expected = gradients(model, ids, None)
+    compile_blocks(model, "aot_eager")
+    compiled = gradients(model, ids, None)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(compiled[name], gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_evaluation_and_inference_do_not_compute_it() -> None:
+    model, ids = build(1.0), torch.randint(64, (1, 128))
+    model.eval()(ids, labels=ids)
+    with torch.no_grad():
+        model.train()(ids, labels=ids)
+    assert all(layer.take_selector_loss() is None for layer in model.sparse_layers().values())
+
+
+def test_the_layer_alone_offers_it_once() -> None:
+    layer = NSAttention(32, 4, kv_heads=2, spec=SPEC, selector_loss=0.5)
+    layer(torch.randn(2, 128, 32))
+    loss = layer.take_selector_loss()
+    assert loss is not None
+    assert loss.requires_grad
+    assert 0 < loss.item() < 10
+    assert layer.take_selector_loss() is None
+    layer.eval()(torch.randn(2, 128, 32))
+    assert layer.take_selector_loss() is None
+
+
+@pytest.mark.parametrize("change", [{"branches": "cmp+sel"}, {"kind": "dense"}])
+def test_it_is_refused_where_nothing_would_be_trained(change: dict[str, str]) -> None:
+    config = replace(CONFIG, attention=replace(CONFIG.attention, **change))
+    with pytest.raises(ValueError, match=r"selector_loss = 1\.0: needs kind nsa with all branches"):
+        config.validate()
+
+
+def test_a_negative_weight_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"selector_loss = -1.0: must be 0 or more"):
+        replace(CONFIG.attention, selector_loss=-1.0).validate()
