@@ -18,6 +18,7 @@ PAGES = [
     )
     if page.exists()
 ]
+FRAMEWORKS = ROOT / "docs/guides/frameworks.md"  # its scripts run one by one
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 INDENTED = re.compile(r"^    ((?:bash|deepspeed|nsa|python|tensorboard) .*)$", re.M)
 

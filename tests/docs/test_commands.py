@@ -12,14 +12,18 @@ import pytest
 
 import nsa.ops
 from tests.docs.commands import check
-from tests.docs.pages import PAGES, Block, blocks, commands, name, prose
+from tests.docs.pages import FRAMEWORKS, PAGES, Block, blocks, commands, name, prose
 from tests.ranks import ROOT
 
 # A block that a reader would type but that is not checked must not hide behind its language.
 LANGUAGES = {"bash", "python", "text", "yaml", "json", "diff"}  # diff: test_variant.py
 CLIENTS = {"peft", "trl"}  # TRL needs Python 3.11
 SHELL = [block for page in PAGES for block in blocks(page) if block.language == "bash"]
-PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+PYTHON = [
+    page
+    for page in PAGES
+    if page != FRAMEWORKS and any(block.language == "python" for block in blocks(page))
+]
 
 
 @pytest.fixture

@@ -1,0 +1,78 @@
+"""The scripts of docs/guides/frameworks.md, run by the frameworks themselves."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import FRAMEWORKS, blocks
+from tests.ranks import ROOT, launch
+
+SCRIPTS = {}  # name: (text, what it prints)
+for _block in blocks(FRAMEWORKS):
+    if _match := re.match(r"# (\w+\.py): ", _block.text):
+        SCRIPTS[_match[1]] = _block.text, _block.output
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, (text, _) in SCRIPTS.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(script: Path, *arguments: str) -> str:
+    """Run a script in one process; return its stdout."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4_000:]
+    return done.stdout
+
+
+def test_each_script_of_the_page_has_a_test() -> None:
+    names = re.findall(r"\w+\.py", Path(__file__).read_text().partition("def test_each")[2])
+    assert SCRIPTS.keys() - {"model.py"} <= set(names)
+
+
+@pytest.mark.parametrize("script", ["plain.py", "accelerated.py", "fsdp2.py"])
+def test_a_script_trains_on_two_ranks(script: str, folder: Path) -> None:
+    if script == "accelerated.py":
+        pytest.importorskip("accelerate", reason="pip install -e '.[eval]'")
+    assert launch(folder / script) == [SCRIPTS[script][1], ""]
+
+
+def test_lightning_trains(folder: Path) -> None:
+    pytest.importorskip("lightning", reason="pip install lightning")
+    assert run(folder / "lit.py").endswith(str(SCRIPTS["lit.py"][1]))
+
+
+def test_a_lora_adapter_trains_and_merges(folder: Path) -> None:
+    pytest.importorskip("peft", reason="pip install -e '.[eval]'")
+    assert run(folder / "lora.py") == SCRIPTS["lora.py"][1]
+
+
+def test_trl_trains_and_its_model_imports(folder: Path) -> None:
+    pytest.importorskip("trl", reason="pip install -e '.[eval]', with Python 3.11 or newer")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from nsa.data.tokenizer import ByteTokenizer
+    from nsa.export.hf_tokenizer import write_tokenizer
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = AutoConfig.for_model("nsa", vocab_size=259, **shape, **heads)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "exported")
+    write_tokenizer(ByteTokenizer(), folder / "exported", 2_048)
+    printed = run(folder / "sft.py", str(folder / "exported"))
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", printed)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    assert (folder / "sft/last/model.safetensors").is_file()
