@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -152,6 +153,13 @@ class NSAModel(NSAPreTrainedModel):
             for parameter in core.parameters():
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         self.post_init()
+
+    def _replicate_for_data_parallel(self) -> NSAModel:
+        """Give a replica its own core: Trainer uses nn.DataParallel where there is no launcher."""
+        replica = super()._replicate_for_data_parallel()
+        replica.__dict__["core"] = copy(self.core)
+        replica.core._modules = replica._modules
+        return replica
 
     @can_return_tuple
     def forward(

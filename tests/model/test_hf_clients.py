@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -168,6 +170,23 @@ def test_auto_model_loads_what_a_causal_model_saved(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     assert torch.equal(again(ids).logits, causal(ids).logits)
+
+
+def test_copies_of_a_model_are_independent() -> None:
+    model, ids, stored = wrapped(), tokens(24), io.BytesIO()
+    expected = model(ids).logits
+    torch.save(model, stored)
+    copies = [copy.deepcopy(model), torch.load(io.BytesIO(stored.getvalue()), weights_only=False)]
+    for other in copies:
+        assert torch.equal(other(ids).logits, expected)
+        other.resize_token_embeddings(70)
+        other.model.blocks[0].mlp = torch.nn.Linear(24, 24).double()
+        assert not torch.equal(other(ids).logits[..., :61], expected)
+    assert torch.equal(model(ids).logits, expected)
+    replica = model.model._replicate_for_data_parallel()  # torch then fills in its modules
+    replica.embed = torch.nn.Embedding(61, 24)
+    assert replica.core.embed is replica.embed
+    assert model.model.core.embed is model.model.embed is not replica.embed
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
