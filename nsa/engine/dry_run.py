@@ -10,6 +10,7 @@ from nsa.data.source import SourceUnreachable
 from nsa.engine.build import build_engine
 from nsa.engine.config import RunConfig
 from nsa.engine.data import open_data
+from nsa.engine.ds_config import TRACKERS
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.engine.resolve import to_yaml
 from nsa.engine.resume import find_initial_weights
@@ -26,7 +27,9 @@ def dry_run(request: RunRequest) -> None:
     data_notes = _check_data(config, ranks)
     device = start_ranks(ranks)
     weights = find_initial_weights(config)
-    engine, notes = build_engine(config, request.ds_config, device, weights)
+    # A tracker would begin a run, or write into the working directory.
+    ds_config = {name: block for name, block in request.ds_config.items() if name not in TRACKERS}
+    engine, notes = build_engine(config, ds_config, device, weights)
     shape = (config.train.micro_batch, config.data.seq_len // config.train.sequence_parallel)
     for _ in range(config.train.accumulation):
         tokens = torch.randint(config.model.vocab_size, shape, device=device)

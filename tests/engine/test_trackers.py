@@ -25,11 +25,11 @@ BLOCKS = {
 INSTALLED = [name for name in BLOCKS if find_spec(PACKAGES.get(name, "csv"))]
 
 
-def start(folder: Path, names: list[str], **environment: str) -> Finished:
+def start(folder: Path, names: list[str], *flags: str, **environment: str) -> Finished:
     config = json.loads((ROOT / "ds_configs/zero1_pcie.json").read_text())
     file = folder / "mine.json"
     file.write_text(json.dumps(config | {name: BLOCKS[name] for name in names}))
-    arguments = ["--steps=3", "--run-dir=run", f"--deepspeed_config={file}"]
+    arguments = ["--steps=3", "--run-dir=run", f"--deepspeed_config={file}", *flags]
     settings = ["--set=data.source=synthetic", "--set=monitor.log_every=1"]
     return alone("m7c.py", *TINY, *arguments, *settings, folder=folder, environment=environment)
 
@@ -109,6 +109,11 @@ def test_wandb_without_an_api_key_is_one_line_and_leaves_no_folder(tmp_path: Pat
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("m7c: wandb: No API key configured")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_sends_nothing_and_writes_nothing(tmp_path: Path) -> None:
+    succeed(start(tmp_path, INSTALLED, "--dry-run", WANDB_MODE="offline"))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
