@@ -333,9 +333,8 @@ def test_a_run_that_has_ended_is_reported_and_shown_by_status(
     assert row.endswith("2.5000  1.00 GB  ended: preempted")
 
 
-@pytest.mark.parametrize(
-    "forged",
-    [
+def test_a_heartbeat_with_impossible_values_is_no_heartbeat(tmp_path: Path) -> None:
+    forged: list[dict[str, object]] = [
         {"pid": -1},
         {"pid": 10**30},
         {"pid": float("nan")},
@@ -344,18 +343,18 @@ def test_a_run_that_has_ended_is_reported_and_shown_by_status(
         {"host": {}},
         {"step": float("inf")},
         {"since": 1e999},
-    ],
-)
-def test_a_heartbeat_with_impossible_values_is_no_heartbeat(
-    forged: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = [json.dumps(a_line(0, **changes)) for changes in ({"step": 5}, forged)]
-    (tmp_path / "heartbeat_rank0.jsonl").write_text("\n".join(lines) + "\n")
-    os.mkfifo(tmp_path / "heartbeat_rank1.jsonl")  # opening it would block
-    assert main(["watch", "--status", str(tmp_path)]) == 0
-    _, row = capsys.readouterr().out.splitlines()
-    assert row.split()[:2] == ["0", "forward"]
-    assert " 5 " in row
+    ]
+    for number, changes in enumerate(forged):
+        lines = [json.dumps(a_line(number, **change)) for change in ({"step": 5}, changes)]
+        (tmp_path / f"heartbeat_rank{number}.jsonl").write_text("\n".join(lines) + "\n")
+    os.mkfifo(tmp_path / "heartbeat_rank8.jsonl")  # opening it would block
+    status = call("--status", tmp_path)
+    try:
+        _, *rows = status.communicate(timeout=60)[0].splitlines()
+    finally:
+        status.kill()
+    assert [row.split()[0] for row in rows] == list("01234567")
+    assert all(" 5 " in row for row in rows)
 
 
 def test_terminal_escapes_in_a_heartbeat_reach_no_terminal(
