@@ -21,7 +21,7 @@ MISTAKES = {
     "a list": ("[]", "config.json"),
     "a key twice": (GOOD.replace("{", '{"bf16": {"enabled": true},', 1), "bf16"),
     "a misspelt key": (GOOD.replace('"zero_optimization"', '"zero_optimisation"'), "zero_optim"),
-    "an unknown key within": (GOOD.replace('"stage"', '"stagee"'), "stage"),
+    "an unknown key within": (GOOD.replace('"stage"', '"stagee": 1, "stage"'), "stage"),
     "a key that does nothing": (
         GOOD.replace("{", '{"train_batch_sizee": 4,', 1),
         "train_batch_size",
