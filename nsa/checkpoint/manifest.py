@@ -25,6 +25,7 @@ CHUNK = 4 * 2**20
 # DeepSpeed keeps the optimizer state complete in stage 0, sharded in stages 1 and 2, and sharded
 # together with the weights in stage 3. It cannot load one of these layouts as another.
 LAYOUT_OF_STAGE = {0: "0", 1: "1 or 2", 2: "1 or 2", 3: "3"}
+WITH_MUON = "{} with Muon"  # neither can it read AdamW's state as Muon's
 ANY = "any"  # `ranks` of a universal checkpoint, which loads on any number
 
 

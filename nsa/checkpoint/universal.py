@@ -16,6 +16,7 @@ from nsa.atomic_io import atomic_write_text, fsync_dir
 from nsa.checkpoint.commit import PARTIAL, describe_write_error
 from nsa.checkpoint.manifest import (
     ANY,
+    LAYOUT_OF_STAGE,
     MANIFEST,
     STATE,
     find_problem,
@@ -41,10 +42,10 @@ def to_universal(checkpoint: Path) -> Path:
     If the converter fails, raise a ValueError with its last line and leave no files.
     """
     topology = read_topology(checkpoint)
-    if topology["layout"] == "3":
+    if topology["layout"] not in ("0", LAYOUT_OF_STAGE[1]):
         raise ValueError(
-            f"{checkpoint} was saved with ZeRO stage 3, which cannot be converted; start "
-            f"{topology['ranks']} ranks"
+            f"{checkpoint} was saved with ZeRO stage {topology['layout']}, which cannot be "
+            f"converted; start {topology['ranks']} ranks"
         )
     target = checkpoint.with_name(f"{checkpoint.name}.universal")
     source = read_manifest(checkpoint)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ import torch.distributed as dist
 
 from nsa.checkpoint.weights import read_weights, set_weights
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_config import tolerance
+from nsa.engine.ds_config import has_muon, tolerance
 from nsa.engine.gradient_check import check_gradients, inspect_gradients
 from nsa.engine.loss_guard import skip_nonfinite_steps
 from nsa.model import LanguageModel
 from nsa.model.compile import compile_blocks
 from nsa.model.sequence_parallel import SequenceParallel
 
+# What Muon updates.
+HIDDEN_MATRIX = re.compile(r"blocks\.\d+\.(attention\.[qkvo]|mlp\.(gate|up|down))\.weight")
 CHECK_TOKENS = 256  # of the gradient check: enough for every branch, cheap on a CPU
 
 
@@ -59,6 +63,33 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
+def build_muon(
+    model: torch.nn.Module, params: dict[str, Any], groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """Return Muon for the hidden matrices, and AdamW for the rest; `params`: of DeepSpeed's JSON.
+
+    Muon makes all directions of an update equally large, which suits maps from one hidden vector to
+    another. A row of the embedding is a token of its own, a gate one number per head, and φ pools
+    positions: DeepSpeed would only except the embedding.
+    """
+    # Imported here: it prepares compiled functions.
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    hidden = {id(p) for name, p in model.named_parameters() if HIDDEN_MATRIX.fullmatch(name)}
+    adam = {name: params[name] for name in ("lr", "betas", "eps")} | {"use_muon": False}
+    muon = {name: params[name] for name in ("momentum", "ns_method") if name in params}
+    rate = params.get("muon_lr", params["lr"])
+    # The loop multiplies the schedule by `lr_factor`.
+    muon |= {"use_muon": True, "lr": rate, "lr_factor": rate / params["lr"]}
+    split = [
+        {**settings, **group, "params": members}
+        for group in groups
+        for settings in (muon, adam)
+        if (members := [p for p in group["params"] if (id(p) in hidden) == settings["use_muon"]])
+    ]
+    return MuonWithAuxAdam(split, adam_optimizer=torch.optim.AdamW)
+
+
 def build_engine(
     config: RunConfig,
     ds_config: dict[str, Any],
@@ -82,10 +113,13 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
         deepspeed.checkpointing.configure(
             None, deepspeed_config=deepspeed.DeepSpeedConfig(dict(ds_config))
         )
+    muon = has_muon(ds_config)
+    optimizer = partial(build_muon, model, ds_config["optimizer"]["params"]) if muon else None
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints memory figures
             engine, *_ = deepspeed.initialize(
                 model=model,
+                optimizer=optimizer,
                 model_parameters=parameter_groups(model, config.train.weight_decay),
                 config=ds_config,
                 dist_init_required=False,

@@ -7,7 +7,7 @@ effect are errors, and each number is set in one place: the recipe or the JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -135,6 +135,7 @@ def verdict(resolved: dict[str, Any], world_size: int) -> str:
     if mode.buckets:
         overlap = "overlapped" if mode.overlap else "not overlapped"
         parts.append(f"buckets of {zero['reduce_bucket_size']:,.0f} elements, {overlap}")
+    parts += ["Muon"] * mode.muon
     parts += [f"offload to {device}" for device in sorted(mode.devices - {"none"})]
     parts += [name for name in TRACKERS if block_of(resolved, name).get("enabled")]
     return f"ok: {', '.join(parts)}, {batch} sequences per step on {world_size} {ranks}"
@@ -245,8 +246,8 @@ def _problems(
 
 def _optimizer_problems(block: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Require torch's AdamW, as DeepSpeed's Adam is a C++ extension that it builds at start."""
-    if str(block.get("type")).lower() not in ("adam", "adamw"):
-        yield "optimizer.type", ': not supported; write "AdamW"'
+    if str(block.get("type")).lower() not in ("adam", "adamw", "muon"):
+        yield "optimizer.type", ': not supported; write "AdamW" or "Muon"'
     if block_of(block, "params").get("torch_adam") is not True:
         yield (
             "optimizer.params.torch_adam",
@@ -283,7 +284,13 @@ def _zero_mode(resolved: dict[str, Any]) -> ZeroMode:
         overlap=zero["stage"] == 3 if overlap is None else bool(overlap),
         static_scale=bool(resolved["fp16"].get("loss_scale")),
         devices=frozenset(str(block["device"]) for block in offloads if "device" in block),
+        muon=has_muon(resolved),
     )
+
+
+def has_muon(ds_config: Mapping[str, Any]) -> bool:
+    """Return whether Muon updates the matrices, instead of AdamW."""
+    return str(ds_config["optimizer"].get("type")).lower() == "muon"
 
 
 def _refused_values(resolved: dict[str, Any], source: str) -> Iterator[tuple[str, str]]:

@@ -33,6 +33,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "csv_monitor": CSVConfig,
 }
 UNMODELLED = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
+MUON = ("muon_lr", "momentum", "ns_method")  # what only Muon reads
 REMOVED: dict[str, str] = getattr(runtime_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})
 
 
@@ -107,7 +108,7 @@ def known_keys() -> dict[str, Any]:
         block = known[parents[0]] if parents else known
         block[name] = _fields(model)
     adamw = [name for name in inspect.signature(torch.optim.AdamW).parameters if name != "params"]
-    extra = ["torch_adam", "adam_w_mode", "max_grad_norm"]
+    extra = ["torch_adam", "adam_w_mode", "max_grad_norm", *MUON]
     known["optimizer"]["params"] = dict.fromkeys(adamw + extra)
     return {name: nested for name, nested in known.items() if name not in REMOVED}
 

@@ -21,6 +21,7 @@ class ZeroMode:
     overlap: bool = False  # reduction during the backward pass
     static_scale: bool = False  # fp16 with a fixed loss scale
     devices: frozenset[str] = frozenset()  # offload targets of optimizer and parameters
+    muon: bool = False  # for matrices, instead of AdamW
 
     @property
     def bf16_optimizer(self) -> bool:
@@ -107,6 +108,24 @@ REFUSALS = (
         "it needs DeepSpeed's CPU Adam, a C++ extension that this project does not build",
     ),
     Refusal("optimizer.params.adam_w_mode", "the recipe trains with AdamW"),
+    Refusal(
+        "optimizer.type",
+        "DeepSpeed clips Muon's gradients only in stage 1 with bf16 weights and fp32 accumulation; "
+        "elsewhere it clips the update, which shrinks it more than a hundredfold",
+        ", or use ds_configs/zero1_muon.json with train.precision=bf16",
+        when=lambda mode: mode.muon and not mode.bf16_optimizer,
+    ),
+    Refusal(
+        "optimizer.params.muon_lr optimizer.params.momentum optimizer.params.ns_method",
+        "only Muon reads it",
+        when=lambda mode: not mode.muon,
+    ),
+    Refusal(
+        "optimizer.params.fused optimizer.params.foreach optimizer.params.amsgrad "
+        "optimizer.params.maximize optimizer.params.capturable optimizer.params.differentiable",
+        "not read with Muon",
+        when=lambda mode: mode.muon,
+    ),
     Refusal(_zero("legacy_stage1"), "DeepSpeed removed the old stage 1 and refuses to start"),
     Refusal(
         _zero("elastic_checkpoint"),

@@ -153,7 +153,7 @@ def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
     engine, state, config = run.engine, run.state, run.config.train
     lr = learning_rate(state.step, config)
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)
     total = torch.zeros((), device=run.device)
     for micro_step, batch in enumerate(batches):
         run.telemetry.enter("forward", micro_step)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from nsa import checkpoint
-from nsa.checkpoint.manifest import LAYOUT_OF_STAGE, check_loadable
+from nsa.checkpoint.manifest import LAYOUT_OF_STAGE, WITH_MUON, check_loadable
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.consensus import Consensus
+from nsa.engine.ds_config import has_muon
 from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest
@@ -25,8 +26,9 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[Path | None, 
     if path is None:
         return None, [*notes, "--resume: no checkpoint was saved; starting at step 0"]
     saved = dict(checkpoint.read_topology(path))
+    layout = LAYOUT_OF_STAGE[request.zero_stage]
     required = {
-        "layout": LAYOUT_OF_STAGE[request.zero_stage],
+        "layout": WITH_MUON.format(layout) if has_muon(request.ds_config) else layout,
         "precision": request.config.train.precision,
         "ranks": saved["ranks"] if request.universal else world_size,
     }

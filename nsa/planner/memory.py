@@ -46,10 +46,11 @@ def memory(
     weights = size * count
     if zero.stage == 3:
         weights = size * (-(-(count - zero.persistent) // ranks) + zero.persistent)
+    matrices = count - model.embedding if zero.muon else 0  # all but 1%
     static = {
         "weights": weights,
         "master weights": 4 * count // shards if size == 2 or zero.stage else 0,
-        "AdamW's moments": 8 * count // shards,
+        "optimizer's moments": (8 * count - 4 * matrices) // shards,
         "gradients": 4 * count if zero.bf16_optimizer else 0,  # fp32 sums
     }
     buckets = {"buckets": size * zero.bucket * (2 if zero.overlap else 1)}

@@ -20,6 +20,7 @@ class Zero:
     persistent: int = 0  # stage 3: parameters that are not sharded
     persistent_tensors: int = 0  # stage 3: tensors that are not sharded
     gathers: int = 1  # stage 3: all-gathers of the weights per micro-batch
+    muon: bool = False  # one moment per matrix instead of two
 
     @property
     def bf16_optimizer(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 from nsa import checkpoint
@@ -20,9 +21,12 @@ from tests.checkpoint.once import save
 from tests.engine.small import small
 from tests.ranks import ROOT
 
+torch._dynamo.config.disable = True  # DeepSpeed's Muon would compile for a minute
 
-def build(name: str, seed: int) -> Any:
+
+def build(name: str, seed: int, layers: int = 2) -> Any:
     config = small()
+    config.model.layers = layers
     config.train.accumulation, config.train.learning_rate = 1, 1e-2
     torch.manual_seed(seed)
     source = ROOT / f"ds_configs/{name}.json"

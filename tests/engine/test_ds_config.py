@@ -23,10 +23,12 @@ SHIPPED = (
     "zero0_debug",
     "zero1_pcie",
     "zero1_bf16acc",
+    "zero1_muon",
     "zero2_pcie",
     "zero2_overlap",
     "zero3",
 )
+NO_BUCKETS = ("zero0_debug", "zero1_pcie", "zero1_muon")
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
@@ -204,6 +206,9 @@ REFUSED = [  # shipped config, key, value, precision, what the message must say
     ("zero2_pcie", "checkpoint__tag_validation", "maybe", "bf16", "WARN"),
     # the optimizer
     ("zero2_pcie", "optimizer__type", "Lamb", "bf16", 'write "AdamW"'),
+    ("zero2_pcie", "optimizer__type", "Muon", "bf16", "use ds_configs/zero1_muon.json"),
+    ("zero1_muon", "optimizer__params__fused", True, "bf16", "not read with Muon"),
+    ("zero1_pcie", "optimizer__params__muon_lr", 0.02, "bf16", "only Muon reads it"),
     ("zero2_pcie", "optimizer__params__torch_adam", False, "bf16", 'write "torch_adam": true'),
     ("zero2_pcie", "optimizer__params__adam_w_mode", True, "bf16", "remove it"),
     ("zero2_pcie", "optimizer__params__max_grad_norm", 1.0, "bf16", "set train.clip"),
@@ -407,6 +412,9 @@ def test_every_shipped_config_is_covered() -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", SHIPPED)
 def test_deepspeed_parses_a_shipped_config_as_intended(name: str, precision: str) -> None:
+    if name == "zero1_muon" and precision != "bf16":
+        assert "with train.precision=bf16" in refusal_of(json_with(name), precision=precision)
+        return
     resolved = resolve(json_with(name), world_size=1, precision=precision, clip=0.5)
     assert "auto" not in [value for _, value in walk(resolved)]
     parsed = DeepSpeedConfig(deepcopy(resolved))
@@ -415,7 +423,7 @@ def test_deepspeed_parses_a_shipped_config_as_intended(name: str, precision: str
     assert parsed.float16_config.enabled == (precision == "fp16")
     assert parsed.zero_optimization_stage == int(name[4])
     assert parsed.zero_config.overlap_comm == (name in ("zero2_overlap", "zero3"))
-    assert parsed.zero_config.reduce_bucket_size <= 2**25 or name in ("zero0_debug", "zero1_pcie")
+    assert parsed.zero_config.reduce_bucket_size <= 2**25 or name in NO_BUCKETS
     assert parsed.optimizer_params == resolved["optimizer"]["params"]
-    assert parsed.grad_accum_dtype == ("fp32" if name == "zero1_pcie" else None)
+    assert parsed.grad_accum_dtype == ("fp32" if name in ("zero1_pcie", "zero1_muon") else None)
     assert not parsed.timers_config.enabled

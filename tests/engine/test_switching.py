@@ -12,8 +12,8 @@ import pytest
 from tests.ranks import launch
 
 SHARDED = ("zero1_pcie", "zero1_bf16acc", "zero2_pcie", "zero2_overlap")
-ALL = (*SHARDED, "zero0_debug", "zero3")
-DEFAULT = {"zero1_pcie", "zero2_overlap", "zero0_debug", "zero3"}
+ALL = (*SHARDED, "zero1_muon", "zero0_debug", "zero3")
+DEFAULT = {"zero1_pcie", "zero1_muon", "zero2_overlap", "zero0_debug", "zero3"}
 PAIRS = [
     pytest.param(*pair, marks=[] if DEFAULT.issuperset(pair) else pytest.mark.full)
     for pair in itertools.product(ALL, ALL)

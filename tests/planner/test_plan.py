@@ -204,7 +204,7 @@ def test_search_keeps_sequences_per_step_and_omits_what_does_not_fit() -> None:
     assert {one.forecast.tokens for one in fitting} == {2 * 32 * batch.seq_len}
     assert all(fits(one.forecast.memory, small) for one in fitting)
     everything = search(model, zeros, batch, A100, 2)
-    assert len(fitting) < len(everything) == 6 * 3 * (6 + 7), "32 for each rank, or 64 for both"
+    assert len(fitting) < len(everything) == 7 * 3 * (6 + 7), "32 for each rank, or 64 for both"
     assert {one.batch.ranks_per_sequence for one in everything} == {1, 2}
     speeds = [round(one.forecast.tokens_per_second) for one in fitting]
     assert speeds == sorted(speeds, reverse=True)

@@ -1,0 +1,57 @@
+"""Muon: which parameters it updates, with whole matrices although ranks hold parts of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nsa.engine.build import build_muon, parameter_groups
+from nsa.model import LanguageModel
+from tests.engine.small import small
+from tests.ranks import launch
+
+PARAMS = {"lr": 1e-3, "muon_lr": 0.02, "betas": [0.9, 0.95], "eps": 1e-8, "momentum": 0.9}
+HIDDEN = {"attention.q", "attention.k", "attention.v", "attention.o"}
+HIDDEN |= {"mlp.gate", "mlp.up", "mlp.down"}
+
+
+def test_muon_updates_the_hidden_matrices_and_adamw_all_else() -> None:
+    config = small()
+    config.model.attention.compressor = "mlp"
+    model = LanguageModel(config.model)
+    optimizer = build_muon(model, PARAMS, parameter_groups(model, weight_decay=0.1))
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = {
+        names[id(p)]: (group["use_muon"], group["weight_decay"], group["lr"])
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    assert set(groups) == set(names.values())
+    expected = {f"blocks.{i}.{x}.weight" for i in range(config.model.layers) for x in HIDDEN}
+    assert {name for name, (muon, _, _) in groups.items() if muon} == expected
+    assert {groups[name] for name in expected} == {(True, 0.1, 0.02)}
+    assert groups["embed.weight"] == groups["blocks.0.attention.gates.weight"] == (False, 0.1, 1e-3)
+    assert groups["blocks.0.attention.compress.key.up.weight"] == (False, 0.1, 1e-3)
+    assert groups["norm.weight"] == (False, 0.0, 1e-3)
+    (factor,) = {group["lr_factor"] for group in optimizer.param_groups if group["use_muon"]}
+    assert factor == pytest.approx(20.0)
+
+
+def test_two_ranks_orthogonalise_whole_matrices(tmp_path: Path) -> None:
+    """All their updates' singular values are near 1, except where the gradient has nearly none."""
+    outputs = launch(Path(__file__).with_name("muon_ranks.py"), str(tmp_path), timeout=120)
+    first, second = (
+        [json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in outputs
+    )
+    assert first == second, "the ranks have different weights"
+    hidden = [row for row in first if any(f".{name}." in row["name"] for name in HIDDEN)]
+    assert len(hidden) == 3 * len(HIDDEN)
+    for row in hidden:
+        assert 0.9 < row["high"] < 1.3, row
+        if not row["name"].endswith(("attention.v.weight", "attention.o.weight")):
+            assert row["low"] > 0.6, row
+    others = [row for row in first if row not in hidden]
+    assert others
+    assert all(row["high"] < 0.5 for row in others), "AdamW takes its own, smaller rate"
