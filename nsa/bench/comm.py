@@ -28,7 +28,12 @@ from nsa.probes import free_port
 from nsa.report.markdown import table
 from nsa.resources import resource_path
 
-CONFIGS = {path.stem: path for path in sorted(resource_path("ds_configs").glob("*.json"))}
+# Muon sends what AdamW sends, and its arithmetic would blur which part of a step is communication.
+CONFIGS = {
+    path.stem: path
+    for path in sorted(resource_path("ds_configs").glob("*.json"))
+    if path.stem != "zero1_muon"
+}
 MODEL: dict[str, Any] = {  # at 1 Gbit/s, sending its gradients takes about as long as computing
     "vocab_size": 320,
     "layers": 4,

@@ -97,7 +97,8 @@ def test_another_number_of_ranks_is_refused_with_the_flag_to_add() -> None:
         check_loadable(Path("step00000004"), saved, saved | {"ranks": 1})
 
 
-def test_stage_3_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text('{"saved_under": {"layout": "3", "ranks": 2}}')
-    with pytest.raises(ValueError, match=r"stage 3, which cannot be converted; start 2 ranks"):
+@pytest.mark.parametrize("layout", ["3", "1 or 2 with Muon"])
+def test_what_the_converter_cannot_read_is_refused(tmp_path: Path, layout: str) -> None:
+    (tmp_path / "state.json").write_text(f'{{"saved_under": {{"layout": "{layout}", "ranks": 2}}}}')
+    with pytest.raises(ValueError, match=f"stage {layout}, which cannot be converted; start 2"):
         to_universal(tmp_path)

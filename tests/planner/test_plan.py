@@ -78,7 +78,7 @@ def seconds_per_byte(name: str, rate: float) -> float:
 
 
 def test_bytes_are_within_2_percent_of_those_measured_on_the_link() -> None:
-    assert {row["config"] for row in ROWS} >= {path.stem for path in SHIPPED}
+    assert {row["config"] for row in ROWS} == {path.stem for path in SHIPPED} - {"zero1_muon"}
     for row in ROWS:
         parameters = MEASURED["parameters"]
         planned = sent_over_gloo(row).bytes_per_step / parameters
