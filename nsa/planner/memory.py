@@ -50,7 +50,7 @@ def memory(
     static = {
         "weights": weights,
         "master weights": 4 * count // shards if size == 2 or zero.stage else 0,
-        "optimizer's moments": (8 * count - 4 * matrices) // shards,
+        "optimizer moments": (8 * count - 4 * matrices) // shards,
         "gradients": 4 * count if zero.bf16_optimizer else 0,  # fp32 sums
     }
     buckets = {"buckets": size * zero.bucket * (2 if zero.overlap else 1)}
