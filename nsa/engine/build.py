@@ -76,11 +76,11 @@ def build_muon(
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     hidden = {id(p) for name, p in model.named_parameters() if HIDDEN_MATRIX.fullmatch(name)}
-    adam = {name: params[name] for name in ("lr", "betas", "eps")} | {"use_muon": False}
-    muon = {name: params[name] for name in ("momentum", "ns_method") if name in params}
-    rate = params.get("muon_lr", params["lr"])
-    # The loop multiplies the schedule by `lr_factor`.
-    muon |= {"use_muon": True, "lr": rate, "lr_factor": rate / params["lr"]}
+    adam: dict[str, Any] = {name: params[name] for name in ("lr", "betas", "eps")}
+    muon: dict[str, Any] = {n: params[n] for n in ("momentum", "ns_method") if n in params}
+    adam["use_muon"], muon["use_muon"] = False, True
+    muon["lr"] = params.get("muon_lr", params["lr"])
+    muon["lr_factor"] = muon["lr"] / params["lr"]  # the loop multiplies the schedule by it
     split = [
         {**settings, **group, "params": members}
         for group in groups

@@ -290,7 +290,7 @@ def _zero_mode(resolved: dict[str, Any]) -> ZeroMode:
 
 def has_muon(ds_config: Mapping[str, Any]) -> bool:
     """Return whether Muon updates the matrices, instead of AdamW."""
-    return str(ds_config["optimizer"].get("type")).lower() == "muon"
+    return str(block_of(ds_config, "optimizer").get("type")).lower() == "muon"
 
 
 def _refused_values(resolved: dict[str, Any], source: str) -> Iterator[tuple[str, str]]:
@@ -317,7 +317,7 @@ def _parent(tree: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
     return tree, name
 
 
-def block_of(tree: dict[str, Any], name: str) -> dict[str, Any]:
+def block_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a block; an empty one if it is missing or no block."""
     block = tree.get(name)
     return block if isinstance(block, dict) else {}
