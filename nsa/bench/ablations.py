@@ -69,6 +69,7 @@ PROFILES = {
     "production": (
         "data.source=embedded:torch",
         "data.tokenizer=byte",
+        "data.held_out=0.05",  # more sequences than are evaluated
         "train.warmup_steps=60",
         "checkpoint.every=200",
         "monitor.ladder.smoke=1000000",  # a No-Go for speed must not end a comparison of losses

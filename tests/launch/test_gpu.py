@@ -16,6 +16,7 @@ import pytest
 
 from nsa.bench import ablations
 from nsa.bench.__main__ import parser
+from nsa.data.factory import open_store
 from tests.ranks import ROOT
 
 SANITIZER = "tests/ops/triton/test_gpu.py::test_compute_sanitizer_finds_nothing"
@@ -97,6 +98,9 @@ def test_learn_compares_nsa_and_dense_and_settings_of_the_command() -> None:
         assert config.model.layers == 12
         assert config.data.source == "embedded:torch"
         assert config.train.warmup_steps < flags.steps < config.monitor.ladder.smoke
+    for split, samples in (("val", config.train.eval_samples), ("train", flags.steps * 32)):
+        text = open_store(config.data, "embedded:torch", split)
+        assert samples < len(text) // config.data.seq_len, "each is read at most once"
     (default,) = commands("--stage", "learn")
     assert "--variant" not in default
 
