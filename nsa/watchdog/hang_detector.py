@@ -76,8 +76,7 @@ class HangDetector:
         report = None
         self._judge_speed(now)
         if not not_locked:
-            own = {n: beats[n] for n, pid in running.items() if n in beats}
-            own = {n: beat for n, beat in own.items() if beat["pid"] == running[n]}
+            own = {n: beat for n, beat in beats.items() if running.get(n) == beat["pid"]}
             report = self.find_hang(own, now)
             for degradation, action in self.find_degradation() if running else ():
                 if action == "halt":
