@@ -25,7 +25,7 @@ from transformers import (
 import nsa  # noqa: F401 - registers the model
 from nsa.data.tokenizer import ByteTokenizer
 from nsa.export.hf_tokenizer import write_tokenizer
-from nsa.model.hf import NSAForSequenceClassification, NSAModel
+from nsa.model.hf import NSAForCausalLM, NSAForSequenceClassification, NSAModel
 from nsa.model.hf_config import NSAConfig
 from tests.model.models import build, tiny, tokens
 from tests.model.test_hf import MASK, wrapped
@@ -216,7 +216,7 @@ def test_a_classifier_reads_each_sequences_last_token(side: str, tmp_path: Path)
 def test_padded_batches_break_a_compiled_graph_in_one_place() -> None:
     torch._dynamo.reset()
     counters.clear()
-    model = wrapped(dtype=torch.float32)
+    model: Any = NSAForCausalLM(NSAConfig.of(tiny(layers=1)))
     compiled = torch.compile(model, backend="eager")
     graphs = []
     for length in (24, 30, 36):
