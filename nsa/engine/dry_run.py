@@ -11,6 +11,7 @@ from nsa.engine.build import build_engine
 from nsa.engine.config import RunConfig
 from nsa.engine.data import open_data
 from nsa.engine.ds_config import TRACKERS
+from nsa.engine.gradient_check import ReductionCheck
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.engine.resolve import to_yaml
 from nsa.engine.resume import find_initial_weights
@@ -31,10 +32,12 @@ def dry_run(request: RunRequest) -> None:
     ds_config = {name: block for name, block in request.ds_config.items() if name not in TRACKERS}
     engine, notes = build_engine(config, ds_config, device, weights)
     shape = (config.train.micro_batch, config.data.seq_len // config.train.sequence_parallel)
+    reduction_check = ReductionCheck(engine)
     for _ in range(config.train.accumulation):
         tokens = torch.randint(config.model.vocab_size, shape, device=device)
         loss = engine(tokens, labels=tokens.roll(-1, dims=1))
         engine.backward(loss)
+        reduction_check.compare()
         engine.step()
     if ranks.rank == 0:
         for note in [*request.notes, *notes, *data_notes]:

@@ -1,17 +1,31 @@
-"""Gradient check: every parameter gets exactly one gradient per backward pass, on every rank.
+"""Gradient check: one gradient for each parameter on every rank, and DeepSpeed averages them.
 
 DDP crashed if a gradient arrived twice (parameter in two reentrant checkpoint segments) and hung if
-a rank had no gradient for a parameter. This check finds both before training starts.
+a rank had no gradient for a parameter. `inspect_gradients` finds both before training starts.
+
+Some releases of DeepSpeed reduced gradients wrongly under ZeRO-2, without an error.
+`ReductionCheck` compares the first step's with a plain all-reduce before they reach the weights:
+
+    backward   hooks on a few parameters: sum of this rank's gradients, fp32  ->  all-reduce, mean
+    boundary   DeepSpeed's reduced gradient of each                           ->  must be equal
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
+from nsa.engine.consensus import RunAborted
 from nsa.engine.ds_config import Tolerance
 
 TWICE = "gets its gradient more than once in one backward pass"
@@ -23,6 +37,10 @@ MISSING = "gets no gradient on some rank"
 FIX_MISSING = (
     "make the loss depend on every parameter for any input, or use ds_configs/zero0_debug.json, "
     "which tolerates it"
+)
+SPACED = 8  # parameters whose reduction is checked, by size and by number: at most 16
+FIX_REDUCTION = (
+    "install the DeepSpeed of launch/constraints.txt, or train with ds_configs/zero1_pcie.json"
 )
 
 
@@ -77,3 +95,96 @@ def check_gradients(report: GradientReport, tolerance: Tolerance) -> list[str]:
                 raise ValueError(f"{message}; {fix}")
             notes.append(f"{message}; the DeepSpeed config tolerates it")
     return notes
+
+
+def _spread(sizes: list[int]) -> list[int]:
+    """Return indices evenly spaced by size, so that no bucket is missed, and by number."""
+    ends = list(accumulate(sizes))
+    by_size = {bisect_right(ends, ends[-1] * (2 * k + 1) // (2 * SPACED)) for k in range(SPACED)}
+    by_number = {k * (len(sizes) - 1) // (SPACED - 1) for k in range(SPACED)}
+    return sorted(by_size | by_number)
+
+
+class ReductionCheck:
+    """Compares DeepSpeed's reduced gradients of one step with a plain fp32 all-reduce.
+
+    It only reads gradients, so the digits of the step do not change. DeepSpeed adds micro-batches
+    and ranks in its own dtype. Each addition rounds by at most half an eps of what is added so far,
+    at random, so that the root of their number bounds the sum's error (measured: a third of it).
+    """
+
+    def __init__(self, engine: Any) -> None:
+        """Record the gradients of the next step, up to `compare` at its last micro-batch."""
+        self._engine = engine
+        parameters = [
+            (name, parameter)
+            for name, parameter in engine.module.named_parameters()
+            if parameter.requires_grad and not getattr(parameter, "use_muon", False)
+        ]  # DeepSpeed replaces the gradients of Muon's by its updates
+        sizes = [getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in parameters]
+        self._checked = dict(parameters[index] for index in _spread(sizes))
+        self._hooks = [
+            parameter.register_hook(partial(self._add, name))
+            for name, parameter in self._checked.items()
+        ]
+        self._reset()
+
+    def _reset(self) -> None:
+        """Start again with sums of 0, which a parameter without a gradient on this rank keeps."""
+        self._sums, self._norms = {}, {}
+        for name, p in self._checked.items():
+            shape = getattr(p, "ds_shape", p.shape)  # of ZeRO-3's partitioned parameters
+            self._sums[name] = torch.zeros(shape, dtype=torch.float32, device=p.device)
+            self._norms[name] = torch.zeros((), device=p.device)
+
+    def _add(self, name: str, gradient: torch.Tensor) -> None:
+        self._sums[name] += gradient
+        self._norms[name] += gradient.norm(dtype=torch.float32)
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Raise RunAborted on all ranks if a gradient differs; call after each backward pass.
+
+        A gradient that is not finite shows nothing: the next step is compared instead.
+        """
+        if not self._hooks or not self._engine.is_gradient_accumulation_boundary():
+            return
+        ranks = dist.get_world_size()
+        norms = torch.stack(list(self._norms.values()))  # [checked]
+        dist.all_reduce(norms)
+        expected, actual, errors = [], [], []
+        for name, parameter in self._checked.items():
+            plain = self._sums[name]
+            dist.all_reduce(plain)
+            plain /= ranks
+            reduced = safe_get_full_grad(parameter)
+            reduced = torch.zeros_like(plain) if reduced is None else reduced.float()
+            expected.append(plain.norm())
+            actual.append(reduced.norm())
+            errors.append((reduced - plain).norm())
+        figures = torch.stack([norms / ranks, *map(torch.stack, (expected, actual, errors))])
+        figures.nan_to_num_(math.inf, math.inf)
+        dist.all_reduce(figures, op=dist.ReduceOp.MAX)  # the ranks decide alike
+        self._judge(*figures.tolist())
+
+    def _judge(
+        self, added: list[float], expected: list[float], actual: list[float], errors: list[float]
+    ) -> None:
+        dtype = self._engine.communication_data_type
+        fp16 = torch.float16 in (dtype, *(p.dtype for p in self._checked.values()))
+        must_be_finite = [*added, *expected, *(actual if fp16 else ())]  # a sum may exceed fp16
+        if not all(map(math.isfinite, must_be_finite)):
+            self._reset()
+            return
+        for hook in self._hooks:
+            hook.remove()
+        roundings = self._engine.gradient_accumulation_steps() + dist.get_world_size()
+        for at, (name, parameter) in enumerate(self._checked.items()):
+            eps = max(torch.finfo(dtype).eps, torch.finfo(parameter.dtype).eps)
+            if not errors[at] <= 0.5 * eps * math.sqrt(roundings) * added[at]:
+                raise RunAborted(
+                    f"DeepSpeed {deepspeed.__version__}: its reduced gradient of {name} differs "
+                    f"from a plain fp32 all-reduce by {errors[at]:.3g} (norms {actual[at]:.3g} and "
+                    f"{expected[at]:.3g}); the weights are unchanged; {FIX_REDUCTION}"
+                )
+        self._hooks, self._sums, self._checked = [], {}, {}

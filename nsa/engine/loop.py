@@ -163,6 +163,7 @@ def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
         loss = engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
         run.telemetry.enter("backward", micro_step)
         engine.backward(run.guard.check(loss))
+        run.reduction_check.compare()
         run.telemetry.enter("step", micro_step)
         engine.step()  # updates the weights after the last micro-batch only
         total += loss.detach().float()

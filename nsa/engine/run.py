@@ -11,6 +11,7 @@ from nsa.checkpoint import Saver
 from nsa.doctor.check import Check
 from nsa.engine.consensus import Consensus
 from nsa.engine.data import Data
+from nsa.engine.gradient_check import ReductionCheck
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.process_group import Ranks
@@ -47,6 +48,7 @@ class Run:
     observers: Observer  # does nothing except on rank 0
     writers: list[BackgroundWriter]  # of the observers
     saver: Saver
+    reduction_check: ReductionCheck  # of the first step
     guard: LossGuard
     shutdown: ShutdownMonitor
     gates: list[Gate]

@@ -24,6 +24,7 @@ from nsa.engine import loop, resume
 from nsa.engine.build import build_engine
 from nsa.engine.consensus import Consensus, RunAborted
 from nsa.engine.data import open_data
+from nsa.engine.gradient_check import ReductionCheck
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.observers import build_observers, trackers, write_final_report
 from nsa.engine.peer_hosts import connect_hosts
@@ -157,6 +158,7 @@ def _create_parts(run: Run) -> None:
     run.observers = observers
     if rank == 0:
         run.telemetry.report_dtypes(run.engine, request.run_dir / "dtypes.txt")
+    run.reduction_check = ReductionCheck(run.engine)
     run.guard = LossGuard(config.train, device)
     if "guard" in run.rank_state:
         run.guard.restore(run.rank_state["guard"])

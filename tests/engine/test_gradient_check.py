@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import deepspeed
 import pytest
 
 from nsa.engine.gradient_check import GradientReport
-from tests.ranks import launch
+from tests.engine.runs import TINY
+from tests.ranks import ROOT, launch, start_ranks
 
 PROGRAM = Path(__file__).with_name("gradient_check_ranks.py")
 
@@ -60,3 +62,45 @@ def test_ddp_fails_as_the_earlier_runs_did_where_a_parameter_fires_twice(
 ) -> None:
     for text in launch(PROGRAM, "ddp", model):
         assert expected in text
+
+
+CELLS: list[tuple[str, str, int, str]] = [  # as in test_matrix.py
+    ("0", "none", 1, "fp32"),
+    ("0", "reentrant", 2, "bf16"),
+    ("1", "reentrant", 2, "bf16"),
+    ("1-fp32acc", "none", 2, "bf16"),
+    ("2", "none", 1, "fp32"),
+    ("2", "selective", 4, "bf16"),
+    ("2-overlap", "reentrant", 2, "bf16"),
+    ("3", "non_reentrant", 2, "bf16"),
+]
+
+
+def test_a_wrong_bucket_is_refused_and_a_sound_reduction_changes_no_digit() -> None:
+    texts = launch(PROGRAM.with_name("reduction_ranks.py"), json.dumps(CELLS))
+    rows, others = (
+        [json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in texts
+    )
+    assert [tuple(row["cell"]) for row in rows] == CELLS
+    for row, other in zip(rows, others, strict=True):
+        assert row["same"], f"{row['cell']}: the check changed the weights"
+        assert row["refusals"] == other["refusals"], "one rank would stop and the other hang"
+        for bug, refusal in row["refusals"].items():
+            assert refusal is not None, (row["cell"], bug)
+            assert refusal.startswith(f"DeepSpeed {deepspeed.__version__}: its reduced gradient")
+            assert "launch/constraints.txt" in refusal
+
+
+def test_a_run_with_a_dropped_bucket_ends_in_one_line_without_a_checkpoint(tmp_path: Path) -> None:
+    program = PROGRAM.with_name("reduction_ranks.py")
+    config = f"--deepspeed_config={ROOT}/ds_configs/zero2_pcie.json"
+    flags = ["--profile=demo", "--steps=3", "--run-dir=run", config, *TINY]
+    ranks = start_ranks(program, f"{ROOT}/recipes/m7c.py", *flags, folder=tmp_path)
+    try:
+        codes = ranks.codes(120)
+    finally:
+        ranks.end()
+    assert codes == [3, 3], ranks.text("err")[-3_000:]
+    (line,) = {line for line in ranks.text("err").splitlines() if "reduced gradient" in line}
+    assert line.startswith(f"m7c: DeepSpeed {deepspeed.__version__}: its reduced gradient of ")
+    assert not (tmp_path / "run/checkpoints/latest").exists()
