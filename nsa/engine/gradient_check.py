@@ -116,11 +116,7 @@ class ReductionCheck:
     def __init__(self, engine: Any) -> None:
         """Record the gradients of the next step, up to `compare` at its last micro-batch."""
         self._engine = engine
-        parameters = [
-            (name, parameter)
-            for name, parameter in engine.module.named_parameters()
-            if parameter.requires_grad and not getattr(parameter, "use_muon", False)
-        ]  # DeepSpeed replaces the gradients of Muon's by its updates
+        parameters = [item for item in engine.module.named_parameters() if item[1].requires_grad]
         sizes = [getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in parameters]
         self._checked = dict(parameters[index] for index in _spread(sizes))
         self._hooks = [
