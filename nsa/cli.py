@@ -23,6 +23,7 @@ from nsa.flags import reject_unknown_flags
 from nsa.planner.command import add_parser as add_plan_parser
 from nsa.report.compare import add_parser as add_compare_parser
 from nsa.report.report import add_parser as add_report_parser
+from nsa.untrusted import printable
 from nsa.validation import positive_flags
 from nsa.watchdog.command import add_parser as add_watch_parser
 from nsa.watchdog.command import split_command
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except (ValueError, OSError) as error:
-        print(f"nsa: {error}", file=sys.stderr)
+        print(f"nsa: {printable(str(error))}", file=sys.stderr)
         return 2
 
 

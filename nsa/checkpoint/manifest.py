@@ -18,6 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nsa.dtypes import DTYPES
+from nsa.untrusted import open_regular, parse_json, read_text, short
+
 MANIFEST = "manifest.json"
 STATE = "state.json"
 NAME = re.compile(r"step(\d{8,})")
@@ -26,6 +29,8 @@ CHUNK = 4 * 2**20
 # together with the weights in stage 3. It cannot load one of these layouts as another.
 LAYOUT_OF_STAGE = {0: "0", 1: "1 or 2", 2: "1 or 2", 3: "3"}
 WITH_MUON = "{} with Muon"  # neither can it read AdamW's state as Muon's
+LAYOUTS = ("{}", WITH_MUON)
+MAX_RANKS = 65_536
 ANY = "any"  # `ranks` of a universal checkpoint, which loads on any number
 
 
@@ -55,12 +60,15 @@ def manifest_text(content: dict[str, Any]) -> str:
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest; raise a ValueError that names the problem with it."""
     try:
-        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        step, ranks = int(content["step"]), int(content["ranks"])
-        for entry in content["files"].values():
-            int(entry["bytes"]), str(entry["sha256"])
-        names = set(content["files"])
-        bool(content["finite"]), float(content["time"])
+        content = parse_json(read_text(checkpoint / MANIFEST))
+        step, ranks, files = content["step"], content["ranks"], content["files"]
+        values = [(step, int), (ranks, int), (content["finite"], bool), (content["time"], float)]
+        for entry in files.values():
+            values += [(entry["bytes"], int), (entry["sha256"], str)]
+        for value, kind in values:
+            if type(value) is not kind and not (kind is float and type(value) is int):
+                raise ValueError(f"{short(value)} is no {kind.__name__}")
+        names = set(files)
         intact = content.pop("sha256") == _content_hash(content)
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
@@ -68,6 +76,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} cannot be read: {type(error).__name__}: {error}") from error
     if not intact:
         raise ValueError(f"{MANIFEST} was changed after it was written: its hash differs")
+    if not 0 < ranks <= MAX_RANKS:
+        raise ValueError(f"{MANIFEST} is that of {ranks} ranks")
     match = NAME.match(checkpoint.name)
     if match and int(match[1]) != step:
         raise ValueError(f"{MANIFEST} is that of step {step}")
@@ -88,15 +98,17 @@ def find_problem(checkpoint: Path, *, hashes: bool = True) -> str | None:
     for name, entry in files.items():  # sizes first: this is cheap
         try:
             size = (checkpoint / name).stat().st_size
-        except OSError as error:
-            return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{error}"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except (OSError, ValueError) as error:  # ValueError: no file can have this name
+            return f"{name!r} cannot be read: {error}"
         if size != entry["bytes"]:
             return f"{name} has {size:,} bytes, {MANIFEST} says {entry['bytes']:,}"
     for name, entry in files.items() if hashes else ():
         try:
             digest = _sha256(checkpoint / name)
         except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
+            return f"{name} cannot be read: {error.strerror or error}"
         if digest != entry["sha256"]:
             return f"{name} has other content than was saved: its SHA-256 differs"
     return None
@@ -115,7 +127,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Return the folders named like a checkpoint, valid or not, newest first."""
     try:
         paths = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(paths, key=lambda path: int(path.name.removeprefix("step")), reverse=True)
 
@@ -145,7 +157,7 @@ def complete_by_size(folder: Path) -> list[Path]:
 def _sha256(path: Path, *, sync: bool = False) -> str:
     digest, buffer = hashlib.sha256(), bytearray(CHUNK)
     view = memoryview(buffer)
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         if sync:
             os.fsync(file.fileno())
         while count := file.readinto(buffer):
@@ -161,6 +173,14 @@ def read_train_state(checkpoint: Path) -> dict[str, Any]:
     return read_state_file(checkpoint)["state"]
 
 
+def read_step(checkpoint: Path) -> int:
+    """Return the number of optimizer steps before the checkpoint."""
+    step = read_train_state(checkpoint).get("step")
+    if type(step) is not int or not 0 <= step < 2**62:
+        raise ValueError(f"{checkpoint / STATE}: step = {step!r}; use another checkpoint")
+    return step
+
+
 def read_topology(checkpoint: Path) -> dict[str, Any]:
     """Return `layout`, `precision` and `ranks` of the run that saved the checkpoint."""
     return read_state_file(checkpoint)["saved_under"]
@@ -174,11 +194,41 @@ def read_tokenizer(checkpoint: Path) -> dict[str, str] | None:
 def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
     """Return the state of one rank; None if it had none."""
     path = checkpoint / rank_file(rank)
-    return json.loads(path.read_text()) if path.exists() else None
+    return _read_object(path) if path.exists() else None
 
 
 def read_state_file(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    """Return state.json; raise a ValueError if a part that readers need is missing or wrong."""
+    content = _read_object(checkpoint / STATE)
+    state, saved, tokenizer = (content.get(k) for k in ("state", "saved_under", "tokenizer"))
+    if not (isinstance(state, dict) and isinstance(saved, dict)):
+        raise ValueError(f"{checkpoint / STATE} lacks state or saved_under; use another checkpoint")
+    ranks = saved.get("ranks")
+    wrong = {
+        "layout": saved.get("layout")
+        not in [form.format(name) for name in LAYOUT_OF_STAGE.values() for form in LAYOUTS],
+        "precision": saved.get("precision") not in tuple(DTYPES),
+        "ranks": ranks != ANY and (type(ranks) is not int or not 0 < ranks <= MAX_RANKS),
+        "tokenizer": tokenizer is not None
+        and not (
+            isinstance(tokenizer, dict)
+            and all(isinstance(tokenizer.get(key), str) for key in ("name", "fingerprint"))
+        ),
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(f"{checkpoint / STATE}: {name} is not valid; use another checkpoint")
+    return content
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(read_text(path))
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}; use another checkpoint") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object; use another checkpoint")
+    return content
 
 
 def check_loadable(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ def to_universal(checkpoint: Path) -> Path:
         )
     target = checkpoint.with_name(f"{checkpoint.name}.universal")
     source = read_manifest(checkpoint)
-    if find_problem(target) is None and read_manifest(target)["made_from"] == source["files"]:
+    if find_problem(target) is None and read_manifest(target).get("made_from") == source["files"]:
         return target
     draft = checkpoint.with_name(f".{target.name}{PARTIAL}")
     try:

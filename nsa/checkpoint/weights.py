@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 from nsa.checkpoint.manifest import ANY, MANIFEST, find_problem, newest_complete, read_topology
 from nsa.checkpoint.safe_load import data_only
 from nsa.dtypes import DTYPES
+from nsa.untrusted import open_regular, parse_json, printable, read_text
 
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's name, except for stage 3
 SAFETENSORS = "model.safetensors"
@@ -41,7 +41,7 @@ def find_weights(path: Path) -> Path:
         newest, notes = newest_complete(path / "checkpoints")
         if newest is not None:
             for note in notes:
-                warnings.warn(f"skipped: {note}", stacklevel=2)
+                warnings.warn(f"skipped: {printable(note)}", stacklevel=2)
             return newest
         problem = "; ".join(notes) or "nothing is saved"
     elif (path / MANIFEST).exists():
@@ -64,7 +64,18 @@ def read_weights(folder: Path, dtype: torch.dtype | None = None) -> dict[str, Te
     """Return all weights by name, in `dtype` or as they were trained.
 
     In float32 these are the optimizer's master weights, from which the trained ones are rounded.
+    Raise a ValueError if the files hold something else.
     """
+    try:
+        return _read_weights(folder, dtype)
+    except (OSError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"the weights of '{folder}' cannot be read ({reason}); use another checkpoint"
+        ) from error
+
+
+def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
     if has_safetensors(folder):
         weights = read_safetensors(folder)
         return {name: weight.to(dtype or weight.dtype) for name, weight in weights.items()}
@@ -100,6 +111,8 @@ def set_weights(
                 f"the weights of '{source}' do not fit this model: {name} is {there} there and "
                 f"{here} here; set model.* as in that run's config.yaml"
             )
+        if not weights[name].is_floating_point():
+            raise ValueError(f"the weights of '{source}': {name} is {weights[name].dtype}")
     model.load_state_dict(weights, assign=assign)
 
 
@@ -114,14 +127,16 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
     names, weights = [SAFETENSORS], dict[str, Tensor]()
     if not (folder / SAFETENSORS).is_file():
         try:
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            names = sorted({str(name) for name in index["weight_map"].values()})
+            index = parse_json(read_text(folder / INDEX))
+            names = sorted({Path(str(name)).name for name in index["weight_map"].values()})
         except (ValueError, LookupError, TypeError, AttributeError):
             raise ValueError(
                 f"{folder / INDEX} is damaged: it has no weight_map, which names the files of "
                 "weights; copy or save the model again"
             ) from None
     for name in names:
+        with open_regular(folder / name):  # safetensors would wait for a pipe
+            pass
         try:
             tensors = load_file(folder / name)
         except SafetensorError as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nsa.data.config import DataConfig
 from nsa.data.source import SPLITS
+from nsa.untrusted import printable, short
 from nsa.validation import positive_flags
 
 if TYPE_CHECKING:
@@ -115,12 +116,14 @@ def _check(args: argparse.Namespace) -> int:
     folder = args.folder.expanduser()
     index = read_index(folder)
     verify_shards(folder, index)
-    print(f"{folder}: source {index.stamp.source}, tokenizer {index.stamp.tokenizer}; intact")
+    names = f"source {index.stamp.source}, tokenizer {index.stamp.tokenizer}"
+    print(f"{folder}: {printable(names)}; intact")
     print(*_contents(folder, index), sep="\n")
     if index.of("train"):
         store = open_shards(str(folder), "train")
         print(f"a run of {args.steps:,} steps of {args.samples_per_step:,} samples:")
-        print(*coverage([store], [1.0], args.seq_len, args.steps * args.samples_per_step), sep="\n")
+        samples = args.steps * args.samples_per_step
+        print(*map(printable, coverage([store], [1.0], args.seq_len, samples)), sep="\n")
     return 0
 
 
@@ -132,9 +135,10 @@ def _contents(folder: Path, index: Index) -> list[str]:
     for split in SPLITS:
         shards = index.of(split)
         if not shards:
+            held_out = short(index.settings.get("held_out"))
             lines.append(
                 f"{split}: no documents, so no run can use this folder: data.held_out was "
-                f"{index.settings['held_out']}; choose another --held-out, or a larger source"
+                f"{held_out}; choose another --held-out, or a larger source"
             )
             continue
         tokens = sum(shard.tokens for shard in shards)

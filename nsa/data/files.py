@@ -147,7 +147,7 @@ class Files:
     def _size_of(self, file: TextFile) -> int:
         if file.suffix != ".parquet":
             return file.bytes
-        with _parquet(file, self.text_field) as table:
+        with _errors_name(file.path), _parquet(file, self.text_field) as table:
             groups = (table.metadata.row_group(i) for i in range(table.metadata.num_row_groups))
             columns = (group.column(i) for group in groups for i in range(group.num_columns))
             return sum(

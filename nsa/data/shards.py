@@ -16,9 +16,10 @@ import shutil
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from nsa.atomic_io import atomic_write
 from nsa.data.source import DataError
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray
+from nsa.untrusted import open_regular, parse_json, read_text, short
 
 MAGIC = b"NSASHARD"
 VERSION = 1
@@ -61,6 +63,9 @@ class Shard:
     documents: int
     text_bytes: int
     sha256: str
+
+
+Record = TypeVar("Record", Stamp, Shard)
 
 
 def _ends_offset(tokens: int, dtype: str) -> int:
@@ -138,13 +143,15 @@ def _description(shard: Shard, stamp: Stamp) -> dict[str, Any]:
     return description
 
 
-def open_shard(folder: Path, shard: Shard, stamp: Stamp) -> BinaryIO:
+def open_shard(folder: Path, shard: Shard, stamp: Stamp) -> FileIO:
     """Open a shard; check its size and header, but not its content."""
     path = folder / shard.name
     try:
-        file = path.open("rb", buffering=0)
+        file = open_regular(path)
     except FileNotFoundError:
         raise DataError(f"{path}: this shard is missing; {RESTORE}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}); {RESTORE}") from None
     try:
         _check_header(path, file.read(HEADER), shard, stamp)
         size, expected = (
@@ -172,18 +179,21 @@ def _check_header(path: Path, header: bytes, shard: Shard, stamp: Stamp) -> None
         )
     check_version(path, version)
     try:
-        actual = json.loads(header[FIXED.size : FIXED.size + length])
+        actual = parse_json(header[FIXED.size : FIXED.size + length])
     except ValueError:
         actual = {}
+    actual = actual if isinstance(actual, dict) else {}
     for name, value in _description(shard, stamp).items():
         if actual.get(name) != value:
             raise DataError(
-                f"{path}: not the shard that {INDEX} lists: its {name} is {actual.get(name)!r} "
-                f"instead of {value!r}; {RESTORE}"
+                f"{path}: not the shard that {INDEX} lists: its {name} is "
+                f"{short(actual.get(name))} instead of {value!r}; {RESTORE}"
             )
 
 
 def check_version(path: Path, version: int) -> None:
+    if type(version) is not int:
+        raise DataError(f"{path}: damaged (version = {short(version)}); prepare the folder again")
     if version > VERSION:
         raise DataError(
             f"{path}: written by a newer nsa (format {version}, this one reads {VERSION}); update "
@@ -198,7 +208,7 @@ def is_prepared(path: str) -> bool:
 
 def _is_ours(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return FORMAT.encode() in file.read(64)  # other programs have an index.json, too
     except OSError:
         return False
@@ -208,19 +218,37 @@ def read_index(folder: Path) -> Index:
     """Read the index of a finished folder."""
     path = folder / INDEX
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_text(path))
         if content["format"] == FORMAT:
             check_version(path, content["version"])
-        shards = [Shard(**shard) for shard in content["shards"]]
-        return Index(Stamp(**content["stamp"]), content["settings"], content["parts"], shards)
+        shards = [_checked(Shard(**shard)) for shard in content["shards"]]
+        stamp = _checked(Stamp(**content["stamp"]))
+        if not isinstance(content["settings"], dict):
+            raise TypeError("settings is no object")
+        return Index(stamp, content["settings"], content["parts"], shards)
     except FileNotFoundError:
         if _is_ours(folder / PLAN):
             raise DataError(f"{folder}: unfinished; {RERUN}: it resumes where it stopped") from None
         raise DataError(f"{folder}: not a folder that `nsa data prepare` wrote") from None
     except DataError:
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: damaged ({error!r}); prepare the folder again") from None
+
+
+def _checked(record: Record) -> Record:
+    """Return a record of an index; raise if a field has another type or an impossible value."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        kind = str if field.type == "str" else int
+        if type(value) is not kind or (type(value) is int and not 0 <= value < 2**62):
+            raise ValueError(f"{field.name} = {short(value)}")
+    if isinstance(record, Stamp):
+        if record.dtype not in ("uint16", "uint32") or record.eos_id >= record.vocab_size:
+            raise ValueError(f"dtype = {short(record.dtype)}, eos_id = {record.eos_id}")
+    elif not record.tokens or not record.documents or Path(record.name).name != record.name:
+        raise ValueError(f"{short(record.name)} with {record.tokens} tokens")
+    return record
 
 
 def write_index(folder: Path, index: Index) -> None:
@@ -257,6 +285,15 @@ class ShardStore(TokenStore):
             tokenizer_fingerprint=stamp.tokenizer_fingerprint,
         )
 
+    def read(self, start: int, stop: int) -> TokenArray:
+        tokens = super().read(start, stop)
+        if (highest := int(tokens.max())) >= self.vocab_size:  # it would not fit the embedding
+            raise DataError(
+                f"{self.name}: holds the id {highest} at or after token {start:,}, and {INDEX} "
+                f"says vocab_size = {self.vocab_size}; prepare the folder again"
+            )
+        return tokens
+
     def _piece(self, number: int) -> TokenArray:
         if self._stat(number) != self._opened[number]:
             raise DataError(
@@ -275,9 +312,10 @@ def open_shards(path: str, split: str) -> TokenStore:
     folder = Path(path).expanduser()
     index = read_index(folder)
     if not index.of(split):
+        held_out = short(index.settings.get("held_out"))
         raise DataError(
             f"data.source = {path!r} has no document for split {split!r} (prepared with "
-            f"data.held_out = {index.settings['held_out']}); prepare it again with another "
+            f"data.held_out = {held_out}); prepare it again with another "
             "--held-out, or take a larger source"
         )
     return ShardStore(folder, path, index, split)

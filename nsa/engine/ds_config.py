@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_keys import MODELS, key_error, walk
 from nsa.engine.ds_refusals import REFUSALS, ZeroMode
+from nsa.untrusted import parse_json, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
 OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
@@ -74,8 +75,7 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {name} is not JSON; write a finite number")
 
     try:
-        text = path.read_text(encoding="utf-8")
-        raw = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+        text = read_text(path)
     except FileNotFoundError:
         near = get_close_matches(path.name, [file.name for file in path.parent.glob("*.json")], 1)
         fix = f"did you mean {path.parent / near[0]}?" if near else "name a JSON file"
@@ -83,11 +83,16 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{path}: cannot be read ({reason}); name a JSON file") from error
+    try:
+        raw = parse_json(text, object_pairs_hook=unique, parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}, line {error.lineno}, column {error.colno}: {error.msg}; "
             "write plain JSON: no comments, no trailing commas, names in double quotes"
         ) from error
+    except ValueError as error:
+        reason = str(error)
+        raise ValueError(reason if str(path) in reason else f"{path}: {reason}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: holds {_short(raw)}; write an object: {{…}}")
     return raw

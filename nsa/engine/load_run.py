@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from nsa.checkpoint.manifest import read_tokenizer, read_train_state
+from nsa.checkpoint.manifest import read_step, read_tokenizer
 from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights, set_weights
 from nsa.data.batch_source import source_names
 from nsa.data.config import DataConfig
@@ -17,6 +17,7 @@ from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config
 from nsa.model import LanguageModel
+from nsa.untrusted import printable
 
 CONFIG = "config.yaml"
 
@@ -49,7 +50,7 @@ def find_run(path: Path | str) -> StoredRun:
     try:
         tokenizer: Tokenizer | None = run_tokenizer(config.data, folder)
     except DataError as error:
-        warnings.warn(f"no tokenizer: {error}", stacklevel=2)
+        warnings.warn(f"no tokenizer: {printable(str(error))}", stacklevel=2)
         tokenizer = None
     if tokenizer is not None and config.data.tokenizer == "byte":
         config.data.tokenizer = tokenizer.name  # prepared data brings its own tokenizer
@@ -58,7 +59,7 @@ def find_run(path: Path | str) -> StoredRun:
         tokenizer=tokenizer,
         folder=folder.parent.parent if folder.parent.name == "checkpoints" else folder,
         weights_folder=folder,
-        step=None if has_safetensors(folder) else read_train_state(folder)["step"],
+        step=None if has_safetensors(folder) else read_step(folder),
     )
 
 

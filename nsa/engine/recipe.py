@@ -14,6 +14,7 @@ from nsa.engine.consensus import RunAborted
 from nsa.engine.run_dir import FolderLock
 from nsa.engine.run_request import Recipe
 from nsa.flags import reject_unknown_flags
+from nsa.untrusted import printable
 
 __all__ = ["Recipe", "main"]
 
@@ -70,5 +71,5 @@ def _exit_with_error(recipe: Recipe, error: Exception, code: int) -> NoReturn:
     if int(os.environ.get("RANK", 0)) != 0:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # sent by the launcher
         time.sleep(RANK_0_REPORT_SECONDS)
-    print(f"{recipe.name}: {error}", file=sys.stderr, flush=True)
+    print(f"{recipe.name}: {printable(str(error))}", file=sys.stderr, flush=True)
     end_process(code)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import types
 import typing
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
@@ -15,6 +14,7 @@ from typing import Any
 import yaml
 
 from nsa.engine.config import RunConfig
+from nsa.untrusted import parse_yaml, read_text, short
 
 SHORT_NAMES = {"attention": ("model", "attention")}
 MIXTURES = ("data.source",)  # the value may be a mapping, which an override replaces
@@ -61,19 +61,6 @@ SYNONYMS = {
 LARGEST = 2**62  # of a whole number; torch and numpy hold 64 bits
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML that refuses duplicate keys; PyYAML would keep the last one silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping; raise if a key is written twice in it."""
-        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        for key, count in keys.items():
-            if count > 1:
-                problem = f"{key!r} is written twice in one mapping; keep one"
-                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def resolve_config(
     recipe: RunConfig, file: Path | None = None, assignments: list[str] | None = None
 ) -> RunConfig:
@@ -100,28 +87,26 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
-    if file.exists() and not (file.is_file() or file.is_dir()):
-        raise ValueError(f"--config {file}: is no regular file; give a YAML file")
     try:
-        tree = _parse(file.read_text(), f"--config {file}")
+        text = read_text(file)
     except FileNotFoundError:
         raise ValueError(f"--config {file}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         inside = file / "config.yaml"
         fix = f"give {inside}" if inside.is_file() else "give a YAML file"
-        raise ValueError(f"--config {file}: cannot be read as text ({error}); {fix}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"--config {file}: cannot be read as text ({reason}); {fix}") from None
+    tree = _parse(text, f"--config {file}")
     if tree is not None and not isinstance(tree, dict):
-        raise ValueError(f"--config {file}: holds {tree!r}; write sections with keys")
+        raise ValueError(f"--config {file}: holds {short(tree)}; write sections with keys")
     return tree or {}
 
 
 def _parse(text: str, source: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
-    except RecursionError:
-        raise ValueError(f"{source[:200]}: nested too deeply; write sections with keys") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{source[:200]}: not YAML: {' '.join(str(error).split())}") from None
+        return parse_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"{source[:200]}: {error}") from None
 
 
 def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> None:
@@ -172,22 +157,22 @@ def _cast(kind: Any, value: Any, name: str) -> Any:
     allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if MIXTURE in allowed and isinstance(value, dict):
         if None in value.values():
-            raise ValueError(f"{name} = {value!r}: write a space after each colon")
+            raise ValueError(f"{name} = {short(value)}: write a space after each colon")
         return {str(key): _cast(float, weight, f"{name}: {key}") for key, weight in value.items()}
     if float in allowed and not isinstance(value, bool):
         number = _number(value)
         if number is not None and not math.isfinite(number):
-            raise ValueError(f"{name} = {str(value)[:40]}: must be a finite number")
+            raise ValueError(f"{name} = {number}: must be a finite number")
         if number is not None:
             return number
     if isinstance(value, int) and abs(value) > LARGEST:
-        raise ValueError(f"{name} = {str(value)[:40]}…: is too large; make it at most {LARGEST}")
+        raise ValueError(f"{name} = {short(value)}: is too large; make it at most {LARGEST}")
     if type(value) in allowed:
         return value
     number = _number(value) if int in allowed and not isinstance(value, bool) else None
     fix = f"; write {number:.0f}" if number is not None and number.is_integer() else ""
     kinds = " or ".join(KINDS[kind] for kind in allowed)
-    raise ValueError(f"{name} = {value!r}: must be {kinds}{fix}")
+    raise ValueError(f"{name} = {short(value)}: must be {kinds}{fix}")
 
 
 def _number(value: Any) -> float | None:

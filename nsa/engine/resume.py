@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa import checkpoint
-from nsa.checkpoint.manifest import LAYOUT_OF_STAGE, WITH_MUON, check_loadable
+from nsa.checkpoint.manifest import LAYOUT_OF_STAGE, WITH_MUON, check_loadable, read_step
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.consensus import Consensus
@@ -16,6 +16,7 @@ from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
+from nsa.untrusted import short
 
 
 def find_checkpoint(request: RunRequest, world_size: int) -> tuple[Path | None, list[str]]:
@@ -50,7 +51,20 @@ def read_state(path: Path, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:
     rank_state = None
     if checkpoint.read_topology(path)["ranks"] == ranks.world_size:
         rank_state = checkpoint.read_rank_state(path, ranks.rank)
-    return TrainState(**checkpoint.read_train_state(path)), rank_state or {}
+    return _train_state(path), rank_state or {}
+
+
+def _train_state(path: Path) -> TrainState:
+    """Return a checkpoint's TrainState; raise a ValueError if a field has another type."""
+    state = TrainState(step=read_step(path))
+    for name, value in checkpoint.read_train_state(path).items():
+        expected = getattr(state, name, None)
+        if type(value) is not type(expected):
+            raise ValueError(
+                f"{path}: {name} = {short(value)} is not valid; use another checkpoint"
+            )
+        setattr(state, name, value)
+    return state
 
 
 def find_initial_weights(config: RunConfig) -> Path | None:

@@ -15,13 +15,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TextIO
 
-import yaml
-
 from nsa.atomic_io import atomic_write_text
 from nsa.checkpoint.manifest import holds_intact, list_checkpoints
 from nsa.checkpoint.weights import has_safetensors
 from nsa.engine.config import RunConfig
 from nsa.engine.run_request import RunRequest
+from nsa.untrusted import parse_yaml, read_text
 
 LOCK = ".lock"
 SETTINGS = ("config.yaml", "ds_config.json")  # of a run's folder, and of each checkpoint
@@ -81,8 +80,8 @@ def find_saved_settings(run_dir: Path) -> Path | None:
     if not file.exists():
         return None
     try:
-        sections = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        sections = parse_yaml(read_text(file))
+    except (OSError, ValueError):
         sections = None
     for field in fields(RunConfig):
         if not isinstance(sections, dict) or not isinstance(sections.get(field.name), dict):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.data.source import ALL, is_path
+from nsa.untrusted import printable
 from nsa.validation import positive_flags
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _eval(args: argparse.Namespace) -> int:
 def _log(line: str) -> None:
     """Print progress; ignore a closed stdout, so that the results are still written."""
     with contextlib.suppress(BrokenPipeError):
-        print(line, flush=True)
+        print(printable(line), flush=True)
 
 
 def _check_flags(args: argparse.Namespace) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
 from nsa.evaluate.command import add_run_arguments, parse_device, require_tokenizer
+from nsa.untrusted import printable
 
 if TYPE_CHECKING:
     import torch
 
     from nsa.data.tokenizer import Tokenizer
+    from nsa.model import LanguageModel
+
+LONG_PROMPT = 8_192  # tokens of all prompts; shorter ones are read in seconds
 
 
 def add_parser(verbs: Any) -> None:
@@ -45,6 +50,7 @@ def _generate(args: argparse.Namespace) -> int:
         run = load_run(args.path, device=parse_device(args.device))
         tokenizer = require_tokenizer(str(args.path), run)
         ids = [torch.from_numpy(tokenizer.encode(text).astype("int64")) for _, text in prompts]
+        show_prefill(run.model, sum(map(len, ids)))
         steps = generate(
             run.model,
             ids,
@@ -74,6 +80,24 @@ def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
         if not text:
             raise ValueError(f"the prompt {title} is empty; give at least one character")
     return prompts
+
+
+def show_prefill(model: LanguageModel, tokens: int) -> None:
+    """Show the layers that have read a long prompt: on a CPU, it takes seconds per layer."""
+    if tokens < LONG_PROMPT:
+        return
+    from tqdm import tqdm
+
+    bar = tqdm(total=len(model.blocks), desc=f"reading {tokens:,} tokens", unit="layer")
+
+    def advance(*_: object) -> None:
+        bar.update()
+        if bar.n == bar.total:
+            bar.close()
+            for hook in hooks:
+                hook.remove()
+
+    hooks = [block.register_forward_hook(advance) for block in model.blocks]
 
 
 class StreamDecoder:
@@ -117,15 +141,18 @@ def stream_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: To
     decoders = [StreamDecoder(tokenizer) for _ in titles]
     buffers, running = [""] * len(titles), [True] * len(titles)
     current = 0
+    terminal = sys.stdout.isatty()  # obeys control characters; elsewhere the text stays exact
 
     def print_title() -> None:
         if current < len(titles) > 1:
-            print(f"{chr(10) if current else ''}==> {titles[current]} <==", flush=True)
+            title = printable(titles[current])
+            print(f"{chr(10) if current else ''}==> {title} <==", flush=True)
 
     def print_buffers() -> None:
         nonlocal current
         while current < len(titles):
-            print(buffers[current], end="", flush=True)
+            text = buffers[current]
+            print(printable(text, "\n\t") if terminal else text, end="", flush=True)
             buffers[current] = ""
             if running[current]:
                 return

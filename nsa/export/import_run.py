@@ -20,6 +20,7 @@ from nsa.export.from_hf import SourceModel, read_model
 from nsa.export.logit_gap import logit_gaps, read_samples
 from nsa.export.to_hf import output_folder, write_weights
 from nsa.model import LanguageModel
+from nsa.untrusted import printable
 
 LARGEST_SHARE = 100  # more than is useful, and finite in every dtype
 
@@ -48,7 +49,8 @@ def import_run(args: argparse.Namespace) -> int:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{args.to}: {parameters:,} parameters, {after} attention")
     if not source.has_run_config and not source.tokenizer_files:
-        print(f"{args.source} has no tokenizer.json: data.tokenizer = {config.data.tokenizer}")
+        tokenizer = printable(config.data.tokenizer)
+        print(f"{args.source} has no tokenizer.json: data.tokenizer = {tokenizer}")
     print(f"start a recipe from it: --config {args.to / 'config.yaml'}", flush=True)
     if args.gap:
         for line in logit_gaps(old_model.float(), model.float(), samples):

@@ -9,7 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from nsa.atomic_io import atomic_write_text
-from nsa.monitor.artifacts import read_text
+from nsa.monitor.artifacts import number, read_text
+from nsa.untrusted import parse_json
 
 FILE_NAME = "gates.json"
 PREFLIGHT = "preflight"
@@ -77,15 +78,31 @@ def record(run_dir: Path, result: GateResult) -> None:
 def read_gates(run_dir: Path) -> list[GateResult]:
     """Read the results so far, in the order of the gates; skip unreadable ones."""
     try:
-        entries = json.loads(read_text(run_dir / FILE_NAME) or "[]")
-    except (ValueError, RecursionError):
+        entries = parse_json(read_text(run_dir / FILE_NAME) or "[]")
+    except ValueError:
         return []
     results = []
     for entry in entries if isinstance(entries, list) else ():
         with contextlib.suppress(KeyError, TypeError):
             criteria = tuple(Criterion(**criterion) for criterion in entry["criteria"])
-            results.append(GateResult(**{**entry, "criteria": criteria}))
+            result = GateResult(**{**entry, "criteria": criteria})
+            if _is_sound(result):
+                results.append(result)
     return results
+
+
+def _is_sound(result: GateResult) -> bool:
+    """Return whether the values have the types that readers format."""
+    return (
+        result.gate in NAMES
+        and type(result.step) is int
+        and type(result.go) is bool
+        and all(
+            type(criterion.ok) in (bool, type(None))
+            and (criterion.value is None or number(criterion.value) is not None)
+            for criterion in result.criteria
+        )
+    )
 
 
 def _reason(criterion: Criterion) -> str:

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nsa import untrusted
+from nsa.untrusted import parse_json, printable
+
 PHASES = ("setup", "data", "forward", "backward", "step", "eval", "save", "idle")  # of heartbeats
 EVENTS = ("start", "step_start", "progress", "step_end", "end")
 
@@ -39,9 +42,9 @@ def read_table(path: Path) -> Table:
     """
     table = Table(path.name)
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        table.problem = f"{path.name} cannot be read: {error.strerror}"
+        text = untrusted.read_text(path, "replace")
+    except (OSError, ValueError) as error:
+        table.problem = f"{path.name} cannot be read: {getattr(error, 'strerror', error)}"
         return table
     header, *lines = text.split("\n")
     columns = header.strip().split(",")
@@ -130,6 +133,7 @@ def older_part(path: Path) -> Path:
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Align the columns of a table: the first and last to the left, the others to the right."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<", *[">"] * (len(widths) - 2), "<"]
     return [
@@ -143,8 +147,8 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is none."""
     try:
-        value = json.loads(read_text(path) or "")
-    except (ValueError, RecursionError):
+        value = parse_json(read_text(path) or "")
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -152,8 +156,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str | None:
     """Return a file's text, with invalid bytes replaced; None if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return untrusted.read_text(path, "replace")
+    except (OSError, ValueError):
         return None
 
 

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from nsa.constants import BRANCHES
+from nsa.untrusted import printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,4 +137,4 @@ for _name in [name for name in vars(Observer) if name.startswith("on_")]:
 def warn(text: str) -> None:
     """Print one line to stderr; ignore an stderr that is full or closed."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"nsa: {text}", file=sys.stderr, flush=True)
+        print(f"nsa: {printable(text)}", file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from nsa.monitor.observer import Observer, RunInfo, StepRecord
 from nsa.monitor.writer import BackgroundWriter
+from nsa.untrusted import printable
 
 _LINES_PER_RUN = 20  # in a fast run; a slow one prints a line every `min_seconds`
 
@@ -94,7 +95,7 @@ class Progress(Observer):
         self._writer.submit(lambda: self._write(text))
 
     def _write(self, text: str) -> None:
-        tqdm.write(text, file=self._stream)  # above an open bar
+        tqdm.write(printable(text, keep="\n"), file=self._stream)  # above an open bar
         self._stream.flush()
 
     def _open_bar(self, start_step: int) -> None:

@@ -67,7 +67,7 @@ def write_report(run_dir: Path) -> Path:
         )
     env = read_json(run_dir / "env.json")
     lines = [
-        f"# {run.name}: {_decision(run.gates)}",
+        f"# {plain(run.name)}: {plain(_decision(run.gates))}",
         *_gate_sections(run.gates),
         *_facts(run, env),
         *_comparison(run, env),

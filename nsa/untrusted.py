@@ -1,0 +1,124 @@
+"""Files of others: read them without blocking, parse them without recursion, print them safely.
+
+A checkpoint, an export, a dataset or a run's folder may come from anyone (docs/design/security.md).
+A pipe or a device in place of a file would block, deep nesting would end in a RecursionError, and
+control characters would reach the terminal.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import reprlib
+import stat
+from collections import Counter
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+LARGEST_TEXT = 2**28  # bytes of a text file; ours are far smaller
+LARGEST_YAML = 2**18  # characters; PyYAML is slow
+# Control characters, Unicode's line ends and marks that reorder text, and surrogates.
+CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+DEEPEST = 100  # levels of nesting; ours have fewer than ten
+
+
+def open_regular(path: Path) -> FileIO:
+    """Open a regular file, unbuffered; raise OSError for a pipe or a device, which could block."""
+    file = open(path, "rb", 0, opener=_open_without_waiting)  # noqa: SIM115 (returned)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return file
+
+
+def _open_without_waiting(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)  # without effect on regular files
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """Return the UTF-8 text of a regular file; OSError or ValueError if it cannot be read."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > LARGEST_TEXT:
+            raise ValueError(f"{path}: has more than {LARGEST_TEXT:,} bytes")
+        return file.read().decode("utf-8", errors)
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Like json.loads, but raise a ValueError if the value is nested too deeply."""
+    try:
+        value = json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    check_depth(value)
+    return value
+
+
+class _YAMLLoader(yaml.SafeLoader):
+    """YAML without aliases, which could name exponentially many values, and duplicate keys.
+
+    Of duplicate keys, PyYAML would silently keep the last one.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            problem = f"*{event.anchor} is an alias; write the value itself"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        for key, count in keys.items():
+            if count > 1:
+                problem = f"{key!r} is written twice in one mapping; keep one"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value of one YAML document; raise a one-line ValueError if there is none."""
+    if len(text) > LARGEST_YAML:
+        raise ValueError(f"not YAML of settings: it has more than {LARGEST_YAML:,} characters")
+    try:
+        value = yaml.load(text, _YAMLLoader)
+        check_depth(value)
+    except RecursionError:
+        raise ValueError("nested too deeply; write sections with keys") from None
+    # TypeError, LookupError, AttributeError: of PyYAML's constructors, for tags such as !!int
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise a ValueError if dicts and lists are nested too deeply for recursive functions."""
+    level = [value]
+    for _ in range(DEEPEST):
+        if not level:
+            return
+        level = [
+            child
+            for item in level
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
+            if isinstance(child, dict | list)
+        ]
+    raise ValueError("nested too deeply")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Replace control characters, which a terminal obeys, by escapes, except those in `keep`."""
+    return CONTROLS.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)
+
+
+def short(value: Any) -> str:
+    """Return an excerpt of repr(value) for messages."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python refuses to convert very large integers
+        return "a number of thousands of digits"

@@ -1,0 +1,186 @@
+"""Manifests, state.json and weights of others: `nsa generate` and `--resume` refuse in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from nsa.checkpoint.manifest import MANIFEST, manifest_text, newest_complete, sync_and_hash
+from nsa.engine.process_group import Ranks
+from nsa.engine.resume import read_state
+from tests.evaluate.models import write_model
+from tests.fuzz.hostile import damaged, files, mutated, run, time_limit, to_json, values
+
+STEP = "step00000003"
+TRAINED = {"step": 3, "tokens": 9, "samples": 1, "data": "x", "skipped": 0, "passed_over": []}
+STATE = {
+    "state": TRAINED,
+    "saved_under": {"layout": "0", "precision": "fp32", "ranks": 1},
+    "tokenizer": {"name": "byte", "fingerprint": "x"},
+}
+ENTRY = {"bytes": 1, "sha256": "x"}
+MANIFEST_TREE = {
+    **{"torch": "2.8", "deepspeed": "0.19", "saved_under": STATE["saved_under"]},
+    **{"step": 3, "ranks": 1, "time": 1.5e9, "finite": True},
+    "files": {name: ENTRY for name in ("state.json", "rng_rank0.pt", "config.yaml")},
+}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run with one checkpoint of ZeRO stage 0 that `nsa generate` loads."""
+    model = write_model(tmp_path / "model", "train.precision=fp32")
+    checkpoint = tmp_path / "run/checkpoints" / STEP
+    checkpoint.mkdir(parents=True)
+    shutil.copyfile(model / "config.yaml", checkpoint / "config.yaml")
+    shutil.copyfile(model / "config.yaml", tmp_path / "run/config.yaml")
+    from safetensors.torch import load_file
+
+    weights = {"module": load_file(model / "model.safetensors")}
+    torch.save(weights, checkpoint / "mp_rank_00_model_states.pt")
+    torch.save({}, checkpoint / "rng_rank0.pt")
+    state = json.loads(json.dumps(STATE))
+    del state["tokenizer"]
+    (checkpoint / "state.json").write_bytes(to_json(state))
+    write_manifest(checkpoint)
+    assert generate(tmp_path / "run") == 0
+    return tmp_path / "run"
+
+
+def write_manifest(checkpoint: Path) -> None:
+    """What an attacker does too: hash what is there."""
+    names = sorted(path.name for path in checkpoint.iterdir() if path.name != MANIFEST)
+    entries = {name: sync_and_hash(checkpoint / name) for name in names}
+    (checkpoint / MANIFEST).write_text(manifest_text({**MANIFEST_TREE, "files": entries}))
+
+
+def generate(path: Path) -> int:
+    return run("generate", path, "--prompt=a", "--max-new-tokens=1", exact_stdout=True)
+
+
+def test_manifest(fuzz: Callable[..., None], run_dir: Path) -> None:
+    checkpoint = run_dir / "checkpoints" / STEP
+    tree = json.loads((checkpoint / MANIFEST).read_text())
+
+    def check(content: bytes, rehash: bool) -> None:
+        if rehash:
+            try:
+                forged = json.loads(content)
+                forged.pop("sha256", None)
+                content = manifest_text(forged).encode()
+            except (ValueError, AttributeError, RecursionError):
+                pass
+        (checkpoint / MANIFEST).write_bytes(content)
+        with time_limit():
+            newest_complete(checkpoint.parent)
+        generate(run_dir)
+
+    fuzz(check, 150, content=files(tree), rehash=st.booleans())
+
+
+def test_state(fuzz: Callable[..., None], run_dir: Path) -> None:
+    checkpoint = run_dir / "checkpoints" / STEP
+
+    def check(content: bytes) -> None:
+        (checkpoint / "state.json").write_bytes(content)
+        write_manifest(checkpoint)
+        generate(run_dir)
+        with time_limit():
+            try:
+                read_state(checkpoint, Ranks(rank=0, world_size=1, local_rank=0))
+            except ValueError as error:
+                assert STEP in str(error)
+
+    fuzz(check, 100, content=files(STATE))
+
+
+def test_config_of_a_checkpoint(fuzz: Callable[..., None], run_dir: Path) -> None:
+    checkpoint = run_dir / "checkpoints" / STEP
+    import yaml
+
+    tree = yaml.safe_load((checkpoint / "config.yaml").read_text())
+
+    def check(content: bytes) -> None:
+        (checkpoint / "config.yaml").write_bytes(content)
+        write_manifest(checkpoint)
+        generate(run_dir)
+
+    fuzz(check, 50, content=files(tree))
+
+
+def test_weights(fuzz: Callable[..., None], run_dir: Path) -> None:
+    """Of other shapes, types and kinds, and damaged."""
+    checkpoint = run_dir / "checkpoints" / STEP
+    file = checkpoint / "mp_rank_00_model_states.pt"
+    intact, good = file.read_bytes(), torch.load(file)
+    others = st.sampled_from(
+        (
+            *(torch.zeros(()), torch.zeros(3, dtype=torch.int64), torch.zeros(2**10, 2**10)),
+            torch.zeros(1).expand(10**6, 10**6),
+            *(torch.zeros(2, 2).to_sparse(), torch.zeros(3, device="meta"), torch.zeros(2) * 1j),
+        )
+    )
+    names = st.sampled_from(sorted(good["module"]))
+    anything = values().filter(lambda value: value != -(10**400))
+
+    def check(name: str, value: Any, whole: Any, cut: bytes, kind: int) -> None:
+        if kind == 0:
+            torch.save({"module": {**good["module"], name: value}}, file)
+        elif kind == 1:
+            torch.save(whole, file)
+        else:
+            file.write_bytes(cut)
+        write_manifest(checkpoint)
+        generate(run_dir)
+
+    fuzz(
+        check,
+        60,
+        name=names,
+        value=others | anything,
+        whole=anything | mutated({"module": {"embed.weight": 1}}),
+        cut=damaged(intact),
+        kind=st.integers(0, 2),
+    )
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "state.json", "config.yaml", "rng_rank0.pt"])
+def test_a_pipe_does_not_block(name: str, run_dir: Path) -> None:
+    checkpoint = run_dir / "checkpoints" / STEP
+    (checkpoint / name).unlink()
+    os.mkfifo(checkpoint / name)
+    manifest = json.loads((checkpoint / MANIFEST).read_text()) if name != MANIFEST else None
+    if manifest is not None:
+        del manifest["sha256"]
+        manifest["files"][name]["bytes"] = 0  # a pipe's size
+        (checkpoint / MANIFEST).write_text(manifest_text(manifest))
+    assert generate(run_dir) == 2
+    assert generate(checkpoint) == 2
+
+
+def test_a_folder_that_contains_itself_ends(run_dir: Path) -> None:
+    checkpoints = run_dir / "checkpoints"
+    shutil.rmtree(checkpoints)
+    checkpoints.symlink_to(".")
+    assert generate(run_dir) == 2
+    (run_dir / STEP).symlink_to(STEP)
+    assert generate(run_dir) == 2
+    checkpoints.unlink()
+    checkpoints.symlink_to("checkpoints")
+    assert generate(run_dir) == 2
+
+
+def test_a_million_ranks_are_refused_at_once(run_dir: Path) -> None:
+    checkpoint = run_dir / "checkpoints" / STEP
+    for ranks in (10**15, float("inf"), -1, 0):
+        forged = {**MANIFEST_TREE, "ranks": ranks}
+        (checkpoint / MANIFEST).write_text(manifest_text(forged))
+        assert generate(run_dir) == 2

@@ -1,0 +1,121 @@
+"""Settings and DeepSpeed's JSON: any text is accepted, or refused in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import strategies as st
+
+from nsa.engine.command_line import build_parser, resolve_request
+from nsa.engine.config import RunConfig
+from nsa.engine.ds_keys import walk
+from nsa.engine.run_request import Recipe
+from nsa.untrusted import printable
+from tests.fuzz.hostile import VALUES, damaged, files, mutated, run, time_limit, values
+from tests.ranks import ROOT
+
+TREE = asdict(RunConfig())
+NAMES = [name for name, _ in walk(TREE)]
+YAML = yaml.safe_dump(TREE).encode()
+TAGS = ("!!python/object/apply:os.system [touch {}]", "!!python/name:os.system ", "!!binary x")
+TRICKS = (
+    *("&a [*a, *a]", "*a", "{<<: {a: 1}}", "? [1]\n: 2", "2001-99-99", "1:2:3", "0x" + "f" * 5_000),
+    *("[" * 3_000, "{" * 3_000, "- " * 3_000, "!!int x", "!!float []", "!!timestamp 3", "=", "- !"),
+    *("!!set {a, a}", "!!omap [1]", "!!pairs [[1]]", "%YAML 9.9\n---\n1", "--- 1\n--- 2", "\t- a"),
+)
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Recipe:
+    spec = importlib.util.spec_from_file_location("m7c", ROOT / "recipes/m7c.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Recipe("m7c", "", {"demo": module.demo})
+
+
+def resolve(recipe: Recipe, folder: Path, *flags: str) -> None:
+    """What a recipe does before it builds the model; `main` prints a ValueError and exits."""
+    command = ["--profile=demo", f"--run-dir={folder / 'run'}", *flags]
+    with time_limit():
+        try:
+            resolve_request(recipe, build_parser(recipe).parse_args(command))
+        except ValueError as error:
+            assert len(printable(str(error)).splitlines()) == 1
+    assert not (folder / "ran").exists()
+
+
+def test_set(fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path) -> None:
+    tags = [tag.format(tmp_path / "ran") for tag in TAGS]
+    texts = st.one_of(
+        st.sampled_from((*TRICKS, *tags)),
+        st.text(),
+        values().map(lambda value: json.dumps(value)),
+        st.integers(1, 5_000).map(lambda digits: "1" + "0" * digits),
+    )
+    names = st.sampled_from((*NAMES, "attention", "attention.kind", "")) | st.text(max_size=12)
+
+    def check(name: str, text: str) -> None:
+        resolve(recipe, tmp_path, f"--set={name}={text}")
+
+    fuzz(check, 120, name=names, text=texts)
+
+
+def test_config_file(fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    tags = [tag.format(tmp_path / "ran") for tag in TAGS]
+    snippets = st.tuples(st.sampled_from(NAMES), st.sampled_from((*TRICKS, *tags)))
+    content = st.one_of(
+        mutated(TREE).map(lambda tree: json.dumps(tree).encode()),
+        damaged(YAML),
+        snippets.map(lambda pair: f"{pair[0].replace('.', ': {')}: {pair[1]}".encode()),
+        st.sampled_from((*TRICKS, *tags)).map(lambda text: f"train: {text}".encode()),
+    )
+
+    def check(content: bytes) -> None:
+        file.write_bytes(content)
+        resolve(recipe, tmp_path, f"--config={file}")
+
+    fuzz(check, 60, content=content)
+
+
+def test_aliases_cannot_multiply(recipe: Recipe, tmp_path: Path) -> None:
+    """A billion values in ten lines, in a list and in merged mappings."""
+    lists = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))
+    maps = "\n".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 12))
+    for text in (f"a0: &a0 [1]\n{lists}", f"a0: &a0 {{b: 1}}\n{maps}"):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(ValueError, match=r"is an alias; write the value itself"):
+            resolve_request(
+                recipe, build_parser(recipe).parse_args([f"--config={tmp_path / 'config.yaml'}"])
+            )
+
+
+@pytest.mark.parametrize("name", ["zero1_pcie.json", "zero3.json"])
+def test_deepspeed_json(fuzz: Callable[..., None], name: str, tmp_path: Path) -> None:
+    tree = json.loads((ROOT / "ds_configs" / name).read_text())
+    file = tmp_path / "ds.json"
+
+    def check(content: bytes) -> None:
+        file.write_bytes(content)
+        run("check", file)
+
+    fuzz(check, 50, content=files(tree))
+
+
+def test_flags_with_numbers(fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path) -> None:
+    flags = st.sampled_from(("--until", "--time-limit", "--profile-steps"))
+    texts = st.text() | st.sampled_from([str(value) for value in VALUES[:16]])
+    texts |= st.from_regex(re.compile(r"[0-9hms.\-]{1,12}"), fullmatch=True)
+
+    def check(flag: str, text: str) -> None:
+        resolve(recipe, tmp_path, f"{flag}={text}")
+
+    fuzz(check, 60, flag=flags, text=texts)
