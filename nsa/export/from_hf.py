@@ -5,7 +5,6 @@ DIR/config.json, model.safetensors  ->  RunConfig, weights under this package's 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.load_run import read_config
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.hf_config import NSAConfig
+from nsa.untrusted import parse_json, read_text
 
 CONFIG = "config.json"
 TOKENIZER_FILES = (
@@ -65,13 +65,19 @@ def read_model(folder: Path) -> SourceModel:
             "save_pretrained"
         )
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = parse_json(read_text(path))
         model_type = tree.get("model_type")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}: not the JSON of a configuration: {error}") from None
     if model_type not in ("nsa", "llama"):
         raise ValueError(f"{path}: model_type = {model_type!r}: must be nsa or llama")
-    model = _read_nsa(folder, tree) if model_type == "nsa" else _read_llama(folder)
+    try:
+        model = _read_nsa(folder, tree) if model_type == "nsa" else _read_llama(folder)
+    except ValueError:
+        raise
+    except Exception as error:  # transformers' configurations raise any, for values of other types
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path}: not a configuration of {model_type}: {reason}") from error
     if model.tokenizer_files and not model.has_run_config:
         model.config.data.tokenizer = f"hf:{folder}"
     return model

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import math
 import threading
 from collections import Counter
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.monitor.artifacts import older_part, valid_beats
+from nsa.untrusted import open_regular
 
 UNTIMED = ("eval", "save", "setup")  # phases in which no step is due
 TRAINING = ("data", "forward", "backward", "step")
@@ -157,5 +159,6 @@ def read_rank(run_dir: Path, rank: int) -> RankHistory:
 def _heartbeat_lines(run_dir: Path, rank: int) -> Iterator[dict[str, Any]]:
     path = run_dir / f"heartbeat_rank{rank}.jsonl"
     for part in (older_part(path), path):
-        with contextlib.suppress(OSError), part.open("rb") as file:
-            yield from valid_beats(line for line in file if b'"step_start"' not in line)
+        with contextlib.suppress(OSError), open_regular(part) as file:
+            lines = io.BufferedReader(file)
+            yield from valid_beats(line for line in lines if b'"step_start"' not in line)

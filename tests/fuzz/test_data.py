@@ -1,0 +1,132 @@
+"""Datasets of others: indexes, shards, and text files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nsa.data.files import open_files
+from nsa.data.shards import FIXED, HEADER, INDEX, Index, open_shards, write_index, write_shard
+from nsa.data.source import DataError
+from tests.data.test_shards import STAMP, write_folder
+from tests.fuzz.hostile import damaged, files, mutated, run, time_limit, to_json
+
+
+def read_all(folder: Path) -> None:
+    """What training does: open both splits and read their tokens."""
+    with time_limit():
+        for split in ("train", "val"):
+            with contextlib.suppress(DataError):
+                store = open_shards(str(folder), split)
+                tokens = store.read(0, len(store))
+                assert tokens.max() < store.vocab_size
+
+
+def test_index(fuzz: Callable[..., None], tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "prepared")
+    tree = json.loads((folder / INDEX).read_text())
+
+    def check(content: bytes) -> None:
+        (folder / INDEX).write_bytes(content)
+        run("data", "check", folder)
+        read_all(folder)
+
+    fuzz(check, 120, content=files(tree))
+
+
+def test_shard(fuzz: Callable[..., None], tmp_path: Path) -> None:
+    """The header as JSON with the right length, or damaged bytes anywhere."""
+    folder = write_folder(tmp_path / "prepared")
+    path = folder / "train-000-00000.bin"
+    intact = path.read_bytes()
+    magic, version, length = FIXED.unpack_from(intact)
+    header = json.loads(intact[FIXED.size : FIXED.size + length])
+
+    def repack(tree: Any) -> bytes:
+        text = to_json(tree)[: HEADER - FIXED.size]
+        return (FIXED.pack(magic, version, len(text)) + text).ljust(HEADER, b"\0") + intact[HEADER:]
+
+    def check(content: bytes) -> None:
+        path.write_bytes(content)
+        run("data", "check", folder)
+        read_all(folder)
+
+    fuzz(check, 80, content=mutated(header).map(repack) | damaged(intact))
+
+
+def test_tokens_outside_the_vocabulary_are_refused_by_name(tmp_path: Path) -> None:
+    """With right checksums. They would fail inside the embedding, on a GPU without a name."""
+    stamp = replace(STAMP, vocab_size=100, eos_id=99)
+    folder = tmp_path / "prepared"
+    folder.mkdir()
+    tokens = np.array([5, 60_000, 99], np.uint16)
+    shard = write_shard(folder, "train-000-00000.bin", "train", stamp, [tokens], 3)
+    write_index(folder, Index(stamp, {}, 1, [shard]))
+    assert run("data", "check", folder) == 0
+    with pytest.raises(DataError, match=r"prepared: holds the id 60000 at or after token 0, and"):
+        open_shards(str(folder), "train").read(0, 3)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_text_files(fuzz: Callable[..., None], suffix: str, tmp_path: Path) -> None:
+    """The error names the file, wherever it is broken."""
+    path = tmp_path / f"text{suffix}"
+    intact = _write(path)
+
+    def check(content: bytes) -> None:
+        path.write_bytes(content)
+        refusal = str(path)
+        with time_limit():
+            try:
+                source = open_files(path, "text")
+                source.size()
+                list(source.read())
+            except DataError as error:
+                refusal = str(error)
+        assert str(path) in refusal
+
+    fuzz(check, 60, content=damaged(intact))
+
+
+def _write(path: Path) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [f"text {number} of several" for number in range(200)]
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": texts}), path)
+    else:
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+        with pa.output_stream(str(path), compression="detect") as stream:
+            stream.write(lines)
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("name", [INDEX, "train-000-00000.bin"])
+def test_a_pipe_does_not_block(name: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "prepared")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert run("data", "check", folder) == 2
+    read_all(folder)
+
+
+def test_a_shard_outside_its_folder_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "prepared")
+    other = write_folder(tmp_path / "other")
+    tree = json.loads((folder / INDEX).read_text())
+    tree["shards"][0]["name"] = f"../{other.name}/train-000-00000.bin"
+    (folder / INDEX).write_text(json.dumps(tree))
+    digest = hashlib.sha256((other / "train-000-00000.bin").read_bytes()[HEADER:]).hexdigest()
+    assert tree["shards"][0]["sha256"] == digest, "its content would be right"
+    with pytest.raises(DataError, match=r"damaged .*\.\./other/train"):
+        open_shards(str(folder), "train")

@@ -1,0 +1,121 @@
+"""Exports and Llama checkpoints of others: `nsa import` and `nsa generate` refuse in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nsa.export.to_hf import export
+from tests.evaluate.models import write_model
+from tests.fuzz.hostile import damaged, files, run
+
+CODE = (
+    "import pathlib; pathlib.Path({!r}).touch()\nclass LlamaConfig: pass\nNSAConfig = LlamaConfig\n"
+)
+AUTO_MAP = {"AutoConfig": "configuration_evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An export of this package, and a Llama saved by transformers."""
+    root = tmp_path_factory.mktemp("exports")
+    export(write_model(root / "run"), root / "nsa")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(root / "llama")
+    return {"nsa": root / "nsa", "llama": root / "llama"}
+
+
+def copy(source: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(source, folder / "hostile"))
+
+
+def import_it(source: Path, to: Path) -> int:
+    code = run("import", source, "--to", to)
+    assert to.exists() == (code == 0), "complete or not at all"
+    shutil.rmtree(to, ignore_errors=True)
+    return code
+
+
+@pytest.mark.parametrize("kind", ["nsa", "llama"])
+def test_config(
+    fuzz: Callable[..., None], kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = copy(folders[kind], tmp_path)
+    for name in ("configuration_evil.py", "evil.py"):
+        (folder / name).write_text(CODE.format(str(tmp_path / "ran")))
+    tree = json.loads((folder / "config.json").read_text()) | {"auto_map": AUTO_MAP}
+    (folder / "config.json").write_text(json.dumps(tree))
+    assert import_it(folder, tmp_path / "to") == 0
+
+    def check(content: bytes) -> None:
+        (folder / "config.json").write_bytes(content)
+        import_it(folder, tmp_path / "to")
+        assert not (tmp_path / "ran").exists()
+
+    fuzz(check, 60, content=files(tree))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.yaml"])
+def test_other_files(
+    fuzz: Callable[..., None], name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = copy(folders["nsa"], tmp_path)
+    (folder / "evil.py").write_text(CODE.format(str(tmp_path / "ran")))
+    intact = (folder / name).read_bytes()
+    if name == "config.yaml":
+        contents = damaged(intact)
+    else:
+        tree = json.loads(intact)
+        contents = files(tree | {"auto_map": AUTO_MAP} if "config" in name else tree)
+
+    def check(content: bytes) -> None:
+        (folder / name).write_bytes(content)
+        run("generate", folder, "--prompt=a", "--max-new-tokens=1", exact_stdout=True)
+        assert not (tmp_path / "ran").exists()
+
+    fuzz(check, 30, content=contents)
+
+
+def test_weights(fuzz: Callable[..., None], folders: dict[str, Path], tmp_path: Path) -> None:
+    """The header of safetensors is JSON; an index may name other files."""
+    folder = copy(folders["nsa"], tmp_path)
+    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    intact = file.read_bytes()
+    length = int.from_bytes(intact[:8], "little")
+    header = json.loads(intact[8 : 8 + length])
+    names = {"weight_map": dict.fromkeys(header, "a.safetensors")}
+
+    def repack(text: bytes) -> bytes:
+        return len(text).to_bytes(8, "little") + text + intact[8 + length :]
+
+    def check(content: bytes, listing: bytes, is_indexed: bool) -> None:
+        file.write_bytes(content)
+        index.write_bytes(listing)
+        if is_indexed:
+            file.replace(folder / "a.safetensors")
+        run("generate", folder, "--prompt=a", "--max-new-tokens=1", exact_stdout=True)
+
+    fuzz(
+        check,
+        60,
+        content=files(header).map(repack) | damaged(intact),
+        listing=files(names),
+        is_indexed=st.booleans(),
+    )
+
+
+@pytest.mark.parametrize("name", ["config.json", "config.yaml", "tokenizer.json"])
+def test_a_pipe_does_not_block(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copy(folders["nsa"], tmp_path)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    import_it(folder, tmp_path / "to")
+    run("generate", folder, "--prompt=a", "--max-new-tokens=1", exact_stdout=True)

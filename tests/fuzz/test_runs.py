@@ -1,0 +1,131 @@
+"""Run folders of others: heartbeats, tables and JSON, as the watchdog and reports read them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from nsa.monitor.history import read_rank
+from nsa.report.report_plots import draw_plots
+from nsa.report.summary import summarise
+from tests.fuzz.hostile import ESCAPE, damaged, files, mutated, run, time_limit, to_json
+from tests.monitor.heartbeats import a_line, write_limits
+
+CSV = "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds\n"
+ROW = "{},9,3.5,,,1e-4,0.5,100.0,,1.5,0.5\n"
+GATE = {
+    **{"gate": "sanity", "step": 1, "go": True, "time": "2026-01-01"},
+    "criteria": [{"name": "a", "ok": True, "value": 1.5, "limit": "b", "evidence": "c"}],
+}
+ENV = {
+    **{"world_size": 2, "recipe": "m7c", "profile": "demo", "git_commit": "ab", "host": "a"},
+    **{"packages": {"torch": "2"}, "cpu": {"model": "b"}, "notes": ["c"], "cuda": None},
+}
+
+
+def test_heartbeats(fuzz: Callable[..., None], tmp_path: Path) -> None:
+    write_limits(tmp_path)
+    names = [tmp_path / f"heartbeat_rank0{part}.jsonl" for part in ("", ".1")]
+    events = st.sampled_from(("start", "progress", "step_end", "end"))
+    good = a_line(0, loss=1.5, memory_gb=1.5, gpu_busy=0.5, backend="nccl", status=ESCAPE)
+    lines = st.one_of(
+        mutated(good).map(to_json),
+        mutated(good).map(to_json),
+        damaged(to_json(good)),
+        events.map(lambda event: to_json({**good, "event": event})),
+    )
+
+    def check(current: list[bytes], older: list[bytes]) -> None:
+        for path, written in zip(names, (current, older), strict=True):
+            path.write_bytes(b"\n".join(written) + b"\n")
+        run("watch", "--status", tmp_path)
+        with time_limit():
+            read_rank(tmp_path, 0)
+
+    lists = st.lists(lines, min_size=1, max_size=3)
+    fuzz(check, 150, current=lists, older=lists)
+
+
+def test_reports(
+    fuzz: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the pictures, which take seconds; test_pictures draws some."""
+    monkeypatch.setattr("nsa.report.report.draw_plots", lambda run: [])
+    (tmp_path / "metrics.csv").write_text(CSV + "".join(map(ROW.format, range(1, 30))))
+    parts = {
+        "env.json": ENV,
+        "gates.json": [GATE],
+        "halt.json": {"reason": "a", "rank": 0},
+        "ds_config.json": {"zero_optimization": {"stage": 1}},
+        "config.yaml": {"model": {"layers": 2}, "data": {"source": "a"}},
+        "fallbacks.csv": "operation,backend,reason,calls\na,b,c,3\n",
+    }
+
+    def check(name: str, data: st.DataObject) -> None:
+        for other, tree in parts.items():
+            (tmp_path / other).write_bytes(
+                tree.encode() if isinstance(tree, str) else to_json(tree)
+            )
+        tree = parts[name]
+        strategy = damaged(tree.encode()) if isinstance(tree, str) else files(tree)
+        (tmp_path / name).write_bytes(data.draw(strategy))
+        run("report", tmp_path)
+        check_markdown((tmp_path / "report.md").read_text())
+
+    fuzz(check, 150, name=st.sampled_from(sorted(parts)), data=st.data())
+
+
+def check_markdown(text: str) -> None:
+    assert "<script" not in text
+    assert "http://" not in text
+    assert "\x1b" not in text
+
+
+def test_tables(fuzz: Callable[..., None], tmp_path: Path) -> None:
+    table = (CSV + "".join(map(ROW.format, range(1, 40)))).encode()
+    cells = st.sampled_from(("inf", "-1", "nan", "1e308", "", "x", "9" * 400, "1_0", "٣"))
+
+    def check(content: bytes, row: list[str], drawn: bool) -> None:
+        (tmp_path / "metrics.csv").write_bytes(content + ",".join(row).encode() + b"\n")
+        with time_limit():
+            run_summary = summarise(tmp_path)
+            for column in CSV.strip().split(","):
+                run_summary.last(column)
+            if drawn:
+                draw_plots(run_summary)
+
+    rows = st.lists(cells, min_size=11, max_size=11)
+    contents = damaged(table) | st.just(table)
+    fuzz(check, 60, content=contents, row=rows, drawn=st.just(False))
+    fuzz(check, 2, content=contents, row=rows, drawn=st.just(True))
+
+
+@pytest.mark.parametrize(
+    "name", ["heartbeat_rank0.jsonl", "metrics.csv", "env.json", "gates.json", "config.yaml"]
+)
+def test_a_pipe_does_not_block(name: str, tmp_path: Path) -> None:
+    write_limits(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    run("watch", "--status", tmp_path)
+    run("compare", tmp_path, "--out", tmp_path / "a.png")
+    run("report", tmp_path)
+
+
+def test_json_text_of_a_report_is_escaped(tmp_path: Path) -> None:
+    html = "<img src=x onerror=alert(1)> [click](http://evil) ![x](http://evil/a.png) www.evil.org"
+    env: dict[str, Any] = {**ENV, "recipe": html, "notes": [html, "a\n# b"]}
+    (tmp_path / "env.json").write_text(json.dumps(env))
+    gate = json.loads(json.dumps(GATE).replace('"b"', json.dumps(html)))
+    (tmp_path / "gates.json").write_text(json.dumps([gate]))
+    assert run("report", tmp_path) == 0
+    text = (tmp_path / "report.md").read_text()
+    for part in ("<img", " [click]", "http://", "www.", "\n# b"):
+        assert part not in text, part
+    assert text.count(r"&lt;img src=x onerror=alert(1)> \[click\](http:&#47;/evil)") == 3

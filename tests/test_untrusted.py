@@ -1,0 +1,90 @@
+"""Files of others: no pipe blocks, no nesting overflows, no escape reaches a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa.untrusted import parse_json, parse_yaml, printable, read_text
+from tests.evaluate.models import write_model
+from tests.ranks import ROOT
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(OSError, match=r"is no regular file|Is a directory"):
+            read_text(path)
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to("file")
+    assert read_text(tmp_path / "link") == "text"
+
+
+@pytest.mark.parametrize("depth", [101, 900, 100_000])
+def test_deep_nesting_is_a_value_error(depth: int) -> None:
+    for parse, text in (
+        (parse_json, "[" * depth + "]" * depth),
+        (parse_json, '{"a":' * depth + "1" + "}" * depth),
+        (parse_yaml, "[" * depth + "]" * depth),
+    ):
+        with pytest.raises(ValueError, match=r"nested too deeply|more than 262,144 characters"):
+            parse(text)
+
+
+def test_json_of_ordinary_depth_is_read() -> None:
+    tree = json.loads("[" * 50 + "1" + "]" * 50)
+    assert parse_json(json.dumps(tree)) == tree
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain, é, 中文, नमस्ते, \u200d\u200c", None),  # joiners are part of some scripts
+        ("\x1b[2J\x07", r"\x1b[2J\x07"),
+        ("one\nline\r", r"one\nline\r"),
+        ("\x9b31m \u202egnp.exe \u2028", r"\x9b31m \u202egnp.exe \u2028"),
+        ("\ud800", r"\ud800"),
+    ],
+)
+def test_control_characters_become_escapes(text: str, expected: str | None) -> None:
+    assert printable(text) == (text if expected is None else expected)
+
+
+def test_an_error_that_quotes_a_file_is_one_printable_line(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"\x1b]0;owned\x07\nnsa: fine": 1}))
+    command = [sys.executable, "-m", "nsa", "check", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert r"\x1b]0;owned\x07\nnsa: fine" in result.stderr
+
+
+def test_generated_text_is_exact_in_a_pipe_and_printable_on_a_terminal(tmp_path: Path) -> None:
+    """Any byte is likely from random weights."""
+    model = write_model(tmp_path / "model")
+    command = [sys.executable, "-m", "nsa", "generate", str(model), "--prompt=a", "--device=cpu"]
+    command += ["--max-new-tokens=150", "--temperature=9", "--seed=3"]
+    exact = subprocess.run(command, capture_output=True, cwd=ROOT, check=True).stdout
+    controls = {code for code in exact if code < 32 and code not in b"\n\t"}
+    assert controls, "else this test proves nothing"
+    parent, child = pty.openpty()
+    subprocess.run(command, stdout=child, stderr=subprocess.DEVNULL, cwd=ROOT, check=True)
+    os.close(child)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(parent, 4096)
+        except OSError:  # the other end is closed
+            break
+    os.close(parent)
+    assert not {code for code in shown if code < 32 and code not in b"\r\n\t"}
+    assert b"\\x" in shown
