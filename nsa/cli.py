@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except (ValueError, OSError) as error:
-        print(f"nsa: {printable(str(error))}", file=sys.stderr)
+        print("nsa:", printable(str(error), keep="\n"), file=sys.stderr)
         return 2
 
 

@@ -22,7 +22,10 @@ from nsa.engine.run_dir import choose_run_dir, find_saved_settings
 from nsa.engine.run_request import Recipe, RunRequest
 from nsa.engine.shutdown import parse_time
 from nsa.gates.ladder import until
+from nsa.model.config import ModelConfig
+from nsa.model.count import parameter_count
 from nsa.monitor.profile import parse_steps
+from nsa.probes import available_memory
 from nsa.resources import resource_path
 
 DEFAULT_DS_CONFIG = resource_path("ds_configs/zero1_pcie.json")
@@ -83,6 +86,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         notes.append(note)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     _check_precision(config.train.precision)
+    _check_memory(config.model)
     _check_world_size(config.train.sequence_parallel, world_size)
     ds_config_path = flags.deepspeed_config or DEFAULT_DS_CONFIG
     if saved is not None and not flags.deepspeed_config:
@@ -210,6 +214,18 @@ def _check_precision(precision: str) -> None:
         raise ValueError(
             f"train.precision = {precision!r}: DeepSpeed does not support it on "
             f"{accelerator.device_name()} here; set train.precision to {' or '.join(supported)}"
+        )
+
+
+def _check_memory(model: ModelConfig) -> None:
+    """Refuse weights that do not fit: every rank builds them in the host's memory, in float32."""
+    ranks, available = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), available_memory()
+    needed = 4 * parameter_count(model) * ranks
+    if needed > available:
+        raise ValueError(
+            f"model.width = {model.width}, model.layers = {model.layers}: the weights alone take "
+            f"{needed / 1e9:,.1f} GB on {ranks} ranks of this machine, which has "
+            f"{available / 1e9:,.1f} GB available; make the model smaller"
         )
 
 

@@ -35,7 +35,7 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
     try:
         request = resolve_request(recipe, flags)
         if int(os.environ.get("RANK", 0)) == 0:
-            lock = FolderLock(request.run_dir)
+            lock = FolderLock(request.run_dir, private=request.config.monitor.private)
     except ValueError as error:
         _exit_with_error(recipe, error, REFUSED)
     from nsa.engine.process_group import crash
@@ -71,5 +71,6 @@ def _exit_with_error(recipe: Recipe, error: Exception, code: int) -> NoReturn:
     if int(os.environ.get("RANK", 0)) != 0:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # sent by the launcher
         time.sleep(RANK_0_REPORT_SECONDS)
-    print(f"{recipe.name}: {printable(str(error))}", file=sys.stderr, flush=True)
+    text = printable(str(error), keep="\n")
+    print(f"{recipe.name}: {text}", file=sys.stderr, flush=True)
     end_process(code)

@@ -111,9 +111,12 @@ def record_run(request: RunRequest, hosts: list[str]) -> None:
 class FolderLock:
     """A file lock that the process holds until it ends."""
 
-    def __init__(self, run_dir: Path) -> None:
-        """Create and lock the folder; raise ValueError if that fails or another run holds it."""
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, *, private: bool = False) -> None:
+        """Create and lock the folder; raise ValueError if that fails or another run holds it.
+
+        `private`: only its owner may enter it. Else the umask decides.
+        """
+        self._run_dir, self._private = run_dir, private
         self._file: TextIO | None = None
         self._created: list[Path] = []  # innermost first
         self._lost: Exception | None = None
@@ -131,7 +134,9 @@ class FolderLock:
             self._run_dir.stat()  # the error of a loop says more than mkdir's
         folders = (self._run_dir, *self._run_dir.parents)
         self._created = [path for path in folders if not path.exists()]
-        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir.mkdir(mode=0o700 if self._private else 0o777, parents=True, exist_ok=True)
+        if self._private:  # the folder may have existed
+            self._run_dir.chmod(0o700)
         path = self._run_dir / LOCK
         if not path.exists():
             self._created.insert(0, path)

@@ -121,11 +121,6 @@ def valid_beats(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             yield beat
 
 
-def printable(text: str) -> str:
-    """Replace control characters: those of a file could change a terminal's state."""
-    return "".join(character if character.isprintable() else "\ufffd" for character in text)
-
-
 def older_part(path: Path) -> Path:
     """Return the file to which a full heartbeat file is moved."""
     return path.with_name(f"{path.stem}.1.jsonl")

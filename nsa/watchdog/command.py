@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.monitor.artifacts import align, printable
+from nsa.monitor.artifacts import align
 from nsa.monitor.config import WatchConfig
 from nsa.watchdog.disk import DiskHangs
 from nsa.watchdog.hang_detector import Look, newest_heartbeats
@@ -179,5 +179,5 @@ def status_lines(folder: Path) -> list[str]:
         loss = "-" if loss is None else f"{loss:.4f}"
         memory = "-" if memory is None else f"{memory:.2f} GB"
         row = [str(number), beat["phase"], f"{beat['since']:.0f} s", f"{beat['step']:,.0f}"]
-        rows.append([*row, f"{age:.0f} s ago", loss, memory, printable(state)])
+        rows.append([*row, f"{age:.0f} s ago", loss, memory, state])
     return align(rows) if rows[1:] else [f"{folder}: no heartbeats"]

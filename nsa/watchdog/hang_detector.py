@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nsa.atomic_io import atomic_write_text
 from nsa.constants import BRANCHES
 from nsa.monitor.artifacts import Row, last_beat, read_json, read_table
 from nsa.monitor.config import WatchConfig
+from nsa.untrusted import parse_yaml, read_text
 from nsa.watchdog.disk import LIMIT_SECONDS
 
 # Phase of a heartbeat -> the setting of `monitor.watch` that limits it; the others: `compute`.
@@ -210,12 +209,13 @@ class HangDetector:
     def _read_limits(self) -> None:
         path = self.folder / "config.yaml"
         try:
-            monitor = yaml.safe_load(path.read_text())["monitor"]
-            self._interval = float(monitor["heartbeat"])
-            limits = WatchConfig(**monitor["watch"])
+            monitor = parse_yaml(read_text(path))["monitor"]
+            limits, interval = WatchConfig(**monitor["watch"]), float(monitor["heartbeat"])
             limits.validate()
-            self.limits = limits
-        except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
+            if not 0 <= interval < float("inf"):
+                raise ValueError(f"monitor.heartbeat = {interval}")
+            self.limits, self._interval = limits, interval
+        except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
             self._messages.append(
                 f"{path}: monitor.watch cannot be read, so its limits stay: {error!r}"
             )

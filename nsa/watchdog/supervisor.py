@@ -21,10 +21,10 @@ from typing import Any
 
 import psutil
 
-from nsa.monitor.artifacts import printable
 from nsa.monitor.config import WatchConfig
 from nsa.monitor.writer import BackgroundWriter
 from nsa.probes import is_alive
+from nsa.untrusted import printable
 from nsa.watchdog.disk import SIGNALS, DiskHangs, DiskWorker
 from nsa.watchdog.hang_detector import HangDetector, HangReport, Look
 from nsa.watchdog.process_tree import ProcessTree, open_heartbeats, send, wait_for

@@ -105,3 +105,18 @@ def test_an_unusable_folder_is_one_line_and_exit_code_2_also_in_a_dry_run(
         "choose another folder"
     )
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_private_folder_is_closed_to_others_and_otherwise_the_umask_decides(
+    exists: bool, tmp_path: Path
+) -> None:
+    before = os.umask(0o022)
+    try:
+        for name, private, mode in (("a", True, 0o700), ("b", False, 0o755)):
+            if exists:
+                (tmp_path / name).mkdir()
+            FolderLock(tmp_path / name, private=private)
+            assert (tmp_path / name).stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)

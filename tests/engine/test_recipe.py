@@ -214,6 +214,7 @@ def test_a_dry_run_prints_a_summary_and_writes_nothing(tmp_path: Path) -> None:
         (["--run-dir", "gone", "--resume"], ["gone", "--resume"]),
         (["--until", "0"], ["--until", "0"]),
         (["--config", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["--set", "model.width=1000000"], ["model.width = 1000000", "make the model smaller"]),
         pytest.param(
             ["--set", "train.precision=fp16"],
             ["train.precision = 'fp16'", "set train.precision to bf16 or fp32"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from nsa.monitor.history import read_rank
 from nsa.report.report_plots import draw_plots
 from nsa.report.summary import summarise
+from nsa.watchdog.hang_detector import HangDetector, newest_heartbeats
 from tests.fuzz.hostile import ESCAPE, damaged, files, mutated, run, time_limit, to_json
 from tests.monitor.heartbeats import a_line, write_limits
 
+PID = 2**22  # of no process
 CSV = "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds\n"
 ROW = "{},9,3.5,,,1e-4,0.5,100.0,,1.5,0.5\n"
 GATE = {
@@ -27,6 +30,14 @@ ENV = {
     **{"world_size": 2, "recipe": "m7c", "profile": "demo", "git_commit": "ab", "host": "a"},
     **{"packages": {"torch": "2"}, "cpu": {"model": "b"}, "notes": ["c"], "cuda": None},
 }
+
+
+def look(folder: Path) -> None:
+    """What a watchdog does twice a second."""
+    with time_limit():
+        detector = HangDetector(folder)
+        detector.find_hang(newest_heartbeats(folder), time.monotonic())
+        list(detector.find_degradation())
 
 
 def test_heartbeats(fuzz: Callable[..., None], tmp_path: Path) -> None:
@@ -45,11 +56,24 @@ def test_heartbeats(fuzz: Callable[..., None], tmp_path: Path) -> None:
         for path, written in zip(names, (current, older), strict=True):
             path.write_bytes(b"\n".join(written) + b"\n")
         run("watch", "--status", tmp_path)
+        look(tmp_path)
         with time_limit():
             read_rank(tmp_path, 0)
 
     lists = st.lists(lines, min_size=1, max_size=3)
     fuzz(check, 150, current=lists, older=lists)
+
+
+def test_limits_of_the_watchdog(fuzz: Callable[..., None], tmp_path: Path) -> None:
+    write_limits(tmp_path)
+    (tmp_path / "heartbeat_rank0.jsonl").write_bytes(to_json(a_line(0, pid=PID)) + b"\n")
+    tree = {"monitor": {"heartbeat": 1.0, "watch": {"compute": 20.0, "grace": 0.5}}}
+
+    def check(content: bytes) -> None:
+        (tmp_path / "config.yaml").write_bytes(content)
+        look(tmp_path)
+
+    fuzz(check, 60, content=files(tree))
 
 
 def test_reports(
@@ -93,6 +117,7 @@ def test_tables(fuzz: Callable[..., None], tmp_path: Path) -> None:
 
     def check(content: bytes, row: list[str], drawn: bool) -> None:
         (tmp_path / "metrics.csv").write_bytes(content + ",".join(row).encode() + b"\n")
+        look(tmp_path)
         with time_limit():
             run_summary = summarise(tmp_path)
             for column in CSV.strip().split(","):
