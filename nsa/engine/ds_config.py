@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_keys import MODELS, key_error, walk
 from nsa.engine.ds_refusals import REFUSALS, ZeroMode
-from nsa.untrusted import parse_json, read_text
+from nsa.untrusted import parse_json, printable, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
 OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
@@ -65,8 +65,8 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
         for key, value in pairs:
             if key in block:
                 raise ValueError(
-                    f'{path}: "{key}" is written twice in one block, as {_short(block[key])} and '
-                    f"as {_short(value)}; keep one"
+                    f"{path}: {_short(key)} is written twice in one block, as "
+                    f"{_short(block[key])} and as {_short(value)}; keep one"
                 )
             block[key] = value
         return block
@@ -331,7 +331,8 @@ def block_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _at(raw: dict[str, Any], path: str) -> str:
     """Return "key = value" for an error's line, or "key is missing"."""
     found = dict(walk(raw))
-    return f"{path} = {_short(found[path])}" if path in found else f"{path} is missing"
+    value = f"= {_short(found[path])}" if path in found else "is missing"
+    return f"{printable(path)} {value}"
 
 
 def _short(value: Any) -> str:
