@@ -219,7 +219,7 @@ def _check_precision(precision: str) -> None:
 
 def _check_memory(model: ModelConfig) -> None:
     """Refuse weights that do not fit: every rank builds them in the host's memory, in float32."""
-    ranks, available = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), available_memory()
+    ranks, available = int(os.environ.get("LOCAL_SIZE", 1)), available_memory()
     needed = 4 * parameter_count(model) * ranks
     if needed > available:
         raise ValueError(
