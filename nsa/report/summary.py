@@ -8,11 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-import yaml
-
 from nsa.gates.result import GateResult, read_gates
 from nsa.monitor.artifacts import Table, ranks, read_table, read_text
 from nsa.monitor.history import RankHistory, read_rank
+from nsa.untrusted import parse_yaml
 
 
 @dataclass
@@ -46,8 +45,8 @@ class Summary:
     def config(self) -> object:
         """The tree of config.yaml; None if it cannot be read."""
         try:
-            return yaml.safe_load(read_text(self.run_dir / "config.yaml") or "")
-        except (yaml.YAMLError, ValueError, RecursionError):
+            return parse_yaml(read_text(self.run_dir / "config.yaml") or "")
+        except ValueError:
             return None
 
     @property
