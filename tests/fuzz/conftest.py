@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 FULL = 50  # times the examples, with --full
 
@@ -22,6 +22,7 @@ def fuzz(request: pytest.FixtureRequest) -> Callable[..., None]:
             derandomize=not full,
             deadline=None,  # a check has its own limit
             database=None,
+            phases=tuple(Phase) if full else (Phase.generate,),  # shrinking takes minutes
             suppress_health_check=list(HealthCheck),
         )
         budget(given(**strategies)(check))()
