@@ -3,7 +3,8 @@
 An operation is one dispatched op that is not a view or an allocation; a custom op (`nsa::…`) is
 one. Its bytes are those of its tensor inputs and outputs; a modified input is read and written.
 Launches count kernels and PyTorch's ops inside custom ops: the library's launchers run on `meta`
-tensors, and a kernel's bytes are those of its tensor arguments, each once.
+tensors, and a kernel's bytes are those of its tensor arguments, each once. Weights lie in one flat
+buffer, as ZeRO-1 and 2 place them.
 
 Times are estimates: for each launch the slower of its bytes and its FLOPs at the rates of
 `roofline.CHIPS`, without gaps between launches.
@@ -21,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._library.custom_ops import _maybe_get_opdef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -183,6 +184,7 @@ def record(config: ModelConfig, micro_batch: int, seq_len: int) -> list[Operatio
     with torch.device("meta"):
         model = LanguageModel(replace(config, attention=attention)).bfloat16()
         tokens = torch.empty(micro_batch, seq_len, dtype=torch.long)
+    flatten_weights(model)
     value = config.value_dim or config.head_dim
     shape = Shape("", config.heads, config.kv_heads, config.head_dim, value)
     kernels = work(shape, micro_batch, seq_len, config.attention.spec)
@@ -192,6 +194,14 @@ def record(config: ModelConfig, micro_batch: int, seq_len: int) -> list[Operatio
     with as_on_cuda(), Recorder(flops) as recorder:
         model(tokens, labels=tokens).backward()
     return recorder.operations
+
+
+def flatten_weights(model: nn.Module) -> None:
+    """Move the matrices into one buffer, in the order of ZeRO-1 and 2 with our parameter groups."""
+    weights = [weight for weight in model.parameters() if weight.dim() > 1]
+    flat = weights[0].new_empty(sum(weight.numel() for weight in weights))
+    for weight, part in zip(weights, flat.split([x.numel() for x in weights]), strict=True):
+        weight.data = part.view_as(weight)
 
 
 def totals(operations: Sequence[Operation]) -> list[dict[str, Any]]:

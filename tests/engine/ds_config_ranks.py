@@ -1,8 +1,9 @@
 """Worker of test_ds_config_engine.py: DeepSpeed's engine with a tiny stack of layers.
 
 `steps` trains each config on one process, with the middle layer used once and twice; `once` only
-in bf16 with the layer used once, and configs may be paths without `.json`; `missing`
-leaves one rank of two without its gradient. Prints one JSON list per case.
+in bf16 with the layer used once, and configs may be paths without `.json`; `missing` leaves one
+rank of two without its gradient; `layout` says which weights of a language model lie side by side.
+Prints one JSON list per case.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nsa.engine.build import initialise
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
+from nsa.model import LanguageModel, ModelConfig
+from nsa.model.fused import lie_side_by_side
 
 DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
 STEPS, WIDTH = 4, 16
@@ -81,6 +85,23 @@ def train(engine: Any, precision: str, middle: str) -> dict[str, Any]:
     return {"optimizer": type(engine.optimizer).__name__, "losses": losses}
 
 
+def joint_products(name: str) -> list[bool]:
+    """Per product of several weights of a language model: whether they are one view of memory."""
+    config = RunConfig(model=ModelConfig(vocab_size=32, layers=2, width=16, heads=4, kv_heads=2))
+    config.train.accumulation = 1
+    resolved = resolve_ds_config(load_ds_config(DS_CONFIGS / f"{name}.json"), config, world_size=2)
+    engine = initialise(LanguageModel(config.model), config, resolved)
+    tokens = torch.arange(40)[None] % 32
+    engine.backward(engine(tokens, labels=tokens))
+    engine.step()
+    products = []
+    for block in engine.module.blocks:
+        attention, mlp = block.attention, block.mlp
+        products += [[attention.q, attention.k, attention.v, attention.gates], [mlp.gate, mlp.up]]
+    weights = [[linear.weight for linear in linears] for linears in products]
+    return [lie_side_by_side(x, -(-sum(map(len, x)) // 8) * 8) for x in weights]
+
+
 def main() -> None:
     start_ranks(Ranks.from_environment())
     cases = {
@@ -92,6 +113,9 @@ def main() -> None:
             for precision, middle in cases[sys.argv[1]]:
                 engine = build(name, precision)
                 print(json.dumps([name, precision, middle, train(engine, precision, middle)]))
+    elif sys.argv[1] == "layout":
+        for name in sys.argv[2:]:
+            print(json.dumps([name, joint_products(name)]))
     else:
         for name in sys.argv[2:]:
             engine = build(name, "bf16")

@@ -119,3 +119,10 @@ def test_only_stage_0_agrees_on_grad_norm_when_a_rank_lacks_a_gradient() -> None
     )
     assert first["zero0_debug"] == second["zero0_debug"]
     assert first["zero1_pcie"] != second["zero1_pcie"]
+
+
+def test_zero_1_and_2_place_the_weights_of_a_joint_product_side_by_side() -> None:
+    """What `parallel_linear` needs to copy none, and what `python -m nsa.bench traffic` counts."""
+    names = "zero1_pcie", "zero1_bf16acc", "zero2_pcie"
+    for output in launch(WORKER, "layout", *names, timeout=120):
+        assert rows(output) == [[name, [True] * 4] for name in names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.model.fused import add_norm, is_plain, parallel_linear
+from nsa.model.fused import add_norm, is_plain, lie_side_by_side, parallel_linear
 from nsa.monitor.dtypes import DtypeReport
 
 WIDTHS = (12, 5, 4)  # their sum, 21, is padded to 24
@@ -28,15 +28,18 @@ def rows(count: int = 6, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(2, count, 10, dtype=dtype, generator=torch.Generator().manual_seed(1))
 
 
+PRODUCTS = torch.ops.aten.mm, torch.ops.aten.linear
+
+
 @contextmanager
-def products() -> Iterator[list[tuple[int, ...]]]:
-    """The output shapes of matrix products."""
+def products(kinds: Sequence[Any] = PRODUCTS) -> Iterator[list[tuple[int, ...]]]:
+    """The output shapes of matrix products, or of other operations."""
     shapes: list[tuple[int, ...]] = []
 
     class Recorded(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             result = func(*args, **(kwargs or {}))
-            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.linear):
+            if func.overloadpacket in kinds:
                 shapes.append(tuple(result.shape))
             return result
 
@@ -59,6 +62,50 @@ def test_outputs_and_gradients_are_those_of_separate_calls_with_one_product() ->
     expected = torch.autograd.grad(expected_outputs, given, grad_outputs)
     for a, b in zip((*outputs, *actual), (*expected_outputs, *expected), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def side_by_side(modules: list[nn.Linear]) -> list[nn.Linear]:
+    """The same weights in one buffer, as ZeRO-1 and 2 keep them; other weights follow."""
+    flat = torch.cat([*(module.weight.detach().flatten() for module in modules), torch.ones(40)])
+    at = 7  # not the buffer's beginning
+    flat = torch.cat([torch.ones(at), flat])
+    for module in modules:
+        size = module.weight.numel()
+        module.weight.data = flat[at : at + size].view_as(module.weight)
+        at += size
+    return modules
+
+
+def test_weights_side_by_side_are_not_copied_and_give_the_same_bits() -> None:
+    results = []
+    for modules in (linears(), side_by_side(linears())):
+        x = rows().requires_grad_()
+        with products([torch.ops.aten.cat]) as copied:
+            fused = parallel_linear(x, modules)
+        output = fused[..., :21]
+        results.append([output, *torch.autograd.grad(
+            output.square().sum(), [x, *(module.weight for module in modules)]
+        )])  # fmt: skip
+        assert fused.shape == (2, 6, 24)
+        assert len(copied) == 2 - len(results)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("change", ["order", "gap", "end", "storage", "transposed"])
+def test_weights_that_do_not_follow_each_other_are_copied(change: str) -> None:
+    modules = side_by_side(linears())
+    weights: list[Tensor] = [module.weight for module in modules]
+    assert lie_side_by_side(weights, 24)
+    if change == "order":
+        weights.reverse()
+    elif change == "gap":
+        weights[1] = weights[1][1:]
+    elif change == "storage":
+        weights[2] = weights[2].clone()
+    elif change == "transposed":
+        weights = [torch.empty(10, 10).T] * 1
+    assert not lie_side_by_side(weights, 26 if change == "end" else 24)
 
 
 def test_gradients_land_in_each_weight() -> None:
