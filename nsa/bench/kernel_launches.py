@@ -20,6 +20,7 @@ from nsa.ops.triton.band_op import Band, band_backward, band_forward
 from nsa.ops.triton.configs import Choice, choosing_for, override_choices
 from nsa.ops.triton.cross_entropy import cross_entropy_
 from nsa.ops.triton.decode import DecodeInputs, decode_forward
+from nsa.ops.triton.embedding import add_token_gradients_
 from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
 from nsa.ops.triton.launch import Launch, recording
 from nsa.ops.triton.normalization import (
@@ -164,6 +165,14 @@ def _cross_entropy(case: Case) -> None:
         cross_entropy_(logits, labels, with_gradients)
 
 
+def _tied_embedding(case: Case) -> None:
+    """M7C's width and vocabulary, and others."""
+    dtype, width = DTYPES[case.dtype], case.heads * case.key
+    d_x = torch.empty(case.seq_len, width, dtype=dtype, device="meta")
+    tokens = torch.empty(case.seq_len, dtype=torch.int64, device="meta")
+    add_token_gradients_(d_x.new_empty(50_304, width), d_x, tokens)
+
+
 def _add_rms_norm(case: Case) -> None:
     """With and without a residual, and with and without its gradient."""
     dtype, width = DTYPES[case.dtype], case.heads * case.key
@@ -187,6 +196,7 @@ OPERATIONS: dict[str, Callable[[Case], None]] = {
     "rotary_pool": _rotary_pool,
     "cross_entropy": _cross_entropy,
     "add_rms_norm": _add_rms_norm,
+    "tied_embedding": _tied_embedding,
 }
 # Heads, key/value heads, key size, value size, positions. SHORT: a tile of queries selects most
 # blocks and one program sums a key's gradient. LONG: neither.

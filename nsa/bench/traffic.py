@@ -52,7 +52,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "nsa::linear_cross_entropy",
         *("aten::ne", "aten::sum", "aten::clamp", "aten::div", "aten::ones_like", "aten::mul"),
     ),
-    "embedding": ("aten::embedding", "aten::embedding_dense"),
+    "embedding": ("aten::embedding", "aten::embedding_dense", "nsa::add_token_gradients"),
     "other": (),
 }
 _PART_OF = {name: part for part, names in PARTS.items() for name in names}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
-from nsa.ops import add_rms_norm
+from nsa.ops import add_rms_norm, tied_embedding
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -98,3 +98,12 @@ def add_norm(
         return add_rms_norm(x, delta, norm.weight, norm.eps, backend=backend)
     total = x if delta is None else x + delta
     return total, norm(total)
+
+
+def embed_and_head(
+    tokens: Tensor, embed: nn.Embedding, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Return (embed(tokens), the weight that the head reads)."""
+    if is_plain(embed, nn.Embedding):
+        return tied_embedding(tokens, embed.weight, backend=backend)
+    return embed(tokens), embed.weight

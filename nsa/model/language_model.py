@@ -15,7 +15,7 @@ from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.block import Block
 from nsa.model.compressor import BlockMLP
 from nsa.model.config import ModelConfig
-from nsa.model.fused import add_norm
+from nsa.model.fused import add_norm, embed_and_head
 from nsa.model.loss import linear_cross_entropy
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.checks import check_documents
@@ -64,12 +64,10 @@ class LanguageModel(nn.Module):
                 f"labels has shape {tuple(labels.shape)} and input_ids {tuple(input_ids.shape)}; "
                 "labels[b, t] is the token after input_ids[b, t]"
             )
-        x, selector_loss = self._hidden(input_ids, cu_seqlens)
+        x, weight, selector_loss = self._hidden(input_ids, cu_seqlens)
         if labels is None:
-            return F.linear(x, self.embed.weight)
-        loss = linear_cross_entropy(
-            x.flatten(0, 1), self.embed.weight, labels.flatten(), self.sequence
-        )
+            return F.linear(x, weight)
+        loss = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), self.sequence)
         if selector_loss is None:
             return loss
         # Add the gradient, not the value, so that losses can be compared with other models'.
@@ -80,13 +78,15 @@ class LanguageModel(nn.Module):
         """Return the head's input [B, T, width], for callers that cannot hold all logits."""
         return self._hidden(input_ids, cu_seqlens)[0]
 
-    def _hidden(self, input_ids: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the head's input and the sum of the layers' selector losses, if they train."""
+    def _hidden(
+        self, input_ids: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the head's input and weight, and the sum of selector losses, if they train."""
         if input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
         seq_len = input_ids.shape[1] * (1 if self.sequence is None else self.sequence.size)
         check_documents(cu_seqlens, input_ids[:, :1].expand(-1, seq_len), "input_ids")
-        x = self.embed(input_ids)
+        x, weight = embed_and_head(input_ids, self.embed, self.config.attention.backend)
         trains = self.training and torch.is_grad_enabled() and x.requires_grad
         with_loss = trains and self.config.attention.selector_loss > 0
         metadata = AttentionMetadata.build(
@@ -98,7 +98,8 @@ class LanguageModel(nn.Module):
             # From the data: other queries each step, the same when a segment is recomputed.
             loss_offset=input_ids.sum() if with_loss else None,
         )
-        return self.run_blocks(x, metadata)
+        x, selector_loss = self.run_blocks(x, metadata)
+        return x, weight, selector_loss
 
     def run_blocks(
         self, x: Tensor, metadata: AttentionMetadata, inputs: list[Tensor] | None = None

@@ -25,6 +25,7 @@ from nsa.ops.checks import (
     check_scale,
 )
 from nsa.ops.documents import block_starts, compressed_cu_seqlens
+from nsa.ops.embedding import tied_embedding
 from nsa.ops.inputs import AttentionInputs, PackedLayout, SelectionInputs
 from nsa.ops.normalization import add_rms_norm
 from nsa.ops.rotary import rotary_pool
@@ -45,6 +46,7 @@ __all__ = [
     "select_blocks",
     "selected_attention",
     "swiglu",
+    "tied_embedding",
     "window_attention",
 ]
 

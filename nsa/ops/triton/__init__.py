@@ -2,8 +2,8 @@
 
 Kernels and their launchers are in one file per operation (`select.py`, `gated.py`) or in several:
 `band.py` and `band_op.py`, `selected*.py`, `decode_parts.py` and `decode.py`; `rotary.py`,
-`activation.py`, `normalization.py` and `cross_entropy.py` are for the step around attention. Entry
-points import them at the first call, because importing Triton is slow.
+`activation.py`, `normalization.py`, `cross_entropy.py` and `embedding.py` are for the step around
+attention. Entry points import them at the first call, because importing Triton is slow.
 """
 
 from __future__ import annotations
@@ -147,3 +147,10 @@ def add_rms_norm(
     if delta is None:
         return x, triton_rms_norm(x, weight, eps)
     return triton_add_rms_norm(x, delta, weight, eps)
+
+
+def add_token_gradients_(d_weight: Tensor, d_x: Tensor, tokens: Tensor) -> None:
+    """d_weight[tokens] += d_x, in place."""
+    from nsa.ops.triton import embedding
+
+    embedding.add_token_gradients_(d_weight, d_x, tokens)
