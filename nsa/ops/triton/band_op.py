@@ -109,7 +109,7 @@ def _branch(x: Band) -> str:
 
 
 def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    return parts[0] if len(parts) == 1 else parts.sum(0).to(dtype)
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
 
 
 def _arguments(x: Band) -> tuple[dict[str, Any], dict[str, Any], tuple[int, int]]:

@@ -6,9 +6,10 @@ would run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ class Launch:
 
 _recorded: list[Launch] | None = None
 _compiled: dict[tuple[Any, ...], Any] = {}
+# By kernel: what puts its values in order, and how many come before its constants.
+Signature = tuple[Callable[[dict[str, Any]], tuple[Any, ...]], int]
+_signatures: dict[Any, Signature] = {}
+SCALARS = {int, float, bool, type(None)}  # `isinstance(x, Tensor)` takes several times as long
 MAX_COMPILED = 4096  # keys; integers that differ from batch to batch are part of them
 
 
@@ -50,24 +55,34 @@ def launch(
         return
     if 0 in grid:
         return
-    given = {**arguments, **constants}
-    values = [given[name] for name in kernel.arg_names]
+    getter, runtime = _signatures.get(kernel.fn) or _read_signature(kernel)
+    values = getter({**arguments, **constants})
     device = values[0].device  # every kernel's first argument is a tensor
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _run(kernel, grid, values, config)
+            _run(kernel, grid, values, runtime, config)
     else:
-        _run(kernel, grid, values, config)
+        _run(kernel, grid, values, runtime, config)
 
 
-def _run(kernel: Any, grid: Sequence[int], values: list[Any], config: Config) -> None:
+def _read_signature(kernel: Any) -> Signature:
+    constants = ["constexpr" in str(kernel.fn.__annotations__.get(x)) for x in kernel.arg_names]
+    assert constants == sorted(constants), f"{kernel.fn.__name__}: constants must come last"
+    signature = itemgetter(*kernel.arg_names), constants.count(False)
+    return _signatures.setdefault(kernel.fn, signature)
+
+
+def _run(kernel: Any, grid: Sequence[int], values: tuple, runtime: int, config: Config) -> None:
     """Run the binary cached for these values; on a miss, Triton finds or compiles it.
 
     Finding it takes Triton 10 us, more than the rest of a launch. The key here is finer than its
     own, in which an integer is only 1, a multiple of 16, or neither.
     """
-    traits = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in values]
-    key = kernel.fn, values[0].device, config, *traits
+    traits = [
+        x if type(x) in SCALARS else (x.dtype, 0) if x.data_ptr() % 16 else x.dtype
+        for x in values[:runtime]
+    ]
+    key = kernel.fn, values[0].device, config, values[runtime:], *traits
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[(*grid, 1, 1)[:3]](*values)

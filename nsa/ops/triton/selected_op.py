@@ -94,7 +94,7 @@ def _launch_by_query(
     rows = max(16, next_power_of_2(queries * group))
     launch(
         kernel,
-        (slots(seq_len, queries, x.cu_seqlens), x.k.shape[2], len(x.q)),
+        (slots(seq_len, queries, x.cu_seqlens), x.k.shape[2], x.q.shape[0]),
         arguments | unite(x.block_index, x.cu_seqlens, x.spec, queries),
         constants | {"QUERIES": queries, "ROWS": rows, "KEYS": _block_keys(config, x.spec)},
         config,
