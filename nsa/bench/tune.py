@@ -24,7 +24,7 @@ from nsa.bench.results import Report, Result, cell, figure, print_errors, print_
 from nsa.ops import NSASpec
 from nsa.ops.decode import decode_attention
 from nsa.ops.triton.configs import SHORT, Config, override_choices, save_tuned, tuning_key
-from nsa.ops.triton.launch import padded_size
+from nsa.ops.triton.launch import Launch, launch, padded_size, recording
 
 SPEC = NSASpec()
 Option = Config | str  # tile sizes, or the library whose kernel runs
@@ -126,7 +126,8 @@ def tune(
 ) -> tuple[list[dict[str, Any]], dict[str, Option]]:
     """Time the candidates of each operation that has several; return rows and the fastest.
 
-    While one operation is timed, the others run with their fastest candidate so far.
+    Only the kernels that take the operation's candidates are timed, on what the others left: those
+    ran once, with their fastest candidate so far.
     """
     rows = []
     best: dict[str, Option] = {}
@@ -135,8 +136,7 @@ def tune(
         if len(options) == 1:
             continue
         steps = {
-            label: partial(_run_with, {**best, name: option}, operation)
-            for label, option in options.items()
+            label: _relaunching(name, option, best, operation) for label, option in options.items()
         }
         results: dict[str, Result] = {
             label: {"config": _fields(option), "ms": None, "errors": {}}
@@ -151,10 +151,31 @@ def tune(
     return rows, best
 
 
-def _run_with(configs: Mapping[str, Option], operation: Operation) -> None:
-    with override_choices(lambda name, options: configs.get(name, options[0])):
-        for step in operation.steps.values():
-            step()
+def _relaunching(
+    name: str, option: Option, best: Mapping[str, Option], operation: Operation
+) -> Step:
+    """Run the operation's calls once with `option`, then only the launches that take it.
+
+    A call of another library has no launches to repeat, so it always runs as a whole.
+    """
+    # A tuple of its own, to tell its launches from those of others with equal tile sizes.
+    option = Config(*option) if isinstance(option, Config) else option
+    launches: list[Launch] = []
+
+    def choice(operation_name: str, options: list[Any]) -> Any:
+        return option if operation_name == name else best.get(operation_name, options[0])
+
+    def step() -> None:
+        for x in launches:
+            launch(x.kernel, x.grid, x.arguments, x.constants, x.config)
+        if launches:
+            return
+        with override_choices(choice), recording(dry=False) as recorded:
+            for call in operation.steps.values():
+                call()
+        launches.extend(x for x in recorded if x.config is option)
+
+    return step
 
 
 def _fields(option: Option) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,34 @@ def test_the_fastest_candidate_is_stored_and_used_by_the_next_launch() -> None:
         choose_config("toy_forward", (64, 128), LIKE, 2048)
         == candidates("toy_forward", (64, 128), HALF)[0]
     )
+
+
+def test_only_the_kernel_in_question_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its candidates are compared without the noise and the time of the other kernels."""
+    from nsa.ops.triton import launch
+    from nsa.ops.triton.band_op import Band, band_backward, band_forward
+
+    runs: Counter[str] = Counter()
+
+    def run(kernel: Any, grid: Any, values: Any, runtime: int, config: Config) -> None:
+        runs[kernel.fn.__name__] += 1
+        slow = kernel.fn.__name__ == "band_queries_kernel" and config == first
+        time.sleep(0.02 if slow else 0)
+
+    def call() -> None:
+        x = Band(*[torch.ones(1, 64, 2, 64, dtype=HALF)] * 3, None, [1, 1, 16], 0.125)
+        o, lse = band_forward(x)
+        band_backward(o, lse, x, o, lse)
+
+    monkeypatch.setattr(launch, "_run", run)
+    first, *rest = candidates("window_queries", (64, 64), HALF)
+    operations = discover({"call": call})
+    assert operations.keys() == {"window_forward", "window_queries", "window_keys"}
+    runs.clear()
+    _, best = tune({"window_queries": operations["window_queries"]}, report())
+    assert best["window_queries"] in rest
+    assert runs["band_forward_kernel"] == runs["band_keys_kernel"] == 1 + len(rest)
+    assert runs["band_queries_kernel"] >= 4 * (1 + len(rest))
 
 
 def test_the_library_with_the_fastest_kernel_is_stored_by_name(

@@ -151,6 +151,6 @@ def add_rms_norm(
 
 def add_token_gradients_(d_weight: Tensor, d_x: Tensor, tokens: Tensor) -> None:
     """d_weight[tokens] += d_x, in place."""
-    from nsa.ops.triton import embedding
+    from nsa.ops.triton.embedding import triton_add_token_gradients_
 
-    embedding.add_token_gradients_(d_weight, d_x, tokens)
+    triton_add_token_gradients_(d_weight, d_x, tokens)

@@ -45,7 +45,6 @@ def add_token_gradients_kernel(
         tl.store(out, total.to(d_weight.dtype.element_ty), mask=inside)
 
 
-@torch.library.custom_op("nsa::triton_add_token_gradients_", mutates_args={"d_weight"})
 def add_token_gradients_(d_weight: Tensor, d_x: Tensor, tokens: Tensor) -> None:
     """d_weight[tokens] += d_x, where d_weight [vocabulary, width] is contiguous."""
     width = d_weight.shape[1]
@@ -60,6 +59,11 @@ def add_token_gradients_(d_weight: Tensor, d_x: Tensor, tokens: Tensor) -> None:
     )
 
 
-@add_token_gradients_.register_fake
+triton_add_token_gradients_ = torch.library.custom_op(
+    "nsa::triton_add_token_gradients_", add_token_gradients_, mutates_args={"d_weight"}
+)
+
+
+@triton_add_token_gradients_.register_fake
 def _(d_weight: Tensor, d_x: Tensor, tokens: Tensor) -> None:
     return None

@@ -13,7 +13,6 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nsa.ops.triton.configs import Config
 
@@ -30,6 +29,7 @@ class Launch:
 
 
 _recorded: list[Launch] | None = None
+_dry = False
 _compiled: dict[tuple[Any, ...], Any] = {}
 # By kernel: what puts its values in order, and how many come before its constants.
 Signature = tuple[Callable[[dict[str, Any]], tuple[Any, ...]], int]
@@ -52,8 +52,7 @@ def launch(
             for given in (arguments, constants)
         )
         _recorded.append(Launch(kernel, tuple(grid), named, fixed, config))
-        return
-    if 0 in grid:
+    if 0 in grid or _dry:
         return
     getter, runtime = _signatures.get(kernel.fn) or _read_signature(kernel)
     values = getter({**arguments, **constants})
@@ -95,15 +94,15 @@ def _run(kernel: Any, grid: Sequence[int], values: tuple, runtime: int, config: 
 
 
 @contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Collect launches instead of running them; tensors may be on the `meta` device."""
-    global _recorded
+def recording(dry: bool = True) -> Iterator[list[Launch]]:
+    """Collect launches; with `dry` nothing runs, and tensors may be on the `meta` device."""
+    global _recorded, _dry
     assert _recorded is None
-    _recorded = []
+    _recorded, _dry = [], dry
     try:
         yield _recorded
     finally:
-        _recorded = None
+        _recorded, _dry = None, False
 
 
 def cdiv(total: int, size: int) -> int:

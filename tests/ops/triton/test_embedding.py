@@ -11,7 +11,7 @@ from torch import Tensor
 from nsa.ops import tied_embedding
 from nsa.ops.triton import embedding
 from nsa.ops.triton.configs import Config
-from nsa.ops.triton.embedding import add_token_gradients_
+from nsa.ops.triton.embedding import add_token_gradients_, triton_add_token_gradients_
 from nsa.ops.triton.launch import recording
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.cases import with_gradients
@@ -66,7 +66,9 @@ def test_the_op_matches_its_declaration() -> None:
     d_weight, d_x = torch.zeros(4, 8, device=DEVICE), torch.ones(3, 8, device=DEVICE)
     tokens = torch.tensor([1, 3, 1], device=DEVICE)
     torch.library.opcheck(
-        add_token_gradients_, (d_weight, d_x, tokens), test_utils=("test_schema", "test_faketensor")
+        triton_add_token_gradients_,
+        (d_weight, d_x, tokens),
+        test_utils=("test_schema", "test_faketensor"),
     )
 
 
@@ -74,5 +76,5 @@ def test_it_is_one_launch_that_reads_no_value() -> None:
     d_x = torch.empty(2, 6, 300, device="meta")
     tokens = torch.empty(2, 6, dtype=torch.int64, device="meta")
     with recording() as launches:
-        embedding.add_token_gradients_._init_fn(d_x.new_empty(9, 300), d_x, tokens)
+        add_token_gradients_(d_x.new_empty(9, 300), d_x, tokens)
     assert [launch.grid for launch in launches] == [(12, 2)]
