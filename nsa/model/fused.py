@@ -67,8 +67,9 @@ def lie_side_by_side(weights: Sequence[Tensor], rows: int) -> bool:
     first, start = weights[0], weights[0].storage_offset()
     at = start
     for weight in weights:
-        aliased = torch._C._is_alias_of(first, weight) and weight.dtype == first.dtype
-        if not (aliased and weight.is_contiguous() and weight.storage_offset() == at):
+        aliased = torch._C._is_alias_of(first, weight)  # type: ignore[attr-defined]
+        same = aliased and weight.dtype == first.dtype
+        if not (same and weight.is_contiguous() and weight.storage_offset() == at):
             return False
         at += weight.numel()
     end = start + rows * first.shape[1]
