@@ -19,7 +19,8 @@ else:
     import tomli as tomllib
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-UV = shutil.which("uv")
+# The virtual environment's, which need not be activated.
+UV = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv")
 
 
 def pinned() -> list[Requirement]:

@@ -100,7 +100,7 @@ def test_the_observer_receives_what_it_receives_in_eager_mode() -> None:
     for model, calls in zip(models, seen, strict=True):
         step(model, 1)
         for layer in model.sparse_layers().values():
-            layer.observer = lambda gates, blocks, _, calls=calls: calls.append((gates, blocks))
+            layer.observer = lambda gates, blocks, *_, calls=calls: calls.append((gates, blocks))
         step(model, 2)
         for layer in model.sparse_layers().values():
             layer.observer = None
