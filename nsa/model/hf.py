@@ -98,7 +98,7 @@ class NSAPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
-        _give_peft_its_targets()
+        _register_peft_targets()
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
@@ -177,8 +177,8 @@ class NSAModel(NSAPreTrainedModel):
         """Return the head's input of input_ids [B, T] or inputs_embeds [B, T, width].
 
         attention_mask [B, T] is 0 for padding, whose states are 0. A document starts where
-        position_ids are 0 or, without them, at cu_seq_lens_q (batch 1), as packing collators write
-        them; documents do not see each other. With a cache, each sequence is one document, and
+        position_ids restart at 0; if they never do, or without them, at cu_seq_lens_q (batch 1).
+        Documents do not see each other. With a cache, each sequence is one document, and
         results have no gradients. Other arguments have no effect.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -200,6 +200,10 @@ class NSAModel(NSAPreTrainedModel):
         if cache is not None:
             if output_hidden_states:
                 raise ValueError("output_hidden_states: none with a cache; set use_cache=False")
+            if cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2:
+                raise ValueError(
+                    "cu_seq_lens_q: with a cache a sequence is one document; set use_cache=False"
+                )
             states = self._states_with_cache(tokens, attention_mask, position_ids, cache)
             return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
         tokens, real, metadata = pack(
@@ -341,12 +345,12 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[NSAConfig.model_type] = NSAForCausalLM.__name_
 
 @contextmanager
 def _decoding(device: torch.device) -> Iterator[None]:
-    """No gradients, and no autocast: Trainer generates under it, but caches have weights' dtype."""
+    """Disable gradients and autocast: the cache has the weights' dtype, and Trainer autocasts."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
-def _give_peft_its_targets() -> None:
+def _register_peft_targets() -> None:
     """Add PEFT's default `target_modules`: a Llama's, whose q_proj is named q here."""
     try:
         from peft.utils import constants

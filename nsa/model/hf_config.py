@@ -19,7 +19,7 @@ SHAPE = tuple(
 class NSAConfig(PreTrainedConfig):
     """`ModelConfig` under Hugging Face's names, with its own names as aliases.
 
-    Exports written before this used the aliases in config.json; both are read.
+    Older exports hold the aliases in config.json; both load.
     """
 
     model_type: ClassVar[str] = "nsa"
@@ -97,6 +97,11 @@ class NSAConfig(PreTrainedConfig):
 def _attention(tree: dict[str, Any]) -> AttentionConfig:
     tree = _check_names(AttentionConfig, tree, "attention")
     spec = NSASpec(**_check_names(NSASpec, tree.get("spec") or {}, "attention.spec"))
+    if tree.get("selector_loss"):
+        raise ValueError(
+            f"attention.selector_loss = {tree['selector_loss']}: the Hugging Face model does not "
+            "compute it; leave it 0"
+        )
     return AttentionConfig(**{**tree, "spec": spec})
 
 

@@ -29,10 +29,15 @@ def pack(
     `tokens` are ids [B, T] or embeddings [B, T, width]; a batch with padding or several documents
     in a row becomes [1, tokens]. The second result is [B, T], true for tokens and false for
     padding, or None if nothing was packed: `unpack` reads it. Documents start where `position_ids`
-    are 0 or, without them, at `cu_seqlens`.
+    restart at 0; if they never do, or without them, at `cu_seqlens`.
     """
     real = real_tokens(attention_mask, tokens)
     starts = document_starts(position_ids, tokens, real)
+    if real is not None and starts is None and cu_seqlens is not None:
+        raise ValueError(
+            "cu_seq_lens_q: not with padding in attention_mask; pass position_ids that restart at "
+            "0 with each document"
+        )
     if real is None and starts is not None:
         real = torch.ones_like(starts)
     if real is not None:
@@ -56,7 +61,7 @@ def unpack(packed: Tensor, real: Tensor | None) -> Tensor:
 def real_tokens(mask: Tensor | None, tokens: Tensor, cached: int | None = None) -> Tensor | None:
     """Return [B, T], true for tokens and false for padding; None if there is no padding.
 
-    `mask` has a column for each of the `cached` columns, None without a cache, and each new one.
+    `cached`: columns in the cache, None without a cache; `mask` covers them and the new ones.
     """
     if mask is None:
         return None

@@ -17,9 +17,9 @@ def tied_embedding(
 ) -> tuple[Tensor, Tensor]:
     """Return (weight[tokens], weight); the head must read the returned weight.
 
-    So the head's gradient passes through here, and the tokens' gradient is added to it in place.
-    Autograd would build another tensor of the vocabulary's size for the tokens, and a third for the
-    sum. There is no second derivative.
+    So the head's gradient passes through here, and on a GPU the tokens' gradient is added to it in
+    place. Autograd would build another tensor of the vocabulary's size for the tokens, and a third
+    for the sum. There is no second derivative.
     """
     if torch.compiler.is_compiling():
         return F.embedding(tokens, weight), weight
@@ -45,7 +45,7 @@ class _TiedEmbedding(torch.autograd.Function):
         if d_weight is None or not ctx.fused:
             d_rows = torch.ops.aten.embedding_dense_backward(d_x, tokens, ctx.rows, -1, False)
             return None, d_rows if d_weight is None else d_rows.add_(d_weight), None
-        # Only the head's product and autograd's sums write d_weight: nobody else reads it.
+        # The head's product or autograd's sum created d_weight, and nothing else reads it.
         d_weight = d_weight.contiguous()
         triton.add_token_gradients_(d_weight, d_x, tokens)
         return None, d_weight, None

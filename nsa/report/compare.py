@@ -18,15 +18,15 @@ _PANELS = (
     ("tokens_per_s", "tokens/s, all ranks"),
     ("grad_norm", "gradient norm"),
 )
-# What must be equal for like with like, and what a difference means.
-_DATASET = "they learn and are validated on different text, so no column compares but speed"
+# What must be equal for figures to be comparable, and what a difference means.
+_DATASET = "training and validation text differ, so only speed is comparable"
 _MATTERS = {
     "data.source": _DATASET,
     "data.subset": _DATASET,
     "data.split": _DATASET,
     "data.files": _DATASET,
     "data.held_out": _DATASET,
-    "data.tokenizer": "losses per token do not compare; bits/byte do",
+    "data.tokenizer": "losses per token are not comparable; bits/byte are",
     "data.seq_len": "tokens see different amounts of context",
     "train.steps": "learning rates differ at the same step",
     "tokens per step": "compare at the same number of tokens, not of steps",
@@ -57,7 +57,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def differences(runs: Sequence[Path]) -> Iterator[str]:
-    """Yield a line for each difference that makes the runs' figures no like for like."""
+    """Yield a line for each setting whose difference makes the runs' figures incomparable."""
     summaries = {label: summarise(run) for label, run in labelled(runs).items()}
     for name, meaning in _MATTERS.items():
         labels: dict[str, list[str]] = {}

@@ -95,6 +95,9 @@ def test_documents_packed_by_position_ids_are_independent() -> None:
     logits = model(ids, position_ids=positions).logits[0]
     torch.testing.assert_close(logits[:10], model(ids[:, :10]).logits[0])
     torch.testing.assert_close(logits[10:], model(ids[:, 10:]).logits[0])
+    never_restart = {"position_ids": torch.arange(24)[None]}
+    offsets = torch.tensor([0, 10, 24], dtype=torch.int32)
+    assert torch.equal(model(ids, cu_seq_lens_q=offsets, **never_restart).logits[0], logits)
     ids, mask = tokens(24, batch=3), MASK  # the first row has tokens from column 9 on
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)
     plain = model(ids, attention_mask=mask)
@@ -233,6 +236,17 @@ def test_one_forward_pass_gives_all_logits_and_the_cache() -> None:
         (
             {"position_ids": torch.tensor([[0, 1, 0, 1]]), "use_cache": True},
             r"position_ids\[0, 2\] = 0 starts a second document",
+        ),
+        (
+            {
+                "cu_seq_lens_q": torch.tensor([0, 2, 4]),
+                "attention_mask": torch.tensor([[1, 1, 1, 0]]),
+            },
+            "cu_seq_lens_q: not with padding",
+        ),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 2, 4]), "use_cache": True},
+            "cu_seq_lens_q: with a cache",
         ),
         ({"use_cache": True, "output_hidden_states": True}, "output_hidden_states"),
     ],
@@ -378,6 +392,16 @@ def test_settings_given_at_load_keep_the_other_saved_settings(tmp_path: Path) ->
             AutoConfig.from_pretrained(tmp_path, **wrong)
 
 
+def test_a_model_trained_with_the_selector_loss_can_be_saved(tmp_path: Path) -> None:
+    trained = replace(KINDS["mean"], selector_loss=1.0)
+    NSAConfig.of(tiny(trained)).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, attention={"backend": "reference"})
+    expected = replace(trained, selector_loss=0.0, backend="reference")
+    assert config.model_config().attention == expected
+    with pytest.raises(ValueError, match=r"attention.selector_loss = 1\.0: the Hugging"):
+        AutoConfig.from_pretrained(tmp_path, attention={"selector_loss": 1.0})
+
+
 def test_device_maps_keep_the_model_on_one_device() -> None:
     accelerate = pytest.importorskip("accelerate", reason="it spreads models over devices")
     model = wrapped(dtype=torch.float32)
@@ -395,6 +419,7 @@ def test_device_maps_keep_the_model_on_one_device() -> None:
         ({"tie_word_embeddings": False}, "tie_word_embeddings"),
         ({"attention": {"kinds": "nsa"}}, "attention.kinds: no such setting"),
         ({"attention": {"spec": {"block": 1}}}, "attention.spec.block: no such"),
+        ({"attention": {"selector_loss": 1.0}}, "attention.selector_loss = 1.0: the Hugging"),
         ({"heads": 7}, "model.heads = 7"),
     ],
 )

@@ -56,7 +56,7 @@ def test_what_makes_runs_no_like_for_like_is_a_warning_with_its_meaning(
     for line, words in zip(
         lines,
         [
-            "data.source differs, embedded in a, b; {'x': 1.0} in c: they learn",
+            "data.source differs, embedded in a, b; {'x': 1.0} in c: training and",
             "data.tokenizer differs, byte in a, b; hf:gpt2 in c: losses per token",
             "train.steps differs, 50,000 in a, b; 30 in c: ",
             "tokens per step differs, ",
