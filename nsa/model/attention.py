@@ -231,6 +231,7 @@ class NSAttention(Attention):
             cu_seqlens=metadata.cu_seqlens,
             backend=self.backend,
         )
+        self.selector_loss = None
         if metadata.loss_queries is not None:
             assert metadata.position is not None
             assert metadata.block_tokens is not None

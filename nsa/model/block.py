@@ -53,8 +53,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Map (x, delta) to (x, delta), each [B, T, width]; their sum is the residual stream.
 
-        The first block gets no delta. With `selector_loss`, the sum over the blocks before, return
-        it too with this block's added.
+        The first block gets no delta. `selector_loss` is the sum of the earlier blocks' losses; if
+        given, it is returned too, with this block's added.
         """
         x, normed = add_norm(x, delta, self.attention_norm, self.backend)
         delta = self.attention(normed, metadata=metadata, cached=cached)

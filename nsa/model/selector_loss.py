@@ -1,6 +1,6 @@
 """Selector loss: trains compressed keys to rank blocks as the selected branch would attend to them.
 
-The choice of blocks has no gradient. With separate keys per branch, compressed keys learn which
+The selection of blocks has no gradient. With separate keys per branch, compressed keys learn which
 blocks matter only from the compressed branch's own output, which is slow and often fails. This loss
 compares two distributions over selection blocks, at some queries of each sequence:
 
@@ -8,9 +8,10 @@ compares two distributions over selection blocks, at some queries of each sequen
     p[j]        attention that it gets from the compressed keys, as `select_blocks` ranks it
     loss        mean over queries of Σ_j target[j] · log(target[j] / p[j])
 
-j runs over the blocks that are not always selected; for the logarithm, both are divided by their
-sums over these. So a query counts as much as it attends to them. The gradient goes to compressed
-keys alone. Few queries are enough: the noise averages out over steps.
+j runs over the blocks that are not always selected. Inside the logarithm, target and p are
+normalized over these blocks; the factor before it is not, so a query weighs as much as its
+attention to them. Only compressed keys get a gradient. Few queries are enough: the noise averages
+out over steps.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def _memory(run: Summary) -> dict[str, Points]:
 
 def _by_layer(health: Table, column: str, title: str) -> Panel:
     curves: dict[str, tuple[list[float], list[float]]] = {}
-    fraction = column != "distance"
+    fraction = column not in ("distance", "selector_loss")
     for row in health.rows:
         if "layer" in row and math.isfinite(row.get(column, math.nan)):
             steps, values = curves.setdefault(f"layer {row['layer']:.0f}", ([], []))

@@ -189,6 +189,7 @@ def test_the_layer_alone_offers_it_once() -> None:
     assert loss.requires_grad
     assert 0 < loss.item() < 10
     assert layer.take_selector_loss() is None
+    layer(torch.randn(2, 128, 32))
     layer.eval()(torch.randn(2, 128, 32))
     assert layer.take_selector_loss() is None
 
