@@ -71,7 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     check = verbs.add_parser("check", help=about, description=about, epilog=codes)
     check.add_argument("ds_config", type=Path, help="e.g. ds_configs/zero1_pcie.json")
     check.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
-    check.add_argument("--quiet", action="store_true", help="print only the verdict")
+    check.add_argument(
+        "--quiet",
+        action="store_true",
+        help="print the verdict, or the keys to change, without the resolved config",
+    )
     check.set_defaults(run=_check)
 
     add_data_parser(verbs)

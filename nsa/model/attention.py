@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -78,8 +79,9 @@ class Attention(nn.Module):
         `metadata`: what all layers of a model share, instead of cu_seqlens.
         """
         if metadata is None:
-            if x.dim() != 3 or x.shape[1] < 1:
-                raise ValueError(f"x has shape {tuple(x.shape)}; it must be [B, T, hidden_size]")
+            width = self.config.width
+            if x.dim() != 3 or x.shape[1] < 1 or x.shape[2] != width:
+                raise ValueError(f"x has shape {tuple(x.shape)}; it must be [B, T, {width}]")
             check_documents(cu_seqlens, x, "x")
             offset = None
             if self.training and self.config.attention.selector_loss:
@@ -178,6 +180,12 @@ class NSAttention(Attention):
         if head_dim is None and (heads < 1 or hidden_size % heads):
             raise ValueError(
                 f"heads = {heads}: does not divide hidden_size = {hidden_size}; give head_dim"
+            )
+        names = [f.name for f in fields(AttentionConfig) if f.name not in ("kind", "spec")]
+        if unknown := [name for name in settings if name not in names]:
+            raise ValueError(
+                f"NSAttention has no setting {unknown[0]!r}; choose one of {', '.join(names)}; sizes "
+                "of blocks and window belong in spec"
             )
         attention = AttentionConfig("nsa", spec=spec or NSASpec(), **settings)
         config = ModelConfig(

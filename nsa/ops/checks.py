@@ -60,6 +60,9 @@ def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> No
     batch, seq_len = x.shape[:2]
     if batch != 1:
         raise ValueError(f"cu_seqlens packs documents into one row, but the batch is {batch}")
+    if not isinstance(cu_seqlens, Tensor):
+        kind = type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens is a {kind}; it must be a tensor, int32 [documents + 1]")
     integers = cu_seqlens.dtype in (torch.int32, torch.int64)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not integers:
         raise ValueError(

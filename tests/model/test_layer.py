@@ -82,6 +82,7 @@ def test_a_layer_compiles_without_a_graph_break() -> None:
         ((24, 4, {"kv_heads": 3}), "not a multiple of"),
         ((12, 4, {}), "head_dim = 3: RoPE rotates pairs; make it even"),
         ((24, 4, {"branches": "all"}), "attention.branches = 'all'"),
+        ((24, 4, {"windw": 3}), "no setting 'windw'; choose one of compressor, "),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(arguments: tuple, message: str) -> None:
@@ -90,12 +91,14 @@ def test_sizes_that_do_not_fit_are_refused(arguments: tuple, message: str) -> No
         nsa.NSAttention(hidden_size, heads, **settings)
 
 
-@pytest.mark.parametrize("shape", [(1, 0, 24), (20, 24)])
+@pytest.mark.parametrize("shape", [(1, 0, 24), (20, 24), (2, 20, 16)])
 def test_inputs_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"it must be \[B, T, hidden_size\]"):
+    with pytest.raises(ValueError, match=r"it must be \[B, T, 24\]"):
         layer()(torch.zeros(shape, dtype=torch.float64))
     with pytest.raises(ValueError, match="must ascend from 0 to T = 20"):
         layer()(hidden(20), packed(3, 4))
+    with pytest.raises(ValueError, match="cu_seqlens is a list; it must be a tensor"):
+        layer()(hidden(20), [0, 20])
 
 
 @pytest.mark.parametrize("documents", [(21,), (3, 1, 17), (2, 1), (1,)])
