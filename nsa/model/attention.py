@@ -184,8 +184,8 @@ class NSAttention(Attention):
         names = [f.name for f in fields(AttentionConfig) if f.name not in ("kind", "spec")]
         if unknown := [name for name in settings if name not in names]:
             raise ValueError(
-                f"NSAttention has no setting {unknown[0]!r}; choose one of {', '.join(names)}; sizes "
-                "of blocks and window belong in spec"
+                f"NSAttention has no setting {unknown[0]!r}; choose one of {', '.join(names)}; "
+                "sizes of blocks and window belong in spec"
             )
         attention = AttentionConfig("nsa", spec=spec or NSASpec(), **settings)
         config = ModelConfig(
