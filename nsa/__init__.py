@@ -3,8 +3,8 @@
 `nsa.NSAttention` is a drop-in attention layer, `nsa.ops` its functions. `import nsa` registers the
 model with transformers' Auto classes, whether transformers is imported before or after it. It
 imports nothing heavy: names load at their first use, and an import hook registers the model with
-an Auto class when transformers loads that class. Another hook keeps DeepSpeed from waiting forever
-for a build (nsa/engine/shared_memory_op.py).
+an Auto class when transformers loads that class. The same hook limits how long DeepSpeed waits for
+a build (nsa/engine/shared_memory_op.py).
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ def _limit_build_wait(comm: ModuleType) -> None:
     limit_build_wait(comm)
 
 
-_REGISTRATIONS: dict[str, Callable[[ModuleType], None]] = {
+_AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.configuration_auto": _register_config,
     "transformers.models.auto.modeling_auto": _register_model,
     "deepspeed.comm.torch": _limit_build_wait,
 }
 
 
-class _RegisterAfterImport:
-    """Import hook: after a module is loaded, pass it to its function in _REGISTRATIONS."""
+class _AfterImport:
+    """Import hook: after a module is loaded, pass it to its function in _AFTER_IMPORT."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in _REGISTRATIONS:
+        if name not in _AFTER_IMPORT:
             return None
         spec = PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
             return None
         load = spec.loader.exec_module
 
-        def load_and_register(module: ModuleType) -> None:
+        def load_and_run(module: ModuleType) -> None:
             load(module)
-            _REGISTRATIONS[name](module)
+            _AFTER_IMPORT[name](module)
 
-        spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
+        spec.loader.exec_module = load_and_run  # type: ignore[method-assign]
         return spec
 
 
-sys.meta_path.insert(0, _RegisterAfterImport())
-for _name, _register in _REGISTRATIONS.items():
+sys.meta_path.insert(0, _AfterImport())
+for _name, _run in _AFTER_IMPORT.items():
     if _name in sys.modules:
-        _register(sys.modules[_name])
+        _run(sys.modules[_name])

@@ -13,6 +13,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from nsa.constants import INTERRUPTED
 from nsa.data.command import add_parser as add_data_parser
 from nsa.doctor.command import add_parser as add_doctor_parser
 from nsa.evaluate.command import add_parser as add_eval_parser
@@ -27,8 +28,6 @@ from nsa.untrusted import printable
 from nsa.validation import positive_flags
 from nsa.watchdog.command import add_parser as add_watch_parser
 from nsa.watchdog.command import split_command
-
-INTERRUPTED = 130  # the shell convention for exit after Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:

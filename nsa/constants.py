@@ -4,3 +4,4 @@ from __future__ import annotations
 
 BRANCHES = ("cmp", "sel", "win")  # compressed, selected, sliding window: the order of gates
 IGNORE_INDEX = -100  # a label that the loss skips
+INTERRUPTED = 130  # the exit code of Ctrl-C in a shell

@@ -166,7 +166,7 @@ def _cross_entropy(case: Case) -> None:
 
 
 def _tied_embedding(case: Case) -> None:
-    """M7C's width and vocabulary, and others."""
+    """M7C's vocabulary, at each case's width."""
     dtype, width = DTYPES[case.dtype], case.heads * case.key
     d_x = torch.empty(case.seq_len, width, dtype=dtype, device="meta")
     tokens = torch.empty(case.seq_len, dtype=torch.int64, device="meta")

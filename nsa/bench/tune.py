@@ -126,8 +126,8 @@ def tune(
 ) -> tuple[list[dict[str, Any]], dict[str, Option]]:
     """Time the candidates of each operation that has several; return rows and the fastest.
 
-    Only the kernels that take the operation's candidates are timed, on what the others left: those
-    ran once, with their fastest candidate so far.
+    Each operation's calls run once as a whole, with the fastest candidates so far. After that, only
+    the kernels that take the candidate are timed, on the tensors of that first run.
     """
     rows = []
     best: dict[str, Option] = {}
@@ -158,7 +158,7 @@ def _relaunching(
 
     A call of another library has no launches to repeat, so it always runs as a whole.
     """
-    # A tuple of its own, to tell its launches from those of others with equal tile sizes.
+    # A new tuple, to distinguish its launches from those of others with equal tile sizes.
     option = Config(*option) if isinstance(option, Config) else option
     launches: list[Launch] = []
 

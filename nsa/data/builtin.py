@@ -74,8 +74,8 @@ def _folder_of(package: str) -> Path:
     spec = find_spec(package) if package.isidentifier() else None  # imports nothing
     if spec is None or not spec.submodule_search_locations:
         raise DataError(
-            f"data.source = 'embedded': reads the Python files of {package!r}, which is not an "
-            "installed package; fix: install it, or data.source = 'synthetic'"
+            f"data.source = 'embedded:{package}': {package!r} is not an installed package; "
+            "install it, or set data.source=synthetic"
         )
     return Path(spec.submodule_search_locations[0])
 

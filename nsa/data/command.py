@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nsa.constants import INTERRUPTED
 from nsa.data.config import DataConfig
 from nsa.data.source import SPLITS
 from nsa.untrusted import printable, short
@@ -17,7 +18,6 @@ from nsa.validation import positive_flags
 if TYPE_CHECKING:
     from nsa.data.shards import Index
 
-INTERRUPTED = 130  # the exit code of Ctrl-C in a shell
 DEFAULT = DataConfig()
 
 
@@ -60,8 +60,8 @@ def add_parser(verbs: Any) -> None:
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    about = "fineweb_edu, hf:<dataset>, embedded, synthetic, or a path to text files"
-    add("--source", required=True, help=about)
+    about = "fineweb_edu, hf:<dataset>, embedded, embedded:<package>, synthetic, or a path to "
+    add("--source", required=True, help=f"{about}text files")
     add("--subset", help="configuration of a hub dataset")
     add("--split", default=DEFAULT.split, help="split of a hub dataset")
     add("--files", help="files of a hub dataset, as a path or pattern")

@@ -17,8 +17,9 @@ from nsa.data.source import HeldOut, Source, in_memory, is_path, no_documents
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray, build_tokenizer, with_eos
 
-MOST_FEW = 1_000  # documents; also few if fewer than FEW_HELD_OUT of them would be held out
-FEW_HELD_OUT = 5  # documents: a hash may well select none
+# Few documents: fewer than MOST_FEW, of which a hash would hold out fewer than FEW_HELD_OUT.
+MOST_FEW = 1_000
+FEW_HELD_OUT = 5  # a hash may well select none
 VALIDATION_BYTES = 1 << 14  # of few documents: a sample of 2,048 tokens with any tokenizer
 IN_MEMORY_BYTES = 1 << 24  # of few documents: more are streamed
 
@@ -50,7 +51,7 @@ def is_indexed(name: str) -> bool:
 
 
 def fits_in_memory(config: DataConfig, name: str) -> bool:
-    """Return whether a source has so little text that it may be read into memory."""
+    """Return whether a source has few documents, small enough to be read into memory."""
     return 0 < (_size_if_few(config, name) or 0) <= IN_MEMORY_BYTES
 
 

@@ -159,15 +159,16 @@ class Files:
     def size_if_few(self, limit: int) -> int | None:
         """Return the bytes of text if there are fewer than `limit` documents, else None.
 
-        A file of plain text is one document, which is not read. A pipe could be read only once.
+        An uncompressed file of plain text is one document, which is not read. A pipe could be read
+        only once.
         """
         count = size = 0
         for file in self.files:
             if not file.path.is_file():
                 return None
             documents = Files(self.name, [file], self.text_field)._documents(self._start)
-            texts = [file.bytes] if file.suffix == ".txt" else (len(d.text) for d, _ in documents)
-            for length in texts:
+            plain = file.path.suffix.lower() == ".txt"  # not compressed
+            for length in [file.bytes] if plain else (len(d.text) for d, _ in documents):
                 count, size = count + 1, size + length
                 if count >= limit:
                     return None

@@ -68,9 +68,9 @@ def build_muon(
 ) -> torch.optim.Optimizer:
     """Return Muon for the hidden matrices, and AdamW for the rest; `params`: of DeepSpeed's JSON.
 
-    Muon makes all directions of an update equally large, which suits maps from one hidden vector to
-    another. A row of the embedding is a token of its own, a gate one number per head, and φ pools
-    positions: DeepSpeed would only except the embedding.
+    Muon makes all directions of an update equally large, which suits maps between hidden vectors.
+    It does not suit the embedding (each row is one token), gates (one number per head) or φ (which
+    pools positions); DeepSpeed by itself would exclude only the embedding.
     """
     # Imported here: it prepares compiled functions.
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam

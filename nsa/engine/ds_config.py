@@ -26,7 +26,7 @@ from nsa.untrusted import parse_json, printable, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
 OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
-DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+PRECISION_OF_DTYPE = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 TRACKERS = {"wandb": "wandb", "comet": "comet_ml", "csv_monitor": "csv"}  # block: package
 OWNED_FIELDS = {  # DeepSpeed key: fields of `train` that set it
     "train_micro_batch_size_per_gpu": ("micro_batch",),
@@ -65,8 +65,8 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
         for key, value in pairs:
             if key in block:
                 raise ValueError(
-                    f"{path}: {_short(key)} is written twice in one block, as "
-                    f"{_short(block[key])} and as {_short(value)}; keep one"
+                    f"{path}: {_as_json(key)} is written twice in one block, as "
+                    f"{_as_json(block[key])} and as {_as_json(value)}; keep one"
                 )
             block[key] = value
         return block
@@ -94,7 +94,7 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
         reason = str(error)
         raise ValueError(reason if str(path) in reason else f"{path}: {reason}") from None
     if not isinstance(raw, dict):
-        raise ValueError(f"{path}: holds {_short(raw)}; write an object: {{…}}")
+        raise ValueError(f"{path}: holds {_as_json(raw)}; write an object: {{…}}")
     return raw
 
 
@@ -108,7 +108,8 @@ def resolve_ds_config(
     """Check `raw` and return the dictionary for `deepspeed.initialize`.
 
     Raises a ValueError with a line for every key that DeepSpeed would ignore or refuse, or that
-    contradicts the recipe: key, value and fix.
+    contradicts the recipe: key, value and fix. DeepSpeed's own refusals follow once these are
+    fixed.
     """
     owned = owned_values(config, world_size)
     resolved = _fill(raw, owned)
@@ -162,7 +163,7 @@ def owned_values(config: RunConfig, world_size: int) -> dict[str, Owned]:
         )
     for precision in ("bf16", "fp16"):
         enabled = train.precision == precision
-        origin = f"train.precision = {train.precision!r} sets it to {_short(enabled)}"
+        origin = f"train.precision = {train.precision!r} sets it to {_as_json(enabled)}"
         owned[f"{precision}.enabled"] = Owned(enabled, origin, "train.precision")
     return owned
 
@@ -250,14 +251,14 @@ def _problems(
 
 
 def _optimizer_problems(block: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Require torch's AdamW, as DeepSpeed's Adam is a C++ extension that it builds at start."""
+    """Require AdamW or Muon with torch's AdamW: DeepSpeed's Adam is compiled at the first start."""
     if str(block.get("type")).lower() not in ("adam", "adamw", "muon"):
         yield "optimizer.type", ': not supported; write "AdamW" or "Muon"'
     if block_of(block, "params").get("torch_adam") is not True:
         yield (
             "optimizer.params.torch_adam",
-            ": DeepSpeed would compile its Adam at the first start; write "
-            '"torch_adam": true, and "fused": true for speed',
+            ': DeepSpeed would compile its Adam at the first start; write "torch_adam": true'
+            + ("" if has_muon({"optimizer": block}) else ', and "fused": true for speed'),
         )
 
 
@@ -277,7 +278,7 @@ def _zero_mode(resolved: dict[str, Any]) -> ZeroMode:
     precision = next((p for p in ("bf16", "fp16") if resolved[p]["enabled"]), "fp32")
     accumulation = block_of(resolved, "data_types").get("grad_accum_dtype") or precision
     try:
-        accumulation = DTYPES[str(DtypeEnum(accumulation).value)]
+        accumulation = PRECISION_OF_DTYPE[str(DtypeEnum(accumulation).value)]
     except (KeyError, ValueError):
         accumulation = str(accumulation)
     offloads = [block_of(zero, name) for name in ("offload_optimizer", "offload_param")]
@@ -331,10 +332,10 @@ def block_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _at(raw: dict[str, Any], path: str) -> str:
     """Return "key = value" for an error's line, or "key is missing"."""
     found = dict(walk(raw))
-    value = f"= {_short(found[path])}" if path in found else "is missing"
+    value = f"= {_as_json(found[path])}" if path in found else "is missing"
     return f"{printable(path)} {value}"
 
 
-def _short(value: Any) -> str:
+def _as_json(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}…"

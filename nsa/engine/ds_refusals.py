@@ -130,7 +130,12 @@ REFUSALS = (
     Refusal(
         _zero("elastic_checkpoint"),
         "it is the old way to change the number of ranks",
-        '; a universal checkpoint does that: "checkpoint": {"load_universal": true}',
+        "; --resume --universal does that",
+    ),
+    Refusal(
+        "checkpoint.load_universal",
+        "each load sets it from the checkpoint",
+        "; use --resume --universal",
     ),
     Refusal(_zero("compute_grad_norm"), "the run logs grad_norm, so it is always computed"),
     # No effect in any setting.
@@ -145,11 +150,12 @@ REFUSALS = (
     Refusal("vocabulary_size", "no effect except a warning"),
     Refusal(
         "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
-        "no effect: it only concerns optimizers other than AdamW",
+        "no effect: it only concerns optimizers other than AdamW and Muon",
     ),
+    Refusal("optimizer.legacy_fusion", "no effect on torch's optimizers"),
     Refusal(
-        f"optimizer.legacy_fusion {_zero('save_muon_momentum_buffer_in_memory')}",
-        "no effect on torch's AdamW",
+        _zero("save_muon_momentum_buffer_in_memory"),
+        "only read by Muon in stage 3, which is refused",
     ),
     # No effect in some settings.
     Refusal(STAGE_3_KEYS, "no effect below stage 3", when=lambda mode: mode.stage < 3),

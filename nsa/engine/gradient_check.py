@@ -7,7 +7,7 @@ Some releases of DeepSpeed reduced gradients wrongly under ZeRO-2, without an er
 `ReductionCheck` compares the first step's with a plain all-reduce before they reach the weights:
 
     backward   hooks on a few parameters: sum of this rank's gradients, fp32  ->  all-reduce, mean
-    boundary   DeepSpeed's reduced gradient of each                           ->  must be equal
+    boundary   DeepSpeed's reduced gradient of each  ->  must be equal but for rounding
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from nsa.engine.resolve import resolve_config
 from nsa.planner.command import assumptions, describe, hardware, table
 from nsa.planner.search import compare, search, select_checkpointing
 from nsa.planner.step import fits, forecast
+from nsa.planner.traffic import Zero
 from nsa.resources import resource_path
 
 DEFAULT_RECIPE = resource_path("recipes/m7c.py")
@@ -37,8 +38,12 @@ def run(flags: argparse.Namespace) -> int:
     mode, notes = select_checkpointing(model, zero, batch, target.memory, flags.gpus)
     memory = f"{target.memory / 1e9:g} GB"
     if flags.search or flags.compare:
-        files = sorted(source.parent.glob("*.json"))
-        zeros = {file.stem: zero_of(file, config, flags.gpus) for file in files}
+        zeros: dict[str, Zero] = {}
+        for file in sorted(source.parent.glob("*.json")):
+            try:
+                zeros[file.stem] = zero_of(file, config, flags.gpus)
+            except ValueError as error:
+                print(f"left out: {error}", file=sys.stderr)
         rank = search if flags.search else compare
         candidates = rank(model, zeros, batch, target, flags.gpus)
         if not candidates:

@@ -35,7 +35,8 @@ def main(recipe: Recipe, arguments: Sequence[str] | None = None) -> None:
     try:
         request = resolve_request(recipe, flags)
         if int(os.environ.get("RANK", 0)) == 0:
-            lock = FolderLock(request.run_dir, private=request.config.monitor.private)
+            private = request.config.monitor.private and not flags.dry_run
+            lock = FolderLock(request.run_dir, private=private)
     except ValueError as error:
         _exit_with_error(recipe, error, REFUSED)
     from nsa.engine.process_group import crash

@@ -156,7 +156,7 @@ class FolderLock:
         self._file.flush()
 
     def watch(self) -> None:
-        """Look every second, in a thread because the disk may hang, whether the folder is gone."""
+        """Check every second whether the folder is gone; in a thread, because the disk may hang."""
         assert self._file is not None
         file, path = self._file, self._run_dir / LOCK
 

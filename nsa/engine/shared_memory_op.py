@@ -1,7 +1,7 @@
-"""DeepSpeed's shared-memory operation (`deepspeed_shm_comm`): skip it, or wait for it with a limit.
+"""DeepSpeed's shared-memory operation (`deepspeed_shm_comm`): skip its build, or limit the wait.
 
-On CPU, DeepSpeed compiles it on joining a process group, for a minute and without a word. A build
-that was killed leaves its lock, and PyTorch waits for that lock forever.
+On CPU, DeepSpeed compiles it on joining a process group, for about a minute, without output. A
+build that was killed leaves its lock, and PyTorch waits for that lock forever.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "deepspeed_shm_comm"
-BUILD_SECONDS = 300  # of a lock's age after which its build has been killed
+BUILD_SECONDS = 300  # a lock older than this was left by a build that was killed or hangs
 SKIP = "nsa.engine.disable_shared_memory_op() before DeepSpeed joins a process group skips it"
 
 
@@ -50,8 +50,12 @@ def _wait_for_other_builds() -> None:
     if not list(folder.glob("*.so")):
         warnings.warn(f"DeepSpeed compiles {NAME}, about a minute; {SKIP}", stacklevel=3)
     lock = folder / "lock"
-    while lock.exists():
-        if time.time() - lock.stat().st_mtime > BUILD_SECONDS:
+    while True:
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:  # the build has ended
+            return
+        if age > BUILD_SECONDS:
             raise TimeoutError(
                 f"{lock}: left by a build of DeepSpeed's {NAME} that was killed or hangs; "
                 f"fix: rm {lock}, or skip the operation: {SKIP}"

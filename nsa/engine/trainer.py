@@ -122,7 +122,8 @@ def build(run: Run) -> None:
         run.resume_from = resume.convert_to_universal(run.consensus, run.resume_from, run.ranks)
     ds_config = request.ds_config | trackers(request)
     run.engine, gradient_notes = build_engine(config, ds_config, run.device, run.weights)
-    checks.append(Check("gradient check", OK, "one gradient for each parameter on every rank"))
+    detail = "; ".join(gradient_notes) or "one gradient for each parameter on every rank"
+    checks.append(Check("gradient check", OK, detail))
     if run.resume_from is not None:
         checkpoint.load(run.engine, run.resume_from)
     # Nothing is refused from here on, so the run's folder may change.

@@ -6,11 +6,10 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
 from nsa.evaluate.command import add_run_arguments, parse_device, require_tokenizer
-from nsa.untrusted import printable
+from nsa.untrusted import printable, short
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from nsa.atomic_io import atomic_write_text
-from nsa.monitor.artifacts import number, read_text
+from nsa.monitor.artifacts import number, try_read_text
 from nsa.untrusted import parse_json
 
 FILE_NAME = "gates.json"
@@ -78,7 +78,7 @@ def record(run_dir: Path, result: GateResult) -> None:
 def read_gates(run_dir: Path) -> list[GateResult]:
     """Read the results so far, in the order of the gates; skip unreadable ones."""
     try:
-        entries = parse_json(read_text(run_dir / FILE_NAME) or "[]")
+        entries = parse_json(try_read_text(run_dir / FILE_NAME) or "[]")
     except ValueError:
         return []
     results = []

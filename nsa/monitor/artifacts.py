@@ -142,13 +142,13 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if there is none."""
     try:
-        value = parse_json(read_text(path) or "")
+        value = parse_json(try_read_text(path) or "")
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def read_text(path: Path) -> str | None:
+def try_read_text(path: Path) -> str | None:
     """Return a file's text, with invalid bytes replaced; None if it cannot be read."""
     try:
         return untrusted.read_text(path, "replace")

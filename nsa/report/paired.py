@@ -30,10 +30,9 @@ def paired_t(differences: Sequence[float]) -> Paired | None:
     count = len(differences)
     if count < 2 or not (error := statistics.stdev(differences) / math.sqrt(count)):
         return None
-    mean, degrees = statistics.fmean(differences), count - 1
-    t = quantile((1 + CONFIDENCE) / 2, degrees)
-    detectable = (t + quantile(POWER, degrees)) * error
-    return Paired(mean, t * error, 1 - inside(abs(mean) / error, degrees), detectable)
+    mean, interval, degrees = statistics.fmean(differences), margin(differences), count - 1
+    detectable = interval + quantile(POWER, degrees) * error
+    return Paired(mean, interval, 1 - inside(abs(mean) / error, degrees), detectable)
 
 
 def margin(values: Sequence[float]) -> float:
@@ -57,7 +56,7 @@ def inside(t: float, degrees: int) -> float:
 
 
 def quantile(probability: float, degrees: int) -> float:
-    """Return the t below which Student's t lies with a probability of at least a half."""
+    """Return the t that Student's t stays below with this probability, 0.5 or more."""
     low, high = 0.0, 1e6
     for _ in range(100):
         middle = (low + high) / 2

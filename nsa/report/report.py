@@ -11,7 +11,7 @@ from typing import Any
 
 from nsa.atomic_io import atomic_write_text
 from nsa.gates.result import NAMES, GateResult
-from nsa.monitor.artifacts import read_json, read_text
+from nsa.monitor.artifacts import read_json, try_read_text
 from nsa.monitor.observer import Observer, RunInfo
 from nsa.monitor.writer import BackgroundWriter
 from nsa.report.markdown import plain, table
@@ -161,7 +161,7 @@ def _processes(run: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _fallbacks(run_dir: Path) -> str:
-    rows = csv.DictReader((read_text(run_dir / "fallbacks.csv") or "").splitlines())
+    rows = csv.DictReader((try_read_text(run_dir / "fallbacks.csv") or "").splitlines())
     valid = [row for row in rows if row.get("operation") and row.get("calls")]
     form = "{operation} on {backend}: {reason} ({calls} calls)"
     return "; ".join(form.format_map(row) for row in valid[:10])

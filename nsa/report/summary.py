@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from nsa.gates.result import GateResult, read_gates
-from nsa.monitor.artifacts import Table, ranks, read_table, read_text
+from nsa.monitor.artifacts import Table, ranks, read_table, try_read_text
 from nsa.monitor.history import RankHistory, read_rank
 from nsa.untrusted import parse_yaml
 
@@ -45,7 +45,7 @@ class Summary:
     def config(self) -> object:
         """The tree of config.yaml; None if it cannot be read."""
         try:
-            return parse_yaml(read_text(self.run_dir / "config.yaml") or "")
+            return parse_yaml(try_read_text(self.run_dir / "config.yaml") or "")
         except ValueError:
             return None
 

@@ -14,7 +14,7 @@ from typing import Any
 from nsa.monitor.artifacts import align
 from nsa.monitor.config import WatchConfig
 from nsa.watchdog.disk import DiskHangs
-from nsa.watchdog.hang_detector import Look, newest_heartbeats
+from nsa.watchdog.hang_detector import FolderState, newest_heartbeats
 from nsa.watchdog.process_tree import adopt_orphans, find_writer
 from nsa.watchdog.supervisor import SignalState, Supervisor, disk_of, log, update_halt
 
@@ -136,10 +136,10 @@ def attach(folder: Path) -> int:
     """Watch a running run until it ends; it does not depend on this process."""
     deadline = time.monotonic() + WatchConfig().setup
     while True:
-        look: Look = disk_of(folder).call("look", {})
-        if look.not_locked:
+        look: FolderState = disk_of(folder).call("look", {})
+        if look.lock_problem:
             raise ValueError(
-                f"{folder}: {look.not_locked}; nsa watch --status {folder} shows its ranks"
+                f"{folder}: {look.lock_problem}; nsa watch --status {folder} shows its ranks"
             )
         if beats := look.beats:
             break

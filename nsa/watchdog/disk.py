@@ -19,7 +19,7 @@ LIMIT_SECONDS = 5.0  # until a call counts as hanging
 
 
 class DiskHangs(OSError):
-    """The disk has not answered in time, or still owes an earlier answer."""
+    """The worker returned nothing in time, or has not yet returned an earlier result."""
 
 
 class DiskWorker:
@@ -35,8 +35,8 @@ class DiskWorker:
     def call(self, method: str, *args: object) -> Any:
         """Return `target.method(*args)`, or raise its error.
 
-        Raise DiskHangs after LIMIT_SECONDS, and until that late answer has come, which is dropped:
-        it was read before the disk hung.
+        Raise DiskHangs after LIMIT_SECONDS, and at each further call until the late result has
+        arrived. That result is dropped: it may describe the folder before the hang.
         """
         try:
             if self.hangs_since is not None:
@@ -69,7 +69,7 @@ class DiskWorker:
 
 
 def _serve(target: object, connection: Connection) -> NoReturn:
-    """Answer calls until the watchdog ends, however that ends."""
+    """Execute calls and send their results until the watchdog's end of the pipe closes."""
     try:
         for number in SIGNALS:  # a terminal and a scheduler send them to every process
             signal.signal(number, signal.SIG_IGN)

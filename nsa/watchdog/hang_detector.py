@@ -43,11 +43,11 @@ class HangReport:
 
 
 @dataclass(frozen=True)
-class Look:
+class FolderState:
     """What the run's folder shows."""
 
     beats: dict[int, dict[str, Any]]  # newest heartbeat of each rank that ever ran
-    not_locked: str  # why this watchdog may not end the run; empty: it may
+    lock_problem: str  # why this watchdog may not end the run; empty: it may
     report: HangReport | None  # why the run has to be halted
     messages: list[str]  # for the log
     grace: float  # seconds between SIGTERM and SIGKILL
@@ -68,13 +68,13 @@ class HangDetector:
         self._messages: list[str] = []
         self._lock: int | None = None
 
-    def look(self, running: Mapping[int, int]) -> Look:
+    def look(self, running: Mapping[int, int]) -> FolderState:
         """Read the folder and judge the `running` ranks, given with their pids."""
-        now, not_locked = time.monotonic(), self._take_lock()
+        now, lock_problem = time.monotonic(), self._take_lock()
         beats = newest_heartbeats(self.folder)
         report = None
-        self._judge_speed(now)
-        if not not_locked:
+        self._note_slow_disk(now)
+        if not lock_problem:
             own = {n: beat for n, beat in beats.items() if running.get(n) == beat["pid"]}
             report = self.find_hang(own, now)
             for degradation, action in self.find_degradation() if running else ():
@@ -82,10 +82,10 @@ class HangDetector:
                     report = report or degradation
                 else:
                     self._messages.append(f"WARNING: {degradation.reason}")
-        if self._judge_speed(now):  # this answer is dropped, so report problems again
+        if self._note_slow_disk(now):  # this answer is dropped, so report problems again
             self._ongoing.clear()
         messages, self._messages = self._messages, []
-        return Look(beats, not_locked, report, messages, self.limits.grace)
+        return FolderState(beats, lock_problem, report, messages, self.limits.grace)
 
     def find_hang(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> HangReport | None:
         """Report the first running rank above its limit, if the disk takes heartbeats.
@@ -99,7 +99,7 @@ class HangDetector:
         report = next(filter(None, (self._check(rank, beats, now) for rank in beats)), None)
         late = min((beat["mono"] for beat in beats.values()), default=now)
         if report is not None or now - late > max(3 * self._interval, 1.0):
-            self._write()
+            self._probe_write()
         if report is None or self._disk_ok_since > now:
             self._suspected_at = None
             return None
@@ -181,7 +181,7 @@ class HangDetector:
             )
         return HangReport(reason, rank, phase, step, round(seconds, 1), limit)
 
-    def _write(self) -> None:
+    def _probe_write(self) -> None:
         """Try to write one block: a disk that hangs or is full takes no heartbeats either."""
         start = time.monotonic()
         try:
@@ -197,9 +197,9 @@ class HangDetector:
                     "prove nothing"
                 )
             self._is_writable = False
-        self._judge_speed(start)
+        self._note_slow_disk(start)
 
-    def _judge_speed(self, start: float) -> bool:
+    def _note_slow_disk(self, start: float) -> bool:
         """Return whether the work since `start` took so long that the disk has hung."""
         now = time.monotonic()
         if now - start > LIMIT_SECONDS:

@@ -26,7 +26,7 @@ from nsa.monitor.writer import BackgroundWriter
 from nsa.probes import is_alive
 from nsa.untrusted import printable
 from nsa.watchdog.disk import SIGNALS, DiskHangs, DiskWorker
-from nsa.watchdog.hang_detector import HangDetector, HangReport, Look
+from nsa.watchdog.hang_detector import FolderState, HangDetector, HangReport
 from nsa.watchdog.process_tree import ProcessTree, open_heartbeats, send, wait_for
 
 HALTED = 4  # exit code of a run that the watchdog has ended
@@ -179,13 +179,13 @@ class Supervisor:
         status = re.split("[: ]", str(beat.get("status")))[0]
         return EXIT_CODE_OF_STATUS.get(status, 1) if beat["event"] == "end" else None
 
-    def _read_folder(self) -> Look | None:
+    def _read_folder(self) -> FolderState | None:
         """Update the ranks of this host; return None if the disk does not answer in time."""
         if self.folder is None:
             return None
         now, pids = time.monotonic(), {n: self.beats[n]["pid"] for n in self.running()}
         try:
-            look: Look = disk_of(self.folder).call("look", pids)
+            look: FolderState = disk_of(self.folder).call("look", pids)
         except DiskHangs as error:
             if not self._hangs_since:
                 log(f"{error}; until it answers, no rank is judged by old heartbeats")
@@ -194,8 +194,10 @@ class Supervisor:
         if self._hangs_since:
             log(f"{self.folder}: the disk answers again after {now - self._hangs_since:.0f} s")
             self._hangs_since = 0.0
-        if look.not_locked:
-            self._log_once(f"{self.folder}: {look.not_locked}; this watchdog only forwards signals")
+        if look.lock_problem:
+            self._log_once(
+                f"{self.folder}: {look.lock_problem}; this watchdog only forwards signals"
+            )
         for message in look.messages:
             log(message)
         self._update_ranks(look.beats)

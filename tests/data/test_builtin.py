@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import chain
 from pathlib import Path
 
@@ -75,7 +76,8 @@ def test_an_installed_package_is_a_source_and_another_name_is_refused() -> None:
     assert tokens is not None
     assert len(tokens) > 100_000
     for missing in ("embedded:no_such_package", "embedded:../secrets"):
-        with pytest.raises(DataError, match="is not an installed package; fix: install it"):
+        expected = f"data.source = '{missing}': '{missing[9:]}' is not an installed package; "
+        with pytest.raises(DataError, match=re.escape(expected)):
             open_store(DataConfig(), missing, "train")
 
 

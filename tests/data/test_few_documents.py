@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,15 @@ def test_a_large_text_holds_out_the_requested_fraction(tmp_path: Path) -> None:
     assert held_out(DataConfig(held_out=0.005), str(path)).fraction == pytest.approx(
         16_384 / 1e6, 1e-3
     )
+
+
+def test_a_compressed_text_holds_out_as_much_as_the_text_itself(tmp_path: Path) -> None:
+    content = text(0, 1_000) * 1_000
+    plain, packed = tmp_path / "book.txt", tmp_path / "book.txt.gz"
+    plain.write_bytes(content)
+    packed.write_bytes(gzip.compress(content))
+    config = DataConfig(held_out=0.005)
+    assert held_out(config, str(packed)) == held_out(config, str(plain))
 
 
 @given(st.text(), st.floats(0, 0.5))

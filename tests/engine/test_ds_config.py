@@ -237,14 +237,23 @@ REFUSED = [  # shipped config, key, value, precision, what the message must say
     ("zero2_pcie", "checkpoint__writer", {"type": "fast"}, "bf16", "default writer"),
     ("zero2_pcie", "zero_optimization__zenflow", {}, "bf16", "C++"),
     ("zero2_pcie", "zero_optimization__legacy_stage1", True, "bf16", "removed"),
-    ("zero2_pcie", "zero_optimization__elastic_checkpoint", True, "bf16", "load_universal"),
+    ("zero2_pcie", "zero_optimization__elastic_checkpoint", True, "bf16", "--resume --universal"),
+    ("zero2_pcie", "checkpoint__load_universal", True, "bf16", "use --resume --universal"),
     ("zero2_pcie", "zero_optimization__compute_grad_norm", False, "bf16", "always computed"),
     # no effect anywhere
     ("zero2_pcie", "zero_optimization__allgather_partitions", True, "bf16", "never reads"),
     ("zero1_pcie", "zero_optimization__allgather_bucket_size", 9, "bf16", "one collective"),
     ("zero2_pcie", "vocabulary_size", 50304, "bf16", "warning"),
     ("zero2_pcie", "zero_allow_untested_optimizer", True, "bf16", "AdamW"),
-    ("zero2_pcie", "optimizer__legacy_fusion", False, "bf16", "AdamW"),
+    ("zero1_muon", "zero_allow_untested_optimizer", True, "bf16", "than AdamW and Muon"),
+    ("zero1_muon", "optimizer__legacy_fusion", False, "bf16", "torch's optimizers"),
+    (
+        "zero1_muon",
+        "zero_optimization__save_muon_momentum_buffer_in_memory",
+        True,
+        "bf16",
+        "by Muon in stage 3",
+    ),
     ("zero2_pcie", "aio", {"block_size": 1}, "bf16", "NVMe"),
     # no effect in this setting
     ("zero2_pcie", "zero_optimization__reduce_scatter", True, "bf16", "stages 1 and 2"),
@@ -349,6 +358,13 @@ def test_activation_checkpointing_is_allowed_with_deepspeeds_checkpointing() -> 
     assert resolved["activation_checkpointing"] == {"cpu_checkpointing": True}
 
 
+@pytest.mark.parametrize(("name", "fused"), [("zero1_pcie", True), ("zero1_muon", False)])
+def test_the_fix_for_deepspeeds_adam_leads_to_no_other_refusal(name: str, fused: bool) -> None:
+    error = refusal_of(json_with(name, optimizer__params__torch_adam=False))
+    assert error.endswith('"torch_adam": true' + ', and "fused": true for speed' * fused)
+    resolve(json_with(name, **dict.fromkeys(["optimizer__params__fused"] * fused, True)))
+
+
 READ_BY_DEEPSPEED = [
     "communication_data_type",
     "gradient_allreduce_op",
@@ -365,7 +381,6 @@ READ_BY_DEEPSPEED = [
     "flops_profiler.enabled",
     "flops_profiler.profile_step",
     "checkpoint.tag_validation",
-    "checkpoint.load_universal",
     "checkpoint.use_node_local_storage",
     "checkpoint.checkpoint_serialization",
     "data_types.grad_accum_dtype",

@@ -205,6 +205,14 @@ def test_a_dry_run_prints_a_summary_and_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_leaves_an_existing_folder_as_it_is(tmp_path: Path) -> None:
+    (run := tmp_path / "run").mkdir(mode=0o755)
+    private = ("--set=monitor.private=true", "--run-dir=run")
+    succeed(alone("m7c.py", *TINY, *private, "--dry-run", folder=tmp_path))
+    assert run.stat().st_mode & 0o777 == 0o755
+    assert list(run.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

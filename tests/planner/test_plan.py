@@ -301,3 +301,14 @@ def test_auto_is_planned_as_the_fastest_mode_that_fits() -> None:
     modes = {line.split()[0]: line.split()[3] for line in output.splitlines()[1:-2]}
     assert len(modes) == len(SHIPPED)
     assert set(modes.values()) == {"reentrant"}
+
+
+@pytest.mark.parametrize("table", ["--compare", "--search"])
+def test_a_config_that_the_precision_excludes_is_left_out_of_a_table(table: str) -> None:
+    code, output, error = plan(table, "--set", "train.precision=fp32")
+    assert code == 0
+    assert "zero3" in output
+    assert "zero1_muon" not in output
+    (line,) = error.splitlines()
+    assert line.startswith("left out: optimizer.type")
+    assert "zero1_muon.json" in line
