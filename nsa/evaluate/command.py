@@ -152,10 +152,18 @@ def _resolve_settings(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -
         if sources_overlap(data, trained):
             has_held_out = True
             if not prepared and _divided_otherwise(data, trained):
-                _log(
-                    f"{name}: data.held_out = {data.held_out} instead of the {trained.held_out} "
-                    "of its training, which read some of the documents evaluated here"
-                )
+                if data.held_out != trained.held_out:
+                    _log(
+                        f"{name}: data.held_out = {data.held_out} instead of the "
+                        f"{trained.held_out} of its training, which read some of the documents "
+                        "evaluated here"
+                    )
+                else:
+                    _log(
+                        f"{name}: few documents are divided by position, more by hash; here the "
+                        "split differs from its training's, which read some of the text evaluated "
+                        "here"
+                    )
     lengths = sorted(set(args.seq_len or [data.seq_len]))
     for length in lengths:
         if args.stride is not None and length % args.stride:
