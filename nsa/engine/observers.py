@@ -1,4 +1,4 @@
-"""Build the observers of a run: TensorBoard, CSV files, progress, report."""
+"""Build the observers of a run: trackers, CSV files, progress, report."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nsa.monitor.observer import Observer, Observers, warn
 from nsa.monitor.progress import Progress
 from nsa.monitor.run_history import RunHistory
 from nsa.monitor.selection_csv import SelectionCsv
-from nsa.monitor.tensorboard import BackgroundMonitor, TensorBoardObserver
+from nsa.monitor.tensorboard import BackgroundMonitor, TrackerObserver
 from nsa.monitor.writer import BackgroundWriter
 from nsa.ops import fallback_counts
 from nsa.report.report import Reporter, write_report
 
 
 def trackers(request: RunRequest) -> dict[str, Any]:
-    """Return DeepSpeed's tracker blocks, with the run's name and folder where they set none."""
+    """Return DeepSpeed's tracker blocks; set WANDB_* and COMET_*: the run's name and folder."""
     run_dir = request.run_dir.resolve()
     os.environ.setdefault("WANDB_NAME", run_dir.name)  # no key of DeepSpeed's sets these
     os.environ.setdefault("WANDB_DIR", str(run_dir))
@@ -57,12 +57,12 @@ def build_observers(
 
     if engine.monitor.enabled:
         engine.monitor = BackgroundMonitor(
-            engine.monitor, writer("tensorboard"), step=lambda: engine.global_steps
+            engine.monitor, writer("trackers"), step=lambda: engine.global_steps
         )
         config = asdict(request.config)
         hparams = {name: config[name] for name in ("model", "data", "train")}
         hparams["deepspeed.stage"] = request.zero_stage
-        observers.append(TensorBoardObserver(engine.monitor, hparams, request.config_files()))
+        observers.append(TrackerObserver(engine.monitor, hparams, request.config_files()))
     if monitor.csv:
         observers.append(MetricsCsv(writer("metrics.csv")))
     if monitor.health:

@@ -94,7 +94,7 @@ class BackgroundMonitor:
         self._writer.submit(send)
 
 
-class TensorBoardObserver(Observer):
+class TrackerObserver(Observer):
     """Writes the scalars of every logged step, and histograms at every tenth.
 
     The nested `settings` become a row of HPARAMS, `texts` pages of TEXT.

@@ -10,7 +10,7 @@ import torch
 
 from nsa.engine import disable_shared_memory_op
 from nsa.monitor.observer import Observers
-from nsa.monitor.tensorboard import BackgroundMonitor, TensorBoardObserver
+from nsa.monitor.tensorboard import BackgroundMonitor, TrackerObserver
 from nsa.monitor.writer import BackgroundWriter
 from tests.monitor.records import (
     drain,
@@ -39,7 +39,7 @@ def main(run_dir: Path, disk: str) -> None:
     )
     writer = BackgroundWriter("TensorBoard", capacity=4096)
     engine.monitor = BackgroundMonitor(engine.monitor, writer, step=lambda: engine.global_steps)
-    observer = TensorBoardObserver(engine.monitor, SETTINGS, TEXTS)
+    observer = TrackerObserver(engine.monitor, SETTINGS, TEXTS)
     observers = Observers([observer] if torch.distributed.get_rank() == 0 else [])
     observers.on_start(make_info(run_dir, world_size=2))
 

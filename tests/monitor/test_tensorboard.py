@@ -18,7 +18,7 @@ from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
 from torch.utils.tensorboard import SummaryWriter
 
-from nsa.monitor.tensorboard import BackgroundMonitor, Event, TensorBoardObserver, Write
+from nsa.monitor.tensorboard import BackgroundMonitor, Event, TrackerObserver, Write
 from nsa.monitor.writer import BackgroundWriter
 from tests.monitor.records import NO_FREE_PICKS, PATIENCE, make_health, make_info, make_record
 from tests.ranks import launch
@@ -175,7 +175,7 @@ def test_steps_taken_again_are_shown_once_and_hparams_keep_the_first_settings(
         summary_writer = SummaryWriter(str(tmp_path / "tensorboard"), filename_suffix=f".{number}")
         monitor = BackgroundMonitor(ScalarMonitor(summary_writer), writer, step=lambda: 1)
         rate = {"train": {"learning_rate": 0.5 + start}}
-        observer = TensorBoardObserver(monitor, rate, {"config.yaml": f"began at {start}\n"})
+        observer = TrackerObserver(monitor, rate, {"config.yaml": f"began at {start}\n"})
         observer.on_start(make_info(tmp_path, start_step=start))
         for step in taken:
             if step is None:
@@ -232,7 +232,7 @@ class KeptEvents:
 
 def test_every_tenth_logged_step_has_histograms_and_missing_values_have_no_scalar() -> None:
     board = KeptEvents()
-    observer = TensorBoardObserver(board, {}, {})
+    observer = TrackerObserver(board, {}, {})
     silent = make_health(1, **NO_FREE_PICKS)
     for step in range(1, 22):
         observer.on_step(make_record(step, health=silent if step == 11 else make_health(1)))
