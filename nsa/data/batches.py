@@ -94,9 +94,9 @@ class Batches:
         for store, samples in zip(self.stores, self.samples, strict=True):
             if samples < 1:
                 raise ValueError(
-                    f"data.seq_len = {seq_len}: {store.name} has {len(store)} tokens, fewer than "
-                    f"the {seq_len + 1} of one sample; lower data.seq_len or take a larger "
-                    "data.source"
+                    f"data.seq_len = {seq_len}: {store.name} has {len(store)} tokens in this "
+                    f"split, fewer than the {seq_len + 1} of one sample (of few documents up to "
+                    "half is held out); lower data.seq_len or take a larger data.source"
                 )
         weighted = zip(self.stores, self.fractions, strict=True)
         stored = (f"{store.fingerprint}*{fraction}" for store, fraction in weighted)

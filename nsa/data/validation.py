@@ -74,8 +74,9 @@ class ValidationData:
         sequences, source = self._repeat
         return (
             f"train.eval_samples = {self._requested}: the validation split of {source} ends after "
-            f"{sequences} sequences; raise data.held_out (of a prepared folder: prepare it again "
-            "with a larger --held-out), or take a larger source"
+            f"{sequences} sequences; lower train.eval_samples, take a larger source, or raise "
+            "data.held_out if it is below 0.5 (of a prepared folder: prepare it again with a "
+            "larger --held-out)"
         )
 
     @property
