@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ def test_another_number_of_ranks_is_refused_with_the_flag_to_add() -> None:
 
 @pytest.mark.parametrize("layout", ["3", "1 or 2 with Muon"])
 def test_what_the_converter_cannot_read_is_refused(tmp_path: Path, layout: str) -> None:
-    (tmp_path / "state.json").write_text(f'{{"saved_under": {{"layout": "{layout}", "ranks": 2}}}}')
+    saved_under = {"layout": layout, "precision": "bf16", "ranks": 2}
+    (tmp_path / "state.json").write_text(json.dumps({"state": {}, "saved_under": saved_under}))
     with pytest.raises(ValueError, match=f"stage {layout}, which cannot be converted; start 2"):
         to_universal(tmp_path)

@@ -106,6 +106,7 @@ def test_fallbacks_of_every_operation_are_recorded(finished: FinishedRun) -> Non
         "select_blocks",
         "selected_attention",
         "swiglu",
+        "tied_embedding",
         "window_attention",
     }
     assert all("needs a CUDA device" in row["reason"] and int(row["calls"]) > 0 for row in rows)

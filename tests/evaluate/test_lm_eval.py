@@ -57,7 +57,7 @@ def evaluate(task: str) -> dict[str, Any]:
         block.text for block in blocks(PAGE) if block.text.startswith(f"# {task}.yaml\n")
     )
     (words,) = (
-        words for block in blocks(PAGE) for words in commands(block) if words[0] == "lm_eval"
+        words for block in blocks(PAGE) for words in commands(block) if words[:1] == ["lm_eval"]
     )
     flags = dict(zip(words[1::2], words[2::2], strict=True))
     assert f"{task}.yaml" in flags["--tasks"].split(",")
