@@ -46,11 +46,11 @@ class Attention(nn.Module):
     Dense attention has one branch, "all", and no gates.
     """
 
-    selector_loss: Tensor | None = None  # of the last forward pass, until `take_selector_loss`
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        # Of the last forward pass, until `take_selector_loss`.
+        self.selector_loss: Tensor | None = None
         attention, dense = config.attention, config.attention.kind == "dense"
         self.branches = ("all",) if dense else attention.branch_names
         self.heads, self.kv_heads = config.heads, config.kv_heads
