@@ -29,7 +29,7 @@ from nsa.bench.options import choice
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
-from nsa.monitor.metrics_csv import read_metrics
+from nsa.monitor.csv_files import read_metrics
 from nsa.report.markdown import spread, table
 from nsa.report.paired import paired_t
 from nsa.resources import resource_path

@@ -27,7 +27,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.engine.resolve import resolve_config
 from nsa.monitor.artifacts import last_beat
-from nsa.monitor.metrics_csv import read_metrics
+from nsa.monitor.csv_files import read_metrics
 from nsa.planner.memory import memory
 from nsa.probes import free_port
 from nsa.resources import resource_path

@@ -10,12 +10,17 @@ from typing import Any
 import torch.distributed as dist
 
 from nsa.engine.run_request import RunRequest
-from nsa.monitor.fallbacks import Fallbacks
-from nsa.monitor.metrics_csv import MetricsCsv
+from nsa.monitor.csv_files import (
+    FALLBACKS,
+    METRICS,
+    SELECTION,
+    FallbacksCsv,
+    MetricsCsv,
+    SelectionCsv,
+)
+from nsa.monitor.history import RunHistory
 from nsa.monitor.observer import Observer, Observers, warn
 from nsa.monitor.progress import Progress
-from nsa.monitor.run_history import RunHistory
-from nsa.monitor.selection_csv import SelectionCsv
 from nsa.monitor.tensorboard import BackgroundMonitor, TrackerObserver
 from nsa.monitor.writer import BackgroundWriter
 from nsa.ops import fallback_counts
@@ -64,10 +69,10 @@ def build_observers(
         hparams["deepspeed.stage"] = request.zero_stage
         observers.append(TrackerObserver(engine.monitor, hparams, request.config_files()))
     if monitor.csv:
-        observers.append(MetricsCsv(writer("metrics.csv")))
+        observers.append(MetricsCsv(writer(METRICS)))
     if monitor.health:
-        observers.append(SelectionCsv(writer("selection.csv"), selector_loss))
-    observers.append(Fallbacks(writer("fallbacks.csv"), fallback_counts))
+        observers.append(SelectionCsv(writer(SELECTION), selector_loss))
+    observers.append(FallbacksCsv(writer(FALLBACKS), fallback_counts))
     if monitor.progress:
         observers.append(Progress(writer("progress")))
     if monitor.report:

@@ -12,10 +12,9 @@ from nsa.engine.train_state import TrainState
 from nsa.gates.ladder import ladder
 from nsa.monitor.dtypes import DtypeReport
 from nsa.monitor.heartbeat import Heartbeat
-from nsa.monitor.history import HistoryRecorder
+from nsa.monitor.history import HistoryRecorder, RunHistory
 from nsa.monitor.memory import MemorySnapshots
 from nsa.monitor.profile import StepProfiler
-from nsa.monitor.run_history import RunHistory
 from nsa.monitor.stacks import dump_stacks_on_signal
 
 

@@ -48,13 +48,11 @@ class DtypeReport:
         self._outputs: dict[str, set[str]] = defaultdict(set)
         self._gradients: dict[str, set[str]] = defaultdict(set)
         self._hooks: list[Any] = []
-
         for name, part in module.named_modules():
             self._hooks.append(part.register_forward_hook(_Record(self._outputs[name])))
             for parameter in part.parameters(recurse=False):
                 if parameter.requires_grad:
-                    hook = _Record(self._gradients[name])
-                    self._hooks.append(parameter.register_hook(hook))
+                    self._hooks.append(parameter.register_hook(_Record(self._gradients[name])))
 
     def write(self, path: Path, optimizer: Any) -> None:
         """Remove the hooks and write the table; `optimizer` is DeepSpeed's or PyTorch's."""
@@ -83,9 +81,9 @@ class DtypeReport:
         patterns = [row[0] for row in names_of]
         rows: list[tuple[str, ...]] = [_HEADER]
         for (pattern, *cells), names in names_of.items():
-            shared = len(names) > 1 and patterns.count(pattern) == 1
-            shown = [f"{pattern} ({len(names)})"] if shared else names
-            rows += [(name or "(the model)", *cells) for name in shown]
+            if len(names) > 1 and patterns.count(pattern) == 1:
+                names = [f"{pattern} ({len(names)})"]
+            rows += [(name or "(the model)", *cells) for name in names]
         return "\n".join(align(rows)) + "\n"
 
 

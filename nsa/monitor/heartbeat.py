@@ -51,13 +51,8 @@ class Heartbeat:
         history: HistoryRecorder | None = None,
     ) -> None:
         self._file = _LineFile(folder / f"heartbeat_rank{rank}.jsonl", limit)
-        self._rank = rank
-        self._constant = {
-            "rank": rank,
-            "pid": os.getpid(),
-            "host": platform.node(),
-            "backend": backend,
-        }
+        process = {"pid": os.getpid(), "host": platform.node()}
+        self._constant = {"rank": rank, **process, "backend": backend}
         self._seconds = seconds
         self._history = history
         # Phase, its start and micro-step: one tuple, so that threads see all three change at once.
@@ -150,7 +145,7 @@ class Heartbeat:
                 self._file.write(lines)
             except Exception as error:
                 if not failed:
-                    warn(f"heartbeat of rank {self._rank}: a line failed: {error!r}")
+                    warn(f"{self._file.path.name}: a line failed: {error!r}")
                 failed = True
             if status is not None:
                 return

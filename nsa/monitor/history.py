@@ -1,7 +1,7 @@
-"""History of one rank: steps, pauses and memory, built from its heartbeat lines.
+"""What a run has done so far, kept in memory for the gates and built from files for a report.
 
-During training each rank keeps a history per gate in memory (`HistoryRecorder`). A report builds
-the same history from files (`read_rank`).
+RankHistory    steps, pauses and memory of one rank, from its heartbeat lines
+RunHistory     rows of metrics.csv and selection.csv, on rank 0
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nsa.monitor.artifacts import older_part, valid_beats
+from nsa.constants import BRANCHES
+from nsa.monitor.artifacts import Table, older_part, read_table, valid_beats
+from nsa.monitor.csv_files import METRICS, METRICS_COLUMNS, SELECTION
+from nsa.monitor.observer import Observer, RunInfo, StepRecord
 from nsa.untrusted import open_regular
 
 UNTIMED = ("eval", "save", "setup")  # phases in which no step is due
 TRAINING = ("data", "forward", "backward", "step")
+NEWEST = 500  # rows of selection.csv that are kept, a few logged steps
 
 
 @dataclass
@@ -162,3 +166,37 @@ def _heartbeat_lines(run_dir: Path, rank: int) -> Iterator[dict[str, Any]]:
         with contextlib.suppress(OSError), open_regular(part) as file:
             lines = io.BufferedReader(file)
             yield from valid_beats(line for line in lines if b'"step_start"' not in line)
+
+
+class RunHistory(Observer):
+    """Keeps the rows of metrics.csv and the newest gates of selection.csv.
+
+    A resumed run reads the rows of earlier processes once, at its start. 50,000 steps logged every
+    10 take about 4 MB.
+    """
+
+    def __init__(self) -> None:
+        self.metrics, self.selection = Table(METRICS), Table(SELECTION)
+
+    def on_start(self, info: RunInfo) -> None:
+        if info.start_step:
+            self.load(info.run_dir, info.start_step)
+
+    def load(self, run_dir: Path, step: int) -> None:
+        """Read the rows up to `step` that earlier processes wrote."""
+        self.metrics, self.selection = (read_table(run_dir / n) for n in (METRICS, SELECTION))
+        self.on_rollback(step)
+
+    def on_rollback(self, step: int) -> None:
+        for table in (self.metrics, self.selection):
+            table.rows = [row for row in table.rows if 1 <= row["step"] <= step]
+        del self.selection.rows[:-NEWEST]
+
+    def on_step(self, record: StepRecord) -> None:
+        values = {column: getattr(record, column) for column in METRICS_COLUMNS}
+        row = {name: float(value) for name, value in values.items() if value is not None}
+        self.metrics.rows.append(row)
+        for index, layer in enumerate(record.health.layers if record.health is not None else ()):
+            gates = {f"gate_{branch}": layer[f"gate_{branch}"] or 0.0 for branch in BRANCHES}
+            self.selection.rows.append({"step": float(record.step), "layer": float(index), **gates})
+        del self.selection.rows[:-NEWEST]

@@ -14,7 +14,7 @@ from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, Observer, RunInfo
 from nsa.monitor.writer import BackgroundWriter
 
 Event = tuple[str, float, int]  # tag, value, x
-Write = Callable[[Any], object]  # takes torch's SummaryWriter
+Write = Callable[[Any], object]  # takes a tracker's client, such as torch's SummaryWriter
 METRICS = ("train/loss", "eval/loss", "eval/bits_per_byte", "speed/tokens_per_s")  # of HPARAMS
 SHOWN_FIRST = (  # columns of HPARAMS; the user may tick the others
     "deepspeed.stage",
@@ -69,27 +69,24 @@ class BackgroundMonitor:
 
     def start(self, settings: Mapping[str, Any]) -> None:
         """Queue a run's settings for W&B and Comet."""
-
-        def send() -> None:
-            if getattr(self._monitor, "wandb_monitor", None) is not None:
-                import wandb  # late: optional
-
-                wandb.config.update(dict(settings))
-            if (comet := getattr(self._monitor, "comet_monitor", None)) is not None:
-                comet.experiment.log_parameters(dict(_flatten(settings)))
-
-        self._writer.submit(send)
+        self._submit(
+            lambda wandb: wandb.config.update(dict(settings)),
+            lambda comet: comet.log_parameters(dict(_flatten(settings))),
+        )
 
     def end(self, status: str) -> None:
         """Queue the end of the W&B and Comet runs: the process skips their exit handlers."""
+        failed = status.startswith(("failed", "no-go"))
+        self._submit(lambda wandb: wandb.finish(exit_code=int(failed)), lambda comet: comet.end())
 
+    def _submit(self, to_wandb: Write, to_comet: Write) -> None:
         def send() -> None:
             if getattr(self._monitor, "wandb_monitor", None) is not None:
                 import wandb  # late: optional
 
-                wandb.finish(exit_code=int(status.startswith(("failed", "no-go"))))
+                to_wandb(wandb)
             if (comet := getattr(self._monitor, "comet_monitor", None)) is not None:
-                comet.experiment.end()
+                to_comet(comet.experiment)
 
         self._writer.submit(send)
 

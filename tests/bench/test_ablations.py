@@ -11,7 +11,7 @@ import pytest
 from nsa.bench import ablations
 from nsa.bench.__main__ import main
 from nsa.engine.resolve import resolve_config
-from nsa.monitor.metrics_csv import read_metrics
+from nsa.monitor.csv_files import read_metrics
 from tests.engine.runs import TINY
 from tests.ranks import ROOT
 

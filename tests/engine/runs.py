@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from nsa.monitor.metrics_csv import read_metrics
+from nsa.monitor.csv_files import read_metrics
 from tests.ranks import ROOT, start_ranks
 
 BIN = Path(sys.executable).parent

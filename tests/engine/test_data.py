@@ -14,7 +14,7 @@ import pytest
 from nsa.data import builtin
 from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.recipe import Recipe
-from nsa.monitor.metrics_csv import read_metrics
+from nsa.monitor.csv_files import read_metrics
 from tests.engine.runs import TINY, alone, deepspeed, losses, succeed
 from tests.engine.small import small
 from tests.ranks import free_port

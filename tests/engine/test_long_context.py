@@ -9,7 +9,7 @@ import pytest
 
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config
-from nsa.monitor.metrics_csv import read_metrics
+from nsa.monitor.csv_files import read_metrics
 from tests.engine.runs import TINY, alone, deepspeed, succeed
 from tests.ranks import ROOT
 

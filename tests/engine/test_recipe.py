@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from nsa.monitor.metrics_csv import COLUMNS, read_metrics
+from nsa.monitor.csv_files import METRICS_COLUMNS, read_metrics
 from tests.engine.runs import TINY, alone, deepspeed, losses, succeed
 from tests.ranks import ROOT, free_port
 
@@ -60,7 +60,7 @@ def test_without_an_accelerator_the_demo_runs_and_says_so(finished: FinishedRun)
 
 def test_metrics_have_a_row_for_each_step_with_sound_values(finished: FinishedRun) -> None:
     path = finished.dir / "metrics.csv"
-    assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
+    assert path.read_text().splitlines()[0] == ",".join(METRICS_COLUMNS)
     rows = read_metrics(path)
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["tokens"] for row in rows] == [step * 96 * 2 * 2 * 2 for step in range(1, 9)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nsa.monitor.metrics_csv import read_metrics
+from nsa.monitor.csv_files import read_metrics
 from tests.engine.runs import TINY, Finished, alone, succeed
 from tests.ranks import ROOT
 

@@ -28,7 +28,7 @@ from nsa.evaluate.command import sources_overlap
 from nsa.evaluate.data import EvalData, eval_batches, open_eval_data
 from nsa.evaluate.perplexity import Losses, Mean, bucket_edges
 from nsa.model import loss
-from nsa.monitor.metrics_csv import read_metrics
+from nsa.monitor.csv_files import read_metrics
 from tests.data.texts import split, texts, write_lines
 from tests.engine.runs import TINY, alone, succeed
 from tests.evaluate.models import write_model

@@ -23,7 +23,7 @@ from nsa.data.tokenizer import train_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.export import logit_gap
 from nsa.export.to_hf import export
-from nsa.monitor.metrics_csv import read_metrics
+from nsa.monitor.csv_files import read_metrics
 from tests.data.texts import texts, write_lines
 from tests.engine.runs import TINY, alone, succeed
 

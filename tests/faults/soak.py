@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from nsa.monitor.artifacts import last_beat
-from nsa.monitor.metrics_csv import read_metrics
+from nsa.monitor.csv_files import read_metrics
 from tests.disks import freezable_disk, frozen
 from tests.engine.runs import BIN, TINY
 from tests.faults.processes import LAUNCHER, find

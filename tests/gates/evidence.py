@@ -9,8 +9,7 @@ from nsa.gates.ladder import Gate, judge, ladder
 from nsa.gates.result import GateResult
 from nsa.monitor.artifacts import ranks
 from nsa.monitor.config import LadderConfig
-from nsa.monitor.history import HistoryRecorder
-from nsa.monitor.run_history import RunHistory
+from nsa.monitor.history import HistoryRecorder, RunHistory
 
 
 def gate_at(name: str, step: int) -> Gate:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from nsa.monitor.fallbacks import Fallbacks
+from nsa.monitor.csv_files import FallbacksCsv
 from nsa.monitor.writer import BackgroundWriter
 from tests.monitor.records import drain, make_info, make_record
 
@@ -11,9 +11,9 @@ REASON = 'it has no "float64", and commas'
 Counts = dict[tuple[str, str, str], int]
 
 
-def start(run_dir: Path, counts: Counts) -> tuple[Fallbacks, BackgroundWriter]:
+def start(run_dir: Path, counts: Counts) -> tuple[FallbacksCsv, BackgroundWriter]:
     writer = BackgroundWriter("fallbacks.csv")
-    observer = Fallbacks(writer, lambda: counts)
+    observer = FallbacksCsv(writer, lambda: counts)
     observer.on_start(make_info(run_dir))
     return observer, writer
 

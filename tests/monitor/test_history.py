@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nsa.gates.ladder import Gate
+from nsa.monitor.csv_files import MetricsCsv, SelectionCsv
 from nsa.monitor.heartbeat import Heartbeat
-from nsa.monitor.history import HistoryRecorder, read_rank
-from nsa.monitor.metrics_csv import MetricsCsv
-from nsa.monitor.run_history import RunHistory
-from nsa.monitor.selection_csv import SelectionCsv
+from nsa.monitor.history import HistoryRecorder, RunHistory, read_rank
 from nsa.monitor.writer import BackgroundWriter
 from tests.gates.evidence import judge_files
 from tests.monitor.records import make_health, make_info, make_record

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.monitor.metrics_csv import MetricsCsv, read_metrics
+from nsa.monitor.csv_files import MetricsCsv, read_metrics
 from nsa.monitor.observer import Observers, StepRecord
 from nsa.monitor.writer import BackgroundWriter
 from tests.monitor.records import drain, files_no_longer_than, make_info, make_record

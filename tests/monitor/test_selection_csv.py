@@ -7,9 +7,9 @@ import torch
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.monitor.artifacts import read_table
+from nsa.monitor.csv_files import SELECTION_COLUMNS, SelectionCsv
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import StepRecord
-from nsa.monitor.selection_csv import COLUMNS, SelectionCsv
 from nsa.monitor.writer import BackgroundWriter
 from nsa.spec import NSASpec
 from tests.monitor.records import (
@@ -49,10 +49,10 @@ def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) 
     assert (second["overlap"], second["distance"]) == (1 / 64, 6.5)
     assert (second["distance_from_1"], second["distance_from_4"]) == (0.5, 0)
     assert second["distance_from_512"] == 0.5
-    assert set(COLUMNS) - last.keys() == {
+    assert set(SELECTION_COLUMNS) - last.keys() == {
         "entropy",
         "overlap",
-        *(name for name in COLUMNS if "distance" in name),
+        *(name for name in SELECTION_COLUMNS if "distance" in name),
     }
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa.monitor.config import LadderConfig
-from nsa.monitor.metrics_csv import MetricsCsv
+from nsa.monitor.csv_files import MetricsCsv, SelectionCsv
 from nsa.monitor.observer import Health, StepRecord
-from nsa.monitor.selection_csv import SelectionCsv
 from nsa.monitor.writer import BackgroundWriter
 from tests.monitor.records import make_info, make_layer, make_record
 

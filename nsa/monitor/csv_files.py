@@ -1,0 +1,149 @@
+"""`metrics.csv`, `selection.csv` and `fallbacks.csv`, written while a run trains.
+
+A resumed or rolled back run drops the rows of the steps that run again.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from nsa.atomic_io import append_whole, atomic_write_text
+from nsa.monitor.artifacts import read_table
+from nsa.monitor.observer import LAYER_STATISTICS, SELECTOR_LOSS, Observer, RunInfo, StepRecord
+from nsa.monitor.writer import BackgroundWriter
+
+METRICS, SELECTION, FALLBACKS = "metrics.csv", "selection.csv", "fallbacks.csv"
+INTEGERS = ("step", "tokens")
+METRICS_COLUMNS = (
+    *INTEGERS,
+    *("loss", "val_loss", "bits_per_byte", "lr", "grad_norm"),
+    *("tokens_per_s", "mfu", "memory_gb", "seconds"),
+)
+SELECTION_COLUMNS = ("step", "layer", *LAYER_STATISTICS)
+FALLBACK_COLUMNS = ("operation", "backend", "reason", "calls")
+Counts = Mapping[tuple[str, str, str], int]  # calls by operation, backend and reason
+
+
+class CsvObserver(Observer):
+    """Appends rows for each logged step to a file of the run, on the writer's thread.
+
+    The first of the columns is `step`. The file is created with its first row.
+    """
+
+    file_name: str
+    columns: tuple[str, ...]
+
+    def __init__(self, writer: BackgroundWriter) -> None:
+        self._writer = writer
+        self._path = Path()
+
+    def rows(self, record: StepRecord) -> list[list[str]]:
+        """Return the rows of a logged step; may be empty."""
+        raise NotImplementedError
+
+    def on_start(self, info: RunInfo) -> None:
+        self._path = info.run_dir / self.file_name
+        self._drop_rows_after(info.start_step)
+
+    def on_rollback(self, step: int) -> None:
+        self._writer.submit(lambda: self._drop_rows_after(step))
+
+    def on_step(self, record: StepRecord) -> None:
+        if rows := self.rows(record):
+            self._writer.submit(lambda: self._append(rows))
+
+    def _drop_rows_after(self, step: int) -> None:
+        """Drop the rows after `step` and those that a crash tore."""
+        if not self._path.exists():
+            return
+        header, _, rest = self._path.read_text().partition("\n")
+        if header and header != ",".join(self.columns):
+            raise ValueError(
+                f"{self._path}: the columns are {header!r}, not {','.join(self.columns)!r}; "
+                "move the file away"
+            )
+        commas = len(self.columns) - 1
+        kept = [
+            line
+            for line in rest.split("\n")[:-1]
+            if line.count(",") == commas and int(line.partition(",")[0]) <= step
+        ]
+        atomic_write_text(self._path, "\n".join([",".join(self.columns), *kept]) + "\n")
+
+    def _append(self, rows: list[list[str]]) -> None:
+        """Append all rows or none: a torn row on a full disk would spoil the next one."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab", buffering=0) as file:
+            header = [] if file.tell() else [self.columns]
+            append_whole(file, "".join(",".join(row) + "\n" for row in (*header, *rows)).encode())
+
+
+class MetricsCsv(CsvObserver):
+    """One row per logged step; floats read back exactly."""
+
+    file_name, columns = METRICS, METRICS_COLUMNS
+
+    def rows(self, record: StepRecord) -> list[list[str]]:
+        cells = []
+        for column in self.columns:
+            value = getattr(record, column)
+            kind = int if column in INTEGERS else float
+            cells.append("" if value is None else repr(kind(value)))
+        return [cells]
+
+
+class SelectionCsv(CsvObserver):
+    """One row per logged step and NSA layer; a dense run has no such file."""
+
+    file_name = SELECTION
+
+    def __init__(self, writer: BackgroundWriter, selector_loss: bool = False) -> None:
+        super().__init__(writer)
+        self.columns = (*SELECTION_COLUMNS, SELECTOR_LOSS) if selector_loss else SELECTION_COLUMNS
+
+    def rows(self, record: StepRecord) -> list[list[str]]:
+        rows = []
+        for index, layer in enumerate(record.health.layers if record.health is not None else ()):
+            values = [layer[name] for name in self.columns[2:]]
+            cells = ["" if value is None else f"{value:.6g}" for value in values]
+            rows.append([str(record.step), str(index), *cells])
+        return rows
+
+
+class FallbacksCsv(Observer):
+    """One row per backend that `auto` could not use in this process, with reason and calls.
+
+    Rewritten at logged steps if a count changed, and at the end.
+    """
+
+    def __init__(self, writer: BackgroundWriter, counts: Callable[[], Counts]) -> None:
+        self._writer = writer
+        self._counts = counts
+        self._written: Counts = {}
+        self._path = Path()
+
+    def on_start(self, info: RunInfo) -> None:
+        self._path = info.run_dir / FALLBACKS
+
+    def on_step(self, record: StepRecord) -> None:
+        if self._counts() != self._written:
+            self._write()
+
+    def on_end(self, status: str) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        counts = self._written = dict(self._counts())
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerows([FALLBACK_COLUMNS, *([*key, n] for key, n in sorted(counts.items()))])
+        self._writer.submit(lambda: atomic_write_text(self._path, text.getvalue()))
+
+
+def read_metrics(path: Path) -> list[dict[str, float | None]]:
+    """Return the rows of a `metrics.csv`, oldest first; an empty cell is None."""
+    rows = read_table(path).rows
+    return [{column: row.get(column) for column in METRICS_COLUMNS} for row in rows]
