@@ -70,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     check = verbs.add_parser("check", help=about, description=about, epilog=codes)
     check.add_argument("ds_config", type=Path, help="e.g. ds_configs/zero1_pcie.json")
     check.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    about = "override one setting of the recipe, e.g. train.micro_batch=4; repeatable"
+    check.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
     check.add_argument(
         "--quiet",
         action="store_true",
@@ -107,19 +109,22 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from nsa.engine.config import RunConfig
+    from nsa.engine.resolve import resolve_config
 
     positive_flags(args, "ranks")
     # Importing DeepSpeed logs to stdout, which must only hold the JSON.
     with contextlib.redirect_stdout(io.StringIO()):
         from nsa.engine.ds_config import load_ds_config, resolve_ds_config, verdict
 
+        config = resolve_config(RunConfig(), assignments=args.set)
         raw, source = load_ds_config(args.ds_config), str(args.ds_config)
-        resolved = resolve_ds_config(raw, RunConfig(), world_size=args.ranks, source=source)
+        resolved = resolve_ds_config(raw, config, world_size=args.ranks, source=source)
+    summary = verdict(resolved, args.ranks, config.model)
     if args.quiet:
-        print(verdict(resolved, args.ranks))
+        print(summary)
     else:
         print(json.dumps(resolved, indent=2))
-        print(verdict(resolved, args.ranks), file=sys.stderr)  # so that stdout is JSON
+        print(summary, file=sys.stderr)  # so that stdout is JSON
     return 0
 
 

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from nsa.data.builtin import embedded_note
 from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
+from nsa.engine.ds_config import has_muon, leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.ds_keys import walk
 from nsa.engine.planner_inputs import resolve_checkpointing
 from nsa.engine.resolve import resolve_config
@@ -99,6 +99,8 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     )
     config, reasons = resolve_checkpointing(config, ds_config, world_size, _gpu_memory())
     notes += reasons
+    if has_muon(ds_config):
+        notes.append("Muon: the first step compiles its update, in silence for a minute or more")
     if config.train.compile:
         _check_compile(config, ds_config["zero_optimization"])
     stop_step = config.train.steps

@@ -22,6 +22,8 @@ from pydantic import ValidationError
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_keys import MODELS, key_error, walk
 from nsa.engine.ds_refusals import REFUSALS, ZeroMode
+from nsa.model.config import ModelConfig
+from nsa.model.count import parameter_count
 from nsa.untrusted import parse_json, printable, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
@@ -119,7 +121,7 @@ def resolve_ds_config(
         if not any(parent in problems for parent in parents):  # one line for a block
             problems[path] = problem
     if not problems:
-        mode = _zero_mode(resolved)
+        mode = zero_mode(resolved)
         if mode.buckets:
             resolved["zero_optimization"].setdefault("reduce_bucket_size", REDUCE_BUCKET)
         resolved.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
@@ -133,14 +135,20 @@ def resolve_ds_config(
     return resolved
 
 
-def verdict(resolved: dict[str, Any], world_size: int) -> str:
-    """Return what a resolved config is, in one line."""
-    mode, zero = _zero_mode(resolved), resolved["zero_optimization"]
+def verdict(resolved: dict[str, Any], world_size: int, model: ModelConfig) -> str:
+    """Return what a resolved config is, in one line, with the fix if nothing can overlap."""
+    mode, zero = zero_mode(resolved), resolved["zero_optimization"]
     batch, ranks = resolved["train_batch_size"], "rank" if world_size == 1 else "ranks"
     parts = [f"ZeRO-{mode.stage}", mode.precision, f"gradients accumulated in {mode.accumulation}"]
     if mode.buckets:
+        bucket = zero["reduce_bucket_size"]
         overlap = "overlapped" if mode.overlap else "not overlapped"
-        parts.append(f"buckets of {zero['reduce_bucket_size']:,.0f} elements, {overlap}")
+        # The gradient of the tied embedding is complete only when the backward pass ends.
+        layers = parameter_count(model) - model.vocab_size * model.width if mode.overlap else 0
+        if bucket >= layers > 0:
+            overlap = f"nothing overlapped: one holds all {layers:,} of the layers (set "
+            overlap += f"zero_optimization.reduce_bucket_size to {layers // 4})"
+        parts.append(f"buckets of {bucket:,.0f} elements, {overlap}")
     parts += ["Muon"] * mode.muon
     parts += [f"offload to {device}" for device in sorted(mode.devices - {"none"})]
     parts += [name for name in TRACKERS if block_of(resolved, name).get("enabled")]
@@ -185,7 +193,7 @@ def tolerance(resolved: dict[str, Any]) -> Tolerance:
     Elsewhere ranks reduce different tensors, and BF16_Optimizer computes different norms: ranks
     clip differently and may disagree about skipping a step.
     """
-    mode = _zero_mode(resolved)
+    mode = zero_mode(resolved)
     reduced_once = mode.stage == 0 or mode.bf16_optimizer
     return Tolerance(
         double_fire=reduced_once or (mode.stage == 1 and not mode.overlap),
@@ -209,7 +217,7 @@ def _problems(
     elif isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         yield "zero_optimization.stage", ": write 0, 1, 2 or 3"
     else:
-        mode = _zero_mode(resolved)
+        mode = zero_mode(resolved)
         for path, _ in keys:
             refusal = next((r for r in REFUSALS if r.applies(path, mode)), None)
             if refusal and path not in owned:
@@ -272,7 +280,7 @@ def _fill(raw: dict[str, Any], owned: dict[str, Owned]) -> dict[str, Any]:
     return resolved
 
 
-def _zero_mode(resolved: dict[str, Any]) -> ZeroMode:
+def zero_mode(resolved: Mapping[str, Any]) -> ZeroMode:
     """Return the settings that determine DeepSpeed's optimizer class."""
     zero = resolved["zero_optimization"]
     precision = next((p for p in ("bf16", "fp16") if resolved[p]["enabled"]), "fp32")

@@ -52,12 +52,12 @@ def run(flags: argparse.Namespace) -> int:
         print(*table(candidates[:SHOWN], steps), sep="\n")
         if len(candidates) > SHOWN:
             print(f"the fastest {SHOWN} of {len(candidates)} that fit")
-        print(*assumptions(flags, target), sep="\n")
+        print(*assumptions(flags, target, zeros), sep="\n")
         return 0
     batch = replace(batch, checkpointing=mode)
     step = forecast(model, zero, batch, target, flags.gpus)
     title, *lines = describe(source.stem, model, batch, step, target, steps)
-    print(title, *assumptions(flags, target), *lines, *notes, sep="\n")
+    print(title, *assumptions(flags, target, {source.stem: zero}), *lines, *notes, sep="\n")
     if not fits(step.memory, target):
         print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
         return 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_config import has_muon, load_ds_config, resolve_ds_config
+from nsa.engine.ds_config import has_muon, load_ds_config, resolve_ds_config, zero_mode
 from nsa.planner.model import BatchShape, Model
 from nsa.planner.search import MODES, select_checkpointing
 from nsa.planner.traffic import Zero
@@ -84,5 +84,6 @@ def resolved_zero(resolved: Mapping[str, Any], config: RunConfig) -> Zero:
         bucket=int(zero.get("reduce_bucket_size", 0)) if stage else 0,
         overlap=bool(zero.get("overlap_comm", stage == 3)),
         muon=has_muon(resolved),
+        offload=bool(zero_mode(resolved).devices - {"none"}),
         **stage_3,
     )

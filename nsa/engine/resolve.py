@@ -58,6 +58,11 @@ SYNONYMS = {
     "checkpoint.every": ("save_steps", "save_every", "save_interval", "checkpoint_every"),
     "checkpoint.keep": ("save_total_limit", "keep_last", "max_checkpoints"),
 }
+# Set in DeepSpeed's JSON; longest first, so that a longer name is not taken for a shorter one.
+DEEPSPEED_KEYS = (
+    *("zero_optimization", "offload_optimizer", "offload_param", "overlap_comm", "csv_monitor"),
+    *("optimizer", "comet", "wandb"),
+)
 LARGEST = 2**62  # of a whole number; torch and numpy hold 64 bits
 
 
@@ -125,6 +130,8 @@ def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> N
             near = list(_same_name(tree, key, path)) or synonyms or near
             choices = ", ".join(f"{path}.{known}".strip(".") for known in tree)
             hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {choices}"
+            if deepspeed := [known for known in DEEPSPEED_KEYS if known in str(key)]:
+                hint = f'set "{deepspeed[0]}" in DeepSpeed\'s JSON (--deepspeed_config)'
             raise ValueError(f"{source}: there is no setting {name!r}; {hint}")
         if isinstance(tree[key], dict) and name not in MIXTURES:
             _merge(tree[key], value, source, name)

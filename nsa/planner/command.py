@@ -11,7 +11,7 @@ from typing import Any
 from nsa.planner.model import BatchShape, Model
 from nsa.planner.search import Candidate
 from nsa.planner.step import Forecast, Hardware
-from nsa.planner.traffic import Traffic
+from nsa.planner.traffic import Traffic, Zero
 
 # Bytes/s of a collective from one GPU to the next, one way: about 3/4 of the bus. Assumed.
 LINKS = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 48e9, "nvlink": 200e9}
@@ -79,19 +79,24 @@ def hardware(flags: argparse.Namespace) -> Hardware:
     )
 
 
-def assumptions(flags: argparse.Namespace, hardware: Hardware) -> list[str]:
-    """Return what a plan assumes: the hardware, and how fast it computes."""
+def assumptions(
+    flags: argparse.Namespace, hardware: Hardware, zeros: Mapping[str, Zero]
+) -> list[str]:
+    """Return what a plan assumes and leaves out; `zeros`: the planned configs by name."""
     device = f"{hardware.flops / 1e12:g} TFLOP/s, {hardware.memory / 1e9:g} GB"
     device = f"{flags.device} ({device})" if flags.device in DEVICES else device
     link = f"{hardware.link / 1e9:g} GB/s"
     link = f"{flags.link} ({link})" if flags.link in LINKS else link
     nodes = f", {hardware.nodes} nodes at {hardware.network / 1e9:g} GB/s (--nodes, --network)"
+    offloading = ", ".join(name for name, zero in zeros.items() if zero.offload)
+    not_counted = f"not counted: offload of {offloading}, which saves GPU memory and costs time"
     return [
         f"assumed: {flags.gpus} GPUs (--gpus), {device} (--device), {link} (--link)"
         + (nodes if hardware.nodes > 1 else ""),
         # The two estimates of a step's time in this project: say how they differ.
         f"assumed: {100 * hardware.mfu:g}% of the peak (--mfu), gaps between kernels included; "
         "without them, an upper bound: python -m nsa.bench traffic",
+        *([not_counted] if offloading else []),
     ]
 
 
@@ -112,11 +117,12 @@ def describe(
     memory, sent = step.memory, step.traffic
     days = steps * step.seconds / 86_400
     return [
-        f"{name}: {model.parameters:,} parameters, {_batch(batch)}",
+        f"{name}: {model.parameters:,} parameters; sequences × tokens × accumulation, "
+        f"checkpointing: {_batch(batch)}",
         "",
         f"memory of a GPU at its peak, {memory.peak_moment}, GB",
         *(f"  {label:<18}{size / 1e9:>10.3f}" for label, size in memory.at_peak.items()),
-        f"  {'total':<18}{memory.peak / 1e9:>10.3f}",
+        f"  {'total of tensors':<18}{memory.peak / 1e9:>10.3f}",
         "a step",
         f"  {'tokens':<18}{step.tokens:>10,}",
         f"  {'MB sent by a GPU':<18}{sent.bytes_per_step / 1e6:>10,.1f}  {_sent(sent, model)}",
@@ -132,7 +138,7 @@ def describe(
 
 def table(candidates: list[Candidate], steps: int) -> list[str]:
     """Return a line per candidate; memory and traffic are per GPU."""
-    width = max(len(candidate.config) for candidate in candidates) + 2
+    width = max(len("config"), *(len(candidate.config) for candidate in candidates)) + 2
     wide = max(28, *(len(_batch(candidate.batch)) + 2 for candidate in candidates))
     days = [steps * candidate.forecast.seconds / 86_400 for candidate in candidates]
     unit, parts = ("days", 1) if max(days) >= 0.1 else ("hours", 24)

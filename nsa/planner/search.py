@@ -73,7 +73,8 @@ def select_checkpointing(
     selected = fitting[0] if fitting else modes[-1]
     need = needs.pop(selected)
     others = ", ".join(f"{mode} would need {size / 1e9:.1f}" for mode, size in needs.items())
-    reason = f"needs about {need / 1e9:.1f} of {available / 1e9:.1f} GB; {others}"
+    reason = f"needs about {need / 1e9:.1f} of {available / 1e9:.1f} GB; {others}; "
+    reason += "CUDA, NCCL and fragmentation included"
     if not fitting:
         reason += "; does not fit: lower train.micro_batch"
     return selected, [f"activation checkpointing: {selected} ({reason})"]

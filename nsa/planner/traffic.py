@@ -21,6 +21,7 @@ class Zero:
     persistent_tensors: int = 0  # stage 3: tensors that are not sharded
     gathers: int = 1  # stage 3: all-gathers of the weights per micro-batch
     muon: bool = False  # one moment per matrix instead of two
+    offload: bool = False  # to the CPU or NVMe, which no figure accounts for
 
     @property
     def bf16_optimizer(self) -> bool:
@@ -55,13 +56,14 @@ def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
     # Stage 3 gathers sharded weights per micro-batch, and persistent ones after the update.
     gathered_once = {0: 0, 3: zero.persistent}.get(zero.stage, model.parameters)
     sharded = model.parameters - zero.persistent if zero.stage == 3 else 0
-    last = model.embedding + min(zero.bucket or model.parameters, model.layer)
+    layers = model.parameters - model.embedding  # a bucket for all fills as the pass ends
+    last = min(zero.bucket, model.layer) if zero.bucket < layers else layers
     return Traffic(
         reduce=reduce * model.parameters,
         reductions=batch.accumulation if zero.stage >= 2 else 1,
         gather=weights * gathered_once,
         fetch=weights * sharded * zero.gathers,
-        tail=reduce * min(last, model.parameters),
+        tail=reduce * (model.embedding + last),
         exchange=batch.accumulation * exchange_bytes(model, batch),
         collectives=_collectives(model, zero, batch),
     )

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_keys import walk
-from nsa.engine.resolve import SYNONYMS, resolve_config, to_yaml
+from nsa.engine.ds_keys import known_keys, walk
+from nsa.engine.resolve import DEEPSPEED_KEYS, SYNONYMS, resolve_config, to_yaml
 
 
 def test_set_overrides_the_file_and_the_file_overrides_the_recipe(tmp_path: Path) -> None:
@@ -60,6 +60,9 @@ def test_a_mixture_is_one_value_with_free_keys(tmp_path: Path) -> None:
         ("trian.steps=1", ["trian", "train"]),
         ("attention.window=64", ["did you mean model.attention.spec.window?"]),
         ("lr=1", ["did you mean train.learning_rate?"]),
+        ("monitor.wandb=true", ["'monitor.wandb'", '"wandb" in DeepSpeed\'s JSON']),
+        ("monitor.csv_monitor.enabled=true", ['set "csv_monitor"', "(--deepspeed_config)"]),
+        ("offload_optimizer=cpu", ['set "offload_optimizer"']),
         ("train.max_steps=1", ["did you mean train.steps?"]),
         ("train.num_heads=1", ["did you mean model.heads?"]),
         ("learning_rate=1", ["did you mean train.learning_rate?"]),
@@ -161,3 +164,8 @@ def test_every_synonym_suggests_a_setting_that_exists() -> None:
     assert len(names) == len(set(names)), "one suggestion for each"
     assert set(SYNONYMS) <= known
     assert not {name.rpartition(".")[2] for name in known} & set(names)
+
+
+def test_keys_that_belong_into_deepspeeds_json_are_in_it() -> None:
+    names = {path.rpartition(".")[2] for path, _ in walk(known_keys())}
+    assert set(DEEPSPEED_KEYS) <= names

@@ -9,6 +9,7 @@ import statistics
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,28 @@ def test_overlap_hides_at_most_the_backward_pass() -> None:
     assert step.communication - step.exposed == pytest.approx(backward)
 
 
+def test_a_bucket_larger_than_the_layers_overlaps_nothing() -> None:
+    model, zero, batch = m7c("zero2_overlap", micro_batch=8)
+    layers = model.parameters - model.embedding
+    step = forecast(model, replace(zero, bucket=layers), batch, A100, 2)
+    assert step.exposed == pytest.approx(step.communication)
+    smaller = forecast(model, replace(zero, bucket=layers - 1), batch, A100, 2)
+    assert smaller.exposed < 0.7 * smaller.communication
+
+
+@pytest.mark.parametrize("table", [(), ("--compare",), ("--search",)])
+def test_offload_is_named_as_not_counted(table: tuple[str, ...], tmp_path: Path) -> None:
+    content = json.loads((ROOT / "ds_configs/zero2_pcie.json").read_text())
+    for name, device in (("off", "cpu"), ("on", "none")):
+        content["zero_optimization"]["offload_optimizer"] = {"device": device}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    note = "not counted: offload of off, which saves GPU memory and costs time"
+    _, output, error = plan("--deepspeed_config", str(tmp_path / "off.json"), *table)
+    assert (output.count(note), error) == (1, "")
+    if not table:
+        assert "not counted" not in plan("--deepspeed_config", str(tmp_path / "on.json"))[1]
+
+
 def test_a_slower_network_between_nodes_limits_the_rate() -> None:
     model, zero, batch = m7c("zero1_pcie")
     near = forecast(model, zero, batch, replace(A100, network=1e9, nodes=1), 8)
@@ -220,6 +243,7 @@ def test_the_command_plans_the_given_recipe_and_profile() -> None:
         "assumed: 2 GPUs (--gpus), a100 (312 TFLOP/s, 80 GB) (--device), pcie4 (24 GB/s) (--link)"
     )
     assert speed.startswith("assumed: 25% of the peak (--mfu), gaps between kernels included")
+    assert "; sequences × tokens × accumulation, checkpointing: 2×2048 ×8, " in output
     _, demo, _ = plan("--profile", "demo")
     assert "2×512 ×1" in demo
 
@@ -229,6 +253,8 @@ def test_memory_rows_add_up_to_the_peak() -> None:
     rows, _ = output.split("GB\n")[1].split("a step\n")
     sizes = [float(line.rsplit(None, 1)[1]) for line in rows.splitlines()]
     assert len(sizes) > 4
+    assert "  total of tensors  " in rows, "what is needed is more, and stated below"
+    assert output.endswith("; CUDA, NCCL and fragmentation included)\n")
     assert sum(sizes[:-1]) == pytest.approx(sizes[-1], abs=0.0005 * len(sizes))
 
 
