@@ -1,7 +1,7 @@
 """`python -m nsa.bench <benchmark>`: speed, memory and communication, printed and saved as JSON.
 
-Each benchmark is a module of this package with `run(flags)` and, if it has flags besides --out,
-`add_flags(parser)`. `run` returns its result, or None if it saved the result itself.
+Each benchmark is a module of this package with `run(report)` and, if it has flags besides --out,
+`add_flags(parser)`. `run` adds rows to the report, or returns entries to add to it.
 """
 
 from __future__ import annotations
@@ -48,17 +48,16 @@ def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one benchmark and save its result; exit with 1 if the result lists failures."""
+    """Run one benchmark and save its report; exit with 1 if the report lists failures."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     flags = parser(words).parse_args(words)
-    flags.arguments = words
-    result = import_module(f"nsa.bench.{flags.benchmark}").run(flags)
-    if result is not None:
-        from nsa.bench.results import environment, save
+    from nsa.bench.results import Report  # late: imports PyTorch
 
-        save(flags.out, {"environment": environment(words), **result})
-        if result.get("failures"):
-            raise SystemExit(1)
+    report = Report(flags, words)
+    report.data |= import_module(f"nsa.bench.{flags.benchmark}").run(report) or {}
+    report.finish()
+    if report.data.get("failures"):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import torch
 
 from nsa.bench.health import TimedModel
 from nsa.bench.options import choice
+from nsa.bench.results import Report
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
@@ -156,16 +157,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     about = "a setting of every run; repeatable"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
     add("--jobs", type=int, default=2, help="concurrent runs, sharing the CPU cores")
-    add("--limit", type=float, default=float("inf"), help="stop and save after this many seconds")
+    add("--limit", type=float, help="stop and save after this many seconds")
 
 
 def _seeds(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
-def run(flags: argparse.Namespace) -> dict[str, Any]:
+def run(report: Report) -> dict[str, Any]:
     """Train unfinished runs, measure speed and print the table."""
-    end = time.monotonic() + flags.limit
+    flags = report.flags
     variants = {name: VARIANTS[name] for name in flags.variants}
     variants |= {text: tuple(text.split(",")) for text in flags.variant}
     common = (*COMMON, *PROFILES[flags.profile], *flags.set, f"train.steps={flags.steps}")
@@ -187,7 +188,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
     threads = max(1, (os.cpu_count() or 1) // flags.jobs)
     # Ctrl-C reaches the runs too: they save a checkpoint and can be resumed.
     with ThreadPoolExecutor(flags.jobs) as pool:
-        failures = [*pool.map(partial(Training.train, threads=threads, end=end), trainings)]
+        failures = [*pool.map(partial(Training.train, threads=threads, end=report.end), trainings)]
     runs = {name: [x for x in trainings if x.variant == name] for name in variants}
     timed = tokens_per_s(configs) if flags.profile == "demo" else None
     rows = [

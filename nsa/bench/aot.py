@@ -9,6 +9,8 @@ import argparse
 import os
 from typing import Any
 
+from nsa.bench.results import Report
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", default="sm_80,sm_90,sm_100", help="chips (%(default)s)")
@@ -26,8 +28,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=jobs, help="processes (%(default)s)")
 
 
-def run(flags: argparse.Namespace) -> dict[str, Any]:
+def run(report: Report) -> dict[str, Any]:
     """Compile, check and print a line per kernel."""
+    flags = report.flags
     os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
     import triton
 

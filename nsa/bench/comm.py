@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from nsa.bench.netns import RANKS, Link, link
-from nsa.bench.results import cell, save
+from nsa.bench.results import Report, cell
 from nsa.probes import free_port
 from nsa.report.markdown import table
 from nsa.resources import resource_path
@@ -213,34 +213,32 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--show", type=Path, help="only print the table of configs of this file")
 
 
-def run(flags: argparse.Namespace) -> dict[str, Any] | None:
+def run(report: Report) -> None:
     """Measure every case; print a line and save after each one."""
+    flags = report.flags
     if flags.show is not None:
         print("\n".join(measured_columns(json.loads(flags.show.read_text())["rows"])))
-        return None
+        return
     with ExitStack() as stack:
         if torch.cuda.device_count() >= RANKS:
             bench = Bench(None, [None], GPU_MODEL, GPU_TOKENS)
         else:
             bench = Bench(stack.enter_context(link()), RATES, MODEL, TOKENS)
         stack.callback(bench.close)
-        result: dict[str, Any] = {
+        report.data |= {
             "link": "veth pair of two network namespaces, gloo" if bench.link else "NCCL",
             "ranks": RANKS,
             "model": bench.model,
             "tokens_per_micro_batch": bench.tokens,
             "collectives": bench.collectives(),
-            "rows": [],
         }
         for reduce_dtype, config, accumulation in product(
             ("bf16", "fp32"), flags.config, flags.accumulation
         ):
             for row in bench.measure(CommCase(config, accumulation, reduce_dtype)):
-                result["parameters"] = row.pop("parameters")
-                result["rows"].append(row)
+                report.data["parameters"] = row.pop("parameters")
+                report.add(row)
                 _print(row)
-            save(flags.out, result)
-    return result
 
 
 def _print(row: Row) -> None:

@@ -109,7 +109,7 @@ def _step(source: str, device: torch.device) -> dict[str, float]:
     config, seq_len, micro_batch, dtype = DEMO, 512, 2, torch.float32
     if on_gpu:
         config, seq_len, micro_batch, dtype = ModelConfig(), SEQ_LEN, 8, torch.bfloat16
-    stepper = Stepper(config, device, dtype, compiled=False)
+    stepper = Stepper(config, device, dtype)
     loader = _loader(source, micro_batch, seq_len)
     constant = loader.next_batch().to(device)
     waits: list[float] = []

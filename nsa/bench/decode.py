@@ -42,9 +42,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=lengths, default="1,8", help="batch sizes (1,8)")
 
 
-def run(flags: argparse.Namespace) -> None:
+def run(report: Report) -> None:
     """Measure every length and batch within the time limit; print a table per batch."""
-    report = Report(flags)
+    flags = report.flags
     models = {kind: _model(kind, report) for kind in KINDS}
     for batch in flags.batches:
         for length in flags.lengths:
@@ -52,7 +52,6 @@ def run(flags: argparse.Namespace) -> None:
                 case = partial(_case, models, length, batch, report)
                 report.attempt(f"T={length} batch {batch}", case)
         _print(batch, report.data["rows"])
-    report.finish()
 
 
 def _model(kind: str, report: Report) -> LanguageModel:

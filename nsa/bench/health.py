@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from nsa.bench.results import print_figures
-from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.bench.results import pick_device, print_figures
+from nsa.bench.train import Stepper
+from nsa.model import AttentionConfig, ModelConfig
 from nsa.monitor.health import HealthRecorder
 from nsa.spec import NSASpec
 
@@ -35,31 +36,27 @@ class TimedModel:
     def __init__(
         self, config: ModelConfig, batch: int, seq_len: int, dtype: torch.dtype = torch.float32
     ) -> None:
-        torch.manual_seed(0)
-        self.tokens = batch * seq_len
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = LanguageModel(config).to(self._device, dtype)
-        self._recorder = HealthRecorder(self._model.sparse_layers(), config.attention.spec)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        self._ids = torch.randint(config.vocab_size, (batch, seq_len), device=self._device)
+        self.tokens, device = batch * seq_len, pick_device("auto")
+        self._stepper = Stepper(config, device, dtype)
+        layers = self._stepper.model.sparse_layers()
+        self._recorder = HealthRecorder(layers, config.attention.spec)
+        self._ids = torch.randint(config.vocab_size, (batch, seq_len), device=device)
 
     def step(self, record: bool) -> float:
         """Take a step and return its seconds."""
         start = self._now()
         if record:
             self._recorder.arm()
-        self._model(self._ids, labels=self._ids.roll(-1, 1)).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._stepper.step(self._ids, self._ids.roll(-1, 1))
         if record:
             assert self._recorder.read() is not None
         return self._now() - start
 
     def _now(self) -> float:
-        if self._device.type == "cpu":
-            return time.process_time()
-        torch.cuda.synchronize()
-        return time.perf_counter()
+        if self._ids.is_cuda:
+            torch.cuda.synchronize()
+            return time.perf_counter()
+        return time.process_time()
 
 
 def run(_: object) -> dict[str, Any]:

@@ -1,16 +1,31 @@
-"""Attention implementations under measurement: forward alone, and forward and backward."""
+"""Attention implementations under measurement: forward alone, and forward and backward.
+
+`calls` has the functions of nsa.ops; baselines.py has everybody else's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from nsa.bench.inputs import Inputs
 from nsa.bench.measure import peak_bytes
 from nsa.bench.results import Report, Result, figure, ratio
+from nsa.ops import (
+    NSASpec,
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
 
 FIGURES = ("forward", "forward_backward", "peak_bytes")
+PARTS = ("compressed_attention", "select_blocks", "selected_attention", "window_attention")
+FUNCTIONS = (*PARTS, "nsa_attention")
 
 
 class Implementation:
@@ -49,6 +64,35 @@ class Implementation:
     def held(self) -> list[Tensor]:
         """Tensors that live between calls."""
         return self.inputs if self._grad_output is None else [*self.inputs, self._grad_output]
+
+
+@torch.no_grad()
+def select(inputs: Inputs, spec: NSASpec, backend: str) -> tuple[Tensor, Tensor]:
+    """What the compressed branch passes on: (lse, the selected blocks)."""
+    q, k, v = inputs[:3]
+    _, lse = compressed_attention(q, k, v, spec, backend=backend)
+    return lse, select_blocks(q, k, lse, spec, backend=backend)
+
+
+def calls(
+    x: Inputs, spec: NSASpec, backend: str, selection: tuple[Tensor, Tensor] | None = None
+) -> dict[str, Implementation]:
+    """FUNCTIONS by name; selecting blocks has no gradient."""
+    lse, index = selection or select(x, spec, backend)
+
+    def compressed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compressed_attention(q, k, v, spec, backend=backend)[0]
+
+    blocks = partial(select_blocks, spec=spec, backend=backend)
+    selected = partial(selected_attention, spec=spec, backend=backend)
+    window = partial(window_attention, window=spec.window, backend=backend)
+    return {
+        "compressed_attention": Implementation(compressed, x.q, x.k_cmp, x.v_cmp),
+        "select_blocks": Implementation(blocks, x.q, x.k_cmp, lse, differentiable=False),
+        "selected_attention": Implementation(selected, x.q, x.k_sel, x.v_sel, index),
+        "window_attention": Implementation(window, x.q, x.k_win, x.v_win),
+        "nsa_attention": Implementation(partial(nsa_attention, spec=spec, backend=backend), *x),
+    }
 
 
 Builders = dict[str, Callable[[], Implementation]]

@@ -8,19 +8,31 @@ beyond that lowers its TFLOP/s and GB/s.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from nsa.bench.implementations import Builders, measure, ratios
+from nsa.bench.implementations import (
+    FUNCTIONS,
+    PARTS,
+    Builders,
+    Implementation,
+    calls,
+    measure,
+    ratios,
+    select,
+)
 from nsa.bench.inputs import Inputs
-from nsa.bench.measure import recover, time_alternating
-from nsa.bench.operations import FUNCTIONS, SelectedBlocks, calls, flops, moved_bytes
+from nsa.bench.measure import recover, tensor_bytes, time_alternating
 from nsa.bench.options import Shape, add_gpu_flags, names
 from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table, ratio
+from nsa.bench.roofline import FP32, pairs
 from nsa.ops import NSASpec
 
 SPEC = NSASpec()
+PASSES = ("forward", "forward_backward")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +40,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", type=names, help="for example triton,blockwise,reference")
 
 
-def run(flags: argparse.Namespace) -> None:
+def run(report: Report) -> None:
     """Measure every function at every shape and length; print a table per case."""
-    report = Report(flags)
+    flags = report.flags
     default = ["triton", "blockwise"] if report.on_gpu else ["blockwise", "reference"]
     backends = report.data["settings"]["backends"] = flags.backends or default
     report.data["ceilings"] = _ceilings(report)
@@ -38,7 +50,6 @@ def run(flags: argparse.Namespace) -> None:
         for seq_len in flags.lengths:
             case = partial(_case, shape, seq_len, backends, report)
             report.attempt(f"{shape} T={seq_len}", case)
-    report.finish()
 
 
 def _ceilings(report: Report) -> dict[str, float]:
@@ -60,6 +71,7 @@ def _case(shape: Shape, seq_len: int, backends: list[str], report: Report) -> No
     batch = max(1, report.flags.tokens // seq_len)
     inputs = Inputs.random(shape, batch, seq_len, SPEC, report.device, report.dtype)
     selection = _selection(inputs, backends, report.device)
+    visible = pairs(shape, batch, seq_len, SPEC)
     by_backend = {name: calls(inputs, SPEC, name, selection) for name in backends}
     heads = [f"{shape} T={seq_len} batch {batch}", "fwd ms", "TFLOP/s", "GB/s"]
     lines = [[*heads, "fwd+bwd ms", "TFLOP/s", "GB/s"]]
@@ -70,17 +82,14 @@ def _case(shape: Shape, seq_len: int, backends: list[str], report: Report) -> No
         }
         results = measure(builders, report)
         call = by_backend[backends[0]][function]
-        counts = {
-            "flops": flops(function, inputs, SPEC),
-            "bytes": moved_bytes(function, call, inputs, SPEC),
-        }
+        flops, moved = _flops(function, shape, visible), _moved_bytes(function, shape, call)
         for name, result in results.items():
             cells = [f"{function} {name}"]
             result |= {"tflops": {}, "gbps": {}}
-            for what in ("forward", "forward_backward"):
+            for what in PASSES:
                 ms = figure(result, what)
-                result["tflops"][what] = ratio(counts["flops"][what] / 1e9, ms)
-                result["gbps"][what] = ratio(counts["bytes"][what] / 1e6, ms)
+                result["tflops"][what] = ratio(flops[what] / 1e9, ms)
+                result["gbps"][what] = ratio(moved[what] / 1e6, ms)
                 cells += map(cell, (ms, result["tflops"][what], result["gbps"][what]))
             lines.append(cells)
             all_results[f"{function} {name}"] = result
@@ -91,7 +100,8 @@ def _case(shape: Shape, seq_len: int, backends: list[str], report: Report) -> No
                 "heads": shape.sizes,
                 "length": seq_len,
                 "batch": batch,
-                **counts,
+                "flops": flops,
+                "bytes": moved,
                 "implementations": results,
                 "ratios": ratios(results, lambda _: backends[0]),
             }
@@ -100,11 +110,37 @@ def _case(shape: Shape, seq_len: int, backends: list[str], report: Report) -> No
     print_errors(all_results)
 
 
-def _selection(inputs: Inputs, backends: list[str], device: torch.device) -> SelectedBlocks:
+def _selection(inputs: Inputs, backends: list[str], device: torch.device) -> tuple[Tensor, Tensor]:
     """Select with the first backend that can; blockwise always can."""
     for backend in backends:
         try:
-            return SelectedBlocks.of(inputs, SPEC, backend)
+            return select(inputs, SPEC, backend)
         except Exception as error:  # recorded again where this backend is measured
             recover(error, device)
-    return SelectedBlocks.of(inputs, SPEC, "blockwise")
+    return select(inputs, SPEC, "blockwise")
+
+
+def _flops(function: str, shape: Shape, visible: Mapping[str, int]) -> dict[str, int]:
+    """FLOPs of the visible pairs. Backward: five products (scores again, dp, dq, dk, dv)."""
+    if function == "nsa_attention":
+        parts = [_flops(part, shape, visible) for part in PARTS]
+        return {what: sum(part[what] for part in parts) for what in PASSES}
+    if function == "select_blocks":
+        return dict.fromkeys(PASSES, 2 * visible["compressed"] * shape.key)
+    per_number = 2 * visible[function.removesuffix("_attention")]
+    return {
+        "forward": per_number * (shape.key + shape.value),
+        "forward_backward": per_number * (4 * shape.key + 3 * shape.value),
+    }
+
+
+def _moved_bytes(function: str, shape: Shape, call: Implementation) -> dict[str, int]:
+    """Least bytes moved: inputs and saved outputs read once, results written once."""
+    read, q = tensor_bytes(call.inputs), call.inputs[0]
+    tokens = q.shape[:2].numel()
+    if function == "select_blocks":
+        return dict.fromkeys(PASSES, read + tokens * shape.kv_heads * SPEC.select_top * FP32)
+    row = shape.value * q.element_size() + FP32 * (function != "nsa_attention")  # o and lse
+    output = tokens * shape.heads * row
+    gradients = tensor_bytes(x for x in call.inputs if x.requires_grad)
+    return {"forward": read + output, "forward_backward": 2 * read + 3 * output + gradients}

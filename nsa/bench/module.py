@@ -24,9 +24,17 @@ import torch
 from torch import Tensor
 
 from nsa.bench import baselines
-from nsa.bench.implementations import FIGURES, Builders, Implementation, measure, ratios
+from nsa.bench.implementations import (
+    FIGURES,
+    PARTS,
+    Builders,
+    Implementation,
+    calls,
+    measure,
+    ratios,
+    select,
+)
 from nsa.bench.inputs import Inputs, mean_pool, neighbour_overlap
-from nsa.bench.operations import PARTS, SelectedBlocks, calls
 from nsa.bench.options import Shape, add_gpu_flags, choice
 from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table, ratio
 from nsa.ops import NSASpec, compressed_attention, nsa_attention, select_blocks, selected_attention
@@ -56,14 +64,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", type=choice(*KINDS), default=",".join(KINDS), help=about)
     about = "of the kind module; FlexAttention compiles for most of a minute (%(default)s)"
     parser.add_argument("--against", type=choice(*AGAINST), default=",".join(AGAINST), help=about)
-    parser.add_argument("--plot", type=Path, help="plot the times to this PNG file")
+    parser.add_argument("--plot", type=_plot_file, help="plot the times to this PNG file")
 
 
-def run(flags: argparse.Namespace) -> None:
+def _plot_file(text: str) -> Path:
+    import matplotlib.figure  # noqa: F401  # if it is missing, fail before measuring
+
+    return Path(text)
+
+
+def run(report: Report) -> None:
     """Measure every case within the time limit; print a table per case."""
-    if flags.plot is not None:
-        import matplotlib.figure  # noqa: F401  # if it is missing, fail before measuring
-    report = Report(flags)
+    flags = report.flags
     report.data["libraries"] = baselines.versions()
     for shape in flags.shapes:
         if report.on_gpu:
@@ -74,7 +86,6 @@ def run(flags: argparse.Namespace) -> None:
                 report.attempt(f"{kind} {shape} T={seq_len}", case)
         if flags.plot is not None:
             _plot(report.data["rows"], flags.plot)
-    report.finish()
 
 
 def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
@@ -97,8 +108,7 @@ def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
     else:
         variants = {"nsa": inputs, "nsa-local": inputs.local(SPEC)}
         row["neighbour_overlap"] = {
-            name: neighbour_overlap(SelectedBlocks.of(x, SPEC, backend).index)
-            for name, x in variants.items()
+            name: neighbour_overlap(select(x, SPEC, backend)[1]) for name, x in variants.items()
         }
         builders = _module(variants, shape, report)
     results = measure(builders, report, REFERENCES)

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity
 
 from nsa.bench.measure import Step, synchronize
 from nsa.bench.options import add_gpu_flags, choice
-from nsa.bench.results import Report, cell, print_table, save
+from nsa.bench.results import Report, cell, print_table
 from nsa.bench.train import KINDS, Stepper, model_config, random_batch
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 
@@ -51,21 +51,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ncu", type=int, default=0, help="kernels for Nsight Compute")
 
 
-def run(flags: argparse.Namespace) -> None:
+def run(report: Report) -> None:
     """Profile each kind at each length; print a table of kernels."""
-    report = Report(flags)
+    flags = report.flags
     for seq_len in flags.lengths:
         for kind in flags.kinds:
             report.attempt(f"{kind} T={seq_len}", partial(_case, kind, seq_len, report))
     rows = report.data["rows"]
     if flags.ncu and rows:
         nsight_compute(rows[0], report)
-    report.finish()
 
 
 def _case(kind: str, seq_len: int, report: Report) -> None:
     flags = report.flags
-    stepper = Stepper(model_config(flags, kind, report), report.device, report.dtype, False)
+    stepper = Stepper(model_config(flags, kind, report), report.device, report.dtype)
     ids, labels = random_batch(flags, seq_len, report.device)
     step = partial(stepper.step, ids, labels)
     for _ in range(WARM_UP):
@@ -168,7 +167,7 @@ def nsight_compute(row: dict[str, Any], report: Report) -> None:
                 outcomes[name] = log.name if log.exists() else (done.stdout + done.stderr)[-400:]
         except subprocess.TimeoutExpired:
             outcomes[name] = f"not finished after {seconds:.0f} s"
-        save(flags.out, report.data)
+        report.save()
         print(f"ncu {name}: {outcomes[name]}", flush=True)
 
 

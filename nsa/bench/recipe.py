@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nsa.bench.results import cell, environment, save
+from nsa.bench.results import Report, cell
 from nsa.checkpoint.manifest import complete_by_size
 from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
@@ -48,25 +48,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--kill-at", type=int, default=0, help="kill -9 after this step, then resume; 0: never")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting")
     add("--run-dir", type=Path, required=True, help="the run's folder, new")
-    add("--limit", type=float, default=float("inf"), help="end the run after this many seconds")
+    add("--limit", type=float, help="end the run after this many seconds")
 
 
-def run(flags: argparse.Namespace) -> None:
+def run(report: Report) -> None:
     """Train; with --kill-at, kill and resume. Print a line per launch, then the figures."""
+    flags, result = report.flags, report.data
     if flags.run_dir.exists():
         raise ValueError(f"--run-dir {flags.run_dir}: exists; name a new folder")
-    end = time.monotonic() + flags.limit
-    result: dict[str, Any] = {"environment": environment(flags.arguments), "finished": False}
     result |= {"zero": flags.zero, "profile": flags.profile, "steps": flags.steps, "launches": []}
     before: Rows = []
     attempts = ["", "--resume"] if flags.kill_at else [""]
     for number, resume in enumerate(attempts):
         until = partial(_ready_to_kill, flags) if number < len(attempts) - 1 else None
-        result["launches"].append(_launch(flags, resume, end, until))
+        result["launches"].append(_launch(flags, resume, report.end, until))
         rows = _rows(flags.run_dir)
         result |= figures(rows, before) | _memory(rows, flags)
-        result["finished"] = bool(rows) and rows[-1]["step"] == flags.steps
-        save(flags.out, result)
+        report.save()
         print(*(f"{name} {value}" for name, value in result["launches"][-1].items()), flush=True)
         saved = complete_by_size(flags.run_dir / "checkpoints")
         step = int(saved[0].name.removeprefix("step")) if saved else 0
@@ -75,7 +73,7 @@ def run(flags: argparse.Namespace) -> None:
         f"tokens/s {cell(result['tokens_per_s'], ',.0f')}, peak {cell(result['peak_gb'])} GB, "
         f"planned {cell(result['planned_gb'])} GB, last loss {cell(result['loss'])}"
     )
-    if not result["finished"]:
+    if not rows or rows[-1]["step"] != flags.steps:
         raise SystemExit(f"the run did not reach step {flags.steps}: see {_log(flags)}")
 
 

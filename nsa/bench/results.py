@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,42 +27,51 @@ T = TypeVar("T")
 
 
 class Report:
-    """The results of a GPU benchmark, on disk after every case.
+    """The results of a benchmark, on disk after every case.
 
     A time limit, a hanging kernel or a lost device costs the case that it interrupts, and nothing
     measured earlier.
     """
 
-    def __init__(self, flags: argparse.Namespace) -> None:
+    def __init__(self, flags: argparse.Namespace, arguments: Sequence[str] = ()) -> None:
         self.flags = flags
-        self.device = pick_device(flags.device)
+        given = vars(flags)  # not every benchmark has all of these flags
+        self.device = pick_device(given.get("device", "auto"))
         self.on_gpu = self.device.type == "cuda"
-        self.dtype_name: str = flags.dtype or ("bf16" if self.on_gpu else "fp32")
-        self.dtype = DTYPES[self.dtype_name]
-        default = "triton" if self.on_gpu else "blockwise"
-        self.backend: str = getattr(flags, "backend", None) or default
+        self.dtype_name: str = given.get("dtype") or ("bf16" if self.on_gpu else "fp32")
+        self.backend: str = given.get("backend") or ("triton" if self.on_gpu else "blockwise")
         self._lost: str | None = None
-        self._end = time.monotonic() + (math.inf if flags.limit is None else flags.limit)
-        settings = {name: value for name, value in vars(flags).items() if name != "arguments"}
-        settings |= {"dtype": self.dtype_name, "device": self.device.type, "backend": self.backend}
+        limit = given.get("limit")
+        self.end = math.inf if limit is None else time.monotonic() + limit
         self.data: dict[str, Any] = {
-            "environment": environment(flags.arguments, self.device),
-            "settings": settings,
+            "environment": environment(arguments, self.device),
+            "settings": given
+            | {"dtype": self.dtype_name, "device": self.device.type, "backend": self.backend},
             "finished": False,
             "rows": [],
             "skipped": [],
         }
         torch.manual_seed(0)
-        save(flags.out, self.data)
+        self.save()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensors' type."""
+        return DTYPES[self.dtype_name]
 
     def seconds_left(self) -> float:
         """Seconds until --limit is over."""
-        return self._end - time.monotonic()
+        return self.end - time.monotonic()
+
+    def save(self) -> None:
+        """Write the results to --out, if given."""
+        if self.flags.out is not None:
+            atomic_write_text(self.flags.out, to_json(self.data))
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append one row and save."""
         self.data["rows"].append(dict(row))
-        save(self.flags.out, self.data)
+        self.save()
 
     def attempt(self, case: str, run: Callable[[], None]) -> None:
         """Run one case; list it under `skipped` if it fails or the time limit is over."""
@@ -81,7 +89,7 @@ class Report:
                 except DeviceLost as lost:
                     reason = self._lost = str(lost)
         self.data["skipped"].append({"case": case, "reason": reason})
-        save(self.flags.out, self.data)
+        self.save()
         print(f"{case} NOT MEASURED: {reason}", flush=True)
 
     def build(
@@ -115,7 +123,7 @@ class Report:
     def finish(self) -> None:
         """Mark the results as complete, unless a case was skipped, and save."""
         self.data["finished"] = not self.data["skipped"]
-        save(self.flags.out, self.data)
+        self.save()
 
 
 def pick_device(name: str) -> torch.device:
@@ -126,8 +134,8 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
-def environment(arguments: Sequence[str], device: torch.device | None = None) -> dict[str, Any]:
-    """Date, command, hardware and software of a benchmark; by default with the GPU if any."""
+def environment(arguments: Sequence[str], device: torch.device) -> dict[str, Any]:
+    """Date, command, hardware and software of a benchmark."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python -m nsa.bench", *arguments]),
@@ -135,7 +143,7 @@ def environment(arguments: Sequence[str], device: torch.device | None = None) ->
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "hardware": _hardware(device or pick_device("auto")),
+        "hardware": _hardware(device),
     }
 
 
@@ -168,12 +176,6 @@ def _nvidia_smi() -> dict[str, str] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return dict(zip(fields.split(","), done.stdout.strip().split(", "), strict=False))
-
-
-def save(out: Path | None, result: Mapping[str, Any]) -> None:
-    """Write the result to `--out`, if given."""
-    if out is not None:
-        atomic_write_text(out, to_json(result))
 
 
 def to_json(result: Mapping[str, Any]) -> str:

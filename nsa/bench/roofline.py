@@ -11,7 +11,7 @@ import argparse
 from typing import Any, NamedTuple
 
 from nsa.bench.options import Shape, lengths, shapes
-from nsa.bench.results import print_table
+from nsa.bench.results import Report, print_table
 from nsa.spec import NSASpec
 
 TOKENS = 65_536  # of a batch, about
@@ -42,6 +42,17 @@ CHIPS = {
 }
 
 
+def pairs(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, int]:
+    """Visible (query, key) pairs of each branch, over the batch and all query heads."""
+    visible = {
+        "compressed": spec.visible_compressed,
+        "window": spec.visible_window,
+        "selected": spec.visible_selected,
+    }
+    rows = batch * shape.heads
+    return {branch: rows * sum(map(keys, range(seq_len))) for branch, keys in visible.items()}
+
+
 def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Work]:
     """Every kernel of one layer's attention, forward and backward, bf16, without packing."""
     tokens = batch * seq_len
@@ -51,22 +62,17 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Wor
     pair = tokens * shape.kv_heads * (shape.key + shape.value) * BF16
     compressed = pair * spec.compressed_len(seq_len) / seq_len
     index = tokens * shape.kv_heads * spec.select_top * FP32
-    visible = [spec.visible_compressed(t) for t in range(seq_len)]
     # Selection needs each visible block's score once, except while all candidates are selected.
-    ranked = sum(n for t, n in enumerate(visible) if t // spec.select_len >= spec.select_top)
-    scores = batch * shape.heads * ranked
+    ranked = range(spec.select_len * spec.select_top, seq_len)
+    scores = batch * shape.heads * sum(map(spec.visible_compressed, ranked))
     kernels = {"select": Work(2 * scores * shape.key, scores, q + compressed / 2 + row + index)}
-    for branch, keys, kv in (
-        ("compressed", sum(visible), compressed),
-        ("window", sum(map(spec.visible_window, range(seq_len))), pair),
-        ("selected", sum(map(spec.visible_selected, range(seq_len))), pair + index),
-    ):
-        pairs = batch * shape.heads * keys
-        key, value = 2 * pairs * shape.key, 2 * pairs * shape.value
+    read = {"compressed": compressed, "window": pair, "selected": pair + index}
+    for branch, exps in pairs(shape, batch, seq_len, spec).items():
+        key, value, kv = 2 * exps * shape.key, 2 * exps * shape.value, read[branch]
         kernels |= {
-            f"{branch} forward": Work(key + value, pairs, q + kv + o + row),
-            f"{branch} queries": Work(2 * key + value, pairs, 2 * q + o + kv + 2 * row),
-            f"{branch} keys": Work(2 * key + 2 * value, pairs, q + o + 2 * kv + 2 * row),
+            f"{branch} forward": Work(key + value, exps, q + kv + o + row),
+            f"{branch} queries": Work(2 * key + value, exps, 2 * q + o + kv + 2 * row),
+            f"{branch} keys": Work(2 * key + 2 * value, exps, q + o + 2 * kv + 2 * row),
         }
     gates = 3 * rows * BF16
     mixing = {"mix": 4 * o + gates, "gate rows": 4 * o + 2 * gates + 9 * row}
@@ -106,9 +112,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token", action="store_true", help="of one decoded token instead")
 
 
-def run(flags: argparse.Namespace) -> dict[str, Any]:
+def run(report: Report) -> dict[str, Any]:
     """Print a table per shape and length; with --token, per shape."""
-    rows: list[Row] = []
+    flags, rows = report.flags, list[Row]()
     for shape in flags.shapes:
         title = f"\n{shape}: {shape.heads} query heads, {shape.kv_heads} key/value heads, "
         title += f"sizes {shape.key}/{shape.value}, "

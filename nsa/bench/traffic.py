@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from nsa.bench.options import Shape
-from nsa.bench.results import print_table, ratio
+from nsa.bench.results import Report, print_table, ratio
 from nsa.bench.roofline import CHIPS, Work, work
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
@@ -235,8 +235,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--operations", action="store_true", help="list operations and launches by name too")
 
 
-def run(flags: argparse.Namespace) -> dict[str, Any]:
+def run(report: Report) -> dict[str, Any]:
     """Count NSA and its dense twin; print a table of each."""
+    flags = report.flags
     result: dict[str, Any] = {"estimate": "counts, and times from counts; not measurements"}
     tokens, rates = flags.micro_batch * flags.seq_len, {}
     print(f"{flags.micro_batch} x {flags.seq_len:,} tokens, checkpointing {flags.checkpointing}")

@@ -34,7 +34,7 @@ class Stepper:
     """Training steps of a model, its float32 weights and its optimizer."""
 
     def __init__(
-        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, compiled: bool
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, compiled: bool = False
     ) -> None:
         torch.manual_seed(0)
         self.model = LanguageModel(config).to(device=device, dtype=dtype)
@@ -82,14 +82,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(flags: argparse.Namespace) -> None:
+def run(report: Report) -> None:
     """Measure every length within the time limit; print a table per length."""
-    report = Report(flags)
+    flags = report.flags
     for seq_len in flags.lengths:
         if flags.compile:
             torch.compiler.reset()  # each length is compiled separately
         report.attempt(f"T={seq_len}", partial(_case, seq_len, report))
-    report.finish()
 
 
 def _case(seq_len: int, report: Report) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from nsa.bench.implementations import PARTS, calls
 from nsa.bench.inputs import Inputs
 from nsa.bench.measure import Step
-from nsa.bench.operations import PARTS, calls
 from nsa.bench.options import Shape, add_gpu_flags
 from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table
 from nsa.ops import NSASpec
@@ -43,9 +43,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_gpu_flags(parser, "2k,16k", shapes_default=shapes, tokens=32_768)
 
 
-def run(flags: argparse.Namespace) -> None:
+def run(report: Report) -> None:
     """Tune the operations of every shape; print a table, write the choices that launches read."""
-    report = Report(flags)
+    flags = report.flags
     report.data["kept_in"] = None
     by_sizes: dict[tuple[int, int], list[Shape]] = {}
     for shape in flags.shapes:
@@ -59,7 +59,6 @@ def run(flags: argparse.Namespace) -> None:
         print_rows(report.data["rows"])
     else:
         print(f"--backend {report.backend}: none of its operations has candidates to choose from")
-    report.finish()
 
 
 def _case(sizes: tuple[int, int], shapes: list[Shape], lengths: list[int], report: Report) -> None:

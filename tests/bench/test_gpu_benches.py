@@ -20,7 +20,14 @@ from torch.nn import functional as F
 from nsa.bench import baselines, module, train
 from nsa.bench.__main__ import main
 from nsa.bench.baselines import block_mask, compiled_flex, flex
-from nsa.bench.implementations import Implementation, difference, measure
+from nsa.bench.implementations import (
+    FUNCTIONS,
+    PARTS,
+    Implementation,
+    difference,
+    measure,
+    select,
+)
 from nsa.bench.inputs import Inputs, mean_pool, neighbour_overlap
 from nsa.bench.measure import (
     Sample,
@@ -30,9 +37,9 @@ from nsa.bench.measure import (
     time_alternating,
     time_once,
 )
-from nsa.bench.operations import FUNCTIONS, PARTS, SelectedBlocks, pairs
 from nsa.bench.options import shapes
 from nsa.bench.results import Report, figure, to_json
+from nsa.bench.roofline import pairs
 from nsa.model import ModelConfig
 from nsa.ops import NSASpec
 from tests.ops import naive
@@ -59,7 +66,7 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
 
 
 def report(**changed: Any) -> Report:
-    flags = {"device": "cpu", "dtype": None, "limit": None, "out": None, "arguments": []}
+    flags = {"device": "cpu", "out": None}
     return Report(argparse.Namespace(**{**flags, "seconds": 0.001, "rounds": 1, **changed}))
 
 
@@ -94,21 +101,20 @@ def test_kernels_reports_times_and_rates_of_every_function(bench: Bench, device:
 def test_counted_pairs_are_the_visible_ones_of_each_branch() -> None:
     length, shape = 53, shapes("6x2x8")[0]
     inputs = Inputs.random(shape, 2, length, SMALL, CPU, torch.float32)
-    selection = SelectedBlocks.of(inputs, SMALL, "blockwise")
-    index = selection.index.numpy()
+    index = select(inputs, SMALL, "blockwise")[1].numpy()
     by_hand = {
-        "compressed_attention": 2 * 6 * sum(
+        "compressed": 2 * 6 * sum(
             len(naive.compressed_seen(t, length, SMALL)) for t in range(length)
         ),
-        "window_attention": 2 * 6 * sum(
+        "window": 2 * 6 * sum(
             len(naive.window_seen(t, length, SMALL.window)) for t in range(length)
         ),
-        "selected_attention": 3 * sum(
+        "selected": 3 * sum(
             len(naive.selected_seen(t, length, [j for j in index[b, t, h] if j >= 0], SMALL))
             for b, t, h in np.ndindex(2, length, 2)
         ),
     }  # fmt: skip
-    assert {name: pairs(name, inputs, SMALL) for name in by_hand} == by_hand
+    assert pairs(shape, 2, length, SMALL) == by_hand
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -249,7 +255,7 @@ def test_similar_neighbours_select_mostly_the_same_blocks() -> None:
     local = inputs.local(spec)
     assert torch.equal(local.k_cmp, inputs.k_cmp)
     for x, low, high in ((inputs, 0, 0.75), (local, 0.85, 1)):
-        assert low < neighbour_overlap(SelectedBlocks.of(x, spec, "blockwise").index) < high
+        assert low < neighbour_overlap(select(x, spec, "blockwise")[1]) < high
 
 
 def test_compressed_keys_are_the_means_of_their_blocks() -> None:
@@ -334,7 +340,7 @@ def test_train_measures_nsa_and_dense(bench: Bench, device: str) -> None:
 def test_the_measured_step_trains(dtype: torch.dtype) -> None:
     config = ModelConfig(layers=1, width=32, heads=2, kv_heads=1, head_dim=16, mlp_width=32,
                          vocab_size=16)  # fmt: skip
-    stepper = train.Stepper(config, CPU, dtype, compiled=False)
+    stepper = train.Stepper(config, CPU, dtype)
     for group in stepper.optimizer.param_groups:
         group["lr"] = 1e-2
     ids = torch.arange(16)[None]
@@ -434,7 +440,7 @@ for name in blocked:
     sys.modules[name] = None
 import nsa.ops, nsa.model
 for name in ("baselines", "implementations", "inputs", "kernels", "measure",
-             "module", "operations", "options", "results", "train", "tune", "__main__"):
+             "module", "options", "results", "train", "tune", "__main__"):
     __import__(f"nsa.bench.{name}")
 print(nsa.bench.baselines.versions()["fla"])
 """

@@ -42,7 +42,7 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def report() -> Report:
-    flags = {"device": "cpu", "dtype": "fp16", "limit": None, "out": None, "arguments": []}
+    flags = {"device": "cpu", "dtype": "fp16", "out": None}
     return Report(argparse.Namespace(**flags, seconds=0.001, rounds=3))
 
 
