@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -23,6 +24,8 @@ from nsa.engine.run_request import RunRequest
 from nsa.untrusted import parse_yaml, read_text
 
 LOCK = ".lock"
+# Beside these a run may start: hidden files, a file system's own folder, a launcher's log.
+HARMLESS = re.compile(r"\..*|lost\+found|.*\.(log|out|err|txt|[oe]\d+)")
 SETTINGS = ("config.yaml", "ds_config.json")  # of a run's folder, and of each checkpoint
 
 
@@ -60,6 +63,10 @@ def _problem_with(folder: Path, resume: bool) -> str | None:
         return "already holds a run; add --resume to continue it, or choose another folder"
     if resume and not _holds_run(folder):
         return "holds no run; drop --resume to start one"
+    if not resume and folder.is_dir() and not (folder / LOCK).exists():  # runs leave a lock file
+        others = [path.name for path in folder.iterdir() if not HARMLESS.fullmatch(path.name)]
+        if others:
+            return f"holds {min(others)!r}, which no run wrote; name a new or empty folder"
     return None
 
 

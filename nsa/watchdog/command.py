@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from nsa.monitor.artifacts import align
 from nsa.monitor.config import WatchConfig
-from nsa.watchdog.disk import DiskHangs
+from nsa.watchdog.disk import DiskHangs, DiskWorker
 from nsa.watchdog.hang_detector import FolderState, newest_heartbeats
 from nsa.watchdog.process_tree import adopt_orphans, find_writer
 from nsa.watchdog.supervisor import SignalState, Supervisor, disk_of, log, update_halt
@@ -66,12 +67,12 @@ def _watch(args: argparse.Namespace) -> int:
         return launch(args.command, restarts=args.restart, backoff=args.backoff)
     if args.restart:
         raise ValueError("--restart: needs the command to start; give it after --")
-    if not args.folder.is_dir():
-        raise ValueError(f"{args.folder}: no such folder; give the folder of a run")
+    # In a child process with a time limit: the disk may hang.
+    disk = DiskWorker(args.folder, sys.modules[__name__])
     if args.status:
-        print(*status_lines(args.folder), sep="\n")
+        print(*disk.call("status_lines", args.folder), sep="\n")
         return 0
-    return attach(args.folder.resolve())
+    return attach(disk.call("existing", args.folder))
 
 
 def launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
@@ -163,10 +164,17 @@ def attach(folder: Path) -> int:
     return 1 if unfinished else 0
 
 
+def existing(folder: Path) -> Path:
+    """Return the absolute path of a folder; raise ValueError if there is none."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; give the folder of a run")
+    return folder.resolve()
+
+
 def status_lines(folder: Path) -> list[str]:
     """Return a table of the ranks' last heartbeats."""
     rows = [_HEADER]
-    for number, beat in newest_heartbeats(folder).items():
+    for number, beat in newest_heartbeats(existing(folder)).items():
         path = folder.resolve() / f"heartbeat_rank{number}.jsonl"
         process = find_writer(int(beat["pid"]), path)
         age = time.monotonic() - beat["mono"] if process else time.time() - beat["time"]

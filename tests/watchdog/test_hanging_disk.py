@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
+import nsa.watchdog.disk
+from nsa.cli import main
 from tests.disks import freezable_disk, frozen
 from tests.watchdog.test_watchdog import TRAIN, WatchedRun, wait_until
 
@@ -51,6 +54,27 @@ def read_until(run: WatchedRun, text: str) -> str:
         if select.select([run.process.stderr], [], [], left)[0]:
             lines += os.read(run.process.stderr.fileno(), 4096).decode()
     return lines
+
+
+@pytest.mark.parametrize("flags", [["--status"], []])
+def test_a_disk_that_answers_no_read_ends_the_command_in_one_line(
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    here = os.getpid()
+    is_dir = Path.is_dir
+
+    def hang(path: Path) -> bool:
+        assert os.getpid() != here, "this process would wait, and not only its child"
+        time.sleep(60)
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", hang)
+    monkeypatch.setattr(nsa.watchdog.disk, "LIMIT_SECONDS", 0.2)
+    assert main(["watch", *flags, str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"nsa: {tmp_path}: the disk hangs\n"
 
 
 def test_a_run_outlives_a_disk_that_hangs_for_longer_than_the_limit_of_silence(
