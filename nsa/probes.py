@@ -1,4 +1,4 @@
-"""Probes: read this machine's programs, files, processes and ports; empty on failure."""
+"""Probes: read this machine's programs, files, processes and ports; work with a time limit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import importlib.metadata
 import shutil
 import socket
 import subprocess
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Thread
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import psutil  # imported late: benchmarks of a machine without it need the other probes
 
+T = TypeVar("T")
 _TIMEOUT_SECONDS = 10.0  # a stuck driver must not block the check
 
 
@@ -73,3 +77,25 @@ def is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a daemon thread, which can be abandoned: Python's exit does not wait for it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
+
+
+def with_timeout(seconds: float, work: Callable[[], T]) -> T:
+    """Return the result of `work`; raise TimeoutError after `seconds`, whatever blocks it."""
+    future = in_background(work)
+    if not wait([future], seconds).done:
+        raise TimeoutError(f"no response within {seconds:g} seconds")
+    return future.result()

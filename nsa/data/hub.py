@@ -12,14 +12,16 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from nsa.data.config import DataConfig
-from nsa.data.hub_probe import PROBE_SECONDS, WITHOUT_HUB, Background, hub_url, one_line, probe
+from nsa.data.hub_probe import PROBE_SECONDS, WITHOUT_HUB, hub_url, one_line, probe
 from nsa.data.source import DataError, Document, Reader, Source, State, missing_field, not_text
+from nsa.probes import in_background
 
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # of `datasets`, for `data.files`
@@ -72,15 +74,15 @@ class Hub:
         url = self._url(revision) if self._remote else None
         if url is None:  # no server, or one with the time limits of `_http_options`
             return work()
-        background = Background(work)
-        while not background.wait(PROBE_SECONDS):
+        future = in_background(work)
+        while not wait([future], PROBE_SECONDS).done:
             try:
                 probe(what, url)
             except DataError:
                 # A thread that returns from Arrow during Python's exit would abort the process.
-                atexit.register(background.wait, HUB_CLIENT_SECONDS)
+                atexit.register(wait, [future], HUB_CLIENT_SECONDS)
                 raise
-        return background.result()
+        return future.result()
 
     def _url(self, revision: str | None) -> str | None:
         """Return the URL to probe; None without a server."""

@@ -7,11 +7,9 @@ work.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from threading import Thread
-from typing import Any
 
 from nsa.data.source import SourceUnreachable
+from nsa.probes import with_timeout
 
 HUB = "https://huggingface.co"
 PROBE_SECONDS = 5.0  # without a response, after which a server counts as down
@@ -42,40 +40,6 @@ def probe(what: str, url: str, fix: str = WITHOUT_HUB) -> None:
         ) from None
     if status in SERVER_ERRORS:
         raise SourceUnreachable(f"{what}: {url} has a server error (HTTP status {status}); {fix}")
-
-
-def with_timeout(seconds: float, work: Callable[[], Any]) -> Any:
-    """Return the result of `work`; raise TimeoutError after `seconds`, whatever blocks it."""
-    background = Background(work)
-    if not background.wait(seconds):
-        raise TimeoutError(f"no response within {seconds:g} seconds")
-    return background.result()
-
-
-class Background:
-    """Work in a daemon thread, which can be abandoned."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._thread = Thread(target=self._run, args=(work,), daemon=True)
-        self._thread.start()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds`; return whether the thread has ended."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def _run(self, work: Callable[[], Any]) -> None:
-        try:
-            self._result = work()
-        except BaseException as error:
-            self._error = error
 
 
 def one_line(error: BaseException) -> str:

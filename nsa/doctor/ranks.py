@@ -10,7 +10,6 @@ import hashlib
 import os
 import platform
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check, first_line
 from nsa.doctor.nccl import PREFIX
-from nsa.probes import package_version
+from nsa.probes import package_version, with_timeout
 
 if TYPE_CHECKING:
     import torch
@@ -200,19 +199,12 @@ def _difference(values: Mapping[str, str], first: Mapping[str, str]) -> str:
 
 
 def _all_reduce_within(seconds: float, device: torch.device, size: int) -> float | str:
-    """Run `_all_reduce` in a thread, and abandon it after `seconds`."""
-    results: list[float | str] = []
-
-    def run() -> None:
-        try:
-            results.append(_all_reduce(device, size))
-        except Exception as error:  # the other ranks wait for the result
-            results.append(f"{type(error).__name__}: {first_line(error)}")
-
-    thread = threading.Thread(target=run, name="all-reduce check", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else f"did not end within {seconds:g} s"
+    try:
+        return with_timeout(seconds, lambda: _all_reduce(device, size))
+    except TimeoutError:
+        return f"did not end within {seconds:g} s"
+    except Exception as error:  # the other ranks wait for the result
+        return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _all_reduce(device: torch.device, size: int) -> float | str:

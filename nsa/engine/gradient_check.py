@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -55,14 +56,10 @@ class GradientReport:
 def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> GradientReport:
     """Run one backward pass on `input_ids` [B, T] and count the gradients of each parameter."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    fired = torch.zeros(len(parameters), dtype=torch.int64)
-
-    def count(index: int) -> None:
-        fired[index] += 1
-
+    fired: Counter[str] = Counter()
     hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda _, index=index: count(index))
-        for index, parameter in enumerate(parameters.values())
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([name]))
+        for name, parameter in parameters.items()
     ]
     try:
         model(input_ids, labels=input_ids).backward()
@@ -70,7 +67,7 @@ def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> GradientRepo
         for hook in hooks:
             hook.remove()
         model.zero_grad(set_to_none=True)
-    most = fired.to(input_ids.device, copy=True)
+    most = torch.tensor([fired[name] for name in parameters], device=input_ids.device)
     least = most.clone()
     if dist.is_initialized():
         dist.all_reduce(most, op=dist.ReduceOp.MAX)

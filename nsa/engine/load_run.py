@@ -12,6 +12,7 @@ from nsa.checkpoint.manifest import read_step, read_tokenizer
 from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights, set_weights
 from nsa.data.batch_source import source_names
 from nsa.data.config import DataConfig
+from nsa.data.shards import is_prepared, read_index
 from nsa.data.source import DataError, is_path
 from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from nsa.engine.config import RunConfig
@@ -75,12 +76,18 @@ def load_run(
     optimizer's master weights.
     """
     stored = run if isinstance(run, StoredRun) else find_run(run)
-    with torch.device("meta"):
-        model = LanguageModel(stored.config.model)
     weights = read_weights(stored.weights_folder, dtype)
-    set_weights(model, weights, stored.weights_folder, assign=True)
-    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    model = model_with(weights, stored.config, stored.weights_folder)
+    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return LoadedRun(**vars(stored), model=model)
+
+
+def model_with(weights: dict[str, torch.Tensor], config: RunConfig, source: Path) -> LanguageModel:
+    """Return the model in eval mode, with these tensors as its parameters."""
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    set_weights(model, weights, source, assign=True)
+    return model.eval()
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -114,7 +121,8 @@ def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
         return _from_files(data, folder)
     recorded = read_tokenizer(folder) or _dataset_tokenizer(data)
     if recorded is None:
-        missing = _missing_sources(data) if data.tokenizer == "byte" else ""
+        paths = filter(is_path, data.sources()) if data.tokenizer == "byte" else ()
+        missing = ", ".join(path for path in paths if not Path(path).expanduser().exists())
         if missing and not has_files:
             raise DataError(
                 f"data.source = {missing!r}: not found, so its tokenizer is unknown; restore it, "
@@ -131,8 +139,6 @@ def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
 
 
 def _dataset_tokenizer(data: DataConfig) -> dict[str, str] | None:
-    from nsa.data.shards import is_prepared, read_index
-
     for name in filter(is_prepared, data.sources()):
         stamp = read_index(Path(name).expanduser()).stamp
         return {"name": stamp.tokenizer, "fingerprint": stamp.tokenizer_fingerprint}
@@ -144,8 +150,3 @@ def _from_files(data: DataConfig, folder: Path) -> Tokenizer:
     byte = ByteTokenizer()  # `nsa export` writes it as files with the same ids
     is_byte = (tokenizer.vocab_size, tokenizer.eos_id) == (byte.vocab_size, byte.eos_id)
     return byte if is_byte else tokenizer
-
-
-def _missing_sources(data: DataConfig) -> str:
-    paths = filter(is_path, data.sources())
-    return ", ".join(path for path in paths if not Path(path).expanduser().exists())

@@ -6,20 +6,15 @@ import argparse
 import shutil
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from nsa.checkpoint.weights import set_weights
 from nsa.data.batches import Batch
 from nsa.engine.config import RunConfig
+from nsa.engine.load_run import model_with
 from nsa.engine.resolve import resolve_config, to_yaml
 from nsa.export.dense_to_nsa import dense_to_nsa, widen_mlp_compressor
 from nsa.export.from_hf import SourceModel, read_model
 from nsa.export.logit_gap import logit_gaps, read_samples
 from nsa.export.to_hf import output_folder, write_weights
-from nsa.model import LanguageModel
 from nsa.untrusted import printable
 
 LARGEST_SHARE = 100  # more than is useful, and finite in every dtype
@@ -37,11 +32,11 @@ def import_run(args: argparse.Namespace) -> int:
             widen_mlp_compressor(config.model)
         # Before the weights are read: a missing dataset is refused in seconds.
         samples = _gap_samples(args, source, config) if args.gap else []
-        old_model = _build_model(source.config, source.read_weights(), args.source)
+        old_model = model_with(source.read_weights(), source.config, args.source)
         weights = dict(old_model.state_dict())
         if before != after:
             weights = dense_to_nsa(weights, config.model, shares)
-        model = _build_model(config, weights, args.source)
+        model = model_with(weights, config, args.source)
         for file in source.tokenizer_files:
             shutil.copyfile(file, draft / file.name)
         write_weights(weights, draft)
@@ -109,13 +104,6 @@ def _parse_shares(text: str | None, config: RunConfig) -> dict[str, float] | Non
             "share; omit one of the two"
         )
     return shares
-
-
-def _build_model(config: RunConfig, weights: dict[str, Tensor], source: Path) -> LanguageModel:
-    with torch.device("meta"):
-        model = LanguageModel(config.model)
-    set_weights(model, weights, source, assign=True)
-    return model.eval()
 
 
 def _gap_samples(args: argparse.Namespace, source: SourceModel, config: RunConfig) -> list[Batch]:

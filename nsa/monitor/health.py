@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -60,7 +61,7 @@ class HealthRecorder:
         spec = self._spec
         if not samples or spec is None:
             return None
-        return self._try(lambda: _health(measure(samples, spec).tolist()))
+        return self._try(lambda: _health(samples, spec))
 
     def _disarm(self) -> None:
         for layer in self._layers.values():
@@ -110,36 +111,45 @@ def _sample(
     )
 
 
-def measure(samples: list[_Sample], spec: NSASpec) -> Tensor:
-    """Return a row of statistics for each layer, in the order of `_health`, on the device.
+def _health(samples: list[_Sample], spec: NSASpec) -> Health:
+    """Compute the statistics of all layers on the device; copy them to the host together.
 
-    The selector loss, if configured, comes last.
+    NaN (0/0) in statistics of free picks becomes None.
     """
-    gates = torch.stack([sample.gates for sample in samples])
-    blocks = torch.stack([sample.blocks for sample in samples])
-    previous = torch.stack([sample.previous for sample in samples])
-    columns = [_gate_columns(gates.float()), _block_columns(blocks, previous, samples[0], spec)]
-    losses = [sample.selector_loss for sample in samples if sample.selector_loss is not None]
-    if losses:
-        columns.append(torch.stack(losses)[:, None])
-    return torch.cat(columns, 1)
-
-
-def _gate_columns(gates: Tensor) -> Tensor:
-    """Return mean, standard deviation and bins of each branch; gates [L, B, S, Hq, 3]."""
+    gates = torch.stack([sample.gates for sample in samples]).float()  # [L, B, S, Hq, 3]
     dims = (1, 2, 3)
     edges = [index / GATE_BINS for index in range(1, GATE_BINS)]
     bins = _fractions([(gates < edge).sum(dims) for edge in edges], gates[0, ..., 0].numel())
-    std = gates.std(dims, correction=0)
-    return torch.cat([gates.mean(dims), std, bins.flatten(1)], 1)
+    std, saturated = gates.std(dims, correction=0), bins[..., 0] + bins[..., -1]
+    columns = [*gates.mean(dims).unbind(1), *std.unbind(1), *saturated.unbind(1)]
+    columns += _block_statistics(samples, spec)
+    names = list(LAYER_STATISTICS)
+    losses = [sample.selector_loss for sample in samples if sample.selector_loss is not None]
+    if losses:
+        names.append(SELECTOR_LOSS)
+        columns.append(torch.stack(losses))
+    layers, gate_bins = [], []
+    for row in torch.cat([torch.stack(columns, 1), bins.flatten(1)], 1).tolist():
+        layers.append(
+            {
+                name: None if math.isnan(value) and "gate" not in name else value
+                for name, value in zip(names, row, strict=False)
+            }
+        )
+        fractions = iter(row[len(names) :])
+        gate_bins.append({branch: list(islice(fractions, GATE_BINS)) for branch in BRANCHES})
+    return Health(layers, gate_bins)
 
 
-def _block_columns(blocks: Tensor, previous: Tensor, sample: _Sample, spec: NSASpec) -> Tensor:
-    """Return the statistics of selected blocks [L, B, S, Hkv, n]."""
-    at = torch.arange(0, sample.seq_len, sample.stride, device=blocks.device, dtype=torch.int32)
+def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
+    """Return the statistics from `choosing` to `distance_from_…`, each [L]."""
+    blocks = torch.stack([sample.blocks for sample in samples])  # [L, B, S, Hkv, n]
+    previous = torch.stack([sample.previous for sample in samples])
+    first = samples[0]
+    at = torch.arange(0, first.seq_len, first.stride, device=blocks.device, dtype=torch.int32)
     start = torch.zeros_like(at)
-    if sample.cu_seqlens is not None:
-        offsets = sample.cu_seqlens.to(at)
+    if first.cu_seqlens is not None:
+        offsets = first.cu_seqlens.to(at)
         start = offsets[torch.searchsorted(offsets, at, right=True) - 1]
     current = ((at - start) // spec.select_len)[:, None, None]  # the block that holds each query
     selected = blocks >= 0
@@ -150,17 +160,14 @@ def _block_columns(blocks: Tensor, previous: Tensor, sample: _Sample, spec: NSAS
     picks = free.sum(dims)
     distance = current - blocks
     nearer = [(free & (distance < edge)).sum(dims) for edge in DISTANCES[1:]]
-    return torch.cat(
-        [
-            choosing.float().mean().expand(len(blocks), 1),
-            (forced.sum(dims) / selected.sum(dims))[:, None],
-            _entropy(blocks, free, current, sample.seq_len, spec)[:, None],
-            _overlap(blocks[:, :, 1:], previous, free[:, :, 1:])[:, None],
-            ((distance * free).sum(dims) / picks)[:, None],
-            _fractions(nearer, picks),
-        ],
-        1,
-    )
+    return [
+        choosing.float().mean().expand(len(blocks)),
+        forced.sum(dims) / selected.sum(dims),
+        _entropy(blocks, free, current, first.seq_len, spec),
+        _overlap(blocks[:, :, 1:], previous, free[:, :, 1:]),
+        (distance * free).sum(dims) / picks,
+        *_fractions(nearer, picks).unbind(1),
+    ]
 
 
 def _entropy(blocks: Tensor, free: Tensor, current: Tensor, seq_len: int, spec: NSASpec) -> Tensor:
@@ -198,24 +205,3 @@ def _fractions(below: list[Tensor], total: Tensor | int) -> Tensor:
     zero = torch.zeros_like(counts[..., :1])
     totals = zero + (total if isinstance(total, int) else total[..., None])
     return counts.diff(dim=-1, prepend=zero, append=totals) / totals
-
-
-def _health(rows: list[list[float]]) -> Health:
-    """Split rows of `measure`; NaN (0/0) in statistics of free picks becomes None."""
-    first = 2 * len(BRANCHES)  # the bins follow mean and standard deviation
-    starts = [first + index * GATE_BINS for index in range(len(BRANCHES))]
-    bins = [
-        {branch: row[at : at + GATE_BINS] for branch, at in zip(BRANCHES, starts, strict=True)}
-        for row in rows
-    ]
-    layers, names = [], (*LAYER_STATISTICS, SELECTOR_LOSS)
-    for row, branches in zip(rows, bins, strict=True):
-        saturated = [fractions[0] + fractions[-1] for fractions in branches.values()]
-        values = [*row[:first], *saturated, *row[starts[-1] + GATE_BINS :]]
-        layers.append(
-            {
-                name: None if math.isnan(value) and "gate" not in name else value
-                for name, value in zip(names, values, strict=False)
-            }
-        )
-    return Health(layers, bins)
