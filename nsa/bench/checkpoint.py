@@ -62,7 +62,7 @@ def run(_: object) -> dict[str, Any]:
 def _save(engine: Any, folder: Path, step: int, background: bool) -> tuple[float, float]:
     """Seconds until training can continue, and until the checkpoint is committed."""
     config = CheckpointConfig(keep=1, background=background)
-    saver = Saver(engine, folder, config, agree=Consensus(0).raise_together)
+    saver = Saver(engine, folder, config, agree=Consensus(0).barrier)
     start = time.perf_counter()
     saver.save(step, {"step": step}, None)
     stall = time.perf_counter() - start

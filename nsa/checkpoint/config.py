@@ -17,5 +17,4 @@ class CheckpointConfig:
     background: bool = False  # copy to host memory, and write while training continues
 
     def validate(self) -> None:
-        """Raise a ValueError that names the first invalid setting."""
         at_least(0, "checkpoint", self, "every", "keep", "keep_hours")

@@ -26,7 +26,13 @@ def data_only(checkpoint: Path, *, optimizer: bool = True) -> Iterator[None]:
 
     `optimizer`: allow the classes in DeepSpeed's optimizer files; imports DeepSpeed, which is slow.
     """
-    classes: list[Any] = _optimizer_classes() if optimizer else []
+    classes: list[Any] = []
+    if optimizer:  # they only hold values
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        classes = [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]
     before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
     os.environ[_FORCE] = "1"  # torch.load reads it at each call
     try:
@@ -43,12 +49,3 @@ def data_only(checkpoint: Path, *, optimizer: bool = True) -> Iterator[None]:
     finally:
         del os.environ[_FORCE]
         os.environ.update({name: value for name, value in before.items() if value is not None})
-
-
-def _optimizer_classes() -> list[Any]:
-    """Return the classes of DeepSpeed's optimizer files; they only hold values."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum]

@@ -97,7 +97,7 @@ class Saver:
     folder: Path
     config: CheckpointConfig
     _: KW_ONLY
-    agree: Callable[[ValueError | None], None]
+    agree: Callable[[ValueError | None], object]
     attachments: Mapping[str, str] = field(default_factory=dict)  # texts by file name
     tokenizer: Mapping[str, str] | None = None
     on_saved: Callable[[int, Path, float], None] | None = None

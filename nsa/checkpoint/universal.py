@@ -7,6 +7,7 @@ are valid.
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from nsa.checkpoint.manifest import (
     rng_file,
     sync_and_hash,
 )
+from nsa.checkpoint.safe_load import data_only
 
 
 def needs_universal(checkpoint: Path, ranks: int) -> bool:
@@ -78,13 +80,23 @@ def to_universal(checkpoint: Path) -> Path:
 
 def _convert(checkpoint: Path, converted: Path) -> None:
     """Run the converter as a process, because it keeps global state and prints."""
-    command = [sys.executable, "-m", "nsa.checkpoint.converter", "--inject_missing_state"]
-    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    command = [sys.executable, "-c", f"import {__name__} as this; this.run_converter()"]
     command += ["--input_folder", str(checkpoint), "--output_folder", str(converted)]
+    command += ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ValueError(f"{checkpoint} could not be converted: {last}")
+
+
+def run_converter() -> None:
+    """Run DeepSpeed's converter with this process's arguments; it reads files as data only."""
+    checkpoint = Path(sys.argv[2])
+    try:
+        with data_only(checkpoint):
+            runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 def _copy_other_files(checkpoint: Path, converted: Path, ranks: int) -> None:

@@ -89,7 +89,8 @@ def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
         if topology["layout"] == "0":
             named = _master_weights_stage_0(trained, saved["optimizer"]["fp32_groups"])
         elif topology["ranks"] == ANY:
-            named = _master_weights_universal(folder)
+            files = sorted((folder / "zero").glob("*/fp32.pt"))
+            named = ((file.parent.name, _load_mapped(file)["param"]) for file in files)
         else:
             named = _master_weights_stage_1_2(folder, topology["ranks"], trained)
     # Copy: memory-mapped tensors would change or disappear with the file.
@@ -187,11 +188,6 @@ def _master_weights_stage_1_2(
                 pieces[name].append(flat[piece.start : piece.start + piece.numel])
     for name, weight in trained.items():
         yield name, torch.cat(pieces.pop(name)).view(weight.shape)
-
-
-def _master_weights_universal(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted((folder / "zero").glob("*/fp32.pt")):
-        yield file.parent.name, _load_mapped(file)["param"]
 
 
 def _stage_3_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -22,7 +22,6 @@ DEFAULT = DataConfig()
 
 
 def add_parser(verbs: Any) -> None:
-    """Add `data` to the verbs of `nsa`."""
     about = "prepare text for training, check a prepared folder, or train a tokenizer"
     data = verbs.add_parser("data", help=about, description=about)
     actions = data.add_subparsers(dest="action", required=True, metavar="action")

@@ -33,7 +33,6 @@ class DataConfig:
     synthetic_bytes: int = 4_000_000  # bytes of text that the "synthetic" source generates
 
     def validate(self) -> None:
-        """Raise a ValueError that names the first invalid setting."""
         one_of("data", self, packing=PACKINGS)
         kind, _, name = self.tokenizer.partition(":")
         if self.tokenizer != "byte" and not (kind == "hf" and name.strip()):

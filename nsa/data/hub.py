@@ -1,7 +1,8 @@
 """Hugging Face datasets as a document source, streamed with `datasets`.
 
 `datasets` reads, divides and resumes. A cursor is its state before a block of rows, and the number
-of rows of the block that were consumed.
+of rows of the block that were consumed. It retries for minutes, as `huggingface_hub` does, so the
+server is probed before and during their work.
 """
 
 from __future__ import annotations
@@ -19,15 +20,31 @@ from pathlib import Path
 from typing import Any
 
 from nsa.data.config import DataConfig
-from nsa.data.hub_probe import PROBE_SECONDS, WITHOUT_HUB, hub_url, one_line, probe
-from nsa.data.source import DataError, Document, Reader, Source, State, missing_field, not_text
-from nsa.probes import in_background
+from nsa.data.source import (
+    DataError,
+    Document,
+    Reader,
+    Source,
+    SourceUnreachable,
+    State,
+    missing_field,
+    not_text,
+)
+from nsa.probes import in_background, with_timeout
 
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # of `datasets`, for `data.files`
 OPEN_TRIES, READ_TRIES = 2, 3  # for a server that is not the hub
 HUB_CLIENT_SECONDS = 25.0  # until huggingface_hub gives up on a hub that is down
 ROWS_PER_BLOCK = 64  # small, so that long documents fit into memory
+HUB = "https://huggingface.co"
+PROBE_SECONDS = 5.0  # without a response, after which a server counts as down
+SERVER_ERRORS = (500, 502, 503, 504)
+WITHOUT_HUB = (
+    "run `nsa data prepare` where there is a network and set data.source to the folder that it "
+    "wrote; or use a source that needs no network: --set data.source=embedded; or copy HF_HOME "
+    "from a machine that loaded the whole dataset (not streamed), and set HF_HUB_OFFLINE=1"
+)
 
 
 def open_hub(config: DataConfig, name: str) -> Source:
@@ -244,3 +261,28 @@ def _broke_off(name: str, row: int, error: Exception) -> DataError:
     if isinstance(error, ValueError):  # Arrow's errors are ValueErrors
         fix = "the file of this row is broken: repair it, or name other files in data.files"
     return DataError(f"{name}: reading broke off after row {row} ({one_line(error)}); {fix}")
+
+
+def hub_url() -> str:
+    return os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+
+
+def probe(what: str, url: str, fix: str = WITHOUT_HUB) -> None:
+    """Raise SourceUnreachable for `what` if the server of `url` is silent or has an error."""
+    from huggingface_hub.utils import get_session  # configured with proxies and certificates
+
+    def head() -> int:
+        return get_session().head(url, timeout=PROBE_SECONDS).status_code
+
+    try:
+        status = with_timeout(1.5 * PROBE_SECONDS, head)  # name resolution has no limit
+    except Exception as error:  # the exception types of the client differ between versions
+        raise SourceUnreachable(
+            f"{what}: {url} cannot be reached ({one_line(error)}); {fix}"
+        ) from None
+    if status in SERVER_ERRORS:
+        raise SourceUnreachable(f"{what}: {url} has a server error (HTTP status {status}); {fix}")
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")

@@ -205,7 +205,7 @@ def _from_pretrained(path: str, offline: bool = True) -> Any:
 
 
 def _from_hub(name: str, path: str) -> Any:
-    from nsa.data.hub_probe import hub_url, probe
+    from nsa.data.hub import hub_url, probe
     from nsa.probes import with_timeout
 
     start = time.monotonic()

@@ -10,6 +10,7 @@ from typing import Any
 
 from nsa.doctor.check import SKIP, Check, lines, passed
 from nsa.doctor.node import checkpoint_bytes, node_checks
+from nsa.validation import positive_flags
 
 _RANKS = "code, clocks and all-reduce: deepspeed --num_gpus 2 recipes/m7c.py --until preflight"
 _M7C = 125_000_000  # parameters
@@ -17,7 +18,6 @@ _M7C_CHECKPOINTS = 10  # 50,000 steps, one every 5,000
 
 
 def add_parser(verbs: Any) -> None:
-    """Add `doctor` to the verbs of `nsa`."""
     about = "check this machine before a run"
     doctor = verbs.add_parser("doctor", help=about, description=about)
     add = doctor.add_argument
@@ -31,9 +31,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    for name in ("parameters", "checkpoints", "ranks"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)}: must be 1 or more")
+    positive_flags(args, "parameters", "checkpoints", "ranks")
     checks = node_checks(
         args.run_dir.expanduser(),
         checkpoint_bytes=checkpoint_bytes(args.parameters),

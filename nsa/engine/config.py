@@ -44,7 +44,6 @@ class TrainConfig:
     spike_score: float = 12.0  # threshold, in robust standard deviations of the last 128 losses
 
     def validate(self) -> None:
-        """Raise a ValueError that names the first invalid setting."""
         at_least(1, "train", self, "steps", "micro_batch", "accumulation")
         at_least(1, "train", self, "sequence_parallel", "eval_samples")
         at_most(65_536, "train", self, "micro_batch", "accumulation")
@@ -82,7 +81,6 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def validate(self) -> None:
-        """Raise a ValueError that names the first invalid setting."""
         for section in (self.model, self.data, self.train, self.monitor, self.checkpoint):
             section.validate()
         ranks = self.train.sequence_parallel

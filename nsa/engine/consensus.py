@@ -51,10 +51,6 @@ class Consensus:
             f"{reason} on rank {rank}" for rank, (_, reason) in enumerate(messages) if reason
         )
 
-    def raise_together(self, error: ValueError | None) -> None:
-        """Raise on all ranks if any rank passes an error."""
-        self.barrier(error)
-
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in the order of the ranks, on every rank."""
         if self._group is None:

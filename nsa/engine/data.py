@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from nsa.data.batch_source import IndexedBatches, StreamingBatches
@@ -26,7 +27,7 @@ class Data:
     loader: BatchLoader
     validation: ValidationData
     notes: list[str]  # for the log
-    open_loader: Callable[[int, dict[str, Any] | None], BatchLoader]  # (samples consumed, state)
+    open_loader: Callable[..., BatchLoader]  # (consumed=samples of all ranks, state=rank state)
     data_ranks: Ranks  # this rank among those that read different samples
     sequence_part: tuple[int, int] = (0, 1)  # (index, count) of this rank's part of a sequence
 
@@ -42,7 +43,7 @@ class Data:
     def rewind(self, consumed: int, rank_state: dict[str, Any] | None) -> None:
         """Reopen the training data after `consumed` samples of all ranks."""
         self.loader.close()
-        self.loader = self.open_loader(consumed, rank_state)
+        self.loader = self.open_loader(consumed=consumed, state=rank_state)
 
     def close(self) -> None:
         """Stop the prefetching threads and worker processes."""
@@ -72,19 +73,16 @@ def open_data(
         )
         state.samples, rank_state = 0, None
 
-    def open_at(consumed: int, rank_state: dict[str, Any] | None) -> BatchLoader:
-        return open_loader(
-            config.data,
-            rank=data_ranks.rank,
-            world_size=data_ranks.world_size,
-            micro_batch=config.train.micro_batch,
-            accumulation=config.train.accumulation,
-            seed=config.train.seed,
-            consumed=consumed,
-            state=rank_state,
-        )
-
-    loader = open_at(state.samples, rank_state)
+    open_at = partial(
+        open_loader,
+        config.data,
+        rank=data_ranks.rank,
+        world_size=data_ranks.world_size,
+        micro_batch=config.train.micro_batch,
+        accumulation=config.train.accumulation,
+        seed=config.train.seed,
+    )
+    loader = open_at(consumed=state.samples, state=rank_state)
     try:
         expected = state.data if resumed and not new_data else loader.source.fingerprint
         _check(config, loader.source, expected)

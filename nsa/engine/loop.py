@@ -27,8 +27,8 @@ from nsa.engine.consensus import AllRanksError, RunAborted
 from nsa.engine.recovery import recover
 from nsa.engine.run import Run
 from nsa.engine.shutdown import Interrupted
-from nsa.gates import ladder, result
-from nsa.gates.criteria import Evidence
+from nsa.gates.criteria import Evidence, judge
+from nsa.gates.ladder import Gate, record
 from nsa.monitor.history import RankHistory
 from nsa.monitor.observer import StepRecord
 from nsa.monitor.throughput import memory_gb
@@ -98,15 +98,15 @@ def _judge_if_due(run: Run) -> None:
                 raise RunAborted(no_go)
 
 
-def _judge(run: Run, gate: ladder.Gate, histories: list[RankHistory]) -> str | None:
+def _judge(run: Run, gate: Gate, histories: list[RankHistory]) -> str | None:
     """Judge from all ranks' histories, on rank 0; return the reason of a No-Go."""
     monitor, logged = run.config.monitor, run.telemetry.run_history
     try:
         evidence = Evidence(
             gate.since, gate.step, monitor.log_every, logged.metrics, logged.selection, histories
         )
-        decision = ladder.judge(gate, evidence, monitor.ladder)
-        result.record(run.request.run_dir, decision)
+        decision = judge(gate, evidence, monitor.ladder)
+        record(run.request.run_dir, decision)
     except Exception as error:  # the other ranks wait for the decision
         run.observers.on_message(f"go/no-go gate {gate.name} is NOT JUDGED: {error!r}")
         return None

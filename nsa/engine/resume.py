@@ -107,5 +107,5 @@ def convert_to_universal(consensus: Consensus, path: Path, ranks: Ranks) -> Path
             path = checkpoint.to_universal(path)
         except ValueError as raised:
             error = raised
-    consensus.raise_together(error)
+    consensus.barrier(error)
     return consensus.broadcast(path)

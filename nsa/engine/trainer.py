@@ -26,16 +26,16 @@ from nsa.engine.consensus import Consensus, RunAborted
 from nsa.engine.data import open_data
 from nsa.engine.gradient_check import ReductionCheck
 from nsa.engine.loss_guard import LossGuard
-from nsa.engine.observers import build_observers, trackers, write_final_report
 from nsa.engine.peer_hosts import connect_hosts
 from nsa.engine.process_group import start_ranks, stop_ranks
 from nsa.engine.run import Run
 from nsa.engine.run_dir import FolderLock, record_run
 from nsa.engine.run_request import RunRequest
 from nsa.engine.shutdown import ShutdownMonitor
-from nsa.engine.telemetry import RankTelemetry
+from nsa.engine.telemetry import RankTelemetry, build_observers, trackers, write_final_report
 from nsa.engine.train_state import TrainState
-from nsa.gates import ladder, result
+from nsa.gates import ladder
+from nsa.gates.criteria import preflight
 from nsa.model import flops_per_token, parameter_count
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import RunInfo
@@ -127,13 +127,13 @@ def build(run: Run) -> None:
     if run.resume_from is not None:
         checkpoint.load(run.engine, run.resume_from)
     # Nothing is refused from here on, so the run's folder may change.
-    preflight = ladder.preflight(checks)
+    passed_gate = preflight(checks)
     if run.ranks.rank == 0:
         record_run(request, [process.host for process in run.processes])
-        result.record(run_dir, preflight)
+        ladder.record(run_dir, passed_gate)
     dist.barrier()
     if request.stop_step == 0:  # --until preflight
-        run.notes += [*lines(checks), preflight.summary]
+        run.notes += [*lines(checks), passed_gate.summary]
     else:
         run.notes += lines([check for check in checks if check.status == "warn"])
     run.notes += [*gradient_notes, *run.data.notes]
@@ -178,7 +178,7 @@ def _create_parts(run: Run) -> None:
         run.engine,
         request.run_dir / "checkpoints",
         config.checkpoint,
-        agree=run.consensus.raise_together,
+        agree=run.consensus.barrier,
         attachments=request.config_files(),
         tokenizer={"name": source.tokenizer, "fingerprint": source.tokenizer_fingerprint},
         on_saved=observers.on_checkpoint,

@@ -1,4 +1,4 @@
-"""Criteria of the go/no-go gates: functions of the metrics and histories of a run."""
+"""Criteria of the go/no-go gates: functions of the checks, metrics and histories of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from functools import cached_property, partial
 from statistics import fmean, median
 
 from nsa.constants import BRANCHES
-from nsa.gates.result import NAMES, Criterion
+from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
+from nsa.gates.ladder import NAMES, PREFLIGHT, Criterion, Gate, GateResult, conclude
 from nsa.monitor.artifacts import Row, Table, number
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.history import RankHistory
@@ -60,7 +61,24 @@ class NotMeasured(Exception):
 Value = tuple[float, str]  # a measured value and its source
 
 
-def judge_criteria(gate: str, evidence: Evidence, config: LadderConfig) -> list[Criterion]:
+def judge(gate: Gate, evidence: Evidence, config: LadderConfig) -> GateResult:
+    """Return Go or No-Go for the run that `evidence` describes."""
+    return conclude(gate.name, gate.step, _judge_criteria(gate.name, evidence, config))
+
+
+def preflight(checks: Iterable[Check]) -> GateResult:
+    """Return the result of the node and rank checks; a skipped check is not measured."""
+    ok = {OK: True, WARN: True, FAIL: False, SKIP: None}
+    criteria = []
+    for check in checks:
+        evidence = check.detail
+        if check.status in (WARN, FAIL):
+            evidence = f"{check.status}: {evidence}" + (f"; {check.fix}" if check.fix else "")
+        criteria.append(Criterion(check.name, ok[check.status], None, "", evidence))
+    return conclude(PREFLIGHT, 0, criteria)
+
+
+def _judge_criteria(gate: str, evidence: Evidence, config: LadderConfig) -> list[Criterion]:
     """Return the criteria of `gate` and of all gates before it."""
     criteria = [_steps_recorded(evidence), _slowest_rank(evidence), _loss_finite(evidence)]
     for first_gate, name, setting, comparison, measure in _LIMITED:

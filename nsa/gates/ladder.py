@@ -1,20 +1,27 @@
-"""Go/no-go gates of a run, in order.
+"""Go/no-go gates of a run, in order, and `gates.json`, which holds their results.
 
     preflight -> sanity -> smoke -> extended -> production
 
-A run that fails a gate stops there; `gates.json` holds the criteria and their values.
+A run that fails a gate stops there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from difflib import get_close_matches
+from pathlib import Path
 
-from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
-from nsa.gates.criteria import Evidence, judge_criteria
-from nsa.gates.result import NAMES, PREFLIGHT, Criterion, GateResult, conclude
+from nsa.atomic_io import atomic_write_text
+from nsa.monitor.artifacts import number, try_read_text
 from nsa.monitor.config import LadderConfig
+from nsa.untrusted import parse_json
+
+FILE_NAME = "gates.json"
+PREFLIGHT = "preflight"
+NAMES = (PREFLIGHT, "sanity", "smoke", "extended", "production")
 
 
 @dataclass(frozen=True)
@@ -60,18 +67,93 @@ def until(text: str, config: LadderConfig, total_steps: int) -> int:
     return step
 
 
-def judge(gate: Gate, evidence: Evidence, config: LadderConfig) -> GateResult:
-    """Return Go or No-Go for the run that `evidence` describes."""
-    return conclude(gate.name, gate.step, judge_criteria(gate.name, evidence, config))
+@dataclass(frozen=True)
+class Criterion:
+    """One criterion of a gate; `ok` None: not measured, which never fails a gate."""
+
+    name: str
+    ok: bool | None
+    value: float | None
+    limit: str  # "at most 2"
+    evidence: str  # where the value comes from, or why it was not measured
 
 
-def preflight(checks: Iterable[Check]) -> GateResult:
-    """Return the result of the node and rank checks; a skipped check is not measured."""
-    ok = {OK: True, WARN: True, FAIL: False, SKIP: None}
-    criteria = []
-    for check in checks:
-        evidence = check.detail
-        if check.status in (WARN, FAIL):
-            evidence = f"{check.status}: {evidence}" + (f"; {check.fix}" if check.fix else "")
-        criteria.append(Criterion(check.name, ok[check.status], None, "", evidence))
-    return conclude(PREFLIGHT, 0, criteria)
+@dataclass(frozen=True)
+class GateResult:
+    """Decision at a gate, Go or No-Go, with all criteria."""
+
+    gate: str
+    step: int
+    go: bool
+    time: str
+    criteria: tuple[Criterion, ...]
+
+    @property
+    def failed(self) -> list[Criterion]:
+        return [criterion for criterion in self.criteria if criterion.ok is False]
+
+    @property
+    def unmeasured(self) -> list[Criterion]:
+        return [criterion for criterion in self.criteria if criterion.ok is None]
+
+    @property
+    def summary(self) -> str:
+        """One line for the console: the decision and what failed."""
+        passed = sum(criterion.ok is True for criterion in self.criteria)
+        count = f"{passed} of {len(self.criteria)} criteria met"
+        if self.unmeasured:
+            count += f", {len(self.unmeasured)} not measured"
+        gate = f"go/no-go gate {self.gate} at step {self.step:,}"
+        if self.go:
+            return f"{gate}: Go ({count})"
+        reasons = []
+        for failed in self.failed:
+            value = "" if failed.value is None else f" {failed.value:.4g}"
+            limit = f" (limit: {failed.limit})" if failed.limit else ""
+            reasons.append(f"{failed.name}{value}{limit}: {failed.evidence}")
+        return f"{gate}: No-Go ({count}): {'; '.join(reasons)}"
+
+
+def conclude(gate: str, step: int, criteria: list[Criterion]) -> GateResult:
+    """Return a Go unless a criterion failed."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    go = all(criterion.ok is not False for criterion in criteria)
+    return GateResult(gate, step, go, now, tuple(criteria))
+
+
+def record(run_dir: Path, result: GateResult) -> None:
+    """Write the result to `gates.json`; it replaces an earlier result of the same gate."""
+    results = [other for other in read_gates(run_dir) if other.gate != result.gate] + [result]
+    results.sort(key=lambda other: (NAMES.index(other.gate), other.step))
+    text = json.dumps([asdict(other) for other in results], indent=2, allow_nan=False)
+    atomic_write_text(run_dir / FILE_NAME, text + "\n")
+
+
+def read_gates(run_dir: Path) -> list[GateResult]:
+    """Read the results so far, in the order of the gates; skip unreadable ones."""
+    try:
+        entries = parse_json(try_read_text(run_dir / FILE_NAME) or "[]")
+    except ValueError:
+        return []
+    results = []
+    for entry in entries if isinstance(entries, list) else ():
+        with contextlib.suppress(KeyError, TypeError):
+            criteria = tuple(Criterion(**criterion) for criterion in entry["criteria"])
+            result = GateResult(**{**entry, "criteria": criteria})
+            if _is_sound(result):
+                results.append(result)
+    return results
+
+
+def _is_sound(result: GateResult) -> bool:
+    """Return whether the values have the types that readers format."""
+    return (
+        result.gate in NAMES
+        and type(result.step) is int
+        and type(result.go) is bool
+        and all(
+            type(criterion.ok) in (bool, type(None))
+            and (criterion.value is None or number(criterion.value) is not None)
+            for criterion in result.criteria
+        )
+    )

@@ -28,7 +28,6 @@ class LadderConfig:
     require_fall: bool = True  # from gate `smoke` on, the final loss must be below the initial
 
     def validate(self) -> None:
-        """Raise a ValueError that names the first setting that cannot work."""
         at_least(0, "monitor.ladder", self, *asdict(self))
         if not 0 < self.sanity < self.smoke < self.extended:
             raise ValueError(
@@ -54,7 +53,6 @@ class WatchConfig:
     on_dead_gate: str = "warn"  # at a dead attention gate: ignore, warn or halt
 
     def validate(self) -> None:
-        """Raise a ValueError that names the first setting that cannot work."""
         limits = [name for name in asdict(self) if not name.startswith("on_")]
         at_least(0, "monitor.watch", self, *limits)
         one_of("monitor.watch", self, on_collapse=ACTIONS, on_dead_gate=ACTIONS)
@@ -77,7 +75,6 @@ class MonitorConfig:
     watch: WatchConfig = field(default_factory=WatchConfig)
 
     def validate(self) -> None:
-        """Raise a ValueError that names the first setting that cannot work."""
         at_least(1, "monitor", self, "log_every")
         at_least(0, "monitor", self, "heartbeat", "memory_every")
         self.ladder.validate()

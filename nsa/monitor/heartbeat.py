@@ -81,8 +81,8 @@ class Heartbeat:
     def step_start(self, step: int) -> None:
         """Step `step`, counted from 1, is about to run."""
         self._step = step - 1
-        if self._device is None:
-            self._device = _current_device()  # the current device is a property of this thread
+        if self._device is None and (cuda := initialized_cuda()) is not None:
+            self._device = int(cuda.current_device())  # a property of this thread
         self._record("step_start")
 
     def step_end(self, step: int, tokens: int, skipped: int) -> None:
@@ -215,11 +215,6 @@ def initialized_cuda() -> Any | None:
     """Return `torch.cuda` if this process uses it; imports nothing."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return cuda if cuda is not None and cuda.is_initialized() else None
-
-
-def _current_device() -> int | None:
-    cuda = initialized_cuda()
-    return None if cuda is None else int(cuda.current_device())
 
 
 def _memory_gb(device: int | None) -> float:

@@ -50,7 +50,10 @@ def dump_stacks_on_signal(run_dir: Path, rank: int) -> None:
             now = os.fstat(file.fileno()).st_size
             if now == seen and now > done:  # the dump is complete
                 try:
-                    write_flight_record(path.with_name(f"rank{rank}_collectives.json"))
+                    records = _records(entries=True)
+                    if any(record.get("entries") for record in records):
+                        text = json.dumps(records, indent=1) + "\n"
+                        atomic_write_text(path.with_name(f"rank{rank}_collectives.json"), text)
                     moment = datetime.now(timezone.utc).isoformat(timespec="seconds")
                     file.write(f"-- the dump above: process {os.getpid()}, {moment}\n\n".encode())
                 except Exception as error:
@@ -92,13 +95,6 @@ class Collectives:
                 f"{self._names.get(key, f'#{key[1]} of group {key[0]}')} pending" for key in pending
             )
         return "; ".join(done) or None
-
-
-def write_flight_record(path: Path) -> None:
-    """Write all recorded collectives to `path` as JSON, if there are any."""
-    records = _records(entries=True)
-    if any(record.get("entries") for record in records):
-        atomic_write_text(path, json.dumps(records, indent=1) + "\n")
 
 
 def _names() -> dict[_Key, str]:

@@ -36,7 +36,6 @@ _HEADER = ("run", "steps", "loss", "val loss", "bits/byte", "tokens/s", "GB", "g
 
 
 def add_parser(verbs: Any) -> None:
-    """Add `compare` to the verbs of `nsa`."""
     about = "plot the curves of runs in one picture, and print their final values"
     compare = verbs.add_parser("compare", help=about, description=about)
     compare.add_argument("runs", type=Path, nargs="+", help="run folders, e.g. runs/m7c-demo")

@@ -75,6 +75,8 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
 
 def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> None:
     """Draw one panel; a label has the same colour in all panels of a picture, by `curves`."""
+    from matplotlib import colormaps
+
     axis.set_xlabel(panel.x)
     if panel.x_doubles:
         axis.set_xscale("log", base=2)
@@ -88,7 +90,9 @@ def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> 
             continue
         index = curves.index(label)
         name = fill(label.replace("$", r"\$"), characters)
-        colour = _shade(index, len(curves)) if panel.ordered else COLOURS[index % len(COLOURS)]
+        colour: Any = COLOURS[index % len(COLOURS)]
+        if panel.ordered:
+            colour = colormaps["viridis"](0.9 * index / max(1, len(curves) - 1))
         if panel.marked:
             style = {"marker": "o", "markersize": 3}
             error = panel.errors.get(label)
@@ -131,9 +135,3 @@ def running_mean(values: Sequence[float], width: int) -> Sequence[float]:
     window = np.ones(2 * width + 1)
     counts = np.convolve(np.ones(len(values)), window, "same")
     return list(np.convolve(values, window, "same") / counts)
-
-
-def _shade(index: int, count: int) -> tuple[float, ...]:
-    from matplotlib import colormaps
-
-    return colormaps["viridis"](0.9 * index / max(1, count - 1))

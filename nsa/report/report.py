@@ -1,24 +1,29 @@
-"""`report.md` of a run: go/no-go results with evidence, facts, settings and plots."""
+"""`report.md` of a run: go/no-go results with evidence, facts, settings and plots.
+
+A plot is drawn only if its values were recorded.
+"""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
-from nsa.gates.result import NAMES, GateResult
-from nsa.monitor.artifacts import read_json, try_read_text
+from nsa.constants import BRANCHES
+from nsa.gates.ladder import NAMES, GateResult
+from nsa.monitor.artifacts import Table, read_json, read_table, try_read_text
 from nsa.monitor.observer import Observer, RunInfo
 from nsa.monitor.writer import BackgroundWriter
 from nsa.report.markdown import plain, table
-from nsa.report.report_plots import draw_plots
+from nsa.report.plots import Panel, Points, draw
 from nsa.report.summary import Summary, lookup, summarise
 
-FILE_NAME = "report.md"
+FILE_NAME, PLOTS = "report.md", "report"
 _SETTINGS = (
     "model.layers",
     "model.width",
@@ -41,11 +46,17 @@ _EARLIER = (
     "bf16, micro-batches of at most 2, on two A100 80GB over PCIe. Speed and memory are comparable "
     "on that hardware only, the first loss with that vocabulary only."
 )
+_SELECTION = {
+    "entropy": "entropy of free picks",
+    "overlap": "overlap with the previous token's blocks",
+    "forced": "fraction of forced picks",
+    "distance": "mean distance of free picks, blocks",
+    "selector_loss": "selector loss, nats",
+}
 _MET = {True: "yes", False: "**NO**", None: "not measured"}
 
 
 def add_parser(verbs: Any) -> None:
-    """Add `report` to the verbs of `nsa`."""
     about = "write report.md of runs: go/no-go results with evidence, facts, plots"
     report = verbs.add_parser("report", help=about, description=about)
     report.add_argument("runs", type=Path, nargs="+", help="run folders, for example runs/m7c-demo")
@@ -204,3 +215,59 @@ def _number(value: float | None) -> str:
 
 def _format(value: float | None, spec: str) -> str:
     return "" if value is None else format(value, spec)
+
+
+def draw_plots(run: Summary) -> list[tuple[str, str]]:
+    """Draw into `<run>/report/`; return titles and paths relative to report.md."""
+    drawn = []
+    for name, title, panels in _plots(run):
+        present = [panel for panel in panels if any(steps for steps, _ in panel.curves.values())]
+        if present:
+            draw(present, run.run_dir / PLOTS / f"{name}.png", width=4.5 if present[1:] else 7.0)
+            drawn.append((title, f"{PLOTS}/{name}.png"))
+    return drawn
+
+
+def _plots(run: Summary) -> Iterator[tuple[str, str, list[Panel]]]:
+    loss = {"training": run.points("loss"), "validation": run.points("val_loss")}
+    yield "loss", "Loss", [Panel("loss (nats per token)", loss)]
+    for name, title, column in (
+        ("learning_rate", "Learning rate", "lr"),
+        ("gradient_norm", "Gradient norm", "grad_norm"),
+        ("tokens_per_s", "Tokens/s", "tokens_per_s"),
+    ):
+        curve = {run.name: run.points(column)}
+        panel = Panel(
+            title.lower(), curve, smoothed=column != "lr", logarithmic=column == "grad_norm"
+        )
+        yield name, title, [panel]
+    yield "memory", "Peak memory", [Panel("peak memory, GB", _memory(run))]
+    health = read_table(run.run_dir / "selection.csv")
+    gates = [_by_layer(health, f"gate_{branch}", f"mean gate, {branch}") for branch in BRANCHES]
+    yield "gates", "Mean gates by layer, first (dark) to last", gates
+    selection = [_by_layer(health, column, title) for column, title in _SELECTION.items()]
+    yield "selection", "Block selection by layer, first (dark) to last", selection
+
+
+def _memory(run: Summary) -> dict[str, Points]:
+    """Return the peaks of each rank from heartbeats, else of rank 0 from metrics.csv."""
+    curves: dict[str, Points] = {
+        f"rank {history.rank}": (
+            [float(step) for step, _ in history.memory] + [float(history.step)],
+            [memory for _, memory in history.memory] + [history.memory[-1][1]],
+        )
+        for history in run.histories
+        if history.memory
+    }
+    return curves or {"rank 0": run.points("memory_gb")}
+
+
+def _by_layer(health: Table, column: str, title: str) -> Panel:
+    curves: dict[str, tuple[list[float], list[float]]] = {}
+    fraction = column not in ("distance", "selector_loss")
+    for row in health.rows:
+        if "layer" in row and math.isfinite(row.get(column, math.nan)):
+            steps, values = curves.setdefault(f"layer {row['layer']:.0f}", ([], []))
+            steps.append(row["step"])
+            values.append(row[column])
+    return Panel(title, curves, ordered=True, fraction=fraction)

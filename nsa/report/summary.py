@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-from nsa.gates.result import GateResult, read_gates
+from nsa.gates.ladder import GateResult, read_gates
 from nsa.monitor.artifacts import Table, ranks, read_table, try_read_text
 from nsa.monitor.history import RankHistory, read_rank
 from nsa.untrusted import parse_yaml

@@ -44,7 +44,7 @@ class Trial:
             self.engine,
             folder,
             CheckpointConfig(**config),
-            agree=self.agreement.raise_together,
+            agree=self.agreement.barrier,
             attachments=ATTACHMENTS,
             on_saved=lambda number, path, stall: self.saved.append((number, path.name, stall)),
             on_failed=lambda error: self.failed.append(str(error)),

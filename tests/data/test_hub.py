@@ -34,7 +34,7 @@ READ = """
 import datasets, json, os, sys, time
 from nsa.data.config import DataConfig
 from nsa.data.hub import open_hub
-from nsa.data.hub_probe import hub_url, probe
+from nsa.data.hub import hub_url, probe
 for job in json.loads(sys.argv[1]):
     start, texts, state = time.monotonic(), [], None
     try:
@@ -365,7 +365,7 @@ def test_an_unresponsive_hub_is_reported_without_retries(
     with serving(tmp_path, mood) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.address)
         if mood == "silent":
-            monkeypatch.setattr("nsa.data.hub_probe.PROBE_SECONDS", 0.5)
+            monkeypatch.setattr("nsa.data.hub.PROBE_SECONDS", 0.5)
         start = time.monotonic()
         with pytest.raises(DataError, match=complaint):
             open_hub(DataConfig(), "fineweb_edu")

@@ -6,13 +6,13 @@ from nsa.engine.consensus import Consensus
 
 dist.init_process_group("gloo")
 consensus = Consensus(slowest=60)
-consensus.raise_together(None)
+consensus.barrier(None)
 print("passed")
 try:
     error = ValueError("rank 1 got no batch") if dist.get_rank() == 1 else None
-    consensus.raise_together(error)
+    consensus.barrier(error)
 except ValueError as raised:
     print("raised:", raised)
-consensus.raise_together(None)
+consensus.barrier(None)
 print("passed again")
 dist.destroy_process_group()

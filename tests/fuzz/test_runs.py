@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 
 from nsa.monitor.history import read_rank
-from nsa.report.report_plots import draw_plots
+from nsa.report.report import draw_plots
 from nsa.report.summary import summarise
 from nsa.watchdog.hang_detector import HangDetector, newest_heartbeats
 from tests.fuzz.hostile import ESCAPE, damaged, files, mutated, run, time_limit, to_json

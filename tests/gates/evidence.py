@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nsa.gates.criteria import Evidence
-from nsa.gates.ladder import Gate, judge, ladder
-from nsa.gates.result import GateResult
+from nsa.gates.criteria import Evidence, judge
+from nsa.gates.ladder import Gate, GateResult, ladder
 from nsa.monitor.artifacts import ranks
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.history import HistoryRecorder, RunHistory

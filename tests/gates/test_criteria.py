@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from nsa.gates.ladder import Gate
-from nsa.gates.result import Criterion, read_gates, record
+from nsa.gates.ladder import Criterion, Gate, read_gates, record
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.config import LadderConfig
 from tests.gates.evidence import gate_at, judge_files

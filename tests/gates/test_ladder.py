@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from nsa.doctor.check import Check
-from nsa.gates.ladder import Gate, ladder, preflight, until
-from nsa.gates.result import Criterion, GateResult, conclude, read_gates, record
+from nsa.gates.criteria import preflight
+from nsa.gates.ladder import (
+    Criterion,
+    Gate,
+    GateResult,
+    conclude,
+    ladder,
+    read_gates,
+    record,
+    until,
+)
 from nsa.monitor.config import LadderConfig
 
 

@@ -7,7 +7,7 @@ import pytest
 from nsa.cli import main
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import to_yaml
-from nsa.gates.result import record
+from nsa.gates.ladder import record
 from nsa.monitor.config import LadderConfig
 from nsa.report.compare import compare_runs
 from tests.gates.evidence import gate_at, judge_files

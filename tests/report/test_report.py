@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.gates.result import record
+from nsa.gates.ladder import record
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.run_folder import cpu_model, write_env
 from nsa.report.report import write_report
