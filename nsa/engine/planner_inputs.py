@@ -9,9 +9,8 @@ from typing import Any
 
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import has_muon, load_ds_config, resolve_ds_config, zero_mode
-from nsa.planner.model import BatchShape, Model
-from nsa.planner.search import MODES, select_checkpointing
-from nsa.planner.traffic import Zero
+from nsa.planner.forecast import MODES, select_checkpointing
+from nsa.planner.model import BatchShape, Model, Zero
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nsa.planner.model import Activations, BatchShape, Model, activations
-from nsa.planner.traffic import Zero
+from nsa.planner.model import Activations, BatchShape, Model, Zero, activations
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Planner inputs `Model` and `BatchShape`, and the activation memory of a micro-batch.
+"""Planner inputs `Model`, `BatchShape` and `Zero`, and the activation memory of a micro-batch.
 
 Byte counts are sums over the tensors that a layer saves for its backward pass, one term each.
 """
@@ -102,6 +102,28 @@ class BatchShape:
     def tokens(self) -> int:
         """This rank's tokens per micro-batch; in attention it has all tokens and fewer heads."""
         return self.seq_len * self.micro_batch // self.ranks_per_sequence
+
+
+@dataclass(frozen=True)
+class Zero:
+    """The ZeRO settings that memory and traffic depend on."""
+
+    stage: int
+    reduce_bytes: int = 2  # bytes per gradient element in a reduction
+    accumulate_bytes: int = 2  # bytes per accumulated gradient element
+    bucket: int = 0  # elements; 0: one collective after the backward pass
+    overlap: bool = False  # buckets are reduced during the backward pass
+    prefetch: int = 0  # stage 3: prefetched parameters
+    persistent: int = 0  # stage 3: parameters that are not sharded
+    persistent_tensors: int = 0  # stage 3: tensors that are not sharded
+    gathers: int = 1  # stage 3: all-gathers of the weights per micro-batch
+    muon: bool = False  # one moment per matrix instead of two
+    offload: bool = False  # to the CPU or NVMe, which no figure accounts for
+
+    @property
+    def bf16_optimizer(self) -> bool:
+        """Whether each rank keeps all gradients in fp32 (BF16_Optimizer)."""
+        return self.stage == 1 and self.accumulate_bytes == 4 and self.bucket == 0
 
 
 def flops_per_token(model: Model, checkpointing: str) -> float:

@@ -17,10 +17,16 @@ import pytest
 from nsa import cli
 from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
-from nsa.planner.model import BatchShape, Model
-from nsa.planner.search import search
-from nsa.planner.step import Hardware, communication_seconds, fits, forecast
-from nsa.planner.traffic import Traffic, Zero, traffic
+from nsa.planner.forecast import (
+    Hardware,
+    Traffic,
+    communication_seconds,
+    fits,
+    forecast,
+    search,
+    traffic,
+)
+from nsa.planner.model import BatchShape, Model, Zero
 from tests.ranks import ROOT
 
 MEASURED = json.loads((ROOT / "docs/benchmarks/comm.json").read_text())

@@ -17,9 +17,9 @@ from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.model import LanguageModel
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ModelConfig
+from nsa.planner.forecast import traffic
 from nsa.planner.memory import memory
-from nsa.planner.model import BatchShape, Model, activations
-from nsa.planner.traffic import Zero, traffic
+from nsa.planner.model import BatchShape, Model, Zero, activations
 from tests.planner.allocations import Allocations
 from tests.planner.toys import BUCKET, toy
 from tests.ranks import ROOT, launch

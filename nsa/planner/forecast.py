@@ -1,0 +1,254 @@
+"""Forecast of a step (traffic, compute, exposed communication), and the search for the fastest.
+
+Traffic is that of a ring: an all-reduce sends 2(n-1)/n of its input, an all-gather (n-1)/n.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from nsa.planner.memory import Memory, memory
+from nsa.planner.model import (
+    BatchShape,
+    Model,
+    Zero,
+    exchange_bytes,
+    exchange_count,
+    flops_per_token,
+)
+
+MODES = ("none", "selective", "reentrant")  # fastest first; the other two cost what reentrant does
+BACKWARD_FRACTION = 2 / 3  # of a micro-batch without recomputation
+RESERVE = 2e9  # bytes: CUDA's context, NCCL's buffers
+FRAGMENTATION = 1.1  # of the caching allocator
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sends, by phase of the step."""
+
+    reduce: float  # gradients, per reduction
+    reductions: int  # per step
+    gather: float  # weights, per step; never overlapped
+    fetch: float  # stage 3: weights, per micro-batch
+    tail: float  # part of each reduction that cannot start before the backward pass ends
+    exchange: float  # sequence parallelism, per step; never overlapped
+    collectives: int  # started per step
+
+    @property
+    def bytes_per_step(self) -> float:
+        zero = self.reduce * self.reductions + self.gather + self.fetch * self.reductions
+        return zero + self.exchange
+
+
+def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
+    """Return ring traffic: an all-reduce sends 2(n-1)/n of its input, an all-gather (n-1)/n."""
+    ring = (ranks - 1) / ranks
+    weights = ring * model.weight_bytes
+    passes = 1 if zero.stage == 3 else 2  # stages 0 to 2 all-reduce
+    reduce = passes * ring * zero.reduce_bytes
+    # Stage 3 gathers sharded weights per micro-batch, and persistent ones after the update.
+    gathered_once = {0: 0, 3: zero.persistent}.get(zero.stage, model.parameters)
+    sharded = model.parameters - zero.persistent if zero.stage == 3 else 0
+    layers = model.parameters - model.embedding  # a bucket for all fills as the pass ends
+    last = min(zero.bucket, model.layer) if zero.bucket < layers else layers
+    return Traffic(
+        reduce=reduce * model.parameters,
+        reductions=batch.accumulation if zero.stage >= 2 else 1,
+        gather=weights * gathered_once,
+        fetch=weights * sharded * zero.gathers,
+        tail=reduce * (model.embedding + last),
+        exchange=batch.accumulation * exchange_bytes(model, batch),
+        collectives=_collectives(model, zero, batch),
+    )
+
+
+def _collectives(model: Model, zero: Zero, batch: BatchShape) -> int:
+    """Count the collectives of a step, including the small ones for grad_norm and overflow."""
+    layers = model.parameters - model.embedding
+    reductions = batch.accumulation if zero.stage >= 2 else 1
+    shared = batch.accumulation * exchange_count(model, batch)
+    if not zero.bucket:  # one reduction, and all-gathers of two parameter groups
+        return shared + (3 if zero.stage else 1)
+    buckets = -(-layers // zero.bucket) + 1  # the embedding has its own
+    if zero.stage == 3:
+        buckets += zero.gathers * (-(-layers // max(zero.prefetch, 1)) + 1)
+        return shared + reductions * buckets + zero.persistent_tensors + 2
+    return shared + reductions * buckets + 4
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Speed of GPUs and links: set by the user or assumed, never measured."""
+
+    flops: float  # dense peak in the training dtype, 1/s
+    mfu: float  # fraction of the peak that a GPU reaches while it computes
+    link: float  # bytes/s from one GPU to its neighbour
+    network: float = math.inf  # bytes/s from one node to the next
+    nodes: int = 1
+    memory: float = math.inf  # bytes of a GPU
+    latency: float = 20e-6  # seconds per collective, times log2(ranks)
+    overlaps: bool = True  # False for gloo, which blocks
+    gather_efficiency: float = 1.0  # all-gather bandwidth / all-reduce bandwidth
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One step of one setting."""
+
+    memory: Memory
+    traffic: Traffic
+    compute: float  # seconds
+    communication: float  # seconds, hidden or exposed
+    exposed: float  # seconds of communication that no computation hides
+    tokens: int  # per step, over all ranks
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def exposed_fraction(self) -> float:
+        return self.exposed / self.seconds
+
+
+def forecast(
+    model: Model, zero: Zero, batch: BatchShape, hardware: Hardware, ranks: int
+) -> Forecast:
+    """Return memory, traffic and time of one optimizer step."""
+    sent = traffic(model, zero, batch, ranks)
+    work = batch.tokens * flops_per_token(model, batch.checkpointing)
+    micro = work / (hardware.flops * hardware.mfu)
+    total, exposed = communication_seconds(sent, zero, batch, hardware, ranks, micro)
+    return Forecast(
+        memory=memory(model, zero, batch, ranks),
+        traffic=sent,
+        compute=micro * batch.accumulation,
+        communication=total,
+        exposed=exposed,
+        tokens=batch.tokens * batch.accumulation * ranks,
+    )
+
+
+def communication_seconds(
+    sent: Traffic, zero: Zero, batch: BatchShape, hardware: Hardware, ranks: int, micro: float
+) -> tuple[float, float]:
+    """Return total and exposed seconds, given micro-batches of `micro` seconds.
+
+    In a ring over several nodes, a node's network carries what one rank sends, so the slower of
+    link and network limits the rate.
+    """
+    across_nodes = min(hardware.link, hardware.network)
+    rate = hardware.link if hardware.nodes == 1 else across_nodes
+    sequence_on_one_node = ranks // hardware.nodes % batch.ranks_per_sequence == 0
+    exchange_rate = hardware.link if sequence_on_one_node else across_nodes
+    latency = sent.collectives * hardware.latency * math.log2(ranks) if ranks > 1 else 0.0
+    reduce, tail = sent.reduce / rate, sent.tail / rate
+    gather, fetch = (
+        part / (rate * hardware.gather_efficiency) for part in (sent.gather, sent.fetch)
+    )
+    blocking = latency + gather + sent.exchange / exchange_rate
+    total = blocking + sent.reductions * (reduce + fetch)
+    if not (zero.overlap and hardware.overlaps):
+        return total, total
+    # Recomputation belongs to the backward pass.
+    recomputes = batch.checkpointing not in ("none", "selective")
+    backward = 3 / 4 if recomputes else BACKWARD_FRACTION
+    late = max(tail, reduce - micro * backward)
+    if zero.stage == 3:  # weights are prefetched, except the first layer's
+        late = max(tail, reduce + fetch - micro)
+    return total, min(total, blocking + sent.reductions * late)
+
+
+def required(memory: Memory) -> float:
+    """Return the bytes of GPU memory that a run needs, with CUDA, NCCL and fragmentation."""
+    return memory.peak * FRAGMENTATION + RESERVE
+
+
+def fits(memory: Memory, hardware: Hardware) -> bool:
+    return required(memory) <= hardware.memory
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A DeepSpeed config and batch, with its forecast."""
+
+    config: str
+    batch: BatchShape
+    forecast: Forecast
+
+
+def search(
+    model: Model, zeros: Mapping[str, Zero], batch: BatchShape, hardware: Hardware, ranks: int
+) -> list[Candidate]:
+    """Return the settings that fit, fastest first.
+
+    Ties go to the larger micro-batch, which keeps a GPU busier than `mfu` models, then to less
+    memory.
+    """
+    candidates = [
+        Candidate(name, split, forecast(model, zero, split, hardware, ranks))
+        for name, zero in zeros.items()
+        for split in _splits(model, batch, ranks)
+    ]
+
+    def order(candidate: Candidate) -> tuple[int, int, int]:
+        step = candidate.forecast
+        return -round(step.tokens_per_second), -candidate.batch.micro_batch, step.memory.peak
+
+    return sorted((c for c in candidates if fits(c.forecast.memory, hardware)), key=order)
+
+
+def compare(
+    model: Model, zeros: Mapping[str, Zero], batch: BatchShape, hardware: Hardware, ranks: int
+) -> list[Candidate]:
+    """Return each config with the same batch, by name."""
+    candidates = []
+    for name, zero in sorted(zeros.items()):
+        mode, _ = select_checkpointing(model, zero, batch, hardware.memory, ranks)
+        shape = replace(batch, checkpointing=mode)
+        candidates.append(Candidate(name, shape, forecast(model, zero, shape, hardware, ranks)))
+    return candidates
+
+
+def select_checkpointing(
+    model: Model,
+    zero: Zero,
+    batch: BatchShape,
+    available: float,
+    ranks: int,
+    modes: Sequence[str] = MODES,
+) -> tuple[str, list[str]]:
+    """Return the batch's mode, for `auto` the fastest of `modes` that fits, and a line on why."""
+    if batch.checkpointing != "auto":
+        return batch.checkpointing, []
+    shapes = {mode: replace(batch, checkpointing=mode) for mode in modes}
+    needs = {mode: required(memory(model, zero, x, ranks)) for mode, x in shapes.items()}
+    fitting = [mode for mode in modes if needs[mode] <= available]
+    selected = fitting[0] if fitting else modes[-1]
+    need = needs.pop(selected)
+    others = ", ".join(f"{mode} would need {size / 1e9:.1f}" for mode, size in needs.items())
+    reason = f"needs about {need / 1e9:.1f} of {available / 1e9:.1f} GB; {others}; "
+    reason += "CUDA, NCCL and fragmentation included"
+    if not fitting:
+        reason += "; does not fit: lower train.micro_batch"
+    return selected, [f"activation checkpointing: {selected} ({reason})"]
+
+
+def _splits(model: Model, batch: BatchShape, ranks: int) -> Iterator[BatchShape]:
+    """Yield every split of a step's sequences; at most `kv_heads` ranks process one sequence."""
+    sequences = batch.micro_batch * batch.accumulation * (ranks // batch.ranks_per_sequence)
+    for parts in range(1, model.config.kv_heads + 1):
+        if any(size % parts for size in (model.config.kv_heads, batch.seq_len, ranks)):
+            continue
+        per_group, rest = divmod(sequences, ranks // parts)
+        for micro_batch, mode in product(range(1, per_group + 1), MODES):
+            if rest == 0 and per_group % micro_batch == 0:
+                yield BatchShape(batch.seq_len, micro_batch, per_group // micro_batch, mode, parts)
