@@ -18,7 +18,7 @@ from nsa.engine.resume import find_initial_weights
 from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
 from nsa.model import flops_per_token, parameter_count
-from nsa.monitor.throughput import memory_gb
+from nsa.monitor.memory import memory_gb
 
 
 def dry_run(request: RunRequest) -> None:

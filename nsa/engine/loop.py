@@ -30,8 +30,8 @@ from nsa.engine.shutdown import Interrupted
 from nsa.gates.criteria import Evidence, judge
 from nsa.gates.ladder import Gate, record
 from nsa.monitor.history import RankHistory
+from nsa.monitor.memory import memory_gb
 from nsa.monitor.observer import StepRecord
-from nsa.monitor.throughput import memory_gb
 
 
 def train(run: Run) -> str:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import platform
-import sys
 import threading
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from typing import Any
 from nsa.atomic_io import append_whole
 from nsa.monitor.artifacts import PHASES, older_part
 from nsa.monitor.history import HistoryRecorder
+from nsa.monitor.memory import initialized_cuda, memory_gb
 from nsa.monitor.observer import warn
 from nsa.monitor.stacks import Collectives
 
@@ -156,7 +156,7 @@ class Heartbeat:
         position = self._position
         if position is not self._measured_at:
             # A hung device may hold its allocator's lock: measure only while the rank moves.
-            self._memory_gb = max(self._memory_gb, _memory_gb(self._device))
+            self._memory_gb = memory_gb(self._device)
             self._measured_at = position
         self._record(
             "progress", gpu_busy=_gpu_busy(self._device), collective=self._collectives.read()
@@ -209,22 +209,6 @@ class _LineFile:
             return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
         except FileNotFoundError:
             return False
-
-
-def initialized_cuda() -> Any | None:
-    """Return `torch.cuda` if this process uses it; imports nothing."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    return cuda if cuda is not None and cuda.is_initialized() else None
-
-
-def _memory_gb(device: int | None) -> float:
-    """Return the allocator's peak on the device, or the process's memory if it uses none."""
-    cuda = initialized_cuda()
-    if cuda is not None:
-        return 0.0 if device is None else cuda.max_memory_allocated(device) / 1e9
-    import psutil  # late: readers of heartbeats need none
-
-    return psutil.Process().memory_info().rss / 1e9
 
 
 def _gpu_busy(device: int | None) -> float | None:

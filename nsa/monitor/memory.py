@@ -1,13 +1,14 @@
-"""Memory snapshots before and after selected steps, and advice when memory runs out."""
+"""Peak memory, snapshots before and after selected steps, and advice when memory runs out."""
 
 from __future__ import annotations
 
 import json
+import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from nsa.monitor.heartbeat import initialized_cuda
 from nsa.monitor.writer import BackgroundWriter
 
 _OOM_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
@@ -70,6 +71,20 @@ class MemorySnapshots:
 
     def _line(self, step: int, when: str) -> dict[str, Any]:
         return {"time": round(time.time(), 3), "step": step, "when": when, **_counters()}
+
+
+def initialized_cuda() -> Any | None:
+    """Return `torch.cuda` if this process uses it; imports nothing."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda if cuda is not None and cuda.is_initialized() else None
+
+
+def memory_gb(device: int | None = None) -> float:
+    """Return the peak so far in 10^9 bytes, of the CUDA device or else of the process."""
+    if (cuda := initialized_cuda()) is not None:
+        return cuda.max_memory_allocated(device) / 1e9
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 def is_out_of_memory(error: BaseException) -> bool:

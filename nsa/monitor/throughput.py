@@ -1,9 +1,7 @@
-"""Throughput, MFU and peak memory."""
+"""Throughput and MFU."""
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,14 +52,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         return None
     column = {"bf16": 0, "fp16": 0, "fp32": 1}.get(precision)
     return None if column is None else peaks[column] * 1e12
-
-
-def memory_gb() -> float:
-    """Return the peak so far in 10^9 bytes, of the CUDA device or else of the process."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 1e9
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return resident * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 @dataclass(frozen=True)

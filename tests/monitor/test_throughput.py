@@ -4,7 +4,8 @@ import numpy as np
 import psutil
 import pytest
 
-from nsa.monitor.throughput import Throughput, memory_gb, peak_flops
+from nsa.monitor.memory import memory_gb
+from nsa.monitor.throughput import Throughput, peak_flops
 
 
 class Clock:
