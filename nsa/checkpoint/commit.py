@@ -183,8 +183,9 @@ def describe_write_error(error: BaseException, path: Path) -> str:
     number = getattr(error, "errno", None)
     first_line = (str(error).strip().splitlines() or [""])[0]
     cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line}"
-    free = _free_bytes(path)
-    if number == errno.ENOSPC and _free_inodes(path) == 0:
+    disk = _disk_of(path)
+    free = disk and disk.f_bavail * disk.f_frsize
+    if number == errno.ENOSPC and disk and disk.f_files and not disk.f_favail:
         return f"{path}: the file system holds as many files as it can; delete some files"
     if number in NO_SPACE or (number is None and free is not None and free < NEARLY_FULL):
         left = "" if free is None else f" ({free / 1e6:,.1f} MB are free)"
@@ -195,17 +196,8 @@ def describe_write_error(error: BaseException, path: Path) -> str:
     return f"{path}: {cause}"
 
 
-def _free_inodes(path: Path) -> int | None:
-    """Return how many more files fit; None if the file system sets no limit."""
+def _disk_of(path: Path) -> os.statvfs_result | None:
     for folder in path.parents:
         with contextlib.suppress(OSError):
-            disk = os.statvfs(folder)
-            return disk.f_favail if disk.f_files else None
-    return None
-
-
-def _free_bytes(path: Path) -> int | None:
-    for folder in path.parents:
-        with contextlib.suppress(OSError):
-            return shutil.disk_usage(folder).free
+            return os.statvfs(folder)
     return None

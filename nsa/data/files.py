@@ -24,6 +24,7 @@ from nsa.data.source import (
     State,
     missing_field,
     not_text,
+    text_of,
 )
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -238,13 +239,9 @@ def _text_of_line(line: bytes, location: str, field: str) -> bytes | None:
             f"{location}: a {type(record).__name__}, not an object with the field {field!r} "
             "(data.text_field); fix or remove it"
         )
-    if field not in record:
-        raise DataError(f"{location}: {missing_field(field, list(record))}")
-    text = record[field]
+    text = text_of(record, field, location)
     if text is None:
         return None
-    if not isinstance(text, str):
-        raise DataError(f"{location}: {not_text(field, type(text).__name__)}")
     try:
         return text.encode()
     except UnicodeEncodeError:  # a lone surrogate such as "\ud800" is valid JSON

@@ -29,6 +29,7 @@ from nsa.data.source import (
     State,
     missing_field,
     not_text,
+    text_of,
 )
 from nsa.probes import in_background, with_timeout
 
@@ -155,14 +156,6 @@ class Hub:
         if kind not in ("string", "large_string"):
             raise DataError(f"{self.name}: {not_text(self._field, kind)}")
 
-    def _text_of(self, record: dict[str, Any]) -> bytes:
-        if self._field not in record:
-            raise DataError(f"{self.name}: {missing_field(self._field, list(record))}")
-        text = record[self._field]
-        if text is not None and not isinstance(text, str):
-            raise DataError(f"{self.name}: {not_text(self._field, type(text).__name__)}")
-        return (text or "").encode("utf-8", "replace")
-
     def read(self, state: State | None = None) -> Reader:
         from datasets.distributed import split_dataset_by_node
 
@@ -210,9 +203,10 @@ class Hub:
             )
             for number, record in enumerate(rows[consumed:], consumed + 1):
                 total += 1
-                if text := self._text_of(record):
+                if text := text_of(record, self._field, self.name):
                     cursor = {"rows": total, "dataset": before, "given": number}
-                    yield Document(text, f"{name}: row {total}"), state | cursor
+                    document = Document(text.encode("utf-8", "replace"), f"{name}: row {total}")
+                    yield document, state | cursor
             if error is not None:
                 raise _broke_off(name, total, error) from error
             if not rows:

@@ -112,6 +112,16 @@ def not_text(field: str, kind: str) -> str:
     return f"the field {field!r} holds {kind}, not text; set data.text_field to one that holds text"
 
 
+def text_of(record: dict[str, Any], field: str, location: str) -> str | None:
+    """Return the text of a record; raise a DataError if it has none, but not for null."""
+    if field not in record:
+        raise DataError(f"{location}: {missing_field(field, list(record))}")
+    text = record[field]
+    if text is not None and not isinstance(text, str):
+        raise DataError(f"{location}: {not_text(field, type(text).__name__)}")
+    return text
+
+
 def in_memory(name: str) -> bool:
     """Return whether a source is small, so that it is tokenised when opened."""
     return name in IN_MEMORY or name.startswith("embedded:")

@@ -1,7 +1,7 @@
 """Rank checks: same code, config and versions on all ranks, clocks, and a verified all-reduce.
 
-Every wait has a time limit: ranks exchange results over gloo with a timeout and run the all-reduce
-in a thread. All ranks return the same list, so none raises alone.
+The all-reduce runs in a thread with a time limit. All ranks return the same list, so none raises
+alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from nsa.probes import package_version, with_timeout
 if TYPE_CHECKING:
     import torch
 
-TIMEOUT = timedelta(minutes=5)  # of an exchange; a rank may start late
 _TIMED_ROUNDS = 3  # all-reduces to time, after one to verify
 _SLOW = 2.0  # GB/s; even PCIe 3.0 through the CPU is faster
 _MAX_SKEW = 1.0  # seconds
@@ -57,6 +55,7 @@ class RankFacts:
 def rank_checks(
     *,
     device: torch.device,
+    gather: Callable[[Any], list[Any]],
     config: str = "",
     node: Sequence[Check] = (),
     megabytes: int | None = None,
@@ -65,40 +64,28 @@ def rank_checks(
 ) -> list[Check]:
     """Compare all ranks and time an all-reduce; returns the same list on each rank.
 
-    `node`: this rank's node checks, which every rank's list includes. `megabytes`: size of the
-    all-reduce, by default 256 on GPUs and 4 on CPUs; `seconds`: its time limit. After a failed
-    all-reduce the process group must not be used.
+    `gather` returns every rank's value on every rank, in any state of the GPUs. `node`: this rank's
+    node checks, which every rank's list includes. `megabytes`: size of the all-reduce, by default
+    256 on GPUs and 4 on CPUs; `seconds`: its time limit. After a failed all-reduce the default
+    process group must not be used.
     """
-    import torch.distributed as dist
-
-    if dist.get_world_size() == 1:
-        return [*node, Check("ranks", SKIP, "one rank: nothing to compare")]
     on_gpu = device.type == "cuda"
     megabytes = megabytes or (256 if on_gpu else 4)
-    group = dist.new_group(backend="gloo", timeout=TIMEOUT)  # works in any state of the GPUs
-
-    def gather(value: Any) -> list[Any]:
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=group)
-        return values
-
-    try:
-        ranks: list[RankFacts] = gather(_facts(config, device, list(node)))
-        dist.barrier(group)
-        clocks = gather(clock())
-        several = len({facts.host for facts in ranks}) > 1
-        checks = [
-            replace(check, name=f"{check.name} ({facts.host})") if several else check
-            for facts in ranks
-            for check in facts.checks
-        ]
-        checks += [*compare(ranks), clock_check(clocks, ranks)]
-        if any(check.name == "devices" and check.status == FAIL for check in checks):
-            return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]
-        results = gather(_all_reduce_within(seconds, device, megabytes * _MB))
-        return [*checks, all_reduce_check(results, megabytes, on_gpu)]
-    finally:
-        dist.destroy_process_group(group)
+    ranks: list[RankFacts] = gather(_facts(config, device, list(node)))
+    if len(ranks) == 1:
+        return [*node, Check("ranks", SKIP, "one rank: nothing to compare")]
+    clocks = gather(clock())  # all read right after the exchange of facts
+    several = len({facts.host for facts in ranks}) > 1
+    checks = [
+        replace(check, name=f"{check.name} ({facts.host})") if several else check
+        for facts in ranks
+        for check in facts.checks
+    ]
+    checks += [*compare(ranks), clock_check(clocks, ranks)]
+    if any(check.name == "devices" and check.status == FAIL for check in checks):
+        return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]
+    results = gather(_all_reduce_within(seconds, device, megabytes * _MB))
+    return [*checks, all_reduce_check(results, megabytes, on_gpu)]
 
 
 def code_fingerprint(root: Path | None = None) -> str:
@@ -139,7 +126,7 @@ def compare(ranks: Sequence[RankFacts]) -> list[Check]:
 
 
 def clock_check(clocks: Sequence[float], ranks: Sequence[RankFacts]) -> Check:
-    """Compare clocks that were read right after a barrier."""
+    """Compare clocks that were read at the same time."""
     skews = [seconds - clocks[0] for seconds in clocks]
     worst = max(range(len(skews)), key=lambda rank: abs(skews[rank]))
     if abs(skews[worst]) > _MAX_SKEW:

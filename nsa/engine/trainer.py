@@ -113,6 +113,7 @@ def build(run: Run) -> None:
     run.telemetry = RankTelemetry(request, run.ranks, run.state)
     checks = rank_checks(
         device=run.device,
+        gather=run.consensus.gather,
         config="".join(request.config_files().values()),
         node=run.node_checks,
     )

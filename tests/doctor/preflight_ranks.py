@@ -14,6 +14,7 @@ import torch.distributed as dist
 from nsa.doctor import ranks
 from nsa.doctor.check import Check
 from nsa.doctor.ranks import rank_checks
+from nsa.engine.consensus import Consensus
 
 CPU = torch.device("cpu")
 all_reduce = dist.all_reduce
@@ -40,10 +41,12 @@ def broken(buffer: torch.Tensor) -> None:
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
+gather = Consensus(slowest=60).gather
 other = rank == 1
 config = "train:\n  steps: 300\n  seed: 1\n"
 results = {
     "healthy": rank_checks(
+        gather=gather,
         config=config,
         device=CPU,
         node=[Check("disk", "warn", "nearly full", "free some")] if other else [],
@@ -52,6 +55,7 @@ results = {
 if other:
     ranks.code_fingerprint = lambda: "0123456789ab"
 results["different"] = rank_checks(
+    gather=gather,
     config=config.replace("300", "400") if other else config,
     device=CPU,
     megabytes=1,
@@ -63,7 +67,7 @@ for fault, link, limit in (
     ("broken", broken, 60.0 if other else 0.2),
 ):
     dist.all_reduce = link
-    results[fault] = rank_checks(device=CPU, megabytes=1, seconds=limit)
+    results[fault] = rank_checks(gather=gather, device=CPU, megabytes=1, seconds=limit)
 dist.all_reduce = all_reduce
 print(json.dumps({name: [asdict(check) for check in checks] for name, checks in results.items()}))
 dist.barrier()
