@@ -7,7 +7,6 @@ missing, the reason is its result. Notes say where one computes something differ
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -23,6 +22,7 @@ from nsa.bench.implementations import Implementation
 from nsa.bench.inputs import Inputs
 from nsa.bench.options import Shape
 from nsa.ops import NSASpec, window_attention
+from nsa.probes import package_version
 
 KERNELS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
@@ -87,10 +87,9 @@ def flex(inputs: Inputs, spec: NSASpec | None) -> Implementation:
     all heads share it, because FlexAttention skips blocks of 128 x 128. Without a compressed
     branch it is a lower bound of what the pattern could cost there.
     """
-    device, seq_len = inputs.q.device, inputs.q.shape[1]
-    mask = block_mask(seq_len, spec, device)
+    mask = block_mask(inputs.q.shape[1], spec, inputs.q.device)
     attend: Callable[..., Tensor] = flex_attention
-    if device.type == "cuda":
+    if inputs.q.is_cuda:
         attend = compiled_flex()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -154,14 +153,11 @@ def versions() -> dict[str, str]:
     result = {}
     for name, (_, distribution) in LIBRARIES.items():
         try:
-            module = load(name)
+            folder = f"not installed, from {load(name).__file__}"
         except ImportError as error:
             result[name] = str(error)
-            continue
-        try:
-            result[name] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            result[name] = f"not installed, from {module.__file__}"
+        else:
+            result[name] = package_version(distribution) or folder
     return result
 
 
@@ -212,7 +208,7 @@ class _Mean(nn.Module):
 
 def pytorch_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
     """native-sparse-attention-pytorch's module without its projections, φ a mean."""
-    on_gpu = inputs.q.device.type == "cuda"
+    on_gpu = inputs.q.is_cuda
     if shape.key != shape.value:
         raise ValueError("its keys and values have one size")
     if on_gpu and (shape.key > 128 or 16 % shape.group):
@@ -243,10 +239,6 @@ def pytorch_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
     note = "takes packed q, k and v; RoPE and the gate projection included; no forced first block"
     note += "; its selected branch computes in fp16" * on_gpu
     return Implementation(run, packed, note=note)
-
-
-def _has_flash_attention() -> bool:
-    return find_spec("flash_attn") is not None or find_spec("flash_attn_interface") is not None
 
 
 def _packed(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
@@ -304,7 +296,7 @@ def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implement
         o = module(q, k, v, logits, offsets) if whole else parts(q, k, v, logits)
         return o.unflatten(0, inputs.q.shape[:2])
 
-    whole = _has_flash_attention()
+    whole = any(map(find_spec, ("flash_attn", "flash_attn_interface")))
     logits = torch.logit(inputs.gates.flatten(0, 1).float(), 1e-3).to(inputs.gates.dtype)
     note = SHARED + "; gates are logits" + ("" if whole else OUR_WINDOW)
     return Implementation(run, *qkv, logits, note=note)

@@ -1,16 +1,28 @@
-"""Compile kernel launches for several chips and check shared memory, spills and tensor cores."""
+"""The compile gate: compile kernel launches for several chips without a GPU, check their limits.
+
+Shared memory, spilled registers and tensor cores, as read from the binary of each launch.
+"""
 
 from __future__ import annotations
 
+import importlib
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.driver import driver
 
-from nsa.bench.compiled import CHIPS, Facts, Variant, compile_variant
+from nsa.bench.hazards import overwritten
 from nsa.bench.kernel_launches import Case
 from nsa.ops.triton.launch import Launch
 
@@ -20,21 +32,154 @@ MAX_SPILLED = 96
 MAX_SPILLED_FIRST = 24  # what runs where nothing was tuned: at most six registers
 # float32, for checks only: its products take three passes, so heads above 128 spill with any tile.
 MAX_SPILLED_FP32 = 320
+LINE = "{:<26} {:<58} {:>14} {:<6} {:>9} {:>4} {:>6} {:>6} {:>6} {:>7}  {}"  # of the table
 
-_COLUMNS = "{:<26} {:<58} {:>14} {:<6} {:>9} {:>4} {:>6} {:>6} {:>6} {:>7}  {}"
-_HEADER = _COLUMNS.format(
-    "kernel",
-    "call",
-    "config",
-    "chip",
-    "shared KB",
-    "regs",
-    "spill",
-    "tensor",
-    "async",
-    "blocks",
-    "",
+# In PTX: instructions of the tensor cores; Hopper's product with its left operand in registers.
+TENSOR_CORE = re.compile(
+    r"^\s*(?:@\S+\s+)?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", re.MULTILINE
 )
+ASYNCHRONOUS = re.compile(r"^\s*(?:@\S+\s+)?(?:wgmma\.mma_async|tcgen05\.mma)", re.MULTILINE)
+FROM_REGISTERS = re.compile(r"\bwgmma\.mma_async\S* \{[^}]*\}, *\{")
+# In Triton's IR: products, and those with a blocked layout, done by multiply-adds.
+PRODUCT = re.compile(r"\btt\.dot(?:_scaled)?\b")
+PLAIN_PRODUCT = re.compile(r"\btt\.dot\b.*-> tensor<[^>]*#blocked")
+
+
+@dataclass(frozen=True)
+class ChipLimits:
+    """A GPU's limits; bytes of shared memory per block and per multiprocessor."""
+
+    capability: int
+    shared: int
+    shared_per_sm: int
+    registers_per_sm: int = 65_536
+    warps_per_sm: int = 64
+    blocks_per_sm: int = 32
+    tensor_memory: int = 512  # columns; only sm_100 has any
+
+
+CHIPS = {
+    "sm_80": ChipLimits(80, 163 * 1024, 164 * 1024),
+    "sm_90": ChipLimits(90, 227 * 1024, 228 * 1024),
+    "sm_100": ChipLimits(100, 227 * 1024, 228 * 1024),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation, picklable; variants with the same `repr` give the same binary.
+
+    A launch on such a chip finds the binary in Triton's disk cache.
+    """
+
+    module: str
+    kernel: str
+    signature: dict[str, str]
+    constants: dict[Any, Any]  # position: value
+    attributes: dict[Any, Any]  # position: names and numbers
+    options: dict[str, int]
+    chip: str
+
+    @classmethod
+    def of(cls, launch: Launch, chip: str) -> Variant:
+        """What Triton would compile for this launch on this chip.
+
+        Triton's own launch code decides, up to its compile hook: the rules change with its version.
+        """
+        fn, config, hooked = launch.kernel.fn, launch.config, []
+
+        def skip_compiling(*, compile: dict[str, Any], **_: Any) -> bool:
+            hooked.append(compile)
+            return True
+
+        with triton.knobs.runtime.scope():
+            triton.knobs.runtime.jit_cache_hook = skip_compiling
+            # The part of a GPU driver that Triton uses before it compiles.
+            no_device = SimpleNamespace(
+                get_current_device=lambda: chip,
+                get_current_stream=lambda device: 0,
+                get_current_target=lambda: _target(chip),
+            )
+            driver.set_active(no_device)
+            try:
+                arguments = {**launch.arguments, **launch.constants, **config.options()}
+                launch.kernel.warmup(grid=launch.grid, **arguments)
+            finally:
+                with suppress(RuntimeError):  # without a GPU there is no driver to restore
+                    driver.reset_active()
+        (spec,) = hooked
+        parts = spec["signature"], spec["constants"], spec["configs"][0]
+        return cls(fn.__module__, fn.__qualname__, *parts, config.options(), chip)
+
+    def source(self) -> ASTSource:
+        """The argument of `triton.compile`."""
+        fn = getattr(importlib.import_module(self.module), self.kernel)
+        return ASTSource(fn, self.signature, self.constants, self.attributes)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Figures of a compiled variant."""
+
+    shared: int  # bytes per block
+    tensor_memory: int  # columns per block
+    registers: int  # per thread
+    spilled: int  # bytes per thread
+    products: int  # in the source
+    plain_products: int  # without tensor cores
+    tensor_core: int  # instructions
+    asynchronous: int  # of them; wgmma and tcgen05, which take tiles of 64 rows or more
+    overwritten: int  # products whose operand is overwritten while they run
+    blocks_per_sm: int
+
+
+def compile_variant(variant: Variant) -> Facts:
+    """Compile to the chip's binary and read it."""
+    chip, warps = CHIPS[variant.chip], variant.options["num_warps"]
+    compiled: Any = triton.compile(
+        variant.source(), target=_target(variant.chip), options=variant.options
+    )
+    cubin, ptx, metadata = compiled.asm["cubin"], compiled.asm["ptx"], compiled.metadata
+    # Triton uses stack and local memory for spills alone.
+    usage = _tool_output(cubin, triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
+    functions = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert functions, usage
+    registers = max(int(count) for count, _, _ in functions)
+    tensor_memory = getattr(metadata, "tmem_size", None) or 0
+    hazards = 0
+    if FROM_REGISTERS.search(ptx):
+        hazards = len(overwritten(_tool_output(cubin, triton.knobs.nvidia.nvdisasm.path, "-c")))
+    return Facts(
+        shared=metadata.shared,
+        tensor_memory=tensor_memory,
+        registers=registers,
+        spilled=max(int(stack) + int(local) for _, stack, local in functions),
+        products=len(PRODUCT.findall(compiled.asm["ttir"])),
+        plain_products=len(PLAIN_PRODUCT.findall(compiled.asm["ttgir"])),
+        tensor_core=len(TENSOR_CORE.findall(ptx)),
+        asynchronous=len(ASYNCHRONOUS.findall(ptx)),
+        overwritten=hazards,
+        blocks_per_sm=min(
+            chip.blocks_per_sm,
+            chip.warps_per_sm // warps,
+            # Registers are allocated by 256 per warp; the system takes 1 KB of shared memory.
+            chip.registers_per_sm // (-(-registers * 32 // 256) * 256 * warps),
+            chip.shared_per_sm // (metadata.shared + 1024),
+            chip.tensor_memory // max(tensor_memory, 1),
+        ),
+    )
+
+
+def _tool_output(cubin: bytes, *tool: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [*tool, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _target(chip: str) -> GPUTarget:
+    return GPUTarget("cuda", CHIPS[chip].capability, 32)
 
 
 def check(
@@ -46,7 +191,8 @@ def check(
     for case, launch, chip in launches:
         variant = Variant.of(launch, chip)
         distinct.setdefault(repr(variant), (variant, case, launch))
-    print(_HEADER)
+    heads = "kernel", "call", "config", "chip", "shared KB", "regs", "spill", "tensor", "async"
+    print(LINE.format(*heads, "blocks", ""))
     rows, failures = [], []
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         over: Callable[..., Iterable[Any]] = map if jobs == 1 else pool.map
@@ -98,8 +244,7 @@ def _try_compile(variant: Variant) -> Facts | str:
 def _line(variant: Variant, case: Case, config: str, facts: Facts | str, errors: list[str]) -> str:
     figures: tuple[object, ...] = ("",) * 6
     if isinstance(facts, Facts):
-        shared = f"{facts.shared / 1024:.1f}"
-        products = facts.tensor_core, facts.asynchronous
-        figures = shared, facts.registers, facts.spilled, *products, facts.blocks_per_sm
+        figures = f"{facts.shared / 1024:.1f}", facts.registers, facts.spilled
+        figures += facts.tensor_core, facts.asynchronous, facts.blocks_per_sm
     words = variant.kernel, str(case), config, variant.chip, *figures, "; ".join(errors)
-    return _COLUMNS.format(*words)
+    return LINE.format(*words)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from nsa.bench.inputs import Inputs, mean_pool, neighbour_overlap
 from nsa.bench.options import Shape, add_gpu_flags, choice
 from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table, ratio
 from nsa.ops import NSASpec, compressed_attention, nsa_attention, select_blocks, selected_attention
-from nsa.report.plots import Panel, Points, draw
+from nsa.report.plots import Panel, draw
 
 SPEC = NSASpec()
 KINDS = ("module", "peers", "same-pattern", "parts")
@@ -192,20 +193,14 @@ def _print(row: dict[str, Any]) -> None:
 
 def _plot(rows: list[dict[str, Any]], out: Path) -> None:
     """Milliseconds per sequence, forward and backward: a panel per shape and kind, log axes."""
-    curves: dict[str, dict[str, dict[int, float]]] = {}
-    for row in rows:
+    curves: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
+    for row in sorted(rows, key=itemgetter("length")):
         panel = f"{row['shape']}, {row['kind']}: ms, forward and backward"
         for name, result in row["implementations"].items():
             ms = figure(result, "forward_backward")
             if ms is not None:
-                points = curves.setdefault(panel, {}).setdefault(name, {})
-                points[row["length"]] = ms / row["batch"]
-    common: dict[str, Any] = {"marked": True, "x_doubles": True, "logarithmic": True}
-    panels = []
-    for title, points_of in curves.items():
-        lines: dict[str, Points] = {
-            name: (sorted(points), [points[length] for length in sorted(points)])
-            for name, points in points_of.items()
-        }
-        panels.append(Panel(title, lines, x="sequence length", **common))
-    draw(panels, out)
+                lengths, times = curves.setdefault(panel, {}).setdefault(name, ([], []))
+                lengths.append(row["length"])
+                times.append(ms / row["batch"])
+    axes: dict[str, Any] = {"x": "sequence length", "x_doubles": True, "logarithmic": True}
+    draw([Panel(title, lines, marked=True, **axes) for title, lines in curves.items()], out)

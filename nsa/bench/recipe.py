@@ -101,7 +101,9 @@ def _launch(
                 time.sleep(POLL_SECONDS)
                 if until is not None and until():
                     outcome, until = "killed", None
-                    os.kill(_rank_pid(flags.run_dir), signal.SIGKILL)
+                    beat = last_beat(flags.run_dir / "heartbeat_rank0.jsonl")
+                    assert beat is not None  # the rank has logged a step
+                    os.kill(int(beat["pid"]), signal.SIGKILL)
                 if time.monotonic() > end:
                     outcome = "out of time"
                     break
@@ -129,13 +131,6 @@ def _ready_to_kill(flags: argparse.Namespace) -> bool:
     rows = _rows(flags.run_dir)
     logged = bool(rows) and (rows[-1]["step"] or 0) >= flags.kill_at
     return logged and bool(complete_by_size(flags.run_dir / "checkpoints"))
-
-
-def _rank_pid(run_dir: Path) -> int:
-    beat = last_beat(run_dir / "heartbeat_rank0.jsonl")
-    if beat is None:
-        raise RuntimeError(f"{run_dir}: no heartbeat, so the rank's process is not known")
-    return int(beat["pid"])
 
 
 def _rows(run_dir: Path) -> Rows:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any, TypeVar
@@ -21,6 +18,7 @@ from nsa.atomic_io import atomic_write_text
 from nsa.bench.measure import DeviceLost, Step, recover, time_alternating
 from nsa.dtypes import DTYPES
 from nsa.monitor.run_folder import cpu_model
+from nsa.probes import output_of, package_version
 
 Result = dict[str, Any]
 T = TypeVar("T")
@@ -136,6 +134,25 @@ def pick_device(name: str) -> torch.device:
 
 def environment(arguments: Sequence[str], device: torch.device) -> dict[str, Any]:
     """Date, command, hardware and software of a benchmark."""
+    hardware: dict[str, Any] = {
+        "device": device.type,
+        "triton": package_version("triton"),
+        "flash_attn": package_version("flash_attn"),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
+        query = output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
+        hardware |= {
+            "name": properties.name,
+            "capability": f"sm_{properties.major}{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": properties.L2_cache_size,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "nvidia_smi": dict(zip(fields.split(","), query.strip().split(", "), strict=False)),
+        }
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python -m nsa.bench", *arguments]),
@@ -143,39 +160,8 @@ def environment(arguments: Sequence[str], device: torch.device) -> dict[str, Any
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "hardware": _hardware(device),
+        "hardware": hardware,
     }
-
-
-def _hardware(device: torch.device) -> dict[str, Any]:
-    facts: dict[str, Any] = {"device": device.type}
-    for package in ("triton", "flash_attn"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            facts[package] = importlib.metadata.version(package)
-    if device.type != "cuda":
-        return facts
-    properties = torch.cuda.get_device_properties(device)
-    return facts | {
-        "name": properties.name,
-        "capability": f"sm_{properties.major}{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory_bytes": properties.total_memory,
-        "l2_bytes": properties.L2_cache_size,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "nvidia_smi": _nvidia_smi(),
-    }
-
-
-def _nvidia_smi() -> dict[str, str] | None:
-    """Driver, clocks and limits; read only, the GPU's settings stay as they are."""
-    fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return dict(zip(fields.split(","), done.stdout.strip().split(", "), strict=False))
 
 
 def to_json(result: Mapping[str, Any]) -> str:

@@ -93,6 +93,8 @@ def run(report: Report) -> None:
 
 def _case(seq_len: int, report: Report) -> None:
     flags, device = report.flags, report.device
+    chip = report.data["environment"]["hardware"].get("name", "")
+    peak = peak_flops(chip, report.dtype_name)  # None if unknown
     ids, labels = random_batch(flags, seq_len, device)
     batch = len(ids)
     configs = {kind: model_config(flags, kind, report) for kind in flags.kinds}
@@ -114,7 +116,7 @@ def _case(seq_len: int, report: Report) -> None:
             result["tokens_per_s"] = batch * seq_len / result["loop_ms"] * 1e3
             for name, dense in (("mfu", False), ("mfu_as_if_dense", True)):
                 flops = flops_per_token(configs[kind], seq_len, dense_equivalent=dense)
-                result[name] = _mfu(result["tokens_per_s"] * flops, report)
+                result[name] = ratio(result["tokens_per_s"] * flops, peak)
     over_dense = {}
     if set(KINDS) <= results.keys():
         over_dense = {
@@ -164,13 +166,6 @@ def _loop_ms(step: Step, device: torch.device) -> float:
         step()
     synchronize(device)
     return (time.perf_counter() - start) * 1e3 / LOOP
-
-
-def _mfu(flops_per_s: float, report: Report) -> float | None:
-    """Model FLOPs utilisation; None if the chip's peak is unknown."""
-    name = report.data["environment"]["hardware"].get("name", "")
-    peak = peak_flops(name, report.dtype_name)
-    return None if peak is None else flops_per_s / peak
 
 
 def _print(title: str, results: dict[str, Result]) -> None:

@@ -183,15 +183,14 @@ def _fields(option: Option) -> dict[str, Any]:
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """A line per candidate."""
-    header = ["operation, sizes, dtype, length", "rows", "keys", "warps", "stages", "registers"]
-    lines = [[*header, "ms", ""]]
+    lines = [["operation, sizes, dtype, length", "rows/keys/warps/stages/registers", "ms", ""]]
     errors: dict[str, Result] = {}
     for row in rows:
         for candidate in row["candidates"]:
             ms, config = figure(candidate, "ms"), candidate["config"]
             verdict = "kept" if config == row["best"] else "" if ms else "fails"
-            numbers = ["" if number is None else str(number) for number in config.values()]
-            lines.append([row["key"], *[*numbers, "", "", "", ""][:5], cell(ms), verdict])
-            errors[f"{row['key']} {'/'.join(filter(None, numbers))}"] = candidate
+            option = "/".join(str(number) for number in config.values() if number is not None)
+            lines.append([row["key"], option, cell(ms), verdict])
+            errors[f"{row['key']} {option}"] = candidate
     print_table(lines)
     print_errors(errors)

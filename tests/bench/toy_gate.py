@@ -21,9 +21,9 @@ import triton
 from triton.compiler import CompiledKernel
 
 import nsa.ops.triton
-from nsa.bench import compile_gate, compiled, kernel_launches
+from nsa.bench import compile_gate, kernel_launches
 from nsa.bench.__main__ import main as bench
-from nsa.bench.compiled import CHIPS, Variant
+from nsa.bench.compile_gate import CHIPS, Variant
 from nsa.bench.kernel_launches import OPERATIONS, SUBSET, Case, record
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import launch, recording
@@ -164,7 +164,7 @@ class Device:
 
 def found_in_the_cache() -> list[bool]:
     """Whether a launch hits the cache: one that the gate compiled, and another."""
-    compiled.compile_variant(variant_of_all())
+    compile_gate.compile_variant(variant_of_all())
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda **facts: hits.append(facts["cache_hit"])
     triton.runtime.driver.set_active(Device())
