@@ -1,43 +1,42 @@
 """Kernel launches of every operation, recorded on the `meta` device.
 
-The library's own launchers run under `recording()`, once per candidate config, so what is compiled
-and checked is what runs on a GPU.
+The library's own functions and launchers run under `recording()`, once per candidate config, so
+what is compiled and checked is what runs on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.bench.options import SHAPES
 from nsa.dtypes import DTYPES
-from nsa.ops.inputs import PackedLayout, RotaryPoolInputs, SelectionInputs
-from nsa.ops.triton.activation import PackedGates, swiglu_backward, swiglu_forward
-from nsa.ops.triton.band_op import Band, band_backward, band_forward
-from nsa.ops.triton.configs import Choice, choosing_for, override_choices
-from nsa.ops.triton.cross_entropy import cross_entropy_
-from nsa.ops.triton.decode import DecodeInputs, decode_forward
-from nsa.ops.triton.embedding import add_token_gradients_
-from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
-from nsa.ops.triton.launch import Launch, recording
-from nsa.ops.triton.normalization import (
-    AddNorm,
-    Norm,
-    add_rms_norm_backward,
-    add_rms_norm_forward,
-    rms_norm_backward,
-    rms_norm_forward,
+from nsa.ops import (
+    PackedLayout,
+    add_rms_norm,
+    compressed_attention,
+    nsa_attention,
+    rotary_pool,
+    select_blocks,
+    selected_attention,
+    swiglu,
+    tied_embedding,
+    window_attention,
 )
-from nsa.ops.triton.rotary import rotary_pool_backward, rotary_pool_forward
-from nsa.ops.triton.select import select_forward
-from nsa.ops.triton.selected_op import Selected, selected_backward, selected_forward
+from nsa.ops.cross_entropy import cross_entropy_
+from nsa.ops.custom_op import IMPLEMENTATIONS
+from nsa.ops.decode import decode_attention
+from nsa.ops.triton.configs import choosing_for, override_choices
+from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
 
 MAX_CANDIDATES = 4  # per operation, as nsa.ops.triton.configs promises
-PAPER, SCALE, DOCUMENTS = NSASpec(), 0.125, 5
+PAPER, DOCUMENTS = NSASpec(), 5
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,34 @@ class Case:
     packed: bool
     spec: NSASpec = PAPER
 
-    def tensors(self, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k, v and cu_seqlens on the `meta` device."""
-        q, k, v = (
-            torch.empty(1, length, heads, size, dtype=DTYPES[self.dtype], device="meta")
-            for length, heads, size in (
-                (self.seq_len, self.heads, self.key),
-                (keys, self.kv_heads, self.key),
-                (keys, self.kv_heads, self.value),
-            )
-        )
-        cu_seqlens = torch.empty(DOCUMENTS + 1, dtype=torch.int32, device="meta")
-        return q, k, v, cu_seqlens if self.packed else None
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor on the `meta` device; in the case's dtype it gets a gradient."""
+        wanted = dtype or DTYPES[self.dtype]
+        return torch.empty(shape, dtype=wanted, device="meta", requires_grad=dtype is None)
+
+    @property
+    def q(self) -> Tensor:
+        return self.empty(1, self.seq_len, self.heads, self.key)
+
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of every position."""
+        return self._pair(self.seq_len)
+
+    @property
+    def blocks(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the compressed blocks."""
+        return self._pair(self.spec.compressed_len(self.seq_len))
+
+    def _pair(self, length: int) -> tuple[Tensor, Tensor]:
+        k, v = (self.empty(1, length, self.kv_heads, size) for size in (self.key, self.value))
+        return k, v
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Documents and backend."""
+        cu_seqlens = self.empty(DOCUMENTS + 1, dtype=torch.int32) if self.packed else None
+        return {"cu_seqlens": cu_seqlens, "backend": "triton"}
 
     @property
     def pattern(self) -> str:
@@ -80,123 +95,120 @@ class Case:
         return " ".join(words)
 
 
-def _compressed(case: Case) -> None:
-    keys = case.spec.compressed_len(case.seq_len)
-    _band(case, keys, [case.spec.block_len, case.spec.block_stride, 0])
+class Launchers(TorchDispatchMode):
+    """Runs the launchers of custom ops, of which `meta` tensors otherwise see the fake kernels."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return IMPLEMENTATIONS.get(func._schema.name, func)(*args, **(kwargs or {}))
 
 
-def _window(case: Case) -> None:
-    _band(case, case.seq_len, [1, 1, case.spec.window])
+def _with_gradients(call: Callable[[Case], Iterable[Tensor]]) -> Callable[[Case], None]:
+    """Run a call's launchers, forward and backward."""
+
+    def run(case: Case) -> None:
+        with Launchers():
+            outputs = [x for x in call(case) if x.requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
+
+    return run
 
 
-def _band(case: Case, keys: int, band: list[int]) -> None:
-    q, k, v, cu_seqlens = case.tensors(keys)
-    x = Band(q, k, v, cu_seqlens, band, SCALE)
-    o, lse = band_forward(x)
-    band_backward(o, lse, x, o, lse)
+def _compressed(case: Case) -> Iterable[Tensor]:
+    return compressed_attention(case.q, *case.blocks, case.spec, **case.options)
 
 
-def _select(case: Case) -> None:
-    q, k, _, cu_seqlens = case.tensors(case.spec.compressed_len(case.seq_len))
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    select_forward(SelectionInputs(q, k, lse, cu_seqlens, case.spec, case.seq_len, SCALE))
+def _window(case: Case) -> Iterable[Tensor]:
+    return [window_attention(case.q, *case.tokens, case.spec.window, **case.options)]
 
 
-def _selected(case: Case) -> None:
-    q, k, v, cu_seqlens = case.tensors(case.seq_len)
-    index = k.new_empty(*k.shape[:3], case.spec.select_top, dtype=torch.int32)
-    x = Selected(q, k, v, index, cu_seqlens, case.spec, SCALE)
-    o, lse = selected_forward(x)
-    selected_backward(o, x, o, lse)
+def _select(case: Case) -> Iterable[Tensor]:
+    lse = case.empty(1, case.seq_len, case.heads, dtype=torch.float32)
+    return [select_blocks(case.q, case.blocks[0], lse, case.spec, **case.options)]
 
 
-def _gated(case: Case) -> None:
-    q, k, v, cu_seqlens = case.tensors(case.seq_len)
-    _, k_cmp, v_cmp, _ = case.tensors(case.spec.compressed_len(case.seq_len))
-    gates = q.new_empty(*q.shape[:3], 3)
-    x = Gated(q, k_cmp, v_cmp, k, v, k, v, gates, cu_seqlens, case.spec, SCALE)
-    o, *saved = gated_forward(x)
-    gated_backward(o, x, *saved)
+def _selected(case: Case) -> Iterable[Tensor]:
+    top = case.spec.select_top
+    index = case.empty(1, case.seq_len, case.kv_heads, top, dtype=torch.int32)
+    return [selected_attention(case.q, *case.tokens, index, case.spec, **case.options)]
 
 
-def _decode(case: Case) -> None:
+def _gated(case: Case) -> Iterable[Tensor]:
+    gates = case.empty(1, case.seq_len, case.heads, 3)
+    pairs = *case.blocks, *case.tokens, *case.tokens
+    return [nsa_attention(case.q, *pairs, gates, case.spec, **case.options)]
+
+
+@torch.no_grad()
+def _decode(case: Case) -> Iterable[Tensor]:
     """One token, with caches of capacity `seq_len`; documents are not packed."""
-    q, k, v, _ = case.tensors(case.seq_len)
-    _, k_cmp, v_cmp, _ = case.tensors(case.spec.compressed_len(case.seq_len))
-    window, branches = slice(case.spec.window), "cmp+sel+win"
-    pairs = k_cmp, v_cmp, k, v, k[:, window], v[:, window]
-    gates = q.new_empty(1, case.heads, 3)
-    lengths = torch.empty(1, dtype=torch.int64, device="meta")
-    decode_forward(DecodeInputs(q[:, -1], *pairs, gates, lengths, case.spec, branches, SCALE))
+    k_win, v_win = (x[:, : case.spec.window] for x in case.tokens)
+    gates, lengths = case.empty(1, case.heads, 3), case.empty(1, dtype=torch.int64)
+    pairs = *case.blocks, *case.tokens, k_win, v_win
+    return [decode_attention(case.q[:, -1], *pairs, gates, lengths, case.spec, backend="triton")]
 
 
-def _swiglu(case: Case) -> None:
+def _swiglu(case: Case) -> Iterable[Tensor]:
     """Hidden layers of M7C's proportion: 2,368 for 64 columns a head."""
-    packed = torch.empty(case.seq_len, 74 * case.key, dtype=DTYPES[case.dtype], device="meta")
-    x = PackedGates(packed, 37 * case.key)
-    swiglu_backward(swiglu_forward(x), x)
+    return [swiglu(case.empty(case.seq_len, 74 * case.key), backend="triton")]
 
 
-def _rotary_pool(case: Case) -> None:
+def _rotary_pool(case: Case) -> Iterable[Tensor]:
     """All branches; shared keys of an mlp φ; and dense attention."""
     sizes, length = (case.heads, case.kv_heads, case.key, case.value), case.spec.block_len
     tokens, covering = case.seq_len, -(-length // case.spec.block_stride)
+    cos, sin = case.empty(2, tokens, 1, case.key // 2, dtype=torch.float32)
+    blocks = case.empty(case.spec.compressed_len(tokens), length, dtype=torch.int64)
+    covers = case.empty(tokens, covering, dtype=torch.int64)
     for layout in (
         PackedLayout(*sizes, copies=3, gates=3, first_copy=1, mean=True),
         PackedLayout(*sizes, copies=1, gates=3, pre_rope=True),
         PackedLayout(*sizes, copies=1),
     ):
-        width = -(-sum(layout.columns) // 8) * 8
-        packed = torch.empty(1, tokens, width, dtype=DTYPES[case.dtype], device="meta")
-        cos, sin = packed.new_empty(2, tokens, 1, case.key // 2, dtype=torch.float32)
-        blocks = packed.new_empty(case.spec.compressed_len(tokens), length, dtype=torch.int64)
-        covers = packed.new_empty(tokens, covering, dtype=torch.int64)
-        x = RotaryPoolInputs(packed, cos, sin, blocks, covers, list(layout))
-        outputs = rotary_pool_forward(x)
-        rotary_pool_backward(*outputs, x, outputs[1])
+        packed = case.empty(1, tokens, -(-sum(layout.columns) // 8) * 8)
+        yield rotary_pool(packed, layout, cos, sin, blocks, covers, backend="triton").q
 
 
-def _cross_entropy(case: Case) -> None:
+def _cross_entropy(case: Case) -> Iterable[Tensor]:
     """M7C's vocabulary, or with packed documents GPT-2's, which 16 does not divide."""
-    vocabulary = 50_257 if case.packed else 50_304
-    logits = torch.empty(case.seq_len, vocabulary, dtype=DTYPES[case.dtype], device="meta")
-    labels = torch.empty(case.seq_len, dtype=torch.int64, device="meta")
+    logits = case.empty(case.seq_len, 50_257 if case.packed else 50_304).detach()
+    labels = case.empty(case.seq_len, dtype=torch.int64)
     for with_gradients in (False, True):
-        cross_entropy_(logits, labels, with_gradients)
+        yield cross_entropy_(logits, labels, with_gradients, backend="triton")
 
 
-def _tied_embedding(case: Case) -> None:
+def _add_rms_norm(case: Case) -> Iterable[Tensor]:
+    """With and without a residual."""
+    x, delta = (case.empty(case.seq_len, case.heads * case.key) for _ in range(2))
+    weight = case.empty(x.shape[1])
+    yield add_rms_norm(x, None, weight, 1e-5, backend="triton")[1]
+    yield from add_rms_norm(x, delta, weight, 1e-5, backend="triton")
+
+
+def _tied_embedding(case: Case) -> Iterable[Tensor]:
     """M7C's vocabulary, at each case's width."""
-    dtype, width = DTYPES[case.dtype], case.heads * case.key
-    d_x = torch.empty(case.seq_len, width, dtype=dtype, device="meta")
-    tokens = torch.empty(case.seq_len, dtype=torch.int64, device="meta")
-    add_token_gradients_(d_x.new_empty(50_304, width), d_x, tokens)
+    tokens = case.empty(case.seq_len, dtype=torch.int64)
+    return tied_embedding(tokens, case.empty(50_304, case.heads * case.key), backend="triton")
 
 
-def _add_rms_norm(case: Case) -> None:
-    """With and without a residual, and with and without its gradient."""
-    dtype, width = DTYPES[case.dtype], case.heads * case.key
-    x = torch.empty(case.seq_len, width, dtype=dtype, device="meta")
-    weight = torch.empty(width, dtype=dtype, device="meta")
-    rms_norm_backward(rms_norm_forward(Norm(x, weight, 1e-5)), Norm(x, weight, 1e-5))
-    inputs = AddNorm(x, x, weight, 1e-5)
-    total, normed = add_rms_norm_forward(inputs)
-    add_rms_norm_backward(total, normed, inputs, total)
-
-
-# Every public operation, forward and backward.
+# Every public operation.
 OPERATIONS: dict[str, Callable[[Case], None]] = {
-    "compressed_attention": _compressed,
-    "select_blocks": _select,
-    "selected_attention": _selected,
-    "window_attention": _window,
-    "nsa_attention": _gated,
-    "decode_attention": _decode,
-    "swiglu": _swiglu,
-    "rotary_pool": _rotary_pool,
-    "cross_entropy": _cross_entropy,
-    "add_rms_norm": _add_rms_norm,
-    "tied_embedding": _tied_embedding,
+    name: _with_gradients(call)
+    for name, call in {
+        "compressed_attention": _compressed,
+        "select_blocks": _select,
+        "selected_attention": _selected,
+        "window_attention": _window,
+        "nsa_attention": _gated,
+        "decode_attention": _decode,
+        "swiglu": _swiglu,
+        "rotary_pool": _rotary_pool,
+        "cross_entropy": _cross_entropy,
+        "add_rms_norm": _add_rms_norm,
+        "tied_embedding": _tied_embedding,
+    }.items()
 }
 # Heads, key/value heads, key size, value size, positions. SHORT: a tile of queries selects most
 # blocks and one program sums a key's gradient. LONG: neither.
@@ -251,22 +263,22 @@ def record(case: Case, candidates: int = MAX_CANDIDATES, chip: str = "sm_80") ->
     """Every launch of a call on a chip, for each of the first `candidates` configs."""
     launches: list[Launch] = []
     for number in range(candidates):
-        with choosing_for(chip), override_choices(_candidate(number)), recording() as recorded:
+
+        def choice(_: str, options: list[Any], number: int = number) -> Any:
+            return options[min(number, len(options) - 1)]
+
+        with choosing_for(chip), override_choices(choice), recording() as recorded:
             OPERATIONS[case.operation](case)
         launches += recorded
     return launches
 
 
-def _candidate(number: int) -> Choice:
-    return lambda _, options: options[min(number, len(options) - 1)]
-
-
 def all_launches(
     chips: Sequence[str],
-    operations: Sequence[str] = (),
-    dtypes: Sequence[str] = (),
-    full: bool = False,
-    benchmarks: bool = False,
+    operations: Sequence[str],
+    dtypes: Sequence[str],
+    full: bool,
+    benchmarks: bool,
 ) -> Iterator[tuple[Case, Launch, str]]:
     """Every launch that the flags of `python -m nsa.bench aot` name."""
     check_names("operation", operations, OPERATIONS)

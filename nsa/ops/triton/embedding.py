@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from nsa.ops.custom_op import IMPLEMENTATIONS
 from nsa.ops.triton.common import kernel
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
@@ -62,6 +63,7 @@ def add_token_gradients_(d_weight: Tensor, d_x: Tensor, tokens: Tensor) -> None:
 triton_add_token_gradients_ = torch.library.custom_op(
     "nsa::triton_add_token_gradients_", add_token_gradients_, mutates_args={"d_weight"}
 )
+IMPLEMENTATIONS["nsa::triton_add_token_gradients_"] = add_token_gradients_
 
 
 @triton_add_token_gradients_.register_fake
