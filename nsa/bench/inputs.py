@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa.bench.options import Shape
-from nsa.ops import NSASpec
+from nsa.ops import NSASpec, compress_mean
 
 CHUNK = 4096  # queries compared at once
 
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
         k_sel, k_win = (normal(shape.kv_heads, shape.key) for _ in range(2))
         v_sel, v_win = (normal(shape.kv_heads, shape.value) for _ in range(2))
         gates = torch.rand(batch, seq_len, shape.heads, 3, device=device, dtype=dtype)
-        pooled = mean_pool(k_sel, spec), mean_pool(v_sel, spec)
+        pooled = compress_mean(k_sel, spec), compress_mean(v_sel, spec)
         return cls(q, *pooled, k_sel, v_sel, k_win, v_win, gates)
 
     def local(self, spec: NSASpec) -> Inputs:
@@ -51,14 +51,6 @@ class Inputs(NamedTuple):
         shared = torch.randn_like(self.q[:, : spec.select_blocks_len(seq_len)])
         q = shared.repeat_interleave(spec.select_len, 1)[:, :seq_len]
         return self._replace(q=q + 0.1 * torch.randn_like(self.q))
-
-
-def mean_pool(x_BTKD: Tensor, spec: NSASpec) -> Tensor:
-    """The mean of each compressed block: [B, N, K, D]."""
-    count = spec.compressed_len(x_BTKD.shape[1])
-    if count == 0 or spec.block_len == spec.block_stride:
-        return x_BTKD[:, : count * spec.block_len].unflatten(1, (count, spec.block_len)).mean(2)
-    return x_BTKD.unfold(1, spec.block_len, spec.block_stride).mean(-1)
 
 
 def neighbour_overlap(block_index: Tensor) -> float:

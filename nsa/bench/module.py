@@ -35,10 +35,17 @@ from nsa.bench.implementations import (
     ratios,
     select,
 )
-from nsa.bench.inputs import Inputs, mean_pool, neighbour_overlap
+from nsa.bench.inputs import Inputs, neighbour_overlap
 from nsa.bench.options import Shape, add_gpu_flags, choice
 from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table, ratio
-from nsa.ops import NSASpec, compressed_attention, nsa_attention, select_blocks, selected_attention
+from nsa.ops import (
+    NSASpec,
+    compress_mean,
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+)
 from nsa.report.plots import Panel, draw
 
 SPEC = NSASpec()
@@ -157,7 +164,7 @@ def _shared_keys(
     """NSA with one set of keys and values, mean pooling included, with or without its window."""
 
     def nsa(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        k_cmp, v_cmp = mean_pool(k, spec), mean_pool(v, spec)
+        k_cmp, v_cmp = compress_mean(k, spec), compress_mean(v, spec)
         if window:
             return nsa_attention(q, k_cmp, v_cmp, k, v, k, v, gates, spec, backend=backend)
         o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, spec, backend=backend)

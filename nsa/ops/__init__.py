@@ -59,9 +59,13 @@ def compress_mean(k: Tensor, spec: NSASpec, cu_seqlens: Tensor | None = None) ->
     if k.dim() != 4:
         raise ValueError(f"k has shape {tuple(k.shape)}; it must be [B, T, heads, size]")
     check_documents(cu_seqlens, k, "k")
-    first = block_starts(k.shape[1], cu_seqlens, spec, k.device)
-    tokens = first[:, None] + torch.arange(spec.block_len, device=k.device)  # [N, l]
-    return k[:, tokens].mean(2, dtype=torch.promote_types(k.dtype, torch.float32)).to(k.dtype)
+    if cu_seqlens is None and k.shape[1] >= spec.block_len:
+        blocks = k.unfold(1, spec.block_len, spec.block_stride)  # [B, N, H, D, l], a view
+    else:
+        first = block_starts(k.shape[1], cu_seqlens, spec, k.device)
+        tokens = first[:, None] + torch.arange(spec.block_len, device=k.device)  # [N, l]
+        blocks = k[:, tokens].movedim(2, -1)
+    return blocks.mean(-1, dtype=torch.promote_types(k.dtype, torch.float32)).to(k.dtype)
 
 
 def compressed_attention(
