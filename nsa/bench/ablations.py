@@ -26,11 +26,11 @@ import torch
 
 from nsa.bench.health import TimedModel
 from nsa.bench.options import choice
+from nsa.bench.recipe import log_file, logged_rows
 from nsa.bench.results import Report
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
-from nsa.monitor.csv_files import read_metrics
 from nsa.report.markdown import spread, table
 from nsa.report.paired import paired_t
 from nsa.resources import resource_path
@@ -96,8 +96,7 @@ class Training:
 
     def result(self) -> dict[str, Any] | None:
         """The validation metrics of the last step; None if the run is not finished."""
-        path = self.folder / "metrics.csv"
-        rows = read_metrics(path) if path.exists() else []
+        rows = logged_rows(self.folder)
         if not rows or rows[-1]["step"] != self.steps or rows[-1]["val_loss"] is None:
             return None
         return {name: rows[-1][name] for name in METRICS}
@@ -124,8 +123,7 @@ class Training:
         if left < float("inf"):
             command += ["--time-limit", str(int(left))]  # saves a checkpoint
         command += ["--run-dir", str(self.folder), *(f"--set={x}" for x in self.settings)]
-        log = self.folder.with_name(f"{self.folder.name}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log = log_file(self.folder)
         with log.open("ab") as output:
             done = subprocess.run(
                 command,
@@ -218,8 +216,7 @@ def run(report: Report) -> dict[str, Any]:
 
 def logged_tokens_per_s(trainings: Sequence[Training]) -> list[float]:
     """Quartiles of the speeds that the runs logged."""
-    files = [x.folder / "metrics.csv" for x in trainings]
-    rows = [row for file in files if file.exists() for row in read_metrics(file)]
+    rows = [row for x in trainings for row in logged_rows(x.folder)]
     speeds = [row["tokens_per_s"] for row in rows if row["tokens_per_s"] is not None]
     return statistics.quantiles(speeds, n=4) if len(speeds) > 1 else []
 

@@ -189,7 +189,7 @@ def _graph(call: Step) -> Step:
 def _print(batch: int, rows: Sequence[Mapping[str, Any]]) -> None:
     heads = [f"batch {batch}, context length", "nsa ms", "dense ms", "dense/nsa"]
     heads += ["nsa attention ms", "dense attention ms", "dense/nsa", "KB read", "KB cached"]
-    lines = [heads]
+    lines, errors = [heads], dict[str, Result]()
     for row in rows:
         if row["batch"] != batch:
             continue
@@ -202,9 +202,6 @@ def _print(batch: int, rows: Sequence[Mapping[str, Any]]) -> None:
             kb = (results[kind][f"{what}_bytes_per_token"] / 1e3 for kind in KINDS)
             cells.append(" / ".join(f"{size:,.1f}" for size in kb))
         lines.append(cells)
-        for kind in KINDS:
-            for what, error in results[kind]["errors"].items():
-                print(f"  T={row['length']} {kind}, {what}: {error}")
+        errors |= {f"T={row['length']} {kind}": results[kind] for kind in KINDS}
     if len(lines) > 1:
-        print_table(lines)
-        print(flush=True)
+        print_table(lines, errors)

@@ -27,7 +27,7 @@ from nsa.bench.implementations import (
 from nsa.bench.inputs import Inputs
 from nsa.bench.measure import recover, tensor_bytes, time_alternating
 from nsa.bench.options import Shape, add_gpu_flags, names
-from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table, ratio
+from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
 from nsa.bench.roofline import FP32, pairs
 from nsa.ops import NSASpec
 
@@ -106,8 +106,7 @@ def _case(shape: Shape, seq_len: int, backends: list[str], report: Report) -> No
                 "ratios": ratios(results, lambda _: backends[0]),
             }
         )
-    print_table(lines)
-    print_errors(all_results)
+    print_table(lines, all_results)
 
 
 def _selection(inputs: Inputs, backends: list[str], device: torch.device) -> tuple[Tensor, Tensor]:

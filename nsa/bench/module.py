@@ -37,7 +37,7 @@ from nsa.bench.implementations import (
 )
 from nsa.bench.inputs import Inputs, neighbour_overlap
 from nsa.bench.options import Shape, add_gpu_flags, choice
-from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table, ratio
+from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
 from nsa.ops import (
     NSASpec,
     compress_mean,
@@ -194,8 +194,7 @@ def _print(row: dict[str, Any]) -> None:
         times = figure(result, "forward"), figure(result, "forward_backward")
         cells = *times, ratio(result["peak_bytes"], 1e9), *(over.get(what) for what in FIGURES)
         lines.append([name, *map(cell, cells)])
-    print_table(lines)
-    print_errors(results)
+    print_table(lines, results)
 
 
 def _plot(rows: list[dict[str, Any]], out: Path) -> None:

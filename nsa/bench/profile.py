@@ -191,5 +191,4 @@ def _print(row: dict[str, Any]) -> None:
         lines.append([kernel["name"][:70], launches, cell(kernel["ms"]), fraction])
     busy = cell(row["busy_fraction"], ".1%")
     lines.append(["all", cell(row["launches"], ".0f"), cell(row["step_ms"]), f"busy {busy}"])
-    print_table(lines)
-    print(flush=True)
+    print_table(lines, {})

@@ -62,7 +62,7 @@ def run(report: Report) -> None:
     for number, resume in enumerate(attempts):
         until = partial(_ready_to_kill, flags) if number < len(attempts) - 1 else None
         result["launches"].append(_launch(flags, resume, report.end, until))
-        rows = _rows(flags.run_dir)
+        rows = logged_rows(flags.run_dir)
         result |= figures(rows, before) | _memory(rows, flags)
         report.save()
         print(*(f"{name} {value}" for name, value in result["launches"][-1].items()), flush=True)
@@ -74,7 +74,7 @@ def run(report: Report) -> None:
         f"planned {cell(result['planned_gb'])} GB, last loss {cell(result['loss'])}"
     )
     if not rows or rows[-1]["step"] != flags.steps:
-        raise SystemExit(f"the run did not reach step {flags.steps}: see {_log(flags)}")
+        raise SystemExit(f"the run did not reach step {flags.steps}: see {log_file(flags.run_dir)}")
 
 
 def _launch(
@@ -92,7 +92,7 @@ def _launch(
         settings = [*SETTINGS, f"checkpoint.every={flags.save_every}", *flags.set]
         command += [word for setting in settings for word in ("--set", setting)]
     start, outcome = time.monotonic(), "ended"
-    with _log(flags).open("ab") as log:
+    with log_file(flags.run_dir).open("ab") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -128,20 +128,21 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _ready_to_kill(flags: argparse.Namespace) -> bool:
     """Whether a row of --kill-at or later is logged, and there is a checkpoint to resume."""
-    rows = _rows(flags.run_dir)
+    rows = logged_rows(flags.run_dir)
     logged = bool(rows) and (rows[-1]["step"] or 0) >= flags.kill_at
     return logged and bool(complete_by_size(flags.run_dir / "checkpoints"))
 
 
-def _rows(run_dir: Path) -> Rows:
+def logged_rows(run_dir: Path) -> Rows:
+    """What a run has logged so far."""
     path = run_dir / "metrics.csv"
     return read_metrics(path) if path.exists() else []
 
 
-def _log(flags: argparse.Namespace) -> Path:
-    flags.run_dir.parent.mkdir(parents=True, exist_ok=True)
-    log: Path = flags.run_dir.with_name(f"{flags.run_dir.name}.log")
-    return log
+def log_file(run_dir: Path) -> Path:
+    """The output of a run's launcher: a file beside its folder."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    return run_dir.with_name(f"{run_dir.name}.log")
 
 
 def figures(rows: Rows, before: Rows) -> dict[str, Any]:

@@ -192,21 +192,20 @@ def cell(figure: float | None, form: str = ".3g") -> str:
     return "-" if figure is None else format(figure, form)
 
 
-def print_table(rows: Iterable[Sequence[str]]) -> None:
-    """Print aligned columns, the first one to the left."""
+def print_table(
+    rows: Iterable[Sequence[str]], results: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    """Print aligned columns, the first one to the left; then why figures of results are missing."""
     cells = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for first, *rest in cells:
         right = (text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
         print("  ".join([first.ljust(widths[0]), *right]), flush=True)
-
-
-def print_errors(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print why figures of a case are missing, a line each, then a blank line."""
-    for name, result in results.items():
-        for what, error in result["errors"].items():
-            print(f"  {name}, {what}: {error}")
-    print(flush=True)
+    if results is not None:
+        for name, result in results.items():
+            for what, error in result["errors"].items():
+                print(f"  {name}, {what}: {error}")
+        print(flush=True)
 
 
 def print_figures(result: Mapping[str, Any], path: str = "") -> None:

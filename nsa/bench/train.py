@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.bench.measure import Step, peak_bytes, synchronize
 from nsa.bench.options import add_gpu_flags, choice
-from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table, ratio
+from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig, flops_per_token
 from nsa.model.compile import compile_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING
@@ -174,5 +174,4 @@ def _print(title: str, results: dict[str, Result]) -> None:
         times = (cell(figure(result, what)) for what in TIMES)
         rate, mfu = cell(result["tokens_per_s"], ",.0f"), cell(result["mfu"], ".1%")
         lines.append([kind, *times, rate, mfu, cell(ratio(result["peak_bytes"], 1e9))])
-    print_table(lines)
-    print_errors(results)
+    print_table(lines, results)

@@ -20,7 +20,7 @@ from nsa.bench.implementations import PARTS, calls
 from nsa.bench.inputs import Inputs
 from nsa.bench.measure import Step
 from nsa.bench.options import Shape, add_gpu_flags
-from nsa.bench.results import Report, Result, cell, figure, print_errors, print_table
+from nsa.bench.results import Report, Result, cell, figure, print_table
 from nsa.ops import NSASpec
 from nsa.ops.decode import decode_attention
 from nsa.ops.triton.configs import SHORT, Config, override_choices, save_tuned, tuning_key
@@ -192,5 +192,4 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
             option = "/".join(str(number) for number in config.values() if number is not None)
             lines.append([row["key"], option, cell(ms), verdict])
             errors[f"{row['key']} {option}"] = candidate
-    print_table(lines)
-    print_errors(errors)
+    print_table(lines, errors)
