@@ -61,7 +61,8 @@ def decode_attention(
     q_BKGD = (q.to(dtype) * scale).unflatten(1, (heads, -1))
     outputs: dict[str, Tensor] = {}
     if k_cmp is not None:
-        seen = _visible_blocks(k_cmp, lengths, spec)
+        first = torch.arange(k_cmp.shape[1], device=lengths.device) * spec.block_stride
+        seen = (first + spec.block_len <= lengths[:, None])[:, None]  # complete blocks [B, 1, N]
         p = _softmax(q_BKGD, k_cmp.transpose(1, 2), seen)
         if "cmp" in pairs:
             outputs["cmp"] = _weighted(p, pairs["cmp"][1].transpose(1, 2), seen)
@@ -109,12 +110,6 @@ def _check(
             f"lengths is {lengths.dtype} {tuple(lengths.shape)}; it must be int64 [{len(q)}]"
         )
     return pairs
-
-
-def _visible_blocks(k_cmp: Tensor, lengths: Tensor, spec: NSASpec) -> Tensor:
-    """Mask of complete compressed blocks: bool [B, 1, N]."""
-    end = torch.arange(k_cmp.shape[1], device=lengths.device) * spec.block_stride + spec.block_len
-    return (end <= lengths[:, None])[:, None]
 
 
 def _select(p_BKN: Tensor, lengths: Tensor, spec: NSASpec, capacity: int) -> Tensor:

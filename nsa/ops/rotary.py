@@ -47,11 +47,12 @@ def rotary_pool(
     cos and sin are float32 [T, 1, Dk / 2]. Means need both tables of the compressed blocks:
     `block_tokens` int64 [N, l] and its inverse `token_blocks` int64 [T, ⌈l/d⌉], padded with -1.
     """
-    _check(packed, layout, cos, sin, block_tokens, token_blocks)
-    inputs = packed, cos, sin, block_tokens, token_blocks, [int(number) for number in layout]
+    numbers = [int(number) for number in layout]
+    inputs = RotaryPoolInputs(packed, cos, sin, block_tokens, token_blocks, numbers)
+    _check(inputs, layout)
     heads = (packed[:, :, None, :size] for size in (layout.key_dim, layout.value_dim))
     if dispatch(backend, "rotary_pool", *heads) is triton:
-        outputs = triton.rotary_pool(RotaryPoolInputs(*inputs))
+        outputs = triton.rotary_pool(inputs)
     else:
         outputs = torch_rotary_pool(*inputs)
     q, gates, k_cmp, v_cmp, *copies = outputs
@@ -63,22 +64,15 @@ def rotary_pool(
     )
 
 
-def _check(
-    packed: Tensor,
-    layout: PackedLayout,
-    cos: Tensor,
-    sin: Tensor,
-    block_tokens: Tensor | None,
-    token_blocks: Tensor | None,
-) -> None:
+def _check(x: RotaryPoolInputs, layout: PackedLayout) -> None:
     """Raise a ValueError for inputs that do not fit the layout."""
-    columns = sum(layout.columns)
+    packed, token_blocks, columns = x.packed, x.token_blocks, sum(layout.columns)
     if packed.dim() != 3 or packed.shape[-1] < columns:
         raise ValueError(
             f"packed has shape {tuple(packed.shape)}; it must be [B, T, P] with P >= {columns}"
         )
     expected = (packed.shape[1], 1, layout.key_dim // 2)
-    for name, table in (("cos", cos), ("sin", sin)):
+    for name, table in (("cos", x.cos), ("sin", x.sin)):
         if table.shape != expected:
             raise ValueError(
                 f"{name} has shape {tuple(table.shape)}; it must be {expected}: [T, 1, Dk / 2]"
@@ -87,7 +81,7 @@ def _check(
         raise ValueError(f"layout.copies = {layout.copies}: must be 1 to 3")
     if layout.mean and layout.pre_rope:
         raise ValueError("layout.mean and layout.pre_rope exclude each other; drop one")
-    if layout.mean and (block_tokens is None or token_blocks is None):
+    if layout.mean and (x.block_tokens is None or token_blocks is None):
         raise ValueError("layout.mean requires block_tokens and token_blocks; pass both")
     if token_blocks is not None and token_blocks.shape[0] != packed.shape[1]:
         raise ValueError(
