@@ -41,10 +41,10 @@ class Report:
         self._lost: str | None = None
         limit = given.get("limit")
         self.end = math.inf if limit is None else time.monotonic() + limit
+        chosen = {"dtype": self.dtype_name, "device": self.device.type, "backend": self.backend}
         self.data: dict[str, Any] = {
             "environment": environment(arguments, self.device),
-            "settings": given
-            | {"dtype": self.dtype_name, "device": self.device.type, "backend": self.backend},
+            "settings": given | {name: value for name, value in chosen.items() if name in given},
             "finished": False,
             "rows": [],
             "skipped": [],

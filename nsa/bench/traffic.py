@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._library.custom_ops import _maybe_get_opdef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -148,8 +149,10 @@ def _moved_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any)
 
 def _inside(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Launched, ...]:
     """The launches of a custom op: its implementation runs on `meta` tensors. Else none."""
-    run = IMPLEMENTATIONS.get(func._schema.name)
-    if run is None:
+    run = IMPLEMENTATIONS.get(func._schema.name) or getattr(
+        _maybe_get_opdef(func), "_init_fn", None
+    )
+    if run is None or func.namespace != "nsa":
         return ()
     # torch.autocast refuses `meta`.
     no_autocast = mock.patch.object(torch, "autocast", return_value=nullcontext())
