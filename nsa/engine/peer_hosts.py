@@ -16,7 +16,6 @@ import errno
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from typing import NamedTuple
 import psutil
 
 from nsa.engine.consensus import Consensus
+from nsa.monitor.observer import warn
 
 UNREACHABLE_SECONDS = 60  # a host that does not answer for this long is lost
 CONNECT_TIMEOUT = 30.0  # seconds
@@ -81,7 +81,7 @@ def connect_hosts(
             connection.sendall(f"{token} {rank}".encode())
             connections[hosts[0]] = connection
         except OSError as error:
-            _warn(hosts[0], str(error))
+            _not_connected(hosts[0], str(error))
     for connection in connections.values():
         _enable_keep_alive(connection)
     return connections
@@ -119,7 +119,7 @@ def _accept(
                 else:
                     connection.close()
     for host in expected.values():
-        _warn(host, "it did not connect")
+        _not_connected(host, "it did not connect")
     return connections
 
 
@@ -133,8 +133,5 @@ def _enable_keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
 
 
-def _warn(host: str, reason: str) -> None:
-    message = (
-        f"nsa: no connection to host {host} ({reason}): if it is lost, ranks wait for a time-out"
-    )
-    print(message, file=sys.stderr, flush=True)
+def _not_connected(host: str, reason: str) -> None:
+    warn(f"no connection to host {host} ({reason}): if it is lost, ranks wait for a time-out")

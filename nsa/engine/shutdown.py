@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from types import FrameType
 import psutil
 
 from nsa.engine.peer_hosts import RankProcess, find_lost_host
+from nsa.monitor.observer import warn
 from nsa.probes import is_alive
 
 LAUNCHER = "deepspeed.launcher.launch"
@@ -115,9 +115,7 @@ class ShutdownMonitor:
                     self._request_stop("launcher exited")
             peer_loss = self._find_lost_peer()
             if peer_loss is not None and not self._stopped.wait(PEER_LOSS_GRACE_SECONDS):
-                with contextlib.suppress(OSError, ValueError):
-                    message = f"nsa: {peer_loss}; this rank cannot continue alone"
-                    print(message, file=sys.stderr, flush=True)
+                warn(f"{peer_loss}; this rank cannot continue alone")
                 os._exit(1)  # the main thread may hang in a collective
 
     def _request_stop(self, reason: str) -> None:

@@ -10,7 +10,6 @@ Cheap and likely failures come first. A run that prepare() or build() refuses le
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 
 import torch
@@ -38,7 +37,7 @@ from nsa.gates import ladder
 from nsa.gates.criteria import preflight
 from nsa.model import flops_per_token, parameter_count
 from nsa.monitor.health import HealthRecorder
-from nsa.monitor.observer import RunInfo
+from nsa.monitor.observer import RunInfo, warn
 from nsa.monitor.throughput import Throughput, peak_flops
 
 
@@ -205,7 +204,7 @@ def train(run: Run) -> None:
         status = f"failed: {type(error).__name__}: {error}".partition("\n")[0][:200]
         out_of_memory = run.telemetry.memory.out_of_memory(error)
         if out_of_memory is not None:
-            print(f"nsa: {out_of_memory}", file=sys.stderr, flush=True)
+            warn(out_of_memory)
         raise
     finally:
         run.shutdown.stop_watching()
