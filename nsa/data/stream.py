@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -31,58 +30,39 @@ START: State = {"pass": 0, "block": 0, "reader": None, "document": 0, "token": 0
 DOCUMENTS_PER_CALL = 64  # enough to keep a tokenizer's threads busy
 
 
-def stream_rows(config: DataConfig, **arguments: Any) -> Iterator[tuple[TokenArray, State]]:
-    """Yield a worker's endless output: rows of a `PackedStream`, and the state after them."""
-    stream = PackedStream(config, **arguments)
-    while True:
-        yield next(stream), stream.state()
+def stream_rows(
+    config: DataConfig,
+    *,
+    seed: int,
+    part: int,
+    parts: int,
+    rows: int,
+    state: State | None = None,
+    on_document: OnDocument = lambda source, location: None,
+) -> Iterator[tuple[TokenArray, State]]:
+    """Yield endless rows [rows, T + 1] of one of `parts` parts of `data.source`.
 
-
-class PackedStream(Iterator[TokenArray]):
-    """Endless rows [rows, T + 1] from one of `parts` parts of `data.source`.
-
-    A row begins with the last token of its source's previous row. In a mixture, each source fills
-    its fraction of the rows.
+    With each comes the state from which another stream of the same part resumes. A row begins with
+    the last token of its source's previous row. In a mixture, each source fills its fraction.
     """
-
-    def __init__(
-        self,
-        config: DataConfig,
-        *,
-        seed: int,
-        part: int,
-        parts: int,
-        rows: int,
-        state: State | None = None,
-        on_document: OnDocument = lambda source, location: None,
-    ) -> None:
-        fractions = config.sources()
-        cursors = state["sources"] if state else {}
-        self._seq_len, self._rows = config.seq_len, rows
-        self._consumed = state["rows"] if state else 0
-        # Each part mixes its rows separately. In an order common to all parts, a part could fall
-        # in step with the weights of the mixture and never read one of its sources.
-        self._mixer = Mixer(list(fractions.values()), list(fractions))
-        tokenizer = build_tokenizer(config)
-        self._streams = [
-            _SourceStream(
-                config, name, tokenizer, on_document, seed, part, parts, cursors.get(name) or START
-            )
-            for name in fractions
-        ]
-
-    def __next__(self) -> TokenArray:
-        return np.stack([self._row() for _ in range(self._rows)])
-
-    def _row(self) -> TokenArray:
-        source, _ = self._mixer.locate(self._consumed)
-        self._consumed += 1
-        return self._streams[source].row(self._seq_len)
-
-    def state(self) -> State:
-        """Return the cursors, from which another stream of the same part resumes."""
-        cursors = {stream.name: stream.cursor() for stream in self._streams}
-        return {"rows": self._consumed, "sources": cursors}
+    fractions = config.sources()
+    cursors = state["sources"] if state else {}
+    consumed = state["rows"] if state else 0
+    # Each part mixes its rows separately. In an order common to all parts, a part could fall in
+    # step with the weights of the mixture and never read one of its sources.
+    mixer = Mixer(list(fractions.values()), list(fractions))
+    tokenizer = build_tokenizer(config)
+    streams = [
+        _SourceStream(
+            config, name, tokenizer, on_document, seed, part, parts, cursors.get(name) or START
+        )
+        for name in fractions
+    ]
+    while True:
+        sources = [mixer.locate(position)[0] for position in range(consumed, consumed + rows)]
+        batch = np.stack([streams[source].row(config.seq_len) for source in sources])
+        consumed += rows
+        yield batch, {"rows": consumed, "sources": {one.name: one.cursor() for one in streams}}
 
 
 @dataclass(eq=False)

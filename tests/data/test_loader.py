@@ -26,11 +26,19 @@ from nsa.data.files import open_files
 from nsa.data.loader import BatchLoader, open_loader
 from nsa.data.prepare import prepare
 from nsa.data.source import DataError
-from nsa.data.stream import PackedStream
 from nsa.data.tokenizer import train_tokenizer
 from nsa.data.validation import ValidationData
 from tests.data.processes import ends_soon, workers_of
-from tests.data.texts import EOS, HELD_OUT, documents_in, split, texts, write_lines, write_parquet
+from tests.data.texts import (
+    EOS,
+    HELD_OUT,
+    Rows,
+    documents_in,
+    split,
+    texts,
+    write_lines,
+    write_parquet,
+)
 
 STREAMING_RUN = Path(__file__).parent / "streaming_run.py"
 
@@ -103,7 +111,7 @@ def test_indexed_batches_come_in_order_and_need_no_state() -> None:
 def test_streaming_batches_are_the_workers_rows_in_turn(source: str, packing: str) -> None:
     config = configure(source, workers=2, packing=packing)
     streams = [
-        PackedStream(config, seed=3, part=part, parts=4, rows=2) for part in (2, 3)
+        Rows(config, seed=3, part=part, parts=4, rows=2) for part in (2, 3)
     ]  # of the second of two ranks
     with closing(loader_of(config, rank=1, world_size=2)) as loader:
         for number in range(30):

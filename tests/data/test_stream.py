@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from nsa.data.config import DataConfig
 from nsa.data.factory import held_out
 from nsa.data.source import DataError
-from nsa.data.stream import PackedStream, collect_tokens
+from nsa.data.stream import collect_tokens
 from tests.data.texts import (
     EOS,
     HELD_OUT,
+    Rows,
     documents_in,
     split,
     text,
@@ -39,18 +40,18 @@ def stream(
     state: Any = None,
     on_document: Any = lambda source, location: None,
     **settings_of_data: Any,
-) -> PackedStream:
+) -> Rows:
     config = DataConfig(source=source, held_out=HELD_OUT, **{"seq_len": 16, **settings_of_data})
-    return PackedStream(
+    return Rows(
         config, seed=seed, part=part, parts=parts, rows=rows, state=state, on_document=on_document
     )
 
 
-def read(packed: PackedStream, count: int) -> np.ndarray:
+def read(packed: Rows, count: int) -> np.ndarray:
     return np.stack([next(packed) for _ in range(count)])
 
 
-def passes(packed: PackedStream, count: int = 1) -> list[list[bytes]]:
+def passes(packed: Rows, count: int = 1) -> list[list[bytes]]:
     """The documents of the first passes; a repeated document starts the next pass."""
     rows: list[np.ndarray] = []
     while True:
@@ -169,7 +170,7 @@ def test_giant_and_empty_documents_are_streamed(tmp_path: Path) -> None:
     giant = b"g" * 3_000_000
     source = write_lines(tmp_path / "a.jsonl", [b"", giant, b"", b"small"])
     config = DataConfig(source=source, held_out=1e-9, seq_len=1_000, shuffle_documents=1)
-    packed = PackedStream(config, seed=1, part=0, parts=1, rows=500)
+    packed = Rows(config, seed=1, part=0, parts=1, rows=500)
     rows = [next(packed) for _ in range(13)]
     start = giant[: -int(len(giant) * held_out(config, source).fraction)]
     assert documents_in(tokens_of(rows))[:4] == [start, b"small", start, b"small"]

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from nsa.data.config import DataConfig
 from nsa.data.source import is_validation
+from nsa.data.stream import stream_rows
 from nsa.data.tokenizer import ByteTokenizer
 
 EOS = ByteTokenizer.eos_id
 HELD_OUT = 0.2  # fraction for validation, so that a few of the texts below are in it
+
+
+class Rows(Iterator[np.ndarray]):
+    """The rows of a stream; `state` is that after the last one."""
+
+    def __init__(self, config: DataConfig, *, state: Any = None, **arguments: Any) -> None:
+        self._stream, self._state = stream_rows(config, state=state, **arguments), state
+
+    def __next__(self) -> np.ndarray:
+        rows, self._state = next(self._stream)
+        return rows
+
+    def state(self) -> Any:
+        return self._state
 
 
 def text(number: int, length: int) -> bytes:
