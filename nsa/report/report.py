@@ -17,6 +17,7 @@ from nsa.atomic_io import atomic_write_text
 from nsa.constants import BRANCHES
 from nsa.gates.ladder import NAMES, GateResult
 from nsa.monitor.artifacts import Table, read_json, read_table, try_read_text
+from nsa.monitor.csv_files import FALLBACK_COLUMNS, FALLBACKS
 from nsa.monitor.observer import Observer, RunInfo
 from nsa.monitor.writer import BackgroundWriter
 from nsa.report.markdown import plain, table
@@ -172,8 +173,8 @@ def _processes(run: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _fallbacks(run_dir: Path) -> str:
-    rows = csv.DictReader((try_read_text(run_dir / "fallbacks.csv") or "").splitlines())
-    valid = [row for row in rows if row.get("operation") and row.get("calls")]
+    rows = csv.DictReader((try_read_text(run_dir / FALLBACKS) or "").splitlines())
+    valid = [row for row in rows if all(row.get(column) for column in FALLBACK_COLUMNS)]
     form = "{operation} on {backend}: {reason} ({calls} calls)"
     return "; ".join(form.format_map(row) for row in valid[:10])
 
