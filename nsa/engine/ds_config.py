@@ -42,14 +42,6 @@ OWNED_FIELDS = {  # DeepSpeed key: fields of `train` that set it
 
 
 @dataclass(frozen=True)
-class Tolerance:
-    """Which irregular gradients of a backward pass a resolved config tolerates."""
-
-    double_fire: bool  # a parameter whose gradient arrives more than once
-    missing_on_some_ranks: bool  # a parameter without a gradient on some ranks
-
-
-@dataclass(frozen=True)
 class Owned:
     """Value of a DeepSpeed key that the recipe sets."""
 
@@ -183,22 +175,6 @@ def leave_to_recipe(resolved: dict[str, Any]) -> dict[str, Any]:
         block, name = _parent(rest, path)
         block.pop(name, None)
     return rest
-
-
-def tolerance(resolved: dict[str, Any]) -> Tolerance:
-    """Return which irregular gradients a resolved config tolerates (DeepSpeed 0.19.8, two ranks).
-
-    A gradient may arrive twice if it is reduced after the backward pass, but not if its bucket is
-    reduced during it. A gradient may be missing on a rank in stage 0 only, which fills in zeros.
-    Elsewhere ranks reduce different tensors, and BF16_Optimizer computes different norms: ranks
-    clip differently and may disagree about skipping a step.
-    """
-    mode = zero_mode(resolved)
-    reduced_once = mode.stage == 0 or mode.bf16_optimizer
-    return Tolerance(
-        double_fire=reduced_once or (mode.stage == 1 and not mode.overlap),
-        missing_on_some_ranks=mode.stage == 0,
-    )
 
 
 def _problems(

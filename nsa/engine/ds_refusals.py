@@ -39,6 +39,21 @@ class ZeroMode:
         """Whether the shared optimizer of stages 1 and 2 runs."""
         return self.stage in (1, 2) and self.buckets
 
+    # Measured with DeepSpeed 0.19.8 on two ranks.
+    @property
+    def tolerates_twice(self) -> bool:
+        """Whether a gradient may arrive twice: not if its bucket is reduced during the backward."""
+        return not self.buckets or (self.stage == 1 and not self.overlap)
+
+    @property
+    def tolerates_missing(self) -> bool:
+        """Whether a gradient may be missing on a rank: stage 0 fills in zeros.
+
+        Elsewhere ranks reduce different tensors, and BF16_Optimizer computes different norms: ranks
+        clip differently and may disagree about skipping a step.
+        """
+        return self.stage == 0
+
 
 @dataclass(frozen=True)
 class Refusal:

@@ -27,7 +27,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
 from nsa.engine.consensus import RunAborted
-from nsa.engine.ds_config import Tolerance
+from nsa.engine.ds_refusals import ZeroMode
 
 TWICE = "gets its gradient more than once in one backward pass"
 FIX_TWICE = (
@@ -78,12 +78,12 @@ def inspect_gradients(model: nn.Module, input_ids: torch.Tensor) -> GradientRepo
     )
 
 
-def check_gradients(report: GradientReport, tolerance: Tolerance) -> list[str]:
+def check_gradients(report: GradientReport, mode: ZeroMode) -> list[str]:
     """Raise a ValueError for irregular gradients that are not tolerated; return notes on others."""
     notes = []
     for names, tolerated, problem, fix in (
-        (report.twice, tolerance.double_fire, TWICE, FIX_TWICE),
-        (report.missing, tolerance.missing_on_some_ranks, MISSING, FIX_MISSING),
+        (report.twice, mode.tolerates_twice, TWICE, FIX_TWICE),
+        (report.missing, mode.tolerates_missing, MISSING, FIX_MISSING),
     ):
         if names:
             others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_config import has_muon, load_ds_config, resolve_ds_config, zero_mode
+from nsa.engine.ds_config import load_ds_config, resolve_ds_config, zero_mode
 from nsa.planner.forecast import MODES, select_checkpointing
 from nsa.planner.model import BatchShape, Model, Zero
 
@@ -60,11 +60,9 @@ def zero_of(source: Path, config: RunConfig, ranks: int) -> Zero:
 
 def resolved_zero(resolved: Mapping[str, Any], config: RunConfig) -> Zero:
     """Return DeepSpeed's config, with every "auto" filled in, as planner input."""
-    zero, precision = resolved["zero_optimization"], config.train.precision
-    stage = zero["stage"]
-    accumulation = resolved.get("data_types", {}).get("grad_accum_dtype") or precision
+    zero, mode = resolved["zero_optimization"], zero_mode(resolved)
     stage_3: dict[str, Any] = {}
-    if stage == 3:
+    if mode.stage == 3:
         sizes = model_of(config).sizes
         threshold = zero.get("stage3_param_persistence_threshold", 1e5)
         persistent = [size for size in sizes if size < threshold]  # not sharded
@@ -77,12 +75,12 @@ def resolved_zero(resolved: Mapping[str, Any], config: RunConfig) -> Zero:
             "gathers": 1 if reused else 2,
         }
     return Zero(
-        stage=stage,
-        reduce_bytes=DTYPE_BYTES[str(resolved.get("communication_data_type") or precision)],
-        accumulate_bytes=DTYPE_BYTES[str(accumulation)],
-        bucket=int(zero.get("reduce_bucket_size", 0)) if stage else 0,
-        overlap=bool(zero.get("overlap_comm", stage == 3)),
-        muon=has_muon(resolved),
-        offload=bool(zero_mode(resolved).devices - {"none"}),
+        stage=mode.stage,
+        reduce_bytes=DTYPE_BYTES[str(resolved.get("communication_data_type") or mode.precision)],
+        accumulate_bytes=DTYPE_BYTES[mode.accumulation],
+        bucket=int(zero.get("reduce_bucket_size", 0)) if mode.stage else 0,
+        overlap=mode.overlap,
+        muon=mode.muon,
+        offload=bool(mode.devices - {"none"}),
         **stage_3,
     )
