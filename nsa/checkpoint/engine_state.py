@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from nsa.checkpoint.manifest import (
     ANY,
-    LAYOUT_OF_STAGE,
-    WITH_MUON,
     check_loadable,
+    layout_of,
     read_state_file,
     rng_file,
 )
@@ -135,10 +134,9 @@ def _restore_rng(state: dict[str, Any]) -> None:
 def engine_topology(engine: Any) -> dict[str, Any]:
     """Return the properties that decide whether a checkpoint loads into another engine."""
     bf16, fp16 = engine.bfloat16_enabled(), engine.fp16_enabled()
-    layout = LAYOUT_OF_STAGE[engine.zero_optimization_stage()]
     muon = any(group.get("use_muon") for group in engine.optimizer.param_groups)
     return {
-        "layout": WITH_MUON.format(layout) if muon else layout,
+        "layout": layout_of(engine.zero_optimization_stage(), muon),
         "precision": "bf16" if bf16 else "fp16" if fp16 else "fp32",
         "ranks": dist.get_world_size(),
     }

@@ -25,13 +25,20 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 NAME = re.compile(r"step(\d{8,})")
 CHUNK = 4 * 2**20
-# DeepSpeed keeps the optimizer state complete in stage 0, sharded in stages 1 and 2, and sharded
-# together with the weights in stage 3. It cannot load one of these layouts as another.
-LAYOUT_OF_STAGE = {0: "0", 1: "1 or 2", 2: "1 or 2", 3: "3"}
-WITH_MUON = "{} with Muon"  # neither can it read AdamW's state as Muon's
-LAYOUTS = ("{}", WITH_MUON)
 MAX_RANKS = 65_536
 ANY = "any"  # `ranks` of a universal checkpoint, which loads on any number
+
+
+def layout_of(stage: int, muon: bool = False) -> str:
+    """Return the layout of DeepSpeed's optimizer state; it cannot load one layout as another.
+
+    The state is complete in stage 0, sharded in stages 1 and 2, and sharded together with the
+    weights in stage 3. AdamW's state cannot be read as Muon's.
+    """
+    return ("0", "1 or 2", "1 or 2", "3")[stage] + " with Muon" * muon
+
+
+LAYOUTS = [layout_of(stage, muon) for stage in range(4) for muon in (False, True)]
 
 
 def checkpoint_name(step: int) -> str:
@@ -205,8 +212,7 @@ def read_state_file(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{checkpoint / STATE} lacks state or saved_under; use another checkpoint")
     ranks = saved.get("ranks")
     wrong = {
-        "layout": saved.get("layout")
-        not in [form.format(name) for name in LAYOUT_OF_STAGE.values() for form in LAYOUTS],
+        "layout": saved.get("layout") not in LAYOUTS,
         "precision": saved.get("precision") not in tuple(DTYPES),
         "ranks": ranks != ANY and (type(ranks) is not int or not 0 < ranks <= MAX_RANKS),
         "tokenizer": tokenizer is not None

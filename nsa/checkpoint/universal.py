@@ -17,10 +17,10 @@ from nsa.atomic_io import atomic_write_text, fsync_dir
 from nsa.checkpoint.commit import PARTIAL, describe_write_error
 from nsa.checkpoint.manifest import (
     ANY,
-    LAYOUT_OF_STAGE,
     MANIFEST,
     STATE,
     find_problem,
+    layout_of,
     manifest_text,
     rank_file,
     read_manifest,
@@ -44,7 +44,7 @@ def to_universal(checkpoint: Path) -> Path:
     If the converter fails, raise a ValueError with its last line and leave no files.
     """
     topology = read_topology(checkpoint)
-    if topology["layout"] not in ("0", LAYOUT_OF_STAGE[1]):
+    if topology["layout"] not in ("0", layout_of(1)):
         raise ValueError(
             f"{checkpoint} was saved with ZeRO stage {topology['layout']}, which cannot be "
             f"converted; start {topology['ranks']} ranks"

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 from pydantic import ValidationError
 
+from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_keys import MODELS, key_error, walk
 from nsa.engine.ds_refusals import REFUSALS, ZeroMode
@@ -28,7 +29,7 @@ from nsa.untrusted import parse_json, printable, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
 OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
-PRECISION_OF_DTYPE = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+PRECISION_OF_DTYPE = {str(dtype): precision for precision, dtype in DTYPES.items()}
 TRACKERS = {"wandb": "wandb", "comet": "comet_ml", "csv_monitor": "csv"}  # block: package
 OWNED_FIELDS = {  # DeepSpeed key: fields of `train` that set it
     "train_micro_batch_size_per_gpu": ("micro_batch",),

@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config, zero_mode
 from nsa.planner.forecast import MODES, select_checkpointing
 from nsa.planner.model import BatchShape, Model, Zero
-
-DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 def resolve_checkpointing(
@@ -74,10 +73,11 @@ def resolved_zero(resolved: Mapping[str, Any], config: RunConfig) -> Zero:
             "persistent_tensors": len(persistent),
             "gathers": 1 if reused else 2,
         }
+    reduced = str(resolved.get("communication_data_type") or mode.precision)
     return Zero(
         stage=mode.stage,
-        reduce_bytes=DTYPE_BYTES[str(resolved.get("communication_data_type") or mode.precision)],
-        accumulate_bytes=DTYPE_BYTES[mode.accumulation],
+        reduce_bytes=DTYPES[reduced].itemsize,
+        accumulate_bytes=DTYPES[mode.accumulation].itemsize,
         bucket=int(zero.get("reduce_bucket_size", 0)) if mode.stage else 0,
         overlap=mode.overlap,
         muon=mode.muon,

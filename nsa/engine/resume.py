@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa import checkpoint
-from nsa.checkpoint.manifest import LAYOUT_OF_STAGE, WITH_MUON, check_loadable, read_step
+from nsa.checkpoint.manifest import check_loadable, layout_of, read_step
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.consensus import Consensus
@@ -27,9 +27,8 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[Path | None, 
     if path is None:
         return None, [*notes, "--resume: no checkpoint was saved; starting at step 0"]
     saved = dict(checkpoint.read_topology(path))
-    layout = LAYOUT_OF_STAGE[request.zero_stage]
     required = {
-        "layout": WITH_MUON.format(layout) if has_muon(request.ds_config) else layout,
+        "layout": layout_of(request.zero_stage, has_muon(request.ds_config)),
         "precision": request.config.train.precision,
         "ranks": saved["ranks"] if request.universal else world_size,
     }
