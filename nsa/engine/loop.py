@@ -229,13 +229,10 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
             bits_per_byte=bits_per_byte,
             lr=learning_rate(run.state.step - 1, run.config.train),
             grad_norm=None if grad_norm is None else float(grad_norm),
-            tokens_per_s=speed.tokens_per_s,
-            mfu=speed.mfu,
             memory_gb=memory_gb(),
-            seconds=speed.seconds,
             skipped_steps=run.state.skipped,
-            gates={} if health is None else health.gates,
             health=health,
+            **vars(speed),
         )
     )
 

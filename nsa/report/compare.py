@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +47,24 @@ def add_parser(verbs: Any) -> None:
 
 def _compare(args: argparse.Namespace) -> int:
     out = args.out or args.runs[0].resolve().parent / "compare.png"
-    for line in compare_runs(args.runs, out):
-        print(line)
-    for line in differences(args.runs):
+    runs = read_runs(args.runs)
+    print(*compare_runs(runs, out), sep="\n")
+    for line in differences(runs):
         print(f"nsa: warning: {line}", file=sys.stderr)
     print(out)
     return 0
 
 
-def differences(runs: Sequence[Path]) -> Iterator[str]:
+def read_runs(folders: Sequence[Path]) -> dict[str, Summary]:
+    """Read runs, by their labels in a picture."""
+    return {label: summarise(run) for label, run in labelled(folders).items()}
+
+
+def differences(runs: Mapping[str, Summary]) -> Iterator[str]:
     """Yield a line for each setting whose difference makes the runs' figures incomparable."""
-    summaries = {label: summarise(run) for label, run in labelled(runs).items()}
     for name, meaning in _MATTERS.items():
         labels: dict[str, list[str]] = {}
-        for label, run in summaries.items():
+        for label, run in runs.items():
             taken = {"tokens per step": run.tokens_per_step or "", "steps taken": run.steps}
             value = taken[name] if name in taken else lookup(run.config, name)
             if value != "":  # not recorded
@@ -71,22 +75,21 @@ def differences(runs: Sequence[Path]) -> Iterator[str]:
             yield f"{name} differs, {each}: {meaning}"
 
 
-def compare_runs(runs: Sequence[Path], out: Path) -> list[str]:
-    """Draw the runs into `out`; return a table of their final values."""
-    summaries = {label: summarise(run) for label, run in labelled(runs).items()}
-    for run in summaries.values():
+def compare_runs(runs: Mapping[str, Summary], out: Path) -> list[str]:
+    """Draw the runs, by label, into `out`; return a table of their final values."""
+    for run in runs.values():
         if not run.metrics.rows:
             raise ValueError(
                 f"{run.run_dir}: {run.metrics.problem}; choose a run with logged steps"
             )
     panels = []
     for column, title in _PANELS:
-        curves = {label: run.points(column) for label, run in summaries.items()}
+        curves = {label: run.points(column) for label, run in runs.items()}
         if any(steps for steps, _ in curves.values()):
             marked, logarithmic = column == "bits_per_byte", column == "grad_norm"
             panels.append(Panel(title, curves, marked=marked, logarithmic=logarithmic))
     draw(panels, out)
-    return align([_HEADER, *(_row(label, run) for label, run in summaries.items())])
+    return align([_HEADER, *(_row(label, run) for label, run in runs.items())])
 
 
 def _row(label: str, run: Summary) -> tuple[str, ...]:

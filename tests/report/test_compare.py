@@ -9,7 +9,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.resolve import to_yaml
 from nsa.gates.ladder import record
 from nsa.monitor.config import LadderConfig
-from nsa.report.compare import compare_runs
+from nsa.report.compare import compare_runs, read_runs
 from tests.gates.evidence import gate_at, judge_files
 from tests.monitor.written import write_metrics, write_run
 from tests.report.pictures import BLUE, ORANGE, pixels
@@ -19,7 +19,7 @@ def test_runs_share_one_picture_and_a_table_of_their_final_values(tmp_path: Path
     nsa, dense = write_run(tmp_path / "nsa"), tmp_path / "dense"
     write_metrics(dense, 200, change=lambda step: {"loss": 4.0 + 1 / step, "tokens_per_s": 1e5})
     record(nsa, judge_files(nsa, gate_at("production", 300), LadderConfig()))
-    lines = compare_runs([nsa, dense], tmp_path / "out" / "both.png")
+    lines = compare_runs(read_runs([nsa, dense]), tmp_path / "out" / "both.png")
     assert pixels(tmp_path / "out" / "both.png", BLUE) > 500
     assert pixels(tmp_path / "out" / "both.png", ORANGE) > 500
     header, first, second = (line.split("  ") for line in lines)
@@ -71,7 +71,7 @@ def test_a_run_given_twice_is_one_row_and_equal_names_become_paths(tmp_path: Pat
     write_metrics(tmp_path / "a" / "run", 20)
     write_metrics(tmp_path / "b" / "run", 20)
     runs = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"]
-    lines = compare_runs(runs, tmp_path / "out.png")
+    lines = compare_runs(read_runs(runs), tmp_path / "out.png")
     assert len(lines) == 3
     assert lines[1].startswith(str(runs[0]))
 
@@ -83,4 +83,4 @@ def test_a_run_given_twice_is_one_row_and_equal_names_become_paths(tmp_path: Pat
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=f"{name}: .*{message}"):
-        compare_runs([tmp_path / name], tmp_path / "out.png")
+        compare_runs(read_runs([tmp_path / name]), tmp_path / "out.png")
