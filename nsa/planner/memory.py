@@ -17,10 +17,6 @@ class Memory:
     moments: Mapping[str, Mapping[str, int]]  # on top of `static`, by moment of the step
 
     @property
-    def static_bytes(self) -> int:
-        return sum(self.static.values())
-
-    @property
     def peak_moment(self) -> str:
         """Moment with the most memory."""
         return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
