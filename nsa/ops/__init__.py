@@ -21,7 +21,6 @@ from nsa.ops.checks import (
     check_documents,
     check_heads,
     check_length,
-    check_pair,
     check_scale,
 )
 from nsa.ops.documents import block_starts, compressed_cu_seqlens
@@ -83,7 +82,6 @@ def compressed_attention(
     A query that sees no block gets o = 0 and lse = -inf.
     """
     check_heads(q, k_cmp=k_cmp, v_cmp=v_cmp)
-    check_pair(k_cmp, v_cmp, "_cmp")
     check_documents(cu_seqlens, q)
     check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
     inputs = q, k_cmp, v_cmp, None, cu_seqlens, "compressed", spec, check_scale(q, scale)
@@ -135,7 +133,6 @@ def selected_attention(
 ) -> Tensor:
     """Attend over the positions at or before each query inside its selected blocks."""
     check_heads(q, k=k, v=v)
-    check_pair(k, v, "")
     check_length("k", k, q.shape[1], "q")
     check_documents(cu_seqlens, q)
     expected = (*q.shape[:2], k.shape[2], spec.select_top)
@@ -160,7 +157,6 @@ def window_attention(
 ) -> Tensor:
     """Attend over the last `window` positions, the query's own included."""
     check_heads(q, k=k, v=v)
-    check_pair(k, v, "")
     check_length("k", k, q.shape[1], "q")
     check_documents(cu_seqlens, q)
     if window < 1:
@@ -218,7 +214,6 @@ def nsa_attention_and_blocks(
         )
     check_heads(q, k_cmp=k_cmp, v_cmp=v_cmp, k_sel=k_sel, v_sel=v_sel, k_win=k_win, v_win=v_win)
     for name, k, v in (("_cmp", k_cmp, v_cmp), ("_sel", k_sel, v_sel), ("_win", k_win, v_win)):
-        check_pair(k, v, name)
         if v.shape[2:] != v_cmp.shape[2:]:
             raise ValueError(
                 f"v{name} has heads and size {tuple(v.shape[2:])} and v_cmp has "

@@ -10,7 +10,10 @@ from nsa.spec import NSASpec
 
 
 def check_heads(q: Tensor, **keys_or_values: Tensor) -> None:
-    """Require [B, length, heads, size] tensors of one dtype and device; KV heads divide q's."""
+    """Require [B, length, heads, size] tensors of one dtype and device; KV heads divide q's.
+
+    Keys and values of one branch, such as `k_sel` and `v_sel`, may differ in head size only.
+    """
     for name, x in {"q": q, **keys_or_values}.items():
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be [B, T, heads, size]")
@@ -27,6 +30,13 @@ def check_heads(q: Tensor, **keys_or_values: Tensor) -> None:
             raise ValueError(
                 f"{name} has {x.shape[2]} heads, which do not divide q's {q.shape[2]} query heads"
             )
+    for name, v in keys_or_values.items():
+        k = keys_or_values.get(f"k{name[1:]}", v)
+        if k.shape[:3] != v.shape[:3]:
+            raise ValueError(
+                f"k{name[1:]} is {tuple(k.shape)} and {name} is {tuple(v.shape)}; "
+                "they may differ in head size only"
+            )
 
 
 def check_scale(q: Tensor, scale: float | None) -> float:
@@ -36,15 +46,6 @@ def check_scale(q: Tensor, scale: float | None) -> float:
     if not 1e-30 < scale < 1e30:  # beyond these it under- or overflows in float32
         raise ValueError(f"scale = {scale}: must be from 1e-30 to 1e30, or None for Dk^-0.5")
     return scale
-
-
-def check_pair(k: Tensor, v: Tensor, suffix: str) -> None:
-    """Require a branch's keys and values to differ in head size only."""
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(
-            f"k{suffix} is {tuple(k.shape)} and v{suffix} is {tuple(v.shape)}; "
-            "they may differ in head size only"
-        )
 
 
 def check_length(name: str, x: Tensor, length: int, required_by: str) -> None:

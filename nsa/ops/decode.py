@@ -16,7 +16,7 @@ from nsa.constants import BRANCHES
 from nsa.ops import triton
 from nsa.ops.backend import dispatch
 from nsa.ops.blockwise import overlap_table, sum_overlaps, top_blocks
-from nsa.ops.checks import check_heads, check_pair, check_scale
+from nsa.ops.checks import check_heads, check_scale
 from nsa.spec import NSASpec
 
 
@@ -93,7 +93,6 @@ def _check(
         if k is None or v is None:
             raise ValueError(f"branches = {tuple(branches)}: pass k_{name} and v_{name}")
         check_heads(q[:, None], **{f"k_{name}": k, f"v_{name}": v})
-        check_pair(k, v, f"_{name}")
         pairs[name] = k, v
     if "sel" in pairs:
         k_cmp = buffers["cmp"][0]
