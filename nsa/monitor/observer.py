@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partialmethod
 from pathlib import Path
 from statistics import fmean
@@ -82,12 +82,8 @@ class StepRecord:
     memory_gb: float  # peak so far
     seconds: float  # per step, mean since the previous logged step
     skipped_steps: int = 0  # since the first step of the run
+    gates: Mapping[str, float] = field(default_factory=dict)  # mean gate of each branch
     health: Health | None = None  # None for dense attention
-
-    @property
-    def gates(self) -> dict[str, float]:
-        """The mean gate of each branch; empty for dense attention."""
-        return {} if self.health is None else self.health.gates
 
 
 class Observer:
