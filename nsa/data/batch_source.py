@@ -18,9 +18,10 @@ from nsa.data.factory import fits_in_memory, held_out, is_indexed, open_source, 
 from nsa.data.order import key
 from nsa.data.source import ALL, DataError, State
 from nsa.data.stream import NO_DOCUMENT, stream_rows
-from nsa.data.token_store import TokenStore, coverage
+from nsa.data.token_store import TokenStore, coverage, warn_of_epochs
 from nsa.data.tokenizer import build_tokenizer
 from nsa.data.worker import Worker
+from nsa.untrusted import short
 
 PREPARE = "write shards with `nsa data prepare` and name their folder in data.source"
 
@@ -74,8 +75,8 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
         tokenizer = build_tokenizer(config)
         text = _text_settings(config, seed)
         # Opened here as well: a missing source is refused before a worker or an engine starts.
-        sizes = [open_source(config, name).size() for name in config.sources()]
-        identity = [tokenizer.fingerprint, repr(text), repr(sizes)]
+        self._sizes = [open_source(config, name).size() for name in config.sources()]
+        identity = [tokenizer.fingerprint, repr(text), repr(self._sizes)]
         divisions = [held_out(config, name) for name in config.sources()]
         if any(division.by_position for division in divisions):
             identity.append(repr(divisions))
@@ -91,7 +92,9 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
             "rank": rank,
         }
         if state is not None:
-            _check_unchanged(state["under"], self._settings)
+            _check_unchanged(
+                state["under"] | {"data.workers": len(state["workers"])}, self._settings
+            )
         self._consumed = state["taken"] if state else 0
         self._cursors = list(state["workers"]) if state else [None] * config.workers
         work = partial(
@@ -121,12 +124,17 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
         return worker.source or source_names(self._config), last
 
     def describe(self, samples: int) -> list[str]:
-        return [
-            f"{name}: streamed, tokenizer {self.tokenizer}, documents shuffled "
-            f"{self._config.shuffle_documents:,} at a time; "
-            f"the run consumes {round(samples * fraction):,} samples of {self._config.seq_len:,}"
-            for name, fraction in self._config.sources().items()
-        ]
+        lines, seq_len = [], self._config.seq_len
+        for (name, fraction), size in zip(self._config.sources().items(), self._sizes, strict=True):
+            lines.append(
+                f"{name}: streamed, tokenizer {self.tokenizer}, documents shuffled "
+                f"{self._config.shuffle_documents:,} at a time; "
+                f"the run consumes {round(samples * fraction):,} samples of {seq_len:,}"
+            )
+            if size:  # at least as many epochs: a token has a byte or more
+                epochs = samples * fraction * seq_len / size
+                lines += warn_of_epochs(name, f"{size:,} bytes", epochs)
+        return lines
 
     def close(self) -> None:
         for worker in self._workers:
@@ -188,9 +196,10 @@ def _text_settings(config: DataConfig, seed: int) -> dict[str, Any]:
 
 def _check_unchanged(saved: dict[str, Any], current: dict[str, Any]) -> None:
     for name, value in current.items():
-        if saved[name] != value:
+        if saved.get(name) != value:
+            before = short(saved.get(name))
             raise DataError(
-                f"{name} = {value}: this run's stream cursor was saved with {saved[name]}, and a "
+                f"{name} = {value}: this run's stream cursor was saved with {before}, and a "
                 f"stream resumes only unchanged; set it back, or {PREPARE}: indexed order resumes "
                 "on any number of ranks"
             )

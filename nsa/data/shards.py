@@ -288,9 +288,11 @@ class ShardStore(TokenStore):
     def read(self, start: int, stop: int) -> TokenArray:
         tokens = super().read(start, stop)
         if (highest := int(tokens.max())) >= self.vocab_size:  # it would not fit the embedding
+            number = np.searchsorted(self._ends, start + tokens.argmax(), side="right")
             raise DataError(
-                f"{self.name}: holds the id {highest} at or after token {start:,}, and {INDEX} "
-                f"says vocab_size = {self.vocab_size}; prepare the folder again"
+                f"{self.name}: holds the id {highest} at or after token {start:,}, and {INDEX} says"
+                f" vocab_size = {self.vocab_size}; prepare the folder again, or restore "
+                f"{self._paths[number].name}"
             )
         return tokens
 

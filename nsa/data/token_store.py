@@ -9,6 +9,8 @@ import numpy as np
 
 from nsa.data.tokenizer import TokenArray
 
+MANY_EPOCHS = 4  # more teach little (arXiv 2305.16264)
+
 
 @dataclass(eq=False)
 class TokenStore:
@@ -64,4 +66,12 @@ def coverage(
             line += f"; the run consumes {consumed:,}: "
             line += f"{epochs:.2f} epochs" if epochs > 1 else f"{epochs:.1%} of them, once"
         lines.append(line)
+        if per_epoch:
+            lines += warn_of_epochs(store.name, f"{len(store):,} tokens", epochs)
     return lines
+
+
+def warn_of_epochs(name: str, size: str, epochs: float) -> list[str]:
+    """Return a warning, if a run reads a dataset too often."""
+    warning = f"WARNING: {name}: {size}, {epochs:,.0f} epochs: the model will memorize it; take a "
+    return [warning + "larger data.source, or lower --steps"] if epochs > MANY_EPOCHS else []

@@ -286,6 +286,14 @@ def test_the_state_of_a_different_stream_is_refused_by_name(
         loader_of(configure(source, **{"workers": 2} | data), state=state, consumed=2, **others)
 
 
+def test_a_small_stream_that_is_read_many_times_is_warned_about(source: str) -> None:
+    size = Path(source).stat().st_size
+    with closing(loader_of(configure(source))) as loader:
+        (_, warning) = loader.source.describe(10 * size // 16)
+        assert warning.startswith(f"WARNING: {source}: {size:,} bytes, 10 epochs: ")
+        assert len(loader.source.describe(4 * size // 16)) == 1
+
+
 def test_a_resumed_stream_without_a_saved_cursor_is_refused(source: str) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl' is streamed, and no cursor .* rank 0"):
         loader_of(configure(source), consumed=2)

@@ -86,3 +86,6 @@ def test_coverage_reports_samples_epochs_and_left_over_tokens() -> None:
         "the run consumes 90: 90.0% of them, once",
         "tokens: 41 tokens, 4 samples of 10, no padding; the run consumes 10: 2.50 epochs",
     ]
+    (*_, warning) = coverage(stores, [0.5, 0.5], 10, samples=80)
+    assert warning.startswith("WARNING: tokens: 41 tokens, 10 epochs: the model will memorize it")
+    assert "WARNING" not in "".join(coverage(stores, [0.8, 0.2], 10, samples=80)), "four epochs"

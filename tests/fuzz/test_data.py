@@ -72,8 +72,11 @@ def test_tokens_outside_the_vocabulary_are_refused_by_name(tmp_path: Path) -> No
     shard = write_shard(folder, "train-000-00000.bin", "train", stamp, [tokens], 3)
     write_index(folder, Index(stamp, {}, 1, [shard]))
     assert run("data", "check", folder) == 0
-    with pytest.raises(DataError, match=r"prepared: holds the id 60000 at or after token 0, and"):
+    with pytest.raises(
+        DataError, match=r"prepared: holds the id 60000 at or after token 0, and"
+    ) as e:
         open_shards(str(folder), "train").read(0, 3)
+    assert str(e.value).endswith("or restore train-000-00000.bin")
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst"])
