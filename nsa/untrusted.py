@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import reprlib
@@ -109,6 +110,28 @@ def check_depth(value: Any) -> None:
             if isinstance(child, dict | list)
         ]
     raise ValueError("nested too deeply")
+
+
+def matches(value: Any, shape: Any) -> bool:
+    """Return whether a JSON value has this shape; integers are 0 or more, floats finite.
+
+    A shape is a type, a tuple of alternatives, a list with the shape of its items, or a dict with
+    the shapes of its required keys, or of all keys by `str`.
+    """
+    if isinstance(shape, tuple):
+        return any(matches(value, alternative) for alternative in shape)
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(matches(item, shape[0]) for item in value)
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(
+            all(matches(item, part) for item in value.values())
+            if key is str
+            else key in value and matches(value[key], part)
+            for key, part in shape.items()
+        )
+    if type(value) is int:
+        return shape is int and 0 <= value < 2**62
+    return type(value) is shape and (shape is not float or math.isfinite(value))
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -72,7 +72,7 @@ class LossGuard:
 
     def restore(self, state: dict[str, Any]) -> None:
         recent = [math.nan if loss is None else loss for loss in state["recent"]]
-        self._recent.copy_(torch.tensor(recent))
+        self._recent.copy_(torch.tensor((recent + [math.nan] * WINDOW)[:WINDOW]))
         self._seen = state["seen"]
         self._counts.zero_()
 

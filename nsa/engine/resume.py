@@ -16,7 +16,20 @@ from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
-from nsa.untrusted import short
+from nsa.untrusted import matches, short
+
+NONE = type(None)
+READER = (  # of Files, ListSource and the hub
+    {"files": str, "file": int, "at": {str: (int, bool)}},
+    {"documents": int},
+    {"revision": (str, NONE), "rows": int, "given": int, "dataset": (dict, NONE)},
+)
+CURSOR = {"pass": int, "block": int, "reader": (*READER, NONE), "document": int, "token": int}
+WORKER = {"rows": int, "sources": {str: CURSOR}}
+RANK_STATE = {  # shapes of the parts of rank<k>.json
+    "feed": ({"under": dict, "taken": int, "workers": [(WORKER, NONE)]}, NONE),
+    "guard": {"recent": [(float, NONE)], "seen": int},
+}
 
 
 def find_checkpoint(request: RunRequest, world_size: int) -> tuple[Path | None, list[str]]:
@@ -50,7 +63,12 @@ def read_state(path: Path, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:
     rank_state = None
     if checkpoint.read_topology(path)["ranks"] == ranks.world_size:
         rank_state = checkpoint.read_rank_state(path, ranks.rank)
-    return _train_state(path), rank_state or {}
+    rank_state = rank_state or {}
+    for name, shape in RANK_STATE.items():
+        if name in rank_state and not matches(rank_state[name], shape):
+            file = path / f"rank{ranks.rank}.json"
+            raise ValueError(f"{file}: {name} is not valid; use another checkpoint")
+    return _train_state(path), rank_state
 
 
 def _train_state(path: Path) -> TrainState:

@@ -15,8 +15,13 @@ import torch
 from hypothesis import strategies as st
 
 from nsa.checkpoint.manifest import MANIFEST, manifest_text, newest_complete, sync_and_hash
+from nsa.data import DataConfig, batch_source
+from nsa.data.stream import PackedStream
+from nsa.engine.config import TrainConfig
+from nsa.engine.loss_guard import LossGuard
 from nsa.engine.process_group import Ranks
 from nsa.engine.resume import read_state
+from tests.data.texts import texts, write_lines
 from tests.evaluate.models import write_model
 from tests.fuzz.hostile import damaged, files, mutated, run, time_limit, to_json, values
 
@@ -98,6 +103,42 @@ def test_state(fuzz: Callable[..., None], run_dir: Path) -> None:
             read_state(checkpoint, Ranks(rank=0, world_size=1, local_rank=0))
 
     fuzz(check, 100, content=files(STATE))
+
+
+def test_state_of_a_rank(
+    fuzz: Callable[..., None], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is accepted can be restored: the loss guard, and a stream from its cursors."""
+    checkpoint, ranks = run_dir / "checkpoints" / STEP, Ranks(0, 0, 1)
+    source = write_lines(tmp_path / "a.jsonl", texts(200))
+    config = DataConfig(source=source, seq_len=16, shuffle_documents=8, held_out=0.1, workers=2)
+    monkeypatch.setattr(batch_source, "Worker", lambda work, name: work)
+    shape: dict[str, int] = {"rank": 0, "world_size": 1, "micro_batch": 2, "seed": 3}
+    stream = PackedStream(config, seed=3, part=0, parts=2, rows=2)
+    next(stream)
+    under = batch_source.StreamingBatches(config, state=None, **shape)._settings
+    feed = {"under": under, "taken": 1, "workers": [stream.state(), None]}
+    guard = LossGuard(TrainConfig(), torch.device("cpu"))
+    state = {"feed": feed, "guard": guard.state()}
+    outcomes = set()
+
+    def check(content: bytes) -> None:
+        (checkpoint / "rank0.json").write_bytes(content)
+        with time_limit(), contextlib.suppress(ValueError):
+            outcomes.add("read")
+            _, saved = read_state(checkpoint, ranks)
+            guard.restore(saved.get("guard", guard.state()))
+            feed = saved.get("feed")
+            works = batch_source.StreamingBatches(config, state=feed, **shape)._workers
+            next(PackedStream(config, **works[0].keywords))
+            outcomes.add("restored")
+
+    check(to_json(state))
+    assert outcomes == {"read", "restored"}
+    fuzz(check, 150, content=files(state))
+    fuzz(check, 150, content=mutated(feed).map(lambda feed: to_json(state | {"feed": feed})))
+    guards = mutated(state["guard"])
+    fuzz(check, 100, content=guards.map(lambda guard: to_json(state | {"guard": guard})))
 
 
 def test_config_of_a_checkpoint(fuzz: Callable[..., None], run_dir: Path) -> None:
