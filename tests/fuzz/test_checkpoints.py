@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from nsa.checkpoint.manifest import MANIFEST, manifest_text, newest_complete, sync_and_hash
 from nsa.data import DataConfig, batch_source
-from nsa.data.stream import PackedStream
+from nsa.data.stream import stream_rows
 from nsa.engine.config import TrainConfig
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.process_group import Ranks
@@ -114,10 +114,9 @@ def test_state_of_a_rank(
     config = DataConfig(source=source, seq_len=16, shuffle_documents=8, held_out=0.1, workers=2)
     monkeypatch.setattr(batch_source, "Worker", lambda work, name: work)
     shape: dict[str, int] = {"rank": 0, "world_size": 1, "micro_batch": 2, "seed": 3}
-    stream = PackedStream(config, seed=3, part=0, parts=2, rows=2)
-    next(stream)
+    _, cursor = next(stream_rows(config, seed=3, part=0, parts=2, rows=2))
     under = batch_source.StreamingBatches(config, state=None, **shape)._settings
-    feed = {"under": under, "taken": 1, "workers": [stream.state(), None]}
+    feed = {"under": under, "taken": 1, "workers": [cursor, None]}
     guard = LossGuard(TrainConfig(), torch.device("cpu"))
     state = {"feed": feed, "guard": guard.state()}
     outcomes = set()
@@ -130,7 +129,7 @@ def test_state_of_a_rank(
             guard.restore(saved.get("guard", guard.state()))
             feed = saved.get("feed")
             works = batch_source.StreamingBatches(config, state=feed, **shape)._workers
-            next(PackedStream(config, **works[0].keywords))
+            next(works[0]())
             outcomes.add("restored")
 
     check(to_json(state))
