@@ -54,29 +54,42 @@ def pairs(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, in
 
 
 def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Work]:
-    """Every kernel of one layer's attention, forward and backward, bf16, without packing."""
+    """Every kernel of one layer's attention, forward and backward, bf16, without packing.
+
+    "gated": the compressed branch and the window in one kernel. Its gradient of queries includes
+    the row sums of all branches, and the selected branch's forward kernel the gated sum.
+    """
     tokens = batch * seq_len
     rows = tokens * shape.heads
     q, o = rows * shape.key * BF16, rows * shape.value * BF16
     row = rows * FP32  # an lse, or a row sum
+    gates = 3 * rows * BF16
     pair = tokens * shape.kv_heads * (shape.key + shape.value) * BF16
     compressed = pair * spec.compressed_len(seq_len) / seq_len
     index = tokens * shape.kv_heads * spec.select_top * FP32
     # Selection needs each visible block's score once, except while all candidates are selected.
     ranked = range(spec.select_len * spec.select_top, seq_len)
     scores = batch * shape.heads * sum(map(spec.visible_compressed, ranked))
-    kernels = {"select": Work(2 * scores * shape.key, scores, q + compressed / 2 + row + index)}
-    read = {"compressed": compressed, "window": pair, "selected": pair + index}
-    for branch, exps in pairs(shape, batch, seq_len, spec).items():
-        key, value, kv = 2 * exps * shape.key, 2 * exps * shape.value, read[branch]
-        kernels |= {
-            f"{branch} forward": Work(key + value, exps, q + kv + o + row),
-            f"{branch} queries": Work(2 * key + value, exps, 2 * q + o + kv + 2 * row),
-            f"{branch} keys": Work(2 * key + 2 * value, exps, q + o + 2 * kv + 2 * row),
-        }
+    visible = pairs(shape, batch, seq_len, spec)
+    visible["gated"] = visible["compressed"] + visible["window"]
+
+    def kernel(branch: str, keys: int, values: int, moved: float) -> Work:
+        """That many products with keys and values for each pair."""
+        exps = visible[branch]
+        return Work(2 * exps * (keys * shape.key + values * shape.value), exps, moved)
+
     gates = 3 * rows * BF16
-    mixing = {"mix": 4 * o + gates, "gate rows": 4 * o + 2 * gates + 9 * row}
-    return kernels | {name: Work(0, 0, moved) for name, moved in mixing.items()}
+    both, mixing, row_sums = compressed + pair, 3 * o + gates, 4 * o + 2 * gates + 9 * row
+    return {
+        "gated forward": kernel("gated", 1, 1, q + both + 2 * o + 2 * row),
+        "select": Work(2 * scores * shape.key, scores, q + compressed / 2 + row + index),
+        "selected forward": kernel("selected", 1, 1, q + pair + index + o + row + mixing),
+        "gated queries": kernel("gated", 2, 1, 2 * q + both + row_sums),
+        "window keys": kernel("window", 2, 2, q + o + 2 * pair + 2 * row),
+        "compressed keys": kernel("compressed", 2, 2, q + o + 2 * compressed + 2 * row),
+        "selected queries": kernel("selected", 2, 1, 3 * q + o + pair + index + 2 * row),
+        "selected keys": kernel("selected", 2, 2, q + o + 2 * (pair + index) + 2 * row),
+    }
 
 
 def token(shape: Shape, seq_len: int, spec: NSASpec) -> dict[str, int]:

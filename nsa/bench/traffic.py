@@ -2,12 +2,13 @@
 
 An operation is one dispatched op that is not a view or an allocation; a custom op (`nsa::…`) is
 one. Its bytes are those of its tensor inputs and outputs; a modified input is read and written.
-Launches count kernels and PyTorch's ops inside custom ops: the library's launchers run on `meta`
-tensors, and a kernel's bytes are those of its tensor arguments, each once. Weights lie in one flat
-buffer, as ZeRO-1 and 2 place them.
+Of the embedding's table and of its gradient, a row per token counts. Launches count kernels and
+PyTorch's ops inside custom ops: the library's launchers run on `meta` tensors, and a kernel's bytes
+are those of its tensor arguments, each once, or twice if it is read and rewritten. Weights lie in
+one flat buffer, as ZeRO-1 and 2 place them.
 
 Times are estimates: for each launch the slower of its bytes and its FLOPs at the rates of
-`roofline.CHIPS`, without gaps between launches.
+`roofline.CHIPS`, one after another, without gaps. FLOPs of attention kernels are `roofline.work`'s.
 """
 
 from __future__ import annotations
@@ -57,6 +58,18 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 _PART_OF = {name: part for part, names in PARTS.items() for name in names}
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
+# Tensors of which at most a row per token moves, and a tensor of that many rows.
+_ROWS_MOVED = {
+    "aten::embedding": ("weight", "result"),
+    "nsa::triton_add_token_gradients_": ("d_weight", "d_x"),
+    "add_token_gradients_kernel": ("d_weight", "d_x"),
+}
+# Arguments that a kernel reads and rewrites, and the constant that says whether it does.
+_REWRITTEN = {
+    "add_token_gradients_kernel": ("d_weight", None),
+    "cross_entropy_kernel": ("logits", "GRADIENT"),
+    "selected_queries_kernel": ("dq", "ADD"),
+}
 _SELF_UNREAD = {"copy_", "fill_", "zero_", "new_zeros", "zeros_like", "ones_like"}
 
 
@@ -80,15 +93,18 @@ class Operation:
     part: str
     bytes: int
     launches: tuple[Launched, ...]
-    flops: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        return sum(x.flops for x in self.launches)
 
     def seconds(self, chip: Work) -> float:
-        """Estimated: launches one after another, or all of the op's FLOPs if that is slower."""
-        return max(sum(x.seconds(chip) for x in self.launches), self.flops / chip.flops)
+        """Estimated: launches one after another."""
+        return sum(x.seconds(chip) for x in self.launches)
 
 
 class Recorder(TorchDispatchMode):
-    """Records every operation; `flops`: those of ops that PyTorch's FLOP counter does not know."""
+    """Records every operation; `flops`: those of kernels, by their name in `roofline.work`."""
 
     def __init__(self, flops: Mapping[str, float] | None = None) -> None:
         super().__init__()
@@ -108,17 +124,17 @@ class Recorder(TorchDispatchMode):
         name = func._schema.name
         if func.is_view or name.removeprefix("aten::") in _FREE:
             return result
-        moved, flops = _moved_bytes(func, args, kwargs, result), self._flops.get(name, 0.0)
+        moved, flops = _moved_bytes(func, args, kwargs, result), 0.0
         if not moved:  # empty tensors: nothing is launched
             return result
         if count := flop_registry.get(func._overloadpacket):
             flops = count(*args, **kwargs, out_val=result)
             # A causal mask hides half of the pairs.
             flops *= 0.5 if "attention" in name else 1.0
-        launches = _inside(func, args, kwargs) or (Launched(name, moved, flops),)
+        launches = _inside(func, args, kwargs, self._flops) or (Launched(name, moved, flops),)
         base = name.replace("::triton_", "::").removesuffix("_backward").removesuffix("_")
         part = _PART_OF.get(base, "other")
-        self.operations.append(Operation(name, part, moved, launches, flops))
+        self.operations.append(Operation(name, part, moved, launches))
         return result
 
 
@@ -143,11 +159,19 @@ def _moved_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any)
     read = [x for name, x in given.items() if name not in unread]
     written = [given.get(name) for name in modified]
     returned = result if isinstance(result, tuple | list) else (result,)
+    if schema.name in _ROWS_MOVED:
+        table, rows = _ROWS_MOVED[schema.name]
+        moved_rows = (given | {"result": result})[rows]
+        read, written = (
+            [moved_rows if x is given[table] else x for x in y] for y in (read, written)
+        )
     written += [x for x, y in zip(returned, schema.returns, strict=False) if not y.alias_info]
     return sum(map(_size, _tensors(read))) + sum(map(_size, _tensors(written)))
 
 
-def _inside(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Launched, ...]:
+def _inside(
+    func: Any, args: tuple, kwargs: Mapping[str, Any], flops: Mapping[str, float]
+) -> tuple[Launched, ...]:
     """The launches of a custom op: its implementation runs on `meta` tensors. Else none."""
     run = IMPLEMENTATIONS.get(func._schema.name) or getattr(
         _maybe_get_opdef(func), "_init_fn", None
@@ -159,11 +183,26 @@ def _inside(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Launched
     with torch.no_grad(), no_autocast, Recorder() as inside, recording() as launches:
         run(*args, **kwargs)
     ops = (launched for operation in inside.operations for launched in operation.launches)
-    return (*ops, *(_kernel(x) for x in launches if 0 not in x.grid))
+    return (*ops, *(_kernel(x, flops) for x in launches if 0 not in x.grid))
 
 
-def _kernel(x: Launch) -> Launched:
-    return Launched(x.kernel.__name__, sum(map(_size, _tensors(x.arguments))))
+def _kernel(x: Launch, flops: Mapping[str, float]) -> Launched:
+    name, arguments = x.kernel.__name__, dict(x.arguments)
+    if name in _ROWS_MOVED:
+        table, rows = _ROWS_MOVED[name]
+        arguments[table] = arguments[rows]
+    moved = sum(map(_size, _tensors(arguments)))
+    argument, condition = _REWRITTEN.get(name, ("", None))
+    if argument and (condition is None or x.constants[condition]):
+        moved += _size(arguments[argument])
+    return Launched(name, moved, flops.get(_work_name(x), 0.0))
+
+
+def _work_name(x: Launch) -> str:
+    """A kernel's name in `roofline.work`."""
+    branch = "window" if x.constants.get("WINDOW") else "compressed"
+    name = x.kernel.__name__.removesuffix("_kernel").replace("band", branch)
+    return name.replace("_", " ")
 
 
 @contextmanager
@@ -188,10 +227,7 @@ def record(config: ModelConfig, micro_batch: int, seq_len: int) -> list[Operatio
     value = config.value_dim or config.head_dim
     shape = Shape("", config.heads, config.kv_heads, config.head_dim, value)
     kernels = work(shape, micro_batch, seq_len, config.attention.spec)
-    forward = sum(x.flops for n, x in kernels.items() if n == "select" or "forward" in n)
-    backward = sum(x.flops for x in kernels.values()) - forward
-    flops = {"nsa::triton_gated": forward, "nsa::triton_gated_backward": backward}
-    with as_on_cuda(), Recorder(flops) as recorder:
+    with as_on_cuda(), Recorder({name: x.flops for name, x in kernels.items()}) as recorder:
         model(tokens, labels=tokens).backward()
     return recorder.operations
 

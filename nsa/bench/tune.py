@@ -27,6 +27,7 @@ from nsa.ops.triton.configs import SHORT, Config, override_choices, save_tuned, 
 from nsa.ops.triton.launch import Launch, launch, padded_size, recording
 
 SPEC = NSASpec()
+JOINT = "nsa_attention"
 Option = Config | str  # tile sizes, or the library whose kernel runs
 
 
@@ -62,7 +63,10 @@ def run(report: Report) -> None:
 
 
 def _case(sizes: tuple[int, int], shapes: list[Shape], lengths: list[int], report: Report) -> None:
-    rows, best = tune(discover(_steps(shapes, lengths, report)), report)
+    steps = _steps(shapes, lengths, report)
+    # The joint op has kernels of its own; what it shares with the others is tuned by their calls.
+    joint = {name: steps.pop(name) for name in list(steps) if name.startswith(JOINT)}
+    rows, best = tune(discover(joint) | discover(steps), report)
     keys = partial(key_of, sizes=sizes, dtype=report.dtype, seq_len=lengths[0])
     for row in rows:
         report.add({"key": keys(row["operation"]), **row})
@@ -89,7 +93,7 @@ def _steps(shapes: list[Shape], lengths: list[int], report: Report) -> dict[str,
             batch = max(1, report.flags.tokens // seq_len)
             inputs = Inputs.random(shape, batch, seq_len, SPEC, report.device, report.dtype)
             by_name = calls(inputs, SPEC, backend)
-            for name in PARTS:
+            for name in (*PARTS, JOINT):
                 steps[f"{name} {shape} T={seq_len}"] = by_name[name].step
             # Trained queries select somewhere between random and local.
             local = calls(inputs.local(SPEC), SPEC, backend)["selected_attention"]

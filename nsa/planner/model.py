@@ -262,14 +262,18 @@ def _mixes(model: Model, fused: bool) -> bool:
 
 
 def _loss(model: Model, tokens: int, fused: bool) -> int:
-    """Return the bytes of one chunk's logits and the head's gradient (fp32 if several chunks)."""
+    """Return the bytes of one chunk's logits and the head's gradient.
+
+    Two chunks' parts are added where the second is; sums of more are fp32.
+    """
     from nsa.model.loss import CHUNK_LOGITS, CHUNK_LOGITS_CPU
     from nsa.ops.cross_entropy import SOFTMAX_LOGITS
 
     vocab_size, size = model.config.vocab_size, model.weight_bytes
     chunks = -(-tokens * vocab_size // (CHUNK_LOGITS if fused else CHUNK_LOGITS_CPU))
     logits = -(-tokens // chunks) * vocab_size
-    gradient = (size + (4 + size if chunks > 1 else 0)) * model.embedding
+    parts = {1: size, 2: 2 * size}.get(chunks, 2 * size + 4)
+    gradient = parts * model.embedding
     rows = 0 if fused else min(SOFTMAX_LOGITS, logits)
     softmax = 4 * rows * (2 + (logits > rows))  # converted, computed; earlier rows remain
     return size * (logits + model.config.width * tokens) + max(gradient, softmax)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from nsa.bench.__main__ import main
+from nsa.bench.options import Shape
+from nsa.bench.roofline import Work, work
 from nsa.bench.traffic import Operation, Recorder, record, totals
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.ops.triton.embedding import triton_add_token_gradients_
 
 BATCH, SEQ_LEN = 2, 128
 
@@ -71,6 +75,45 @@ def test_bytes_are_those_of_inputs_and_outputs(
     run: Callable[[Tensor], object], expected: int
 ) -> None:
     assert [x.bytes for x in recorded(run)] == [expected]
+
+
+def test_of_an_embedding_and_its_gradient_a_row_per_token_counts() -> None:
+    tokens, rows = torch.empty(3, 2, dtype=torch.long, device="meta"), 6 * 8 * 4
+    table = torch.empty(50, 8, device="meta")
+    with Recorder() as recorder:
+        x = nn.functional.embedding(tokens, table)
+        triton_add_token_gradients_(table, x, tokens)
+    gather, scatter = recorder.operations
+    assert gather.bytes == tokens.numel() * 8 + 2 * rows
+    assert scatter.bytes == tokens.numel() * 8 + 3 * rows
+    assert scatter.launches[-1].bytes == 2 * tokens.numel() * 8 + 3 * rows  # sorted, and the order
+
+
+def test_kernels_read_and_rewrite_the_logits_and_the_gradient_that_others_wrote() -> None:
+    def largest(name: str, kernel: str) -> int:
+        launches = (y for x in operations if x.name == name for y in x.launches)
+        return max(y.bytes for y in launches if y.name == kernel)
+
+    operations = record(toy(), BATCH, SEQ_LEN)
+    tokens, logits = BATCH * SEQ_LEN, BATCH * SEQ_LEN * 256 * 2
+    assert largest("nsa::linear_cross_entropy", "cross_entropy_kernel") == 2 * logits + tokens * 12
+    q = BATCH * SEQ_LEN * 4 * 16 * 2
+    selected = largest("nsa::triton_gated_backward", "selected_queries_kernel")
+    assert 4 * q < selected < 5 * q + 8 * tokens * 4  # q, do, and dq twice
+
+
+def test_every_product_of_attention_counts_at_its_kernel() -> None:
+    """So a launch that moves much and computes little does not hide behind another's products."""
+    operations = record(toy(), BATCH, SEQ_LEN)
+    kernels = work(Shape("", 4, 2, 16, 16), BATCH, SEQ_LEN, toy().attention.spec)
+    gated = [x for x in operations if x.name.startswith("nsa::triton_gated")]
+    assert sum(x.flops for x in gated) == 2 * sum(x.flops for x in kernels.values())
+    chip = Work(1e12, math.inf, 1e9)
+    for operation in gated:
+        assert operation.seconds(chip) == pytest.approx(
+            sum(max(x.bytes / 1e9, x.flops / 1e12) for x in operation.launches)
+        )
+        assert operation.seconds(chip) > operation.flops / 1e12
 
 
 def test_custom_ops_are_one_operation_and_all_their_launches() -> None:

@@ -142,10 +142,10 @@ def add_rms_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """(x + delta, its RMSNorm times weight); without delta, x itself comes first."""
-    from nsa.ops.triton.normalization import triton_add_rms_norm, triton_rms_norm
+    from nsa.ops.triton.normalization import rms_norm_of, triton_add_rms_norm
 
     if delta is None:
-        return x, triton_rms_norm(x, weight, eps)
+        return rms_norm_of(x, weight, eps)
     return triton_add_rms_norm(x, delta, weight, eps)
 
 

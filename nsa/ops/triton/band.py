@@ -82,6 +82,38 @@ def _scores(
     return k_tile, v_tile, s
 
 
+@triton.jit
+def band_attention(
+    q_tile, k, v, t, first_row, length, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """(o [ROWS, VALUE_P], lse [ROWS]) of a tile of rows; k and v: the document's first key."""
+    far_end, future = t - WINDOW, visible(t, LEN, STRIDE)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_P], tl.float32)
+    low, a, b, high = _bounds(first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS)
+    for phase in tl.static_range(3):
+        if phase > 0 or WINDOW > 0:
+            begin, end = span(phase, low, a, b, high)
+            # Pointers advance: an index that leads to addresses has 64 bits, and so would have
+            # every comparison with it.
+            k_at = k + tl.cast(begin, tl.int64) * (HEADS * KEY)
+            v_at = v + tl.cast(begin, tl.int64) * (HEADS * VALUE)
+            for first in range(begin, end, KEYS):
+                _, v_tile, s = _scores(
+                    q_tile, k_at, v_at, first, high, far_end, future,
+                    HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, WINDOW, ROWS, KEYS, phase,
+                )  # fmt: skip
+                m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
+                k_at += KEYS * HEADS * KEY
+                v_at += KEYS * HEADS * VALUE
+    return finish_softmax(m, total, acc, scale)
+
+
 @kernel
 def band_forward_kernel(
     q, k, v, o, lse, cu, seq_len, key_len, documents, scale,
@@ -107,29 +139,39 @@ def band_forward_kernel(
         k += (key * HEADS + head) * KEY
         v += (key * HEADS + head) * VALUE
         q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
-        far_end, future = t - WINDOW, visible(t, LEN, STRIDE)
-        m = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, VALUE_P], tl.float32)
-        low, a, b, high = _bounds(first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS)
-        for phase in tl.static_range(3):
-            if phase > 0 or WINDOW > 0:
-                begin, end = span(phase, low, a, b, high)
-                # Pointers advance: an index that leads to addresses has 64 bits, and so would have
-                # every comparison with it.
-                k_at = k + tl.cast(begin, tl.int64) * (HEADS * KEY)
-                v_at = v + tl.cast(begin, tl.int64) * (HEADS * VALUE)
-                for first in range(begin, end, KEYS):
-                    _, v_tile, s = _scores(
-                        q_tile, k_at, v_at, first, high, far_end, future,
-                        HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, WINDOW, ROWS, KEYS, phase,
-                    )  # fmt: skip
-                    m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
-                    k_at += KEYS * HEADS * KEY
-                    v_at += KEYS * HEADS * VALUE
-        out, logsum = finish_softmax(m, total, acc, scale)
+        out, logsum = band_attention(
+            q_tile, k, v, t, first_row, length, scale,
+            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, WINDOW, ROWS, KEYS,
+        )  # fmt: skip
         store_rows(o + row * VALUE, at, VALUE, out, VALUE, VALUE_P, valid)
         tl.store(lse + row + at, logsum, mask=valid)
+
+
+@triton.jit
+def band_query_gradient(
+    q_tile, k, v, do_tile, row_lse, row_delta, acc, t, first_row, length, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """acc [ROWS, KEY_P] and the gradient of a tile of rows; k and v: the document's first key."""
+    far_end, future = t - WINDOW, visible(t, LEN, STRIDE)
+    low, a, b, high = _bounds(first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS)
+    for phase in tl.static_range(3):
+        if phase > 0 or WINDOW > 0:
+            begin, end = span(phase, low, a, b, high)
+            k_at = k + tl.cast(begin, tl.int64) * (HEADS * KEY)
+            v_at = v + tl.cast(begin, tl.int64) * (HEADS * VALUE)
+            for first in range(begin, end, KEYS):
+                k_tile, v_tile, s = _scores(
+                    q_tile, k_at, v_at, first, high, far_end, future,
+                    HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, WINDOW, ROWS, KEYS, phase,
+                )  # fmt: skip
+                acc = add_query_gradient(s, k_tile, v_tile, do_tile, row_lse, row_delta, acc, scale)
+                k_at += KEYS * HEADS * KEY
+                v_at += KEYS * HEADS * VALUE
+    return acc
 
 
 @kernel
@@ -138,7 +180,7 @@ def band_queries_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, ADD: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of rows."""
     head = tl.program_id(1).to(tl.int64)
@@ -160,25 +202,12 @@ def band_queries_kernel(
         do_tile = load_rows(do + row * VALUE, at, VALUE, VALUE, VALUE_P, valid)  # [ROWS, VALUE_P]
         row_lse = tl.load(lse2 + row + at, mask=valid, other=float("inf"))
         row_delta = tl.load(delta + row + at, mask=valid, other=0.0)
-        far_end, future = t - WINDOW, visible(t, LEN, STRIDE)
-        acc = tl.zeros([ROWS, KEY_P], tl.float32)
-        low, a, b, high = _bounds(first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS)
-        for phase in tl.static_range(3):
-            if phase > 0 or WINDOW > 0:
-                begin, end = span(phase, low, a, b, high)
-                k_at = k + tl.cast(begin, tl.int64) * (HEADS * KEY)
-                v_at = v + tl.cast(begin, tl.int64) * (HEADS * VALUE)
-                for first in range(begin, end, KEYS):
-                    k_tile, v_tile, s = _scores(
-                        q_tile, k_at, v_at, first, high, far_end, future,
-                        HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, WINDOW, ROWS, KEYS, phase,
-                    )  # fmt: skip
-                    acc = add_query_gradient(
-                        s, k_tile, v_tile, do_tile, row_lse, row_delta, acc, scale
-                    )
-                    k_at += KEYS * HEADS * KEY
-                    v_at += KEYS * HEADS * VALUE
-        store_query_gradient(dq + row * KEY, at, acc, scale_out, KEY, KEY_P, valid, ADD)
+        acc = band_query_gradient(
+            q_tile, k, v, do_tile, row_lse, row_delta, tl.zeros([ROWS, KEY_P], tl.float32),
+            t, first_row, length, scale,
+            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, WINDOW, ROWS, KEYS,
+        )  # fmt: skip
+        store_query_gradient(dq + row * KEY, at, acc, scale_out, KEY, KEY_P, valid, False)
 
 
 @triton.jit

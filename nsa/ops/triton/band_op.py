@@ -66,27 +66,26 @@ def band_backward(
     """The gradients of q, k and v; the same from run to run."""
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     delta, lse2 = backward_rows(do, o, lse, dlse)
-    return dq, *band_gradients(do, x, lse2, delta, dq)
+    arguments, constants, sizes = _arguments(x)
+    arguments |= {"do": do.contiguous(), "lse2": lse2, "delta": delta, "dq": dq}
+    seq_len = x.q.shape[1]
+    config = choose_config(f"{_branch(x)}_queries", sizes, x.q, seq_len)
+    launch(
+        band_queries_kernel,
+        (slots(seq_len * constants["GROUP"], config.rows, x.cu_seqlens), x.k.shape[2], len(x.q)),
+        arguments,
+        constants | {"ROWS": config.rows, "KEYS": config.keys},
+        config,
+    )
+    return dq, *band_key_gradients(do, x, lse2, delta)
 
 
-def band_gradients(
-    do: Tensor, x: Band, lse2: Tensor, delta: Tensor, dq: Tensor, add: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(dk, dv) from what `backward_rows` returned; dq is written, or with `add` added to."""
+def band_key_gradients(do: Tensor, x: Band, lse2: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """(dk, dv), from lse in base 2 and the row sums of the output's gradient."""
     arguments, constants, sizes = _arguments(x)
     q, k, v, cu_seqlens, (_, stride, window), _ = x
     batch, seq_len = q.shape[:2]
-    arguments |= {"do": do.contiguous(), "lse2": lse2, "delta": delta, "dq": dq}
-
-    config = choose_config(f"{_branch(x)}_queries", sizes, q, seq_len)
-    launch(
-        band_queries_kernel,
-        (slots(seq_len * constants["GROUP"], config.rows, cu_seqlens), k.shape[2], batch),
-        arguments,
-        constants | {"ROWS": config.rows, "KEYS": config.keys, "ADD": add},
-        config,
-    )
-
+    arguments |= {"do": do.contiguous(), "lse2": lse2, "delta": delta}
     splits = 1 if window else min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
     # Packed documents may have fewer compressed keys than k has rows. No kernel writes to the rest,
     # and no check counts them where cu_seqlens is on a device.

@@ -122,6 +122,13 @@ def store_rows(base, at, row_stride, x, SIZE: tl.constexpr, PADDED: tl.constexpr
 
 
 @triton.jit
+def gated_rows(o, at, gate, mask, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """One branch's output [rows, PADDED] times its gate, float32; `gate`: pointers [rows]."""
+    g = tl.load(gate, mask=mask, other=0.0).to(tl.float32)
+    return g[:, None] * load_rows(o, at, SIZE, SIZE, PADDED, mask).to(tl.float32)
+
+
+@triton.jit
 def dot(a, b, acc=None):
     """a·b (+ acc). float32 takes tensor cores three passes, which loses next to nothing."""
     PRECISION: tl.constexpr = "tf32x3" if a.dtype == tl.float32 else "tf32"

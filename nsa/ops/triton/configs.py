@@ -146,8 +146,10 @@ _WIDE: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in thr
 _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
     "sm_80": {
         ("window_forward", 64): [(128, 32, 4, 2), (128, 32, 4, 3)],
+        ("gated_forward", 64): [(128, 32, 4, 2)],
         ("selected_forward", 64): [(128, 32, 4, 3)],
         ("window_queries", 64): [(128, 32, 4, 3)],
+        ("gated_queries", 64): [(128, 32, 4, 3)],
         ("queries", 128): [(128, 32, 8, 3)],
         ("keys", 128): [(64, 64, 8, 3)],
         ("selected_keys", 64): [(32, 64, 4, 3)],

@@ -1,15 +1,19 @@
 """The three branches and their gates as one custom op, forward and backward.
 
-The backward pass never stores a branch's part of the output's gradient. With p a branch's softmax,
-g its gate and e = Σ do · o the row sums that are the gate's gradient anyway, the branch's scores
-get the gradient (g·p) · (dp - e) and its values (g·p) · do. Since g·p = exp(s - (lse - ln g)), its
-backward kernels compute that unchanged, given lse - ln g for lse and e for the row sums.
+One kernel computes the compressed branch and the window, which read the same queries; the selected
+branch's adds up the gated branches. The backward pass never stores a branch's part of the output's
+gradient. With p a branch's softmax, g its gate and e = Σ do · o the
+row sums that are the gate's gradient anyway, the branch's scores get the gradient
+(g·p) · (dp - e) and its values (g·p) · do. Since g·p = exp(s - (lse - ln g)), its backward kernels
+compute that unchanged, given lse - ln g for lse and e for the row sums.
+
+One kernel computes these for all branches, and the queries' gradient from the compressed branch and
+the window: it reads queries and do once, and writes dq once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,46 +22,39 @@ from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.inputs import SelectionInputs
-from nsa.ops.triton.band_op import Band, band_forward, band_gradients
-from nsa.ops.triton.common import binary_lse, kernel
-from nsa.ops.triton.configs import Config
-from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
+from nsa.ops.triton.band import band_attention, band_query_gradient
+from nsa.ops.triton.band_op import Band, band_forward, band_key_gradients
+from nsa.ops.triton.common import (
+    LOG2E,
+    attention_constants,
+    binary_lse,
+    document_arguments,
+    document_tile,
+    group_rows,
+    kernel,
+    keys_before,
+    load_rows,
+    slots,
+    store_query_gradient,
+    store_rows,
+)
+from nsa.ops.triton.configs import choose_config
+from nsa.ops.triton.flash_window import is_faster
+from nsa.ops.triton.launch import launch
 from nsa.ops.triton.select import select_forward
-from nsa.ops.triton.selected_op import Selected, selected_forward, selected_gradients
+from nsa.ops.triton.selected_op import Mix, Selected, selected_forward, selected_gradients
 from nsa.spec import NSASpec
-
-ELEMENTS = 4096  # of one output that a program reads
-
-
-@triton.jit
-def _gated(o, gates, row, at, valid, inside, BRANCH: tl.constexpr):
-    """One branch's gate times its output [ROWS, PADDED], float32."""
-    gate = tl.load(gates + row * 3 + BRANCH, mask=valid, other=0.0).to(tl.float32)
-    return gate[:, None] * tl.load(o + at, mask=inside, other=0.0).to(tl.float32)
-
-
-@kernel
-def mix_kernel(
-    o_cmp, o_sel, o_win, gates, out, rows,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Σ gates · outputs."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, PADDED)
-    valid = row < rows
-    inside = valid[:, None] & (d < SIZE)[None, :]
-    at = (row * SIZE)[:, None] + d[None, :]  # [ROWS, PADDED]
-    total = _gated(o_cmp, gates, row, at, valid, inside, 0)
-    total += _gated(o_sel, gates, row, at, valid, inside, 1)
-    total += _gated(o_win, gates, row, at, valid, inside, 2)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _branch_rows(
-    do, o, gates, lse, dgates, sums, lse2, row, at, valid, inside, rows, BRANCH: tl.constexpr
+    do, o, gates, lse, dgates, sums, lse2, first, at, rows, valid,
+    BRANCH: tl.constexpr, VALUE: tl.constexpr, VALUE_P: tl.constexpr,
 ):  # fmt: skip
-    total = tl.sum(tl.load(o + at, mask=inside, other=0.0).to(tl.float32) * do, 1)
+    """Store and return one branch's lse - ln gate in base 2 and its row sums, [ROWS]."""
+    o_tile = load_rows(o + first * VALUE, at, VALUE, VALUE, VALUE_P, valid)  # [ROWS, VALUE_P]
+    total = tl.sum(o_tile.to(tl.float32) * do.to(tl.float32), 1)
+    row = first + at
     gate = tl.load(gates + row * 3 + BRANCH, mask=valid, other=0.0).to(tl.float32)
     row_lse = tl.load(lse + row, mask=valid, other=float("-inf"))
     # A closed gate gives +inf and so p = 0, as for a row that saw nothing.
@@ -67,32 +64,100 @@ def _branch_rows(
     tl.store(dgates + row * 3 + BRANCH, total.to(dgates.dtype.element_ty), mask=valid)
     tl.store(sums + BRANCH * rows + row, total, mask=valid)
     tl.store(lse2 + BRANCH * rows + row, shifted, mask=valid)
+    return shifted, total
 
 
 @kernel
-def gate_rows_kernel(
-    do, o_cmp, o_sel, o_win, gates, lse_cmp, lse_sel, lse_win, dgates, sums, lse2, rows,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+def gated_forward_kernel(
+    q, k_win, v_win, k_cmp, v_cmp, o_cmp, o_win, lse_cmp, lse_win, cu,
+    seq_len, key_len, documents, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Σ do · o of each branch: the gates' gradients and row sums; and lse - ln gate in base 2."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, PADDED)
-    valid = row < rows
-    inside = valid[:, None] & (d < SIZE)[None, :]
-    at = (row * SIZE)[:, None] + d[None, :]  # [ROWS, PADDED]
-    x = tl.load(do + at, mask=inside, other=0.0).to(tl.float32)
-    _branch_rows(x, o_cmp, gates, lse_cmp, dgates, sums, lse2, row, at, valid, inside, rows, 0)
-    _branch_rows(x, o_sel, gates, lse_sel, dgates, sums, lse2, row, at, valid, inside, rows, 1)
-    _branch_rows(x, o_win, gates, lse_win, dgates, sums, lse2, row, at, valid, inside, rows, 2)
+    """o and lse of one tile of rows, for the compressed branch and the window."""
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    slot = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of keys first
+    document, tile, start, length = document_tile(cu, documents, slot, seq_len, GROUP, ROWS)
+    first_row = tile * ROWS
+    if first_row < length * GROUP:
+        t0 = first_row // GROUP
+        local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
+        valid = first_row + tl.arange(0, ROWS) < length * GROUP
+        t = t0 + local
+        token = batch * seq_len + start
+        row = ((token + t0) * HEADS + head) * GROUP
+        q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
+        key = (batch * key_len + keys_before(cu, document, LEN, STRIDE)) * HEADS + head
+        out, logsum = band_attention(
+            q_tile, k_cmp + key * KEY, v_cmp + key * VALUE, t, first_row, length, scale,
+            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, 0, ROWS, KEYS,
+        )  # fmt: skip
+        store_rows(o_cmp + row * VALUE, at, VALUE, out, VALUE, VALUE_P, valid)
+        tl.store(lse_cmp + row + at, logsum, mask=valid)
+        key = token * HEADS + head
+        out, logsum = band_attention(
+            q_tile, k_win + key * KEY, v_win + key * VALUE, t, first_row, length, scale,
+            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, 1, 1, WINDOW, ROWS, KEYS,
+        )  # fmt: skip
+        store_rows(o_win + row * VALUE, at, VALUE, out, VALUE, VALUE_P, valid)
+        tl.store(lse_win + row + at, logsum, mask=valid)
 
 
-def _launch_by_row(kernel: triton.JITFunction, tensors: dict[str, Tensor], like: Tensor) -> None:
-    size = like.shape[-1]
-    padded, rows = next_power_of_2(size), like.numel() // size
-    step = max(1, ELEMENTS // padded)
-    constants = {"SIZE": size, "PADDED": padded, "ROWS": step}
-    grid = (cdiv(rows, step),)
-    launch(kernel, grid, tensors | {"rows": rows}, constants, Config(step, 0, 4, 1))
+@kernel
+def gated_queries_kernel(
+    q, k_win, v_win, k_cmp, v_cmp, do, o_cmp, o_sel, o_win, gates, lse_cmp, lse_sel, lse_win,
+    dgates, sums, lse2, dq, cu, seq_len, key_len, documents, rows, scale, scale_out,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile of rows, without the selected branch.
+
+    Also Σ do·o of each branch, which is its gate's gradient, and lse - ln gate in base 2.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    slot = tl.num_programs(0) - 1 - tl.program_id(0)
+    document, tile, start, length = document_tile(cu, documents, slot, seq_len, GROUP, ROWS)
+    first_row = tile * ROWS
+    if first_row < length * GROUP:
+        t0 = first_row // GROUP
+        local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
+        valid = first_row + tl.arange(0, ROWS) < length * GROUP
+        t = t0 + local
+        token = batch * seq_len + start
+        row = ((token + t0) * HEADS + head) * GROUP
+        do_tile = load_rows(do + row * VALUE, at, VALUE, VALUE, VALUE_P, valid)  # [ROWS, VALUE_P]
+        total = tl.cast(rows, tl.int64)
+        _branch_rows(do_tile, o_sel, gates, lse_sel, dgates, sums, lse2, row, at, total, valid,
+                     1, VALUE, VALUE_P)  # fmt: skip
+        cmp_lse, cmp_sum = _branch_rows(
+            do_tile, o_cmp, gates, lse_cmp, dgates, sums, lse2, row, at, total, valid,
+            0, VALUE, VALUE_P,
+        )  # fmt: skip
+        win_lse, win_sum = _branch_rows(
+            do_tile, o_win, gates, lse_win, dgates, sums, lse2, row, at, total, valid,
+            2, VALUE, VALUE_P,
+        )  # fmt: skip
+        q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
+        acc = tl.zeros([ROWS, KEY_P], tl.float32)
+        key = (batch * key_len + keys_before(cu, document, LEN, STRIDE)) * HEADS + head
+        acc = band_query_gradient(
+            q_tile, k_cmp + key * KEY, v_cmp + key * VALUE, do_tile, cmp_lse, cmp_sum, acc,
+            t, first_row, length, scale,
+            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, 0, ROWS, KEYS,
+        )  # fmt: skip
+        key = token * HEADS + head
+        acc = band_query_gradient(
+            q_tile, k_win + key * KEY, v_win + key * VALUE, do_tile, win_lse, win_sum, acc,
+            t, first_row, length, scale,
+            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, 1, 1, WINDOW, ROWS, KEYS,
+        )  # fmt: skip
+        store_query_gradient(dq + row * KEY, at, acc, scale_out, KEY, KEY_P, valid, False)
 
 
 class Gated(NamedTuple):
@@ -133,41 +198,81 @@ class Gated(NamedTuple):
 
 def gated_forward(x: Gated) -> tuple[Tensor, ...]:
     """(o, block_index, then o and lse of the compressed, selected and window branch)."""
-    o_cmp, lse_cmp = band_forward(x.compressed())
+    o_cmp, lse_cmp, o_win, lse_win = _bands(x)
     index = select_forward(x.selection(lse_cmp))
-    o_sel, lse_sel = selected_forward(x.selected(index))
-    o_win, lse_win = band_forward(x.window())
     o = torch.empty_like(o_cmp)
-    tensors = {"o_cmp": o_cmp, "o_sel": o_sel, "o_win": o_win}
-    _launch_by_row(mix_kernel, tensors | {"gates": x.gates.contiguous(), "out": o}, o)
+    mix = Mix(o_cmp, o_win, x.gates.contiguous(), o)
+    o_sel, lse_sel = selected_forward(x.selected(index), mix)
     return o, index, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win
 
 
-def gated_backward(
-    do: Tensor, x: Gated, index: Tensor, *outputs_and_lses: Tensor
-) -> tuple[Tensor, ...]:
-    """The gradients of q, of the three pairs of keys and values, and of the gates."""
+def _bands(x: Gated) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o and lse of the compressed branch and of the window."""
+    constants = attention_constants(x.q, x.k_win, x.v_win)
+    if is_faster(x.q, x.v_win, (constants["KEY_P"], constants["VALUE_P"])):
+        return *band_forward(x.compressed()), *band_forward(x.window())
+    shape = x.q.shape[:3]
+    o_cmp, o_win = (x.q.new_empty(*shape, x.v_win.shape[-1]) for _ in range(2))
+    lse_cmp, lse_win = (x.q.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    outputs = {"o_cmp": o_cmp, "lse_cmp": lse_cmp, "o_win": o_win, "lse_win": lse_win}
+    _launch(gated_forward_kernel, "gated_forward", x, outputs)
+    return o_cmp, lse_cmp, o_win, lse_win
+
+
+def _launch(kernel_function: Any, operation: str, x: Gated, tensors: dict[str, Tensor]) -> None:
+    """Launch over the rows of all queries; `tensors`: what only this kernel takes."""
+    constants, spec = attention_constants(x.q, x.k_win, x.v_win), x.spec
+    batch, seq_len = x.q.shape[:2]
+    sizes = constants["KEY_P"], constants["VALUE_P"]
+    config = choose_config(operation, sizes, x.q, seq_len)
+    names = "q", "k_win", "v_win", "k_cmp", "v_cmp"
+    tensors |= {name: getattr(x, name).contiguous() for name in names}
+    tensors |= document_arguments(seq_len, x.cu_seqlens)
+    launch(
+        kernel_function,
+        (slots(seq_len * constants["GROUP"], config.rows, x.cu_seqlens), x.k_win.shape[2], batch),
+        tensors
+        | {"key_len": x.k_cmp.shape[1], "rows": x.q.shape[:3].numel()}
+        | {"scale": x.scale * LOG2E, "scale_out": x.scale},
+        constants
+        | {"LEN": spec.block_len, "STRIDE": spec.block_stride, "WINDOW": spec.window}
+        | {"ROWS": config.rows, "KEYS": config.keys},
+        config,
+    )
+
+
+def gated_backward(do: Tensor, x: Gated, index: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of q, of the three pairs of keys and values, and of the gates.
+
+    `saved`: o and lse of the compressed, selected and window branch.
+    """
     do = do.contiguous()
-    dgates, all_sums, all_lse2 = gate_rows(do, x.gates.contiguous(), outputs_and_lses)
+    dq, dgates, all_sums, all_lse2 = query_gradients(do, x, *saved)
     sums, lse2 = all_sums.unbind(), all_lse2.unbind()  # by branch
-    dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
-    dk_win, dv_win = band_gradients(do, x.window(), lse2[2], sums[2], dq)
-    dk_cmp, dv_cmp = band_gradients(do, x.compressed(), lse2[0], sums[0], dq, add=True)
+    dk_win, dv_win = band_key_gradients(do, x.window(), lse2[2], sums[2])
+    dk_cmp, dv_cmp = band_key_gradients(do, x.compressed(), lse2[0], sums[0])
     dk_sel, dv_sel = selected_gradients(do, x.selected(index), lse2[1], sums[1], dq, add=True)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
-def gate_rows(
-    do: Tensor, gates: Tensor, outputs_and_lses: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dgates, Σ do·o, lse - ln gate in base 2), the latter two [3, B, T, H] in float32."""
+def query_gradients(
+    do: Tensor, x: Gated, *outputs_and_lses: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq without the selected branch, dgates, Σ do·o, lse - ln gate in base 2).
+
+    The last two are float32 [3, B, T, H].
+    """
     names = "o_cmp", "lse_cmp", "o_sel", "lse_sel", "o_win", "lse_win"
-    dgates = torch.empty_like(gates)
-    sums, lse2 = (do.new_empty(3, *do.shape[:3], dtype=torch.float32) for _ in range(2))
+    gates = x.gates.contiguous()
+    dgates, dq = (
+        torch.empty_like(gates),
+        torch.empty_like(x.q, memory_format=torch.contiguous_format),
+    )
+    sums, lse2 = (do.new_empty(3, *x.q.shape[:3], dtype=torch.float32) for _ in range(2))
     tensors = dict(zip(names, outputs_and_lses, strict=True))
-    tensors |= {"do": do, "gates": gates, "dgates": dgates, "sums": sums, "lse2": lse2}
-    _launch_by_row(gate_rows_kernel, tensors, do)
-    return dgates, sums, lse2
+    tensors |= {"do": do, "gates": gates, "dgates": dgates, "sums": sums, "lse2": lse2, "dq": dq}
+    _launch(gated_queries_kernel, "gated_queries", x, tensors)
+    return dq, dgates, sums, lse2
 
 
 def _fake(x: Gated) -> tuple[Tensor, ...]:

@@ -210,3 +210,32 @@ triton_add_rms_norm = register(
         unread=2,
     ),
 )
+
+
+def rms_norm_of(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x, its norm times weight); both outputs' gradients become one, as those of `AddNorm`."""
+    if torch.compiler.is_compiling():  # it fuses the sum of two gradients
+        return x, triton_rms_norm(x, weight, eps)
+    return _NormOf.apply(x, weight, eps)
+
+
+class _NormOf(torch.autograd.Function):
+    """An op cannot return its input. Autograd would add x's two gradients in a pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return x.view_as(x), triton_rms_norm(x, weight, eps)
+
+    @staticmethod
+    def backward(
+        ctx: Any, d_x: Tensor | None, d_normed: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        if d_normed is None:
+            return d_x, None, None
+        x, weight = ctx.saved_tensors
+        like = x.new_empty(()).expand(x.shape)  # in place of x and delta, which are not read
+        arguments = d_x, d_normed, like, like, weight, ctx.eps, x
+        return *torch.ops.nsa.triton_add_rms_norm_backward(*arguments), None

@@ -15,6 +15,7 @@ from nsa.ops.triton.common import (
     document_tile,
     dot,
     finish_softmax,
+    gated_rows,
     group_rows,
     kernel,
     load_rows,
@@ -62,12 +63,13 @@ def _scores(
 
 @kernel
 def selected_forward_kernel(
-    q, k, v, o, lse, cu, blocks, members, counts, seq_len, documents, list_len, scale,
+    q, k, v, o, lse, o_cmp, o_win, gates, mixed, cu, blocks, members, counts,
+    seq_len, documents, list_len, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr, SELECT: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one tile of queries."""
+    """o and lse of one tile of queries; with `gates` also the gated sum of branches, `mixed`."""
     slot = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest lists first
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -95,6 +97,12 @@ def selected_forward_kernel(
         out, logsum = finish_softmax(m, total, acc, scale)
         store_rows(o + row * VALUE, at, VALUE, out, VALUE, VALUE_P, valid)
         tl.store(lse + row + at, logsum, mask=valid)
+        if gates is not None:
+            gate = gates + (row + at) * 3
+            out *= tl.load(gate + 1, mask=valid, other=0.0).to(tl.float32)[:, None]
+            out += gated_rows(o_cmp + row * VALUE, at, gate, valid, VALUE, VALUE_P)
+            out += gated_rows(o_win + row * VALUE, at, gate + 2, valid, VALUE, VALUE_P)
+            store_rows(mixed + row * VALUE, at, VALUE, out, VALUE, VALUE_P, valid)
 
 
 @kernel

@@ -42,13 +42,26 @@ class Selected(NamedTuple):
     scale: float
 
 
-def selected_forward(x: Selected) -> tuple[Tensor, Tensor]:
+class Mix(NamedTuple):
+    """The gated sum of all branches, which the selected branch's forward kernel may write."""
+
+    o_cmp: Tensor | None = None  # [B, T, Hq, Dv]
+    o_win: Tensor | None = None  # [B, T, Hq, Dv]
+    gates: Tensor | None = None  # [B, T, Hq, 3]
+    mixed: Tensor | None = None  # [B, T, Hq, Dv], written
+
+
+NO_MIX = Mix()
+
+
+def selected_forward(x: Selected, mix: Mix = NO_MIX) -> tuple[Tensor, Tensor]:
     """(o, lse)."""
     batch, seq_len, heads, _ = x.q.shape
     o = x.q.new_empty(batch, seq_len, heads, x.v.shape[-1])
     lse = x.q.new_empty(batch, seq_len, heads, dtype=torch.float32)
     arguments, constants = _arguments(x)
-    _launch_by_query("forward", x, arguments | {"o": o, "lse": lse}, constants)
+    arguments |= {"o": o, "lse": lse} | mix._asdict()
+    _launch_by_query("forward", x, arguments, constants)
     return o, lse
 
 

@@ -24,10 +24,9 @@ from tests.ops.triton.parity import DEVICE, assert_exact_enough
 LAYERS = 2
 # A layer's forward launches; full recomputation repeats them.
 FORWARD = {
-    "band_forward_kernel": 2,
+    "gated_forward_kernel": 1,
     "select_kernel": 1,
     "selected_forward_kernel": 1,
-    "mix_kernel": 1,
 }
 
 
@@ -80,4 +79,4 @@ def test_recomputation_changes_no_bit_and_selective_runs_no_kernel_twice(mode: s
         assert torch.equal(a, b)
     times = LAYERS * (1 if mode == "selective" else 2)
     assert {name: counts[name] for name in FORWARD} == {k: n * times for k, n in FORWARD.items()}
-    assert counts["gate_rows_kernel"] == LAYERS
+    assert counts["gated_queries_kernel"] == LAYERS

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa.bench.traffic import Recorder
 from nsa.ops import add_rms_norm
 from nsa.ops.triton import normalization
 from nsa.ops.triton.launch import recording
@@ -38,6 +39,11 @@ def first(backend: str, x: Tensor, weight: Tensor) -> Tensor:
     return add_rms_norm(x, None, weight, EPS, backend=backend)[1]
 
 
+def first_and_input(backend: str, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Without a residual, where x itself continues in the residual stream."""
+    return add_rms_norm(x, None, weight, EPS, backend=backend)
+
+
 def assert_norm_parity(function: Any, given: list[Tensor]) -> None:
     actual, *twins = (
         with_gradients(partial(function, backend), [x.to(dtype) for x in given])
@@ -52,6 +58,7 @@ def test_results_and_gradients_are_those_of_pytorch(shape: tuple[int, ...]) -> N
     x, delta, weight = tensors(*shape)
     assert_norm_parity(fused, [x, delta, weight])
     assert_norm_parity(first, [x, weight])
+    assert_norm_parity(first_and_input, [x, weight])
 
 
 def test_either_output_may_have_no_gradient() -> None:
@@ -117,6 +124,25 @@ def test_x_and_delta_share_one_gradient() -> None:
     assert torch.equal(x.grad, delta.grad)
     x.grad.add_(1)
     assert not torch.equal(x.grad, delta.grad), "a later step would change both"
+
+
+def test_without_a_residual_the_input_and_its_norm_share_one_gradient_too() -> None:
+    """Autograd adds nothing: one backward kernel, whose result is x's gradient."""
+    x, _, weight = (y.requires_grad_() for y in tensors(3, 6))
+    doubled = x * 2
+    total, normed = first_and_input("triton", doubled, weight)
+    arrived: list[Tensor] = []
+    doubled.register_hook(arrived.append)
+    with Recorder() as recorder:
+        torch.autograd.backward([total, normed], [torch.ones_like(x), torch.ones_like(x)])
+    names = [operation.name for operation in recorder.operations]
+    assert names.count("nsa::triton_add_rms_norm_backward") == 1
+    assert not any(name.startswith("aten::add") for name in names)
+    assert len(arrived) == 1
+    alone = torch.autograd.grad(first("triton", doubled, weight).sum(), doubled)[0]
+    torch.testing.assert_close(arrived[0], alone + 1)
+    total, _ = first_and_input("triton", doubled, weight)
+    assert torch.equal(torch.autograd.grad(total.sum(), doubled)[0], torch.ones_like(x))
 
 
 def test_the_ops_match_their_declarations() -> None:

@@ -299,7 +299,11 @@ PLANTS = {
         the_last_positions_select_as_in_the_full_sequence,
     ),
     "a branch is mixed in by another's gate": Plant(
-        gated, "mix_kernel", "inside, 2)", "inside, 1)", MIXED
+        selected, "selected_forward_kernel", "gate + 2, valid", "gate, valid", MIXED
+    ),
+    "the compressed branch's gradient of queries is left out": Plant(
+        gated, "gated_queries_kernel", "cmp_lse, cmp_sum, acc,", "cmp_lse + 99, cmp_sum, acc,",
+        MIXED,
     ),
     "a gate enters its branch's gradients upside down": Plant(
         gated, "_branch_rows", "- tl.log2", "+ tl.log2", MIXED
