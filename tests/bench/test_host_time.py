@@ -12,7 +12,7 @@ import pytest
 
 
 def test_a_layers_launches_take_few_python_calls() -> None:
-    """Calls and not seconds, which other load on the machine changes; 114 a launch were slow."""
+    """Calls and not seconds, which other load on the machine changes; 1,937 a layer were slow."""
     pytest.importorskip("triton")
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     process = subprocess.run(
@@ -26,4 +26,4 @@ def test_a_layers_launches_take_few_python_calls() -> None:
     assert process.returncode == 0, process.stderr
     figures = json.loads(process.stdout)
     assert figures["launches"] > 10
-    assert figures["python_calls"] < 28 * figures["launches"]
+    assert figures["python_calls"] < 410

@@ -99,7 +99,7 @@ def test_kernels_read_and_rewrite_the_logits_and_the_gradient_that_others_wrote(
     assert largest("nsa::linear_cross_entropy", "cross_entropy_kernel") == 2 * logits + tokens * 12
     q = BATCH * SEQ_LEN * 4 * 16 * 2
     selected = largest("nsa::triton_gated_backward", "selected_queries_kernel")
-    assert 4 * q < selected < 5 * q + 8 * tokens * 4  # q, do, and dq twice
+    assert 5 * q < selected < 5.5 * q  # q, do, keys and values, dq twice; lse, row sums and lists
 
 
 def test_every_product_of_attention_counts_at_its_kernel() -> None:
@@ -166,9 +166,9 @@ def test_the_command_saves_both_models_and_their_totals(tmp_path: Path) -> None:
 
 
 def test_a_micro_batch_of_m7c_stays_fused() -> None:
-    """The page's totals, and a little more: 311 operations of 34.9 GB, 542 launches of 49.0 GB."""
+    """The page's totals, and a little more: 310 operations of 34.6 GB, 491 launches of 48.3 GB."""
     total = totals(record(ModelConfig(), 8, 2_048))[-1]
     assert total["operations"] <= 320
-    assert total["bytes"] <= 34.95e9
-    assert total["launches"] <= 560
-    assert total["launch_bytes"] <= 49.2e9
+    assert total["bytes"] <= 34.75e9
+    assert total["launches"] <= 510
+    assert total["launch_bytes"] <= 48.6e9
