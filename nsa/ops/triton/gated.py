@@ -89,14 +89,8 @@ def gated_forward_kernel(
         t = t0 + local
         token = batch * seq_len + start
         row = ((token + t0) * HEADS + head) * GROUP
+        cmp_key = (batch * key_len + keys_before(cu, document, LEN, STRIDE)) * HEADS + head
         q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
-        key = (batch * key_len + keys_before(cu, document, LEN, STRIDE)) * HEADS + head
-        out, logsum = band_attention(
-            q_tile, k_cmp + key * KEY, v_cmp + key * VALUE, t, first_row, length, scale,
-            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, 0, ROWS, KEYS,
-        )  # fmt: skip
-        store_rows(o_cmp + row * VALUE, at, VALUE, out, VALUE, VALUE_P, valid)
-        tl.store(lse_cmp + row + at, logsum, mask=valid)
         key = token * HEADS + head
         out, logsum = band_attention(
             q_tile, k_win + key * KEY, v_win + key * VALUE, t, first_row, length, scale,
@@ -104,6 +98,12 @@ def gated_forward_kernel(
         )  # fmt: skip
         store_rows(o_win + row * VALUE, at, VALUE, out, VALUE, VALUE_P, valid)
         tl.store(lse_win + row + at, logsum, mask=valid)
+        out, logsum = band_attention(
+            q_tile, k_cmp + cmp_key * KEY, v_cmp + cmp_key * VALUE, t, first_row, length, scale,
+            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, 0, ROWS, KEYS,
+        )  # fmt: skip
+        store_rows(o_cmp + row * VALUE, at, VALUE, out, VALUE, VALUE_P, valid)
+        tl.store(lse_cmp + row + at, logsum, mask=valid)
 
 
 @kernel
@@ -145,17 +145,17 @@ def gated_queries_kernel(
         )  # fmt: skip
         q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
         acc = tl.zeros([ROWS, KEY_P], tl.float32)
-        key = (batch * key_len + keys_before(cu, document, LEN, STRIDE)) * HEADS + head
-        acc = band_query_gradient(
-            q_tile, k_cmp + key * KEY, v_cmp + key * VALUE, do_tile, cmp_lse, cmp_sum, acc,
-            t, first_row, length, scale,
-            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, 0, ROWS, KEYS,
-        )  # fmt: skip
         key = token * HEADS + head
         acc = band_query_gradient(
             q_tile, k_win + key * KEY, v_win + key * VALUE, do_tile, win_lse, win_sum, acc,
             t, first_row, length, scale,
             HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, 1, 1, WINDOW, ROWS, KEYS,
+        )  # fmt: skip
+        key = (batch * key_len + keys_before(cu, document, LEN, STRIDE)) * HEADS + head
+        acc = band_query_gradient(
+            q_tile, k_cmp + key * KEY, v_cmp + key * VALUE, do_tile, cmp_lse, cmp_sum, acc,
+            t, first_row, length, scale,
+            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, 0, ROWS, KEYS,
         )  # fmt: skip
         store_query_gradient(dq + row * KEY, at, acc, scale_out, KEY, KEY_P, valid, False)
 

@@ -154,7 +154,7 @@ DOCUMENTS = [parity(branch, PACKED) for branch in ("compressed", "selected", "wi
 
 PLANTS = {
     "a compressed block is seen one position early": Plant(
-        band, "band_forward_kernel", "visible(t, LEN", "visible(t + 1, LEN", COMPRESSED
+        band, "band_attention", "visible(t, LEN", "visible(t + 1, LEN", COMPRESSED
     ),
     "a query sees the position after its own": Plant(
         band, "_scores", "i[None, :] < (future", "i[None, :] <= (future", WINDOW
