@@ -14,7 +14,8 @@ from nsa.constants import BRANCHES
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor
 from nsa.model.config import AttentionConfig, ModelConfig
-from nsa.model.fused import parallel_linear
+from nsa.model.fused import is_plain, parallel_linear
+from nsa.model.rotary import apply_rotary
 from nsa.model.selector_loss import selector_loss
 from nsa.ops import (
     PackedLayout,
@@ -92,7 +93,9 @@ class Attention(nn.Module):
         if cached is not None:
             return cached(self, x, metadata)
         parts = self.rotary_pool(self.project(x, metadata), metadata)
-        o = self.attend(parts.q, parts.gates, self.branch_kv(parts, metadata), metadata)
+        kv = self.branch_kv(parts, metadata)
+        self.selector_loss = self.compute_selector_loss(x, parts.q, kv, metadata)
+        o = self.attend(parts.q, parts.gates, kv, metadata)
         if metadata.sequence is not None:
             o = metadata.sequence.heads_to_tokens(o)
         return self.o(o.flatten(-2))
@@ -134,6 +137,11 @@ class Attention(nn.Module):
         """Keys and values by branch; shared_kv has one copy for all."""
         copies = parts.copies[:1] * len(self.branches) if self.layout.copies == 1 else parts.copies
         return dict(zip(self.branches, copies, strict=False))
+
+    def compute_selector_loss(
+        self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
+    ) -> Tensor | None:
+        return None
 
     def take_selector_loss(self) -> Tensor | None:
         """Return the last forward pass's selector loss once; None: not configured or not training.
@@ -239,25 +247,33 @@ class NSAttention(Attention):
             cu_seqlens=metadata.cu_seqlens,
             backend=self.backend,
         )
-        self.selector_loss = None
-        if metadata.loss_queries is not None:
-            assert metadata.position is not None
-            assert metadata.block_tokens is not None
-            self.selector_loss = selector_loss(
-                q,
-                kv["cmp"][0],
-                kv["sel"][0],
-                self.spec,
-                metadata.loss_queries,
-                metadata.position,
-                metadata.block_tokens,
-            )
         loss = None if self.selector_loss is None else self.selector_loss.detach()
         if self.compiled:  # an observer cannot be traced
             self.observed = gates.detach(), block_index, metadata.cu_seqlens, loss
         elif self.observer is not None:
             self.observer(gates, block_index, metadata.cu_seqlens, loss)
         return o
+
+    def compute_selector_loss(
+        self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
+    ) -> Tensor | None:
+        """Compress keys of x anew, without a path for gradients into x.
+
+        The loss then trains the ranking alone: it cannot bend what other layers and branches read.
+        """
+        if metadata.loss_queries is None:
+            return None
+        assert metadata.position is not None
+        assert metadata.block_tokens is not None
+        x, rows = x.detach(), self.kv_heads * self.key_dim  # of the first copy
+        plain = is_plain(self.k, nn.Linear)
+        k = F.linear(x, self.k.weight[:rows]) if plain else self.k(x)[..., :rows]
+        k = k.unflatten(-1, (self.kv_heads, self.key_dim))
+        if self.compress.rotate_first:
+            k = apply_rotary(k, metadata.rotary)
+        k_cmp, _ = self.compress(k, k.new_zeros(*k.shape[:3], self.value_dim), metadata)
+        tables = metadata.loss_queries, metadata.position, metadata.block_tokens
+        return selector_loss(q, k_cmp, kv["sel"][0], self.spec, *tables)
 
     def call_observer(self) -> None:
         """Call the observer with what compiled code has observed."""

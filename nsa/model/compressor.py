@@ -5,6 +5,8 @@ In the parallel forward pass nsa.ops.rotary_pool computes the mean; other φ run
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,14 +22,38 @@ class Compressor(nn.Module):
 
     def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
         """Compress keys, rotated if `rotate_first`, and values [B, T, K, D] to [B, N, K, D]."""
-        blocks, last = metadata.block_tokens, metadata.block_rotary
-        assert blocks is not None
+        last = metadata.block_rotary
         assert last is not None
-        return self.compress_blocks(k[:, blocks], v[:, blocks], last)
+        return self.compress_blocks(cut_blocks(k, metadata), cut_blocks(v, metadata), last)
 
     def compress_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
         """Pool blocks [B, N, l, K, D] to [B, N, K, D]; `last`: RoPE at their last positions."""
         raise NotImplementedError
+
+
+def cut_blocks(x: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """Cut keys or values [B, T, K, D] into compressed blocks [B, N, l, K, D], which may overlap."""
+    return _Blocks.apply(x, metadata.block_tokens, metadata.token_blocks)
+
+
+class _Blocks(torch.autograd.Function):
+    """x[:, block_tokens]; its backward pass gathers, where indexing's would sort and scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block_tokens: Tensor, token_blocks: Tensor) -> Tensor:
+        ctx.save_for_backward(block_tokens, token_blocks)
+        return x[:, block_tokens]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """[B, N, l, K, D] to [B, T, K, D]: each token adds the few blocks that cover it."""
+        block_tokens, token_blocks = ctx.saved_tensors
+        first = F.pad(block_tokens[:, 0], (0, 1))  # index -1 reads the last entry
+        token = torch.arange(len(token_blocks), device=first.device)[:, None]
+        row = token_blocks * block_tokens.shape[1] + token - first[token_blocks]  # [T, ⌈l/d⌉]
+        row = row.where(token_blocks >= 0, -1)
+        padded = F.pad(gradient.flatten(1, 2), (0, 0, 0, 0, 0, 1))
+        return padded[:, row].sum(2), None, None
 
 
 class MeanCompressor(Compressor):

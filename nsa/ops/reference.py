@@ -89,11 +89,17 @@ def importance(
     shifted = score - lse.to(dtype).unflatten(2, (groups, -1))[..., None]
     p = torch.where(seen, shifted, -torch.inf).exp().sum(3)  # [B, T, K, N]
     weight = overlap(seq_len, spec, q.device).to(dtype)
-    total = p.new_zeros(*p.shape[:3], weight.shape[1])
-    # Add compressed blocks one by one: selection blocks with equal overlaps then get bitwise equal
-    # sums, so ties are exact.
-    for i in range(len(weight)):
-        total += p[..., i : i + 1] * weight[i]
+    blocks = torch.arange(weight.shape[1], device=q.device)
+    total = p.new_zeros(*p.shape[:3], len(blocks))
+    if not len(weight):
+        return total
+    # Each selection block adds the compressed blocks that overlap it one by one: blocks with equal
+    # overlaps then get bitwise equal sums, so ties are exact.
+    first = (weight > 0).int().argmax(0)
+    for i in range(int((weight > 0).sum(0).max())):
+        rows = (first + i).clamp(max=len(weight) - 1)
+        inside = (first + i < len(weight)).to(dtype)  # a last row must not be added twice
+        total += p[..., rows] * (weight[rows, blocks] * inside)
     return total
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from nsa import NSAttention, ops
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.compile import compile_blocks
+from nsa.model.compressor import cut_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.model.selector_loss import QUERIES, sampled_queries, selector_loss
 from nsa.spec import NSASpec
@@ -145,15 +147,50 @@ def test_it_changes_gradients_and_not_the_value_of_the_loss(name: str) -> None:
     args = {"labels": ids, "cu_seqlens": cu_seqlens}
     assert torch.equal(with_loss(ids, **args), without(ids, **args))
     mine, plain = (gradients(model, ids, cu_seqlens) for model in (with_loss, without))
-    # The last layer's compressed keys are the first rows of k; no later layer hides the difference.
-    keys = "blocks.1.attention.k.weight"
-    assert not torch.allclose(mine[keys][:16], plain[keys][:16], atol=1e-5)
-    for part in (mine[keys][16:] - plain[keys][16:], mine["blocks.1.attention.q.weight"]):
-        assert part.isfinite().all()
-    assert torch.equal(mine[keys][16:], plain[keys][16:])  # not through selected or window keys
-    assert torch.equal(mine["blocks.1.attention.q.weight"], plain["blocks.1.attention.q.weight"])
+    trained = [name for name in plain if name.endswith("attention.k.weight")]
+    for name in plain:
+        rows = 16 if name in trained else 0  # of compressed keys
+        assert torch.equal(mine[name][rows:], plain[name][rows:]), name
+        assert not rows or not torch.allclose(mine[name][:rows], plain[name][:rows], atol=1e-5)
+    keys = trained[-1]
     doubled = gradients(build(2.0), ids, cu_seqlens)[keys] - plain[keys]
     assert torch.allclose(doubled, 2 * (mine[keys] - plain[keys]), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("settings", [{}, {"compressor": "mlp"}, {"shared_kv": True}], ids=str)
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "hooked"])
+def test_it_ranks_by_the_keys_that_the_compressed_branch_reads(
+    name: str, settings: dict[str, Any], plain: bool
+) -> None:
+    torch.manual_seed(0)
+    layer = NSAttention(32, 4, kv_heads=2, value_dim=4, spec=SPEC, selector_loss=1.0, **settings)
+    if not plain:
+        layer.k.register_forward_hook(lambda *_: None)
+    x, offset = torch.randn(1, 128, 32), torch.tensor(5)
+    metadata = AttentionMetadata.build(
+        layer.config, 128, DOCUMENTS[name], x.device, loss_offset=offset
+    )
+    parts = layer.rotary_pool(layer.project(x, metadata), metadata)
+    kv = layer.branch_kv(parts, metadata)
+    loss = layer.compute_selector_loss(x, parts.q, kv, metadata)
+    tables = metadata.loss_queries, metadata.position, metadata.block_tokens
+    expected = selector_loss(parts.q, kv["cmp"][0], kv["sel"][0], SPEC, *tables)  # type: ignore[arg-type]
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_gradient_of_cutting_into_blocks_equals_that_of_indexing(name: str) -> None:
+    spec = NSASpec(7, 3, 5, select_top=4, window=6)
+    config = replace(CONFIG, attention=replace(CONFIG.attention, spec=spec))
+    metadata = AttentionMetadata.build(config, 128, DOCUMENTS[name], torch.device("cpu"))
+    assert metadata.block_tokens is not None
+    x = torch.randn(2, 128, 3, 4, dtype=torch.float64, requires_grad=True)
+    cut = cut_blocks(x, metadata)
+    gradient = torch.randn_like(cut)
+    (mine,) = torch.autograd.grad(cut, x, gradient)
+    (expected,) = torch.autograd.grad(x[:, metadata.block_tokens], x, gradient)
+    torch.testing.assert_close(mine, expected)
 
 
 @pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
