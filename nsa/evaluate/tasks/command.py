@@ -25,6 +25,8 @@ def add_parser(verbs: Any) -> None:
     add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="each trains all models (1 2 3)")
     add("--models", default=",".join(MODELS), help="some of the default (%(default)s)")
     add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
+    add("--hops", type=int, choices=(1, 2), default=1, help="facts that lead to an answer (1)")
+    add("--pattern", choices=("small", "recipe"), default="small", help="blocks of 4, or M7C's")
     add("--jobs", type=int, default=1, help="models at a time, one thread each (%(default)s)")
     add("--out", type=Path, default=Path("runs/tasks"), help="folder for the results (%(default)s)")
     parser.set_defaults(run=_tasks)
@@ -37,19 +39,21 @@ def _tasks(args: argparse.Namespace) -> int:
         raise ValueError(f"--models {args.models}: unknown {unknown[0]!r}; {', '.join(MODELS)}")
     from nsa.evaluate.results import make_folder
     from nsa.evaluate.tasks import evaluate
-    from nsa.evaluate.tasks.train import training_lengths
+    from nsa.evaluate.tasks.train import Task
 
-    training_lengths(args.seq_len)  # raises if --seq-len is invalid
+    task = Task(args.seq_len, args.hops, args.pattern)
     make_folder(args.out)
     log = partial(_log_step, args.steps)
     result = {
         "command": " ".join(["nsa", *sys.argv[1:]]),
-        **evaluate.evaluate_variants(models, args.seq_len, args.steps, args.seeds, args.jobs, log),
+        **evaluate.evaluate_variants(models, task, args.steps, args.seeds, args.jobs, log),
     }
     atomic_write_text(args.out / "tasks.json", evaluate.summary_json(result))
-    evaluate.draw_recall(result, args.out / "recall.png")
-    evaluate.draw_needle(result, args.out / "needle.png")
-    files = [str(args.out / name) for name in ("tasks.json", "recall.png", "needle.png")]
+    files = [args.out / "tasks.json", args.out / "recall.png"]
+    evaluate.draw_recall(result, files[1])
+    if evaluate.has_needles(result):
+        files.append(args.out / "needle.png")
+        evaluate.draw_needle(result, files[2])
     print(*evaluate.lines(result), *files, sep="\n")
     return 0
 

@@ -4,8 +4,9 @@
     needle   · · · · f · · · · · · · f · · k      a fact at a given depth; the question at the end
 
 A fact is a token that encodes a key and a value. A question is a key; its label is the value of the
-fact with that key. Keys, values and positions are random in each sequence and answers are not part
-of it, so only the fact reveals the value.
+fact with that key. With two hops, that value names the key of another fact, whose value is the
+label. Keys, values and positions are random in each sequence and answers are not part of it, so
+only the facts reveal the value.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ class TaskBatch:
 
     input_ids: Tensor
     labels: Tensor  # the value at a question, else IGNORE_INDEX
-    distance: Tensor  # at a question, positions back to its fact; else 0
+    distance: Tensor  # at a question, positions back to the nearest fact it needs; else 0
 
 
-def recall(rng: torch.Generator, batch: int, seq_len: int, facts: int) -> TaskBatch:
+def recall(rng: torch.Generator, batch: int, seq_len: int, facts: int, hops: int = 1) -> TaskBatch:
     """Return multi-query associative recall: each position of the second half is a question."""
     half = seq_len // 2
     assert facts <= min(half, KEYS)
     questions = torch.arange(half, seq_len).expand(batch, -1)
-    which = torch.randint(facts, questions.shape, generator=rng)
-    return _build(rng, seq_len, _distinct(rng, batch, half, facts), questions, which)
+    which = torch.randint(facts // hops, questions.shape, generator=rng)
+    positions = _distinct(rng, batch, half, facts)
+    return _build(rng, seq_len, positions, questions, which, hops)
 
 
 def needle(rng: torch.Generator, batch: int, seq_len: int, facts: int, depth: float) -> TaskBatch:
@@ -57,19 +59,32 @@ def needle(rng: torch.Generator, batch: int, seq_len: int, facts: int, depth: fl
 
 
 def _build(
-    rng: torch.Generator, seq_len: int, positions: Tensor, questions: Tensor, which: Tensor
+    rng: torch.Generator,
+    seq_len: int,
+    positions: Tensor,
+    questions: Tensor,
+    which: Tensor,
+    hops: int = 1,
 ) -> TaskBatch:
-    """Place facts at `positions` [B, facts] and questions at `questions` for the facts `which`."""
+    """Place facts at `positions` [B, facts] and questions at `questions` for the facts `which`.
+
+    With two hops, each fact of the first half names the key of one of the second half.
+    """
     batch, facts = positions.shape
     keys = _distinct(rng, batch, KEYS, facts)
     values = torch.randint(VALUES, keys.shape, generator=rng)
+    needed = which
+    if hops == 2:
+        needed = which + facts // 2
+        values[:, : facts // 2] = keys[:, facts // 2 :]
     ids = KEYS + VALUES + torch.randint(FILLERS, (batch, seq_len), generator=rng)
     ids.scatter_(1, positions, _FACTS + keys * VALUES + values)
     ids.scatter_(1, questions, keys.gather(1, which))
     labels = torch.full_like(ids, IGNORE_INDEX)
-    labels.scatter_(1, questions, KEYS + values.gather(1, which))
+    labels.scatter_(1, questions, KEYS + values.gather(1, needed))
+    nearest = torch.maximum(positions.gather(1, which), positions.gather(1, needed))
     distance = torch.zeros_like(ids)
-    distance.scatter_(1, questions, questions - positions.gather(1, which))
+    distance.scatter_(1, questions, questions - nearest)
     return TaskBatch(ids, labels, distance)
 
 

@@ -18,14 +18,12 @@ import torch
 
 from nsa.evaluate.tasks.data import VALUES, needle, recall
 from nsa.evaluate.tasks.train import (
-    REACH,
-    SPEC,
+    Task,
     TrainedModel,
     check_answers,
     model_config,
     one_thread,
     train,
-    training_lengths,
 )
 from nsa.model import LanguageModel, parameter_count
 from nsa.report.markdown import table
@@ -47,7 +45,7 @@ Rows = list[dict[str, Any]]
 
 def evaluate_variants(
     variants: Sequence[str],
-    longest: int,
+    task: Task,
     steps: int,
     seeds: Sequence[int],
     jobs: int,
@@ -57,17 +55,17 @@ def evaluate_variants(
 
     With several `jobs`, each model is trained in a separate process, which calls `on_step`.
     """
-    run = partial(_evaluate_pair, longest, steps, on_step)
+    run = partial(_evaluate_pair, task, steps, on_step)
     pairs = [(seed, variant) for seed in seeds for variant in variants]
     results = [run(pair) for pair in pairs] if jobs == 1 else _run_parallel(run, pairs, jobs)
     return {
         "torch": torch.__version__,
-        "seq_len": longest,
+        **asdict(task),
         "steps": steps,
         "seeds": list(seeds),
-        "reach": REACH,
+        "reach": task.reach,
         "chance": 1 / VALUES,
-        "spec": asdict(SPEC),
+        "spec": asdict(task.spec),
         "rows": [row for rows in results for row in rows],
     }
 
@@ -92,42 +90,44 @@ def _run_parallel(run: Callable[[Pair], Rows], pairs: Sequence[Pair], jobs: int)
             signal.signal(signal.SIGTERM, handler)
 
 
-def _evaluate_pair(longest: int, steps: int, on_step: OnStep, pair: Pair) -> Rows:
+def _evaluate_pair(task: Task, steps: int, on_step: OnStep, pair: Pair) -> Rows:
     seed, variant = pair
-    trained = train(variant, longest, steps, seed, partial(on_step, variant, seed))
-    rows = [_row(variant, variant, seed, trained, trained.model, longest)]
+    trained = train(variant, task, steps, seed, partial(on_step, variant, seed))
+    rows = [_row(variant, variant, seed, trained, trained.model, task)]
     if variant == "selector loss":
         model = trained.without_selection()
-        rows.append(_row(WITHOUT_SELECTION, variant, seed, trained, model, longest))
+        rows.append(_row(WITHOUT_SELECTION, variant, seed, trained, model, task))
     return rows
 
 
 @one_thread()
 def _row(
-    name: str, variant: str, seed: int, trained: TrainedModel, model: LanguageModel, longest: int
+    name: str, variant: str, seed: int, trained: TrainedModel, model: LanguageModel, task: Task
 ) -> dict[str, Any]:
     """Evaluate one model: accuracy by facts, by distance, and of needles by length and depth."""
+    longest, hops = task.seq_len, task.hops
     by_facts, results = [], []
     rng = torch.Generator().manual_seed(SEED)
     for facts in FACTS:
-        correct, distance = check_answers(model, recall(rng, SEQUENCES, longest, facts))
-        far = distance > REACH
+        correct, distance = check_answers(model, recall(rng, SEQUENCES, longest, facts, hops))
+        far = distance > task.reach
         by_facts.append({"facts": facts, "all": _mean(correct), "far": _mean(correct[far])})
         results.append((correct, distance))
     needles = []
-    for length, depth in itertools.product(training_lengths(longest), DEPTHS):
+    lengths = task.lengths if hops == 1 else []  # a needle is one fact
+    for length, depth in itertools.product(lengths, DEPTHS):
         batch = needle(rng, SEQUENCES, length, HAYSTACK_FACTS, depth)
         correct, distance = check_answers(model, batch)
         cell = {"seq_len": length, "depth": depth, "distance": int(distance[0])}
         needles.append({**cell, "right": _mean(correct)})
-    correct, distance = check_answers(model, recall(rng, SEQUENCES, 2 * longest, FACTS[-1]))
-    twice = _mean(correct[distance > REACH])
+    correct, distance = check_answers(model, recall(rng, SEQUENCES, 2 * longest, FACTS[-1], hops))
+    twice = _mean(correct[distance > task.reach])
     correct, distance = (torch.cat(parts) for parts in zip(*results, strict=True))
     edges = [1, *(2**power for power in range(3, longest.bit_length()))]
     return {
         "model": name,
         "seed": seed,
-        "parameters": parameter_count(model_config(variant)),
+        "parameters": parameter_count(model_config(variant, task)),
         "seconds": round(trained.seconds, 1),
         "loss": statistics.fmean(trained.losses[-20:]),
         "by_facts": by_facts,
@@ -152,6 +152,10 @@ def by_model(result: Mapping[str, Any]) -> dict[str, Rows]:
     return rows
 
 
+def has_needles(result: Mapping[str, Any]) -> bool:
+    return any(row["needle"] for row in result["rows"])
+
+
 def far_needles(row: Mapping[str, Any], seq_len: int, reach: int) -> float | None:
     """Return the accuracy on needles beyond the windows' reach, at one length."""
     far = [c["right"] for c in row["needle"] if c["seq_len"] == seq_len and c["distance"] > reach]
@@ -165,16 +169,17 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     """
     longest, reach = result["seq_len"], result["reach"]
     facts = [f"{facts} facts" for facts in FACTS]
-    more = f"{facts[-1]}, {2 * longest:,} tokens", f"needles of {longest:,} tokens"
-    header = ["model", *facts, *more, "parameters", "seconds"]
+    header = ["model", *facts, f"{facts[-1]}, {2 * longest:,} tokens"]
+    header += [f"needles of {longest:,} tokens"] if has_needles(result) else []
+    header += ["parameters", "seconds"]
     cells = []
     for name, rows in by_model(result).items():
         far = [[row["by_facts"][index]["far"] for row in rows] for index in range(len(FACTS))]
-        needles = [far_needles(row, longest, reach) or 0.0 for row in rows]
         seconds = statistics.fmean(row["seconds"] for row in rows)
         far.append([row["twice_as_long"] for row in rows])
-        accuracies = [_accuracy(values) for values in [*far, needles]]
-        cells.append([name, *accuracies, f"{rows[0]['parameters']:,}", f"{seconds:.0f}"])
+        if has_needles(result):
+            far.append([far_needles(row, longest, reach) or 0.0 for row in rows])
+        cells.append([name, *map(_accuracy, far), f"{rows[0]['parameters']:,}", f"{seconds:.0f}"])
     return table(header, cells)
 
 

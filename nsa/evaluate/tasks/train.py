@@ -20,18 +20,21 @@ from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.attention import NSAttention
 from nsa.spec import NSASpec
 
-SPEC = NSASpec(
-    block_len=4,
-    block_stride=2,
-    select_len=4,
-    select_top=8,
-    init_blocks=1,
-    local_blocks=1,
-    window=16,
-)
 LAYERS = 2
-REACH = LAYERS * (SPEC.window - 1)  # positions back that windows alone can see
-NSA = AttentionConfig(spec=SPEC, backend="reference")  # the fastest backend at these lengths
+SHORTEST = 32  # tokens; at most a quarter are facts
+PATTERNS = {
+    "small": NSASpec(
+        block_len=4,
+        block_stride=2,
+        select_len=4,
+        select_top=8,
+        init_blocks=1,
+        local_blocks=1,
+        window=16,
+    ),
+    "recipe": NSASpec(),
+}
+NSA = AttentionConfig()
 VARIANTS = {
     "dense": AttentionConfig(kind="dense"),
     "nsa": NSA,  # as in the paper: only the compressed branch trains the keys that rank blocks
@@ -43,7 +46,49 @@ VARIANTS = {
 BATCH = 2_048  # tokens of a step
 LEARNING_RATE = 8e-3
 WARMUP = 30
-SHORTEST = 32  # tokens; at most a quarter are facts
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all models learn: recall in sequences of up to `seq_len` tokens."""
+
+    seq_len: int = 256
+    hops: int = 1  # facts that lead to an answer
+    pattern: str = "small"  # of the models with sparse attention, in PATTERNS
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 2 * SHORTEST or self.seq_len % SHORTEST:
+            raise ValueError(
+                f"--seq-len {self.seq_len}: take a multiple of {SHORTEST}, {2 * SHORTEST} or more"
+            )
+        if self.seq_len // 2 <= self.reach:
+            raise ValueError(
+                f"--seq-len {self.seq_len}: windows of {self.spec.window} tokens reach every fact; "
+                f"take {2 * self.reach + 2} or more for --pattern {self.pattern}"
+            )
+
+    @property
+    def spec(self) -> NSASpec:
+        return PATTERNS[self.pattern]
+
+    @property
+    def reach(self) -> int:
+        """Positions back that windows alone can see."""
+        return LAYERS * (self.spec.window - 1)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The sequence lengths, shortest first: the longest, its half, and so on."""
+        lengths = [self.seq_len]
+        while lengths[0] // 2 >= SHORTEST:
+            lengths.insert(0, lengths[0] // 2)
+        return lengths
+
+    def batch(self, rng: torch.Generator) -> TaskBatch:
+        """Return the sequences of one step, with a random length and number of facts."""
+        seq_len = self.lengths[_below(rng, len(self.lengths))]
+        facts = 2 ** (1 + _below(rng, 3 if seq_len < 2 * SHORTEST else 4))
+        return recall(rng, max(1, BATCH // seq_len), seq_len, facts, self.hops)
 
 
 @dataclass(frozen=True)
@@ -67,19 +112,9 @@ class TrainedModel:
         return model.eval()
 
 
-def training_lengths(longest: int) -> list[int]:
-    """Return the sequence lengths, shortest first: the longest, its half, and so on."""
-    if longest < 2 * SHORTEST or longest % SHORTEST:
-        raise ValueError(
-            f"--seq-len {longest}: take a multiple of {SHORTEST}, {2 * SHORTEST} or more"
-        )
-    lengths = [longest]
-    while lengths[0] // 2 >= SHORTEST:
-        lengths.insert(0, lengths[0] // 2)
-    return lengths
-
-
-def model_config(variant: str) -> ModelConfig:
+def model_config(variant: str, task: Task) -> ModelConfig:
+    # The reference backend is the fastest one at the small pattern's lengths.
+    backend = "reference" if task.pattern == "small" else "auto"
     return ModelConfig(
         vocab_size=VOCABULARY,
         layers=LAYERS,
@@ -89,7 +124,7 @@ def model_config(variant: str) -> ModelConfig:
         head_dim=16,
         mlp_width=64,
         init_std=0.125,  # 1 / √width: with 0.02 a model this small barely learns at first
-        attention=VARIANTS[variant],
+        attention=replace(VARIANTS[variant], spec=task.spec, backend=backend),
     )
 
 
@@ -106,11 +141,11 @@ def one_thread() -> Iterator[None]:
 
 @one_thread()
 def train(
-    variant: str, longest: int, steps: int, seed: int, on_step: Callable[[int, float], None]
+    variant: str, task: Task, steps: int, seed: int, on_step: Callable[[int, float], None]
 ) -> TrainedModel:
-    """Train a variant on recall at all lengths; `on_step` receives each step and its loss."""
+    """Train a variant at all lengths; `on_step` receives each step and its loss."""
     torch.manual_seed(seed)
-    model = LanguageModel(model_config(variant))
+    model = LanguageModel(model_config(variant, task))
     rng = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     start, losses = time.process_time(), []
@@ -118,7 +153,7 @@ def train(
         rate = LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - 0.9 * step / steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        batch = training_batch(rng, training_lengths(longest))
+        batch = task.batch(rng)
         loss = model(batch.input_ids, labels=batch.labels)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -127,13 +162,6 @@ def train(
         losses.append(loss.item())
         on_step(step + 1, losses[-1])
     return TrainedModel(model.eval(), losses, time.process_time() - start)
-
-
-def training_batch(rng: torch.Generator, lengths: list[int]) -> TaskBatch:
-    """Return the sequences of one step, with a random length and number of facts."""
-    seq_len = lengths[_below(rng, len(lengths))]
-    facts = 2 ** (1 + _below(rng, 3 if seq_len < 2 * SHORTEST else 4))
-    return recall(rng, max(1, BATCH // seq_len), seq_len, facts)
 
 
 @torch.no_grad()

@@ -85,11 +85,25 @@ def test_tasks_json_has_one_line_for_each_model_and_seed(called: Called) -> None
         }
 
 
+def test_two_hops_have_no_needles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "BATCH", 128)
+    monkeypatch.setattr(evaluate, "SEQUENCES", 4)
+    call = ["--hops=2", "--models=win", "--steps=1", "--seeds", "1", "--seq-len=64"]
+    assert main(["tasks", *call, "--out", str(tmp_path)]) == 0
+    assert "needles of" not in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recall.png", "tasks.json"]
+    assert json.loads((tmp_path / "tasks.json").read_text())["hops"] == 2
+
+
 @pytest.mark.full
 def test_parallel_jobs_give_the_same_results() -> None:
     results: list[list[dict[str, Any]]] = []
     for jobs in (1, 2):
-        rows = evaluate.evaluate_variants(["dense", "win"], 64, 1, [4], jobs, _ignore_step)["rows"]
+        rows = evaluate.evaluate_variants(
+            ["dense", "win"], train.Task(64), 1, [4], jobs, _ignore_step
+        )["rows"]
         results.append([{**row, "seconds": None} for row in rows])
     assert results[0] == results[1]
 

@@ -93,3 +93,16 @@ def test_sequences_are_a_function_of_the_seed() -> None:
     first, second = (recall(rng(3), 4, 64, 8) for _ in range(2))
     assert first.input_ids.equal(second.input_ids)
     assert not recall(rng(4), 4, 64, 8).input_ids.equal(first.input_ids)
+
+
+def test_with_two_hops_the_label_is_the_value_of_the_key_that_the_first_value_names() -> None:
+    batch = recall(rng(), 16, 64, 8, hops=2)
+    for ids, labels, distance in zip(batch.input_ids, batch.labels, batch.distance, strict=True):
+        facts = facts_of(ids)
+        assert len(facts) == 8
+        for position in range(32, 64):
+            middle, first = facts[int(ids[position])]
+            value, second = facts[middle - KEYS]
+            assert labels[position] == value
+            assert distance[position] == position - max(first, second)
+        assert len({int(key) for key in ids[32:]}) <= 4, "half of the facts only answer"

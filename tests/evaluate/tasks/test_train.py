@@ -7,24 +7,24 @@ import torch
 from torch import Tensor, nn
 
 from nsa.constants import IGNORE_INDEX
+from nsa.engine.plan_command import load_profile
 from nsa.evaluate.tasks import train as training
 from nsa.evaluate.tasks.data import recall
 from nsa.evaluate.tasks.train import (
     LAYERS,
-    REACH,
-    SPEC,
     VARIANTS,
+    Task,
     TrainedModel,
     check_answers,
     model_config,
     one_thread,
     train,
-    training_batch,
-    training_lengths,
 )
 from nsa.model import LanguageModel
+from tests.ranks import ROOT
 
 LENGTH = 64
+TASK = Task(LENGTH)
 
 
 def visible_distances(model: LanguageModel) -> list[int]:
@@ -38,11 +38,11 @@ def visible_distances(model: LanguageModel) -> list[int]:
 
 def build(name: str) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(model_config(name)).eval()
+    return LanguageModel(model_config(name, TASK)).eval()
 
 
 def test_a_window_sees_up_to_its_reach() -> None:
-    assert visible_distances(build("win")) == list(range(REACH + 1))
+    assert visible_distances(build("win")) == list(range(TASK.reach + 1))
 
 
 @pytest.mark.parametrize("name", ["dense", "nsa", "shared keys", "cmp+win"])
@@ -58,11 +58,14 @@ def test_without_selection_weights_are_the_same_and_only_forced_blocks_are_selec
     tops = [
         [block.attention.spec.select_top for block in one.blocks] for one in (trained.model, model)
     ]
-    assert tops == [[SPEC.select_top] * LAYERS, [SPEC.init_blocks + SPEC.local_blocks] * LAYERS]
+    assert tops == [
+        [TASK.spec.select_top] * LAYERS,
+        [TASK.spec.init_blocks + TASK.spec.local_blocks] * LAYERS,
+    ]
 
 
 def test_variants_differ_in_attention_only() -> None:
-    configs = [model_config(name) for name in VARIANTS]
+    configs = [model_config(name, TASK) for name in VARIANTS]
     for config in configs[1:]:
         config.attention = configs[0].attention
     assert all(config == configs[0] for config in configs)
@@ -73,15 +76,15 @@ def test_training_lowers_the_loss_and_is_a_function_of_the_seed(
 ) -> None:
     monkeypatch.setattr(training, "BATCH", 256)
     reported: list[tuple[int, float]] = []
-    first = train("win", 64, 40, 5, lambda step, loss: reported.append((step, loss)))
+    first = train("win", TASK, 40, 5, lambda step, loss: reported.append((step, loss)))
     assert reported == list(enumerate(first.losses, 1))
     assert sum(first.losses[-10:]) / 10 < first.losses[0] - 1
-    assert train("win", 64, 3, 5, lambda *_: None).losses[0] == first.losses[0]
+    assert train("win", TASK, 3, 5, lambda *_: None).losses[0] == first.losses[0]
 
 
 def test_training_batches_have_every_length_and_the_same_tokens() -> None:
     rng = torch.Generator().manual_seed(0)
-    shapes = {training_batch(rng, training_lengths(256)).input_ids.shape for _ in range(60)}
+    shapes = {Task(256).batch(rng).input_ids.shape for _ in range(60)}
     assert shapes == {(training.BATCH // length, length) for length in (32, 64, 128, 256)}
 
 
@@ -111,4 +114,14 @@ def test_only_questions_are_scored() -> None:
 @pytest.mark.parametrize("longest", [0, 32, 100, -64])
 def test_lengths_that_cannot_be_halved_are_refused(longest: int) -> None:
     with pytest.raises(ValueError, match=rf"--seq-len {longest}: take a multiple of 32"):
-        training_lengths(longest)
+        Task(longest)
+
+
+def test_windows_that_reach_every_fact_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"--seq-len 1024: windows of 512 .* take 2046 or more"):
+        Task(1_024, pattern="recipe")
+
+
+def test_the_recipes_pattern_is_the_production_recipes() -> None:
+    config = load_profile(ROOT / "recipes/m7c.py", "production")
+    assert Task(2_048, pattern="recipe").spec == config.model.attention.spec
