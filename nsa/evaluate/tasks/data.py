@@ -37,7 +37,7 @@ def recall(rng: torch.Generator, batch: int, seq_len: int, facts: int, hops: int
     half = seq_len // 2
     assert facts <= min(half, KEYS)
     questions = torch.arange(half, seq_len).expand(batch, -1)
-    which = torch.randint(facts // hops, questions.shape, generator=rng)
+    which = torch.randint(facts if mixed else facts // hops, questions.shape, generator=rng)
     positions = _distinct(rng, batch, half, facts)
     return _build(rng, seq_len, positions, questions, which, hops)
 
@@ -75,7 +75,7 @@ def _build(
     values = torch.randint(VALUES, keys.shape, generator=rng)
     needed = which
     if hops == 2:
-        needed = which + facts // 2
+        needed = torch.where(which < facts // 2, which + facts // 2, which)
         values[:, : facts // 2] = keys[:, facts // 2 :]
     ids = KEYS + VALUES + torch.randint(FILLERS, (batch, seq_len), generator=rng)
     ids.scatter_(1, positions, _FACTS + keys * VALUES + values)

@@ -88,7 +88,7 @@ class Task:
         """Return the sequences of one step, with a random length and number of facts."""
         seq_len = self.lengths[_below(rng, len(self.lengths))]
         facts = 2 ** (1 + _below(rng, 3 if seq_len < 2 * SHORTEST else 4))
-        return recall(rng, max(1, BATCH // seq_len), seq_len, facts, self.hops)
+        return recall(rng, max(1, BATCH // seq_len), seq_len, facts, self.hops, mixed=True)
 
 
 @dataclass(frozen=True)
