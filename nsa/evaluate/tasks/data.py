@@ -32,8 +32,13 @@ class TaskBatch:
     distance: Tensor  # at a question, positions back to the nearest fact it needs; else 0
 
 
-def recall(rng: torch.Generator, batch: int, seq_len: int, facts: int, hops: int = 1) -> TaskBatch:
-    """Return multi-query associative recall: each position of the second half is a question."""
+def recall(
+    rng: torch.Generator, batch: int, seq_len: int, facts: int, hops: int = 1, mixed: bool = False
+) -> TaskBatch:
+    """Return multi-query associative recall: each position of the second half is a question.
+
+    `mixed`: half of two-hop sequences' questions need one hop, without which two are not learned.
+    """
     half = seq_len // 2
     assert facts <= min(half, KEYS)
     questions = torch.arange(half, seq_len).expand(batch, -1)
