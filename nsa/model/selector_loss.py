@@ -10,8 +10,8 @@ compares two distributions over selection blocks, at some queries of each sequen
 
 j runs over the blocks that are not always selected. Inside the logarithm, target and p are
 normalized over these blocks; the factor before it is not, so a query weighs as much as its
-attention to them. Only compressed keys get a gradient. Few queries are enough: the noise averages
-out over steps.
+attention to them. Only compressed keys get a gradient; the attention layer passes keys of detached
+hidden states. Few queries are enough: the noise averages out over steps.
 """
 
 from __future__ import annotations
