@@ -150,7 +150,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     start, losses = time.process_time(), []
     for step in range(steps):
-        rate = LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - 0.9 * step / steps)
+        rate = LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
         for group in optimizer.param_groups:
             group["lr"] = rate
         batch = task.batch(rng)
