@@ -257,7 +257,7 @@ class NSAttention(Attention):
     def compute_selector_loss(
         self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
     ) -> Tensor | None:
-        """Compress keys of x anew, without a path for gradients into x.
+        """Compress keys of x once more, without gradients into x.
 
         The loss then trains the ranking alone: it cannot bend what other layers and branches read.
         """
