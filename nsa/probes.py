@@ -1,4 +1,4 @@
-"""Probes: read this machine's programs, files, processes and ports; work with a time limit."""
+"""Probes of this machine's programs, files, processes and ports; calls with a time limit."""
 
 from __future__ import annotations
 

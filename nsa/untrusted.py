@@ -115,8 +115,8 @@ def check_depth(value: Any) -> None:
 def matches(value: Any, shape: Any) -> bool:
     """Return whether a JSON value has this shape; integers are 0 or more, floats finite.
 
-    A shape is a type, a tuple of alternatives, a list with the shape of its items, or a dict with
-    the shapes of its required keys, or of all keys by `str`.
+    A shape is a type; a tuple of alternatives; [shape of every item]; {"key": shape} with the
+    required keys; or {str: shape}, the shape of every value.
     """
     if isinstance(shape, tuple):
         return any(matches(value, alternative) for alternative in shape)

@@ -149,8 +149,9 @@ def test_check_says_that_nothing_overlaps_and_takes_settings(
     config = ModelConfig()
     layers = parameter_count(config) - config.vocab_size * config.width
     assert ", overlapped, 64 sequences" in verdict(layers - 1)
-    fix = f"nothing overlapped: one holds all {layers:,} of the layers (set zero_optimization."
-    assert f"{fix}reduce_bucket_size to {layers // 4})" in verdict(layers)
+    line = verdict(layers)
+    assert f"nothing overlapped: the gradients of all layers ({layers:,}) fit into one" in line
+    assert f"(set zero_optimization.reduce_bucket_size to {layers // 4})" in line
     assert "nothing overlapped" in verdict(layers // 4, "--set", "model.layers=2")
     assert ", 32 sequences" in verdict(layers // 4, "--set", "train.micro_batch=4")
     assert main(["check", str(file), "--set", "train.micro_batch"]) == 2

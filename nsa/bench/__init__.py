@@ -1,13 +1,13 @@
 """Benchmarks, traffic counts and the ahead-of-time compile gate: `python -m nsa.bench`.
 
-A benchmark is the file of its name (`__main__.py` lists them). What they share:
+Each benchmark is the module of its name; `__main__.py` lists them. Shared modules:
 
-    results, options         the report of a run, its printed tables; flags and head shapes
+    results, options         JSON report and printed tables; flags and head shapes
     measure                  alternating timing and peak memory of any step
-    implementations, inputs  nsa.ops' functions as calls on random inputs, timed by pass
+    implementations, inputs  the functions of nsa.ops on random inputs, timed by pass
     baselines                other implementations of attention and NSA
-    roofline                 visible pairs, least FLOPs and bytes; rates of chips
-    kernel_launches          every launch of the library, for the gate of `aot`:
-    compile_gate, hazards      compile without a GPU, read the binary, check limits
+    roofline                 visible (query, key) pairs, minimum FLOPs and bytes; rates of GPUs
+    kernel_launches          records every kernel launch of the library, for `aot`
+    compile_gate, hazards    compiles these without a GPU and checks limits of the binaries
     comm_ranks, netns        the rank processes of `comm` and the link between them
 """

@@ -293,12 +293,12 @@ def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implement
         return combine(o_cmp, o_sel, window(q, k, v), logits)
 
     def run(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
-        o = module(q, k, v, logits, offsets) if whole else parts(q, k, v, logits)
+        o = module(q, k, v, logits, offsets) if has_flash_attn else parts(q, k, v, logits)
         return o.unflatten(0, inputs.q.shape[:2])
 
-    whole = any(map(find_spec, ("flash_attn", "flash_attn_interface")))
+    has_flash_attn = any(map(find_spec, ("flash_attn", "flash_attn_interface")))
     logits = torch.logit(inputs.gates.flatten(0, 1).float(), 1e-3).to(inputs.gates.dtype)
-    note = SHARED + "; gates are logits" + ("" if whole else OUR_WINDOW)
+    note = SHARED + "; gates are logits" + ("" if has_flash_attn else OUR_WINDOW)
     return Implementation(run, *qkv, logits, note=note)
 
 

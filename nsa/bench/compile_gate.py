@@ -1,6 +1,6 @@
-"""The compile gate: compile kernel launches for several chips without a GPU, check their limits.
+"""Compile gate: compile kernel launches for several chips without a GPU, and check limits.
 
-Shared memory, spilled registers and tensor cores, as read from the binary of each launch.
+Limits on shared memory, spilled registers and use of tensor cores are checked in each binary.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ MAX_SPILLED = 96
 MAX_SPILLED_FIRST = 24  # what runs where nothing was tuned: at most six registers
 # float32, for checks only: its products take three passes, so heads above 128 spill with any tile.
 MAX_SPILLED_FP32 = 320
-LINE = "{:<26} {:<58} {:>14} {:<6} {:>9} {:>4} {:>6} {:>6} {:>6} {:>7}  {}"  # of the table
+LINE = "{:<26} {:<58} {:>14} {:<6} {:>9} {:>4} {:>6} {:>6} {:>6} {:>7}  {}"  # a printed row
 
-# In PTX: instructions of the tensor cores; Hopper's product with its left operand in registers.
+# PTX: tensor-core instructions, the asynchronous ones, and Hopper's with the left operand in
+# registers.
 TENSOR_CORE = re.compile(
     r"^\s*(?:@\S+\s+)?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", re.MULTILINE
 )
 ASYNCHRONOUS = re.compile(r"^\s*(?:@\S+\s+)?(?:wgmma\.mma_async|tcgen05\.mma)", re.MULTILINE)
 FROM_REGISTERS = re.compile(r"\bwgmma\.mma_async\S* \{[^}]*\}, *\{")
-# In Triton's IR: products, and those with a blocked layout, done by multiply-adds.
+# Triton's IR: matrix products, and those without tensor cores (their layout is `#blocked`).
 PRODUCT = re.compile(r"\btt\.dot(?:_scaled)?\b")
 PLAIN_PRODUCT = re.compile(r"\btt\.dot\b.*-> tensor<[^>]*#blocked")
 
@@ -69,7 +70,7 @@ CHIPS = {
 class Variant:
     """One compilation, picklable; variants with the same `repr` give the same binary.
 
-    A launch on such a chip finds the binary in Triton's disk cache.
+    A later launch on this chip finds the binary in Triton's disk cache.
     """
 
     module: str
@@ -82,9 +83,9 @@ class Variant:
 
     @classmethod
     def of(cls, launch: Launch, chip: str) -> Variant:
-        """What Triton would compile for this launch on this chip.
+        """Return what Triton would compile for this launch on this chip.
 
-        Triton's own launch code decides, up to its compile hook: the rules change with its version.
+        Runs Triton's launch code up to its compile hook, as its rules change between versions.
         """
         fn, config, hooked = launch.kernel.fn, launch.config, []
 
@@ -119,28 +120,28 @@ class Variant:
 
 @dataclass(frozen=True)
 class Facts:
-    """Figures of a compiled variant."""
+    """Resource usage and instructions of a compiled variant."""
 
     shared: int  # bytes per block
     tensor_memory: int  # columns per block
     registers: int  # per thread
     spilled: int  # bytes per thread
-    products: int  # in the source
-    plain_products: int  # without tensor cores
-    tensor_core: int  # instructions
-    asynchronous: int  # of them; wgmma and tcgen05, which take tiles of 64 rows or more
+    products: int  # matrix products in the source
+    plain_products: int  # of these, without tensor cores
+    tensor_core: int  # tensor-core instructions
+    asynchronous: int  # of these, wgmma and tcgen05, which need tiles of 64 rows or more
     overwritten: int  # products whose operand is overwritten while they run
     blocks_per_sm: int
 
 
 def compile_variant(variant: Variant) -> Facts:
-    """Compile to the chip's binary and read it."""
+    """Compile for the chip and read the binary."""
     chip, warps = CHIPS[variant.chip], variant.options["num_warps"]
     compiled: Any = triton.compile(
         variant.source(), target=_target(variant.chip), options=variant.options
     )
     cubin, ptx, metadata = compiled.asm["cubin"], compiled.asm["ptx"], compiled.metadata
-    # Triton uses stack and local memory for spills alone.
+    # Triton uses stack and local memory only for spills.
     usage = _tool_output(cubin, triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
     functions = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert functions, usage
@@ -162,7 +163,7 @@ def compile_variant(variant: Variant) -> Facts:
         blocks_per_sm=min(
             chip.blocks_per_sm,
             chip.warps_per_sm // warps,
-            # Registers are allocated by 256 per warp; the system takes 1 KB of shared memory.
+            # A warp's registers come in units of 256; CUDA reserves 1 KB of shared memory a block.
             chip.registers_per_sm // (-(-registers * 32 // 256) * 256 * warps),
             chip.shared_per_sm // (metadata.shared + 1024),
             chip.tensor_memory // max(tensor_memory, 1),

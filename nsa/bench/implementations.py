@@ -1,6 +1,6 @@
-"""Attention implementations under measurement: forward alone, and forward and backward.
+"""Attention implementations to benchmark: the forward pass, and forward and backward.
 
-`calls` has the functions of nsa.ops; baselines.py has everybody else's.
+`calls` returns those of nsa.ops; baselines.py holds those of other libraries.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Implementation:
         return self.forward_backward() if self.differentiable else self.forward()
 
     def held(self) -> list[Tensor]:
-        """Tensors that live between calls."""
+        """Tensors that are kept between calls."""
         return self.inputs if self._grad_output is None else [*self.inputs, self._grad_output]
 
 
 @torch.no_grad()
 def select(inputs: Inputs, spec: NSASpec, backend: str) -> tuple[Tensor, Tensor]:
-    """What the compressed branch passes on: (lse, the selected blocks)."""
+    """Return the compressed branch's lse and the selected blocks."""
     q, k, v = inputs[:3]
     _, lse = compressed_attention(q, k, v, spec, backend=backend)
     return lse, select_blocks(q, k, lse, spec, backend=backend)
@@ -77,7 +77,7 @@ def select(inputs: Inputs, spec: NSASpec, backend: str) -> tuple[Tensor, Tensor]
 def calls(
     x: Inputs, spec: NSASpec, backend: str, selection: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Implementation]:
-    """FUNCTIONS by name; selecting blocks has no gradient."""
+    """Return an implementation of each of FUNCTIONS; `select_blocks` has no gradient."""
     lse, index = selection or select(x, spec, backend)
 
     def compressed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

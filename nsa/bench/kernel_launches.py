@@ -54,9 +54,9 @@ class Case:
     spec: NSASpec = PAPER
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor on the `meta` device; in the case's dtype it gets a gradient."""
-        wanted = dtype or DTYPES[self.dtype]
-        return torch.empty(shape, dtype=wanted, device="meta", requires_grad=dtype is None)
+        """Return a `meta` tensor; without `dtype`, of the case's dtype and with a gradient."""
+        used = dtype or DTYPES[self.dtype]
+        return torch.empty(shape, dtype=used, device="meta", requires_grad=dtype is None)
 
     @property
     def q(self) -> Tensor:
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Documents and backend."""
+        """Keyword arguments of every call: packed documents and backend."""
         cu_seqlens = self.empty(DOCUMENTS + 1, dtype=torch.int32) if self.packed else None
         return {"cu_seqlens": cu_seqlens, "backend": "triton"}
 
@@ -96,7 +96,7 @@ class Case:
 
 
 class Launchers(TorchDispatchMode):
-    """Runs the launchers of custom ops, of which `meta` tensors otherwise see the fake kernels."""
+    """Runs the launchers of custom ops; PyTorch would run their fake kernels on `meta` tensors."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -105,7 +105,7 @@ class Launchers(TorchDispatchMode):
 
 
 def _with_gradients(call: Callable[[Case], Iterable[Tensor]]) -> Callable[[Case], None]:
-    """Run a call's launchers, forward and backward."""
+    """Return a function that runs a call's launchers, forward and backward."""
 
     def run(case: Case) -> None:
         with Launchers():
@@ -151,12 +151,12 @@ def _decode(case: Case) -> Iterable[Tensor]:
 
 
 def _swiglu(case: Case) -> Iterable[Tensor]:
-    """Hidden layers of M7C's proportion: 2,368 for 64 columns a head."""
+    """Gate and up in M7C's proportion: 2 × 2,368 columns for heads of 64."""
     return [swiglu(case.empty(case.seq_len, 74 * case.key), backend="triton")]
 
 
 def _rotary_pool(case: Case) -> Iterable[Tensor]:
-    """All branches; shared keys of an mlp φ; and dense attention."""
+    """Three layouts: all branches; one copy of keys for an mlp φ; dense attention."""
     sizes, length = (case.heads, case.kv_heads, case.key, case.value), case.spec.block_len
     tokens, covering = case.seq_len, -(-length // case.spec.block_stride)
     cos, sin = case.empty(2, tokens, 1, case.key // 2, dtype=torch.float32)

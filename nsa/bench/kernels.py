@@ -110,7 +110,7 @@ def _case(shape: Shape, seq_len: int, backends: list[str], report: Report) -> No
 
 
 def _selection(inputs: Inputs, backends: list[str], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Select with the first backend that can; blockwise always can."""
+    """Select blocks with the first backend that works; blockwise always does."""
     for backend in backends:
         try:
             return select(inputs, SPEC, backend)
@@ -134,7 +134,7 @@ def _flops(function: str, shape: Shape, visible: Mapping[str, int]) -> dict[str,
 
 
 def _moved_bytes(function: str, shape: Shape, call: Implementation) -> dict[str, int]:
-    """Least bytes moved: inputs and saved outputs read once, results written once."""
+    """Minimum of bytes moved: inputs and saved outputs read once, results written once."""
     read, q = tensor_bytes(call.inputs), call.inputs[0]
     tokens = q.shape[:2].numel()
     if function == "select_blocks":

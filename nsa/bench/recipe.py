@@ -134,13 +134,13 @@ def _ready_to_kill(flags: argparse.Namespace) -> bool:
 
 
 def logged_rows(run_dir: Path) -> Rows:
-    """What a run has logged so far."""
+    """Return the rows of the run's metrics.csv so far."""
     path = run_dir / "metrics.csv"
     return read_metrics(path) if path.exists() else []
 
 
 def log_file(run_dir: Path) -> Path:
-    """The output of a run's launcher: a file beside its folder."""
+    """Return the file of the launcher's output, next to the run's folder."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     return run_dir.with_name(f"{run_dir.name}.log")
 

@@ -25,10 +25,9 @@ T = TypeVar("T")
 
 
 class Report:
-    """The results of a benchmark, on disk after every case.
+    """Results of a benchmark, saved after every case.
 
-    A time limit, a hanging kernel or a lost device costs the case that it interrupts, and nothing
-    measured earlier.
+    A time limit, a hanging kernel or a lost device loses only the case that it interrupts.
     """
 
     def __init__(self, flags: argparse.Namespace, arguments: Sequence[str] = ()) -> None:
@@ -54,11 +53,11 @@ class Report:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The tensors' type."""
+        """The dtype of the benchmark's tensors."""
         return DTYPES[self.dtype_name]
 
     def seconds_left(self) -> float:
-        """Seconds until --limit is over."""
+        """Seconds until --limit is reached."""
         return self.end - time.monotonic()
 
     def save(self) -> None:
@@ -195,7 +194,7 @@ def cell(figure: float | None, form: str = ".3g") -> str:
 def print_table(
     rows: Iterable[Sequence[str]], results: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
-    """Print aligned columns, the first one to the left; then why figures of results are missing."""
+    """Print aligned columns, the first left-aligned, and then the errors of `results`."""
     cells = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for first, *rest in cells:

@@ -54,10 +54,10 @@ def pairs(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, in
 
 
 def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Work]:
-    """Every kernel of one layer's attention, forward and backward, bf16, without packing.
+    """Work of every kernel of one layer's attention, forward and backward, bf16, not packed.
 
-    "gated": the compressed branch and the window in one kernel. Its gradient of queries includes
-    the row sums of all branches, and the selected branch's forward kernel the gated sum.
+    A "gated" kernel computes the compressed branch and the window. "gated queries" includes the row
+    sums of all branches, and "selected forward" the gated sum.
     """
     tokens = batch * seq_len
     rows = tokens * shape.heads
@@ -74,11 +74,10 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Wor
     visible["gated"] = visible["compressed"] + visible["window"]
 
     def kernel(branch: str, keys: int, values: int, moved: float) -> Work:
-        """That many products with keys and values for each pair."""
+        """Work of `keys` products with keys and `values` with values, for each visible pair."""
         exps = visible[branch]
         return Work(2 * exps * (keys * shape.key + values * shape.value), exps, moved)
 
-    gates = 3 * rows * BF16
     both, mixing, row_sums = compressed + pair, 3 * o + gates, 4 * o + 2 * gates + 9 * row
     return {
         "gated forward": kernel("gated", 1, 1, q + both + 2 * o + 2 * row),

@@ -2,13 +2,14 @@
 
 An operation is one dispatched op that is not a view or an allocation; a custom op (`nsa::…`) is
 one. Its bytes are those of its tensor inputs and outputs; a modified input is read and written.
-Of the embedding's table and of its gradient, a row per token counts. Launches count kernels and
-PyTorch's ops inside custom ops: the library's launchers run on `meta` tensors, and a kernel's bytes
-are those of its tensor arguments, each once, or twice if it is read and rewritten. Weights lie in
+Of the embedding table and its gradient only one row per token counts. Launches are the kernels and
+PyTorch ops inside custom ops: the library's launchers run on `meta` tensors, and a kernel's bytes
+are those of its tensor arguments, each once, or twice if it is read and overwritten. Weights lie in
 one flat buffer, as ZeRO-1 and 2 place them.
 
-Times are estimates: for each launch the slower of its bytes and its FLOPs at the rates of
-`roofline.CHIPS`, one after another, without gaps. FLOPs of attention kernels are `roofline.work`'s.
+Times are estimates. A launch takes the time of its bytes or of its FLOPs at the rates of
+`roofline.CHIPS`, whichever is longer; launches follow each other without gaps. FLOPs of attention
+kernels are those of `roofline.work`.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 _PART_OF = {name: part for part, names in PARTS.items() for name in names}
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
-# Tensors of which at most a row per token moves, and a tensor of that many rows.
+# By operation: a tensor of which at most one row per token moves, and a tensor with that many rows.
 _ROWS_MOVED = {
     "aten::embedding": ("weight", "result"),
     "nsa::triton_add_token_gradients_": ("d_weight", "d_x"),
     "add_token_gradients_kernel": ("d_weight", "d_x"),
 }
-# Arguments that a kernel reads and rewrites, and the constant that says whether it does.
+# By kernel: an argument that it reads and overwrites, and the constant that enables this, if any.
 _REWRITTEN = {
     "add_token_gradients_kernel": ("d_weight", None),
     "cross_entropy_kernel": ("logits", "GRADIENT"),
@@ -99,12 +100,12 @@ class Operation:
         return sum(x.flops for x in self.launches)
 
     def seconds(self, chip: Work) -> float:
-        """Estimated: launches one after another."""
+        """Estimated time: launches one after another."""
         return sum(x.seconds(chip) for x in self.launches)
 
 
 class Recorder(TorchDispatchMode):
-    """Records every operation; `flops`: those of kernels, by their name in `roofline.work`."""
+    """Records every operation; `flops`: of attention kernels, by their name in `roofline.work`."""
 
     def __init__(self, flops: Mapping[str, float] | None = None) -> None:
         super().__init__()
@@ -172,7 +173,7 @@ def _moved_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any)
 def _inside(
     func: Any, args: tuple, kwargs: Mapping[str, Any], flops: Mapping[str, float]
 ) -> tuple[Launched, ...]:
-    """The launches of a custom op: its implementation runs on `meta` tensors. Else none."""
+    """Return the launches inside a custom op, by running it on `meta` tensors; of others none."""
     run = IMPLEMENTATIONS.get(func._schema.name) or getattr(
         _maybe_get_opdef(func), "_init_fn", None
     )

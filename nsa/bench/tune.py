@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(report: Report) -> None:
-    """Tune the operations of every shape; print a table, write the choices that launches read."""
+    """Tune the operations of every shape; print a table, store the fastest configs for launches."""
     flags = report.flags
     report.data["kept_in"] = None
     by_sizes: dict[tuple[int, int], list[Shape]] = {}
@@ -64,7 +64,7 @@ def run(report: Report) -> None:
 
 def _case(sizes: tuple[int, int], shapes: list[Shape], lengths: list[int], report: Report) -> None:
     steps = _steps(shapes, lengths, report)
-    # The joint op has kernels of its own; what it shares with the others is tuned by their calls.
+    # nsa_attention has kernels of its own; those of the other functions are tuned by their calls.
     joint = {name: steps.pop(name) for name in list(steps) if name.startswith(JOINT)}
     rows, best = tune(discover(joint) | discover(steps), report)
     keys = partial(key_of, sizes=sizes, dtype=report.dtype, seq_len=lengths[0])

@@ -186,7 +186,7 @@ def describe_write_error(error: BaseException, path: Path) -> str:
     disk = _disk_of(path)
     free = disk and disk.f_bavail * disk.f_frsize
     if number == errno.ENOSPC and disk and disk.f_files and not disk.f_favail:
-        return f"{path}: the file system holds as many files as it can; delete some files"
+        return f"{path}: the file system has no free inodes; delete some files"
     if number in NO_SPACE or (number is None and free is not None and free < NEARLY_FULL):
         left = "" if free is None else f" ({free / 1e6:,.1f} MB are free)"
         fix = "; free some space, or keep fewer checkpoints with checkpoint.keep"

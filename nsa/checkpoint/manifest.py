@@ -30,7 +30,7 @@ ANY = "any"  # `ranks` of a universal checkpoint, which loads on any number
 
 
 def layout_of(stage: int, muon: bool = False) -> str:
-    """Return the layout of DeepSpeed's optimizer state; it cannot load one layout as another.
+    """Name the layout of DeepSpeed's optimizer state, which loads only into the same layout.
 
     The state is complete in stage 0, sharded in stages 1 and 2, and sharded together with the
     weights in stage 3. AdamW's state cannot be read as Muon's.

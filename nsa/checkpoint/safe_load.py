@@ -27,7 +27,7 @@ def data_only(checkpoint: Path, *, optimizer: bool = True) -> Iterator[None]:
     `optimizer`: allow the classes in DeepSpeed's optimizer files; imports DeepSpeed, which is slow.
     """
     classes: list[Any] = []
-    if optimizer:  # they only hold values
+    if optimizer:  # these classes only hold values
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
         from deepspeed.utils.tensor_fragment import fragment_address

@@ -131,7 +131,7 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
                 f"{self._config.shuffle_documents:,} at a time; "
                 f"the run consumes {round(samples * fraction):,} samples of {seq_len:,}"
             )
-            if size:  # at least as many epochs: a token has a byte or more
+            if size:  # a lower bound of the epochs: a token has at least one byte
                 epochs = samples * fraction * seq_len / size
                 lines += warn_of_epochs(name, f"{size:,} bytes", epochs)
         return lines
@@ -200,6 +200,6 @@ def _check_unchanged(saved: dict[str, Any], current: dict[str, Any]) -> None:
             before = short(saved.get(name))
             raise DataError(
                 f"{name} = {value}: this run's stream cursor was saved with {before}, and a "
-                f"stream resumes only unchanged; set it back, or {PREPARE}: indexed order resumes "
-                "on any number of ranks"
+                f"stream resumes only with the same; set it back, or {PREPARE}: shards resume on "
+                "any number of ranks"
             )

@@ -1,8 +1,8 @@
 """Hugging Face datasets as a document source, streamed with `datasets`.
 
 `datasets` reads, divides and resumes. A cursor is its state before a block of rows, and the number
-of rows of the block that were consumed. It retries for minutes, as `huggingface_hub` does, so the
-server is probed before and during their work.
+of rows of the block that were consumed. `datasets` and `huggingface_hub` retry for minutes, so the
+server is probed before and during their calls.
 """
 
 from __future__ import annotations
@@ -262,14 +262,14 @@ def hub_url() -> str:
 
 
 def probe(what: str, url: str, fix: str = WITHOUT_HUB) -> None:
-    """Raise SourceUnreachable for `what` if the server of `url` is silent or has an error."""
+    """Raise SourceUnreachable for `what` if the server of `url` does not respond or fails."""
     from huggingface_hub.utils import get_session  # configured with proxies and certificates
 
     def head() -> int:
         return get_session().head(url, timeout=PROBE_SECONDS).status_code
 
     try:
-        status = with_timeout(1.5 * PROBE_SECONDS, head)  # name resolution has no limit
+        status = with_timeout(1.5 * PROBE_SECONDS, head)  # DNS has no timeout
     except Exception as error:  # the exception types of the client differ between versions
         raise SourceUnreachable(
             f"{what}: {url} cannot be reached ({one_line(error)}); {fix}"

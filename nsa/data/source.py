@@ -113,7 +113,7 @@ def not_text(field: str, kind: str) -> str:
 
 
 def text_of(record: dict[str, Any], field: str, location: str) -> str | None:
-    """Return the text of a record; raise a DataError if it has none, but not for null."""
+    """Return a record's text, None for null; raise a DataError if the field is not text."""
     if field not in record:
         raise DataError(f"{location}: {missing_field(field, list(record))}")
     text = record[field]

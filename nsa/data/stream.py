@@ -40,16 +40,17 @@ def stream_rows(
     state: State | None = None,
     on_document: OnDocument = lambda source, location: None,
 ) -> Iterator[tuple[TokenArray, State]]:
-    """Yield endless rows [rows, T + 1] of one of `parts` parts of `data.source`.
+    """Yield batches [rows, T + 1] of part `part` of `parts` of `data.source`, without end.
 
-    With each comes the state from which another stream of the same part resumes. A row begins with
-    the last token of its source's previous row. In a mixture, each source fills its fraction.
+    Each comes with the state from which a new stream of the same part resumes. A row begins with
+    the last token of its source's previous row. In a mixture, each source fills its fraction of
+    the rows.
     """
     fractions = config.sources()
     cursors = state["sources"] if state else {}
     consumed = state["rows"] if state else 0
-    # Each part mixes its rows separately. In an order common to all parts, a part could fall in
-    # step with the weights of the mixture and never read one of its sources.
+    # Each part mixes its rows separately. If parts took turns in one order, a part could get rows
+    # of some sources only: a mixture 1:1 on two parts would give each part one source.
     mixer = Mixer(list(fractions.values()), list(fractions))
     tokenizer = build_tokenizer(config)
     streams = [

@@ -9,7 +9,7 @@ import numpy as np
 
 from nsa.data.tokenizer import TokenArray
 
-MANY_EPOCHS = 4  # more teach little (arXiv 2305.16264)
+MANY_EPOCHS = 4  # further epochs lower the loss little (arXiv 2305.16264)
 
 
 @dataclass(eq=False)
@@ -72,6 +72,6 @@ def coverage(
 
 
 def warn_of_epochs(name: str, size: str, epochs: float) -> list[str]:
-    """Return a warning, if a run reads a dataset too often."""
+    """Return a warning if a run reads a dataset for more than MANY_EPOCHS epochs."""
     warning = f"WARNING: {name}: {size}, {epochs:,.0f} epochs: the model will memorize it; take a "
     return [warning + "larger data.source, or lower --steps"] if epochs > MANY_EPOCHS else []

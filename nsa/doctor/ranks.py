@@ -64,17 +64,17 @@ def rank_checks(
 ) -> list[Check]:
     """Compare all ranks and time an all-reduce; returns the same list on each rank.
 
-    `gather` returns every rank's value on every rank, in any state of the GPUs. `node`: this rank's
-    node checks, which every rank's list includes. `megabytes`: size of the all-reduce, by default
-    256 on GPUs and 4 on CPUs; `seconds`: its time limit. After a failed all-reduce the default
-    process group must not be used.
+    `gather` returns every rank's value on every rank, even if a GPU hangs. `node`: this rank's node
+    checks; the returned list includes those of all ranks. `megabytes`: size of the all-reduce, by
+    default 256 on GPUs and 4 on CPUs; `seconds`: its time limit. After a failed all-reduce the
+    default process group must not be used.
     """
     on_gpu = device.type == "cuda"
     megabytes = megabytes or (256 if on_gpu else 4)
     ranks: list[RankFacts] = gather(_facts(config, device, list(node)))
     if len(ranks) == 1:
         return [*node, Check("ranks", SKIP, "one rank: nothing to compare")]
-    clocks = gather(clock())  # all read right after the exchange of facts
+    clocks = gather(clock())  # read at nearly the same time, after a collective
     several = len({facts.host for facts in ranks}) > 1
     checks = [
         replace(check, name=f"{check.name} ({facts.host})") if several else check

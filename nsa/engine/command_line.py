@@ -100,7 +100,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     config, reasons = resolve_checkpointing(config, ds_config, world_size, _gpu_memory())
     notes += reasons
     if has_muon(ds_config):
-        notes.append("Muon: the first step compiles its update, in silence for a minute or more")
+        notes.append("Muon: the first step compiles its update, a minute or more without output")
     if config.train.compile:
         _check_compile(config, ds_config["zero_optimization"])
     stop_step = config.train.steps

@@ -129,7 +129,7 @@ def resolve_ds_config(
 
 
 def verdict(resolved: dict[str, Any], world_size: int, model: ModelConfig) -> str:
-    """Return what a resolved config is, in one line, with the fix if nothing can overlap."""
+    """Return a one-line summary of a resolved config, with a fix if no reduction overlaps."""
     mode, zero = zero_mode(resolved), resolved["zero_optimization"]
     batch, ranks = resolved["train_batch_size"], "rank" if world_size == 1 else "ranks"
     parts = [f"ZeRO-{mode.stage}", mode.precision, f"gradients accumulated in {mode.accumulation}"]
@@ -139,8 +139,8 @@ def verdict(resolved: dict[str, Any], world_size: int, model: ModelConfig) -> st
         # The gradient of the tied embedding is complete only when the backward pass ends.
         layers = parameter_count(model) - model.vocab_size * model.width if mode.overlap else 0
         if bucket >= layers > 0:
-            overlap = f"nothing overlapped: one holds all {layers:,} of the layers (set "
-            overlap += f"zero_optimization.reduce_bucket_size to {layers // 4})"
+            overlap = f"nothing overlapped: the gradients of all layers ({layers:,}) fit into one "
+            overlap += f"(set zero_optimization.reduce_bucket_size to {layers // 4})"
         parts.append(f"buckets of {bucket:,.0f} elements, {overlap}")
     parts += ["Muon"] * mode.muon
     parts += [f"offload to {device}" for device in sorted(mode.devices - {"none"})]

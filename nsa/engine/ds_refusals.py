@@ -42,7 +42,7 @@ class ZeroMode:
     # Measured with DeepSpeed 0.19.8 on two ranks.
     @property
     def tolerates_twice(self) -> bool:
-        """Whether a gradient may arrive twice: not if its bucket is reduced during the backward."""
+        """Whether a gradient may arrive twice: not if buckets are reduced before the pass ends."""
         return not self.buckets or (self.stage == 1 and not self.overlap)
 
     @property

@@ -134,4 +134,4 @@ def _enable_keep_alive(connection: socket.socket) -> None:
 
 
 def _not_connected(host: str, reason: str) -> None:
-    warn(f"no connection to host {host} ({reason}): if it is lost, ranks wait for a time-out")
+    warn(f"no connection to host {host} ({reason}): a loss is noticed only by time-out")

@@ -58,7 +58,7 @@ SYNONYMS = {
     "checkpoint.every": ("save_steps", "save_every", "save_interval", "checkpoint_every"),
     "checkpoint.keep": ("save_total_limit", "keep_last", "max_checkpoints"),
 }
-# Set in DeepSpeed's JSON; longest first, so that a longer name is not taken for a shorter one.
+# Keys of DeepSpeed's JSON, longer ones first: the hint names the first that a setting contains.
 DEEPSPEED_KEYS = (
     *("zero_optimization", "offload_optimizer", "offload_param", "overlap_comm", "csv_monitor"),
     *("optimizer", "comet", "wandb"),

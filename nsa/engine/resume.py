@@ -19,7 +19,7 @@ from nsa.engine.train_state import TrainState
 from nsa.untrusted import matches, short
 
 NONE = type(None)
-READER = (  # of Files, ListSource and the hub
+READER = (  # cursors of Files, ListSource and Hub
     {"files": str, "file": int, "at": {str: (int, bool)}},
     {"documents": int},
     {"revision": (str, NONE), "rows": int, "given": int, "dataset": (dict, NONE)},

@@ -24,7 +24,7 @@ from nsa.engine.run_request import RunRequest
 from nsa.untrusted import parse_yaml, read_text
 
 LOCK = ".lock"
-# Beside these a run may start: hidden files, a file system's own folder, a launcher's log.
+# A run may start in a folder that holds these: hidden files, lost+found, a launcher's log.
 HARMLESS = re.compile(r"\..*|lost\+found|.*\.(log|out|err|txt|[oe]\d+)")
 SETTINGS = ("config.yaml", "ds_config.json")  # of a run's folder, and of each checkpoint
 

@@ -146,7 +146,7 @@ def read_gates(run_dir: Path) -> list[GateResult]:
 
 
 def _is_sound(result: GateResult) -> bool:
-    """Return whether the values have the types that readers format."""
+    """Return whether the values have the types that a report can format."""
     return (
         result.gate in NAMES
         and type(result.step) is int

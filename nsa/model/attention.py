@@ -257,15 +257,15 @@ class NSAttention(Attention):
     def compute_selector_loss(
         self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
     ) -> Tensor | None:
-        """Compress keys of x once more, without gradients into x.
+        """Compress keys again, from detached hidden states.
 
-        The loss then trains the ranking alone: it cannot bend what other layers and branches read.
+        So the loss trains only the ranking, not the hidden states that other layers read.
         """
         if metadata.loss_queries is None:
             return None
         assert metadata.position is not None
         assert metadata.block_tokens is not None
-        x, rows = x.detach(), self.kv_heads * self.key_dim  # of the first copy
+        x, rows = x.detach(), self.kv_heads * self.key_dim  # rows of the first copy of keys
         plain = is_plain(self.k, nn.Linear)
         k = F.linear(x, self.k.weight[:rows]) if plain else self.k(x)[..., :rows]
         k = k.unflatten(-1, (self.kv_heads, self.key_dim))

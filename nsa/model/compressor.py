@@ -37,7 +37,7 @@ def cut_blocks(x: Tensor, metadata: AttentionMetadata) -> Tensor:
 
 
 class _Blocks(torch.autograd.Function):
-    """x[:, block_tokens]; its backward pass gathers, where indexing's would sort and scatter."""
+    """x[:, block_tokens]; its backward pass gathers; that of indexing sorts and scatters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block_tokens: Tensor, token_blocks: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """[B, N, l, K, D] to [B, T, K, D]: each token adds the few blocks that cover it."""
+        """[B, N, l, K, D] to [B, T, K, D]: a token adds up the blocks that cover it."""
         block_tokens, token_blocks = ctx.saved_tensors
         first = F.pad(block_tokens[:, 0], (0, 1))  # index -1 reads the last entry
         token = torch.arange(len(token_blocks), device=first.device)[:, None]

@@ -23,8 +23,8 @@ from nsa.constants import IGNORE_INDEX
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.cross_entropy import cross_entropy_
 
-# Logits per chunk: 1 GiB in bf16, and two chunks for M7C's 16,384 tokens. Adding a chunk's part of
-# d_weight moves 12 bytes per element in float32, and the last one 6 to 8: 0.2 GB for M7C.
+# Logits per chunk: 1 GiB in bf16, and two chunks for M7C's 16,384 tokens. Adding a chunk's part to
+# d_weight in float32 moves 12 bytes per element; adding the last one 6 to 8, 0.2 GB for M7C.
 CHUNK_LOGITS = 2**29
 CHUNK_LOGITS_CPU = 2**27
 
@@ -79,8 +79,8 @@ def loss_and_gradients(
 
 
 def _add(total: Tensor, part: Tensor, last: bool) -> Tensor:
-    """The sum of chunks' parts: float32 until the last one, which rounds it to the part's dtype."""
-    if last:  # one operation, which adds in at least float32
+    """Return total + part: in float32, or in the part's dtype if it is the last chunk's."""
+    if last:  # one operation, which adds in float32 and rounds once
         return torch.add(total, part, out=part)
     return total.to(torch.promote_types(part.dtype, torch.float32)).add_(part)
 

@@ -56,7 +56,7 @@ class CsvObserver(Observer):
             self._writer.submit(lambda: self._append(rows))
 
     def _drop_rows_after(self, step: int) -> None:
-        """Drop the rows after `step` and those that a crash tore."""
+        """Drop the rows after `step` and those that a crash cut off."""
         if not self._path.exists():
             return
         header, _, rest = self._path.read_text().partition("\n")
@@ -74,7 +74,7 @@ class CsvObserver(Observer):
         atomic_write_text(self._path, "\n".join([",".join(self.columns), *kept]) + "\n")
 
     def _append(self, rows: list[list[str]]) -> None:
-        """Append all rows or none: a torn row on a full disk would spoil the next one."""
+        """Append all rows or none: on a full disk, a part of a row would damage the next one."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab", buffering=0) as file:
             header = [] if file.tell() else [self.columns]

@@ -142,7 +142,7 @@ def _health(samples: list[_Sample], spec: NSASpec) -> Health:
 
 
 def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
-    """Return the statistics from `choosing` to `distance_from_…`, each [L]."""
+    """Return the columns of LAYER_STATISTICS after those of gates, each [L]."""
     blocks = torch.stack([sample.blocks for sample in samples])  # [L, B, S, Hkv, n]
     previous = torch.stack([sample.previous for sample in samples])
     first = samples[0]

@@ -145,7 +145,7 @@ class Heartbeat:
                 self._file.write(lines)
             except Exception as error:
                 if not failed:
-                    warn(f"{self._file.path.name}: a line failed: {error!r}")
+                    warn(f"{self._file.path.name}: a heartbeat could not be written: {error!r}")
                 failed = True
             if status is not None:
                 return

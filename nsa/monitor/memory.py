@@ -80,7 +80,7 @@ def initialized_cuda() -> Any | None:
 
 
 def memory_gb(device: int | None = None) -> float:
-    """Return the peak so far in 10^9 bytes, of the CUDA device or else of the process."""
+    """Return the peak memory so far in 10^9 bytes: of the CUDA device, else of the process."""
     if (cuda := initialized_cuda()) is not None:
         return cuda.max_memory_allocated(device) / 1e9
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -115,8 +115,9 @@ def describe(
     memory, sent = step.memory, step.traffic
     days = steps * step.seconds / 86_400
     return [
-        f"{name}: {model.parameters:,} parameters; sequences × tokens × accumulation, "
-        f"checkpointing: {_batch(batch)}",
+        f"{name}: {model.parameters:,} parameters; micro-batch {batch.micro_batch} × "
+        f"{batch.seq_len:,} tokens, accumulation {batch.accumulation}, "
+        f"checkpointing {batch.checkpointing}{_shared(batch)}",
         "",
         f"memory of a GPU at its peak, {memory.peak_moment}, GB",
         *(f"  {label:<18}{size / 1e9:>10.3f}" for label, size in memory.at_peak.items()),
@@ -162,7 +163,10 @@ def _sent(sent: Traffic, model: Model) -> str:
 
 
 def _batch(batch: BatchShape) -> str:
-    ranks = batch.ranks_per_sequence
-    shared = f", {ranks} ranks per sequence" if ranks > 1 else ""
     each = f"{batch.micro_batch}×{batch.seq_len} ×{batch.accumulation}"
-    return f"{each}, {batch.checkpointing}{shared}"
+    return f"{each}, {batch.checkpointing}{_shared(batch)}"
+
+
+def _shared(batch: BatchShape) -> str:
+    ranks = batch.ranks_per_sequence
+    return f", {ranks} ranks per sequence" if ranks > 1 else ""

@@ -1,4 +1,4 @@
-"""Forecast of a step (traffic, compute, exposed communication), and the search for the fastest.
+"""Forecast of a step: traffic, compute, exposed communication; search for the fastest config.
 
 Traffic is that of a ring: an all-reduce sends 2(n-1)/n of its input, an all-gather (n-1)/n.
 """
@@ -20,7 +20,7 @@ from nsa.planner.model import (
     flops_per_token,
 )
 
-MODES = ("none", "selective", "reentrant")  # fastest first; the other two cost what reentrant does
+MODES = ("none", "selective", "reentrant")  # fastest first; other modes cost as much as reentrant
 BACKWARD_FRACTION = 2 / 3  # of a micro-batch without recomputation
 RESERVE = 2e9  # bytes: CUDA's context, NCCL's buffers
 FRAGMENTATION = 1.1  # of the caching allocator
@@ -53,7 +53,7 @@ def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
     # Stage 3 gathers sharded weights per micro-batch, and persistent ones after the update.
     gathered_once = {0: 0, 3: zero.persistent}.get(zero.stage, model.parameters)
     sharded = model.parameters - zero.persistent if zero.stage == 3 else 0
-    layers = model.parameters - model.embedding  # a bucket for all fills as the pass ends
+    layers = model.parameters - model.embedding  # a bucket this large fills when the pass ends
     last = min(zero.bucket, model.layer) if zero.bucket < layers else layers
     return Traffic(
         reduce=reduce * model.parameters,
@@ -190,8 +190,8 @@ def search(
 ) -> list[Candidate]:
     """Return the settings that fit, fastest first.
 
-    Ties go to the larger micro-batch, which keeps a GPU busier than `mfu` models, then to less
-    memory.
+    Ties go to the larger micro-batch, which uses a GPU better (`mfu` does not model this), then to
+    less memory.
     """
     candidates = [
         Candidate(name, split, forecast(model, zero, split, hardware, ranks))

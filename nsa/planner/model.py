@@ -264,7 +264,7 @@ def _mixes(model: Model, fused: bool) -> bool:
 def _loss(model: Model, tokens: int, fused: bool) -> int:
     """Return the bytes of one chunk's logits and the head's gradient.
 
-    Two chunks' parts are added where the second is; sums of more are fp32.
+    Of two chunks, the second's part is overwritten by the sum; the sum of more chunks is fp32.
     """
     from nsa.model.loss import CHUNK_LOGITS, CHUNK_LOGITS_CPU
     from nsa.ops.cross_entropy import SOFTMAX_LOGITS

@@ -56,7 +56,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, Summary]:
-    """Read runs, by their labels in a picture."""
+    """Read runs; the keys are their labels in the plots."""
     return {label: summarise(run) for label, run in labelled(folders).items()}
 
 

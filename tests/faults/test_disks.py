@@ -213,6 +213,6 @@ def test_a_disk_without_inodes_is_not_called_full(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "nr_inodes=4", "tmpfs") as folder:
         for number in range(3):  # the root is the fourth
             (folder / str(number)).touch()
-        with pytest.raises(ValueError, match="as many files as it can; delete some files"):
+        with pytest.raises(ValueError, match="has no free inodes; delete some files"):
             new_draft(folder, 1)
         assert shutil.disk_usage(folder).free > 2**20

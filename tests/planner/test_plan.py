@@ -242,16 +242,15 @@ def test_search_keeps_sequences_per_step_and_omits_what_does_not_fit() -> None:
 def test_the_command_plans_the_given_recipe_and_profile() -> None:
     code, output, _ = plan("--set", "train.micro_batch=2", "--set", "train.accumulation=8")
     assert code == 0
-    assert "2×2048 ×8" in output
     assert "377.1  3.00 bytes per parameter" in output
     hardware, speed = output.splitlines()[1:3]
     assert hardware == (
         "assumed: 2 GPUs (--gpus), a100 (312 TFLOP/s, 80 GB) (--device), pcie4 (24 GB/s) (--link)"
     )
     assert speed.startswith("assumed: 25% of the peak (--mfu), gaps between kernels included")
-    assert "; sequences × tokens × accumulation, checkpointing: 2×2048 ×8, " in output
+    assert "; micro-batch 2 × 2,048 tokens, accumulation 8, checkpointing " in output
     _, demo, _ = plan("--profile", "demo")
-    assert "2×512 ×1" in demo
+    assert "micro-batch 2 × 512 tokens, accumulation 1, " in demo
 
 
 def test_memory_rows_add_up_to_the_peak() -> None:

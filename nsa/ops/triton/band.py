@@ -90,7 +90,7 @@ def band_attention(
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """(o [ROWS, VALUE_P], lse [ROWS]) of a tile of rows; k and v: the document's first key."""
+    """(o [ROWS, VALUE_P], lse [ROWS]) of a tile; k and v point to the document's first key."""
     far_end, future = t - WINDOW, visible(t, LEN, STRIDE)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -99,7 +99,7 @@ def band_attention(
     for phase in tl.static_range(3):
         if phase > 0 or WINDOW > 0:
             begin, end = span(phase, low, a, b, high)
-            # Pointers advance: an index that leads to addresses has 64 bits, and so would have
+            # Pointers advance, instead of an index into them: it would need 64 bits, and so would
             # every comparison with it.
             k_at = k + tl.cast(begin, tl.int64) * (HEADS * KEY)
             v_at = v + tl.cast(begin, tl.int64) * (HEADS * VALUE)
@@ -155,7 +155,7 @@ def band_query_gradient(
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """acc [ROWS, KEY_P] and the gradient of a tile of rows; k and v: the document's first key."""
+    """acc [ROWS, KEY_P] plus dq of a tile; k and v point to the document's first key."""
     far_end, future = t - WINDOW, visible(t, LEN, STRIDE)
     low, a, b, high = _bounds(first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS)
     for phase in tl.static_range(3):

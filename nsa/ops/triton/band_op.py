@@ -81,7 +81,7 @@ def band_backward(
 
 
 def band_key_gradients(do: Tensor, x: Band, lse2: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """(dk, dv), from lse in base 2 and the row sums of the output's gradient."""
+    """(dk, dv), given lse in base 2 and delta = Σ do · o of each row."""
     arguments, constants, sizes = _arguments(x)
     q, k, v, cu_seqlens, (_, stride, window), _ = x
     batch, seq_len = q.shape[:2]

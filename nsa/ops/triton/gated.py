@@ -1,14 +1,14 @@
 """The three branches and their gates as one custom op, forward and backward.
 
-One kernel computes the compressed branch and the window, which read the same queries; the selected
-branch's adds up the gated branches. The backward pass never stores a branch's part of the output's
-gradient. With p a branch's softmax, g its gate and e = Σ do · o the
-row sums that are the gate's gradient anyway, the branch's scores get the gradient
-(g·p) · (dp - e) and its values (g·p) · do. Since g·p = exp(s - (lse - ln g)), its backward kernels
-compute that unchanged, given lse - ln g for lse and e for the row sums.
+Forward: one kernel computes the compressed branch and the window, which read the same queries; the
+selected branch's kernel also adds up the gated branches.
 
-One kernel computes these for all branches, and the queries' gradient from the compressed branch and
-the window: it reads queries and do once, and writes dq once.
+Backward: no branch's gradient g · do is stored. With p a branch's softmax, g its gate and the row
+sums e = Σ do · o, which are also the gate's gradient, the branch's scores get the gradient
+(g·p) · (dp - e) and its values (g·p) · do. Since g·p = exp(s - (lse - ln g)), the kernels that a
+branch has without gates compute this, given lse - ln g as lse and e as the row sums. One kernel
+computes lse - ln g and e of all branches, and dq of the compressed branch and the window; so
+queries and do are read once and dq is written once.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def gated_forward_kernel(
     """o and lse of one tile of rows, for the compressed branch and the window."""
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
-    slot = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of keys first
+    slot = tl.num_programs(0) - 1 - tl.program_id(0)  # rows with the most keys first
     document, tile, start, length = document_tile(cu, documents, slot, seq_len, GROUP, ROWS)
     first_row = tile * ROWS
     if first_row < length * GROUP:
@@ -220,7 +220,7 @@ def _bands(x: Gated) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _launch(kernel_function: Any, operation: str, x: Gated, tensors: dict[str, Tensor]) -> None:
-    """Launch over the rows of all queries; `tensors`: what only this kernel takes."""
+    """Launch over the rows of all queries; `tensors`: arguments that only this kernel takes."""
     constants, spec = attention_constants(x.q, x.k_win, x.v_win), x.spec
     batch, seq_len = x.q.shape[:2]
     sizes = constants["KEY_P"], constants["VALUE_P"]

@@ -213,14 +213,17 @@ triton_add_rms_norm = register(
 
 
 def rms_norm_of(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x, its norm times weight); both outputs' gradients become one, as those of `AddNorm`."""
-    if torch.compiler.is_compiling():  # it fuses the sum of two gradients
+    """(x, its norm times weight); one kernel adds up both outputs' gradients, as for `AddNorm`."""
+    if torch.compiler.is_compiling():  # the compiler fuses the sum of two gradients
         return x, triton_rms_norm(x, weight, eps)
     return _NormOf.apply(x, weight, eps)
 
 
 class _NormOf(torch.autograd.Function):
-    """An op cannot return its input. Autograd would add x's two gradients in a pass of its own."""
+    """Not a custom op, which cannot return its input.
+
+    Without it autograd would add x's two gradients in a separate kernel.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

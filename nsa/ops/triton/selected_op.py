@@ -43,7 +43,7 @@ class Selected(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """The gated sum of all branches, which the selected branch's forward kernel may write."""
+    """Inputs and output of the gated sum of branches, which the forward kernel writes if given."""
 
     o_cmp: Tensor | None = None  # [B, T, Hq, Dv]
     o_win: Tensor | None = None  # [B, T, Hq, Dv]
