@@ -125,15 +125,17 @@ def _accumulator(q: Tensor) -> torch.dtype:
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax attention masked by `seen` [B or 1, T, K or 1, N]; no key gives o = 0, lse = -inf."""
     dtype = _accumulator(q)
-    groups = k.shape[2]
-    grouped = q.to(dtype).unflatten(2, (groups, q.shape[2] // groups))
-    score = torch.einsum("btkgd,bnkd->btkgn", grouped, k.to(dtype)) * scale
-    seen = seen[:, :, :, None]
-    not_blind = seen.any(-1, keepdim=True)
-    # A row without visible keys is 0 before the softmax and masked after it: its gradient is then
+    groups = (q.shape[2] // k.shape[2], q.shape[1])  # (G, T)
+    rows = q.to(dtype).unflatten(2, (-1, groups[0])).permute(0, 2, 3, 1, 4)  # [B, K, G, T, D]
+    score = rows.flatten(2, 3) @ k.to(dtype).permute(0, 2, 3, 1) * scale
+    score = score.unflatten(2, groups)  # [B, K, G, T, N]
+    seen = seen.transpose(1, 2)[:, :, None]
+    blind = ~seen.any(-1, keepdim=True)
+    # A row without visible keys sees all of them, and its result is masked: its gradient is then
     # 0, not NaN.
-    score = torch.where(not_blind, torch.where(seen, score, -torch.inf), 0.0)
-    lse = torch.where(not_blind[..., 0], score.logsumexp(-1), -torch.inf)
-    p = torch.where(not_blind, score.softmax(-1), 0.0) if k.shape[1] else score
-    o = torch.einsum("btkgn,bnkd->btkgd", p, v.to(dtype))
-    return o.flatten(2, 3).to(q.dtype), lse.flatten(2, 3)
+    score = score.masked_fill(~(seen | blind), -torch.inf)
+    lse = score.logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
+    p = score.softmax(-1).masked_fill(blind, 0.0)
+    o = (p.flatten(2, 3) @ v.to(dtype).transpose(1, 2)).unflatten(2, groups)
+    o, lse = (x.movedim(3, 1).flatten(2, 3) for x in (o, lse))
+    return o.to(q.dtype), lse
