@@ -7,7 +7,6 @@ import fcntl
 import itertools
 import json
 import os
-import re
 import shutil
 import threading
 import time
@@ -24,8 +23,9 @@ from nsa.engine.run_request import RunRequest
 from nsa.untrusted import parse_yaml, read_text
 
 LOCK = ".lock"
-# A run may start in a folder that holds these: hidden files, lost+found, a launcher's log.
-HARMLESS = re.compile(r"\..*|lost\+found|.*\.(log|out|err|txt|[oe]\d+)")
+# Files that only the root of a project holds. Other files do no harm: a scheduler's log or script,
+# data, what a refused start left.
+PROJECT = (".git", "pyproject.toml", "setup.py", "package.json")
 SETTINGS = ("config.yaml", "ds_config.json")  # of a run's folder, and of each checkpoint
 
 
@@ -63,10 +63,10 @@ def _problem_with(folder: Path, resume: bool) -> str | None:
         return "already holds a run; add --resume to continue it, or choose another folder"
     if resume and not _holds_run(folder):
         return "holds no run; drop --resume to start one"
-    if not resume and folder.is_dir() and not (folder / LOCK).exists():  # runs leave a lock file
-        others = [path.name for path in folder.iterdir() if not HARMLESS.fullmatch(path.name)]
-        if others:
-            return f"holds {min(others)!r}, which no run wrote; name a new or empty folder"
+    if not resume:
+        for name in PROJECT:
+            if (folder / name).exists():
+                return f"is the root of a project, with its {name}; name a folder below, runs/NAME"
     return None
 
 

@@ -210,7 +210,8 @@ def test_a_classifier_reads_each_sequences_last_token(side: str, tmp_path: Path)
     assert all(parameter.grad is not None for parameter in model.parameters())
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
-    assert torch.equal(again(ids, attention_mask=mask).logits, output.logits)
+    # Weights that lie elsewhere in memory may round differently.
+    torch.testing.assert_close(again(ids, attention_mask=mask).logits, output.logits)
 
 
 def test_padded_batches_break_a_compiled_graph_in_one_place() -> None:
