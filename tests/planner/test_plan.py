@@ -323,10 +323,10 @@ def test_the_dense_recipe_can_be_planned() -> None:
 
 def test_auto_is_planned_as_the_fastest_mode_that_fits() -> None:
     _, output, _ = plan()
-    assert "8×2048 ×4, none\n" in output
+    assert "accumulation 4, checkpointing none\n" in output
     assert output.splitlines()[-1].startswith("activation checkpointing: none (needs about ")
     _, output, _ = plan("--set", "model.activation_checkpointing=reentrant")
-    assert "8×2048 ×4, reentrant\n" in output
+    assert "accumulation 4, checkpointing reentrant\n" in output
     assert "activation checkpointing:" not in output
     _, output, _ = plan("--compare", "--memory", "6")
     modes = {line.split()[0]: line.split()[3] for line in output.splitlines()[1:-2]}
