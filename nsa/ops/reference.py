@@ -125,10 +125,10 @@ def _accumulator(q: Tensor) -> torch.dtype:
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax attention masked by `seen` [B or 1, T, K or 1, N]; no key gives o = 0, lse = -inf."""
     dtype = _accumulator(q)
-    groups = (q.shape[2] // k.shape[2], q.shape[1])  # (G, T)
-    rows = q.to(dtype).unflatten(2, (-1, groups[0])).permute(0, 2, 3, 1, 4)  # [B, K, G, T, D]
+    sizes = q.shape[2] // k.shape[2], q.shape[1]  # G, T
+    rows = q.to(dtype).unflatten(2, (-1, sizes[0])).permute(0, 2, 3, 1, 4)  # [B, K, G, T, D]
     score = rows.flatten(2, 3) @ k.to(dtype).permute(0, 2, 3, 1) * scale
-    score = score.unflatten(2, groups)  # [B, K, G, T, N]
+    score = score.unflatten(2, sizes)  # [B, K, G, T, N]
     seen = seen.transpose(1, 2)[:, :, None]
     blind = ~seen.any(-1, keepdim=True)
     # A row without visible keys sees all of them, and its result is masked: its gradient is then
@@ -136,6 +136,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tupl
     score = score.masked_fill(~(seen | blind), -torch.inf)
     lse = score.logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
     p = score.softmax(-1).masked_fill(blind, 0.0)
-    o = (p.flatten(2, 3) @ v.to(dtype).transpose(1, 2)).unflatten(2, groups)
+    o = (p.flatten(2, 3) @ v.to(dtype).transpose(1, 2)).unflatten(2, sizes)
     o, lse = (x.movedim(3, 1).flatten(2, 3) for x in (o, lse))
     return o.to(q.dtype), lse

@@ -264,10 +264,8 @@ def query_gradients(
     """
     names = "o_cmp", "lse_cmp", "o_sel", "lse_sel", "o_win", "lse_win"
     gates = x.gates.contiguous()
-    dgates, dq = (
-        torch.empty_like(gates),
-        torch.empty_like(x.q, memory_format=torch.contiguous_format),
-    )
+    dgates = torch.empty_like(gates)
+    dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     sums, lse2 = (do.new_empty(3, *x.q.shape[:3], dtype=torch.float32) for _ in range(2))
     tensors = dict(zip(names, outputs_and_lses, strict=True))
     tensors |= {"do": do, "gates": gates, "dgates": dgates, "sums": sums, "lse2": lse2, "dq": dq}
