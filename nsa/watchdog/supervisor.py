@@ -260,7 +260,8 @@ class Supervisor:
         self._succeeded = all(self._exit_code_of(number) == 0 for number in self.beats)
         keys = ("phase", "since", "step", "pid", "host")
         positions = {  # before SIGTERM, which moves the ranks
-            str(number): {key: beat.get(key) for key in keys} for number, beat in self.beats.items()
+            str(number): {key: beat.get(key) for key in keys}
+            for number, beat in sorted(self.beats.items())
         }
         done = [f"SIGUSR1 to {_names(ranks)} for stacks", f"SIGTERM to {_names(ranks)}"]
         send(ranks.values(), signal.SIGUSR1)
@@ -283,5 +284,5 @@ class Supervisor:
 
 
 def _names(ranks: Iterable[int]) -> str:
-    numbers = [str(number) for number in ranks]
+    numbers = [str(number) for number in sorted(ranks)]  # heartbeats arrive in any order
     return f"rank{'s' if numbers[1:] else ''} {', '.join(numbers)}" if numbers else "no rank"

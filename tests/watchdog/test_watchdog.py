@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from nsa.cli import main
+from nsa.watchdog.supervisor import _names
 from tests.launch.test_ranks import alive
 from tests.monitor.heartbeats import a_line, write_limits
 from tests.ranks import ROOT
@@ -155,6 +156,10 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., WatchedRun]]:
 
 Runs = dict[str, WatchedRun]
 Watch = Callable[..., WatchedRun]
+
+
+def test_ranks_are_named_in_order_whichever_wrote_its_heartbeat_first() -> None:
+    assert _names({1: {}, 0: {}}) == "ranks 0, 1"
 
 
 def test_a_hang_is_ended_with_all_its_processes_and_explained_in_halt_json(runs: Runs) -> None:
