@@ -31,6 +31,8 @@ GATHERED_ROWS = 3072
 # Rows with at most this many times n blocks before them attend densely with a mask: computing
 # unselected blocks costs less than gathering the rows of each block.
 DENSE_BLOCKS = 2
+# So do rows with at most this / l' positions before them: gathering has a fixed cost per block.
+DENSE_PAIRS = 8_192
 # A masked score: finite, so that a fully masked row gives no NaN.
 HIDDEN = -1e30
 
@@ -101,7 +103,8 @@ def window_tiles(seq_len: int, window: int, step: int, device: torch.device) -> 
 def selected_tiles(block_index_KTn: Tensor, spec: NSASpec, group: int) -> Iterator[Tile]:
     """Tiles of the selected branch for K KV heads and one document."""
     heads, seq_len = block_index_KTn.shape[:2]
-    switch = min(seq_len, DENSE_BLOCKS * spec.select_top * spec.select_len)
+    size = spec.select_len
+    switch = min(seq_len, max(DENSE_BLOCKS * spec.select_top * size, DENSE_PAIRS // size))
     yield from _early_tiles(block_index_KTn, switch, spec, queries_per_tile(heads, group))
     if switch < seq_len:
         for head in range(heads):
