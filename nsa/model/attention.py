@@ -261,10 +261,8 @@ class NSAttention(Attention):
 
         So the loss trains only the ranking, not the hidden states that other layers read.
         """
-        if metadata.loss_queries is None:
+        if metadata.compared is None:
             return None
-        assert metadata.position is not None
-        assert metadata.block_tokens is not None
         x, rows = x.detach(), self.kv_heads * self.key_dim  # rows of the first copy of keys
         plain = is_plain(self.k, nn.Linear)
         k = F.linear(x, self.k.weight[:rows]) if plain else self.k(x)[..., :rows]
@@ -272,8 +270,7 @@ class NSAttention(Attention):
         if self.compress.rotate_first:
             k = apply_rotary(k, metadata.rotary)
         k_cmp, _ = self.compress(k, k.new_zeros(*k.shape[:3], self.value_dim), metadata)
-        tables = metadata.loss_queries, metadata.position, metadata.block_tokens
-        return selector_loss(q, k_cmp, kv["sel"][0], self.spec, *tables)
+        return selector_loss(q, k_cmp, kv["sel"][0], self.spec, metadata.compared)
 
     def call_observer(self) -> None:
         """Call the observer with what compiled code has observed."""

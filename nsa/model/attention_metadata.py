@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa.model.config import ModelConfig
 from nsa.model.rotary import Rotary
-from nsa.model.selector_loss import sampled_queries
+from nsa.model.selector_loss import ComparedQueries, sampled_queries
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.documents import block_starts, repeat_per_document
 from nsa.spec import NSASpec
@@ -25,8 +25,7 @@ class AttentionMetadata:
     token_blocks: Tensor | None = None  # [T, ⌈l/d⌉] the blocks that cover each token, else -1
     block_rotary: Rotary | None = None  # RoPE at each block's last position; dense: None
     sequence: SequenceParallel | None = None  # the ranks that split each sequence
-    position: Tensor | None = None  # [T] of each token in its document; dense: None
-    loss_queries: Tensor | None = None  # [S] the queries of the selector loss; None: no such loss
+    compared: ComparedQueries | None = None  # by the selector loss; None: there is no such loss
 
     @classmethod
     def build(
@@ -53,8 +52,12 @@ class AttentionMetadata:
         inside = torch.arange(spec.block_len, device=device)
         last = Rotary.at(position[first] + spec.block_len - 1, head_dim, theta)
         tables = first[:, None] + inside, _covering_blocks(first, spec, seq_len)
-        queries = None if loss_offset is None else sampled_queries(seq_len, loss_offset)
-        return cls(cu_seqlens, rotary, *tables, last, sequence, position, queries)
+        compared = None
+        if loss_offset is not None:
+            queries = sampled_queries(seq_len, loss_offset)
+            packed = cu_seqlens is not None
+            compared = ComparedQueries.build(spec, queries, position, tables[0], packed)
+        return cls(cu_seqlens, rotary, *tables, last, sequence, compared)
 
 
 def _covering_blocks(first: Tensor, spec: NSASpec, seq_len: int) -> Tensor:

@@ -106,13 +106,13 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the head's input and the sum of the layers' selector losses, from embeddings x.
 
-        x is [B, T, width]. Without `metadata.loss_queries` there is no selector loss. Each block's
+        x is [B, T, width]. Without `metadata.compared` there is no selector loss. Each block's
         input is appended to `inputs`.
         """
         recompute = torch.is_grad_enabled() and x.requires_grad
         run = checkpoint_function(self.config.activation_checkpointing if recompute else "none")
         delta: Tensor | None = None
-        selector_loss = None if metadata.loss_queries is None else torch.zeros((), device=x.device)
+        selector_loss = None if metadata.compared is None else torch.zeros((), device=x.device)
         for block in self.blocks:
             if inputs is not None:
                 inputs.append(x if delta is None else x + delta)

@@ -16,8 +16,11 @@ hidden states. Few queries are enough: the noise averages out over steps.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nsa.spec import NSASpec
 
@@ -30,47 +33,63 @@ def sampled_queries(seq_len: int, offset: Tensor) -> Tensor:
     return torch.arange(0, seq_len - stride + 1, stride, device=offset.device) + offset % stride
 
 
+@dataclass(frozen=True)
+class ComparedQueries:
+    """The compared queries and what they see; all layers share it."""
+
+    queries: Tensor  # [S] tokens
+    keys: Tensor | None  # [S, M · l'] tokens of each query's document; None: there is one document
+    causal: Tensor  # [S, M · l'] which of them the query sees
+    free: Tensor  # [S, M] the blocks before the query that are not always selected
+    seen: Tensor  # [S, N] the compressed blocks that the query sees
+    overlap: Tensor  # [N, M] positions that a compressed block and a selection block share
+
+    @classmethod
+    def build(
+        cls, spec: NSASpec, queries: Tensor, position: Tensor, block_tokens: Tensor, packed: bool
+    ) -> ComparedQueries:
+        """`position` [T]: each token's in its document; `block_tokens` [N, l]: of each block."""
+        at = position[queries][:, None]  # [S, 1]
+        start = queries[:, None] - at  # of the queries' documents
+        blocks = torch.arange(spec.select_blocks_len(len(position)), device=queries.device)  # [M]
+        last = at // spec.select_len - spec.local_blocks
+        offset = torch.arange(len(blocks) * spec.select_len, device=queries.device)
+        first, end = block_tokens[:, 0], block_tokens[:, -1]
+        block = position[block_tokens] // spec.select_len  # [N, l]
+        one = torch.ones_like(block, dtype=torch.float32)
+        return cls(
+            queries,
+            keys=(start + offset).clamp(max=len(position) - 1) if packed else None,
+            causal=offset <= at,
+            free=(blocks >= spec.init_blocks) & (blocks <= last),
+            seen=(end <= queries[:, None]) & (first >= start),
+            overlap=one.new_zeros(len(block), len(blocks)).scatter_add(1, block, one),
+        )
+
+
 def selector_loss(
-    q: Tensor,
-    k_cmp: Tensor,
-    k_sel: Tensor,
-    spec: NSASpec,
-    queries: Tensor,
-    position: Tensor,
-    block_tokens: Tensor,
+    q: Tensor, k_cmp: Tensor, k_sel: Tensor, spec: NSASpec, compared: ComparedQueries
 ) -> Tensor:
     """Return the loss, 0-dim in at least float32.
 
-    q [B, T, Hq, D], k_cmp [B, N, Hkv, D], k_sel [B, T, Hkv, D]; `queries` [S]: the compared tokens;
-    `position` [T]: each token's position in its document; `block_tokens` [N, l]: the tokens of each
-    compressed block.
+    q [B, T, Hq, D], k_cmp [B, N, Hkv, D], k_sel [B, T, Hkv, D].
     """
-    at = position[queries]  # [S]
-    start = queries - at  # of the queries' documents
-    q = q.detach()[:, queries].unflatten(2, (k_cmp.shape[2], -1))  # [B, S, K, G, D]
-    blocks = torch.arange(spec.select_blocks_len(len(position)), device=q.device)  # [M]
-    last = at // spec.select_len - spec.local_blocks
-    free = ((blocks >= spec.init_blocks) & (blocks <= last[:, None]))[:, None]  # [S, 1, M]
-
+    q = q.detach()[:, compared.queries].unflatten(2, (k_cmp.shape[2], -1))  # [B, S, K, G, D]
+    free = compared.free[:, None]  # [S, 1, M]
     with torch.no_grad():
-        offset = torch.arange(len(blocks) * spec.select_len, device=q.device)  # in the document
-        tokens = (start[:, None] + offset).clamp(max=len(position) - 1)[:, None, None]
         score = _scores(q, k_sel)  # [B, S, K, G, T]
-        score = score.gather(-1, tokens.expand(*score.shape[:-1], -1))
-        attention = _mean_attention(score, offset <= at[:, None])  # [B, S, K, M · l']
+        tokens = compared.causal.shape[1]
+        if compared.keys is None:
+            score = F.pad(score, (0, tokens - score.shape[-1]))
+        else:
+            keys = compared.keys[:, None, None].expand(*score.shape[:-1], tokens)
+            score = score.gather(-1, keys)
+        attention = _mean_attention(score, compared.causal)  # [B, S, K, M · l']
         target = attention.unflatten(-1, (-1, spec.select_len)).sum(-1) * free
-        fraction = _normalized(target)
-
-    first, end = block_tokens[:, 0], block_tokens[:, -1]
-    seen = (end <= queries[:, None]) & (first >= start[:, None])  # [S, N]
-    block = position[block_tokens] // spec.select_len  # [N, l]
-    overlap = target.new_zeros(len(block), len(blocks))
-    overlap = overlap.scatter_add(1, block, torch.ones_like(block, dtype=target.dtype))  # [N, M]
-    p = _mean_attention(_scores(q, k_cmp), seen)  # [B, S, K, N]
-    p = _normalized(p @ overlap * free)
-    tiny = torch.finfo(p.dtype).tiny
-    divergence = target * (fraction.clamp(min=tiny).log() - p.clamp(min=tiny).log())
-    return divergence.sum(-1).mean()
+        log_target = _log_normalized(target)
+    p = _mean_attention(_scores(q, k_cmp), compared.seen)  # [B, S, K, N]
+    p = p @ compared.overlap.to(p.dtype) * free
+    return (target * (log_target - _log_normalized(p))).sum(-1).mean()
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
@@ -87,5 +106,7 @@ def _mean_attention(score: Tensor, seen: Tensor) -> Tensor:
     return (score.softmax(-1) * any_seen).mean(3)
 
 
-def _normalized(weights: Tensor) -> Tensor:
-    return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+def _log_normalized(weights: Tensor) -> Tensor:
+    """Return log(weights / their sum), finite where they are 0."""
+    tiny = torch.finfo(weights.dtype).tiny
+    return weights.clamp(min=tiny).log() - weights.sum(-1, keepdim=True).clamp(min=tiny).log()

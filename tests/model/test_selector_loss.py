@@ -100,16 +100,14 @@ def test_it_is_the_divergence_of_the_two_rankings(name: str) -> None:
     k_cmp = ops.compress_mean(k, SPEC, cu_seqlens).requires_grad_()
     offset = torch.tensor(1_234_567)
     metadata = AttentionMetadata.build(CONFIG, 128, cu_seqlens, q.device, loss_offset=offset)
-    queries, position = metadata.loss_queries, metadata.position
-    assert queries is not None
-    assert position is not None
-    assert metadata.block_tokens is not None
-    inputs = queries, position, metadata.block_tokens
-    loss = selector_loss(q, k_cmp, k_sel, SPEC, *inputs)
+    compared = metadata.compared
+    assert compared is not None
+    loss = selector_loss(q, k_cmp, k_sel, SPEC, compared)
     starts = [0] if cu_seqlens is None else cu_seqlens[:-1].tolist()
-    assert loss.item() == pytest.approx(defined(q, k_cmp, k_sel, queries, starts), rel=1e-9)
+    expected = defined(q, k_cmp, k_sel, compared.queries, starts)
+    assert loss.item() == pytest.approx(expected, rel=1e-9)
     assert torch.autograd.gradcheck(
-        lambda keys: selector_loss(q, keys, k_sel, SPEC, *inputs), k_cmp, fast_mode=True
+        lambda keys: selector_loss(q, keys, k_sel, SPEC, compared), k_cmp, fast_mode=True
     )
 
 
@@ -118,10 +116,10 @@ def test_it_falls_when_compressed_keys_follow_its_gradient() -> None:
     q, k_sel = (torch.randn(2, 128, heads, 8, generator=generator) for heads in (4, 2))
     metadata = AttentionMetadata.build(CONFIG, 128, None, q.device, loss_offset=torch.tensor(0))
     k_cmp = torch.randn(2, SPEC.compressed_len(128), 2, 8, generator=generator).requires_grad_()
+    assert metadata.compared is not None
     losses = []
     for _ in range(30):
-        args = metadata.loss_queries, metadata.position, metadata.block_tokens
-        loss = selector_loss(q, k_cmp, k_sel, SPEC, *args)  # type: ignore[arg-type]
+        loss = selector_loss(q, k_cmp, k_sel, SPEC, metadata.compared)
         (gradient,) = torch.autograd.grad(loss, k_cmp)
         losses.append(loss.item())
         k_cmp = (k_cmp - 30 * gradient).detach().requires_grad_()
@@ -174,8 +172,8 @@ def test_it_ranks_by_the_keys_that_the_compressed_branch_reads(
     parts = layer.rotary_pool(layer.project(x, metadata), metadata)
     kv = layer.branch_kv(parts, metadata)
     loss = layer.compute_selector_loss(x, parts.q, kv, metadata)
-    tables = metadata.loss_queries, metadata.position, metadata.block_tokens
-    expected = selector_loss(parts.q, kv["cmp"][0], kv["sel"][0], SPEC, *tables)  # type: ignore[arg-type]
+    assert metadata.compared is not None
+    expected = selector_loss(parts.q, kv["cmp"][0], kv["sel"][0], SPEC, metadata.compared)
     torch.testing.assert_close(loss, expected)
 
 

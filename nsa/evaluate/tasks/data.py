@@ -4,9 +4,9 @@
     needle   · · · · f · · · · · · · f · · k      a fact at a given depth; the question at the end
 
 A fact is a token that encodes a key and a value. A question is a key; its label is the value of the
-fact with that key. With two hops, that value names the key of another fact, whose value is the
-label. Keys, values and positions are random in each sequence and answers are not part of it, so
-only the facts reveal the value.
+fact with that key. With two hops, half of the facts are pointers: tokens that encode a key and the
+key of the fact that has the answer. Keys, values and positions are random in each sequence and
+answers are not part of it, so only the facts reveal the value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from nsa.constants import IGNORE_INDEX
 
 KEYS = VALUES = FILLERS = 16
 _FACTS = KEYS + VALUES + FILLERS  # the first token that is a fact
-VOCABULARY = _FACTS + KEYS * VALUES
+_POINTERS = _FACTS + KEYS * VALUES  # the first token that is a pointer
+VOCABULARY = {1: _POINTERS, 2: _POINTERS + KEYS * KEYS}  # tokens, by hops
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,18 @@ def _build(
 ) -> TaskBatch:
     """Place facts at `positions` [B, facts] and questions at `questions` for the facts `which`.
 
-    With two hops, each fact of the first half names the key of one of the second half.
+    With two hops, the first half of the facts point to the second half.
     """
     batch, facts = positions.shape
     keys = _distinct(rng, batch, KEYS, facts)
     values = torch.randint(VALUES, keys.shape, generator=rng)
-    needed = which
+    tokens, needed = _FACTS + keys * VALUES + values, which
     if hops == 2:
-        needed = torch.where(which < facts // 2, which + facts // 2, which)
-        values[:, : facts // 2] = keys[:, facts // 2 :]
+        pointers = facts // 2
+        needed = torch.where(which < pointers, which + pointers, which)
+        tokens[:, :pointers] = _POINTERS + keys[:, :pointers] * KEYS + keys[:, pointers:]
     ids = KEYS + VALUES + torch.randint(FILLERS, (batch, seq_len), generator=rng)
-    ids.scatter_(1, positions, _FACTS + keys * VALUES + values)
+    ids.scatter_(1, positions, tokens)
     ids.scatter_(1, questions, keys.gather(1, which))
     labels = torch.full_like(ids, IGNORE_INDEX)
     labels.scatter_(1, questions, KEYS + values.gather(1, needed))

@@ -114,7 +114,7 @@ class TrainedModel:
 
 def model_config(variant: str, task: Task) -> ModelConfig:
     return ModelConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY[task.hops],
         layers=LAYERS,
         width=64,
         heads=4,

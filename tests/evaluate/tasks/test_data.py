@@ -17,6 +17,7 @@ from nsa.evaluate.tasks.data import (
 )
 
 FIRST_FACT = KEYS + VALUES + FILLERS
+FIRST_POINTER = FIRST_FACT + KEYS * VALUES
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -62,7 +63,7 @@ def test_answers_are_never_shown() -> None:
     for batch in (recall(rng(), 64, 64, 8), needle(rng(), 64, 64, 4, 0.2)):
         ids = batch.input_ids
         assert not ((ids >= KEYS) & (ids < KEYS + VALUES)).any()
-        assert ids.max() < VOCABULARY
+        assert ids.max() < VOCABULARY[1]
         before = batch.labels == IGNORE_INDEX
         assert (ids[before] >= KEYS).all(), "a key is shown where there is no question"
 
@@ -95,14 +96,28 @@ def test_sequences_are_a_function_of_the_seed() -> None:
     assert not recall(rng(4), 4, 64, 8).input_ids.equal(first.input_ids)
 
 
-def test_with_two_hops_the_label_is_the_value_of_the_key_that_the_first_value_names() -> None:
+def test_with_two_hops_a_pointer_leads_to_the_fact_with_the_answer() -> None:
     batch = recall(rng(), 16, 64, 8, hops=2)
+    assert batch.input_ids.max() < VOCABULARY[2]
     for ids, labels, distance in zip(batch.input_ids, batch.labels, batch.distance, strict=True):
-        facts = facts_of(ids)
-        assert len(facts) == 8
+        facts = facts_of(ids * (ids < FIRST_POINTER))
+        pointers = {}
+        for position in (ids >= FIRST_POINTER).nonzero()[:, 0].tolist():
+            key, to = divmod(int(ids[position]) - FIRST_POINTER, KEYS)
+            pointers[key] = to, position
+        assert len(pointers) == len(facts) == 4
+        assert {to for to, _ in pointers.values()} == facts.keys()
         for position in range(32, 64):
-            middle, first = facts[int(ids[position])]
-            value, second = facts[middle - KEYS]
+            to, first = pointers[int(ids[position])]
+            value, second = facts[to]
             assert labels[position] == value
             assert distance[position] == position - max(first, second)
-        assert len({int(key) for key in ids[32:]}) <= 4, "half of the facts only answer"
+
+
+def test_mixed_questions_need_one_hop_or_two_and_the_facts_say_which() -> None:
+    batch = recall(rng(), 16, 64, 8, hops=2, mixed=True)
+    for ids, labels in zip(batch.input_ids, batch.labels, strict=True):
+        facts = facts_of(ids * (ids < FIRST_POINTER))
+        one_hop = [position for position in range(32, 64) if int(ids[position]) in facts]
+        assert 4 < len(one_hop) < 28
+        assert all(labels[position] == facts[int(ids[position])][0] for position in one_hop)
