@@ -119,7 +119,7 @@ def model_config(variant: str, task: Task) -> ModelConfig:
         width=64,
         heads=4,
         kv_heads=2,
-        head_dim=16,
+        head_dim=32,
         mlp_width=64,
         init_std=0.125,  # 1 / √width: with 0.02 a model this small barely learns at first
         attention=replace(VARIANTS[variant], spec=task.spec),
