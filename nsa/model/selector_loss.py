@@ -39,7 +39,7 @@ class ComparedQueries:
 
     queries: Tensor  # [S] tokens
     keys: Tensor | None  # [S, M · l'] tokens of each query's document; None: there is one document
-    causal: Tensor  # [S, M · l'] which of them the query sees
+    hidden: Tensor  # [S, M · l'] -inf for those that the query does not see, else 0
     free: Tensor  # [S, M] the blocks before the query that are not always selected
     seen: Tensor  # [S, N] the compressed blocks that the query sees
     overlap: Tensor  # [N, M] positions that a compressed block and a selection block share
@@ -60,7 +60,7 @@ class ComparedQueries:
         return cls(
             queries,
             keys=(start + offset).clamp(max=len(position) - 1) if packed else None,
-            causal=offset <= at,
+            hidden=one.new_zeros(()).where(offset <= at, -torch.inf),
             free=(blocks >= spec.init_blocks) & (blocks <= last),
             seen=(end <= queries[:, None]) & (first >= start),
             overlap=one.new_zeros(len(block), len(blocks)).scatter_add(1, block, one),
@@ -74,36 +74,32 @@ def selector_loss(
 
     q [B, T, Hq, D], k_cmp [B, N, Hkv, D], k_sel [B, T, Hkv, D].
     """
-    q = q.detach()[:, compared.queries].unflatten(2, (k_cmp.shape[2], -1))  # [B, S, K, G, D]
-    free = compared.free[:, None]  # [S, 1, M]
+    q = q.detach()[:, compared.queries].unflatten(2, (k_cmp.shape[2], -1)).transpose(1, 2)
     with torch.no_grad():
-        score = _scores(q, k_sel)  # [B, S, K, G, T]
-        tokens = compared.causal.shape[1]
-        if compared.keys is None:
-            score = F.pad(score, (0, tokens - score.shape[-1]))
-        else:
-            keys = compared.keys[:, None, None].expand(*score.shape[:-1], tokens)
+        score, tokens = _scores(q, k_sel), compared.hidden.shape[1]  # [B, K, S, G, T]
+        if compared.keys is not None:
+            keys = compared.keys[:, None].expand(*score.shape[:-1], tokens)
             score = score.gather(-1, keys)
-        attention = _mean_attention(score, compared.causal)  # [B, S, K, M · l']
-        target = attention.unflatten(-1, (-1, spec.select_len)).sum(-1) * free
+        elif tokens > score.shape[-1]:
+            score = F.pad(score, (0, tokens - score.shape[-1]))
+        # Each query sees itself. In place: these are the largest tensors.
+        attention = score.add_(compared.hidden[:, None]).softmax(-1).mean(3)  # [B, K, S, M · l']
+        target = attention.unflatten(-1, (-1, spec.select_len)).sum(-1) * compared.free
         log_target = _log_normalized(target)
-    p = _mean_attention(_scores(q, k_cmp), compared.seen)  # [B, S, K, N]
-    p = p @ compared.overlap.to(p.dtype) * free
+    score, seen = _scores(q, k_cmp), compared.seen  # [B, K, S, G, N], [S, N]
+    any_seen = seen.any(-1)[:, None, None]
+    # Without `where` the gradient of a softmax over nothing would be NaN.
+    score = score.masked_fill(~seen[:, None], -torch.inf).where(any_seen, 0.0)
+    p = (score.softmax(-1) * any_seen).mean(3) @ compared.overlap.to(score.dtype) * compared.free
     return (target * (log_target - _log_normalized(p))).sum(-1).mean()
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """Scaled products of q [B, S, K, G, D] and k [B, N, K, D], [B, S, K, G, N]."""
+    """Scaled products of q [B, K, S, G, D] and k [B, N, K, D], [B, K, S, G, N]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return torch.einsum("bskgd,bnkd->bskgn", q.to(dtype), k.to(dtype)) * q.shape[-1] ** -0.5
-
-
-def _mean_attention(score: Tensor, seen: Tensor) -> Tensor:
-    """Softmax of score [B, S, K, G, N] over what is `seen` [S, N], mean over G; 0 if nothing is."""
-    seen, any_seen = seen[:, None, None], seen.any(-1)[:, None, None, None]
-    # Without this the gradient of a softmax over nothing would be NaN.
-    score = score.masked_fill(~seen, -torch.inf).where(any_seen, 0.0)
-    return (score.softmax(-1) * any_seen).mean(3)
+    k = k.permute(0, 2, 3, 1).to(dtype, memory_format=torch.contiguous_format)  # [B, K, D, N]
+    score = (q.to(dtype) * q.shape[-1] ** -0.5).flatten(2, 3) @ k
+    return score.unflatten(2, q.shape[2:4])
 
 
 def _log_normalized(weights: Tensor) -> Tensor:
