@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
+import torch
+
 from nsa.bench.options import Shape, lengths, shapes
 from nsa.bench.results import Report, print_table
 from nsa.spec import NSASpec
@@ -57,8 +59,11 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Wor
     """Work of every kernel of one layer's attention, forward and backward, bf16, not packed.
 
     A "gated" kernel computes the compressed branch and the window. "gated queries" includes the row
-    sums of all branches, and "selected forward" the gated sum.
+    sums of the branches, and "selected forward" the gated sum. Where one tile holds all compressed
+    keys, "gated keys" computes everything of the compressed branch's backward pass.
     """
+    from nsa.ops.triton.configs import one_tile
+
     tokens = batch * seq_len
     rows = tokens * shape.heads
     q, o = rows * shape.key * BF16, rows * shape.value * BF16
@@ -72,20 +77,27 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Wor
     scores = batch * shape.heads * sum(map(spec.visible_compressed, ranked))
     visible = pairs(shape, batch, seq_len, spec)
     visible["gated"] = visible["compressed"] + visible["window"]
+    head = max(shape.key, shape.value)
 
     def kernel(branch: str, keys: int, values: int, moved: float) -> Work:
         """Work of `keys` products with keys and `values` with values, for each visible pair."""
         exps = visible[branch]
         return Work(2 * exps * (keys * shape.key + values * shape.value), exps, moved)
 
-    both, mixing, row_sums = compressed + pair, 3 * o + gates, 4 * o + 2 * gates + 9 * row
+    both, mixing = compressed + pair, 3 * o + gates
+    if one_tile(spec.compressed_len(seq_len), head, torch.bfloat16):
+        queries = kernel("window", 2, 1, 2 * q + pair + 3 * o + 2 * gates + 6 * row)
+        compressed_keys = kernel("compressed", 3, 2, 2 * q + 2 * compressed + row + gates)
+    else:
+        queries = kernel("gated", 2, 1, 2 * q + both + 4 * o + 2 * gates + 9 * row)
+        compressed_keys = kernel("compressed", 2, 2, 2 * compressed + 2 * row)
+    window_keys = kernel("window", 2, 2, q + o + 2 * pair + 2 * row)
     return {
         "gated forward": kernel("gated", 1, 1, q + both + 2 * o + 2 * row),
         "select": Work(2 * scores * shape.key, scores, q + compressed / 2 + row + index),
         "selected forward": kernel("selected", 1, 1, q + pair + index + o + row + mixing),
-        "gated queries": kernel("gated", 2, 1, 2 * q + both + row_sums),
-        "window keys": kernel("window", 2, 2, q + o + 2 * pair + 2 * row),
-        "compressed keys": kernel("compressed", 2, 2, q + o + 2 * compressed + 2 * row),
+        "gated queries": queries,
+        "gated keys": Work(*map(sum, zip(window_keys, compressed_keys, strict=True))),
         "selected queries": kernel("selected", 2, 1, 3 * q + o + pair + index + 2 * row),
         "selected keys": kernel("selected", 2, 2, q + o + 2 * (pair + index) + 2 * row),
     }

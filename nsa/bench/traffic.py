@@ -69,6 +69,7 @@ _ROWS_MOVED = {
 _REWRITTEN = {
     "add_token_gradients_kernel": ("d_weight", None),
     "cross_entropy_kernel": ("logits", "GRADIENT"),
+    "gated_keys_kernel": ("dq", None),
     "selected_queries_kernel": ("dq", "ADD"),
 }
 _SELF_UNREAD = {"copy_", "fill_", "zero_", "new_zeros", "zeros_like", "ones_like"}
@@ -192,11 +193,26 @@ def _kernel(x: Launch, flops: Mapping[str, float]) -> Launched:
     if name in _ROWS_MOVED:
         table, rows = _ROWS_MOVED[name]
         arguments[table] = arguments[rows]
-    moved = sum(map(_size, _tensors(arguments)))
+    moved = sum(map(_size, _tensors(arguments))) - _unread(name, arguments, x.constants)
     argument, condition = _REWRITTEN.get(name, ("", None))
-    if argument and (condition is None or x.constants[condition]):
-        moved += _size(arguments[argument])
+    if condition is None or x.constants[condition]:
+        moved += sum(map(_size, _tensors(arguments.get(argument))))
     return Launched(name, moved, flops.get(_work_name(x), 0.0))
+
+
+def _unread(kernel: str, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> int:
+    """Bytes of the arguments that a kernel does not read."""
+    if kernel == "select_kernel" and arguments["cu"] is None:
+        # A tile whose queries have no more candidates than they select skips q and lse.
+        tokens, tile = arguments["q"].shape[1], constants["QUERIES"]
+        skipped = min(constants["TOP"] * constants["SELECT"], tokens)
+        skipped = tokens if skipped == tokens else skipped // tile * tile
+        return (_size(arguments["q"]) + _size(arguments["lse"])) * skipped // tokens
+    if kernel == "rotary_kernel":
+        # Neither padding nor copies that it does not return; pool_kernel reads those.
+        written = (x for name, x in arguments.items() if name not in ("packed", "cos", "sin"))
+        return _size(arguments["packed"]) - sum(map(_size, _tensors([*written])))
+    return 0
 
 
 def _work_name(x: Launch) -> str:

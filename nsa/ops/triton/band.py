@@ -13,6 +13,7 @@ import triton.language as tl
 from nsa.ops.triton.common import (
     add_key_gradients,
     add_query_gradient,
+    binary_lse,
     document_tile,
     dot,
     finish_softmax,
@@ -29,15 +30,33 @@ from nsa.ops.triton.common import (
 
 
 @triton.jit
-def _tile(cu, documents, slot, batch, seq_len, key_len, MUL: tl.constexpr, TILE: tl.constexpr,
-          LEN: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
-    """A slot's tile, and its document: (tile, length, first position, first key), over all batches.
+def row_tile(cu, documents, seq_len, HEADS: tl.constexpr, GROUP: tl.constexpr,
+             ROWS: tl.constexpr):  # fmt: skip
+    """A program's tile of rows, those with the most keys first.
 
-    Without documents every row of the batch is one.
+    Returns its document, the document's first position over all batches and its length; the tile's
+    first row in the document and in memory; and of each row the offset in memory, the position and
+    whether it exists.
     """
-    document, tile, start, length = document_tile(cu, documents, slot, seq_len, MUL, TILE)
-    key = start if LEN == 1 and STRIDE == 1 else keys_before(cu, document, LEN, STRIDE)
-    return tile, length, batch * seq_len + start, batch * key_len + key
+    head = tl.program_id(1).to(tl.int64)
+    slot = tl.num_programs(0) - 1 - tl.program_id(0)
+    document, tile, start, length = document_tile(cu, documents, slot, seq_len, GROUP, ROWS)
+    first_row = tile * ROWS
+    t0 = first_row // GROUP
+    local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
+    valid = first_row + tl.arange(0, ROWS) < length * GROUP
+    token = tl.program_id(2).to(tl.int64) * seq_len + start
+    row = ((token + t0) * HEADS + head) * GROUP
+    return document, token, length, first_row, row, at, t0 + local, valid
+
+
+@triton.jit
+def first_key_of(cu, document, token, batch, key_len, LEN: tl.constexpr, STRIDE: tl.constexpr):
+    """A document's first key over all batches; `token`: its first position over all batches."""
+    if LEN == 1 and STRIDE == 1:
+        return token
+    else:
+        return batch * key_len + keys_before(cu, document, LEN, STRIDE)
 
 
 @triton.jit
@@ -123,21 +142,14 @@ def band_forward_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one tile of rows."""
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
-    slot = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of keys first
-    tile, length, token, key = _tile(
-        cu, documents, slot, batch, seq_len, key_len, GROUP, ROWS, LEN, STRIDE
+    document, token, length, first_row, row, at, t, valid = row_tile(
+        cu, documents, seq_len, HEADS, GROUP, ROWS
     )
-    first_row = tile * ROWS
     if first_row < length * GROUP:
-        t0 = first_row // GROUP
-        local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
-        valid = first_row + tl.arange(0, ROWS) < length * GROUP
-        t = t0 + local
-        row = ((token + t0) * HEADS + head) * GROUP
-        k += (key * HEADS + head) * KEY
-        v += (key * HEADS + head) * VALUE
+        batch = tl.program_id(2).to(tl.int64)
+        key = first_key_of(cu, document, token, batch, key_len, LEN, STRIDE) * HEADS
+        k += (key + tl.program_id(1)) * KEY
+        v += (key + tl.program_id(1)) * VALUE
         q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
         out, logsum = band_attention(
             q_tile, k, v, t, first_row, length, scale,
@@ -183,21 +195,14 @@ def band_queries_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of rows."""
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
-    slot = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile, length, token, key = _tile(
-        cu, documents, slot, batch, seq_len, key_len, GROUP, ROWS, LEN, STRIDE
+    document, token, length, first_row, row, at, t, valid = row_tile(
+        cu, documents, seq_len, HEADS, GROUP, ROWS
     )
-    first_row = tile * ROWS
     if first_row < length * GROUP:
-        t0 = first_row // GROUP
-        local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
-        valid = first_row + tl.arange(0, ROWS) < length * GROUP
-        t = t0 + local
-        row = ((token + t0) * HEADS + head) * GROUP
-        k += (key * HEADS + head) * KEY
-        v += (key * HEADS + head) * VALUE
+        batch = tl.program_id(2).to(tl.int64)
+        key = first_key_of(cu, document, token, batch, key_len, LEN, STRIDE) * HEADS
+        k += (key + tl.program_id(1)) * KEY
+        v += (key + tl.program_id(1)) * VALUE
         q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
         do_tile = load_rows(do + row * VALUE, at, VALUE, VALUE, VALUE_P, valid)  # [ROWS, VALUE_P]
         row_lse = tl.load(lse2 + row + at, mask=valid, other=float("inf"))
@@ -246,28 +251,65 @@ def _keys_step(
     return add_key_gradients(s, v_tile, q_tile, do_tile, row_lse, row_delta, dk, dv, scale)
 
 
-@kernel
-def band_keys_kernel(
-    q, k, v, do, lse2, delta, dk, dv, cu,
+@triton.jit
+def _single_tile_step(
+    k_tile, v_tile, dk, dv, q, do, gates, lse, dgates, dq, first_row, end_row, scale, scale_out,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Add one tile of rows, which see no other keys, to dk and dv, and these keys to the rows' dq.
+
+    So Σ p·dp is complete. It is Σ do·o and the gate's gradient, without o.
+    """
+    valid = first_row + tl.arange(0, ROWS) < end_row
+    t0 = first_row // GROUP
+    local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
+    row = tl.cast(t0, tl.int64) * (HEADS * GROUP)
+    q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
+    do_tile = load_rows(do + row * VALUE, at, VALUE, VALUE, VALUE_P, valid)  # [ROWS, VALUE_P]
+    row_lse = binary_lse(tl.load(lse + row + at, mask=valid, other=float("-inf")))
+    gate = tl.load(gates + (row + at) * 3, mask=valid, other=0.0).to(tl.float32)
+    s = dot(k_tile, tl.trans(q_tile))  # [KEYS, ROWS]
+    seen = tl.arange(0, KEYS)[:, None] < visible(t0 + local, LEN, STRIDE)[None, :]
+    p = tl.exp2(tl.where(seen, s, float("-inf")) * scale - row_lse[None, :])
+    dp = dot(v_tile, tl.trans(do_tile))
+    total = tl.sum(p * dp, 0)
+    tl.store(dgates + (row + at) * 3, total.to(dgates.dtype.element_ty), mask=valid)
+    p *= gate[None, :]
+    dv = dot(p.to(do_tile.dtype), do_tile, dv)
+    ds = (p * (dp - total[None, :])).to(q_tile.dtype)
+    dk = dot(ds, q_tile, dk)
+    dq_tile = tl.trans(dot(tl.trans(k_tile), ds))  # [ROWS, KEY_P]
+    store_query_gradient(dq + row * KEY, at, dq_tile, scale_out, KEY, KEY_P, valid, True)
+    return dk, dv
+
+
+@triton.jit
+def band_key_gradients(
+    q, k, v, do, lse2, delta, dk, dv, gates, dgates, dq, cu, slot, split, head, batch, batches,
     seq_len, key_len, documents, split_len, scale, scale_out,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys, from one split of the queries."""
-    split = tl.program_id(1)
-    head = (tl.program_id(2) % HEADS).to(tl.int64)
-    batch = (tl.program_id(2) // HEADS).to(tl.int64)
-    tile, length, token, key = _tile(
-        cu, documents, tl.program_id(0), batch, seq_len, key_len, 1, KEYS * STRIDE, LEN, STRIDE
-    )
+    """dk and dv of one tile of keys, from one split of the queries.
+
+    With dq, which must hold the other branches' gradients, one tile has all keys of a document:
+    adds to dq and writes dgates. Then lse2 is the lse in base e without gates, and delta unused.
+    """
+    document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, KEYS * STRIDE)
+    token = batch * seq_len + start
     count = visible(length - 1, LEN, STRIDE)
     first_key = tile * KEYS
-    if first_key < count:
+    # A document without keys has dgates too.
+    if (first_key < count) if dq is None else (tile == 0):
         last_key = tl.minimum(first_key + KEYS, count) - 1
         # The queries of this split that see a key of the tile, and those that see all of them.
-        begin = tl.maximum(first_key * STRIDE + LEN - 1, split * split_len)
+        begin = split * split_len
+        if dq is None:
+            begin = tl.maximum(begin, first_key * STRIDE + LEN - 1)
         end = tl.minimum(length, (split + 1) * split_len)
         all_begin = last_key * STRIDE + LEN - 1
         all_end = end
@@ -276,12 +318,11 @@ def band_keys_kernel(
             all_end = tl.minimum(end, first_key + WINDOW)
         i = tl.arange(0, KEYS)
         inside = first_key + i < count
-        key += first_key
+        key = first_key_of(cu, document, token, batch, key_len, LEN, STRIDE) + first_key
         row = (token * HEADS + head) * GROUP
         q += row * KEY
         do += row * VALUE
         lse2 += row
-        delta += row
         k_tile = load_rows(k + (key * HEADS + head) * KEY, i, HEADS * KEY, KEY, KEY_P, inside)
         v_tile = load_rows(
             v + (key * HEADS + head) * VALUE, i, HEADS * VALUE, VALUE, VALUE_P, inside
@@ -292,15 +333,47 @@ def band_keys_kernel(
         r3 = end * GROUP
         r1 = r0 + tl.cdiv(tl.maximum(all_begin * GROUP - r0, 0), ROWS) * ROWS
         r2 = r1 + tl.maximum(all_end * GROUP - r1, 0) // ROWS * ROWS
-        for phase in tl.static_range(3):
-            from_row, to_row = span(phase, r0, r1, r2, r3)
-            for first_row in range(from_row, to_row, ROWS):
-                dk_acc, dv_acc = _keys_step(
-                    k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta, first_key, first_row, r3,
-                    scale, HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, WINDOW,
-                    ROWS, KEYS, phase,
+        if dq is not None:
+            gates += row * 3
+            dgates += row * 3
+            dq += row * KEY
+            for first_row in range(r0, r3, ROWS):
+                dk_acc, dv_acc = _single_tile_step(
+                    k_tile, v_tile, dk_acc, dv_acc, q, do, gates, lse2, dgates, dq, first_row, r3,
+                    scale, scale_out, HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE,
+                    ROWS, KEYS,
                 )  # fmt: skip
-        key += split.to(tl.int64) * (tl.num_programs(2) // HEADS) * key_len  # [splits, B, N, ..]
+        else:
+            delta += row
+            for phase in tl.static_range(3):
+                from_row, to_row = span(phase, r0, r1, r2, r3)
+                for first_row in range(from_row, to_row, ROWS):
+                    dk_acc, dv_acc = _keys_step(
+                        k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta, first_key, first_row,
+                        r3, scale, HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, WINDOW,
+                        ROWS, KEYS, phase,
+                    )  # fmt: skip
+        key += tl.cast(split, tl.int64) * batches * key_len  # [splits, B, N, ..]
         out = key * HEADS + head
         store_rows(dk + out * KEY, i, HEADS * KEY, dk_acc * scale_out, KEY, KEY_P, inside)
         store_rows(dv + out * VALUE, i, HEADS * VALUE, dv_acc, VALUE, VALUE_P, inside)
+
+
+@kernel
+def band_keys_kernel(
+    q, k, v, do, lse2, delta, dk, dv, cu,
+    seq_len, key_len, documents, split_len, scale, scale_out,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of keys, from one split of the queries."""
+    head = (tl.program_id(2) % HEADS).to(tl.int64)
+    batch = (tl.program_id(2) // HEADS).to(tl.int64)
+    band_key_gradients(
+        q, k, v, do, lse2, delta, dk, dv, None, None, None, cu, tl.program_id(0), tl.program_id(1),
+        head, batch, tl.num_programs(2) // HEADS,
+        seq_len, key_len, documents, split_len, scale, scale_out,
+        HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, WINDOW, ROWS, KEYS,
+    )  # fmt: skip

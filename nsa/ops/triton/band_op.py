@@ -83,15 +83,10 @@ def band_backward(
 def band_key_gradients(do: Tensor, x: Band, lse2: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """(dk, dv), given lse in base 2 and delta = Σ do · o of each row."""
     arguments, constants, sizes = _arguments(x)
-    q, k, v, cu_seqlens, (_, stride, window), _ = x
+    q, k, v, cu_seqlens, (_, stride, _), _ = x
     batch, seq_len = q.shape[:2]
+    dk, dv, splits = key_parts(x)
     arguments |= {"do": do.contiguous(), "lse2": lse2, "delta": delta}
-    splits = 1 if window else min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
-    # Packed documents may have fewer compressed keys than k has rows. No kernel writes to the rest,
-    # and no check counts them where cu_seqlens is on a device.
-    empty = torch.zeros if cu_seqlens is not None and not window else torch.empty
-    dtype = torch.float32 if splits > 1 else k.dtype
-    dk, dv = (empty(splits, *y.shape, dtype=dtype, device=y.device) for y in (k, v))
     config = choose_config(f"{_branch(x)}_keys", sizes, q, seq_len)
     launch(
         band_keys_kernel,
@@ -100,15 +95,28 @@ def band_key_gradients(do: Tensor, x: Band, lse2: Tensor, delta: Tensor) -> tupl
         constants | {"ROWS": config.rows, "KEYS": config.keys},
         config,
     )
-    return _sum(dk, k.dtype), _sum(dv, v.dtype)
+    return add_parts(dk, k.dtype), add_parts(dv, v.dtype)
+
+
+def key_parts(x: Band) -> tuple[Tensor, Tensor, int]:
+    """Uninitialised dk and dv, [splits, ..] for `add_parts`, and the number of splits."""
+    seq_len, window = x.q.shape[1], x.band[2]
+    splits = 1 if window else min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
+    # Packed documents may have fewer compressed keys than k has rows. No kernel writes to the rest,
+    # and no check counts them where cu_seqlens is on a device.
+    empty = torch.zeros if x.cu_seqlens is not None and not window else torch.empty
+    dtype = torch.float32 if splits > 1 else x.k.dtype
+    dk, dv = (empty(splits, *y.shape, dtype=dtype, device=y.device) for y in (x.k, x.v))
+    return dk, dv, splits
+
+
+def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over splits."""
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
 
 
 def _branch(x: Band) -> str:
     return "window" if x.band[2] else "compressed"
-
-
-def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
 
 
 def _arguments(x: Band) -> tuple[dict[str, Any], dict[str, Any], tuple[int, int]]:

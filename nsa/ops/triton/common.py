@@ -25,6 +25,7 @@ LOG2E = 1.4426950408889634  # kernels use powers of two, which the hardware has
 VARYING = (
     *("seq_len", "q_len", "key_len", "documents", "rows"),
     *("split_len", "list_len", "total_blocks", "part_rows", "words"),
+    *("cmp_tiles", "cmp_programs"),
 )
 kernel = partial(triton.jit, do_not_specialize=VARYING)
 

@@ -43,6 +43,10 @@ class Config(NamedTuple):
 Option = TypeVar("Option", Config, str)
 Choice = Callable[[str, list[Any]], Any]
 SHORT = 4096  # tokens; shorter and longer sequences are tuned separately
+# By the dtype's bytes: rows and keys of a tile that holds all compressed keys in the backward pass,
+# of heads up to this size. In bf16 these are the keys of 2,063 tokens.
+ONE_TILE = {2: (32, 128), 4: (16, 32)}
+ONE_TILE_HEAD = 64
 KEY_SPACES = 3  # in a tuning key; earlier versions' keys had no length and one space fewer
 _override: Choice | None = None
 _chip: str | None = None
@@ -140,6 +144,8 @@ _WIDE: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in thr
     "select": {64: [(32, 32, 8, 2)], 128: [(16, 64, 8, 1)], 256: [(16, 32, 8, 1)]},
 }
 
+# The tile with all compressed keys spills with four warps.
+_NARROW["gated_keys"] = _NARROW["keys"] | {64: [(64, 128, 8, 3)]}
 
 # What a chip tries before these, by operation or kind of kernel and head size. Reasons and compiled
 # figures: docs/design/kernels.md. Chips ascend.
@@ -152,6 +158,7 @@ _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
         ("gated_queries", 64): [(128, 32, 4, 3)],
         ("queries", 128): [(128, 32, 8, 3)],
         ("keys", 128): [(64, 64, 8, 3)],
+        ("gated_keys", 128): [(64, 64, 8, 3)],
         ("selected_keys", 64): [(32, 64, 4, 3)],
         ("selected_keys", 128): [(64, 64, 8, 3)],
         ("select", 64): [(32, 128, 8, 3)],
@@ -187,6 +194,12 @@ def candidates(
     size = min(limit for limit in table[kind] if limit >= size)
     own = by_chip.get((operation, size)) or by_chip.get((kind, size), [])
     return [Config(*numbers) for numbers in dict.fromkeys([*own, *table[kind][size]])][:4]
+
+
+def one_tile(keys: int, head: int, dtype: torch.dtype) -> tuple[int, int] | None:
+    """(rows, keys) of a tile that holds this many compressed keys, or None."""
+    rows, limit = ONE_TILE[max(2, dtype.itemsize)]
+    return (rows, limit) if keys <= limit and head <= ONE_TILE_HEAD else None
 
 
 @lru_cache

@@ -22,15 +22,18 @@ from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.inputs import SelectionInputs
-from nsa.ops.triton.band import band_attention, band_query_gradient
-from nsa.ops.triton.band_op import Band, band_forward, band_key_gradients
+from nsa.ops.triton.band import (
+    band_attention,
+    band_key_gradients,
+    band_query_gradient,
+    row_tile,
+)
+from nsa.ops.triton.band_op import Band, add_parts, band_forward, key_parts
 from nsa.ops.triton.common import (
     LOG2E,
     attention_constants,
     binary_lse,
     document_arguments,
-    document_tile,
-    group_rows,
     kernel,
     keys_before,
     load_rows,
@@ -38,9 +41,9 @@ from nsa.ops.triton.common import (
     store_query_gradient,
     store_rows,
 )
-from nsa.ops.triton.configs import choose_config
+from nsa.ops.triton.configs import choose_config, one_tile
 from nsa.ops.triton.flash_window import is_faster
-from nsa.ops.triton.launch import launch
+from nsa.ops.triton.launch import cdiv, launch
 from nsa.ops.triton.select import select_forward
 from nsa.ops.triton.selected_op import Mix, Selected, selected_forward, selected_gradients
 from nsa.spec import NSASpec
@@ -77,18 +80,11 @@ def gated_forward_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one tile of rows, for the compressed branch and the window."""
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
-    slot = tl.num_programs(0) - 1 - tl.program_id(0)  # rows with the most keys first
-    document, tile, start, length = document_tile(cu, documents, slot, seq_len, GROUP, ROWS)
-    first_row = tile * ROWS
+    document, token, length, first_row, row, at, t, valid = row_tile(
+        cu, documents, seq_len, HEADS, GROUP, ROWS
+    )
     if first_row < length * GROUP:
-        t0 = first_row // GROUP
-        local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
-        valid = first_row + tl.arange(0, ROWS) < length * GROUP
-        t = t0 + local
-        token = batch * seq_len + start
-        row = ((token + t0) * HEADS + head) * GROUP
+        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
         cmp_key = (batch * key_len + keys_before(cu, document, LEN, STRIDE)) * HEADS + head
         q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
         key = token * HEADS + head
@@ -115,30 +111,25 @@ def gated_queries_kernel(
     LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of rows, without the selected branch.
+    """dq of one tile of rows, from the window and the compressed branch if there is an o_cmp.
 
-    Also Σ do·o of each branch, which is its gate's gradient, and lse - ln gate in base 2.
+    Also Σ do·o, which is the gate's gradient, and lse - ln gate in base 2, of these branches and of
+    the selected one.
     """
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
-    slot = tl.num_programs(0) - 1 - tl.program_id(0)
-    document, tile, start, length = document_tile(cu, documents, slot, seq_len, GROUP, ROWS)
-    first_row = tile * ROWS
+    document, token, length, first_row, row, at, t, valid = row_tile(
+        cu, documents, seq_len, HEADS, GROUP, ROWS
+    )
     if first_row < length * GROUP:
-        t0 = first_row // GROUP
-        local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
-        valid = first_row + tl.arange(0, ROWS) < length * GROUP
-        t = t0 + local
-        token = batch * seq_len + start
-        row = ((token + t0) * HEADS + head) * GROUP
+        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
         do_tile = load_rows(do + row * VALUE, at, VALUE, VALUE, VALUE_P, valid)  # [ROWS, VALUE_P]
         total = tl.cast(rows, tl.int64)
         _branch_rows(do_tile, o_sel, gates, lse_sel, dgates, sums, lse2, row, at, total, valid,
                      1, VALUE, VALUE_P)  # fmt: skip
-        cmp_lse, cmp_sum = _branch_rows(
-            do_tile, o_cmp, gates, lse_cmp, dgates, sums, lse2, row, at, total, valid,
-            0, VALUE, VALUE_P,
-        )  # fmt: skip
+        if o_cmp is not None:
+            cmp_lse, cmp_sum = _branch_rows(
+                do_tile, o_cmp, gates, lse_cmp, dgates, sums, lse2, row, at, total, valid,
+                0, VALUE, VALUE_P,
+            )  # fmt: skip
         win_lse, win_sum = _branch_rows(
             do_tile, o_win, gates, lse_win, dgates, sums, lse2, row, at, total, valid,
             2, VALUE, VALUE_P,
@@ -151,13 +142,49 @@ def gated_queries_kernel(
             t, first_row, length, scale,
             HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, 1, 1, WINDOW, ROWS, KEYS,
         )  # fmt: skip
-        key = (batch * key_len + keys_before(cu, document, LEN, STRIDE)) * HEADS + head
-        acc = band_query_gradient(
-            q_tile, k_cmp + key * KEY, v_cmp + key * VALUE, do_tile, cmp_lse, cmp_sum, acc,
-            t, first_row, length, scale,
-            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, 0, ROWS, KEYS,
-        )  # fmt: skip
+        if o_cmp is not None:
+            key = (batch * key_len + keys_before(cu, document, LEN, STRIDE)) * HEADS + head
+            acc = band_query_gradient(
+                q_tile, k_cmp + key * KEY, v_cmp + key * VALUE, do_tile, cmp_lse, cmp_sum, acc,
+                t, first_row, length, scale,
+                HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, 0, ROWS, KEYS,
+            )  # fmt: skip
         store_query_gradient(dq + row * KEY, at, acc, scale_out, KEY, KEY_P, valid, False)
+
+
+@kernel
+def gated_keys_kernel(
+    q, k_win, v_win, k_cmp, v_cmp, do, lse_win, sums_win, lse_cmp, sums_cmp,
+    dk_win, dv_win, dk_cmp, dv_cmp, gates, dgates, dq, cu,
+    seq_len, key_len, documents, split_len, cmp_tiles, cmp_programs, scale, scale_out,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
+    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, CMP_ROWS: tl.constexpr, CMP_KEYS: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of compressed keys or of the window's; dq as `band_key_gradients` says.
+
+    Programs of both branches run at the same time and share q and do in L2. The compressed ones,
+    which see the most queries, begin.
+    """
+    i = tl.program_id(0)
+    head = (tl.program_id(1) % HEADS).to(tl.int64)
+    batch = (tl.program_id(1) // HEADS).to(tl.int64)
+    batches = tl.num_programs(1) // HEADS
+    if i < cmp_programs:
+        band_key_gradients(
+            q, k_cmp, v_cmp, do, lse_cmp, sums_cmp, dk_cmp, dv_cmp, gates, dgates, dq,
+            cu, i % cmp_tiles, i // cmp_tiles, head, batch, batches,
+            seq_len, key_len, documents, split_len, scale, scale_out,
+            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, 0, CMP_ROWS, CMP_KEYS,
+        )  # fmt: skip
+    else:
+        band_key_gradients(
+            q, k_win, v_win, do, lse_win, sums_win, dk_win, dv_win, None, None, None,
+            cu, i - cmp_programs, 0, head, batch, batches,
+            seq_len, seq_len, documents, seq_len, scale, scale_out,
+            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, 1, 1, WINDOW, ROWS, KEYS,
+        )  # fmt: skip
 
 
 class Gated(NamedTuple):
@@ -190,6 +217,11 @@ class Gated(NamedTuple):
         rest = block_index, self.cu_seqlens, self.spec, self.scale
         return Selected(self.q, self.k_sel, self.v_sel, *rest)
 
+    def one_tile(self) -> tuple[int, int] | None:
+        """(rows, keys) of a tile with all compressed keys: their backward pass needs no o_cmp."""
+        head = max(self.q.shape[-1], self.v_cmp.shape[-1])
+        return one_tile(self.k_cmp.shape[1], head, self.q.dtype)
+
     def window(self) -> Band:
         """The window branch alone."""
         band = [1, 1, self.spec.window]
@@ -203,6 +235,7 @@ def gated_forward(x: Gated) -> tuple[Tensor, ...]:
     o = torch.empty_like(o_cmp)
     mix = Mix(o_cmp, o_win, x.gates.contiguous(), o)
     o_sel, lse_sel = selected_forward(x.selected(index), mix)
+    o_cmp = o_cmp.new_empty(0) if x.one_tile() else o_cmp
     return o, index, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win
 
 
@@ -219,7 +252,7 @@ def _bands(x: Gated) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return o_cmp, lse_cmp, o_win, lse_win
 
 
-def _launch(kernel_function: Any, operation: str, x: Gated, tensors: dict[str, Tensor]) -> None:
+def _launch(kernel_function: Any, operation: str, x: Gated, tensors: dict[str, Any]) -> None:
     """Launch over the rows of all queries; `tensors`: arguments that only this kernel takes."""
     constants, spec = attention_constants(x.q, x.k_win, x.v_win), x.spec
     batch, seq_len = x.q.shape[:2]
@@ -249,25 +282,60 @@ def gated_backward(do: Tensor, x: Gated, index: Tensor, *saved: Tensor) -> tuple
     do = do.contiguous()
     dq, dgates, all_sums, all_lse2 = query_gradients(do, x, *saved)
     sums, lse2 = all_sums.unbind(), all_lse2.unbind()  # by branch
-    dk_win, dv_win = band_key_gradients(do, x.window(), lse2[2], sums[2])
-    dk_cmp, dv_cmp = band_key_gradients(do, x.compressed(), lse2[0], sums[0])
+    rows: dict[str, Any] = {"do": do, "lse_win": lse2[2], "sums_win": sums[2], "lse_cmp": lse2[0]}
+    rows |= {"sums_cmp": sums[0], "gates": None, "dgates": None, "dq": None}
+    if x.one_tile():
+        rows |= {"lse_cmp": saved[1].contiguous(), "gates": x.gates.contiguous()}
+        rows |= {"dgates": dgates, "dq": dq}
+    dk_win, dv_win, dk_cmp, dv_cmp = _band_key_gradients(x, rows)
     dk_sel, dv_sel = selected_gradients(do, x.selected(index), lse2[1], sums[1], dq, add=True)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
+
+
+def _band_key_gradients(x: Gated, rows: dict[str, Any]) -> tuple[Tensor, ...]:
+    """dk and dv of the window and of the compressed branch; `rows`: what is stored by query."""
+    constants, spec, seq_len = attention_constants(x.q, x.k_win, x.v_win), x.spec, x.q.shape[1]
+    config = choose_config("gated_keys", (constants["KEY_P"], constants["VALUE_P"]), x.q, seq_len)
+    cmp_rows, cmp_keys = x.one_tile() or config[:2]
+    dk_cmp, dv_cmp, splits = key_parts(x.compressed())
+    dk_win, dv_win, _ = key_parts(x.window())
+    tiles = slots(seq_len, cmp_keys * spec.block_stride, x.cu_seqlens)
+    programs = tiles * splits
+    names = "q", "k_win", "v_win", "k_cmp", "v_cmp"
+    launch(
+        gated_keys_kernel,
+        (programs + slots(seq_len, config.keys, x.cu_seqlens), x.k_win.shape[2] * len(x.q)),
+        {name: getattr(x, name).contiguous() for name in names}
+        | rows
+        | document_arguments(seq_len, x.cu_seqlens)
+        | {"dk_win": dk_win, "dv_win": dv_win, "dk_cmp": dk_cmp, "dv_cmp": dv_cmp}
+        | {"key_len": x.k_cmp.shape[1], "split_len": cdiv(seq_len, splits)}
+        | {"cmp_tiles": tiles, "cmp_programs": programs}
+        | {"scale": x.scale * LOG2E, "scale_out": x.scale},
+        constants
+        | {"LEN": spec.block_len, "STRIDE": spec.block_stride, "WINDOW": spec.window}
+        | {"ROWS": config.rows, "KEYS": config.keys, "CMP_ROWS": cmp_rows}
+        | {"CMP_KEYS": cmp_keys},
+        config,
+    )
+    return dk_win[0], dv_win[0], add_parts(dk_cmp, x.k_cmp.dtype), add_parts(dv_cmp, x.v_cmp.dtype)
 
 
 def query_gradients(
     do: Tensor, x: Gated, *outputs_and_lses: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq without the selected branch, dgates, Σ do·o, lse - ln gate in base 2).
+    """(dq, dgates, Σ do·o, lse - ln gate in base 2); the last two are float32 [3, B, T, H].
 
-    The last two are float32 [3, B, T, H].
+    The selected branch's part of dq is missing; with `one_tile` all of the compressed branch is.
     """
     names = "o_cmp", "lse_cmp", "o_sel", "lse_sel", "o_win", "lse_win"
     gates = x.gates.contiguous()
     dgates = torch.empty_like(gates)
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     sums, lse2 = (do.new_empty(3, *x.q.shape[:3], dtype=torch.float32) for _ in range(2))
-    tensors = dict(zip(names, outputs_and_lses, strict=True))
+    tensors: dict[str, Any] = dict(zip(names, outputs_and_lses, strict=True))
+    if x.one_tile():
+        tensors["o_cmp"] = None
     tensors |= {"do": do, "gates": gates, "dgates": dgates, "sums": sums, "lse2": lse2, "dq": dq}
     _launch(gated_queries_kernel, "gated_queries", x, tensors)
     return dq, dgates, sums, lse2
@@ -276,8 +344,8 @@ def query_gradients(
 def _fake(x: Gated) -> tuple[Tensor, ...]:
     lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
     index, o = x.selection(lse).empty_index(), x.q.new_empty(*x.q.shape[:3], x.v_cmp.shape[-1])
-    branches = (torch.empty_like(y) for _ in range(3) for y in (o, lse))
-    return o, index, *branches
+    o_cmp, *rest = (torch.empty_like(y) for _ in range(3) for y in (o, lse))
+    return o, index, o.new_empty(0) if x.one_tile() else o_cmp, *rest
 
 
 triton_gated = register(

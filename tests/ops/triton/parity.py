@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops import nsa_attention
-from nsa.ops.triton import band_op, selected_op
+from nsa.ops.triton import band_op, configs, selected_op
 from tests.ops.cases import Case, Function, Inputs, branches, selection, with_gradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,7 +92,10 @@ def error(actual: Tensor, exact: Tensor) -> float:
 
 @contextmanager
 def settings(
-    dense_blocks: int | None = None, chunk: int | None = None, queries_per_split: int | None = None
+    dense_blocks: int | None = None,
+    chunk: int | None = None,
+    queries_per_split: int | None = None,
+    one_tile_head: int | None = None,
 ) -> Iterator[None]:
     """Force a tiling of the selected branch, or sums of key gradients that are split in parts."""
     with ExitStack() as stack:
@@ -100,6 +103,7 @@ def settings(
             (selected_op, "DENSE_BLOCKS", dense_blocks),
             (selected_op, "CHUNK", chunk),
             (band_op, "QUERIES_PER_SPLIT", queries_per_split),
+            (configs, "ONE_TILE_HEAD", one_tile_head),
         ):
             if value is not None:
                 stack.enter_context(mock.patch.object(module, name, value))
