@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
-import torch
-
 from nsa.bench.options import Shape, lengths, shapes
 from nsa.bench.results import Report, print_table
 from nsa.spec import NSASpec
@@ -75,6 +73,7 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Wor
     # Selection needs each visible block's score once, except while all candidates are selected.
     ranked = range(spec.select_len * spec.select_top, seq_len)
     scores = batch * shape.heads * sum(map(spec.visible_compressed, ranked))
+    read = (q + row) * len(ranked) / seq_len
     visible = pairs(shape, batch, seq_len, spec)
     visible["gated"] = visible["compressed"] + visible["window"]
     head = max(shape.key, shape.value)
@@ -85,7 +84,7 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Wor
         return Work(2 * exps * (keys * shape.key + values * shape.value), exps, moved)
 
     both, mixing = compressed + pair, 3 * o + gates
-    if one_tile(spec.compressed_len(seq_len), head, torch.bfloat16):
+    if one_tile(spec.compressed_len(seq_len), head, BF16):
         queries = kernel("window", 2, 1, 2 * q + pair + 3 * o + 2 * gates + 6 * row)
         compressed_keys = kernel("compressed", 3, 2, 2 * q + 2 * compressed + row + gates)
     else:
@@ -94,7 +93,7 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Wor
     window_keys = kernel("window", 2, 2, q + o + 2 * pair + 2 * row)
     return {
         "gated forward": kernel("gated", 1, 1, q + both + 2 * o + 2 * row),
-        "select": Work(2 * scores * shape.key, scores, q + compressed / 2 + row + index),
+        "select": Work(2 * scores * shape.key, scores, read + compressed / 2 + index),
         "selected forward": kernel("selected", 1, 1, q + pair + index + o + row + mixing),
         "gated queries": queries,
         "gated keys": Work(*map(sum, zip(window_keys, compressed_keys, strict=True))),

@@ -174,7 +174,7 @@ def activations(model: Model, batch: BatchShape, *, fused: bool = True) -> Activ
     stream, hidden = size * width * tokens, size * model.config.mlp_width * tokens
     norm = stream if fused else stream + 4 * tokens
     weights = 2 * size * width * model.config.mlp_width  # gate and up side by side
-    layer = 2 * (norm + stream) + 3 * hidden + weights + _attention(model, batch)
+    layer = 2 * (norm + stream) + 3 * hidden + weights + _attention(model, batch, fused)
     kept, reused = layer, 0
     if batch.checkpointing != "none":
         # The residual stream, and what is still to be added to it: nothing in the first layer.
@@ -197,7 +197,7 @@ def activations(model: Model, batch: BatchShape, *, fused: bool = True) -> Activ
     )
 
 
-def _attention(model: Model, batch: BatchShape) -> int:
+def _attention(model: Model, batch: BatchShape, fused: bool) -> int:
     """Return the bytes that attention saves: queries, keys, values, gates, outputs, φ."""
     query, output, key, value = model.heads_sizes
     saved = query + len(model.branches) * model.config.heads  # and gates
@@ -217,13 +217,18 @@ def _attention(model: Model, batch: BatchShape) -> int:
             compressed += 4 * hidden * model.config.kv_heads
         blocks = _blocks(model, batch.seq_len) * batch.micro_batch
         elements += blocks * compressed // batch.ranks_per_sequence
-    return model.weight_bytes * elements + _branch_outputs(model, batch)
+    return model.weight_bytes * elements + _branch_outputs(model, batch, fused)
 
 
-def _branch_outputs(model: Model, batch: BatchShape) -> int:
+def _branch_outputs(model: Model, batch: BatchShape, fused: bool) -> int:
     """Return the bytes of the branches' outputs, their fp32 lse, and the selected blocks."""
-    output = model.weight_bytes * model.heads_sizes[1] + 4 * model.config.heads
-    per_token = max(1, len(model.branches)) * output
+    from nsa.ops.triton.configs import one_tile
+
+    config, output = model.config, model.weight_bytes * model.heads_sizes[1]
+    per_token = max(1, len(model.branches)) * (output + 4 * config.heads)
+    head = max(config.head_dim, config.value_dim or 0)
+    if _mixes(model, fused) and one_tile(_blocks(model, batch.seq_len), head, model.weight_bytes):
+        per_token -= output  # the compressed branch's
     if model.spec is not None and "sel" in model.branches:
         per_token += 4 * model.config.kv_heads * model.spec.select_top
     return per_token * batch.tokens
@@ -241,7 +246,9 @@ def _selective_outputs(model: Model, batch: BatchShape, fused: bool) -> int:
     if "sel" in model.branches and "cmp" not in model.branches:
         elements += output  # compressed attention, run for its lse
         lse = 4 * config.heads
-    total = (model.weight_bytes * elements + lse) * batch.tokens + _branch_outputs(model, batch)
+    total = (model.weight_bytes * elements + lse) * batch.tokens + _branch_outputs(
+        model, batch, fused
+    )
     if "cmp" in model.branches and config.attention.compressor == "mlp":
         hidden = config.attention.compressor_hidden or config.head_dim
         blocks = _blocks(model, batch.seq_len) * batch.micro_batch // batch.ranks_per_sequence
@@ -253,7 +260,7 @@ def _selective_reused(model: Model, batch: BatchShape, fused: bool) -> int:
     """Return the bytes of these outputs that autograd saves too: they are not recomputed."""
     output = model.heads_sizes[1] if _mixes(model, fused) else 0
     elements = 2 * model.config.mlp_width + output
-    return model.weight_bytes * elements * batch.tokens + _branch_outputs(model, batch)
+    return model.weight_bytes * elements * batch.tokens + _branch_outputs(model, batch, fused)
 
 
 def _mixes(model: Model, fused: bool) -> bool:

@@ -11,6 +11,7 @@ from nsa.bench.__main__ import main
 from nsa.bench.options import Shape
 from nsa.bench.roofline import CHIPS, token, work
 from nsa.ops.reference import visible_blocks
+from nsa.ops.triton import configs
 from nsa.spec import NSASpec
 
 SPEC = NSASpec(4, 2, 4, 3, 1, 1, 7)
@@ -35,23 +36,32 @@ def visible_pairs() -> dict[str, int]:
     }
 
 
+# Operations for elements of 16 and 8: s and o; s, dp and dq; s, dv, dp and dk; these and dq.
+FORWARD, QUERIES, KEYS, ALL = (2 * x for x in (16 + 8, 16 + 8 + 16, 16 + 8 + 8 + 16, 64))
+
+
 @pytest.mark.parametrize(
-    ("kernel", "branches"),
+    ("head", "kernel", "products"),
     [
-        ("gated forward", ["compressed", "window"]),
-        ("gated queries", ["compressed", "window"]),
-        ("selected forward", ["selected"]),
-        ("selected queries", ["selected"]),
-        *((f"{branch} keys", [branch]) for branch in ("compressed", "window", "selected")),
+        (64, "gated forward", {"compressed": FORWARD, "window": FORWARD}),
+        (64, "gated queries", {"window": QUERIES}),
+        (64, "gated keys", {"compressed": ALL, "window": KEYS}),
+        (0, "gated queries", {"compressed": QUERIES, "window": QUERIES}),
+        (0, "gated keys", {"compressed": KEYS, "window": KEYS}),
+        (64, "selected forward", {"selected": FORWARD}),
+        (64, "selected queries", {"selected": QUERIES}),
+        (64, "selected keys", {"selected": KEYS}),
     ],
 )
-def test_flops_are_those_of_the_visible_pairs(kernel: str, branches: list[str]) -> None:
+def test_flops_are_those_of_the_visible_pairs(
+    head: int, kernel: str, products: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All compressed keys fit one tile, or with `head` 0 no heads do."""
+    monkeypatch.setattr(configs, "ONE_TILE_HEAD", head)
     item = work(SHAPE, BATCH, SEQ_LEN, SPEC)[kernel]
-    pairs = sum(visible_pairs()[branch] for branch in branches) * BATCH * SHAPE.heads
-    # s and o; s, dp and dq; s, dv, dp and dk: two operations for each of the 16 or 8 elements.
-    products = {"forward": 16 + 8, "queries": 16 + 8 + 16, "keys": 16 + 8 + 8 + 16}
-    assert item.exps == pairs
-    assert item.flops == pairs * 2 * products[kernel.split()[1]]
+    pairs = {branch: visible_pairs()[branch] * BATCH * SHAPE.heads for branch in products}
+    assert item.exps == sum(pairs.values())
+    assert item.flops == sum(pairs[branch] * products[branch] for branch in products)
 
 
 def test_selection_costs_nothing_while_every_block_is_selected() -> None:

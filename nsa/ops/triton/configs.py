@@ -196,9 +196,9 @@ def candidates(
     return [Config(*numbers) for numbers in dict.fromkeys([*own, *table[kind][size]])][:4]
 
 
-def one_tile(keys: int, head: int, dtype: torch.dtype) -> tuple[int, int] | None:
+def one_tile(keys: int, head: int, itemsize: int) -> tuple[int, int] | None:
     """(rows, keys) of a tile that holds this many compressed keys, or None."""
-    rows, limit = ONE_TILE[max(2, dtype.itemsize)]
+    rows, limit = ONE_TILE[itemsize]
     return (rows, limit) if keys <= limit and head <= ONE_TILE_HEAD else None
 
 

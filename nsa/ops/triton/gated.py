@@ -220,7 +220,7 @@ class Gated(NamedTuple):
     def one_tile(self) -> tuple[int, int] | None:
         """(rows, keys) of a tile with all compressed keys: their backward pass needs no o_cmp."""
         head = max(self.q.shape[-1], self.v_cmp.shape[-1])
-        return one_tile(self.k_cmp.shape[1], head, self.q.dtype)
+        return one_tile(self.k_cmp.shape[1], head, self.q.dtype.itemsize)
 
     def window(self) -> Band:
         """The window branch alone."""

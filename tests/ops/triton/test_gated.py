@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.ops import nsa_attention, nsa_attention_and_blocks
-from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
+from nsa.ops.triton.configs import Config, override_choices
+from nsa.ops.triton.gated import Gated, gated_backward, gated_forward, triton_gated
 from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops.cases import (
@@ -30,6 +31,7 @@ from tests.ops.triton.parity import (
     assert_parity,
     computed,
     inputs,
+    settings,
 )
 
 SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)
@@ -45,6 +47,27 @@ CASES = [
 @pytest.mark.parametrize("case", default(4, CASES), ids=str)
 def test_the_gated_sum_and_all_its_gradients_are_those_of_the_definition(case: Case) -> None:
     assert_parity(case, "mixed")
+
+
+@pytest.mark.parametrize("case", default(2, CASES), ids=str)
+@pytest.mark.parametrize("head", [0, 64], ids=["several tiles", "one tile"])
+def test_compressed_keys_may_be_several_tiles_and_queries_several_splits(
+    case: Case, head: int
+) -> None:
+    small = override_choices(lambda *_: Config(16, 16, 4, 1))
+    with settings(one_tile_head=head, queries_per_split=7), small:
+        assert_parity(case, "mixed")
+
+
+def test_the_compressed_output_is_kept_only_where_the_backward_pass_reads_it() -> None:
+    tensors = Inputs.of(CASES[0], torch.float32).tensors()
+    for head in (0, 64):
+        with settings(one_tile_head=head), recording():
+            x = Gated(*(y.to("meta") for y in tensors), None, SPEC, 1.0)
+            outputs = gated_forward(x)
+            shapes = [y.shape for y in triton_gated(*x[:-2], SPEC.to_ints(), 1.0)]
+        assert [y.shape for y in outputs] == shapes
+        assert (outputs[2].numel() > 0) == (head == 0)
 
 
 @pytest.mark.parametrize(

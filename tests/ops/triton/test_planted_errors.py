@@ -147,6 +147,7 @@ def losses_are_those_of_pytorch() -> None:
 
 LONG = parity("compressed", Case(NSASpec(3, 1, 5, 2, 0, 1, 40), (70,), kv_heads=1, group=3))
 COMPRESSED, WINDOW, MIXED = parity("compressed"), parity("window"), parity("mixed")
+SEVERAL_TILES = parity("mixed", one_tile_head=0)
 SELECTED, PARTS = parity("selected"), parity("selected", chunk=3)
 SPLITS = parity("compressed", queries_per_split=7)
 DOCUMENTS = [parity(branch, PACKED) for branch in ("compressed", "selected", "window")]
@@ -192,16 +193,17 @@ PLANTS = {
         common, "_backward_rows_kernel", "total -= tl.load", "total += tl.load", COMPRESSED
     ),
     "dk lacks the scale": Plant(
-        band, "band_keys_kernel", "dk_acc * scale_out", "dk_acc", COMPRESSED
+        band, "band_key_gradients", "dk_acc * scale_out", "dk_acc", COMPRESSED
     ),
     "dq lacks the scale": Plant(
         common, "store_query_gradient", "x *= scale_out", "x *= 1.0", WINDOW
     ),
     "a split ends one query early": Plant(
-        band, "band_keys_kernel", "(split + 1) * split_len)", "(split + 1) * split_len - 1)", SPLITS
+        band, "band_key_gradients", "(split + 1) * split_len)", "(split + 1) * split_len - 1)",
+        SPLITS,
     ),
     "a split begins one query early": Plant(
-        band, "band_keys_kernel", "split * split_len)\n", "split * split_len - 1)\n", SPLITS
+        band, "band_key_gradients", "= split * split_len\n", "= split * split_len - 1\n", SPLITS
     ),
     "a group's heads are laid out by head and stored by query": Plant(
         common, "group_rows", "i // GROUP, i % GROUP", "i // GROUP, i * GROUP // ROWS", WINDOW
@@ -303,7 +305,24 @@ PLANTS = {
     ),
     "the compressed branch's gradient of queries is left out": Plant(
         gated, "gated_queries_kernel", "cmp_lse, cmp_sum, acc,", "cmp_lse + 99, cmp_sum, acc,",
+        SEVERAL_TILES,
+    ),
+    "the same where one tile has all compressed keys": Plant(
+        band, "_single_tile_step", "at, dq_tile,", "at, 0.0 * dq_tile,", MIXED
+    ),
+    "the gate of the compressed branch's values is left out": Plant(
+        band, "_single_tile_step", "p *= gate[None, :]", "p *= 1.0", MIXED
+    ),
+    "all heads of a group have one head's gate": Plant(
+        band, "_single_tile_step", "load(gates + (row + at) * 3", "load(gates + row * 3 + 0 * at",
         MIXED,
+    ),
+    "compressed keys of the future count where one tile has them all": Plant(
+        band, "_single_tile_step", "visible(t0 + local,", "visible(t0 + local + 2,", MIXED
+    ),
+    "the window's keys get the compressed branch's row sums": Plant(
+        gated, "gated_keys_kernel", "lse_win, sums_win, dk_win", "lse_win, sums_cmp, dk_win",
+        SEVERAL_TILES,
     ),
     "a gate enters its branch's gradients upside down": Plant(
         gated, "_branch_rows", "- tl.log2", "+ tl.log2", MIXED
