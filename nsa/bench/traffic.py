@@ -285,6 +285,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, default=12, help="transformer blocks (%(default)s)")
     add("--vocab", type=int, default=50_304, help="rows of the embedding (%(default)s)")
     add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
+    add("--selector-loss", action="store_true", help="count NSA's selector loss too")
     add("--operations", action="store_true", help="list operations and launches by name too")
 
 
@@ -295,10 +296,11 @@ def run(report: Report) -> dict[str, Any]:
     tokens, rates = flags.micro_batch * flags.seq_len, {}
     print(f"{flags.micro_batch} x {flags.seq_len:,} tokens, checkpointing {flags.checkpointing}")
     for kind in ATTENTION_KINDS:
+        weight = float(flags.selector_loss and kind == "nsa")
         config = ModelConfig(
             layers=flags.layers,
             vocab_size=flags.vocab,
-            attention=AttentionConfig(kind=kind),
+            attention=AttentionConfig(kind=kind, selector_loss=weight),
             activation_checkpointing=flags.checkpointing,
         )
         operations = record(config, flags.micro_batch, flags.seq_len)
