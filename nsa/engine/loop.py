@@ -188,6 +188,9 @@ def evaluate(run: Run) -> float | None:
     run.engine.eval()
     try:
         for batch in batches:
+            # After a signal DeepSpeed's launcher leaves 30 seconds, and the checkpoint comes after.
+            if run.consensus.barrier(None, run.shutdown.reason) is not None:
+                return None
             batch = batch.to(run.device)
             loss = run.engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
             count = (batch.labels != IGNORE_INDEX).sum()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa.monitor.csv_files import read_metrics
 from tests.engine.runs import losses
 from tests.faults.conftest import CheckResumed, Golden
 from tests.faults.harness import fault_time, start_faulty, weights
@@ -44,6 +45,9 @@ def test_a_signalled_run_finishes_its_step_and_saves(
     assert len(ends) == 2, "of the run and of the resumed one"
     assert ends[0]["status"].startswith("preempted")
     assert resumed.step == int(ends[0]["step"]), "no step is lost"
+    if where == "eval":
+        row = read_metrics(run.dir / "metrics.csv")[step - 1]
+        assert (row["step"], row["val_loss"]) == (step, None), "the evaluation was finished first"
 
 
 @pytest.mark.full
