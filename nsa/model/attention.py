@@ -167,6 +167,9 @@ class NSAttention(Attention):
 
     `observer`, if set, receives gates [B, T, Hq, 3], selected blocks [B, T, Hkv, n], cu_seqlens and
     the selector loss of every forward pass, including recomputed ones. It must not modify them.
+
+    With `selector_loss`, a layer outside of `LanguageModel` adds nothing to your loss by itself:
+    after each forward pass in training add `selector_loss * layer.take_selector_loss()`.
     """
 
     observer: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None = None

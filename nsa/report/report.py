@@ -159,12 +159,12 @@ def _facts(run: Summary, env: dict[str, Any]) -> Iterator[str]:
 
 
 def _processes(run: Summary) -> Iterator[tuple[str, str]]:
-    """Yield wall time, resumes, longest pause, engine and end of the run, from heartbeats."""
+    """Yield elapsed time, resumes, longest pause, engine and end of the run, from heartbeats."""
     if not run.histories or not run.histories[0].lines:
         return
     history = run.histories[0]
     passed = timedelta(seconds=max(0, round((history.last_time or 0) - (history.first_time or 0))))
-    yield "wall time", f"{passed} on {len(run.histories)} ranks"
+    yield "elapsed", f"{passed} on {len(run.histories)} ranks, pauses between launches included"
     yield "resumes", f"{max(0, history.processes - 1):,}"
     worst = max(run.histories, key=lambda history: history.pause)
     yield "longest pause", f"{worst.pause:.1f} s ({worst.pause_at})" if worst.pause_at else ""

@@ -44,11 +44,15 @@ def _tasks(args: argparse.Namespace) -> int:
     task = Task(args.seq_len, args.hops, args.pattern)
     make_folder(args.out)
     log = partial(_log_step, args.steps)
-    result = {
-        "command": " ".join(["nsa", *sys.argv[1:]]),
-        **evaluate.evaluate_variants(models, task, args.steps, args.seeds, args.jobs, log),
-    }
-    atomic_write_text(args.out / "tasks.json", evaluate.summary_json(result))
+    command = {"command": " ".join(["nsa", *sys.argv[1:]])}
+
+    def save(result: dict[str, Any]) -> None:
+        atomic_write_text(args.out / "tasks.json", evaluate.summary_json(command | result))
+        row = result["rows"][-1]
+        print(f"{row['model']}, seed {row['seed']}: evaluated and saved", flush=True)
+
+    steps, seeds, jobs = args.steps, args.seeds, args.jobs
+    result = evaluate.evaluate_variants(models, task, steps, seeds, jobs, log, save)
     files = [args.out / "tasks.json", args.out / "recall.png"]
     evaluate.draw_recall(result, files[1])
     if evaluate.has_needles(result):

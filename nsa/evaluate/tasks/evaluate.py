@@ -39,6 +39,7 @@ SEQUENCES = 32  # per accuracy
 SEED = 1_000_003  # of the evaluated sequences, which differ from the training sequences
 
 OnStep = Callable[[str, int, int, float], None]  # variant, seed, step, loss
+OnResult = Callable[[dict[str, Any]], None]
 Pair = tuple[int, str]  # seed, variant
 Rows = list[dict[str, Any]]
 
@@ -50,15 +51,16 @@ def evaluate_variants(
     seeds: Sequence[int],
     jobs: int,
     on_step: OnStep,
+    on_result: OnResult,
 ) -> dict[str, Any]:
     """Train each of `variants` with every seed, and evaluate all on the same sequences.
 
     With several `jobs`, each model is trained in a separate process, which calls `on_step`.
+    `on_result` receives the result so far after each model.
     """
     run = partial(_evaluate_pair, task, steps, on_step)
     pairs = [(seed, variant) for seed in seeds for variant in variants]
-    results = [run(pair) for pair in pairs] if jobs == 1 else _run_parallel(run, pairs, jobs)
-    return {
+    result: dict[str, Any] = {
         "torch": torch.__version__,
         **asdict(task),
         "steps": steps,
@@ -66,11 +68,24 @@ def evaluate_variants(
         "reach": task.reach,
         "chance": 1 / VALUES,
         "spec": asdict(task.spec),
-        "rows": [row for rows in results for row in rows],
+        "rows": [],
     }
 
+    def add(rows: Rows) -> None:
+        result["rows"] += rows
+        on_result(result)
 
-def _run_parallel(run: Callable[[Pair], Rows], pairs: Sequence[Pair], jobs: int) -> list[Rows]:
+    if jobs == 1:
+        for pair in pairs:
+            add(run(pair))
+    else:
+        _run_parallel(run, pairs, jobs, add)
+    return result
+
+
+def _run_parallel(
+    run: Callable[[Pair], Rows], pairs: Sequence[Pair], jobs: int, on_rows: Callable[[Rows], None]
+) -> None:
     """Run each pair in a process; SIGINT and SIGTERM end them all at once."""
     others = set(multiprocessing.active_children())
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -81,7 +96,8 @@ def _run_parallel(run: Callable[[Pair], Rows], pairs: Sequence[Pair], jobs: int)
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
             futures = [pool.submit(run, pair) for pair in pairs]
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            return [future.result() for future in futures]
+            for future in futures:
+                on_rows(future.result())
         except BaseException:
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()  # pending pairs are then not started either

@@ -33,7 +33,7 @@ def called(tmp_path_factory: pytest.TempPathFactory) -> Called:
     out, results = tmp_path_factory.mktemp("tasks") / "deep/er", list[dict[str, Any]]()
 
     def keep(result: dict[str, Any]) -> str:
-        results.append(result)
+        results.append({**result, "rows": [*result["rows"]]})
         return summary_json(result)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -44,7 +44,10 @@ def called(tmp_path_factory: pytest.TempPathFactory) -> Called:
         seeds = [str(seed) for seed in SEEDS]
         call = ["tasks", "--steps", "2", "--seeds", *seeds, "--seq-len", "64", "--out", str(out)]
         assert main(call) == 0
-    return out, results[0]
+    saved = [len(result["rows"]) for result in results]
+    assert saved[0] == 1
+    assert len(set(saved)) == len(MODELS) * len(SEEDS), "saved after each model"
+    return out, results[-1]
 
 
 def test_every_variant_is_evaluated_alike_with_every_seed(called: Called) -> None:
@@ -102,7 +105,7 @@ def test_parallel_jobs_give_the_same_results() -> None:
     results: list[list[dict[str, Any]]] = []
     for jobs in (1, 2):
         rows = evaluate.evaluate_variants(
-            ["dense", "win"], train.Task(64), 1, [4], jobs, _ignore_step
+            ["dense", "win"], train.Task(64), 1, [4], jobs, _ignore_step, lambda result: None
         )["rows"]
         results.append([{**row, "seconds": None} for row in rows])
     assert results[0] == results[1]
