@@ -23,6 +23,7 @@ from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from tests.planner.allocations import Allocations, live_bytes
 from tests.planner.toys import BUCKET, toy
 
+SPANS = ("step", "step again", "last step")
 DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
 
 
@@ -76,16 +77,18 @@ def measured(
         step(config, engine)
         gc.collect()
         between = live_bytes() - before
-        exchanges.sent = 0
-        with seen.span("step"):
-            step(config, engine)
+        for span in SPANS:
+            exchanges.sent = 0
+            with seen.span(span):
+                step(config, engine)
         engine.destroy()
         del engine
         gc.collect()
     return {
         "between": between,
-        "most": between + seen.most["step"],
-        "collectives": seen.collectives["step"],
+        # Frees by gloo's threads are not seen: peaks come out high, more so on a busy machine.
+        "most": between + min(seen.most[span] for span in SPANS),
+        "collectives": seen.collectives[SPANS[0]],
         "exchanged": exchanges.sent,
     }
 
