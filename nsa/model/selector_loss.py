@@ -60,7 +60,7 @@ class ComparedQueries:
         return cls(
             queries,
             keys=(start + offset).clamp(max=len(position) - 1) if packed else None,
-            hidden=one.new_zeros(()).where(offset <= at, -torch.inf),
+            hidden=torch.where(offset <= at, 0.0, -torch.inf),
             free=(blocks >= spec.init_blocks) & (blocks <= last),
             seen=(end <= queries[:, None]) & (first >= start),
             overlap=one.new_zeros(len(block), len(blocks)).scatter_add(1, block, one),
