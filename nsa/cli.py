@@ -119,7 +119,7 @@ def _check(args: argparse.Namespace) -> int:
         config = resolve_config(RunConfig(), assignments=args.set)
         raw, source = load_ds_config(args.ds_config), str(args.ds_config)
         resolved = resolve_ds_config(raw, config, world_size=args.ranks, source=source)
-    summary = verdict(resolved, args.ranks, config.model)
+    summary = verdict(resolved, args.ranks)
     if args.quiet:
         print(summary)
     else:

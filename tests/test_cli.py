@@ -134,27 +134,11 @@ def test_check_prints_the_resolved_deepspeed_config_and_a_verdict(
     assert capsys.readouterr().out == verdict
 
 
-def test_check_says_that_nothing_overlaps_and_takes_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = json.loads((ROOT / "ds_configs/zero2_overlap.json").read_text())
-    file = tmp_path / "mine.json"
-
-    def verdict(bucket: int, *flags: str) -> str:
-        content["zero_optimization"]["reduce_bucket_size"] = bucket
-        file.write_text(json.dumps(content))
-        assert main(["check", str(file), "--quiet", *flags]) == 0
-        return capsys.readouterr().out
-
-    config = ModelConfig()
-    layers = parameter_count(config) - config.vocab_size * config.width
-    assert ", overlapped, 64 sequences" in verdict(layers - 1)
-    line = verdict(layers)
-    assert f"nothing overlapped: the gradients of all layers ({layers:,}) fit into one" in line
-    assert f"(set zero_optimization.reduce_bucket_size to {layers // 4})" in line
-    assert "nothing overlapped" in verdict(layers // 4, "--set", "model.layers=2")
-    assert ", 32 sequences" in verdict(layers // 4, "--set", "train.micro_batch=4")
-    assert main(["check", str(file), "--set", "train.micro_batch"]) == 2
+def test_check_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(ROOT / "ds_configs/zero2_overlap.json")
+    assert main(["check", file, "--quiet", "--set", "train.micro_batch=4"]) == 0
+    assert ", overlapped, 32 sequences" in capsys.readouterr().out
+    assert main(["check", file, "--set", "train.micro_batch"]) == 2
     assert "write it as path.to.key=value" in capsys.readouterr().err
 
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from nsa.checkpoint.weights import read_weights, set_weights
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_config import has_muon, zero_mode
 from nsa.engine.gradient_check import check_gradients, inspect_gradients
 from nsa.engine.loss_guard import skip_nonfinite_steps
+from nsa.engine.zero_mode import has_muon, zero_mode
 from nsa.model import LanguageModel
 from nsa.model.compile import compile_blocks
 from nsa.model.sequence_parallel import SequenceParallel

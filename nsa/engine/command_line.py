@@ -14,13 +14,14 @@ from deepspeed.accelerator import get_accelerator
 from nsa.data.builtin import embedded_note
 from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_config import has_muon, leave_to_recipe, load_ds_config, resolve_ds_config
+from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.ds_keys import walk
 from nsa.engine.planner_inputs import resolve_checkpointing
 from nsa.engine.resolve import resolve_config
 from nsa.engine.run_dir import choose_run_dir, find_saved_settings
 from nsa.engine.run_request import Recipe, RunRequest
 from nsa.engine.shutdown import parse_time
+from nsa.engine.zero_mode import has_muon
 from nsa.gates.ladder import until
 from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count

@@ -7,7 +7,7 @@ effect are errors, and each number is set in one place: the recipe or the JSON.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,20 +16,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from pydantic import ValidationError
 
-from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_keys import MODELS, key_error, walk
-from nsa.engine.ds_refusals import REFUSALS, ZeroMode
-from nsa.model.config import ModelConfig
-from nsa.model.count import parameter_count
+from nsa.engine.ds_keys import MODELS, key_error, refusal_of, walk
+from nsa.engine.zero_mode import block_of, has_muon, zero_mode
 from nsa.untrusted import parse_json, printable, read_text
 
 REDUCE_BUCKET = 2**25  # elements: the gradients of 125M parameters in four or five collectives
 OPTIMIZER = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
-PRECISION_OF_DTYPE = {str(dtype): precision for precision, dtype in DTYPES.items()}
 TRACKERS = {"wandb": "wandb", "comet": "comet_ml", "csv_monitor": "csv"}  # block: package
 OWNED_FIELDS = {  # DeepSpeed key: fields of `train` that set it
     "train_micro_batch_size_per_gpu": ("micro_batch",),
@@ -128,23 +124,16 @@ def resolve_ds_config(
     return resolved
 
 
-def verdict(resolved: dict[str, Any], world_size: int, model: ModelConfig) -> str:
-    """Return a one-line summary of a resolved config, with a fix if no reduction overlaps."""
+def verdict(resolved: dict[str, Any], world_size: int) -> str:
+    """Return a one-line summary of a resolved config."""
     mode, zero = zero_mode(resolved), resolved["zero_optimization"]
-    batch, ranks = resolved["train_batch_size"], "rank" if world_size == 1 else "ranks"
     parts = [f"ZeRO-{mode.stage}", mode.precision, f"gradients accumulated in {mode.accumulation}"]
     if mode.buckets:
-        bucket = zero["reduce_bucket_size"]
         overlap = "overlapped" if mode.overlap else "not overlapped"
-        # The gradient of the tied embedding is complete only when the backward pass ends.
-        layers = parameter_count(model) - model.vocab_size * model.width if mode.overlap else 0
-        if bucket >= layers > 0:
-            overlap = f"nothing overlapped: the gradients of all layers ({layers:,}) fit into one "
-            overlap += f"(set zero_optimization.reduce_bucket_size to {layers // 4})"
-        parts.append(f"buckets of {bucket:,.0f} elements, {overlap}")
+        parts.append(f"buckets of {zero['reduce_bucket_size']:,.0f} elements, {overlap}")
     parts += ["Muon"] * mode.muon
     parts += [f"offload to {device}" for device in sorted(mode.devices - {"none"})]
-    parts += [name for name in TRACKERS if block_of(resolved, name).get("enabled")]
+    batch, ranks = resolved["train_batch_size"], "rank" if world_size == 1 else "ranks"
     return f"ok: {', '.join(parts)}, {batch} sequences per step on {world_size} {ranks}"
 
 
@@ -196,9 +185,8 @@ def _problems(
     else:
         mode = zero_mode(resolved)
         for path, _ in keys:
-            refusal = next((r for r in REFUSALS if r.applies(path, mode)), None)
-            if refusal and path not in owned:
-                yield path, f": {refusal.why}; remove it{refusal.fix}"
+            if path not in owned and (reason := refusal_of(path, mode)):
+                yield path, f": {reason}"
         allowed = {mode.precision} if stage == 0 else {mode.precision, "fp32"}
         if mode.accumulation not in allowed:
             yield (
@@ -257,33 +245,6 @@ def _fill(raw: dict[str, Any], owned: dict[str, Owned]) -> dict[str, Any]:
     return resolved
 
 
-def zero_mode(resolved: Mapping[str, Any]) -> ZeroMode:
-    """Return the settings that determine DeepSpeed's optimizer class."""
-    zero = resolved["zero_optimization"]
-    precision = next((p for p in ("bf16", "fp16") if resolved[p]["enabled"]), "fp32")
-    accumulation = block_of(resolved, "data_types").get("grad_accum_dtype") or precision
-    try:
-        accumulation = PRECISION_OF_DTYPE[str(DtypeEnum(accumulation).value)]
-    except (KeyError, ValueError):
-        accumulation = str(accumulation)
-    offloads = [block_of(zero, name) for name in ("offload_optimizer", "offload_param")]
-    overlap = zero.get("overlap_comm")
-    return ZeroMode(
-        stage=zero["stage"],
-        precision=precision,
-        accumulation=accumulation,
-        overlap=zero["stage"] == 3 if overlap is None else bool(overlap),
-        static_scale=bool(resolved["fp16"].get("loss_scale")),
-        devices=frozenset(str(block["device"]) for block in offloads if "device" in block),
-        muon=has_muon(resolved),
-    )
-
-
-def has_muon(ds_config: Mapping[str, Any]) -> bool:
-    """Return whether Muon updates the matrices, instead of AdamW."""
-    return str(block_of(ds_config, "optimizer").get("type")).lower() == "muon"
-
-
 def _refused_values(resolved: dict[str, Any], source: str) -> Iterator[tuple[str, str]]:
     """Let DeepSpeed parse the result; yield the keys whose values it refuses."""
     # Without train_batch_size, which DeepSpeed would compare with the current process group.
@@ -306,12 +267,6 @@ def _parent(tree: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
         tree[parent] = block
         tree = block
     return tree, name
-
-
-def block_of(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a block; an empty one if it is missing or no block."""
-    block = tree.get(name)
-    return block if isinstance(block, dict) else {}
 
 
 def _at(raw: dict[str, Any], path: str) -> str:

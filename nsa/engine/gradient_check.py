@@ -27,7 +27,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
 from nsa.engine.consensus import RunAborted
-from nsa.engine.ds_refusals import ZeroMode
+from nsa.engine.zero_mode import ZeroMode
 
 TWICE = "gets its gradient more than once in one backward pass"
 FIX_TWICE = (

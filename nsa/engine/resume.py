@@ -11,11 +11,11 @@ from nsa.checkpoint.manifest import check_loadable, layout_of, read_step
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.consensus import Consensus
-from nsa.engine.ds_config import has_muon
 from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
+from nsa.engine.zero_mode import has_muon
 from nsa.untrusted import matches, short
 
 NONE = type(None)

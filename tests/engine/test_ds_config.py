@@ -14,8 +14,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
-from nsa.engine.ds_keys import key_error, walk
-from nsa.engine.ds_refusals import REFUSALS
+from nsa.engine.ds_keys import REFUSALS, key_error, walk
 from tests.engine.stock_configs import STOCK, fixed
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
@@ -220,7 +219,7 @@ REFUSED = [  # shipped config, key, value, precision, what the message must say
     ("zero2_pcie", "data_types__param_dtype", "bf16", "bf16", "set train.precision"),
     ("zero2_pcie", "fp16__loss_scale", 128, "bf16", "set train.precision=fp16"),
     ("zero2_pcie", "bf16__check_grad_overflow", False, "fp32", "set train.precision=bf16"),
-    ("zero2_pcie", "fp16__fp16_master_weights_and_grads", True, "fp16", "C++"),
+    ("zero2_pcie", "fp16__fp16_master_weights_and_grads", True, "fp16", "does not start"),
     ("zero0_debug", "fp16__hysteresis", 2, "fp16", "stage 0"),
     ("zero0_debug", "bf16__check_grad_overflow", True, "bf16", "always skips"),
     ("zero3", "bf16__check_grad_overflow", True, "bf16", "always skips"),
@@ -230,30 +229,22 @@ REFUSED = [  # shipped config, key, value, precision, what the message must say
     # owned by the recipe
     ("zero2_pcie", "scheduler", {"type": "WarmupLR", "params": {"a": 1}}, "bf16", "train.warmup"),
     ("zero2_pcie", "tensorboard", {"enabled": True}, "bf16", "set monitor.tensorboard"),
-    ("zero2_pcie", "managed_gradient_accumulation", False, "bf16", "set train.accumulation"),
-    ("zero2_pcie", "dataloader_drop_last", True, "bf16", "data.*"),
+    ("zero2_pcie", "managed_gradient_accumulation", False, "bf16", "does not start"),
+    ("zero2_pcie", "dataloader_drop_last", True, "bf16", "does not start"),
     ("zero2_pcie", "activation_checkpointing", {"profile": True}, "bf16", "=deepspeed"),
     ("zero2_pcie", "pipeline", {"stages": 2}, "bf16", "remove it"),
-    ("zero2_pcie", "checkpoint__writer", {"type": "fast"}, "bf16", "default writer"),
-    ("zero2_pcie", "zero_optimization__zenflow", {}, "bf16", "C++"),
-    ("zero2_pcie", "zero_optimization__legacy_stage1", True, "bf16", "removed"),
+    ("zero2_pcie", "checkpoint__writer", {"type": "fast"}, "bf16", "does not start"),
+    ("zero2_pcie", "zero_optimization__zenflow", {}, "bf16", "does not start"),
+    ("zero2_pcie", "zero_optimization__legacy_stage1", True, "bf16", "does not start"),
     ("zero2_pcie", "zero_optimization__elastic_checkpoint", True, "bf16", "--resume --universal"),
     ("zero2_pcie", "checkpoint__load_universal", True, "bf16", "use --resume --universal"),
     ("zero2_pcie", "zero_optimization__compute_grad_norm", False, "bf16", "always computed"),
     # no effect anywhere
-    ("zero2_pcie", "zero_optimization__allgather_partitions", True, "bf16", "never reads"),
-    ("zero1_pcie", "zero_optimization__allgather_bucket_size", 9, "bf16", "one collective"),
-    ("zero2_pcie", "vocabulary_size", 50304, "bf16", "warning"),
-    ("zero2_pcie", "zero_allow_untested_optimizer", True, "bf16", "AdamW"),
-    ("zero1_muon", "zero_allow_untested_optimizer", True, "bf16", "than AdamW and Muon"),
-    ("zero1_muon", "optimizer__legacy_fusion", False, "bf16", "torch's optimizers"),
-    (
-        "zero1_muon",
-        "zero_optimization__save_muon_momentum_buffer_in_memory",
-        True,
-        "bf16",
-        "by Muon in stage 3",
-    ),
+    ("zero2_pcie", "zero_optimization__allgather_partitions", True, "bf16", "no effect"),
+    ("zero1_pcie", "zero_optimization__allgather_bucket_size", 9, "bf16", "no effect"),
+    ("zero2_pcie", "vocabulary_size", 50304, "bf16", "no effect"),
+    ("zero2_pcie", "zero_allow_untested_optimizer", True, "bf16", "no effect"),
+    ("zero1_muon", "optimizer__legacy_fusion", False, "bf16", "no effect"),
     ("zero2_pcie", "aio", {"block_size": 1}, "bf16", "NVMe"),
     # no effect in this setting
     ("zero2_pcie", "zero_optimization__reduce_scatter", True, "bf16", "stages 1 and 2"),
