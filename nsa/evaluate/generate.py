@@ -1,10 +1,10 @@
-"""`nsa generate`: continue prompts with a run's model; print the text while it is generated."""
+"""`nsa generate`: continue prompts with a run's model; print one text while it is generated."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,10 @@ if TYPE_CHECKING:
     import torch
 
     from nsa.data.tokenizer import Tokenizer
-    from nsa.model import LanguageModel
-
-LONG_PROMPT = 8_192  # tokens of all prompts; shorter ones are read in seconds
 
 
 def add_parser(verbs: Any) -> None:
-    about = "continue prompts with a run's model; print the text while it is generated"
+    about = "continue prompts with a run's model"
     parser = verbs.add_parser("generate", help=about, description=about)
     add_run_arguments(parser)
     add = parser.add_argument
@@ -49,7 +46,6 @@ def _generate(args: argparse.Namespace) -> int:
         run = load_run(args.path, device=parse_device(args.device))
         tokenizer = require_tokenizer(str(args.path), run)
         ids = [torch.from_numpy(tokenizer.encode(text).astype("int64")) for _, text in prompts]
-        show_prefill(run.model, sum(map(len, ids)))
         steps = generate(
             run.model,
             ids,
@@ -59,7 +55,7 @@ def _generate(args: argparse.Namespace) -> int:
             seed=args.seed,
             stop=tokenizer.eos_id,
         )
-        stream_texts(steps, [title for title, _ in prompts], tokenizer)
+        print_texts(steps, [title for title, _ in prompts], tokenizer)
     except KeyboardInterrupt:
         print(flush=True)  # end the line
         raise
@@ -81,93 +77,36 @@ def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
     return prompts
 
 
-def show_prefill(model: LanguageModel, tokens: int) -> None:
-    """Show the layers that have read a long prompt: on a CPU, it takes seconds per layer."""
-    if tokens < LONG_PROMPT:
-        return
-    from tqdm import tqdm
+def print_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tokenizer) -> None:
+    """Print one text while it is generated; several ones at the end, below their titles.
 
-    bar = tqdm(total=len(model.blocks), desc=f"reading {tokens:,} tokens", unit="layer")
-
-    def advance(*_: object) -> None:
-        bar.update()
-        if bar.n == bar.total:
-            bar.close()
-            for hook in hooks:
-                hook.remove()
-
-    hooks = [block.register_forward_hook(advance) for block in model.blocks]
-
-
-class StreamDecoder:
-    """Decodes tokens one at a time; returns a character once its last token is added."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []  # context tokens, then those of the text being decoded
-        self._context = 0  # the number of context tokens
-        self._emitted = 0  # characters of the current text that were returned
-
-    def add(self, token: int) -> str:
-        """Return the text that `token` completes."""
-        self._ids.append(token)
-        # Decode with context: some tokenizers drop the first space of a text.
-        text = self._decode(self._ids)[len(self._decode(self._ids[: self._context])) :]
-        # Tokenizers decode an incomplete character to one or several of these marks.
-        complete = len(text.rstrip("\ufffd"))
-        piece = text[self._emitted : complete]
-        if text and complete == len(text):
-            self._ids, self._emitted = self._ids[self._context :], 0
-            self._context = len(self._ids)
-        else:
-            self._emitted += len(piece)
-        return piece
-
-    def flush(self) -> str:
-        """Return the incomplete character at the end."""
-        context = self._decode(self._ids[: self._context])
-        return self._decode(self._ids)[len(context) + self._emitted :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids).decode("utf-8", errors="replace")
-
-
-def stream_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tokenizer) -> None:
-    """Print the first text while it is generated, then the others, which are buffered until then.
-
-    Several texts are printed below their titles, as `head` prints files.
+    Titles look as those of `head`. `steps` has the next token of each text; -1 after its end.
     """
-    decoders = [StreamDecoder(tokenizer) for _ in titles]
-    buffers, running = [""] * len(titles), [True] * len(titles)
-    current = 0
-    terminal = sys.stdout.isatty()  # obeys control characters; elsewhere the text stays exact
+    # A terminal obeys control characters; elsewhere the text stays exact.
+    shown = (lambda text: printable(text, "\n\t")) if sys.stdout.isatty() else str
+    tokens = (step.tolist() for step in steps)
+    if len(titles) == 1:
+        for piece in decode_stream((token for (token,) in tokens), tokenizer):
+            print(shown(piece), end="", flush=True)
+        print(flush=True)
+        return
+    for number, (title, ids) in enumerate(zip(titles, zip(*tokens, strict=True), strict=True)):
+        print(f"{chr(10) if number else ''}==> {printable(title)} <==")
+        print(shown("".join(decode_stream(ids, tokenizer))))
 
-    def print_title() -> None:
-        if current < len(titles) > 1:
-            title = printable(titles[current])
-            print(f"{chr(10) if current else ''}==> {title} <==", flush=True)
 
-    def print_buffers() -> None:
-        nonlocal current
-        while current < len(titles):
-            text = buffers[current]
-            print(printable(text, "\n\t") if terminal else text, end="", flush=True)
-            buffers[current] = ""
-            if running[current]:
-                return
-            print(flush=True)
-            current += 1
-            print_title()
+def decode_stream(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text that each token completes, and an incomplete character at the end.
 
-    print_title()
-    for tokens in steps:
-        for row, token in enumerate(tokens.tolist()):
-            if running[row]:
-                running[row] = token != tokenizer.eos_id
-                decoder = decoders[row]
-                buffers[row] += decoder.add(token) if running[row] else decoder.flush()
-        print_buffers()
-    for row, decoder in enumerate(decoders):
-        buffers[row] += decoder.flush() if running[row] else ""
-        running[row] = False
-    print_buffers()
+    All tokens are decoded each time, because some tokenizers drop the first space of a text.
+    """
+    ids: list[int] = []
+    text, printed = "", 0  # characters
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids).decode("utf-8", errors="replace")
+        # Tokenizers decode an incomplete character to one or several of these marks.
+        complete = max(printed, len(text.rstrip("\ufffd")))
+        yield text[printed:complete]
+        printed = complete
+    yield text[printed:]

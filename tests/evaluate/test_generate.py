@@ -20,7 +20,7 @@ from nsa.cli import main
 from nsa.data.tokenizer import ByteTokenizer, HubTokenizer
 from nsa.engine.load_run import load_run
 from nsa.engine.resolve import to_yaml
-from nsa.evaluate.generate import StreamDecoder, stream_texts
+from nsa.evaluate.generate import decode_stream, print_texts
 from nsa.model import LanguageModel
 from nsa.model.decode import generate
 from tests.engine.small import small
@@ -73,20 +73,7 @@ def test_several_prompts_are_one_batch_and_printed_one_after_the_other(
     assert capsys.readouterr().out == expected
 
 
-def test_a_long_prompt_shows_the_layers_that_have_read_it(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a CPU it takes minutes; a short one prints nothing but the text."""
-    for length, shown in ((10, False), (8_200, True)):
-        prompt = ["--prompt", "ab" * (length // 2), "--max-new-tokens", "2"]
-        assert main(["generate", str(run), *prompt]) == 0
-        errors = capsys.readouterr().err
-        assert ("reading 8,200 tokens: 100%" in errors) == shown, errors
-        assert errors.count("reading") == 0 or shown
-
-
-def test_text_is_printed_as_it_is_generated() -> None:
-    """The first text at once; the others are buffered until it has ended."""
+def test_one_text_is_printed_as_it_is_generated() -> None:
     terminal = io.BytesIO()
 
     def new() -> str:
@@ -97,30 +84,18 @@ def test_text_is_printed_as_it_is_generated() -> None:
         return output
 
     def steps() -> Iterator[Tensor]:
-        for printed, tokens in (
-            ("==> 1 <==\n", [ord("a"), ord("x"), 0xC3]),
-            ("a", [ord("b"), ord("y"), 0xB6]),
-            ("b", [ord("c"), STOP, 0xC3]),
-            ("c", [STOP, -1, 0xB6]),
-            ("\n\n==> 2 <==\nxy\n\n==> 3 <==\nöö", [-1, -1, 0xC3]),
-            ("", [-1, -1, 0xB6]),
-        ):
+        for printed, token in (("", ord("a")), ("a", 0xC3), ("", 0xB6), ("ö", STOP)):
             assert new() == printed
-            yield torch.tensor(tokens)
+            yield torch.tensor([token])
 
     with redirect_stdout(io.TextIOWrapper(terminal, encoding="utf-8")):
-        stream_texts(steps(), ["1", "2", "3"], ByteTokenizer())
-        assert new() == "ö\n"
-
-
-def decode_stream(tokens: list[int], tokenizer: ByteTokenizer | HubTokenizer) -> list[str]:
-    decoder = StreamDecoder(tokenizer)
-    return [*(decoder.add(token) for token in tokens), decoder.flush()]
+        print_texts(steps(), ["1"], ByteTokenizer())
+        assert new() == "\n"
 
 
 def test_a_character_of_several_bytes_is_printed_at_once() -> None:
     text = "Zoë: 😀, 世界"
-    pieces = decode_stream(list(text.encode()), ByteTokenizer())
+    pieces = list(decode_stream(list(text.encode()), ByteTokenizer()))
     assert [piece for piece in pieces if piece] == list(text)
 
 
