@@ -1,14 +1,14 @@
-"""GPU checks: visible, equal and free; topology, peer access, ACS and IOMMU between them."""
+"""GPU checks: visible and free; topology, peer access, ACS and IOMMU between them."""
 
 from __future__ import annotations
 
-import csv
 import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check, first_line
+from nsa.probes import iommu_groups, output_of, text_of
 
 SAFE = "if ranks hang or disagree, NCCL_P2P_DISABLE=1 is safe but slower"
 _USED_MIB = 2_000  # more than a display takes
@@ -21,7 +21,7 @@ _LINKS = {
     "NODE": "two host bridges of one NUMA node, 8 to 20 GB/s",
     "SYS": "the link between two NUMA nodes, 4 to 12 GB/s",
 }
-QUERY = ("index", "uuid", "name", "memory.total", "memory.used")
+QUERY = "index,uuid,memory.used"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class Gpu:
 
     index: int
     uuid: str  # without the prefix "GPU-", as in torch
-    model: str  # name and memory
     used_mib: int
 
 
@@ -41,42 +40,30 @@ class TorchGpus:
     uuids: list[str] = field(default_factory=list)
     peers: dict[tuple[int, int], bool] = field(default_factory=dict)  # pair: has peer access
     problem: str = "it is a CPU build"  # why torch uses no GPU
-    broken: Check | None = None  # failed check if torch cannot be imported
 
 
 def torch_gpus() -> TorchGpus:
-    try:
-        import torch
+    import torch
 
-        problem = TorchGpus.problem
-        if torch.version.cuda and not torch.cuda.is_available():
-            try:
-                torch.cuda.init()
-            except (RuntimeError, AssertionError) as error:  # names a driver that is too old
-                problem = first_line(error)
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
-        pairs = itertools.permutations(range(count), 2)
-        peers = {pair: torch.cuda.can_device_access_peer(*pair) for pair in pairs}
-        return TorchGpus(uuids, peers, problem)
-    except (ImportError, OSError, RuntimeError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            return TorchGpus()  # the version check reports it
-        detail = f"fails: {first_line(error)}"
-        return TorchGpus(broken=Check("torch", FAIL, detail, "bash launch/setup.sh"))
+    problem = TorchGpus.problem
+    if torch.version.cuda and not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:  # names a driver that is too old
+            problem = first_line(error)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+    pairs = itertools.permutations(range(count), 2)
+    peers = {pair: torch.cuda.can_device_access_peer(*pair) for pair in pairs}
+    return TorchGpus(uuids, peers, problem)
 
 
 def parse_gpus(text: str) -> list[Gpu]:
     """Parse `nvidia-smi --query-gpu=<QUERY> --format=csv,noheader,nounits`."""
-    gpus = []
-    for cells in csv.reader(text.splitlines(), skipinitialspace=True):
-        if len(cells) == len(QUERY) and cells[0].isdigit():
-            index, uuid, name, total, used = cells
-            used_mib = int(used) if used.isdigit() else 0  # or [N/A]
-            gpus.append(
-                Gpu(int(index), uuid.removeprefix("GPU-"), f"{name}, {total} MiB", used_mib)
-            )
-    return gpus
+    rows = (re.fullmatch(r"(\d+), GPU-(\S+), (\S+)", line) for line in text.splitlines())
+    return [  # memory may be [N/A]
+        Gpu(int(row[1]), row[2], int(row[3]) if row[3].isdigit() else 0) for row in rows if row
+    ]
 
 
 def gpu_checks(gpus: Sequence[Gpu], torch: TorchGpus, ranks: int) -> list[Check]:
@@ -84,18 +71,13 @@ def gpu_checks(gpus: Sequence[Gpu], torch: TorchGpus, ranks: int) -> list[Check]
     visible = len(torch.uuids)
     if not gpus and not visible:
         return [Check("gpus", SKIP, "no GPU here")]
-    models = sorted({gpu.model for gpu in gpus})
-    detail = f"{len(gpus)} x {' and '.join(models)}; torch sees {visible}"
-    status, fix = OK, ""
+    status, detail, fix = OK, f"nvidia-smi lists {len(gpus)}; torch sees {visible}", ""
     if not visible:
         status, detail = FAIL, f"{detail}: {torch.problem}"
         fix = "check CUDA_VISIBLE_DEVICES; install a torch build for this driver: pytorch.org"
     elif visible < ranks:
         status, detail = FAIL, f"{detail}, fewer than the {ranks} ranks"
         fix = f"start {visible}: deepspeed --num_gpus {visible}; or check CUDA_VISIBLE_DEVICES"
-    elif len(models) > 1:
-        status = WARN
-        fix = "each step waits for the slowest GPU; select equal ones with deepspeed --include"
     checks = [Check("gpus", status, detail, fix)]
     busy = [f"GPU {gpu.index}: {gpu.used_mib:,} MiB" for gpu in gpus if gpu.used_mib > _USED_MIB]
     if busy:
@@ -122,14 +104,12 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
 
 
 def topology_check(
-    links: Mapping[tuple[int, int], str], gpus: int, peers: Mapping[tuple[int, int], bool]
+    links: Mapping[tuple[int, int], str], peers: Mapping[tuple[int, int], bool]
 ) -> Check:
     """Report each pair's link with its usual speed; warn about slow links and missing peer access.
 
     `peers`: whether the first GPU of a pair can read the second's memory.
     """
-    if gpus < 2:
-        return Check("topology", SKIP, "fewer than two GPUs here")
     pairs = []
     for (first, second), link in links.items():
         about = "NVLink, hundreds of GB/s" if link.startswith("NV") else _LINKS.get(link, "unknown")
@@ -148,13 +128,16 @@ def topology_check(
     return Check("topology", OK if links else SKIP, detail)
 
 
-def acs_check(lspci: str, iommu_groups: int, kernel: str, gpus: int) -> Check:
+def read_acs() -> Check:
+    """Check this machine's bridges and IOMMU."""
+    return acs_check(output_of("lspci", "-vvv"), iommu_groups(), text_of("/proc/cmdline"))
+
+
+def acs_check(lspci: str, iommu_groups: int, kernel: str) -> Check:
     """Warn if ACS or the IOMMU redirects traffic between GPUs, which silently slows or hangs it.
 
     `lspci`: output of `lspci -vvv`; `kernel`: the kernel's command line.
     """
-    if gpus < 2:
-        return Check("acs, iommu", SKIP, "fewer than two GPUs here")
     bridges = []
     for device in re.split(r"\n(?=\S)", lspci):
         title = device.partition("\n")[0]

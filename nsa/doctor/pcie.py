@@ -1,21 +1,17 @@
 """NCCL settings for two GPUs on PCIe, for launch/m7c_pcie.sh: python -m nsa.doctor.pcie
 
-Prints NAME=value for each variable that this machine needs (usually none); checks and reasons go
-to stderr.
+Prints NAME=value for each variable that this machine needs (usually none); reasons go to stderr.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping
 
-from nsa.doctor.check import WARN, Check, lines, passed
-from nsa.doctor.gpus import acs_check, parse_topology, topology_check
-from nsa.doctor.nccl import nccl_checks, p2p_disabled
-from nsa.doctor.node import shm_check
-from nsa.probes import free_bytes, iommu_groups, output_of, text_of
+from nsa.doctor.check import WARN, Check
+from nsa.doctor.gpus import parse_topology, read_acs
+from nsa.probes import output_of
 
 Pair = tuple[int, int]
 _NEAREST_FIRST = ("PIX", "PXB", "PHB", "NODE", "SYS")  # after NVLink
@@ -50,38 +46,21 @@ def settings(
         needed["CUDA_VISIBLE_DEVICES"] = f"{pair[0]},{pair[1]}", why
     by_user = {"NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"} & set(variables)
     if acs.status == WARN and not link.startswith("NV") and not by_user:
-        why = f"{acs.detail}: peer transfers may hang; this is safe, but slower"
+        why = f"{acs.detail}: peer transfers may hang; safe, but slower; nsa doctor prints the fix"
         needed["NCCL_P2P_DISABLE"] = "1", why
     return needed
 
 
-def main() -> int:
-    """Print the settings; return 2 if a run would fail."""
+def main() -> None:
+    """Print the settings, and their reasons on stderr."""
     links = parse_topology(output_of("nvidia-smi", "topo", "-m"))
-    if not links:
-        _log("fewer than two GPUs here: nothing to set")
-        return 0
-    variables = dict(os.environ)
-    acs = acs_check(output_of("lspci", "-vvv"), iommu_groups(), text_of("/proc/cmdline"), 2)
-    needed = settings(links, acs, variables)
-    pair = select_pair(links, variables.get("CUDA_VISIBLE_DEVICES"))
-    checks = [topology_check({pair: links.get(pair, "unknown")}, 2, {}), acs]
-    checks += nccl_checks(variables, [name for _, name in socket.if_nameindex()])
-    if p2p_disabled(variables | {name: value for name, (value, _) in needed.items()}):
-        checks.append(shm_check(free_bytes("/dev/shm"), 2, peer_access=False))
-    _log(*lines(checks))
+    needed = settings(links, read_acs(), os.environ) if links else {}
     for name, (value, why) in needed.items():
-        _log(f"set  {name}={value}: {why}")
+        print(f"pcie: set  {name}={value}: {why}", file=sys.stderr)
         print(f"{name}={value}")
     if not needed:
-        _log("set  nothing: NCCL needs no setting here")
-    return 0 if passed(checks) else 2
-
-
-def _log(*messages: str) -> None:
-    for message in messages:
-        print(f"pcie: {message}", file=sys.stderr)
+        print("pcie: set  nothing: NCCL needs no setting here", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -36,12 +36,9 @@ GPU1\tNV12\t X \t0-63\t0\t\tN/A
 UUIDS = ("0c1d6a3b-5e0f-4d0a-8e57-2f8a53a2c001", "7b90e3f2-11cc-4a53-9d5e-61f0a7e2c002")
 
 
-def nvidia_smi(name: str = "NVIDIA A100 80GB PCIe", used: object = 4) -> str:
-    """Return the rows of two A100s, with values of the second."""
-    return (
-        f"0, GPU-{UUIDS[0]}, NVIDIA A100 80GB PCIe, 81920, 4\n"
-        f"1, GPU-{UUIDS[1]}, {name}, 81920, {used}\n"
-    )
+def nvidia_smi(used: object = 4) -> str:
+    """Return the rows of two GPUs, with the second's used memory."""
+    return f"0, GPU-{UUIDS[0]}, 4\n1, GPU-{UUIDS[1]}, {used}\n"
 
 
 LSPCI_ACS = """\

@@ -32,8 +32,7 @@ def check(text: str, torch: TorchGpus = TORCH, ranks: int = 2) -> list[Check]:
 
 
 def test_two_healthy_a100s_pass() -> None:
-    detail = "2 x NVIDIA A100 80GB PCIe, 81920 MiB; torch sees 2"
-    assert check(nvidia_smi()) == [Check("gpus", OK, detail)]
+    assert check(nvidia_smi()) == [Check("gpus", OK, "nvidia-smi lists 2; torch sees 2")]
     assert [gpu.uuid for gpu in parse_gpus(nvidia_smi())] == list(UUIDS)
 
 
@@ -47,7 +46,6 @@ def test_values_that_a_board_does_not_report_are_accepted() -> None:
         (nvidia_smi(), TorchGpus(), FAIL, "torch sees 0: it is a CPU build"),
         (nvidia_smi(), TorchGpus(problem="driver is too old"), FAIL, "driver is too old"),
         (nvidia_smi(), TorchGpus([UUIDS[0]]), FAIL, "torch sees 1, fewer than the 2 ranks"),
-        (nvidia_smi("NVIDIA A100-PCIE-40GB"), TORCH, WARN, "A100 80GB PCIe"),
         (nvidia_smi(used=30_211), TORCH, WARN, "GPU 1: 30,211 MiB"),
     ],
 )
@@ -61,8 +59,7 @@ def test_a_gpu_problem_is_reported_with_a_fix(
 
 
 def test_a_machine_without_gpus_skips_gpu_checks() -> None:
-    checks = [*check("", TorchGpus()), topology_check({}, 0, {}), acs_check("", 20, "quiet", 0)]
-    assert {c.status for c in checks} == {SKIP}
+    assert check("", TorchGpus()) == [Check("gpus", SKIP, "no GPU here")]
 
 
 def test_topology_is_parsed_with_and_without_terminal_underlining() -> None:
@@ -80,42 +77,42 @@ def test_topology_is_parsed_with_and_without_terminal_underlining() -> None:
 
 
 @pytest.mark.parametrize(
-    ("topology", "gpus", "status", "words"),
+    ("topology", "status", "words"),
     [
-        (TOPO_PHB, 2, OK, "8 to 20 GB/s"),
-        (TOPO_NVLINK, 2, OK, "NV12, NVLink"),
-        (TOPO_SYS, 4, WARN, "3 pairs more"),
-        ("", 2, SKIP, "not readable"),
+        (TOPO_PHB, OK, "8 to 20 GB/s"),
+        (TOPO_NVLINK, OK, "NV12, NVLink"),
+        (TOPO_SYS, WARN, "3 pairs more"),
+        ("", SKIP, "not readable"),
     ],
 )
 def test_topology_names_the_expected_speed_and_warns_about_numa(
-    topology: str, gpus: int, status: str, words: str
+    topology: str, status: str, words: str
 ) -> None:
-    check = topology_check(parse_topology(topology), gpus, {})
+    check = topology_check(parse_topology(topology), {})
     assert (check.status, words in check.detail) == (status, True)
     assert ("NUMA" in check.fix) == (status == WARN)
 
 
 def test_missing_peer_access_is_reported_by_pair() -> None:
     links = parse_topology(TOPO_PHB)
-    check = topology_check(links, 2, {(0, 1): True, (1, 0): False})
+    check = topology_check(links, {(0, 1): True, (1, 0): False})
     assert check.status == WARN
     assert "1->0" in check.detail
     assert "0->1" not in check.detail
-    assert topology_check(links, 2, {(0, 1): True, (1, 0): True}).status == OK
+    assert topology_check(links, {(0, 1): True, (1, 0): True}).status == OK
 
 
 def test_acs_bridges_are_named_with_the_fix_and_the_safe_setting() -> None:
-    check = acs_check(LSPCI_ACS, 40, "quiet iommu=pt", 2)
+    check = acs_check(LSPCI_ACS, 40, "quiet iommu=pt")
     assert check.status == WARN
     assert "16:00.0" in check.detail
     assert "setpci -s 16:00.0" in check.fix
     assert "NCCL_P2P_DISABLE=1" in check.fix
-    assert acs_check(LSPCI_CLEAR, 40, "quiet iommu=pt", 2).status == OK
+    assert acs_check(LSPCI_CLEAR, 40, "quiet iommu=pt").status == OK
 
 
 def test_an_iommu_is_found_without_permission_to_read_acs() -> None:
-    check = acs_check(LSPCI_USER, 40, "BOOT_IMAGE=/vmlinuz intel_iommu=on quiet", 2)
+    check = acs_check(LSPCI_USER, 40, "BOOT_IMAGE=/vmlinuz intel_iommu=on quiet")
     assert (check.status, "iommu=pt" in check.fix) == (WARN, True)
-    unread = acs_check(LSPCI_USER, 0, "quiet", 2)
+    unread = acs_check(LSPCI_USER, 0, "quiet")
     assert (unread.status, "ACS cannot be read" in unread.detail) == (OK, True)

@@ -1,8 +1,7 @@
-"""Node checks: versions, compiler, memory, limits, shared memory and disk."""
+"""Node checks: versions, compiler, shared memory and disk."""
 
 from __future__ import annotations
 
-import resource
 from collections import namedtuple
 from pathlib import Path
 
@@ -16,14 +15,9 @@ from nsa.doctor.node import (
     compiler_check,
     disk_check,
     kept_checkpoints,
-    memory_check,
     shm_check,
-    triton_check,
-    ulimit_check,
     version_check,
 )
-
-PINNED = ["filelock", 'triton==3.7.1; platform_system == "Linux" and platform_machine == "x86_64"']
 
 
 @pytest.mark.parametrize(
@@ -54,29 +48,6 @@ def test_old_and_broken_versions_are_refused(
     assert bool(check.fix) == (status != OK)
 
 
-@pytest.mark.parametrize(
-    ("torch", "triton", "requirements", "status"),
-    [
-        ("2.13.0+cu130", "3.7.1", PINNED, OK),
-        ("2.13.0+cu130", "3.7.1+git1234", PINNED, OK),
-        ("2.13.0+cu130", "3.6.0", PINNED, FAIL),
-        ("2.13.0+cu130", None, PINNED, FAIL),
-        ("2.12.0", "3.6.0", ["triton==3.7.1"], FAIL),  # torch's requirement counts
-        ("2.13.0+cpu", "3.7.1", ["filelock"], OK),
-        ("2.13.0+cpu", "3.4.0", ["filelock"], FAIL),
-        ("2.11.0+cpu", "3.4.0", ["filelock"], OK),  # no version is required
-    ],
-)
-def test_triton_must_be_the_version_that_torch_requires(
-    torch: str, triton: str | None, requirements: list[str], status: str
-) -> None:
-    check = triton_check(torch, triton, requirements, gpus=1)
-    assert check.status == status
-    assert status == OK or check.fix == "pip install triton==3.7.1"
-    without_gpu = triton_check(torch, triton, requirements, gpus=0)
-    assert without_gpu.status == (WARN if status == FAIL else OK)
-
-
 def test_a_missing_compiler_or_header_fails_on_gpus_only(tmp_path: Path) -> None:
     header = tmp_path / "Python.h"
     assert compiler_check("/usr/bin/cc", header, gpus=2).status == FAIL
@@ -104,27 +75,6 @@ def test_shared_memory_is_required_without_peer_access(
     check = shm_check(free, gpus, peer_access)
     assert check.status == status
     assert status == OK or "--shm-size" in check.fix
-
-
-@pytest.mark.parametrize(("available", "status"), [(1, FAIL), (5, WARN), (6, OK)])
-def test_memory_must_hold_the_ranks_and_one_checkpoint(available: int, status: str) -> None:
-    check = memory_check(available * GB, ranks=2, checkpoint_bytes=2 * GB)
-    assert check.status == status
-    assert "6.0 GB" in check.detail
-
-
-@pytest.mark.parametrize(
-    ("files", "size", "status"),
-    [(-1, -1, OK), (65_536, 2 * GB, OK), (256, -1, WARN), (65_536, GB, FAIL)],
-)
-def test_limits_on_open_files_and_file_size_are_checked(
-    files: int, size: int, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_FSIZE: size}
-    monkeypatch.setattr(node.resource, "getrlimit", lambda kind: (limits[kind], -1))
-    check = ulimit_check(2 * GB)
-    assert check.status == status
-    assert check.fix.startswith("ulimit") == (status != OK)
 
 
 @pytest.mark.parametrize(("free", "status"), [(21, FAIL), (23, WARN), (27, OK)])

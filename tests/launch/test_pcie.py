@@ -97,11 +97,3 @@ def test_check_starts_no_run(real_packages: Path) -> None:
     assert code == 0, output
     assert "given" not in output
     assert "pcie: set  nothing" in output
-
-
-def test_an_invalid_variable_exits_with_2_and_names_itself(real_packages: Path) -> None:
-    wrong = {"NCCL_SOCKET_IFNAME": "nowhere0"}
-    code, output = call(real_packages, TOPO_PHB, LSPCI_CLEAR, **wrong)
-    assert code == 2
-    assert "given" not in output
-    assert "NCCL_SOCKET_IFNAME=nowhere0 names no network interface" in output
