@@ -219,9 +219,9 @@ command_of() {
         ;;
     recipe-*) recipe "$1" "$2" "${1#recipe-}" ;;
     learn)
-        size=(--profile production --steps 600 --seeds "1,2,3,4,5")
+        size=(--profile production --steps 600 --seeds 1 2 3 4 5)
         if [ -n "$rehearse" ]; then
-            size=(--steps 2 --seeds "1,2")
+            size=(--steps 2 --seeds 1 2)
             for setting in data.seq_len=64 model.layers=1 model.width=64 train.micro_batch=1 \
                 train.warmup_steps=1 train.eval_samples=4; do
                 size+=(--set "$setting")

@@ -13,10 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 BENCHMARKS = {  # name: one line of help
-    "cpu": "the PyTorch backend against SDPA, on this CPU",
-    "data": "tokenising, loading, and what data costs a training step",
-    "health": "what recording gates and selection costs a training step",
-    "checkpoint": "how long a checkpoint stalls training",
+    "data": "speed of tokenising and loading",
     "aot": "compile the kernels without a GPU and check their limits",
     "roofline": "least FLOPs and bytes of each kernel, and the time floor that follows",
     "traffic": "operations and bytes of a micro-batch, by part; needs no GPU",

@@ -1,14 +1,14 @@
 """`python -m nsa.bench ablations`: train the demo or M7C with parts of its attention changed.
 
 The recipe trains every variant with every seed, which sets initial weights and data order; all are
-evaluated on the same validation sequences and compared with the first variant, seed by seed. The
-demo's speed is measured separately: variants alternate in one process, in CPU time, as in
-`nsa bench health`. Finished runs are kept, interrupted ones resumed.
+evaluated on the same validation sequences and compared with the first variant, seed by seed.
+Finished runs are kept, interrupted ones resumed.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import runpy
 import statistics
@@ -22,9 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from nsa.bench.health import TimedModel
 from nsa.bench.options import choice
 from nsa.bench.recipe import log_file, logged_rows
 from nsa.bench.results import Report
@@ -80,7 +77,6 @@ PROFILES = {
 METRICS = "val_loss", "bits_per_byte"
 LEAST_SECONDS = 60  # left of --limit, to start a run
 LOG_TAIL = 2_000  # characters of a failed run's log to print
-ROUNDS = 20  # timed steps per variant
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class Training:
                 "choose another folder, or the --steps of that run"
             )
 
-    def train(self, threads: int, end: float = float("inf")) -> str | None:
+    def train(self, end: float = math.inf) -> str | None:
         """Start or resume the run, until the clock reads `end`; return its failure, if any."""
         name = f"{self.variant}, seed {self.seed}"
         left = end - time.monotonic()
@@ -120,14 +116,14 @@ class Training:
             return f"{name} is left for the next call: --limit"
         resume = ["--resume"] if (self.folder / "config.yaml").exists() else []
         command = [sys.executable, str(RECIPE), "--profile", self.profile, *resume]
-        if left < float("inf"):
+        if left < math.inf:
             command += ["--time-limit", str(int(left))]  # saves a checkpoint
         command += ["--run-dir", str(self.folder), *(f"--set={x}" for x in self.settings)]
         log = log_file(self.folder)
         with log.open("ab") as output:
             done = subprocess.run(
                 command,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads wait for a shared CPU
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -147,24 +143,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--runs", type=Path, default="runs/ablations", help="folder of the runs")
     add("--profile", choices=PROFILES, default="demo", help="of recipes/m7c.py (%(default)s)")
     add("--steps", type=int, default=300, help="per run (%(default)s)")
-    add("--seeds", type=_seeds, default="1,2,3", help="(%(default)s)")
+    add("--seeds", type=_seeds, nargs="+", default=[[1, 2, 3]], help="(1 2 3)")
     about = "to train; the others are compared with the first (%(default)s)"
     add("--variants", type=choice(*VARIANTS), default=every, help=about)
     about = "one more variant: the recipe's NSA with these settings, separated by commas"
     add("--variant", action="append", default=[], metavar="KEY=VALUE,...", help=about)
     about = "a setting of every run; repeatable"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
-    add("--jobs", type=int, default=2, help="concurrent runs, sharing the CPU cores")
+    add("--jobs", type=int, default=2, help="concurrent runs, one thread each (%(default)s)")
     add("--limit", type=float, help="stop and save after this many seconds")
 
 
 def _seeds(text: str) -> list[int]:
+    """One seed, or several separated by commas."""
     return [int(word) for word in text.split(",")]
 
 
 def run(report: Report) -> dict[str, Any]:
-    """Train unfinished runs, measure speed and print the table."""
+    """Train unfinished runs and print the table."""
     flags = report.flags
+    seeds = [seed for group in flags.seeds for seed in group]
     variants = {name: VARIANTS[name] for name in flags.variants}
     variants |= {text: tuple(text.split(",")) for text in flags.variant}
     common = (*COMMON, *PROFILES[flags.profile], *flags.set, f"train.steps={flags.steps}")
@@ -178,17 +176,15 @@ def run(report: Report) -> dict[str, Any]:
             (*common, f"train.seed={seed}", *changes),
             flags.runs / f"{name}-seed{seed}",
         )
-        for seed in flags.seeds
+        for seed in seeds
         for name, changes in variants.items()
     ]
     for training in trainings:
         training.check()
-    threads = max(1, (os.cpu_count() or 1) // flags.jobs)
     # Ctrl-C reaches the runs too: they save a checkpoint and can be resumed.
     with ThreadPoolExecutor(flags.jobs) as pool:
-        failures = [*pool.map(partial(Training.train, threads=threads, end=report.end), trainings)]
+        failures = [*pool.map(partial(Training.train, end=report.end), trainings)]
     runs = {name: [x for x in trainings if x.variant == name] for name in variants}
-    timed = tokens_per_s(configs) if flags.profile == "demo" else None
     rows = [
         {
             "variant": name,
@@ -198,15 +194,14 @@ def run(report: Report) -> dict[str, Any]:
                 metric: {str(x.seed): result[metric] for x in runs[name] if (result := x.result())}
                 for metric in METRICS
             },
-            "tokens_per_s": timed[name] if timed else logged_tokens_per_s(runs[name]),
+            "tokens_per_s": tokens_per_s(runs[name]),
         }
         for name, config in configs.items()
     ]
     result = {
         "profile": flags.profile,
         "steps": flags.steps,
-        "seeds": flags.seeds,
-        "rounds": ROUNDS,
+        "seeds": seeds,
         "rows": rows,
         "failures": [failure for failure in failures if failure],
     }
@@ -214,28 +209,11 @@ def run(report: Report) -> dict[str, Any]:
     return result
 
 
-def logged_tokens_per_s(trainings: Sequence[Training]) -> list[float]:
-    """Quartiles of the speeds that the runs logged."""
+def tokens_per_s(trainings: Sequence[Training]) -> list[float]:
+    """Quartiles of the speeds that the runs logged; runs side by side slow each other down."""
     rows = [row for x in trainings for row in logged_rows(x.folder)]
     speeds = [row["tokens_per_s"] for row in rows if row["tokens_per_s"] is not None]
     return statistics.quantiles(speeds, n=4) if len(speeds) > 1 else []
-
-
-def tokens_per_s(configs: Mapping[str, RunConfig]) -> dict[str, list[float]]:
-    """Quartiles of each model's training speed, in the time of one CPU core without a GPU."""
-    models = {
-        name: TimedModel(c.model, c.train.micro_batch, c.data.seq_len, torch.bfloat16)
-        for name, c in configs.items()
-    }
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # CPU time also counts threads that wait for others
-    rounds = [
-        [model.tokens / model.step(record=False) for model in models.values()]
-        for _ in range(ROUNDS + 1)
-    ]
-    torch.set_num_threads(threads)
-    speeds = zip(*rounds[1:], strict=True)  # the first step allocates memory
-    return {name: statistics.quantiles(x, n=4) for name, x in zip(models, speeds, strict=True)}
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:

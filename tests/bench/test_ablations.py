@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nsa.bench import ablations
-from nsa.bench.__main__ import main
+from nsa.bench.__main__ import main, parser
 from nsa.engine.resolve import resolve_config
 from nsa.monitor.csv_files import read_metrics
 from tests.engine.runs import TINY
@@ -42,7 +42,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ablations, "RECIPE", folder / "tiny.py")
         patch.setattr(ablations, "COMMON", (*ablations.COMMON, "train.eval_samples=8"))
-        patch.setattr(ablations, "ROUNDS", 2)
         main(command)
     return folder, command
 
@@ -53,7 +52,6 @@ def tiny(measured: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> l
     folder, command = measured
     monkeypatch.setattr(ablations, "RECIPE", folder / "tiny.py")
     monkeypatch.setattr(ablations, "COMMON", (*ablations.COMMON, "train.eval_samples=8"))
-    monkeypatch.setattr(ablations, "ROUNDS", 2)
     return command
 
 
@@ -106,10 +104,10 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(
     monkeypatch.setattr(ablations, "VARIANTS", {"win": ("attention.branches=win",), "nsa": ()})
     original = ablations.Training.train
 
-    def train(self: ablations.Training, threads: int, end: float) -> Any:
+    def train(self: ablations.Training, end: float) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(ablations, "RECIPE", program)
-            return original(self, threads, end)
+            return original(self, end)
 
     monkeypatch.setattr(ablations.Training, "train", train)
     with pytest.raises(SystemExit) as ended:
@@ -182,3 +180,9 @@ def test_out_of_time_nothing_starts_and_the_command_is_to_be_repeated(
         main([*tiny, f"--runs={tmp_path}", "--limit=1"])
     assert "win, seed 7 is left for the next call: --limit" in capsys.readouterr().out
     assert not list(tmp_path.glob("win*"))
+
+
+@pytest.mark.parametrize("words", [["1", "2", "3"], ["1,2", "3"]])
+def test_seeds_are_separated_by_spaces_or_commas(words: list[str]) -> None:
+    command = ["ablations", "--seeds", *words]
+    assert sum(parser(command).parse_args(command).seeds, []) == [1, 2, 3]
