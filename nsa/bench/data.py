@@ -31,7 +31,7 @@ def run(_: object) -> dict[str, Any]:
         start = time.perf_counter()
         prepare(DataConfig(source=str(text), tokenizer="byte"), shards, progress=False)
         seconds = time.perf_counter() - start
-        result = {
+        result: dict[str, Any] = {
             "seq_len": SEQ_LEN,
             "prepare_mb_per_s": text.stat().st_size / seconds / 1e6,
             "tokenise_mb_per_s": _tokenising(Path(folder)),
@@ -77,7 +77,9 @@ def _loading(source: Path) -> dict[str, float]:
     """Tokens per second in batches of 1 and of 8 sequences."""
     config, rates = DataConfig(source=str(source), seq_len=SEQ_LEN), {}
     for micro_batch in (1, 8):
-        batches = {"micro_batch": micro_batch, "accumulation": 1, "seed": 0}
-        with closing(open_loader(config, rank=0, world_size=1, **batches)) as loader:
+        batches = open_loader(
+            config, rank=0, world_size=1, micro_batch=micro_batch, accumulation=1, seed=0
+        )
+        with closing(batches) as loader:
             rates[str(micro_batch)] = _rate(loader.next_batch, micro_batch * SEQ_LEN)
     return rates

@@ -185,4 +185,5 @@ def test_out_of_time_nothing_starts_and_the_command_is_to_be_repeated(
 @pytest.mark.parametrize("words", [["1", "2", "3"], ["1,2", "3"]])
 def test_seeds_are_separated_by_spaces_or_commas(words: list[str]) -> None:
     command = ["ablations", "--seeds", *words]
-    assert sum(parser(command).parse_args(command).seeds, []) == [1, 2, 3]
+    groups = parser(command).parse_args(command).seeds
+    assert [seed for group in groups for seed in group] == [1, 2, 3]
