@@ -9,7 +9,7 @@ Choose another ZeRO config with --deepspeed_config ds_configs/<name>.json; monit
 
 from __future__ import annotations
 
-from nsa.checkpoint.config import CheckpointConfig
+from nsa.checkpoint import CheckpointConfig
 from nsa.data.config import DataConfig
 from nsa.engine.config import RunConfig, TrainConfig
 from nsa.engine.recipe import Recipe, main

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from nsa.checkpoint.config import CheckpointConfig
 from nsa.checkpoint.engine_state import load
 from nsa.checkpoint.manifest import (
     newest_complete,
     read_manifest,
     read_rank_state,
-    read_topology,
-    read_train_state,
+    read_state_file,
 )
-from nsa.checkpoint.saver import SaveFailed, Saver
+from nsa.checkpoint.saver import CheckpointConfig, SaveFailed, Saver
 from nsa.checkpoint.universal import needs_universal, to_universal
 
 __all__ = [
@@ -23,7 +21,6 @@ __all__ = [
     "newest_complete",
     "read_manifest",
     "read_rank_state",
-    "read_topology",
-    "read_train_state",
+    "read_state_file",
     "to_universal",
 ]

@@ -15,11 +15,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,30 @@ from nsa.checkpoint.manifest import (
 LATEST = "latest"
 POLL_SECONDS = 0.02  # between two checks for the other ranks' parts
 PARTIAL = ".partial"
-NEARLY_FULL = 32 * 2**20  # bytes; with less free, a write without errno most likely lacked space
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-NO_ACCESS = (errno.EROFS, errno.EACCES, errno.EPERM)
+FULL = "; free some space, or keep fewer checkpoints with checkpoint.keep"
+REFUSED = "; fix the folder's permissions or mount, or choose another folder"
+FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), FULL),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), REFUSED),
+}
 
 
-class Aborted(ValueError):
-    """Another rank failed without writing its part."""
+@contextlib.contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Raise any error of the block as a ValueError with the file, or `path`, cause and fix."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as raised:
+        error: BaseException = raised
+        while not isinstance(error, OSError) and error.__context__ is not None:
+            error = error.__context__  # torch's writer raises a second error when it is closed
+        if isinstance(error, OSError):
+            cause = f"{error.strerror or error}{FIXES.get(error.errno or 0, '')}"
+            raise ValueError(f"{error.filename or path}: {cause}") from raised
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(f"{path}: {type(error).__name__}: {first_line}") from raised
 
 
 def draft_of(folder: Path, step: int) -> Path:
@@ -52,12 +69,9 @@ def draft_of(folder: Path, step: int) -> Path:
 def new_draft(folder: Path, step: int) -> Path:
     """Create an empty draft; remove an earlier one."""
     draft = draft_of(folder, step)
-    try:
-        if draft.exists():
-            shutil.rmtree(draft)
-        draft.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(describe_write_error(error, Path(error.filename or draft))) from error
+    if draft.exists():
+        shutil.rmtree(draft)
+    draft.mkdir(parents=True)
     return draft
 
 
@@ -70,18 +84,10 @@ def remove_drafts(folder: Path) -> None:
             path.unlink()
 
 
-def write_part(draft: Path, rank: int, names: Iterable[str], fields: dict[str, Any]) -> None:
-    """Sync and hash a rank's files and write its part; raise a ValueError with the fix."""
-    path = draft
-    try:
-        files = {}
-        for name in names:
-            path = draft / name
-            files[name] = sync_and_hash(path)
-        path = _part(draft, rank)
-        atomic_write_text(path, json.dumps({"files": files, **fields}))
-    except OSError as error:
-        raise ValueError(describe_write_error(error, path)) from error
+def write_part(draft: Path, rank: int, names: Iterable[str], finite: bool) -> None:
+    """Sync and hash a rank's files and write its part."""
+    files = {name: sync_and_hash(draft / name) for name in names}
+    atomic_write_text(_part(draft, rank), json.dumps({"files": files, "finite": finite}))
 
 
 def write_failure(draft: Path, rank: int, names: Iterable[str], reason: str) -> None:
@@ -98,7 +104,7 @@ def wait_for_parts(draft: Path, ranks: int, abort: threading.Event) -> list[dict
     parts: dict[int, dict[str, Any]] = {}
     while len(parts) < ranks:
         if abort.is_set():
-            raise Aborted("another rank failed")
+            raise ValueError("another rank failed")
         for rank in set(range(ranks)) - set(parts):
             with contextlib.suppress(FileNotFoundError):
                 parts[rank] = json.loads(_part(draft, rank).read_text(encoding="utf-8"))
@@ -111,9 +117,8 @@ def wait_for_parts(draft: Path, ranks: int, abort: threading.Event) -> list[dict
 
 
 def commit(folder: Path, step: int, parts: list[dict[str, Any]], fields: dict[str, Any]) -> Path:
-    """Turn a finished draft into the checkpoint of `step`; raise a ValueError with the fix."""
+    """Turn a finished draft into the checkpoint of `step`."""
     draft, checkpoint = draft_of(folder, step), folder / checkpoint_name(step)
-    path = draft / MANIFEST
     manifest = {
         **fields,
         "step": step,
@@ -122,34 +127,28 @@ def commit(folder: Path, step: int, parts: list[dict[str, Any]], fields: dict[st
         "finite": all(part["finite"] for part in parts),
         "files": {name: entry for part in parts for name, entry in sorted(part["files"].items())},
     }
-    try:
-        for rank in range(len(parts)):
-            _part(draft, rank).unlink()
-        atomic_write_text(path, manifest_text(manifest))
-        fsync_dir(draft)
-        path = checkpoint
-        if checkpoint.exists():  # damaged, or from before a rollback
-            remove(checkpoint)
-        draft.rename(checkpoint)
-        fsync_dir(folder)
-        path = folder / LATEST
-        atomic_write_text(path, checkpoint.name)
-        fsync_dir(folder)
-    except OSError as error:
-        raise ValueError(describe_write_error(error, path)) from error
+    for rank in range(len(parts)):
+        _part(draft, rank).unlink()
+    atomic_write_text(draft / MANIFEST, manifest_text(manifest))
+    fsync_dir(draft)
+    if checkpoint.exists():  # damaged, or from before a rollback
+        remove(checkpoint)
+    draft.rename(checkpoint)
+    fsync_dir(folder)
+    atomic_write_text(folder / LATEST, checkpoint.name)
+    fsync_dir(folder)
     return checkpoint
 
 
-def prune(folder: Path, keep: int, keep_hours: float, now: float) -> list[str]:
+def prune(folder: Path, keep: int, keep_hours: float, now: float) -> None:
     """Remove checkpoints beyond the `keep` newest or older than `keep_hours`; 0: no limit.
 
     The newest stays, and so does the newest without NaN or inf. Damaged ones stay and do not count.
-    Return the errors of failed removals.
+    Warn of failed removals.
     """
     paths = complete_by_size(folder)
     manifests = {path: read_manifest(path) for path in paths}
     protected = {*paths[:1], *[path for path in paths if manifests[path]["finite"]][:1]}
-    errors = []
     for index, path in enumerate(paths):
         too_many = keep and index >= keep
         too_old = keep_hours and now - manifests[path]["time"] > keep_hours * 3600
@@ -157,8 +156,7 @@ def prune(folder: Path, keep: int, keep_hours: float, now: float) -> list[str]:
             try:
                 remove(path)
             except OSError as error:
-                errors.append(f"{path} could not be removed: {error.strerror}")
-    return errors
+                warnings.warn(f"{path} could not be removed: {error.strerror}", stacklevel=2)
 
 
 def remove(checkpoint: Path) -> None:
@@ -174,30 +172,3 @@ def remove(checkpoint: Path) -> None:
 
 def _part(draft: Path, rank: int) -> Path:
     return draft / f".part{rank}"
-
-
-def describe_write_error(error: BaseException, path: Path) -> str:
-    """Return an error message: the file that could not be written, the cause and the fix."""
-    while not isinstance(error, OSError) and error.__context__ is not None:
-        error = error.__context__  # torch's writer raises a second error when it is closed
-    number = getattr(error, "errno", None)
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    cause = getattr(error, "strerror", None) or f"{type(error).__name__}: {first_line}"
-    disk = _disk_of(path)
-    free = disk and disk.f_bavail * disk.f_frsize
-    if number == errno.ENOSPC and disk and disk.f_files and not disk.f_favail:
-        return f"{path}: the file system has no free inodes; delete some files"
-    if number in NO_SPACE or (number is None and free is not None and free < NEARLY_FULL):
-        left = "" if free is None else f" ({free / 1e6:,.1f} MB are free)"
-        fix = "; free some space, or keep fewer checkpoints with checkpoint.keep"
-        return f"{path}: {cause}{left}{fix}"
-    if number in NO_ACCESS:
-        return f"{path}: {cause}; fix the folder's permissions or mount, or choose another folder"
-    return f"{path}: {cause}"
-
-
-def _disk_of(path: Path) -> os.statvfs_result | None:
-    for folder in path.parents:
-        with contextlib.suppress(OSError):
-            return os.statvfs(folder)
-    return None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.dtypes import DTYPES
-from nsa.untrusted import open_regular, parse_json, read_text, short
+from nsa.untrusted import matches, open_regular, parse_json, read_text
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -27,6 +27,10 @@ NAME = re.compile(r"step(\d{8,})")
 CHUNK = 4 * 2**20
 MAX_RANKS = 65_536
 ANY = "any"  # `ranks` of a universal checkpoint, which loads on any number
+MANIFEST_SHAPE = {
+    **{"step": int, "ranks": int, "finite": bool, "time": (float, int), "sha256": str},
+    "files": {str: {"bytes": int, "sha256": str}},
+}
 
 
 def layout_of(stage: int, muon: bool = False) -> str:
@@ -68,27 +72,21 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest; raise a ValueError that names the problem with it."""
     try:
         content = parse_json(read_text(checkpoint / MANIFEST))
-        step, ranks, files = content["step"], content["ranks"], content["files"]
-        values = [(step, int), (ranks, int), (content["finite"], bool), (content["time"], float)]
-        for entry in files.values():
-            values += [(entry["bytes"], int), (entry["sha256"], str)]
-        for value, kind in values:
-            if type(value) is not kind and not (kind is float and type(value) is int):
-                raise ValueError(f"{short(value)} is no {kind.__name__}")
-        names = set(files)
-        intact = content.pop("sha256") == _content_hash(content)
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} cannot be read: {type(error).__name__}: {error}") from error
-    if not intact:
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{MANIFEST} cannot be read: {error}") from error
+    if not matches(content, MANIFEST_SHAPE):
+        raise ValueError(f"{MANIFEST} cannot be read: it is not that of a checkpoint")
+    if content.pop("sha256") != _content_hash(content):
         raise ValueError(f"{MANIFEST} was changed after it was written: its hash differs")
-    if not 0 < ranks <= MAX_RANKS:
-        raise ValueError(f"{MANIFEST} is that of {ranks} ranks")
+    if not 0 < content["ranks"] <= MAX_RANKS:
+        raise ValueError(f"{MANIFEST} is that of {content['ranks']} ranks")
     match = NAME.match(checkpoint.name)
-    if match and int(match[1]) != step:
-        raise ValueError(f"{MANIFEST} is that of step {step}")
-    for name in sorted({STATE, *map(rng_file, range(ranks))} - names):
+    if match and int(match[1]) != content["step"]:
+        raise ValueError(f"{MANIFEST} is that of step {content['step']}")
+    names = set(content["files"])
+    for name in sorted({STATE, *map(rng_file, range(content["ranks"]))} - names):
         raise ValueError(f"{MANIFEST} does not name {name}")
     for name in sorted(names):
         if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -102,22 +100,17 @@ def find_problem(checkpoint: Path, *, hashes: bool = True) -> str | None:
         files = read_manifest(checkpoint)["files"]
     except ValueError as error:
         return str(error)
-    for name, entry in files.items():  # sizes first: this is cheap
+    for name, entry in files.items():
         try:
             size = (checkpoint / name).stat().st_size
+            if size != entry["bytes"]:
+                return f"{name} has {size:,} bytes, {MANIFEST} says {entry['bytes']:,}"
+            if hashes and _sha256(checkpoint / name) != entry["sha256"]:
+                return f"{name} has other content than was saved: its SHA-256 differs"
         except FileNotFoundError:
             return f"{name} is missing"
         except (OSError, ValueError) as error:  # ValueError: no file can have this name
             return f"{name!r} cannot be read: {error}"
-        if size != entry["bytes"]:
-            return f"{name} has {size:,} bytes, {MANIFEST} says {entry['bytes']:,}"
-    for name, entry in files.items() if hashes else ():
-        try:
-            digest = _sha256(checkpoint / name)
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror or error}"
-        if digest != entry["sha256"]:
-            return f"{name} has other content than was saved: its SHA-256 differs"
     return None
 
 
@@ -176,21 +169,12 @@ def _content_hash(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read_train_state(checkpoint: Path) -> dict[str, Any]:
-    return read_state_file(checkpoint)["state"]
-
-
 def read_step(checkpoint: Path) -> int:
     """Return the number of optimizer steps before the checkpoint."""
-    step = read_train_state(checkpoint).get("step")
+    step = read_state_file(checkpoint)["state"].get("step")
     if type(step) is not int or not 0 <= step < 2**62:
         raise ValueError(f"{checkpoint / STATE}: step = {step!r}; use another checkpoint")
     return step
-
-
-def read_topology(checkpoint: Path) -> dict[str, Any]:
-    """Return `layout`, `precision` and `ranks` of the run that saved the checkpoint."""
-    return read_state_file(checkpoint)["saved_under"]
 
 
 def read_tokenizer(checkpoint: Path) -> dict[str, str] | None:
@@ -205,25 +189,25 @@ def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
 
 
 def read_state_file(checkpoint: Path) -> dict[str, Any]:
-    """Return state.json; raise a ValueError if a part that readers need is missing or wrong."""
+    """Return state.json; raise a ValueError if a part that readers need is missing or wrong.
+
+    `state`: the training state; `saved_under`: layout, precision and ranks of the run that saved
+    it; `tokenizer`: its name and fingerprint, if they are recorded.
+    """
     content = _read_object(checkpoint / STATE)
-    state, saved, tokenizer = (content.get(k) for k in ("state", "saved_under", "tokenizer"))
-    if not (isinstance(state, dict) and isinstance(saved, dict)):
-        raise ValueError(f"{checkpoint / STATE} lacks state or saved_under; use another checkpoint")
-    ranks = saved.get("ranks")
-    wrong = {
-        "layout": saved.get("layout") not in LAYOUTS,
-        "precision": saved.get("precision") not in tuple(DTYPES),
-        "ranks": ranks != ANY and (type(ranks) is not int or not 0 < ranks <= MAX_RANKS),
-        "tokenizer": tokenizer is not None
-        and not (
-            isinstance(tokenizer, dict)
-            and all(isinstance(tokenizer.get(key), str) for key in ("name", "fingerprint"))
-        ),
-    }
-    for name, is_wrong in wrong.items():
-        if is_wrong:
-            raise ValueError(f"{checkpoint / STATE}: {name} is not valid; use another checkpoint")
+    saved: Any = content.get("saved_under")
+    tokenizer = content.get("tokenizer")
+    if not (
+        matches(content.get("state"), dict)
+        and matches(saved, {"layout": str, "precision": str, "ranks": (int, str)})
+        and saved["layout"] in LAYOUTS
+        and saved["precision"] in DTYPES
+        and (saved["ranks"] == ANY or saved["ranks"] in range(1, MAX_RANKS + 1))
+        and (tokenizer is None or matches(tokenizer, {"name": str, "fingerprint": str}))
+    ):
+        raise ValueError(
+            f"{checkpoint / STATE} holds no state of a checkpoint; use another"
+        )
     return content
 
 

@@ -26,18 +26,16 @@ import torch
 import torch.distributed as dist
 
 from nsa.checkpoint.commit import (
-    Aborted,
     commit,
-    describe_write_error,
     draft_of,
     new_draft,
     prune,
     remove_drafts,
     wait_for_parts,
+    write_errors,
     write_failure,
     write_part,
 )
-from nsa.checkpoint.config import CheckpointConfig
 from nsa.checkpoint.engine_state import (
     all_finite,
     capture,
@@ -53,16 +51,26 @@ from nsa.checkpoint.manifest import (
     rank_file,
     rng_file,
 )
+from nsa.validation import at_least
 
 RECOVERY_SCRIPT = "zero_to_fp32.py"  # of DeepSpeed; gathers weights without an engine
 
 
+@dataclass
+class CheckpointConfig:
+    """The `checkpoint` section of a run's settings; the last step is always saved."""
+
+    every: int = 5_000  # steps between two checkpoints; 0: only at the end
+    keep: int = 0  # number of newest checkpoints to keep; 0: all
+    keep_hours: float = 0.0  # remove checkpoints older than this, never the newest; 0: none
+    background: bool = False  # copy to host memory, and write while training continues
+
+    def validate(self) -> None:
+        at_least(0, "checkpoint", self, "every", "keep", "keep_hours")
+
+
 class SaveFailed(ValueError):
     """A checkpoint that was not saved. All ranks raise it together, and training can continue."""
-
-    def __init__(self, step: int, text: str) -> None:
-        super().__init__(text)
-        self.step = step
 
 
 @dataclass
@@ -87,7 +95,7 @@ class _Job:
 class Saver:
     """Saves one engine into one folder. Every rank has one and calls it at the same steps.
 
-    `agree` takes this rank's error, or None, and raises on all ranks if one had an error.
+    `barrier` waits for all ranks with this rank's error, or None; one rank's error raises on all.
     `tokenizer` holds its name and fingerprint, to open a checkpoint without the dataset. Rank 0
     calls `on_saved` (step, folder, seconds that training waited) from its thread, and `on_failed`
     from there or from `finish`. A failure inside `save` is raised, not reported.
@@ -97,7 +105,7 @@ class Saver:
     folder: Path
     config: CheckpointConfig
     _: KW_ONLY
-    agree: Callable[[ValueError | None], object]
+    barrier: Callable[[ValueError | None], object]
     attachments: Mapping[str, str] = field(default_factory=dict)  # texts by file name
     tokenizer: Mapping[str, str] | None = None
     on_saved: Callable[[int, Path, float], None] | None = None
@@ -146,9 +154,9 @@ class Saver:
         assert job.thread is not None
         job.part_done.wait()
         try:
-            self.agree(job.part_error)
+            self.barrier(job.part_error)
             job.thread.join()
-            self.agree(job.commit_error)
+            self.barrier(job.commit_error)
         except ValueError as error:
             job.abort.set()
             job.thread.join()
@@ -163,11 +171,12 @@ class Saver:
         """Run an action on every rank; if it fails on any, raise SaveFailed on all."""
         failed: ValueError | None = None
         try:
-            action()
+            with write_errors(draft_of(self.folder, step)):
+                action()
         except ValueError as error:
             failed = error
         try:
-            self.agree(failed)
+            self.barrier(failed)
         except ValueError as error:
             if self._rank == 0:
                 shutil.rmtree(draft_of(self.folder, step), ignore_errors=True)
@@ -176,7 +185,7 @@ class Saver:
     def _failure(self, step: int, error: ValueError) -> SaveFailed:
         complete = complete_by_size(self.folder)
         rest = f"{complete[0].name} is still good" if complete else "there is no earlier one"
-        return SaveFailed(step, f"{checkpoint_name(step)} was not saved: {error}; {rest}")
+        return SaveFailed(f"{checkpoint_name(step)} was not saved: {error}; {rest}")
 
     def _capture(self, job: _Job) -> None:
         """Write the state, or copy it to host memory, before the next step changes it."""
@@ -194,11 +203,12 @@ class Saver:
     def _work(self, job: _Job) -> None:
         """Finish a save in the thread, while training continues."""
         try:
-            _write_files(job)
-            write_part(job.draft, self._rank, job.names, {"finite": job.finite})
-        except Exception as error:
-            job.part_error = _as_value_error(error, job.draft)
-            write_failure(job.draft, self._rank, job.names, str(job.part_error))
+            with write_errors(job.draft):
+                _write_files(job)
+                write_part(job.draft, self._rank, job.names, job.finite)
+        except ValueError as error:
+            job.part_error = error
+            write_failure(job.draft, self._rank, job.names, str(error))
         finally:
             job.part_done.set()
         if self._rank == 0:
@@ -209,23 +219,21 @@ class Saver:
 
         versions = {"torch": torch.__version__, "deepspeed": deepspeed.__version__}
         try:
-            parts = wait_for_parts(job.draft, self._ranks, job.abort)
-            fields = {**versions, "saved_under": engine_topology(self.engine)}
-            path = commit(self.folder, job.step, parts, fields)
-        except Aborted:
-            return  # `finish` reports the cause
-        except Exception as error:
-            job.commit_error = _as_value_error(error, job.draft)
+            with write_errors(job.draft):
+                parts = wait_for_parts(job.draft, self._ranks, job.abort)
+                fields = {**versions, "saved_under": engine_topology(self.engine)}
+                path = commit(self.folder, job.step, parts, fields)
+        except ValueError as error:
+            job.commit_error = error
             shutil.rmtree(job.draft, ignore_errors=True)
-            self._report_failure(job, self._failure(job.step, job.commit_error))
+            if not job.abort.is_set():  # else `finish` reports the cause
+                self._report_failure(job, self._failure(job.step, error))
             return
         try:  # the checkpoint is committed: errors below are warnings
             script = Path(deepspeed.__file__).parent / "utils" / RECOVERY_SCRIPT
             if not (self.folder / RECOVERY_SCRIPT).exists():
                 shutil.copyfile(script, self.folder / RECOVERY_SCRIPT)
-            keep, hours = self.config.keep, self.config.keep_hours
-            for message in prune(self.folder, keep, hours, time.time()):
-                warnings.warn(message, stacklevel=2)
+            prune(self.folder, self.config.keep, self.config.keep_hours, time.time())
             if self.on_saved is not None:
                 self.on_saved(job.step, path, job.stall)
         except Exception as error:
@@ -240,14 +248,5 @@ class Saver:
 def _write_files(job: _Job) -> None:
     """Write the files that are not yet written, and free their memory."""
     for name in list(job.files):
-        path = job.draft / name
-        try:
-            write_file(path, job.files.pop(name))
-        except Exception as error:
-            raise ValueError(describe_write_error(error, path)) from error
-
-
-def _as_value_error(error: Exception, path: Path) -> ValueError:
-    if isinstance(error, ValueError):
-        return error
-    return ValueError(describe_write_error(error, path))
+        with write_errors(job.draft / name):
+            write_file(job.draft / name, job.files.pop(name))

@@ -12,9 +12,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from nsa.atomic_io import atomic_write_text, fsync_dir
-from nsa.checkpoint.commit import PARTIAL, describe_write_error
+from nsa.checkpoint.commit import PARTIAL, write_errors
 from nsa.checkpoint.manifest import (
     ANY,
     MANIFEST,
@@ -25,7 +26,6 @@ from nsa.checkpoint.manifest import (
     rank_file,
     read_manifest,
     read_state_file,
-    read_topology,
     rng_file,
     sync_and_hash,
 )
@@ -34,7 +34,7 @@ from nsa.checkpoint.safe_load import data_only
 
 def needs_universal(checkpoint: Path, ranks: int) -> bool:
     """Return whether loading on `ranks` ranks requires conversion; ZeRO stage 0 loads on any."""
-    topology = read_topology(checkpoint)
+    topology = read_state_file(checkpoint)["saved_under"]
     return topology["layout"] != "0" and topology["ranks"] not in (ranks, ANY)
 
 
@@ -43,7 +43,7 @@ def to_universal(checkpoint: Path) -> Path:
 
     If the converter fails, raise a ValueError with its last line and leave no files.
     """
-    topology = read_topology(checkpoint)
+    topology = read_state_file(checkpoint)["saved_under"]
     if topology["layout"] not in ("0", layout_of(1)):
         raise ValueError(
             f"{checkpoint} was saved with ZeRO stage {topology['layout']}, which cannot be "
@@ -53,28 +53,23 @@ def to_universal(checkpoint: Path) -> Path:
     source = read_manifest(checkpoint)
     if find_problem(target) is None and read_manifest(target).get("made_from") == source["files"]:
         return target
-    draft = checkpoint.with_name(f".{target.name}{PARTIAL}")
-    try:
-        if draft.exists():
-            shutil.rmtree(draft)
-        draft.mkdir()
-        converted = draft / "converted"  # the converter also writes into the folder above
+    folder = checkpoint.parent
+    unfinished = TemporaryDirectory(PARTIAL, f".{target.name}.", folder)  # a crash leaves a draft
+    with write_errors(target), unfinished as draft:
+        converted = Path(draft) / "converted"  # the converter also writes into the folder above
         _convert(checkpoint, converted)
         _copy_other_files(checkpoint, converted, source["ranks"])
-        files = sorted(path for path in converted.rglob("*") if path.is_file())
+        paths = sorted(converted.rglob("*"))
+        files = [path for path in paths if path.is_file()]
         entries = {str(path.relative_to(converted)): sync_and_hash(path) for path in files}
         manifest = {**source, "made_from": source["files"], "files": entries}
         atomic_write_text(converted / MANIFEST, manifest_text(manifest))
-        for folder in [converted, *(path for path in converted.rglob("*") if path.is_dir())]:
-            fsync_dir(folder)
+        for path in [converted, *(path for path in paths if path.is_dir())]:
+            fsync_dir(path)
         if target.exists():
             shutil.rmtree(target)
         converted.rename(target)
-        fsync_dir(target.parent)
-    except OSError as error:
-        raise ValueError(describe_write_error(error, Path(error.filename or draft))) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        fsync_dir(folder)
     return target
 
 

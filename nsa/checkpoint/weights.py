@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.checkpoint.manifest import ANY, MANIFEST, find_problem, newest_complete, read_topology
+from nsa.checkpoint.manifest import ANY, MANIFEST, find_problem, newest_complete, read_state_file
 from nsa.checkpoint.safe_load import data_only
 from nsa.dtypes import DTYPES
 from nsa.untrusted import open_regular, parse_json, printable, read_text
@@ -79,7 +79,7 @@ def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
     if has_safetensors(folder):
         weights = read_safetensors(folder)
         return {name: weight.to(dtype or weight.dtype) for name, weight in weights.items()}
-    topology = read_topology(folder)
+    topology = read_state_file(folder)["saved_under"]
     if topology["layout"] == "3":
         return _stage_3_weights(folder, dtype or DTYPES[topology["precision"]])
     saved = _load_mapped(folder / WEIGHTS)

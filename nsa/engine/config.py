@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from nsa.checkpoint.config import CheckpointConfig
+from nsa.checkpoint import CheckpointConfig
 from nsa.data import DataConfig
 from nsa.model.config import ModelConfig
 from nsa.monitor.config import MonitorConfig

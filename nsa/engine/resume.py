@@ -39,7 +39,7 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[Path | None, 
     path, notes = checkpoint.newest_complete(request.run_dir / "checkpoints")
     if path is None:
         return None, [*notes, "--resume: no checkpoint was saved; starting at step 0"]
-    saved = dict(checkpoint.read_topology(path))
+    saved = checkpoint.read_state_file(path)["saved_under"]
     required = {
         "layout": layout_of(request.zero_stage, has_muon(request.ds_config)),
         "precision": request.config.train.precision,
@@ -61,7 +61,7 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[Path | None, 
 def read_state(path: Path, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:
     """Return a checkpoint's TrainState and this rank's state, {} if the world size differs."""
     rank_state = None
-    if checkpoint.read_topology(path)["ranks"] == ranks.world_size:
+    if checkpoint.read_state_file(path)["saved_under"]["ranks"] == ranks.world_size:
         rank_state = checkpoint.read_rank_state(path, ranks.rank)
     rank_state = rank_state or {}
     for name, shape in RANK_STATE.items():
@@ -74,7 +74,7 @@ def read_state(path: Path, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:
 def _train_state(path: Path) -> TrainState:
     """Return a checkpoint's TrainState; raise a ValueError if a field has another type."""
     state = TrainState(step=read_step(path))
-    for name, value in checkpoint.read_train_state(path).items():
+    for name, value in checkpoint.read_state_file(path)["state"].items():
         expected = getattr(state, name, None)
         if type(value) is not type(expected):
             raise ValueError(

@@ -178,7 +178,7 @@ def _create_parts(run: Run) -> None:
         run.engine,
         request.run_dir / "checkpoints",
         config.checkpoint,
-        agree=run.consensus.barrier,
+        barrier=run.consensus.barrier,
         attachments=request.config_files(),
         tokenizer={"name": source.tokenizer, "fingerprint": source.tokenizer_fingerprint},
         on_saved=observers.on_checkpoint,

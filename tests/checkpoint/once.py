@@ -17,7 +17,7 @@ def save(
     rank_state: dict[str, Any] | None = None,
 ) -> None:
     """Save once and wait for it; every rank must call it with the same step."""
-    agree = Consensus(slowest=60).barrier
-    saver = Saver(engine, folder, CheckpointConfig(), agree=agree)
+    barrier = Consensus(slowest=60).barrier
+    saver = Saver(engine, folder, CheckpointConfig(), barrier=barrier)
     saver.save(step, state, rank_state)
     saver.finish()

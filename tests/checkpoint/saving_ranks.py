@@ -34,7 +34,7 @@ class Trial:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.rank = dist.get_rank()
-        self.agreement = Consensus(60)
+        self.consensus = Consensus(60)
         self.engine = build(seed=1)
         self.saved: list[tuple[int, str, float]] = []
         self.failed: list[str] = []
@@ -44,7 +44,7 @@ class Trial:
             self.engine,
             folder,
             CheckpointConfig(**config),
-            agree=self.agreement.barrier,
+            barrier=self.consensus.barrier,
             attachments=ATTACHMENTS,
             on_saved=lambda number, path, stall: self.saved.append((number, path.name, stall)),
             on_failed=lambda error: self.failed.append(str(error)),

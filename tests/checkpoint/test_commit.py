@@ -37,7 +37,7 @@ def save(folder: Path, step: int, *, finite: bool = True, keep: int = 0) -> Path
         names = [f"shard{rank}.pt", f"rng_rank{rank}.pt", *["state.json"] * (rank == 0)]
         for name in names:
             (draft / name).write_text(f"{name} of step {step}\n" * 100)
-        write_part(draft, rank, names, {"finite": finite})
+        write_part(draft, rank, names, finite)
     path = commit(folder, step, wait_for_parts(draft, 2, threading.Event()), {})
     prune(folder, keep, 0, time.time())
     return path
@@ -119,7 +119,7 @@ def test_a_failed_ranks_error_is_reported_and_its_files_are_removed(tmp_path: Pa
     draft = new_draft(tmp_path, 3)
     (draft / "state.json").write_text("{}")
     (draft / "shard1.pt").write_text("incomplete")
-    write_part(draft, 0, ["state.json"], {"finite": True})
+    write_part(draft, 0, ["state.json"], True)
     write_failure(draft, 1, ["shard1.pt", "never written"], "shard1.pt: the disk is full")
     assert not (draft / "shard1.pt").exists()
     with pytest.raises(ValueError, match="the disk is full"):
@@ -128,8 +128,8 @@ def test_a_failed_ranks_error_is_reported_and_its_files_are_removed(tmp_path: Pa
 
 def test_rank_0_waits_for_a_slow_rank_until_aborted(tmp_path: Path) -> None:
     draft = new_draft(tmp_path, 3)
-    write_part(draft, 0, [], {"finite": True})
-    late = threading.Timer(0.1, write_part, [draft, 1, [], {"finite": False}])
+    write_part(draft, 0, [], True)
+    late = threading.Timer(0.1, write_part, [draft, 1, [], False])
     late.start()
     parts = wait_for_parts(draft, 2, threading.Event())
     assert [part["finite"] for part in parts] == [True, False]
@@ -145,7 +145,7 @@ def test_a_checkpoint_is_finite_only_if_every_rank_is(tmp_path: Path) -> None:
         names = [f"rng_rank{rank}.pt", *["state.json"] * (rank == 0)]
         for name in names:
             (draft / name).write_text("x")
-        write_part(draft, rank, names, {"finite": finite})
+        write_part(draft, rank, names, finite)
     path = commit(tmp_path, 3, wait_for_parts(draft, 2, threading.Event()), {})
     assert newest_complete(tmp_path)[0] == path
     assert newest_complete(tmp_path, finite=True) == (
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_finite_only_if_every_rank_is(tmp_path: Path) -> None:
 def test_an_older_draft_of_the_step_is_removed(tmp_path: Path) -> None:
     draft = new_draft(tmp_path, 3)
     (draft / "left.pt").write_text("of a crash")
-    write_part(draft, 1, ["left.pt"], {"finite": True})
+    write_part(draft, 1, ["left.pt"], True)
     assert list(new_draft(tmp_path, 3).iterdir()) == []
 
 
@@ -186,7 +186,7 @@ def test_pruning_by_number_and_by_age(
     now = 1e9
     for step in (1, 2, 3, 4, 5):
         set_time(save(tmp_path, step), now - 3600 * (5 - step) - 1)
-    assert prune(tmp_path, keep, hours, now) == []
+    prune(tmp_path, keep, hours, now)
     assert steps(tmp_path) == left
 
 
@@ -214,10 +214,10 @@ def test_the_universal_form_is_removed_with_its_checkpoint(tmp_path: Path) -> No
     assert not draft_of(tmp_path, 1).exists()
 
 
-def test_a_failed_removal_is_returned_and_the_others_are_removed(tmp_path: Path) -> None:
+def test_a_failed_removal_is_a_warning_and_the_others_are_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     (tmp_path / ".step00000001.removed.partial").write_text("a file where a folder should be")
-    (error,) = prune(tmp_path, 1, 0, time.time())
-    assert error == f"{tmp_path / 'step00000001'} could not be removed: Not a directory"
+    with pytest.warns(UserWarning, match="step00000001 could not be removed: Not a directory"):
+        prune(tmp_path, 1, 0, time.time())
     assert steps(tmp_path) == [1, 3]
