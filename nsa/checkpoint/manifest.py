@@ -205,9 +205,7 @@ def read_state_file(checkpoint: Path) -> dict[str, Any]:
         and (saved["ranks"] == ANY or saved["ranks"] in range(1, MAX_RANKS + 1))
         and (tokenizer is None or matches(tokenizer, {"name": str, "fingerprint": str}))
     ):
-        raise ValueError(
-            f"{checkpoint / STATE} holds no state of a checkpoint; use another"
-        )
+        raise ValueError(f"{checkpoint / STATE} holds no state of a checkpoint; use another")
     return content
 
 
