@@ -49,6 +49,8 @@ def add_import_parser(verbs: Any) -> None:
     about = "each branch's share of the dense output at the start (default: 0,0.5,0.5; see "
     about += "docs/guides/hugging-face.md)"
     add("--shares", metavar="S,S,S", help=about)
+    about = "compare the result with the dense model on the validation split of this data.source"
+    add("--gap", metavar="SOURCE", help=about)
     parser.set_defaults(run=_import)
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 
+from nsa.data.batches import Batch
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import model_with
 from nsa.engine.resolve import resolve_config, to_yaml
 from nsa.export.dense_to_nsa import dense_to_nsa, widen_mlp_compressor
 from nsa.export.from_hf import SourceModel, read_model
+from nsa.export.logit_gap import logit_gaps, read_samples
 from nsa.export.to_hf import output_folder, write_weights
 from nsa.untrusted import printable
+
+LARGEST_SHARE = 100  # more than is useful, and finite in every dtype
 
 
 def import_run(args: argparse.Namespace) -> int:
@@ -25,21 +30,26 @@ def import_run(args: argparse.Namespace) -> int:
         shares = _parse_shares(args.shares, config)
         if before != after:
             widen_mlp_compressor(config.model)
-        weights = source.read_weights()
-        model_with(weights, source.config, args.source)  # raises if they do not fit
+        # Before the weights are read: a missing dataset is refused in seconds.
+        samples = _gap_samples(args, source, config) if args.gap else []
+        old_model = model_with(source.read_weights(), source.config, args.source)
+        weights = dict(old_model.state_dict())
         if before != after:
             weights = dense_to_nsa(weights, config.model, shares)
-        model_with(weights, config, args.source)
+        model = model_with(weights, config, args.source)
         for file in source.tokenizer_files:
             shutil.copyfile(file, draft / file.name)
         write_weights(weights, draft)
         (draft / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    parameters = sum(weight.numel() for weight in weights.values())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{args.to}: {parameters:,} parameters, {after} attention")
     if not source.has_run_config and not source.tokenizer_files:
         tokenizer = printable(config.data.tokenizer)
         print(f"{args.source} has no tokenizer.json: data.tokenizer = {tokenizer}")
-    print(f"start a recipe from it: --config {args.to / 'config.yaml'}")
+    print(f"start a recipe from it: --config {args.to / 'config.yaml'}", flush=True)
+    if args.gap:
+        for line in logit_gaps(old_model.float(), model.float(), samples):
+            print(line, flush=True)
     return 0
 
 
@@ -49,11 +59,12 @@ def _check_kinds(args: argparse.Namespace, before: str, after: str) -> None:
             f"--attention dense: {args.source} is an NSA model, which cannot become dense; omit "
             "the flag"
         )
-    if args.shares and before == after:
-        raise ValueError(
-            f"--shares {args.shares}: {args.source} keeps its {after} attention; omit the flag, or "
-            "convert a dense model (--attention nsa)"
-        )
+    for flag, value in (("--shares", args.shares), ("--gap", args.gap)):
+        if value and before == after:
+            raise ValueError(
+                f"{flag} {value}: {args.source} keeps its {after} attention; omit the flag, or "
+                "convert a dense model (--attention nsa)"
+            )
 
 
 def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> RunConfig:
@@ -82,9 +93,21 @@ def _parse_shares(text: str | None, config: RunConfig) -> dict[str, float] | Non
         raise ValueError(
             f"--shares {text}: write a number for each branch, {','.join(attention.branch_names)}"
         ) from None
+    if not all(abs(share) <= LARGEST_SHARE for share in shares.values()):  # false for NaN too
+        raise ValueError(
+            f"--shares {text}: each is a fraction of the dense output; write numbers from "
+            f"-{LARGEST_SHARE} to {LARGEST_SHARE}"
+        )
     if attention.shared_kv and len(set(shares.values())) > 1:
         raise ValueError(
             f"--shares {text}: with attention.shared_kv all branches have the same values and "
             "share; omit one of the two"
         )
     return shares
+
+
+def _gap_samples(args: argparse.Namespace, source: SourceModel, config: RunConfig) -> list[Batch]:
+    data = replace(config.data, source=args.gap)
+    if source.tokenizer_files and data.tokenizer == f"hf:{args.to.absolute()}":  # not written yet
+        data.tokenizer = f"hf:{source.tokenizer_files[0].parent}"
+    return read_samples(data, config.model.attention)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from nsa.data.config import DataConfig
 from nsa.data.factory import open_source
 from nsa.data.tokenizer import train_tokenizer
 from nsa.engine.load_run import load_run
+from nsa.export import logit_gap
 from nsa.export.to_hf import export
 from nsa.monitor.csv_files import read_metrics
 from tests.data.texts import texts, write_lines
@@ -222,10 +225,14 @@ def test_a_missing_weight_is_named(
     [
         (["--set=attention.compressor=mlp", "--set=attention.compressor_hidden=31"], "needs 32"),
         (["--shares=0,1"], "--shares 0,1: write a number for each branch, cmp,sel,win"),
+        (["--shares=nan,0,1"], "--shares nan,0,1: each is a fraction of the dense output"),
+        (["--shares=0,1e40,1"], "write numbers from -100 to 100"),
         (["--shares=0,1,0", "--set=attention.shared_kv=true"], "omit one of the two"),
         (["--set=attention.kind=dense"], "kind = 'dense': only --attention sets"),
         (["--attention=dense", "--set=model.attention.kind=nsa"], "give --attention nsa"),
         (["--attention=dense", "--shares=0,1,0"], "keeps its dense attention"),
+        (["--gap=no/such/text"], "no/such/text"),
+        (["--attention=dense", "--gap=embedded"], "keeps its dense attention"),
         (["--set=model.layers=3"], "blocks.2."),
         (["--set=model.layer=3"], "did you mean model.layers"),
     ],
@@ -252,14 +259,6 @@ def test_folders_that_cannot_be_imported_are_refused_with_the_reason(
     assert "already exists" in capsys.readouterr().err
 
 
-def test_damaged_weights_are_refused(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(llama_folder, tmp_path / "llama")
-    (tmp_path / "llama/model.safetensors").write_bytes(b"damaged")
-    assert "is damaged" in refused(capsys, tmp_path / "llama")
-
-
 def test_the_target_may_be_a_link_but_not_the_working_directory(
     llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
@@ -277,8 +276,12 @@ def test_the_target_may_be_a_link_but_not_the_working_directory(
     imported(llama_folder, Path("new"), "--attention=dense")
 
 
-def test_a_llamas_tokenizer_is_copied(tmp_path: Path) -> None:
-    """The new folder does not need the old one."""
+def test_a_llamas_tokenizer_is_copied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """The new folder does not need the old one; the gap's text is read with the tokenizer."""
+    monkeypatch.setattr(logit_gap, "TOKENS", 64)
+    text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", "--attention=nsa", *SMALL]
     folder = tmp_path / "llama"
     llama(folder, vocab_size=300)
     source = write_lines(tmp_path / "lines.jsonl", texts(40))
@@ -287,7 +290,8 @@ def test_a_llamas_tokenizer_is_copied(tmp_path: Path) -> None:
         file.replace(folder / file.name)
     imported(folder, tmp_path / "dense", "--attention=dense")
     for source, to in ((tmp_path / "dense", "sparse"), (folder, "run")):
-        imported(source, tmp_path / to, "--attention=nsa")
+        imported(source, tmp_path / to, *text)
+        assert len(re.findall(r"^ +\d+ .*%$", capsys.readouterr().out, re.M)) == 3
     shutil.rmtree(folder)
     (tmp_path / "run").rename(tmp_path / "moved")
     run = load_run(tmp_path / "moved")
@@ -317,6 +321,49 @@ def test_a_recipe_continues_a_dense_run_as_nsa(dense_run: Path, tmp_path: Path) 
         yaml.safe_load((dense_run / "config.yaml").read_text())["model"]["attention"]
         | {"kind": "nsa"}
     )
+
+
+def test_the_logit_gap_is_measured_on_short_and_long_texts(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(logit_gap, "TOKENS", 64)
+    text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000"]
+    imported(llama_folder, tmp_path / "start", *text, *SMALL)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert [row[0] for row in rows] == ["16", "32", "64"]
+    assert [row[3:] for row in rows[:2]] == [["+0.0000", "0.0000", "100.0%"]] * 2
+    dense, start, more, kl = map(float, rows[2][1:5])
+    assert more == pytest.approx(start - dense, abs=2e-4)
+    assert kl > 0.01
+
+
+def test_a_gap_with_the_wrong_tokenizer_is_refused_after_the_import(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama(tmp_path / "llama", vocab_size=60)
+    text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", *SMALL]
+    assert main(["import", str(tmp_path / "llama"), "--to", str(tmp_path / "run"), *text]) == 2
+    assert "vocabulary is 60; set data.tokenizer" in capsys.readouterr().err
+    assert load_run(tmp_path / "run", device="cpu").config.model.vocab_size == 60
+
+
+def test_the_gaps_dataset_is_checked_before_the_weights(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(llama_folder, tmp_path / "llama")
+    (tmp_path / "llama/model.safetensors").write_bytes(b"damaged")
+    assert "'no/such/text': no such" in refused(capsys, tmp_path / "llama", "--gap=no/such/text")
+    assert "is damaged" in refused(capsys, tmp_path / "llama")
+
+
+def test_the_gap_of_known_distributions() -> None:
+    """KL((½, ½) ‖ (¼, ¾)) and the losses of the second token."""
+    half, quarter = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+    sums = logit_gap.compare(
+        half.repeat(2, 1), quarter.repeat(2, 1), torch.tensor([1, -100])
+    ).tolist()
+    kl = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+    assert sums == pytest.approx([math.log(2), math.log(4 / 3), kl, 0, 1])
 
 
 @pytest.mark.parametrize("attention", ["nsa", "dense"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +38,38 @@ def _tasks(args: argparse.Namespace) -> int:
     models = args.models.split(",")
     if unknown := [name for name in models if name not in MODELS]:
         raise ValueError(f"--models {args.models}: unknown {unknown[0]!r}; {', '.join(MODELS)}")
+    import torch
+
     from nsa.evaluate.results import make_folder
-    from nsa.evaluate.tasks import evaluate
+    from nsa.evaluate.tasks.data import VALUES
+    from nsa.evaluate.tasks.evaluate import evaluate_all
+    from nsa.evaluate.tasks.report import draw_needle, draw_recall, lines, summary_json
     from nsa.evaluate.tasks.train import Task
 
     task = Task(args.seq_len, args.hops, args.pattern)
     make_folder(args.out)
-    log = partial(_log_step, args.steps)
-    command = {"command": " ".join(["nsa", *sys.argv[1:]])}
-
-    def save(result: dict[str, Any]) -> None:
-        atomic_write_text(args.out / "tasks.json", evaluate.summary_json(command | result))
-        row = result["rows"][-1]
-        print(f"{row['model']}, seed {row['seed']}: evaluated and saved", flush=True)
-
-    steps, seeds, jobs = args.steps, args.seeds, args.jobs
-    result = evaluate.evaluate_variants(models, task, steps, seeds, jobs, log, save)
+    result: dict[str, Any] = {
+        "command": " ".join(["nsa", *sys.argv[1:]]),
+        "torch": torch.__version__,
+        **asdict(task),
+        "steps": args.steps,
+        "seeds": args.seeds,
+        "reach": task.reach,
+        "chance": 1 / VALUES,
+        "spec": asdict(task.spec),
+        "rows": [],
+    }
     files = [args.out / "tasks.json", args.out / "recall.png"]
-    evaluate.draw_recall(result, files[1])
-    if evaluate.has_needles(result):
+    pairs = [(seed, model) for seed in args.seeds for model in models]
+    with closing(evaluate_all(task, args.steps, pairs, args.jobs)) as evaluated:
+        for rows in evaluated:
+            result["rows"] += rows
+            atomic_write_text(files[0], summary_json(result))
+            row = rows[-1]
+            print(f"{row['model']}, seed {row['seed']}: evaluated and saved", flush=True)
+    draw_recall(result, files[1])
+    if any(row["needle"] for row in result["rows"]):
         files.append(args.out / "needle.png")
-        evaluate.draw_needle(result, files[2])
-    print(*evaluate.lines(result), *files, sep="\n")
+        draw_needle(result, files[2])
+    print(*lines(result), *files, sep="\n")
     return 0
-
-
-def _log_step(steps: int, variant: str, seed: int, step: int, loss: float) -> None:
-    if step % max(1, steps // 4) == 0 or step == steps:
-        print(f"{variant}, seed {seed}: step {step}/{steps}, loss {loss:.3f}", flush=True)

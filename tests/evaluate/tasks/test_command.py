@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from nsa.cli import main
-from nsa.evaluate.tasks import evaluate, train
+from nsa.evaluate.tasks import evaluate, report, train
 from nsa.evaluate.tasks.command import MODELS
-from nsa.evaluate.tasks.evaluate import FACTS, WITHOUT_SELECTION, lines, summary_json
+from nsa.evaluate.tasks.evaluate import FACTS, WITHOUT_SELECTION, evaluate_all
+from nsa.evaluate.tasks.report import lines, summary_json
 from nsa.evaluate.tasks.train import VARIANTS
 from tests.data.processes import ends_soon
 from tests.engine.runs import BIN
@@ -40,7 +41,7 @@ def called(tmp_path_factory: pytest.TempPathFactory) -> Called:
         patch.setattr(train, "BATCH", 128)
         patch.setattr(evaluate, "SEQUENCES", 4)
         patch.setattr(evaluate, "DEPTHS", DEPTHS)
-        patch.setattr(evaluate, "summary_json", keep)
+        patch.setattr(report, "summary_json", keep)
         seeds = [str(seed) for seed in SEEDS]
         call = ["tasks", "--steps", "2", "--seeds", *seeds, "--seq-len", "64", "--out", str(out)]
         assert main(call) == 0
@@ -102,17 +103,16 @@ def test_two_hops_have_no_needles(
 
 @pytest.mark.full
 def test_parallel_jobs_give_the_same_results() -> None:
-    results: list[list[dict[str, Any]]] = []
-    for jobs in (1, 2):
-        rows = evaluate.evaluate_variants(
-            ["dense", "win"], train.Task(64), 1, [4], jobs, _ignore_step, lambda result: None
-        )["rows"]
-        results.append([{**row, "seconds": None} for row in rows])
+    pairs = [(4, "dense"), (4, "win")]
+    results = [
+        [
+            {**row, "seconds": None}
+            for rows in evaluate_all(train.Task(64), 1, pairs, jobs)
+            for row in rows
+        ]
+        for jobs in (1, 2)
+    ]
     assert results[0] == results[1]
-
-
-def _ignore_step(variant: str, seed: int, step: int, loss: float) -> None:
-    """A module-level function, so that other processes can unpickle it."""
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_wrong_flags_are_refused_in_one_line(
 def test_an_impossible_out_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluate, "evaluate_variants", None)
+    monkeypatch.setattr(evaluate, "evaluate_all", None)
     (tmp_path / "file").touch()
     for out in ("file", "file/below"):
         assert main(["tasks", "--out", str(tmp_path / out)]) == 2
