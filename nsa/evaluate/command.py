@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from nsa.data.config import DataConfig
     from nsa.data.tokenizer import Tokenizer
+    from nsa.engine.config import RunConfig
     from nsa.engine.load_run import LoadedRun, StoredRun
     from nsa.evaluate.data import EvalData
     from nsa.evaluate.results import Result
@@ -53,46 +54,35 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="for example cpu or cuda:1 (default: CUDA if available)")
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """The data and windows on which every run is evaluated."""
-
-    data: DataConfig  # with the longest of `lengths` as seq_len
-    split: str
-    lengths: list[int]
-    stride: int | None
-    tokens: int
-
-
 def _eval(args: argparse.Namespace) -> int:
     from nsa.engine.load_run import find_run, load_run
     from nsa.evaluate.results import lines, make_folder, write
     from nsa.report.compare import labelled
 
-    _check_flags(args)
+    positive_flags(args, "seq_len", "stride", "tokens")
     device = parse_device(args.device)
     # Every error of the settings is raised before the first, slow evaluation.
-    paths = labelled([args.path, *args.compare])
-    runs = {name: find_run(path) for name, path in paths.items()}
+    runs = {name: find_run(path) for name, path in labelled([args.path, *args.compare]).items()}
     tokenizers = {name: require_tokenizer(name, run) for name, run in runs.items()}
-    settings = _resolve_settings(args, runs)
+    config = next(iter(runs.values())).config
+    settings = _data_settings(args, config)
+    split = args.split or _default_split(settings, runs)
+    lengths = _lengths(args, settings.seq_len)
+    settings = replace(settings, seq_len=lengths[-1])
+    tokens = args.tokens or config.train.eval_samples * config.data.seq_len
     data: dict[str, EvalData] = {}  # by fingerprint of the tokenizer
     for tokenizer in tokenizers.values():
         if tokenizer.fingerprint not in data:
-            data[tokenizer.fingerprint] = _open_data(settings, tokenizer)
+            data[tokenizer.fingerprint] = _open_data(settings, split, tokens, tokenizer)
     out = args.out or args.path / "eval"
     make_folder(out)
     results: list[Result] = []
     for name, stored in runs.items():
         run = load_run(stored, device=device)
-        for length in settings.lengths:
+        for length in lengths:
             run_data = data[tokenizers[name].fingerprint]
-            results.append(_evaluate(name, run, run_data, settings.stride or length, length))
-    source = {
-        "source": settings.data.source,
-        "split": settings.split,
-        "packing": settings.data.packing,
-    }
+            results.append(_evaluate(name, run, run_data, args.stride or length, length))
+    source = {"source": settings.source, "split": split, "packing": settings.packing}
     rows = [result.row(results) for result in results]
     files = write(rows, source, out)
     print(*lines(rows), "", *files, sep="\n")
@@ -105,20 +95,72 @@ def _log(line: str) -> None:
         print(printable(line), flush=True)
 
 
-def _check_flags(args: argparse.Namespace) -> None:
-    positive_flags(args, "seq_len", "stride", "tokens")
-    lengths = args.seq_len or []
-    for length in lengths:
-        if max(lengths) % length:
-            raise ValueError(
-                f"--seq-len {length} does not divide {max(lengths)}: all lengths evaluate the same "
-                "tokens; make the longest a multiple of the others"
-            )
+def _data_settings(args: argparse.Namespace, config: RunConfig) -> DataConfig:
+    """Return the first run's data settings, overridden by --set and --source."""
+    from nsa.engine.resolve import resolve_config
+
     for assignment in args.set:
         if not assignment.startswith("data."):
             raise ValueError(f"--set {assignment}: only data.* can be set here")
         if assignment.partition("=")[0].strip() == "data.tokenizer":
             raise ValueError(f"--set {assignment}: each run uses its tokenizer; leave this out")
+    data = resolve_config(config, None, args.set).data
+    return data if args.source is None else replace(data, source=args.source)
+
+
+def _lengths(args: argparse.Namespace, trained_len: int) -> list[int]:
+    """Return the context lengths, shortest first; refuse those that evaluate other tokens."""
+    lengths = sorted(set(args.seq_len or [trained_len]))
+    for length in lengths:
+        if lengths[-1] % length:
+            raise ValueError(
+                f"--seq-len {length} does not divide {lengths[-1]}: all lengths evaluate the same "
+                "tokens; make the longest a multiple of the others"
+            )
+        if args.stride is not None and length % args.stride:
+            raise ValueError(f"--stride {args.stride} does not divide --seq-len {length}")
+    if args.tokens is not None and args.tokens < lengths[-1]:
+        raise ValueError(f"--tokens {args.tokens}: fewer than the {lengths[-1]} of one sequence")
+    return lengths
+
+
+def _default_split(data: DataConfig, runs: Mapping[str, StoredRun]) -> str:
+    """Return "held_out" for a dataset that one of the runs was trained on, else "all".
+
+    Log the runs that read some of the held-out text in training.
+    """
+    from nsa.data.factory import held_out
+    from nsa.data.shards import is_prepared
+
+    def by_position(config: DataConfig) -> set[bool]:
+        return {held_out(config, name).by_position for name in config.sources()}
+
+    prepared = any(map(is_prepared, data.sources()))  # divided once and for all
+    trained_on = {
+        name: run.config.data
+        for name, run in runs.items()
+        if sources_overlap(data, run.config.data)
+    }
+    for name, trained in trained_on.items() if not prepared else ():
+        if data.held_out > trained.held_out or by_position(data) != by_position(trained):
+            _log(
+                f"{name}: the held-out documents are not those of its training, which read some of "
+                f"the text evaluated here (data.held_out = {data.held_out}, in training "
+                f"{trained.held_out}; few documents are divided by position, more by hash)"
+            )
+    return "held_out" if prepared or trained_on else "all"
+
+
+def sources_overlap(data: DataConfig, other: DataConfig) -> bool:
+    """Return whether the two have a source in common, or one a file in the other's folder."""
+    paths, others = (
+        [
+            Path(os.path.realpath(Path(name).expanduser())) if is_path(name) else Path(name)
+            for name in config.sources()
+        ]
+        for config in (data, other)
+    )
+    return any(a == b or a in b.parents or b in a.parents for a in paths for b in others)
 
 
 def parse_device(name: str | None) -> torch.device | None:
@@ -128,82 +170,9 @@ def parse_device(name: str | None) -> torch.device | None:
     if name is None:
         return None
     try:
-        device = torch.empty(0, device=name).device
+        return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
-    if device.type == "meta":
-        raise ValueError(f"--device {name}: computes nothing; choose cpu or cuda")
-    return device
-
-
-def _resolve_settings(args: argparse.Namespace, runs: Mapping[str, StoredRun]) -> _Settings:
-    from nsa.data.shards import is_prepared
-    from nsa.engine.resolve import resolve_config
-
-    config = next(iter(runs.values())).config
-    data = resolve_config(config, None, args.set).data
-    if args.source is not None:
-        data = replace(data, source=args.source)
-    # Of its own data, a run was trained on all but the held-out documents; of other data, on none.
-    prepared = any(map(is_prepared, data.sources()))
-    has_held_out = prepared
-    for name, run in runs.items():
-        trained = run.config.data
-        if sources_overlap(data, trained):
-            has_held_out = True
-            if not prepared and _divided_otherwise(data, trained):
-                if data.held_out != trained.held_out:
-                    _log(
-                        f"{name}: data.held_out = {data.held_out} instead of the "
-                        f"{trained.held_out} of its training, which read some of the documents "
-                        "evaluated here"
-                    )
-                else:
-                    _log(
-                        f"{name}: few documents are divided by position, more by hash; here the "
-                        "split differs from its training's, which read some of the text evaluated "
-                        "here"
-                    )
-    lengths = sorted(set(args.seq_len or [data.seq_len]))
-    for length in lengths:
-        if args.stride is not None and length % args.stride:
-            raise ValueError(f"--stride {args.stride} does not divide --seq-len {length}")
-    if args.tokens is not None and args.tokens < lengths[-1]:
-        raise ValueError(f"--tokens {args.tokens}: fewer than the {lengths[-1]} of one sequence")
-    return _Settings(
-        data=replace(data, seq_len=lengths[-1]),
-        split=args.split or ("held_out" if has_held_out else "all"),
-        lengths=lengths,
-        stride=args.stride,
-        tokens=args.tokens or config.train.eval_samples * config.data.seq_len,
-    )
-
-
-def _divided_otherwise(data: DataConfig, trained: DataConfig) -> bool:
-    """Return whether the validation split of `data` holds text that `trained` trains on."""
-    from nsa.data.factory import held_out
-
-    positions = [
-        {held_out(config, name).by_position for name in config.sources()}
-        for config in (data, trained)
-    ]
-    return data.held_out > trained.held_out or positions[0] != positions[1]
-
-
-def sources_overlap(data: DataConfig, other: DataConfig) -> bool:
-    """Return whether the two have a source in common, or one a file in the other's folder."""
-    return any(
-        a == b or a in b.parents or b in a.parents
-        for a in _source_paths(data)
-        for b in _source_paths(other)
-    )
-
-
-def _source_paths(data: DataConfig) -> list[Path]:
-    return [
-        Path(os.path.realpath(Path(name).expanduser())) if is_path(name) else Path(name)
-        for name in data.sources()
-    ]
 
 
 def require_tokenizer(name: str, run: StoredRun) -> Tokenizer:
@@ -219,21 +188,20 @@ def require_tokenizer(name: str, run: StoredRun) -> Tokenizer:
     return run.tokenizer
 
 
-def _open_data(settings: _Settings, tokenizer: Tokenizer) -> EvalData:
+def _open_data(data: DataConfig, split: str, tokens: int, tokenizer: Tokenizer) -> EvalData:
     from nsa.data.batch_source import source_names
     from nsa.evaluate.data import open_eval_data
 
-    config = replace(settings.data, tokenizer=tokenizer.name)
+    config = replace(data, tokenizer=tokenizer.name)
     config.validate()
-    data = open_eval_data(config, SPLITS[settings.split], settings.tokens, tokenizer)
-    note = ""
-    if data.exhausted is not None:
-        note = f"; {data.exhausted} has fewer than the {settings.tokens:,} requested"
+    opened = open_eval_data(config, SPLITS[split], tokens, tokenizer)
+    note = f"; {opened.exhausted} has fewer than the {tokens:,} requested"
     _log(
-        f"{source_names(config)}, split {settings.split}, packing {config.packing}, tokenizer "
-        f"{tokenizer.name}: {data.tokens:,} tokens in {data.count:,} samples{note}"
+        f"{source_names(config)}, split {split}, packing {config.packing}, tokenizer "
+        f"{tokenizer.name}: {opened.tokens:,} tokens in {opened.count:,} samples"
+        + (note if opened.exhausted is not None else "")
     )
-    return data
+    return opened
 
 
 def _evaluate(name: str, run: LoadedRun, data: EvalData, stride: int, seq_len: int) -> Result:

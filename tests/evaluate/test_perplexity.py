@@ -126,9 +126,10 @@ def test_held_out_documents_that_were_trained_on_are_reported(
         evaluate(folder, *both, *own)
         output = capsys.readouterr().out
         assert "./lines.jsonl, split held_out" in output  # the second run's, and spelled otherwise
-        warning = f"dense: data.held_out = {fraction} instead of the 0.05 of its training"
+        warning = "dense: the held-out documents are not those of its training"
         assert (warning in output) == reported
-        assert "nsa: data.held_out" not in output
+        assert (f"(data.held_out = {fraction}, in training 0.05;" in output) == reported
+        assert "nsa: the held-out documents" not in output
 
 
 def test_more_documents_than_in_training_are_reported_as_divided_otherwise(
@@ -142,8 +143,7 @@ def test_more_documents_than_in_training_are_reported_as_divided_otherwise(
     source = ("--source", str(tmp_path / "texts"), "--tokens", "96")
     evaluate(tmp_path, str(tmp_path / "run"), *source)
     output = capsys.readouterr().out
-    assert "run: few documents are divided by position, more by hash" in output
-    assert "data.held_out" not in output
+    assert "run: the held-out documents are not those of its training" in output
 
 
 def test_sources_are_compared_by_resolved_path_and_by_folder(
@@ -237,7 +237,6 @@ def test_results_are_written_though_stdout_is_closed(
         (["--set", "model.layers=1"], "--set model.layers=1: only data.*"),
         (["--set", "data.tokenizer=hf:x"], "data.tokenizer=hf:x: each run uses its tokenizer"),
         (["--device", "tpu9"], "--device tpu9: "),
-        (["--device", "meta"], "--device meta: computes nothing; choose cpu or cuda"),
         (["--compare", "nowhere"], "'nowhere': there is no such folder"),
         (["--out", "lines.jsonl"], "--out lines.jsonl: the folder cannot be created (File exists)"),
     ],
