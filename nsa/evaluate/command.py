@@ -66,7 +66,8 @@ def _eval(args: argparse.Namespace) -> int:
     tokenizers = {name: require_tokenizer(name, run) for name, run in runs.items()}
     config = next(iter(runs.values())).config
     settings = _data_settings(args, config)
-    split = args.split or _default_split(settings, runs)
+    default_split = _default_split(settings, runs)
+    split = args.split or default_split
     lengths = _lengths(args, settings.seq_len)
     settings = replace(settings, seq_len=lengths[-1])
     tokens = args.tokens or config.train.eval_samples * config.data.seq_len
