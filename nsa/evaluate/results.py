@@ -19,6 +19,10 @@ from nsa.report.plots import Panel, draw
 
 JSON, CSV, PLOT = "eval.json", "positions.csv", "positions.png"
 HEADER = ("run", "step", "seq-len", "tokens", "loss", "±", "perplexity", "bits/byte", "loss over")
+FIGURES = (  # of the header's columns after the run, in eval.json
+    *(("step", ","), ("seq_len", ","), ("tokens", ","), ("loss", ".4f")),
+    *(("standard_error", ".4f"), ("perplexity", ",.3f"), ("bits_per_byte", ".4f")),
+)
 CSV_HEADER = ("run", "seq_len", "first", "last", "tokens", "loss", "standard_error")
 Row = dict[str, Any]  # of eval.json
 
@@ -83,7 +87,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         for bucket in row["positions"]:
             positions = bucket["first"], bucket["last"]
-            cells.setdefault(positions, {})[_label(row)] = _format(bucket, ".3f")
+            cells.setdefault(positions, {})[_label(row)] = _loss(bucket, ".3f")
     labels = [_label(row) for row in rows]
     by_position = [
         (f"{first:,} to {last:,}", *(losses.get(label, "-") for label in labels), "")
@@ -92,14 +96,8 @@ def lines(rows: Sequence[Row]) -> list[str]:
     by_result = [
         (
             row["run"],
-            _format(row, ",", "step"),
-            _format(row, ",", "seq_len"),
-            _format(row, ",", "tokens"),
-            _format(row, ".4f", "loss"),
-            _format(row, ".4f", "standard_error"),
-            _format(row, ",.3f", "perplexity"),
-            _format(row, ".4f", "bits_per_byte"),
-            f"{_label(row['over'])}: {_format(row['over'], '+.4f')}" if row["over"] else "-",
+            *("-" if row[name] is None else format(row[name], form) for name, form in FIGURES),
+            f"{_label(row['over'])}: {_loss(row['over'], '+.4f')}" if row["over"] else "-",
         )
         for row in rows
     ]
@@ -111,12 +109,12 @@ def _label(row: Row) -> str:
     return f"{row['run']}, {row['seq_len']:,}"
 
 
-def _format(row: Row, form: str, name: str = "") -> str:
-    """Return a figure, a dash if there is none; by default the loss and its standard error."""
-    figure = row[name or "loss"]
-    text = "-" if figure is None else format(figure, form)
-    error = None if name else row["standard_error"]
-    return text if error is None else f"{text} ± {error:.4f}"
+def _loss(row: Row, form: str) -> str:
+    """Return the loss and its standard error; a dash if there is none."""
+    if row["loss"] is None:
+        return "-"
+    error = row["standard_error"]
+    return f"{row['loss']:{form}}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def make_folder(out: Path) -> None:

@@ -24,13 +24,7 @@ LAYERS = 2
 SHORTEST = 32  # tokens; at most a quarter are facts
 PATTERNS = {
     "small": NSASpec(
-        block_len=4,
-        block_stride=2,
-        select_len=4,
-        select_top=8,
-        init_blocks=1,
-        local_blocks=1,
-        window=16,
+        block_len=4, block_stride=2, select_len=4, select_top=8, local_blocks=1, window=16
     ),
     "recipe": NSASpec(),
 }
