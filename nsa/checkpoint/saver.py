@@ -108,7 +108,7 @@ class Saver:
     barrier: Callable[[ValueError | None], object]
     attachments: Mapping[str, str] = field(default_factory=dict)  # texts by file name
     tokenizer: Mapping[str, str] | None = None
-    on_saved: Callable[[int, Path, float], None] | None = None
+    on_saved: Callable[[int, Path, float], None] = lambda step, folder, stall: None
     on_failed: Callable[[SaveFailed], None] = lambda error: warnings.warn(str(error), stacklevel=2)
 
     def __post_init__(self) -> None:
@@ -234,8 +234,7 @@ class Saver:
             if not (self.folder / RECOVERY_SCRIPT).exists():
                 shutil.copyfile(script, self.folder / RECOVERY_SCRIPT)
             prune(self.folder, self.config.keep, self.config.keep_hours, time.time())
-            if self.on_saved is not None:
-                self.on_saved(job.step, path, job.stall)
+            self.on_saved(job.step, path, job.stall)
         except Exception as error:
             warnings.warn(f"after saving {path}: {error!r}", stacklevel=2)
 

@@ -23,12 +23,12 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser("tasks", help=about, description=about)
     add = parser.add_argument
     add("--steps", type=int, default=1_000, help="steps per model (%(default)s)")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="each trains all models (1 2 3)")
-    add("--models", default=",".join(MODELS), help="some of the default (%(default)s)")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="each for all models (1 2 3)")
+    add("--models", default=",".join(MODELS), help="a comma-separated choice of: %(default)s")
     add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
-    add("--hops", type=int, choices=(1, 2), default=1, help="facts that lead to an answer (1)")
+    add("--hops", type=int, choices=(1, 2), default=1, help="facts needed for an answer (1)")
     add("--pattern", choices=("small", "recipe"), default="small", help="blocks of 4, or M7C's")
-    add("--jobs", type=int, default=1, help="models at a time, one thread each (%(default)s)")
+    add("--jobs", type=int, default=1, help="models trained in parallel (%(default)s)")
     add("--out", type=Path, default=Path("runs/tasks"), help="folder for the results (%(default)s)")
     parser.set_defaults(run=_tasks)
 

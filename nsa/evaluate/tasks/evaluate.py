@@ -74,15 +74,15 @@ def _evaluate_pair(task: Task, steps: int, pair: Pair) -> Rows:
             print(f"{variant}, seed {seed}: step {step}/{steps}, loss {loss:.3f}", flush=True)
 
     trained = train(variant, task, steps, seed, log)
-    rows = [_row(variant, variant, seed, trained, trained.model, task)]
+    rows = [_evaluate_model(variant, variant, seed, trained, trained.model, task)]
     if variant == "selector loss":
         model = trained.without_selection()
-        rows.append(_row(WITHOUT_SELECTION, variant, seed, trained, model, task))
+        rows.append(_evaluate_model(WITHOUT_SELECTION, variant, seed, trained, model, task))
     return rows
 
 
 @one_thread()
-def _row(
+def _evaluate_model(
     name: str, variant: str, seed: int, trained: TrainedModel, model: LanguageModel, task: Task
 ) -> dict[str, Any]:
     """Evaluate one model: accuracy by facts, by distance, and of needles by length and depth."""

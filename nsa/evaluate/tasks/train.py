@@ -80,8 +80,8 @@ class Task:
 
     def batch(self, rng: torch.Generator) -> TaskBatch:
         """Return the sequences of one step, with a random length and number of facts."""
-        seq_len = self.lengths[_below(rng, len(self.lengths))]
-        facts = 2 ** (1 + _below(rng, 3 if seq_len < 2 * SHORTEST else 4))
+        seq_len = self.lengths[_random_below(rng, len(self.lengths))]
+        facts = 2 ** (1 + _random_below(rng, 3 if seq_len < 2 * SHORTEST else 4))
         return recall(rng, max(1, BATCH // seq_len), seq_len, facts, self.hops, mixed=True)
 
 
@@ -164,5 +164,5 @@ def check_answers(model: LanguageModel, batch: TaskBatch) -> tuple[torch.Tensor,
     return (answers == batch.labels)[questions], batch.distance[questions]
 
 
-def _below(rng: torch.Generator, count: int) -> int:
+def _random_below(rng: torch.Generator, count: int) -> int:
     return int(torch.randint(count, (), generator=rng))
