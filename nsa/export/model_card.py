@@ -1,15 +1,16 @@
 """Model card: the README.md of an exported model, from its run's records.
 
-The Hub reads its metadata, between the ---. No local path is written: of a local file or folder
-only its name.
+The Hub reads its metadata, between the ---: license, language, datasets and held-out figures. No
+local path is written: of a local file or folder only its name.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 
 from nsa.data.config import DataConfig
 from nsa.data.hub import FINEWEB_EDU
@@ -64,6 +65,11 @@ FIGURES = {  # label: column of metrics.csv, format
     "held-out loss (nats a token)": ("val_loss", ".4f"),
     "held-out bits per byte": ("bits_per_byte", ".4f"),
 }
+HELD_OUT = {  # metric on the Hub: column of metrics.csv, its value from the column's
+    "perplexity": ("val_loss", math.exp),
+    "bits_per_byte": ("bits_per_byte", float),
+}
+LANGUAGES = {"fineweb_edu": "en", "embedded": "code"}  # of sources; a language is not guessed
 RECORDED = (  # in env.json
     *("recipe", "profile", "world_size", "date", "git_commit", "python"),
     *("torch", "deepspeed", "triton", "transformers", "nsa-m7c"),
@@ -76,7 +82,7 @@ def model_card(run: LoadedRun) -> str:
     facts = [("dataset", ", ".join(_public(name) for name in names)), *_facts(run)]
     step = "" if run.step is None else f", step {run.step:,}"
     return CARD.format(
-        metadata=_metadata(names).to_yaml(),
+        metadata=_metadata(run, names).to_yaml(),
         title=plain(run.folder.name) + step,
         about=_about(run.config),
         facts="\n".join(table(("", ""), facts)),
@@ -98,16 +104,35 @@ def _about(config: RunConfig) -> str:
     )
 
 
-def _metadata(names: list[str]) -> ModelCardData:
-    """Return license, tags and the datasets that are on the Hub."""
+def _metadata(run: LoadedRun, names: list[str]) -> ModelCardData:
+    """Return license, tags, languages, the datasets on the Hub, and figures as its model-index."""
     ids = [FINEWEB_EDU[0] if name == "fineweb_edu" else name.removeprefix("hf:") for name in names]
     hub = [id for id, name in zip(ids, names, strict=True) if _local(name) is None and "/" in id]
+    kinds = [name.partition(":")[0] for name in names]
+    languages = {LANGUAGES[kind] for kind in kinds if kind in LANGUAGES}
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=hub[0] if len(names) == len(hub) == 1 else "custom",
+            dataset_name=", ".join(_public(name) for name in names),
+            dataset_split="held out from training",
+            metric_type=metric,
+            metric_value=round(value(row[column]), 4),
+            metric_name=f"{metric.replace('_', ' ')} at step {row['step']:.0f}",
+        )
+        for metric, (column, value) in HELD_OUT.items()
+        if (row := _latest(run, column))
+    ]
     return ModelCardData(
         license="apache-2.0",
+        language=sorted(languages) if set(kinds) <= set(LANGUAGES) else None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["native-sparse-attention"],
         datasets=hub or None,
+        metrics=[result.metric_type for result in results] or None,
+        model_name=plain(run.folder.name) if results else None,
+        eval_results=results or None,
     )
 
 
@@ -115,13 +140,18 @@ def _facts(run: LoadedRun) -> Iterator[tuple[str, object]]:
     """Yield name and value of each figure, setting and version that the run recorded."""
     if run.step is not None:
         yield "steps", f"{run.step:,} of {run.config.train.steps:,}"
-        logged = [r for r in read_table(run.folder / "metrics.csv").rows if r["step"] <= run.step]
         for name, (column, form) in FIGURES.items():
-            for row in [row for row in logged if column in row][-1:]:
+            if row := _latest(run, column):
                 yield name, f"{row[column]:{form}} (step {row['step']:,.0f})"
     env = read_json(run.folder / "env.json")
     recorded = env | (env.get("packages") or {})
     yield from ((name, recorded[name]) for name in RECORDED if recorded.get(name) is not None)
+
+
+def _latest(run: LoadedRun, column: str) -> dict[str, float] | None:
+    """Return the last row of metrics.csv with this column, up to the exported step."""
+    rows = read_table(run.folder / "metrics.csv").rows
+    return next((r for r in reversed(rows) if column in r and r["step"] <= (run.step or -1)), None)
 
 
 def _source_names(data: DataConfig) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import resource
@@ -108,11 +109,17 @@ def test_the_cards_figures_belong_to_the_exported_step(run: Path, tmp_path: Path
     assert "held-out loss (nats a token)" not in figures  # the first is at step 4
 
 
-def test_the_cards_metadata_is_what_the_hub_reads(exported: Path) -> None:
+def test_the_cards_metadata_is_what_the_hub_reads(run: Path, exported: Path) -> None:
     data = ModelCard.load(exported / "README.md").data
     assert (data.license, data.library_name) == ("apache-2.0", "transformers")
-    assert data.pipeline_tag == "text-generation"
-    assert data.get("datasets") is None  # the embedded source is no dataset of the Hub
+    assert data.language == ["code"]  # the embedded source is Python
+    assert data.get("datasets") is None  # and not a dataset of the Hub
+    rows = [row for row in read_metrics(run / "metrics.csv") if row.get("val_loss") is not None]
+    measured = {result.metric_type: result for result in data.eval_results}
+    assert measured["perplexity"].metric_value == round(math.exp(rows[-1]["val_loss"]), 4)
+    assert measured["bits_per_byte"].metric_value == round(rows[-1]["bits_per_byte"], 4)
+    assert measured["perplexity"].dataset_name == "embedded"
+    assert data.metrics == ["perplexity", "bits_per_byte"]
 
 
 def test_the_card_names_datasets_of_the_hub_and_no_local_path(
@@ -123,20 +130,20 @@ def test_the_card_names_datasets_of_the_hub_and_no_local_path(
     text.parent.mkdir()
     text.write_text("Some words. " * 200)
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    for source, datasets in (
-        ("hf:org/corpus", ["org/corpus"]),
-        ("fineweb_edu", ["HuggingFaceFW/fineweb-edu"]),
-        ({"embedded": 0.5, "embedded:torch": 0.5}, None),
-        ({"fineweb_edu": 0.75, str(text): 0.25}, ["HuggingFaceFW/fineweb-edu"]),
-        (str(text), None),
-        (f"hf:{text.parent}", None),
+    for source, datasets, language in (
+        ("hf:org/corpus", ["org/corpus"], None),
+        ("fineweb_edu", ["HuggingFaceFW/fineweb-edu"], ["en"]),
+        ({"embedded": 0.5, "embedded:torch": 0.5}, None, ["code"]),
+        ({"fineweb_edu": 0.75, str(text): 0.25}, ["HuggingFaceFW/fineweb-edu"], None),
+        (str(text), None, None),
+        (f"hf:{text.parent}", None, None),
     ):
         config["data"]["source"] = source
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         written = card_of(load_run(folder))
         assert str(tmp_path) not in written
         data = ModelCard(written).data
-        assert data.get("datasets") == datasets, source
+        assert (data.get("datasets"), data.language) == (datasets, language), source
     assert "| dataset | secret (local) |" in written
 
 
