@@ -22,9 +22,9 @@ from nsa.engine.telemetry import RankTelemetry
 from nsa.engine.train_state import TrainState
 from nsa.gates.ladder import Gate
 from nsa.monitor.health import HealthRecorder
-from nsa.monitor.observer import Observer, RunInfo
+from nsa.monitor.observer import RunInfo
 from nsa.monitor.throughput import Throughput
-from nsa.monitor.writer import BackgroundWriter
+from nsa.monitor.writer import Observers
 
 
 class Run:
@@ -45,8 +45,7 @@ class Run:
     telemetry: RankTelemetry
     engine: Any  # DeepSpeed's
     info: RunInfo
-    observers: Observer  # does nothing except on rank 0
-    writers: list[BackgroundWriter]  # of the observers
+    observers: Observers  # none except on rank 0
     saver: Saver
     reduction_check: ReductionCheck  # of the first step
     guard: LossGuard

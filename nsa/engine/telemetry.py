@@ -29,12 +29,12 @@ from nsa.monitor.dtypes import DtypeReport
 from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.history import HistoryRecorder, RunHistory
 from nsa.monitor.memory import MemorySnapshots
-from nsa.monitor.observer import Observer, Observers, warn
+from nsa.monitor.observer import Observer, warn
 from nsa.monitor.profile import StepProfiler
 from nsa.monitor.progress import Progress
 from nsa.monitor.stacks import dump_stacks_on_signal
 from nsa.monitor.tensorboard import BackgroundMonitor, TrackerObserver
-from nsa.monitor.writer import BackgroundWriter
+from nsa.monitor.writer import BackgroundWriter, Observers
 from nsa.ops import fallback_counts
 from nsa.report.report import Reporter, write_report
 
@@ -113,39 +113,34 @@ def trackers(request: RunRequest) -> dict[str, Any]:
     return blocks
 
 
-def build_observers(
-    request: RunRequest, engine: Any, run_history: RunHistory
-) -> tuple[list[BackgroundWriter], Observer]:
-    """Return the background writers and the observers that use them; none except on rank 0."""
+def build_observers(request: RunRequest, engine: Any, run_history: RunHistory) -> Observers:
+    """Return the observers of rank 0, each with a writer, and none of the other ranks."""
     if dist.get_rank() != 0:
-        return [], Observers([])
+        return Observers([])
     monitor = request.config.monitor
-    selector_loss = request.config.model.attention.selector_loss > 0
-    writers: list[BackgroundWriter] = []
-    observers: list[Observer] = [run_history]
+    observers: list[tuple[Observer, BackgroundWriter | None]] = [(run_history, None)]
 
-    def writer(name: str) -> BackgroundWriter:
-        writers.append(BackgroundWriter(name))
-        return writers[-1]
+    def add(name: str, observer: Observer) -> None:
+        observers.append((observer, BackgroundWriter(name)))
 
     if engine.monitor.enabled:
-        engine.monitor = BackgroundMonitor(
-            engine.monitor, writer("trackers"), step=lambda: engine.global_steps
-        )
         config = asdict(request.config)
         hparams = {name: config[name] for name in ("model", "data", "train")}
         hparams["deepspeed.stage"] = request.zero_stage
-        observers.append(TrackerObserver(engine.monitor, hparams, request.config_files()))
+        writer = BackgroundWriter("trackers")
+        tracker = TrackerObserver(engine.monitor, hparams, request.config_files())
+        observers.append((tracker, writer))
+        engine.monitor = BackgroundMonitor(engine.monitor, writer, step=lambda: engine.global_steps)
     if monitor.csv:
-        observers.append(MetricsCsv(writer(METRICS)))
+        add(METRICS, MetricsCsv())
     if monitor.health:
-        observers.append(SelectionCsv(writer(SELECTION), selector_loss))
-    observers.append(FallbacksCsv(writer(FALLBACKS), fallback_counts))
+        add(SELECTION, SelectionCsv(request.config.model.attention.selector_loss > 0))
+    add(FALLBACKS, FallbacksCsv(fallback_counts))
     if monitor.progress:
-        observers.append(Progress(writer("progress")))
+        add("progress", Progress())
     if monitor.report:
-        observers.append(Reporter(writer("report")))
-    return writers, Observers(observers)
+        add("report", Reporter())
+    return Observers(observers)
 
 
 def write_final_report(run_dir: Path) -> None:

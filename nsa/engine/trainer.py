@@ -155,8 +155,7 @@ def _create_parts(run: Run) -> None:
         flops_per_token=flops_per_token(config.model, config.data.seq_len),
         notes=run.notes,
     )
-    run.writers, observers = build_observers(request, run.engine, run.telemetry.run_history)
-    run.observers = observers
+    run.observers = build_observers(request, run.engine, run.telemetry.run_history)
     if rank == 0:
         run.telemetry.report_dtypes(run.engine, request.run_dir / "dtypes.txt")
     run.reduction_check = ReductionCheck(run.engine)
@@ -181,8 +180,8 @@ def _create_parts(run: Run) -> None:
         barrier=run.consensus.barrier,
         attachments=request.config_files(),
         tokenizer={"name": source.tokenizer, "fingerprint": source.tokenizer_fingerprint},
-        on_saved=observers.on_checkpoint,
-        on_failed=lambda error: observers.on_message(f"NOT SAVED: {error}"),
+        on_saved=run.observers.on_checkpoint,
+        on_failed=lambda error: run.observers.on_message(f"NOT SAVED: {error}"),
     )
 
 
@@ -209,8 +208,7 @@ def train(run: Run) -> None:
     finally:
         run.shutdown.stop_watching()
         run.observers.on_end(status)
-        for writer in run.writers:
-            writer.close()
+        run.observers.close()
         run.telemetry.close(status)
         run.data.close()
         if run.ranks.rank == 0 and run.config.monitor.report:

@@ -65,7 +65,7 @@ class MonitorConfig:
     log_every: int = 10  # steps between rows of metrics.csv and TensorBoard points
     tensorboard: bool = True  # event files under <run>/tensorboard
     csv: bool = True  # <run>/metrics.csv
-    progress: bool = True  # a progress bar on a terminal, plain lines elsewhere
+    progress: bool = True  # lines on the console: loss, speed, remaining time
     heartbeat: float = 5.0  # seconds between heartbeats of a rank; 0: none
     health: bool = True  # attention gates and block selection of each layer, at logged steps
     private: bool = False  # only you may enter the run's folder (0700); false: your umask decides

@@ -13,7 +13,6 @@ from pathlib import Path
 from nsa.atomic_io import append_whole, atomic_write_text
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.observer import LAYER_STATISTICS, SELECTOR_LOSS, Observer, RunInfo, StepRecord
-from nsa.monitor.writer import BackgroundWriter
 
 METRICS, SELECTION, FALLBACKS = "metrics.csv", "selection.csv", "fallbacks.csv"
 INTEGERS = ("step", "tokens")
@@ -28,41 +27,40 @@ Counts = Mapping[tuple[str, str, str], int]  # calls by operation, backend and r
 
 
 class CsvObserver(Observer):
-    """Appends rows for each logged step to a file of the run, on the writer's thread.
+    """Appends rows for each logged step to a file of the run.
 
     The first of the columns is `step`. The file is created with its first row.
     """
 
     file_name: str
     columns: tuple[str, ...]
-
-    def __init__(self, writer: BackgroundWriter) -> None:
-        self._writer = writer
-        self._path = Path()
+    _path: Path | None = None  # None: the file cannot be appended to
 
     def rows(self, record: StepRecord) -> list[list[str]]:
         """Return the rows of a logged step; may be empty."""
         raise NotImplementedError
 
     def on_start(self, info: RunInfo) -> None:
-        self._path = info.run_dir / self.file_name
-        self._drop_rows_after(info.start_step)
+        path = info.run_dir / self.file_name
+        self._drop_rows_after(path, info.start_step)
+        self._path = path
 
     def on_rollback(self, step: int) -> None:
-        self._writer.submit(lambda: self._drop_rows_after(step))
+        if self._path is not None:
+            self._drop_rows_after(self._path, step)
 
     def on_step(self, record: StepRecord) -> None:
-        if rows := self.rows(record):
-            self._writer.submit(lambda: self._append(rows))
+        if self._path is not None and (rows := self.rows(record)):
+            self._append(self._path, rows)
 
-    def _drop_rows_after(self, step: int) -> None:
+    def _drop_rows_after(self, path: Path, step: int) -> None:
         """Drop the rows after `step` and those that a crash cut off."""
-        if not self._path.exists():
+        if not path.exists():
             return
-        header, _, rest = self._path.read_text().partition("\n")
+        header, _, rest = path.read_text().partition("\n")
         if header and header != ",".join(self.columns):
             raise ValueError(
-                f"{self._path}: the columns are {header!r}, not {','.join(self.columns)!r}; "
+                f"{path}: the columns are {header!r}, not {','.join(self.columns)!r}; "
                 "move the file away"
             )
         commas = len(self.columns) - 1
@@ -71,12 +69,12 @@ class CsvObserver(Observer):
             for line in rest.split("\n")[:-1]
             if line.count(",") == commas and int(line.partition(",")[0]) <= step
         ]
-        atomic_write_text(self._path, "\n".join([",".join(self.columns), *kept]) + "\n")
+        atomic_write_text(path, "\n".join([",".join(self.columns), *kept]) + "\n")
 
-    def _append(self, rows: list[list[str]]) -> None:
+    def _append(self, path: Path, rows: list[list[str]]) -> None:
         """Append all rows or none: on a full disk, a part of a row would damage the next one."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab", buffering=0) as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
             header = [] if file.tell() else [self.columns]
             append_whole(file, "".join(",".join(row) + "\n" for row in (*header, *rows)).encode())
 
@@ -100,8 +98,7 @@ class SelectionCsv(CsvObserver):
 
     file_name = SELECTION
 
-    def __init__(self, writer: BackgroundWriter, selector_loss: bool = False) -> None:
-        super().__init__(writer)
+    def __init__(self, selector_loss: bool = False) -> None:
         self.columns = (*SELECTION_COLUMNS, SELECTOR_LOSS) if selector_loss else SELECTION_COLUMNS
 
     def rows(self, record: StepRecord) -> list[list[str]]:
@@ -119,8 +116,7 @@ class FallbacksCsv(Observer):
     Rewritten at logged steps if a count changed, and at the end.
     """
 
-    def __init__(self, writer: BackgroundWriter, counts: Callable[[], Counts]) -> None:
-        self._writer = writer
+    def __init__(self, counts: Callable[[], Counts]) -> None:
         self._counts = counts
         self._written: Counts = {}
         self._path = Path()
@@ -130,17 +126,14 @@ class FallbacksCsv(Observer):
 
     def on_step(self, record: StepRecord) -> None:
         if self._counts() != self._written:
-            self._write()
+            self.on_end("")
 
     def on_end(self, status: str) -> None:
-        self._write()
-
-    def _write(self) -> None:
-        counts = self._written = dict(self._counts())
-        text = io.StringIO()
+        counts, text = dict(self._counts()), io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         rows.writerows([FALLBACK_COLUMNS, *([*key, n] for key, n in sorted(counts.items()))])
-        self._writer.submit(lambda: atomic_write_text(self._path, text.getvalue()))
+        atomic_write_text(self._path, text.getvalue())
+        self._written = counts
 
 
 def read_metrics(path: Path) -> list[dict[str, float | None]]:

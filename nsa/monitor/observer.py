@@ -1,15 +1,13 @@
-"""Observers of the training loop: their callbacks and records; one that fails is switched off."""
+"""Observers of the training loop: their callbacks, and the records that these receive."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partialmethod
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from nsa.constants import BRANCHES
 from nsa.untrusted import printable
@@ -87,7 +85,10 @@ class StepRecord:
 
 
 class Observer:
-    """Callbacks of the training loop on rank 0; they cannot change what it computes."""
+    """Callbacks of the training loop on rank 0; they cannot change what it computes.
+
+    `Observers` calls them on a thread of their own, so they may write to disks and wait.
+    """
 
     def on_start(self, info: RunInfo) -> None:
         """Called before the first step."""
@@ -96,10 +97,7 @@ class Observer:
         """Called after each logged step."""
 
     def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
-        """Called by a background thread once the checkpoint of `step` is on disk.
-
-        Saving paused training for `seconds`.
-        """
+        """Called once the checkpoint of `step` is on disk; saving paused training for `seconds`."""
 
     def on_rollback(self, step: int) -> None:
         """Called after a rollback to `step`; the steps after it will run again."""
@@ -112,26 +110,6 @@ class Observer:
 
     def on_end(self, status: str) -> None:
         """Called after the last step."""
-
-
-class Observers(Observer):
-    """Calls each observer in turn; one that raises is reported and removed."""
-
-    def __init__(self, observers: Iterable[Observer]) -> None:
-        self._active = list(observers)
-
-    def _call(self, callback: str, *values: Any) -> None:
-        for observer in list(self._active):
-            try:
-                getattr(observer, callback)(*values)
-            except Exception as error:
-                self._active.remove(observer)
-                name = type(observer).__name__
-                warn(f"{name} failed and is off for the rest of the run: {error!r}")
-
-
-for _name in [name for name in vars(Observer) if name.startswith("on_")]:
-    setattr(Observers, _name, partialmethod(Observers._call, _name))
 
 
 def warn(text: str) -> None:

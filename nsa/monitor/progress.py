@@ -1,8 +1,7 @@
-"""Console progress: a bar on a terminal, plain lines elsewhere."""
+"""Progress lines on the console: loss, tokens/s and the remaining time."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -11,23 +10,17 @@ from typing import TextIO
 from tqdm import tqdm
 
 from nsa.monitor.observer import Observer, RunInfo, StepRecord
-from nsa.monitor.writer import BackgroundWriter
 from nsa.untrusted import printable
 
 _LINES_PER_RUN = 20  # in a fast run; a slow one prints a line every `min_seconds`
 
 
 class Progress(Observer):
-    """Prints loss, tokens/s and the remaining time, on the writer's thread."""
+    """Prints a line for some logged steps, for each validation, checkpoint and message."""
 
-    def __init__(
-        self, writer: BackgroundWriter, stream: TextIO | None = None, min_seconds: float = 10.0
-    ) -> None:
-        self._writer = writer
+    def __init__(self, stream: TextIO | None = None, min_seconds: float = 10.0) -> None:
         self._stream = stream or sys.stdout
         self._min_seconds = min_seconds
-        self._has_bar = False
-        self._bar = tqdm(disable=True)  # does nothing; used by the writer's thread only
         self._total = 0
         self._first: tuple[int, float] | None = None  # step and time from which the ETA is measured
         self._last_step = 0
@@ -47,20 +40,19 @@ class Progress(Observer):
         )
         for note in info.notes:
             self._print(note)
-        # A container's terminal may be 0 columns wide.
-        self._has_bar = (
-            self._stream.isatty() and os.get_terminal_size(self._stream.fileno()).columns > 0
-        )
-        if self._has_bar:
-            self._writer.submit(lambda: self._open_bar(info.start_step))
 
     def on_step(self, record: StepRecord) -> None:
         now = time.monotonic()
-        self._writer.submit(lambda: self._move_bar(record))
-        if record.val_loss is not None or (not self._has_bar and self._is_due(record, now)):
-            self._print_line(record, now)
-        else:
-            self._unprinted = record
+        due = (
+            record.val_loss is not None
+            or self._first is None
+            or record.step >= self._total
+            or now - self._last_time >= self._min_seconds
+            or (record.step - self._last_step) * _LINES_PER_RUN >= self._total
+        )
+        self._unprinted = record
+        if due:
+            self._print_step(record, now)
 
     def on_checkpoint(self, step: int, path: Path, seconds: float) -> None:
         self._print(f"step {step}: saved {path}, training paused for {seconds:.1f} s")
@@ -69,48 +61,21 @@ class Progress(Observer):
         self._print(text)
 
     def on_end(self, status: str) -> None:
-        if self._unprinted is not None and not self._has_bar:
-            self._print_line(self._unprinted, time.monotonic())
-        self._writer.submit(lambda: self._bar.close())
+        if self._unprinted is not None:
+            self._print_step(self._unprinted, time.monotonic())
         self._print(status)
 
-    def _is_due(self, record: StepRecord, now: float) -> bool:
-        return (
-            self._first is None
-            or record.step >= self._total
-            or now - self._last_time >= self._min_seconds
-            or (record.step - self._last_step) * _LINES_PER_RUN >= self._total
-        )
-
-    def _print_line(self, record: StepRecord, now: float) -> None:
+    def _print_step(self, record: StepRecord, now: float) -> None:
         self._first = self._first or (record.step, now)
         first_step, first_time = self._first
         done = record.step - first_step
         seconds = (now - first_time) / done if done else record.seconds
         eta = tqdm.format_interval(max(0.0, (self._total - record.step) * seconds))
-        self._print(f"step {record.step}/{self._total}  {_describe(record)}  ETA {eta}")
         self._last_step, self._last_time, self._unprinted = record.step, now, None
+        self._print(f"step {record.step}/{self._total}  {_describe(record)}  ETA {eta}")
 
     def _print(self, text: str) -> None:
-        self._writer.submit(lambda: self._write(text))
-
-    def _write(self, text: str) -> None:
-        tqdm.write(printable(text, keep="\n"), file=self._stream)  # above an open bar
-        self._stream.flush()
-
-    def _open_bar(self, start_step: int) -> None:
-        self._bar = tqdm(
-            total=self._total,
-            initial=start_step,
-            file=self._stream,
-            unit="step",
-            dynamic_ncols=True,
-            mininterval=0,
-        )
-
-    def _move_bar(self, record: StepRecord) -> None:
-        self._bar.set_postfix_str(_describe(record), refresh=False)
-        self._bar.update(record.step - self._bar.n)
+        print(printable(text, keep="\n"), file=self._stream, flush=True)
 
 
 def _describe(record: StepRecord) -> str:

@@ -14,7 +14,6 @@ from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, Observer, RunInfo
 from nsa.monitor.writer import BackgroundWriter
 
 Event = tuple[str, float, int]  # tag, value, x
-Write = Callable[[Any], object]  # takes a tracker's client, such as torch's SummaryWriter
 METRICS = ("train/loss", "eval/loss", "eval/bits_per_byte", "speed/tokens_per_s")  # of HPARAMS
 SHOWN_FIRST = (  # columns of HPARAMS; the user may tick the others
     "deepspeed.stage",
@@ -29,7 +28,7 @@ _DISTANCE_EDGES = [math.log2(edge) for edge in (*DISTANCES, 2 * DISTANCES[-1])]
 
 
 class BackgroundMonitor:
-    """Replaces `engine.monitor`: a background thread writes and flushes all events.
+    """Replaces `engine.monitor`, so that DeepSpeed's events are written on the writer's thread.
 
     DeepSpeed's own monitor flushes inside `engine.step()` and counts samples on the x axis; here x
     is `step()`. Its learning rate is left out: `train/lr` is the same number. Close the writer
@@ -43,82 +42,64 @@ class BackgroundMonitor:
         self._step = step
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Queue DeepSpeed's events under `deepspeed/`."""
+        """Queue events under `deepspeed/`; the caller may reuse the list."""
         step = self._step()
-        self.write_scalars(
-            [
-                (f"deepspeed/{tag.rpartition('/')[2]}", value, step)
-                for tag, value, _ in event_list
-                if not tag.endswith("/lr")
-            ]
-        )
-
-    def write_scalars(self, scalars: Sequence[Event]) -> None:
-        """Queue scalars under their own tags; the caller may reuse the list."""
-        events = list(scalars)
+        events = [
+            (f"deepspeed/{tag.rpartition('/')[2]}", value, step)
+            for tag, value, _ in event_list
+            if not tag.endswith("/lr")
+        ]
         self._writer.submit(lambda: self._monitor.write_events(events))
-
-    def write(self, write: Write) -> None:
-        """Queue text, histograms or hparams, which DeepSpeed's monitor cannot write.
-
-        The next scalars flush them to disk.
-        """
-        board = getattr(self._monitor, "tb_monitor", None)
-        if board is not None and board.summary_writer is not None:
-            self._writer.submit(lambda: write(board.summary_writer))
-
-    def start(self, settings: Mapping[str, Any]) -> None:
-        """Queue a run's settings for W&B and Comet."""
-        self._submit(
-            lambda wandb: wandb.config.update(dict(settings)),
-            lambda comet: comet.log_parameters(dict(_flatten(settings))),
-        )
-
-    def end(self, status: str) -> None:
-        """Queue the end of the W&B and Comet runs: the process skips their exit handlers."""
-        failed = status.startswith(("failed", "no-go"))
-        self._submit(lambda wandb: wandb.finish(exit_code=int(failed)), lambda comet: comet.end())
-
-    def _submit(self, to_wandb: Write, to_comet: Write) -> None:
-        def send() -> None:
-            if getattr(self._monitor, "wandb_monitor", None) is not None:
-                import wandb  # late: optional
-
-                to_wandb(wandb)
-            if (comet := getattr(self._monitor, "comet_monitor", None)) is not None:
-                to_comet(comet.experiment)
-
-        self._writer.submit(send)
 
 
 class TrackerObserver(Observer):
     """Writes the scalars of every logged step, and histograms at every tenth.
 
-    The nested `settings` become a row of HPARAMS, `texts` pages of TEXT.
+    The nested `settings` become a row of HPARAMS, `texts` pages of TEXT. Scalars go to DeepSpeed's
+    `monitor`, which flushes; the rest to the client of each tracker, because it cannot write them.
     """
 
-    def __init__(
-        self, board: BackgroundMonitor, settings: Mapping[str, Any], texts: Mapping[str, str]
-    ) -> None:
-        self._board = board
+    def __init__(self, monitor: Any, settings: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+        self._monitor = monitor
         self._settings = settings
         self._texts = texts
+        self._board = getattr(getattr(monitor, "tb_monitor", None), "summary_writer", None)
+        self._comet = getattr(getattr(monitor, "comet_monitor", None), "experiment", None)
+        self._wandb: Any = None
+        if getattr(monitor, "wandb_monitor", None) is not None:
+            import wandb  # late: optional
+
+            self._wandb = wandb
         self._health_records = 0
 
     def on_start(self, info: RunInfo) -> None:
+        if self._wandb is not None:
+            self._wandb.config.update(dict(self._settings))
+        if self._comet is not None:
+            self._comet.log_parameters(dict(_flatten(self._settings)))
         # Also at step 0: an earlier process may have ended before its first checkpoint.
         self.on_rollback(info.start_step)
-        self._board.start(self._settings)
-        self._board.write(lambda board: _describe_run(board, info, self._settings, self._texts))
+        if self._board is not None:
+            _describe_run(self._board, info, self._settings, self._texts)
 
     def on_rollback(self, step: int) -> None:
-        self._board.write(lambda board: _restart(board, step + 1))
+        """Make TensorBoard drop the values after `step`."""
+        if self._board is not None:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # late: optional
+
+            restart = Event(session_log=SessionLog(status=SessionLog.START))
+            self._board.file_writer.add_event(restart, step + 1)
 
     def on_end(self, status: str) -> None:
-        """Mark only a finished run: TensorBoard keeps the first mark, and others may be resumed."""
-        if status == "finished":
-            self._board.write(_succeed)
-        self._board.end(status)
+        """End the trackers' runs here: the process skips their exit handlers."""
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=int(status.startswith(("failed", "no-go"))))
+        if self._comet is not None:
+            self._comet.end()
+        # TensorBoard keeps the first mark, and a run that has not finished may be resumed.
+        if self._board is not None and status == "finished":
+            self._board.file_writer.add_summary(_hparams({})[2])
+            self._board.flush()
 
     def on_step(self, record: StepRecord) -> None:
         scalars = {
@@ -136,22 +117,13 @@ class TrackerObserver(Observer):
         }
         if record.health is not None:
             scalars |= _scalars(record.health)
-            if self._health_records % HISTOGRAMS_EVERY == 0:
-                histograms = list(_histograms(record.health, record.step))
-                self._board.write(
-                    lambda board: [board.add_histogram_raw(**histogram) for histogram in histograms]
-                )
+            if self._board is not None and self._health_records % HISTOGRAMS_EVERY == 0:
+                for histogram in _histograms(record.health, record.step):
+                    self._board.add_histogram_raw(**histogram)
             self._health_records += 1
-        self._board.write_scalars(
+        self._monitor.write_events(
             [(tag, value, record.step) for tag, value in scalars.items() if value is not None]
         )
-
-
-def _restart(board: Any, step: int) -> None:
-    """Make TensorBoard drop the values from `step` onwards."""
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # late: optional
-
-    board.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
 
 def _describe_run(
@@ -174,11 +146,6 @@ def _flatten(tree: Mapping[str, Any], parents: str = "") -> Iterator[tuple[str, 
             yield from _flatten(value, f"{name}.")
         else:
             yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def _succeed(board: Any) -> None:
-    board.file_writer.add_summary(_hparams({})[2])
-    board.flush()
 
 
 def _hparams(settings: dict[str, Any]) -> tuple[Any, Any, Any]:

@@ -1,4 +1,4 @@
-"""Background writer: a thread with a bounded queue, so that no step waits for a disk."""
+"""Background writers: threads with bounded queues, so that no step waits for an observer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial, partialmethod
+from typing import Any
 
-from nsa.monitor.observer import warn
+from nsa.monitor.observer import Observer, warn
 
 
 class BackgroundWriter:
@@ -69,3 +71,36 @@ class BackgroundWriter:
                 self.failed += 1
                 if self.failed == 1:
                     warn(f"{self.name}: a write failed, the run continues: {error!r}")
+
+
+class Observers(Observer):
+    """Calls each observer on the thread of its writer, or at once if it has none.
+
+    An observer without a writer is removed when it raises; writers report and count failures.
+    """
+
+    def __init__(self, observers: Iterable[tuple[Observer, BackgroundWriter | None]]) -> None:
+        self._observers = list(observers)
+
+    def close(self) -> None:
+        """Close the writers."""
+        for _, writer in self._observers:
+            if writer is not None:
+                writer.close()
+
+    def _call(self, callback: str, *values: Any) -> None:
+        for observer, writer in list(self._observers):
+            call = partial(getattr(observer, callback), *values)
+            if writer is not None:
+                writer.submit(call)
+                continue
+            try:
+                call()
+            except Exception as error:
+                self._observers.remove((observer, writer))
+                name = type(observer).__name__
+                warn(f"{name} failed and is off for the rest of the run: {error!r}")
+
+
+for _name in [name for name in vars(Observer) if name.startswith("on_")]:
+    setattr(Observers, _name, partialmethod(Observers._call, _name))

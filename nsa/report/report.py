@@ -19,7 +19,6 @@ from nsa.gates.ladder import NAMES, GateResult
 from nsa.monitor.artifacts import Table, read_json, read_table, try_read_text
 from nsa.monitor.csv_files import FALLBACK_COLUMNS, FALLBACKS
 from nsa.monitor.observer import Observer, RunInfo
-from nsa.monitor.writer import BackgroundWriter
 from nsa.report.markdown import plain, table
 from nsa.report.plots import Panel, Points, draw
 from nsa.report.summary import Summary, lookup, summarise
@@ -92,17 +91,13 @@ def write_report(run_dir: Path) -> Path:
 
 
 class Reporter(Observer):
-    """Writes the report at each gate, on the writer's thread."""
-
-    def __init__(self, writer: BackgroundWriter) -> None:
-        self._writer = writer
-        self._run_dir = Path()
+    """Writes the report at each gate."""
 
     def on_start(self, info: RunInfo) -> None:
         self._run_dir = info.run_dir
 
     def on_gate(self, name: str, go: bool) -> None:
-        self._writer.submit(lambda: write_report(self._run_dir))
+        write_report(self._run_dir)
 
 
 def _decision(gates: Sequence[GateResult]) -> str:

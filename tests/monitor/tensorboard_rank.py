@@ -9,9 +9,8 @@ import deepspeed
 import torch
 
 from nsa.engine import disable_shared_memory_op
-from nsa.monitor.observer import Observers
 from nsa.monitor.tensorboard import BackgroundMonitor, TrackerObserver
-from nsa.monitor.writer import BackgroundWriter
+from nsa.monitor.writer import BackgroundWriter, Observers
 from tests.monitor.records import (
     drain,
     files_no_longer_than,
@@ -38,9 +37,9 @@ def main(run_dir: Path, disk: str) -> None:
         },
     )
     writer = BackgroundWriter("TensorBoard", capacity=4096)
+    tracker = TrackerObserver(engine.monitor, SETTINGS, TEXTS)
+    observers = Observers([(tracker, writer)] if torch.distributed.get_rank() == 0 else [])
     engine.monitor = BackgroundMonitor(engine.monitor, writer, step=lambda: engine.global_steps)
-    observer = TrackerObserver(engine.monitor, SETTINGS, TEXTS)
-    observers = Observers([observer] if torch.distributed.get_rank() == 0 else [])
     observers.on_start(make_info(run_dir, world_size=2))
 
     def step(number: int) -> None:

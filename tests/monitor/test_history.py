@@ -11,7 +11,6 @@ from nsa.gates.ladder import Gate
 from nsa.monitor.csv_files import MetricsCsv, SelectionCsv
 from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.history import HistoryRecorder, RunHistory, read_rank
-from nsa.monitor.writer import BackgroundWriter
 from tests.gates.evidence import judge_files
 from tests.monitor.records import make_health, make_info, make_record
 from tests.monitor.written import CONFIG, beats, write_beats, write_metrics
@@ -84,9 +83,8 @@ def test_a_history_of_fifty_thousand_steps_stays_small(tmp_path: Path) -> None:
 
 
 def test_rows_in_memory_equal_those_that_a_resumed_run_reads(tmp_path: Path) -> None:
-    writers = [BackgroundWriter(name) for name in ("metrics.csv", "selection.csv")]
     live = RunHistory()
-    observers = [live, MetricsCsv(writers[0]), SelectionCsv(writers[1])]
+    observers = [live, MetricsCsv(), SelectionCsv()]
     for observer in observers:
         observer.on_start(make_info(tmp_path))
     for step in (*range(1, 9), -4, *range(5, 13)):
@@ -96,8 +94,6 @@ def test_rows_in_memory_equal_those_that_a_resumed_run_reads(tmp_path: Path) -> 
             else:
                 loss = {"val_loss": 2.5, "mfu": 0.5} if step % 4 == 0 else {"tokens_per_s": None}
                 observer.on_step(make_record(step, health=make_health(), **loss))
-    for writer in writers:
-        writer.close()
     resumed = RunHistory()
     resumed.on_start(make_info(tmp_path, start_step=12))
     assert resumed.metrics == live.metrics

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
-from nsa.monitor.observer import Observer, Observers, RunInfo, StepRecord
-from tests.monitor.records import make_info, make_record
+from nsa.monitor.observer import Observer, RunInfo, StepRecord
+from nsa.monitor.writer import BackgroundWriter, Observers
+from tests.monitor.records import PATIENCE, make_info, make_record
 
 
 class CallLog(Observer):
@@ -51,13 +53,30 @@ def test_an_observer_whose_disk_is_full_is_reported_once_and_the_others_continue
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     healthy, full = CallLog(tmp_path / "log"), CallLog(Path("/dev/full"))
-    call_all(Observers([full, healthy]), make_info(tmp_path))
+    call_all(Observers([(full, None), (healthy, None)]), make_info(tmp_path))
     assert healthy.calls == ALL_CALLS
     assert full.calls == ["start"]
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "CallLog failed and is off for the rest of the run" in err
     assert "No space left on device" in err
+
+
+def test_an_observer_that_hangs_delays_neither_the_run_nor_the_others(tmp_path: Path) -> None:
+    released = threading.Event()
+
+    class Hanging(CallLog):
+        def on_start(self, info: RunInfo) -> None:
+            released.wait(PATIENCE)
+            super().on_start(info)
+
+    hanging, healthy = Hanging(tmp_path / "hanging"), CallLog(tmp_path / "healthy")
+    observers = Observers([(one, BackgroundWriter("log")) for one in (hanging, healthy)])
+    call_all(observers, make_info(tmp_path))  # returns, though `released` is not set
+    assert hanging.calls == []
+    released.set()
+    observers.close()
+    assert hanging.calls == healthy.calls == ALL_CALLS
 
 
 def test_a_full_stderr_cannot_stop_the_run_either(
@@ -74,4 +93,4 @@ def test_a_full_stderr_cannot_stop_the_run_either(
                 raw.flush()
 
         monkeypatch.setattr("sys.stderr", Full())
-        call_all(Observers([CallLog(Path("/dev/full"))]), make_info(tmp_path))
+        call_all(Observers([(CallLog(Path("/dev/full")), None)]), make_info(tmp_path))

@@ -1,29 +1,30 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import struct
-import termios
 from pathlib import Path
 from typing import TextIO
 
+import pytest
+
 from nsa.monitor.observer import StepRecord
 from nsa.monitor.progress import Progress
-from nsa.monitor.writer import BackgroundWriter
+from nsa.monitor.writer import BackgroundWriter, Observers
 from tests.monitor.records import make_info, make_record
 
 
-def show(stream: TextIO, records: list[StepRecord], run_dir: Path) -> BackgroundWriter:
-    writer = BackgroundWriter("console")
-    progress = Progress(writer, stream, min_seconds=float("inf"))
+def show(
+    stream: TextIO,
+    records: list[StepRecord],
+    run_dir: Path,
+    writer: BackgroundWriter | None = None,
+) -> None:
+    progress = Observers([(Progress(stream, min_seconds=float("inf")), writer)])
     progress.on_start(make_info(run_dir, notes=["no accelerator: the demo"], parameters=3_000_000))
     for record in records:
         progress.on_step(record)
     progress.on_checkpoint(records[-1].step, run_dir / "checkpoints", 0.25)
     progress.on_end("done")
-    writer.close()
-    return writer
+    progress.close()
 
 
 def test_a_short_run_that_logs_every_step_prints_few_lines(
@@ -59,49 +60,13 @@ def test_the_last_step_of_a_run_that_ends_early_is_printed(tmp_path: Path) -> No
     assert steps == ["1/300", "7/300"]
 
 
-def show_on_terminal(columns: int, run_dir: Path) -> str:
-    """Return what a pseudo-terminal displays."""
-    terminal, program = os.openpty()
-    fcntl.ioctl(program, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with os.fdopen(program, "w") as stream:
-        show(stream, [make_record(1), make_record(2, val_loss=2.5), make_record(3)], run_dir)
-    shown = b""
-    with contextlib.suppress(OSError):  # the other end is closed and drained
-        while part := os.read(terminal, 1_000_000):  # the kernel delivers it in pieces
-            shown += part
-    os.close(terminal)
-    return shown.decode()
-
-
-def test_a_terminal_gets_one_bar_and_lasting_lines_for_validation(tmp_path: Path) -> None:
-    shown = show_on_terminal(120, tmp_path)
-    assert "| 3/300 [" in shown
-    assert "142,857 tokens/s" in shown
-    lasting = [line for line in shown.split("\n") if "step 2/300" in line]
-    assert len(lasting) == 1
-    assert "val 2.5000" in lasting[0]
-    assert "step 1/300" not in shown
-
-
-def test_a_terminal_without_a_width_gets_plain_lines(tmp_path: Path) -> None:
-    shown = show_on_terminal(0, tmp_path)
-    assert "step 1/300" in shown
-    assert "step 3/300" in shown
-
-
-def test_a_full_console_does_not_stop_the_run(tmp_path: Path) -> None:
-    with open("/dev/full", "wb", buffering=0) as raw:
-
-        class Full:
-            def write(self, text: str) -> int:
-                return raw.write(text.encode())
-
-            def flush(self) -> None:
-                raw.flush()
-
-            def isatty(self) -> bool:
-                return False
-
-        writer = show(Full(), [make_record(1), make_record(300)], tmp_path)  # type: ignore[arg-type]
-    assert writer.failed > 0
-    assert writer.dropped == 0
+def test_a_full_console_does_not_stop_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as stream:
+        writer = BackgroundWriter("progress")
+        show(stream, [make_record(1), make_record(300)], tmp_path, writer)
+        assert writer.failed > 0
+        assert writer.dropped == 0
+        with contextlib.suppress(OSError):
+            stream.close()

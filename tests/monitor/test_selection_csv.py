@@ -10,11 +10,9 @@ from nsa.monitor.artifacts import read_table
 from nsa.monitor.csv_files import SELECTION_COLUMNS, SelectionCsv
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import StepRecord
-from nsa.monitor.writer import BackgroundWriter
 from nsa.spec import NSASpec
 from tests.monitor.records import (
     NO_FREE_PICKS,
-    drain,
     files_no_longer_than,
     make_health,
     make_info,
@@ -27,13 +25,10 @@ def healthy(step: int, layers: int = 2) -> StepRecord:
 
 
 def log(run_dir: Path, records: list[StepRecord], start_step: int = 0) -> None:
-    writer = BackgroundWriter("selection.csv")
-    observer = SelectionCsv(writer)
+    observer = SelectionCsv()
     observer.on_start(make_info(run_dir, start_step=start_step))
     for record in records:
         observer.on_step(record)
-    writer.close()
-    assert (writer.dropped, writer.failed) == (0, 0)
 
 
 def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) -> None:
@@ -70,21 +65,14 @@ def test_a_run_without_sparse_layers_gets_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_step_that_does_not_fit_on_the_disk_writes_none_of_its_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    writer = BackgroundWriter("selection.csv")
-    observer = SelectionCsv(writer)
+def test_a_step_that_does_not_fit_on_the_disk_writes_none_of_its_rows(tmp_path: Path) -> None:
+    observer = SelectionCsv()
     observer.on_start(make_info(tmp_path))
     observer.on_step(healthy(1))
-    drain(writer)
-    size = (tmp_path / "selection.csv").stat().st_size
-    with files_no_longer_than(size + 150):  # one row and a half
+    one_and_a_half_rows = (tmp_path / "selection.csv").stat().st_size + 150
+    with files_no_longer_than(one_and_a_half_rows), pytest.raises(OSError, match="were written"):
         observer.on_step(healthy(2))
-        drain(writer)
     observer.on_step(healthy(3))
-    writer.close()
-    assert writer.failed == 1
     rows = read_table(tmp_path / "selection.csv").rows
     assert [row["step"] for row in rows] == [1, 1, 3, 3]
 
@@ -100,11 +88,9 @@ def test_a_run_with_the_selector_loss_has_a_column_for_it(tmp_path: Path) -> Non
     model(ids, labels=ids).backward()
     health = recorder.read()
     assert health is not None
-    writer = BackgroundWriter("selection.csv")
-    csv = SelectionCsv(writer, selector_loss=True)
+    csv = SelectionCsv(selector_loss=True)
     csv.on_start(make_info(tmp_path))
     csv.on_step(make_record(1, health=health))
-    writer.close()
     rows = read_table(tmp_path / "selection.csv").rows
     assert [row["layer"] for row in rows] == [0, 1]
     assert all(0 < row["selector_loss"] < 10 for row in rows)

@@ -10,7 +10,6 @@ from typing import Any
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.csv_files import MetricsCsv, SelectionCsv
 from nsa.monitor.observer import Health, StepRecord
-from nsa.monitor.writer import BackgroundWriter
 from tests.monitor.records import make_info, make_layer, make_record
 
 Beat = dict[str, Any]
@@ -26,13 +25,11 @@ def write_metrics(
     change: Callable[[int], dict[str, Any]] = lambda step: {},
 ) -> None:
     """Write metrics.csv: a falling loss, steady steps, a validation loss every 50."""
-    writer = BackgroundWriter("metrics.csv")
-    observer = MetricsCsv(writer)
+    observer = MetricsCsv()
     observer.on_start(make_info(run_dir, start_step=start, total_steps=steps))
     for step in range(start + 1, steps + 1):
         if step % log_every == 0 or step in (1, steps):
             observer.on_step(_record(step, change(step)))
-    writer.close()
 
 
 def _record(step: int, change: dict[str, Any]) -> StepRecord:
@@ -114,12 +111,10 @@ def write_selection(
         {**make_layer(layer), **values, "entropy": 0.7 - 0.1 * layer} for layer in range(layers)
     ]
     health = Health(rows, [{}] * layers)
-    writer = BackgroundWriter("selection.csv")
-    observer = SelectionCsv(writer)
+    observer = SelectionCsv()
     observer.on_start(make_info(run_dir, total_steps=steps))
     for step in (1, *range(10, steps + 1, 10)):
         observer.on_step(make_record(step, health=health))
-    writer.close()
 
 
 def write_run(run_dir: Path, steps: int = 300, ranks: int = 2, **values: Any) -> Path:
