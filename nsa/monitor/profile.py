@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,45 +39,34 @@ class StepProfiler:
 
     def step_start(self, step: int) -> None:
         """Step `step`, counted from 1, is about to run."""
-        due = self._steps is not None and self._steps[0] <= step <= self._steps[1]
-        if due and self._profiler is None:
-            self._start(step)
         self._last = step
+        if self._steps is None or self._profiler or not self._steps[0] <= step <= self._steps[1]:
+            return
+        import torch
+
+        self._first = step
+        try:
+            # No shapes: collecting them blocks Python, and so the heartbeat, for seconds.
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        except Exception as error:
+            self._profiler = self._steps = None
+            warn(f"--profile-steps: the profiler did not start, the run continues: {error!r}")
 
     def step_end(self, step: int) -> None:
         """Step `step` is done."""
-        if self._profiler is not None and self._steps is not None and step >= self._steps[1]:
+        if self._steps is not None and step >= self._steps[1]:
             self.close()
 
     def close(self) -> None:
         """Write what was traced, also if the run ends before the last step to trace."""
-        if self._profiler is None:
-            return
         profiler, self._profiler, self._steps = self._profiler, None, None
+        if profiler is None:
+            return
         path = self._folder / f"rank{self._rank}_steps{self._first}-{self._last}.json.gz"
-        draft = path.with_name(f".{path.name}")  # torch compresses files that end with .gz
         try:
             profiler.stop()
             self._folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(draft))
-            draft.replace(path)
+            profiler.export_chrome_trace(str(path))  # compressed, because of .gz
         except Exception as error:
             warn(f"the trace {path} was not written, the run continues: {error!r}")
-            with contextlib.suppress(OSError):
-                draft.unlink()
-
-    def _start(self, step: int) -> None:
-        import torch
-
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        try:
-            # No shapes: collecting them blocks Python, and so the heartbeat, for seconds.
-            profiler = torch.profiler.profile(activities=activities)
-            profiler.start()
-        except Exception as error:
-            self._steps = None
-            warn(f"--profile-steps: the profiler did not start, the run continues: {error!r}")
-            return
-        self._profiler, self._first = profiler, step

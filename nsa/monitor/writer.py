@@ -27,7 +27,6 @@ class BackgroundWriter:
         self.failed = 0  # jobs that raised
         self._closed = False
         self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(capacity)
-        self._reporter: threading.Thread | None = None
         self._thread = threading.Thread(target=self._work, name=f"writer {name}", daemon=True)
         self._thread.start()
 
@@ -40,11 +39,10 @@ class BackgroundWriter:
             except queue.Full:
                 pass
         self.dropped += 1
-        if self._reporter is None:
+        if self.dropped == 1:
             # In a thread, because stderr may be a file on the same slow disk.
             text = f"{self.name}: writing is slower than the run; dropping lines from here on"
-            self._reporter = threading.Thread(target=warn, args=(text,), daemon=True)
-            self._reporter.start()
+            threading.Thread(target=warn, args=(text,), daemon=True).start()
         return False
 
     def close(self, timeout: float = 10.0) -> None:
@@ -58,8 +56,6 @@ class BackgroundWriter:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self.dropped += sum(job is not None for job in self._jobs.queue) + 1
-        if self._reporter is not None:
-            self._reporter.join(1.0)
         if self.dropped or self.failed:
             warn(f"{self.name}: {self.dropped} writes dropped and {self.failed} failed in this run")
 
