@@ -234,7 +234,6 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
             grad_norm=None if grad_norm is None else float(grad_norm),
             memory_gb=memory_gb(),
             skipped_steps=run.state.skipped,
-            gates={} if health is None else health.gates,
             health=health,
             **vars(speed),
         )

@@ -101,7 +101,7 @@ def find_saved_settings(run_dir: Path) -> Path | None:
 
 def record_run(request: RunRequest, hosts: list[str]) -> None:
     """Write config.yaml, ds_config.json and env.json; `hosts` are in the order of the ranks."""
-    from nsa.monitor.run_folder import write_env
+    from nsa.monitor.environment import write_env
 
     for name, text in request.config_files().items():
         atomic_write_text(request.run_dir / name, text)

@@ -71,7 +71,7 @@ class RankTelemetry:
     def step_start(self, step: int) -> None:
         """Record the start of `step`, counted from 1."""
         self.heartbeat.step_start(step)
-        self.memory.before(step)
+        self.memory.take(step, "before")
         self.profiler.step_start(step)
 
     def enter(self, phase: str, micro_step: int = 0) -> None:
@@ -81,7 +81,7 @@ class RankTelemetry:
     def step_end(self, state: TrainState) -> None:
         """Record the end of a step, which `state` already counts."""
         self.profiler.step_end(state.step)
-        self.memory.after(state.step)
+        self.memory.take(state.step, "after")
         self.heartbeat.step_end(state.step, state.tokens, state.skipped)
         self.heartbeat.enter("idle")
         if self._write_dtypes is not None:

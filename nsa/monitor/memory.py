@@ -29,22 +29,20 @@ class MemorySnapshots:
         self._first: int | None = None
         self._writer = BackgroundWriter("memory") if every else None
 
-    def before(self, step: int) -> None:
-        """Step `step`, counted from 1, is about to run."""
+    def take(self, step: int, when: str) -> None:
+        """Write a snapshot if one is due; `when` is "before" or "after" `step`, counted from 1."""
         self._step = step
         self._first = self._first or step
-        self._take(step, "before")
-
-    def after(self, step: int) -> None:
-        """Step `step` is done."""
-        self._take(step, "after")
+        if self._writer is not None and (step == self._first or step % self._every == 0):
+            line = self._line(when)
+            self._writer.submit(lambda: _append(self._path, line))
 
     def out_of_memory(self, error: BaseException) -> str | None:
         """Write a snapshot and return advice if `error` means that memory ran out; else None."""
         if not is_out_of_memory(error):
             return None
         try:
-            _append(self._path, self._line(self._step, "out of memory"))
+            _append(self._path, self._line("out of memory"))
             cuda = initialized_cuda()
             if cuda is not None:  # for PyTorch's memory viewer, pytorch.org/memory_viz
                 cuda.memory._dump_snapshot(str(self._path.with_suffix(".pickle")))
@@ -64,13 +62,8 @@ class MemorySnapshots:
         if self._writer is not None:
             self._writer.close()
 
-    def _take(self, step: int, when: str) -> None:
-        if self._writer is not None and (step == self._first or step % self._every == 0):
-            line = self._line(step, when)
-            self._writer.submit(lambda: _append(self._path, line))
-
-    def _line(self, step: int, when: str) -> dict[str, Any]:
-        return {"time": round(time.time(), 3), "step": step, "when": when, **_counters()}
+    def _line(self, when: str) -> dict[str, Any]:
+        return {"time": round(time.time(), 3), "step": self._step, "when": when, **_counters()}
 
 
 def initialized_cuda() -> Any | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -80,7 +80,6 @@ class StepRecord:
     memory_gb: float  # peak so far
     seconds: float  # per step, mean since the previous logged step
     skipped_steps: int = 0  # since the first step of the run
-    gates: Mapping[str, float] = field(default_factory=dict)  # mean gate of each branch
     health: Health | None = None  # None for dense attention
 
 

@@ -113,7 +113,6 @@ class TrackerObserver(Observer):
             "speed/mfu": record.mfu,
             "speed/step_seconds": record.seconds,
             "memory/peak_gb": record.memory_gb,
-            **{f"gates/{branch}": mean for branch, mean in record.gates.items()},
         }
         if record.health is not None:
             scalars |= _scalars(record.health)
@@ -163,7 +162,9 @@ def _hparams(settings: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _scalars(health: Health) -> dict[str, float | None]:
-    scalars: dict[str, float | None] = {}
+    scalars: dict[str, float | None] = {
+        f"gates/{name}": mean for name, mean in health.gates.items()
+    }
     for index, layer in enumerate(health.layers):
         for name, value in layer.items():
             if name.startswith("gate_"):

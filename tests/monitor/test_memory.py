@@ -30,8 +30,8 @@ def object_error() -> MemoryError:
 def test_snapshots_are_taken_around_the_first_step_and_every_tenth(tmp_path: Path) -> None:
     memory = MemorySnapshots(tmp_path, rank=2, every=10)
     for step in range(7, 24):
-        memory.before(step)
-        memory.after(step)
+        memory.take(step, "before")
+        memory.take(step, "after")
     memory.close()
     advice = [(line["step"], line["when"]) for line in lines(tmp_path, rank=2)]
     assert advice == [(step, when) for step in (7, 10, 20) for when in ("before", "after")]
@@ -42,9 +42,9 @@ def test_snapshots_are_taken_around_the_first_step_and_every_tenth(tmp_path: Pat
 
 def test_memory_allocated_in_a_step_is_visible_after_it(tmp_path: Path) -> None:
     memory = MemorySnapshots(tmp_path, rank=0, every=1)
-    memory.before(1)
+    memory.take(1, "before")
     held = torch.ones(50_000_000)
-    memory.after(1)
+    memory.take(1, "after")
     memory.close()
     before, after = lines(tmp_path)
     assert after["resident_gb"] - before["resident_gb"] == pytest.approx(0.2, rel=0.2)
@@ -53,8 +53,8 @@ def test_memory_allocated_in_a_step_is_visible_after_it(tmp_path: Path) -> None:
 
 def test_an_interval_of_0_writes_nothing(tmp_path: Path) -> None:
     memory = MemorySnapshots(tmp_path, rank=0, every=0)
-    memory.before(1)
-    memory.after(1)
+    memory.take(1, "before")
+    memory.take(1, "after")
     memory.close()
     assert not list(tmp_path.iterdir())
 
@@ -72,7 +72,7 @@ def test_running_out_of_memory_writes_a_snapshot_and_advice(
     tmp_path: Path, error: Exception
 ) -> None:
     memory = MemorySnapshots(tmp_path, rank=1, every=0)
-    memory.before(17)
+    memory.take(17, "before")
     advice = memory.out_of_memory(error)
     assert advice is not None
     assert "\n" not in advice

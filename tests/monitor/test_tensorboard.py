@@ -123,9 +123,9 @@ def test_the_event_files_hold_each_number_once(tmp_path: Path) -> None:
         "speed/mfu": [(step, 0.125) for step in (2, 3)],
         "speed/step_seconds": [(step, single(1 / 3)) for step in steps],
         "memory/peak_gb": [(step, single(15.6 / 7)) for step in steps],
-        "gates/cmp": [(step, 0.5) for step in (2, 3)],
-        "gates/sel": [(step, 0.25) for step in (2, 3)],
-        "gates/win": [(step, 0.75) for step in (2, 3)],
+        "gates/cmp": [(step, 0) for step in (2, 3)],
+        "gates/sel": [(step, 0.125) for step in (2, 3)],
+        "gates/win": [(step, 0.25) for step in (2, 3)],
     }
 
     events = read_events(tmp_path / "tb")

@@ -7,7 +7,7 @@ import pytest
 
 from nsa.gates.ladder import record
 from nsa.monitor.config import LadderConfig
-from nsa.monitor.run_folder import cpu_model, write_env
+from nsa.monitor.environment import cpu_model, write_env
 from nsa.report.report import write_report
 from tests.gates.evidence import gate_at, judge_files
 from tests.monitor.written import beats, write_beats, write_metrics, write_run, write_selection

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa.atomic_io import atomic_write_text
-from nsa.monitor.run_folder import driver_version, git_commit, write_env
+from nsa.monitor.environment import driver_version, git_commit, write_env
 from tests.monitor.records import files_no_longer_than
 
 
