@@ -1,0 +1,218 @@
+"""metrics.csv, selection.csv and fallbacks.csv: exact values, resumed runs, full disks."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.monitor.artifacts import read_table
+from nsa.monitor.csv_files import (
+    SELECTION_COLUMNS,
+    CsvObserver,
+    FallbacksCsv,
+    MetricsCsv,
+    SelectionCsv,
+    read_metrics,
+)
+from nsa.monitor.health import HealthRecorder
+from nsa.monitor.observer import StepRecord
+from nsa.monitor.writer import BackgroundWriter, Observers
+from nsa.spec import NSASpec
+from tests.monitor.records import (
+    NO_FREE_PICKS,
+    files_no_longer_than,
+    make_health,
+    make_info,
+    make_record,
+)
+
+HEADER = "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds"
+REASON = 'it has no "float64", and commas'
+Counts = dict[tuple[str, str, str], int]
+
+
+def log(
+    observer: CsvObserver, run_dir: Path, records: list[StepRecord], start_step: int = 0
+) -> Path:
+    observer.on_start(make_info(run_dir, start_step=start_step))
+    for record in records:
+        observer.on_step(record)
+    return run_dir / observer.file_name
+
+
+def healthy(step: int, layers: int = 2) -> StepRecord:
+    return make_record(step, health=make_health(layers, overlap=step / 64))
+
+
+def test_values_read_back_exactly_and_missing_ones_are_empty_cells(
+    tmp_path: Path,
+) -> None:
+    full = make_record(2, val_loss=2 / 3, bits_per_byte=math.pi, mfu=0.1)
+    warm_up = make_record(1, tokens_per_s=None, grad_norm=None, loss=float("inf"))
+    text = log(MetricsCsv(), tmp_path, [warm_up, full]).read_text()
+    lines = text.splitlines()
+    assert lines[0] == HEADER
+    assert lines[1] == f"1,4096,inf,,,{1e-4 / 3!r},,,,{15.6 / 7!r},{1 / 3!r}"
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [",".join(row) for row in rows] == [HEADER] * 2
+    for row, record in zip(rows, [warm_up, full], strict=True):
+        assert row == {column: getattr(record, column) for column in HEADER.split(",")}
+
+
+def test_metrics_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    records = [make_record(step) for step in range(1, 9)]
+    uninterrupted = log(MetricsCsv(), tmp_path / "uninterrupted", records).read_text()
+    log(
+        MetricsCsv(),
+        tmp_path / "resumed",
+        [make_record(step, loss=9.0 if step > 4 else 5 / (step + 2)) for step in range(1, 7)],
+    )
+    resumed = log(MetricsCsv(), tmp_path / "resumed", records[4:], start_step=4)
+    assert resumed.read_text() == uninterrupted
+
+
+def test_a_torn_row_is_dropped_on_resume(tmp_path: Path) -> None:
+    records = [make_record(step) for step in range(1, 5)]
+    path = log(MetricsCsv(), tmp_path, records)
+    text = path.read_text()
+    for torn_at in (len(text) - 1, len(text) - 9, len(text) - 60):
+        path.write_text(text[:torn_at])
+        assert len(read_metrics(path)) == 3
+        log(MetricsCsv(), tmp_path, records[3:], start_step=3)
+        assert path.read_text() == text
+
+
+def test_a_fresh_run_in_an_old_folder_starts_an_empty_table(tmp_path: Path) -> None:
+    log(MetricsCsv(), tmp_path, [make_record(step) for step in range(1, 5)])
+    assert log(MetricsCsv(), tmp_path, []).read_text() == HEADER + "\n"
+
+
+@pytest.mark.parametrize("start_step", [0, 1])
+def test_a_file_with_other_columns_is_never_overwritten(
+    tmp_path: Path, start_step: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.csv").write_text("step,loss\n1,2.0\n")
+    observers = Observers([(MetricsCsv(), BackgroundWriter("metrics.csv"))])
+    observers.on_start(make_info(tmp_path, start_step=start_step))
+    observers.on_step(make_record(2))
+    observers.close()
+    assert (tmp_path / "metrics.csv").read_text() == "step,loss\n1,2.0\n"
+    assert "the columns are 'step,loss'" in capsys.readouterr().err
+
+
+def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) -> None:
+    unchosen = make_health(1, **NO_FREE_PICKS)
+    log(SelectionCsv(), tmp_path, [healthy(1), make_record(7, health=unchosen)])
+    rows = read_table(tmp_path / "selection.csv").rows
+    assert [(row["step"], row["layer"]) for row in rows] == [(1, 0), (1, 1), (7, 0)]
+    second, last = rows[1], rows[2]
+    assert [second[f"gate_{branch}"] for branch in ("cmp", "sel", "win")] == [0.125, 0.25, 0.375]
+    assert second["gate_sel_std"] == pytest.approx(1 / 3, rel=1e-5)
+    assert second["gate_win_saturated"] == 0.25
+    assert (second["choosing"], second["forced"], second["entropy"]) == (0.75, 0.1875, 0.5625)
+    assert (second["overlap"], second["distance"]) == (1 / 64, 6.5)
+    assert (second["distance_from_1"], second["distance_from_4"]) == (0.5, 0)
+    assert second["distance_from_512"] == 0.5
+    assert set(SELECTION_COLUMNS) - last.keys() == {
+        "entropy",
+        "overlap",
+        *(name for name in SELECTION_COLUMNS if "distance" in name),
+    }
+
+
+def test_selection_of_a_resumed_run_is_that_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    log(SelectionCsv(), tmp_path / "uninterrupted", [healthy(step) for step in range(1, 9)])
+    log(SelectionCsv(), tmp_path / "resumed", [healthy(step) for step in range(1, 7)])
+    table = tmp_path / "resumed/selection.csv"
+    table.write_text(table.read_text() + "7,0,0.1")
+    log(SelectionCsv(), tmp_path / "resumed", [healthy(step) for step in range(5, 9)], start_step=4)
+    assert table.read_text() == (tmp_path / "uninterrupted/selection.csv").read_text()
+
+
+def test_a_run_without_sparse_layers_gets_no_file(tmp_path: Path) -> None:
+    log(SelectionCsv(), tmp_path, [make_record(1), make_record(2)])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("observer", "part"),
+    [(MetricsCsv(), 20), (SelectionCsv(), 150)],  # of a row; one row and a half
+    ids=["metrics", "selection"],
+)
+def test_a_step_that_does_not_fit_on_the_disk_writes_none_of_its_rows(
+    observer: CsvObserver, part: int, tmp_path: Path
+) -> None:
+    path = log(observer, tmp_path, [healthy(1)])
+    with (
+        files_no_longer_than(path.stat().st_size + part),
+        pytest.raises(OSError, match="bytes were written"),
+    ):
+        observer.on_step(healthy(2))
+    observer.on_step(healthy(3))
+    assert {row["step"] for row in read_table(path).rows} == {1, 3}
+    assert len({line.count(",") for line in path.read_text().splitlines()}) == 1
+
+
+def test_a_run_with_the_selector_loss_has_a_column_for_it(tmp_path: Path) -> None:
+    spec = NSASpec(8, 4, 8, select_top=3, init_blocks=1, local_blocks=1, window=16)
+    attention = AttentionConfig(spec=spec, selector_loss=1.0)
+    sizes = {"vocab_size": 64, "layers": 2, "width": 32, "heads": 4, "head_dim": 8}
+    model = LanguageModel(ModelConfig(**sizes, mlp_width=32, attention=attention))
+    recorder = HealthRecorder(model.sparse_layers(), spec)
+    recorder.arm()
+    ids = torch.randint(64, (1, 96))
+    model(ids, labels=ids).backward()
+    health = recorder.read()
+    assert health is not None
+    path = log(SelectionCsv(selector_loss=True), tmp_path, [make_record(1, health=health)])
+    rows = read_table(path).rows
+    assert [row["layer"] for row in rows] == [0, 1]
+    assert all(0 < row["selector_loss"] < 10 for row in rows)
+    assert [*rows[0]][-1] == "selector_loss"
+
+
+def start(run_dir: Path, counts: Counts) -> FallbacksCsv:
+    observer = FallbacksCsv(lambda: counts)
+    observer.on_start(make_info(run_dir))
+    return observer
+
+
+def read(run_dir: Path) -> list[list[str]]:
+    with (run_dir / "fallbacks.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["operation", "backend", "reason", "calls"]
+    return rows
+
+
+def test_fallbacks_are_written_during_the_run_and_at_its_end(tmp_path: Path) -> None:
+    counts: Counts = {}
+    observer = start(tmp_path, counts)
+    observer.on_step(make_record(1))
+    assert not (tmp_path / "fallbacks.csv").exists(), "no fallback yet"
+    counts["window_attention", "triton", REASON] = 2
+    counts["select_blocks", "triton", REASON] = 1
+    observer.on_step(make_record(2))
+    expected = [["select_blocks", "triton", REASON, "1"], ["window_attention", "triton", REASON]]
+    assert read(tmp_path) == [expected[0], [*expected[1], "2"]]
+    counts["window_attention", "triton", REASON] += 1
+    observer.on_end("failed")
+    assert read(tmp_path) == [expected[0], [*expected[1], "3"]]
+
+
+def test_steps_without_new_fallbacks_write_nothing(tmp_path: Path) -> None:
+    observer = start(tmp_path, {("select_blocks", "triton", REASON): 1})
+    observer.on_step(make_record(1))
+    (tmp_path / "fallbacks.csv").unlink()
+    observer.on_step(make_record(2))
+    assert not (tmp_path / "fallbacks.csv").exists()
+
+
+def test_a_run_without_fallbacks_writes_an_empty_table(tmp_path: Path) -> None:
+    observer = start(tmp_path, {})
+    observer.on_end("finished")
+    assert read(tmp_path) == []
