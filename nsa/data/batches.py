@@ -1,4 +1,4 @@
-"""Indexed batches, computed from (samples consumed, micro-step, rank), so resuming is free.
+"""Batches, and samples of token stores in an order that is computed, so resuming is free.
 
 tokens  | s0 | s1 | s2 | ...    sample i: tokens[i·T : i·T + T + 1]
 order   s7 s2 s9 ...            a permutation of each epoch; a mixture interleaves its sources
@@ -7,14 +7,17 @@ step    micro-step 0: rank 0's rows, rank 1's rows; micro-step 1: ...
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from nsa.constants import IGNORE_INDEX
+from nsa.data.config import DataConfig
+from nsa.data.factory import fits_in_memory, is_indexed, open_store
 from nsa.data.order import Mixer, key, shuffled
+from nsa.data.source import ALL, DataError
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray
 
@@ -71,27 +74,23 @@ def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:
 
 
 @dataclass(kw_only=True, eq=False)
-class Batches:
-    """Token stores cut into samples, which are assigned to steps, micro-steps and ranks.
+class Samples:
+    """Token stores cut into samples of T + 1 tokens, in an endless order.
 
-    A global batch holds the same samples however it is divided, so the order continues when the
-    number of ranks or the accumulation changes. An epoch that ends within a batch still uses each
-    sample exactly once.
+    Position i of the order depends on the seed alone: however a global batch is divided among ranks
+    and micro-steps, the order continues, and each epoch uses each sample exactly once.
     """
 
     stores: Sequence[TokenStore] = field(kw_only=False)
     fractions: Sequence[float] = (1.0,)  # of the samples, by store
     seq_len: int
-    micro_batch: int
-    accumulation: int
-    world_size: int
     seed: int
     packing: str = "concat"
 
     def __post_init__(self) -> None:
         seq_len = self.seq_len
-        self.samples = [(len(store) - 1) // seq_len for store in self.stores]  # in an epoch of each
-        for store, samples in zip(self.stores, self.samples, strict=True):
+        self.per_epoch = [(len(store) - 1) // seq_len for store in self.stores]
+        for store, samples in zip(self.stores, self.per_epoch, strict=True):
             if samples < 1:
                 raise ValueError(
                     f"data.seq_len = {seq_len}: {store.name} has {len(store)} tokens in this "
@@ -105,48 +104,66 @@ class Batches:
         self._mixer = Mixer(self.fractions, [store.name for store in self.stores])
 
     @property
-    def samples_per_step(self) -> int:
-        """Return the samples that all ranks together consume in a step."""
-        return self.micro_batch * self.accumulation * self.world_size
-
-    @property
     def bytes_per_token(self) -> float:
         """Return the bytes of text per token, which convert loss to bits per byte."""
         weighted = zip(self.fractions, self.stores, strict=True)
         return sum(fraction * store.bytes_per_token for fraction, store in weighted)
 
-    def batch(self, consumed: int, micro_step: int, rank: int) -> Batch:
-        """Return a rank's batch in one micro-step of the step that starts at `consumed` samples."""
-        first = consumed + (micro_step * self.world_size + rank) * self.micro_batch
-        return self.rows(range(first, first + self.micro_batch))
-
-    def for_rank(self, rank: int, consumed: int = 0) -> Iterator[Batch]:
-        """Yield a rank's batches from the step that starts at `consumed` samples."""
-        while True:
-            for micro_step in range(self.accumulation):
-                yield self.batch(consumed, micro_step, rank)
-            consumed += self.samples_per_step
-
-    def rows(self, positions: Sequence[int]) -> Batch:
+    def batch(self, positions: Sequence[int]) -> Batch:
         """Return the samples at these positions of the order as one batch."""
-        rows = np.stack([self._sample(position) for position in positions])
-        return to_batch(rows, self.stores[0].eos_id, self.packing)
+        located = [self.locate(position) for position in positions]
+        rows = [store.read(start, start + self.seq_len + 1) for store, start in located]
+        return to_batch(np.stack(rows), self.stores[0].eos_id, self.packing)
+
+    def locate(self, position: int) -> tuple[TokenStore, int]:
+        """Return the store of a sample, and the index of its first token."""
+        source, number = self._mixer.locate(position)
+        epoch, index = divmod(number, self.per_epoch[source])
+        index = shuffled(index, self.per_epoch[source], key(self.seed, epoch, source))
+        return self.stores[source], index * self.seq_len
 
     def first_repeat(self, samples: int) -> tuple[int, str] | None:
         """Return position and store of the first repetition in `samples` samples, or None."""
         for position in range(samples):
             source, number = self._mixer.locate(position)
-            if number >= self.samples[source]:
+            if number >= self.per_epoch[source]:
                 return position, self.stores[source].name
         return None
 
-    def locate(self, position: int) -> tuple[TokenStore, int]:
-        """Return the store of a sample, and the index of its first token."""
-        source, number = self._mixer.locate(position)
-        epoch, index = divmod(number, self.samples[source])
-        index = shuffled(index, self.samples[source], key(self.seed, epoch, source))
-        return self.stores[source], index * self.seq_len
 
-    def _sample(self, position: int) -> TokenArray:
-        store, start = self.locate(position)
-        return store.read(start, start + self.seq_len + 1)
+def open_samples(config: DataConfig, split: str, seed: int) -> Samples | None:
+    """Open the samples of `data.source`; None if it is streamed.
+
+    Few documents are indexed unless they are mixed with a stream or evaluated completely, in order.
+    """
+    names = list(config.sources())
+    streamed = [name for name in names if not is_indexed(name)]
+    if split != ALL and all(fits_in_memory(config, name) for name in streamed):
+        streamed = []
+    if len(streamed) == len(names):
+        return None
+    if streamed:
+        indexed = ", ".join(name for name in names if name not in streamed)
+        joined = ", ".join(streamed)
+        raise DataError(
+            f"data.source mixes streams ({joined}) with indexed tokens ({indexed}); write shards "
+            f"of {joined} with `nsa data prepare` and name their folders instead"
+        )
+    stores = [open_store(config, name, split) for name in names]
+    first = stores[0]
+    for store in stores:
+        if store.tokenizer_fingerprint != first.tokenizer_fingerprint:
+            fingerprints = [each.tokenizer_fingerprint[:12] for each in (first, store)]
+            raise DataError(
+                f"data.source: {first.name} and {store.name} have different tokenizers "
+                f"({', '.join(fingerprints)}); prepare one of them again with the other's"
+            )
+    return build_samples(config, stores, seed)
+
+
+def build_samples(config: DataConfig, stores: Sequence[TokenStore], seed: int) -> Samples:
+    """Cut the stores of `data.source` into samples."""
+    fractions = list(config.sources().values())
+    return Samples(
+        stores, fractions=fractions, seq_len=config.seq_len, seed=seed, packing=config.packing
+    )

@@ -3,6 +3,11 @@
     token stores  ->  IndexedBatches                         \\
                                                               >  Prefetcher  ->  next_batch()
     streams       ->  worker processes  ->  StreamingBatches /
+
+A stream's `data.workers` worker processes deliver batches in turn:
+
+    worker 0:  b0      b2      ...
+    worker 1:      b1      b3  ...    state: batches consumed, and each worker's stream cursor
 """
 
 from __future__ import annotations
@@ -10,23 +15,166 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Semaphore, Thread
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from nsa.data.batch_source import (
-    PREPARE,
-    IndexedBatches,
-    StreamingBatches,
-    open_batches,
-    source_names,
-)
-from nsa.data.batches import Batch
+from nsa.data.batches import Batch, Samples, open_samples, to_batch
 from nsa.data.config import DataConfig
+from nsa.data.factory import held_out, open_source
+from nsa.data.order import key
 from nsa.data.source import DataError, State
+from nsa.data.stream import NO_DOCUMENT, stream_rows
+from nsa.data.token_store import coverage, epochs_warning
+from nsa.data.tokenizer import build_tokenizer
+from nsa.data.worker import Worker
+from nsa.untrusted import short
 
 T = TypeVar("T")
 JOIN_SECONDS = 5.0  # a thread that hangs in a file system is abandoned after this
+PREPARE = "write shards with `nsa data prepare` and name their folder in data.source"
+
+
+class IndexedBatches(Iterator[tuple[Batch, None]]):
+    """A rank's batches of samples in order; they need no state beyond the samples consumed."""
+
+    def __init__(
+        self, samples: Samples, *, rank: int, world_size: int, micro_batch: int, consumed: int
+    ) -> None:
+        self.fingerprint = samples.fingerprint  # of the samples and their order
+        self.vocab_size = max(store.vocab_size for store in samples.stores)  # above every token id
+        self.tokenizer = samples.stores[0].tokenizer
+        self.tokenizer_fingerprint = samples.stores[0].tokenizer_fingerprint
+        self._samples, self._next = samples, consumed + rank * micro_batch
+        self._micro_batch, self._of_all_ranks = micro_batch, world_size * micro_batch
+
+    def __next__(self) -> tuple[Batch, None]:
+        batch = self._samples.batch(range(self._next, self._next + self._micro_batch))
+        self._next += self._of_all_ranks
+        return batch, None
+
+    def progress(self) -> tuple[str, str]:
+        """Return the source being read and the progress in it, for messages."""
+        names = ", ".join(store.name for store in self._samples.stores)
+        return names, f"the next sample is number {self._next:,}"
+
+    def describe(self, samples: int) -> list[str]:
+        """Return lines for the log of a run that consumes `samples` samples."""
+        order = self._samples
+        return coverage(order.stores, order.fractions, order.seq_len, samples)
+
+    def close(self) -> None:
+        pass
+
+
+class StreamingBatches(Iterator[tuple[Batch, State]]):
+    """Batches of worker processes in turn, each of which reads its part of the source.
+
+    Each batch comes with the state that resumes after it.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        rank: int,
+        world_size: int,
+        micro_batch: int,
+        seed: int,
+        state: State | None,
+    ) -> None:
+        tokenizer = build_tokenizer(config)
+        text = _text_settings(config, seed)
+        # Opened here as well: a missing source is refused before a worker or an engine starts.
+        self._sizes = [open_source(config, name).size() for name in config.sources()]
+        identity = [tokenizer.fingerprint, repr(text), repr(self._sizes)]
+        divisions = [held_out(config, name) for name in config.sources()]
+        if any(division.by_position for division in divisions):
+            identity.append(repr(divisions))
+        self.fingerprint = f"{key('stream', *identity):016x}"
+        self.vocab_size = tokenizer.vocab_size
+        self.tokenizer = tokenizer.name
+        self.tokenizer_fingerprint = tokenizer.fingerprint
+        self._config, self._eos_id = config, tokenizer.eos_id
+        self._settings = {
+            **text,
+            "number of ranks": world_size,
+            "data.workers": config.workers,
+            "rank": rank,
+        }
+        if state is not None:
+            _check_unchanged(
+                state["under"] | {"data.workers": len(state["workers"])}, self._settings
+            )
+        self._consumed = state["taken"] if state else 0
+        self._cursors = list(state["workers"]) if state else [None] * config.workers
+        work = partial(
+            stream_rows, config, seed=seed, parts=world_size * config.workers, rows=micro_batch
+        )
+        name = f"data.source = {config.source_names()!r}, rank {rank}"
+        self._workers = [
+            Worker(partial(work, part=rank * config.workers + number, state=cursor), name)
+            for number, cursor in enumerate(self._cursors)
+        ]
+
+    def __next__(self) -> tuple[Batch, State]:
+        current = self._current
+        rows, self._cursors[current] = next(self._workers[current])
+        self._consumed += 1
+        state = {"under": self._settings, "taken": self._consumed, "workers": list(self._cursors)}
+        return to_batch(rows, self._eos_id, self._config.packing), state
+
+    @property
+    def _current(self) -> int:
+        """Return the number of the worker that delivers the next batch."""
+        return self._consumed % len(self._workers)
+
+    def progress(self) -> tuple[str, str]:
+        worker = self._workers[self._current]
+        last = f"the last document read was {worker.location or NO_DOCUMENT}"
+        return worker.source or self._config.source_names(), last
+
+    def describe(self, samples: int) -> list[str]:
+        lines, seq_len = [], self._config.seq_len
+        for (name, fraction), size in zip(self._config.sources().items(), self._sizes, strict=True):
+            line = (
+                f"{name}: streamed, tokenizer {self.tokenizer}, documents shuffled "
+                f"{self._config.shuffle_documents:,} at a time; "
+                f"the run consumes {round(samples * fraction):,} samples of {seq_len:,}"
+            )
+            if not size:
+                lines.append(line)
+                continue
+            epochs = samples * fraction * seq_len / size  # a token has one byte or more
+            lines.append(f"{line}: at least {epochs:.2f} epochs of {size:,} bytes")
+            lines += epochs_warning(name, f"{size:,} bytes", epochs)
+        return lines
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+
+def _text_settings(config: DataConfig, seed: int) -> dict[str, Any]:
+    """Return the settings that determine a stream's documents and their order, as JSON values."""
+    names = ("subset", "split", "files", "text_field", "tokenizer", "held_out", "shuffle_documents")
+    return {
+        "data.source": [list(source) for source in config.sources().items()],
+        **{f"data.{name}": getattr(config, name) for name in names},
+        "train.seed": seed,
+    }
+
+
+def _check_unchanged(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    for name, value in current.items():
+        if saved.get(name) != value:
+            before = short(saved.get(name))
+            raise DataError(
+                f"{name} = {value}: this run's stream cursor was saved with {before}, and a "
+                f"stream resumes only with the same; set it back, or {PREPARE}: shards resume on "
+                "any number of ranks"
+            )
 
 
 class Prefetcher(Generic[T]):
@@ -36,7 +184,7 @@ class Prefetcher(Generic[T]):
         self.first_seconds: float | None = None  # until the first item was ready
         self._items = items
         self._free = Semaphore(depth)
-        self._ready: SimpleQueue[tuple[T] | Exception] = SimpleQueue()
+        self._ready: SimpleQueue[tuple[T] | DataError] = SimpleQueue()
         self._stopped = False
         self._opened = time.monotonic()
         self._thread = Thread(target=self._run, daemon=True, name="nsa data")
@@ -54,7 +202,7 @@ class Prefetcher(Generic[T]):
                 if max(start, last_progress()) + timeout > deadline:
                     continue
                 raise
-            if isinstance(item, Exception):
+            if isinstance(item, DataError):
                 self._ready.put(item)  # later calls raise it too
                 raise item
             self._free.release()
@@ -109,7 +257,9 @@ class BatchLoader:
         self._timeout, self._rank = config.timeout, rank
         self._state = state
         self._first: tuple[Batch, State | None] | None = None
-        self._prefetcher = Prefetcher(source, config.prefetch)
+        self._prefetcher: Prefetcher[tuple[Batch, State | None]] = Prefetcher(
+            source, config.prefetch
+        )
 
     @property
     def first_batch_seconds(self) -> float | None:
@@ -163,18 +313,18 @@ def open_loader(
 
     `state` is what this rank's `BatchLoader.state` returned at that step.
     """
-    shape = {"micro_batch": micro_batch, "world_size": world_size, "seed": seed}
-    batches = open_batches(config, "train", accumulation=accumulation, **shape)
+    samples = open_samples(config, "train", seed)
+    shape = {"rank": rank, "world_size": world_size, "micro_batch": micro_batch}
     source: IndexedBatches | StreamingBatches
-    if batches is not None:
-        source, state = IndexedBatches(batches, rank, consumed), None
+    if samples is not None:
+        source, state = IndexedBatches(samples, consumed=consumed, **shape), None
     elif consumed and state is None:
         raise DataError(
-            f"data.source = {source_names(config)!r} is streamed, and no cursor was saved for rank "
-            f"{rank}; resume with the source and the number of ranks of the original run, or "
+            f"data.source = {config.source_names()!r} is streamed, and no cursor was saved for "
+            f"rank {rank}; resume with the source and the number of ranks of the original run, or "
             f"{PREPARE}"
         )
     else:
-        source = StreamingBatches(config, rank=rank, state=state, **shape)
+        source = StreamingBatches(config, state=state, seed=seed, **shape)
     samples_per_step = micro_batch * accumulation * world_size
     return BatchLoader(source, config, rank=rank, samples_per_step=samples_per_step, state=state)

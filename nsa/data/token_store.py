@@ -67,11 +67,11 @@ def coverage(
             line += f"{epochs:.2f} epochs" if epochs > 1 else f"{epochs:.1%} of them, once"
         lines.append(line)
         if per_epoch:
-            lines += warn_of_epochs(store.name, f"{len(store):,} tokens", epochs)
+            lines += epochs_warning(store.name, f"{len(store):,} tokens", epochs)
     return lines
 
 
-def warn_of_epochs(name: str, size: str, epochs: float) -> list[str]:
+def epochs_warning(name: str, size: str, epochs: float) -> list[str]:
     """Return a warning if a run reads a dataset for more than MANY_EPOCHS epochs."""
     warning = f"WARNING: {name}: {size}, {epochs:,.0f} epochs: the model will memorize it; take a "
     return [warning + "larger data.source, or lower --steps"] if epochs > MANY_EPOCHS else []

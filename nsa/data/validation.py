@@ -6,17 +6,15 @@ from functools import cached_property, partial
 from queue import Empty
 
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batch_source import PREPARE, build_batches, open_batches, source_names
-from nsa.data.batches import Batch, Batches
+from nsa.data.batches import Batch, Samples, build_samples, open_samples
 from nsa.data.config import DataConfig
-from nsa.data.loader import Prefetcher
+from nsa.data.loader import PREPARE, Prefetcher
 from nsa.data.source import DataError
 from nsa.data.stream import NO_DOCUMENT, collect_tokens
 from nsa.data.token_store import TokenStore
 from nsa.data.worker import Worker
 
-# A fixed seed: every run is evaluated on the same samples, whatever train.seed is.
-VALIDATION_SHAPE = {"micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
+VALIDATION_SEED = 0  # every run is evaluated on the same samples, whatever train.seed is
 
 
 class ValidationData:
@@ -30,14 +28,14 @@ class ValidationData:
     ) -> None:
         self._config, self._requested = config, sequences
         self._micro_batch, self._world_size = micro_batch, world_size
-        self._indexed = open_batches(config, "val", **VALIDATION_SHAPE)
+        self._indexed = open_samples(config, "val", VALIDATION_SEED)
         if self._indexed is None:
             work = partial(collect_tokens, config, sequences * config.seq_len + 1)
-            self._worker = Worker(work, f"data.source = {source_names(config)!r}, validation")
+            self._worker = Worker(work, f"data.source = {config.source_names()!r}, validation")
             self._stores: Prefetcher[TokenStore] = Prefetcher(self._worker, len(config.sources()))
 
     @cached_property
-    def _samples(self) -> Batches:
+    def _samples(self) -> Samples:
         """Raise a DataError after data.timeout seconds without a document."""
         if self._indexed is not None:
             return self._indexed
@@ -48,14 +46,14 @@ class ValidationData:
                 for _ in self._config.sources()
             ]
         except Empty:
-            source = worker.source or source_names(self._config)
+            source = worker.source or self._config.source_names()
             raise DataError(
                 f"data.source = {source!r}: no document for {timeout:g} seconds (data.timeout) "
                 "while reading the validation split; the last document read was "
                 f"{worker.location or NO_DOCUMENT}. Raise data.timeout, or {PREPARE}"
             ) from None
         self.close()
-        return build_batches(stores, self._config, **VALIDATION_SHAPE)
+        return build_samples(self._config, stores, VALIDATION_SEED)
 
     @cached_property
     def _repeat(self) -> tuple[int, str] | None:
@@ -94,7 +92,7 @@ class ValidationData:
 
     def _batch(self, positions: range) -> Batch:
         missing = self._micro_batch - len(positions)
-        batch = self._samples.rows([*positions, *[0] * missing])
+        batch = self._samples.batch([*positions, *[0] * missing])
         batch.labels.view(self._micro_batch, -1)[len(positions) :] = IGNORE_INDEX
         return batch
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nsa.data.batch_source import IndexedBatches, StreamingBatches
 from nsa.data.batches import Batch
-from nsa.data.loader import BatchLoader, open_loader
+from nsa.data.loader import BatchLoader, IndexedBatches, StreamingBatches, open_loader
 from nsa.data.validation import ValidationData
 from nsa.engine.config import RunConfig
 from nsa.engine.process_group import Ranks

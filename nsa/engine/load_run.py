@@ -10,7 +10,6 @@ import torch
 
 from nsa.checkpoint.manifest import read_step, read_tokenizer
 from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights, set_weights
-from nsa.data.batch_source import source_names
 from nsa.data.config import DataConfig
 from nsa.data.shards import is_prepared, read_index
 from nsa.data.source import DataError, is_path
@@ -132,7 +131,7 @@ def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
     tokenizer = build_tokenizer(replace(data, tokenizer=recorded["name"]))
     if tokenizer.fingerprint != recorded["fingerprint"]:
         raise DataError(
-            f"data.source = {source_names(data)!r}: was tokenized with {recorded['name']!r}, "
+            f"data.source = {data.source_names()!r}: was tokenized with {recorded['name']!r}, "
             "which has changed since; restore that tokenizer"
         )
     return tokenizer

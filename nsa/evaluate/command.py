@@ -190,7 +190,6 @@ def require_tokenizer(name: str, run: StoredRun) -> Tokenizer:
 
 
 def _open_data(data: DataConfig, split: str, tokens: int, tokenizer: Tokenizer) -> EvalData:
-    from nsa.data.batch_source import source_names
     from nsa.evaluate.data import open_eval_data
 
     config = replace(data, tokenizer=tokenizer.name)
@@ -198,7 +197,7 @@ def _open_data(data: DataConfig, split: str, tokens: int, tokenizer: Tokenizer) 
     opened = open_eval_data(config, SPLITS[split], tokens, tokenizer)
     note = f"; {opened.exhausted} has fewer than the {tokens:,} requested"
     _log(
-        f"{source_names(config)}, split {split}, packing {config.packing}, tokenizer "
+        f"{config.source_names()}, split {split}, packing {config.packing}, tokenizer "
         f"{tokenizer.name}: {opened.tokens:,} tokens in {opened.count:,} samples"
         + (note if opened.exhausted is not None else "")
     )

@@ -19,21 +19,20 @@ import numpy as np
 import torch
 
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batch_source import build_batches, open_batches
-from nsa.data.batches import Batch, Batches, to_batch
+from nsa.data.batches import Batch, Samples, build_samples, open_samples, to_batch
 from nsa.data.config import DataConfig
 from nsa.data.shards import is_prepared
 from nsa.data.source import ALL, DataError
 from nsa.data.stream import collect_tokens
 from nsa.data.tokenizer import TokenArray, Tokenizer
-from nsa.data.validation import VALIDATION_SHAPE
+from nsa.data.validation import VALIDATION_SEED
 
 
 @dataclass(frozen=True)
 class EvalData:
     """The first samples of a dataset, in the order of validation in training."""
 
-    samples: Batches
+    samples: Samples
     count: int  # samples
     exhausted: str | None  # name of the source that has fewer than requested
 
@@ -67,10 +66,10 @@ def open_eval_data(config: DataConfig, split: str, tokens: int, tokenizer: Token
                 "held_out or train"
             )
     count = max(1, tokens // config.seq_len)
-    samples = open_batches(config, split, **VALIDATION_SHAPE)
+    samples = open_samples(config, split, VALIDATION_SEED)
     if samples is None:
         stores = list(collect_tokens(config, count * config.seq_len + 1, split=split))
-        samples = build_batches(stores, config, **VALIDATION_SHAPE)
+        samples = build_samples(config, stores, VALIDATION_SEED)
     for store in samples.stores:
         if store.tokenizer_fingerprint != tokenizer.fingerprint:
             raise DataError(

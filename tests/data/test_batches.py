@@ -1,4 +1,4 @@
-"""Indexed batches: computed from (samples consumed, micro-step, rank) alone."""
+"""Indexed batches: computed from the position in the order alone."""
 
 from __future__ import annotations
 
@@ -15,43 +15,47 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.batches import Batch, Batches
+from nsa.data.batches import Batch, Samples
 from nsa.data.config import DataConfig
 from nsa.data.factory import open_store
+from nsa.data.loader import IndexedBatches
 from nsa.data.token_store import TokenStore
 
 EOS = 257
-SHAPE = {"seq_len": 4, "micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
 
 
-def counting(samples: int, seq_len: int = 4, **shape: int) -> Batches:
-    """Batches over 0, 1, 2, …, in which a row's first token identifies its sample."""
+def counting(samples: int, seq_len: int = 4, seed: int = 3) -> Samples:
+    """Samples of 0, 1, 2, …, of which the first token identifies each."""
     tokens = np.arange(samples * seq_len + 1)
-    shape = {"micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 3} | shape
-    return Batches([TokenStore([tokens], -1, 1.0)], seq_len=seq_len, **shape)
+    return Samples([TokenStore([tokens], -1, 1.0)], seq_len=seq_len, seed=seed)
 
 
-def at_step(batches: Batches, step: int, micro_step: int, rank: int) -> Batch:
-    return batches.batch(step * batches.samples_per_step, micro_step, rank)
+def step_of(
+    samples: Samples,
+    consumed: int,
+    *,
+    micro_batch: int = 1,
+    accumulation: int = 1,
+    world_size: int = 1,
+) -> list[list[int]]:
+    """The samples of each batch of a step: of all ranks in micro-step 0, in micro-step 1, …"""
+    shape = {"world_size": world_size, "micro_batch": micro_batch, "consumed": consumed}
+    ranks = [IndexedBatches(samples, rank=rank, **shape) for rank in range(world_size)]
+    batches = [next(rank)[0] for _ in range(accumulation) for rank in ranks]
+    return [(batch.input_ids[:, 0] // samples.seq_len).tolist() for batch in batches]
 
 
-def samples_of(batches: Batches, step: int) -> list[int]:
-    """The samples of a whole step, in the order of consumption."""
-    return [
-        int(first) // batches.seq_len
-        for micro_step in range(batches.accumulation)
-        for rank in range(batches.world_size)
-        for first in at_step(batches, step, micro_step, rank).input_ids[:, 0]
-    ]
+def samples_of(samples: Samples, consumed: int = 0, **shape: int) -> list[int]:
+    """The samples of a step, in the order of consumption."""
+    return [sample for batch in step_of(samples, consumed, **shape) for sample in batch]
 
 
 def packed(tokens: list[int], seq_len: int, micro_batch: int = 1) -> tuple[Batch, np.ndarray]:
     """The first packed batch of `tokens`, and the sample number of each of its rows."""
     store = TokenStore([np.array(tokens, dtype=np.uint16)], EOS, 1.0)
-    shape = {"seq_len": seq_len, "micro_batch": micro_batch, "accumulation": 1, "world_size": 1}
-    batch = Batches([store], **shape, seed=0, packing="documents").batch(0, 0, 0)
-    order = counting((len(tokens) - 1) // seq_len, seq_len, micro_batch=micro_batch, seed=0)
-    return batch, np.array(samples_of(order, 0))
+    samples = Samples([store], seq_len=seq_len, seed=0, packing="documents")
+    order = counting((len(tokens) - 1) // seq_len, seq_len, seed=0)
+    return samples.batch(range(micro_batch)), np.array(samples_of(order, micro_batch=micro_batch))
 
 
 def digest_of_batches() -> str:
@@ -61,12 +65,11 @@ def digest_of_batches() -> str:
             config = DataConfig(
                 source=source, packing=packing, seq_len=256, synthetic_bytes=100_000
             )
-            shape = {"micro_batch": 3, "accumulation": 2, "world_size": 2, "seed": 1337}
             store = open_store(config, source, split)
             assert store is not None
-            batches = Batches([store], seq_len=256, packing=packing, **shape)
-            for index in ((0, 0, 0), (17, 1, 0), (10_000, 0, 1)):
-                batch = at_step(batches, *index)
+            samples = Samples([store], seq_len=256, seed=1337, packing=packing)
+            for first in (0, 17 * 12 + 6, 10_000 * 12 + 3):
+                batch = samples.batch(range(first, first + 3))
                 digest.update(batch.input_ids.numpy().tobytes() + batch.labels.numpy().tobytes())
     return digest.hexdigest()
 
@@ -89,12 +92,11 @@ def test_another_process_with_another_hash_seed_gets_the_same_batches() -> None:
 
 
 def test_a_batch_does_not_depend_on_those_read_before() -> None:
-    shape = {"micro_batch": 2, "accumulation": 2, "world_size": 2}
-    used, keys = counting(13, **shape), [(9, 1, 0), (0, 0, 1), (9, 1, 0), (4, 0, 0)]
-    seen = [at_step(used, *key).input_ids for key in keys]
+    used, firsts = counting(13), [76, 2, 76, 32]
+    seen = [used.batch([first, first + 1]).input_ids for first in firsts]
     assert torch.equal(seen[0], seen[2])
-    for key, ids in zip(keys, seen, strict=True):
-        assert torch.equal(at_step(counting(13, **shape), *key).input_ids, ids)
+    for first, ids in zip(firsts, seen, strict=True):
+        assert torch.equal(counting(13).batch([first, first + 1]).input_ids, ids)
 
 
 @settings(deadline=None)
@@ -109,43 +111,34 @@ def test_each_epoch_uses_every_sample_exactly_once_wherever_it_ends(
     samples: int, micro_batch: int, accumulation: int, world_size: int, seed: int
 ) -> None:
     shape = {"micro_batch": micro_batch, "accumulation": accumulation, "world_size": world_size}
-    batches = counting(samples, **shape, seed=seed)
-    assert batches.samples == [samples]
+    order = counting(samples, seed=seed)
+    assert order.per_epoch == [samples]
     consumed: list[int] = []
-    step = 0
     while len(consumed) < 3 * samples:
-        consumed += samples_of(batches, step)
-        step += 1
+        consumed += samples_of(order, len(consumed), **shape)
     for epoch in range(3):
         assert sorted(consumed[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
 def test_no_sample_repeats_within_an_epoch_across_ranks_and_micro_steps() -> None:
-    batches = counting(96, micro_batch=2, accumulation=3, world_size=4)
-    seen = [
-        {int(first) for first in at_step(batches, step, micro_step, rank).input_ids[:, 0]}
-        for step in range(4)
-        for micro_step in range(3)
-        for rank in range(4)
-    ]
-    assert all(len(firsts) == 2 for firsts in seen)
+    order, shape = counting(96), {"micro_batch": 2, "accumulation": 3, "world_size": 4}
+    seen = [set(batch) for step in range(4) for batch in step_of(order, step * 24, **shape)]
+    assert all(len(samples) == 2 for samples in seen)
     assert len(set.union(*seen)) == 96
 
 
 def test_each_epoch_and_each_seed_has_a_different_order() -> None:
-    epoch_as_step = {"micro_batch": 50}
-    batches = counting(50, **epoch_as_step)
-    orders = [tuple(samples_of(batches, epoch)) for epoch in range(5)]
-    orders += [tuple(samples_of(counting(50, seed=seed, **epoch_as_step), 0)) for seed in (4, 5)]
+    order = counting(50)
+    orders = [tuple(samples_of(order, epoch * 50, micro_batch=50)) for epoch in range(5)]
+    orders += [tuple(samples_of(counting(50, seed=seed), micro_batch=50)) for seed in (4, 5)]
     assert len(set(orders)) == 7
     assert tuple(range(50)) not in orders
 
 
 def test_a_global_batch_holds_the_same_samples_however_it_is_divided() -> None:
-    undivided = counting(41, micro_batch=12)
-    divided = counting(41, micro_batch=2, accumulation=2, world_size=3)
-    for step in range(8):
-        assert samples_of(divided, step) == samples_of(undivided, step)
+    order, shape = counting(41), {"micro_batch": 2, "accumulation": 2, "world_size": 3}
+    for consumed in range(0, 96, 12):
+        assert samples_of(order, consumed, **shape) == samples_of(order, consumed, micro_batch=12)
 
 
 @settings(deadline=None)
@@ -159,26 +152,18 @@ def test_the_order_continues_if_ranks_micro_batch_or_accumulation_change(
     while len(consumed) < 60:
         names = ("micro_batch", "accumulation", "world_size")
         shape = {name: data.draw(number, label=name) for name in names}
-        batches = counting(23, **shape)
         for _ in range(data.draw(number, label="steps")):
-            before = len(consumed)
-            consumed += [
-                int(first) // batches.seq_len
-                for micro_step in range(batches.accumulation)
-                for rank in range(batches.world_size)
-                for first in batches.batch(before, micro_step, rank).input_ids[:, 0]
-            ]
-    undivided = counting(23, micro_batch=len(consumed))
-    assert consumed == samples_of(undivided, 0)
+            consumed += samples_of(counting(23), len(consumed), **shape)
+    assert consumed == samples_of(counting(23), micro_batch=len(consumed))
 
 
 def test_a_resumed_rank_reads_what_it_would_have_read() -> None:
-    batches = counting(13, micro_batch=2, accumulation=3, world_size=2)
-    from_start = batches.for_rank(1)
-    expected = [next(from_start).input_ids for _ in range(15)]
-    resumed = batches.for_rank(1, consumed=2 * batches.samples_per_step)
+    shape = {"rank": 1, "micro_batch": 2, "world_size": 2}
+    from_start = IndexedBatches(counting(13), consumed=0, **shape)
+    expected = [next(from_start)[0].input_ids for _ in range(15)]
+    resumed = IndexedBatches(counting(13), consumed=2 * 12, **shape)  # two steps of accumulation 3
     for ids in expected[6:]:
-        assert torch.equal(next(resumed).input_ids, ids)
+        assert torch.equal(next(resumed)[0].input_ids, ids)
 
 
 def test_a_mixture_gives_each_source_its_fraction_and_each_sample_once_an_epoch() -> None:
@@ -186,16 +171,8 @@ def test_a_mixture_gives_each_source_its_fraction_and_each_sample_once_an_epoch(
         TokenStore([np.arange(start, start + 4 * samples + 1)], -1, 1.0, name=str(start))
         for start, samples in ((0, 6_000), (1_000_000, 2_000))
     ]
-    batches = Batches(
-        stores,
-        fractions=[0.75, 0.25],
-        seq_len=4,
-        micro_batch=8_000,
-        accumulation=1,
-        world_size=1,
-        seed=0,
-    )
-    firsts = batches.batch(0, 0, 0).input_ids[:, 0]
+    samples = Samples(stores, fractions=[0.75, 0.25], seq_len=4, seed=0)
+    firsts = samples.batch(range(8_000)).input_ids[:, 0]
     assert len(set(firsts.tolist())) == 8_000
     assert int((firsts >= 1_000_000).sum()) == 2_000
     first_tenth = firsts[:800]
@@ -205,8 +182,7 @@ def test_a_mixture_gives_each_source_its_fraction_and_each_sample_once_an_epoch(
 @pytest.mark.parametrize("packing", ["concat", "documents"])
 def test_labels_are_the_next_tokens_and_share_no_memory_with_the_inputs(packing: str) -> None:
     store = counting(6, seq_len=5).stores[0]
-    shape = {"seq_len": 5, "micro_batch": 1, "accumulation": 1, "world_size": 1}
-    batch = Batches([store], **shape, seed=0, packing=packing).batch(0, 0, 0)
+    batch = Samples([store], seq_len=5, seed=0, packing=packing).batch([0])
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
     assert batch.input_ids.shape == batch.labels.shape == (1, 5)
     assert torch.equal(batch.labels, batch.input_ids + 1)
@@ -217,8 +193,7 @@ def test_labels_are_the_next_tokens_and_share_no_memory_with_the_inputs(packing:
 
 def test_concat_packing_predicts_across_documents_and_has_no_cu_seqlens() -> None:
     tokens = np.array([1, 2, EOS, 3, 4], dtype=np.uint16)
-    shape = {"seq_len": 4, "micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
-    batch = Batches([TokenStore([tokens], EOS, 1.0)], **shape).batch(0, 0, 0)
+    batch = Samples([TokenStore([tokens], EOS, 1.0)], seq_len=4, seed=0).batch([0])
     assert batch.input_ids.tolist() == [[1, 2, EOS, 3]]
     assert batch.labels.tolist() == [[2, EOS, 3, 4]]
     assert batch.input_ids.dtype == batch.labels.dtype == torch.int64  # stored as uint16
@@ -286,15 +261,15 @@ def test_a_corpus_smaller_than_one_sample_is_refused_with_the_fix() -> None:
     with pytest.raises(
         ValueError, match=r"data\.seq_len = 4: tiny has 4 tokens.*lower data\.seq_len"
     ):
-        Batches([TokenStore([np.arange(4)], -1, 1.0, name="tiny")], **SHAPE)
-    assert counting(1).samples == [1]
+        Samples([TokenStore([np.arange(4)], -1, 1.0, name="tiny")], seq_len=4, seed=0)
+    assert counting(1).per_epoch == [1]
 
 
 def test_the_fingerprint_depends_on_tokens_length_and_seed_only() -> None:
-    def fingerprint(tokens: str = "a", **changes: int) -> str:
+    def fingerprint(tokens: str = "a", seq_len: int = 4, seed: int = 0) -> str:
         store = TokenStore([np.arange(50)], -1, 1.0, fingerprint=tokens)
-        return Batches([store], **SHAPE | changes).fingerprint
+        return Samples([store], seq_len=seq_len, seed=seed).fingerprint
 
-    assert fingerprint() == fingerprint(micro_batch=2, accumulation=3, world_size=4)
+    assert fingerprint() == fingerprint()
     others = [fingerprint("b"), fingerprint(seq_len=5), fingerprint(seed=1), fingerprint()]
     assert len(set(others)) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa.cli import main
-from nsa.data.batch_source import StreamingBatches, open_batches
+from nsa.data.batches import open_samples
 from nsa.data.config import DataConfig
 from nsa.data.factory import held_out, tokenise
+from nsa.data.loader import StreamingBatches, open_loader
 from nsa.data.prepare import prepare
 from nsa.data.shards import open_shards
 from nsa.data.source import DataError, HeldOut
@@ -46,9 +48,8 @@ def test_a_folder_of_four_documents_is_prepared_and_trained_on(
     assert main(command) == 0
     assert main(["data", "check", str(out)]) == 0
     config = DataConfig(source=str(out), seq_len=2_048, packing=packing)
-    train = open_batches(config, "train", world_size=2, **SHAPE)
-    assert train is not None
-    assert train.batch(0, 0, rank=1).tokens == 2 * 2_048
+    with closing(open_loader(config, rank=1, world_size=2, **SHAPE)) as train:
+        assert train.next_batch().tokens == 2 * 2_048
     assert ValidationData(config, sequences=1, micro_batch=1, world_size=2).sequences == 1
     starts, ends = (documents(open_shards(str(out), name)) for name in ("train", "val"))
     joined = [start + end for start, end in zip(starts, ends, strict=True)]
@@ -63,9 +64,8 @@ def test_one_text_of_a_few_thousand_tokens_is_read_by_any_number_of_ranks(
     path.write_bytes(text(0, 5_000))
     config = DataConfig(source=str(path), seq_len=seq_len)
     for ranks in (1, 3):
-        train = open_batches(config, "train", world_size=ranks, **SHAPE)
-        assert train is not None
-        train.batch(0, 0, rank=ranks - 1)
+        with closing(open_loader(config, rank=ranks - 1, world_size=ranks, **SHAPE)) as train:
+            train.next_batch()
         validation = ValidationData(config, sequences=8, micro_batch=1, world_size=ranks)
         assert validation.sequences == 2_500 // seq_len
 
@@ -103,15 +103,15 @@ def test_a_document_is_divided_between_two_characters(characters: str, fraction:
 def test_few_documents_join_a_mixture_of_either_kind(folder: Path, tmp_path: Path) -> None:
     many = write_lines(tmp_path / "many.jsonl", texts(200))
     streamed = DataConfig(source={str(folder): 1.0, many: 1.0}, seq_len=64)
-    assert open_batches(streamed, "train", world_size=1, **SHAPE) is None
+    assert open_samples(streamed, "train", seed=1) is None
     stream = StreamingBatches(streamed, rank=0, world_size=2, micro_batch=2, seed=1, state=None)
     stream.close()
     prepare(DataConfig(source=many), tmp_path / "out", workers=1, progress=False)
     indexed = DataConfig(source={str(folder): 1.0, str(tmp_path / "out"): 1.0}, seq_len=64)
-    assert open_batches(indexed, "train", world_size=1, **SHAPE) is not None
+    assert open_samples(indexed, "train", seed=1) is not None
     mixed = DataConfig(source={many: 1.0, str(tmp_path / "out"): 1.0}, seq_len=64)
     with pytest.raises(DataError, match="mixes streams"):
-        open_batches(mixed, "train", world_size=1, **SHAPE)
+        open_samples(mixed, "train", seed=1)
 
 
 def test_enough_documents_keep_their_split_and_fingerprints(

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batch_source import open_batches
+from nsa.data.batches import open_samples
 from nsa.data.config import DataConfig
 from nsa.data.files import open_files
 from nsa.data.loader import BatchLoader, open_loader
@@ -92,17 +92,18 @@ def pipe(tmp_path: Path) -> Iterator[tuple[str, Any]]:
 def test_indexed_batches_come_in_order_and_need_no_state() -> None:
     config = configure("synthetic", synthetic_bytes=20_000)
     shape = {"micro_batch": 2, "accumulation": 3, "world_size": 2, "seed": 3}
-    batches = open_batches(config, "train", **shape)
-    assert batches is not None
+    samples = open_samples(config, "train", seed=3)
+    assert samples is not None
     with closing(open_loader(config, rank=1, consumed=24, **shape)) as loader:
         for consumed in (24, 36):
             for micro_step in range(3):
-                expected = batches.batch(consumed, micro_step, 1)
+                first = consumed + micro_step * 4 + 2  # rank 0's two samples come first
+                expected = samples.batch([first, first + 1])
                 batch = loader.next_batch()
                 assert torch.equal(batch.input_ids, expected.input_ids)
                 assert torch.equal(batch.labels, expected.labels)
         assert loader.state() is None
-        assert loader.source.fingerprint == batches.fingerprint
+        assert loader.source.fingerprint == samples.fingerprint
         assert loader.samples_per_step == 12
         assert not workers_of(os.getpid())
 
@@ -289,7 +290,8 @@ def test_the_state_of_a_different_stream_is_refused_by_name(
 def test_a_small_stream_that_is_read_many_times_is_warned_about(source: str) -> None:
     size = Path(source).stat().st_size
     with closing(loader_of(configure(source))) as loader:
-        (_, warning) = loader.source.describe(10 * size // 16)
+        (line, warning) = loader.source.describe(10 * size // 16)
+        assert line.endswith(f": at least 10.00 epochs of {size:,} bytes")
         assert warning.startswith(f"WARNING: {source}: {size:,} bytes, 10 epochs: ")
         assert len(loader.source.describe(4 * size // 16)) == 1
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from nsa.cli import main
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batches import Batches
+from nsa.data.batches import Samples
 from nsa.data.config import DataConfig
 from nsa.data.factory import open_source
 from nsa.data.token_store import TokenStore
@@ -260,8 +260,7 @@ def eval_data(seq_len: int, samples: int, packing: str = "concat") -> EvalData:
     """Samples of 61 ids; about every tenth token ends a document."""
     tokens = np.random.default_rng(0).integers(0, 61, 4000)
     store = TokenStore([np.where(tokens < 6, END, tokens)], END, 1.0)
-    shape = {"micro_batch": 1, "accumulation": 1, "world_size": 1, "seed": 0}
-    return EvalData(Batches([store], seq_len=seq_len, packing=packing, **shape), samples, None)
+    return EvalData(Samples([store], seq_len=seq_len, seed=0, packing=packing), samples, None)
 
 
 @pytest.mark.parametrize("packing", ["concat", "documents"])

@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 
 from nsa.checkpoint.manifest import MANIFEST, manifest_text, newest_complete, sync_and_hash
-from nsa.data import DataConfig, batch_source
+from nsa.data import DataConfig, loader
 from nsa.data.stream import stream_rows
 from nsa.engine.config import TrainConfig
 from nsa.engine.loss_guard import LossGuard
@@ -112,10 +112,10 @@ def test_state_of_a_rank(
     checkpoint, ranks = run_dir / "checkpoints" / STEP, Ranks(0, 0, 1)
     source = write_lines(tmp_path / "a.jsonl", texts(200))
     config = DataConfig(source=source, seq_len=16, shuffle_documents=8, held_out=0.1, workers=2)
-    monkeypatch.setattr(batch_source, "Worker", lambda work, name: work)
+    monkeypatch.setattr(loader, "Worker", lambda work, name: work)
     shape: dict[str, int] = {"rank": 0, "world_size": 1, "micro_batch": 2, "seed": 3}
     _, cursor = next(stream_rows(config, seed=3, part=0, parts=2, rows=2))
-    under = batch_source.StreamingBatches(config, state=None, **shape)._settings
+    under = loader.StreamingBatches(config, state=None, **shape)._settings
     feed = {"under": under, "taken": 1, "workers": [cursor, None]}
     guard = LossGuard(TrainConfig(), torch.device("cpu"))
     state = {"feed": feed, "guard": guard.state()}
@@ -128,7 +128,7 @@ def test_state_of_a_rank(
             _, saved = read_state(checkpoint, ranks)
             guard.restore(saved.get("guard", guard.state()))
             feed = saved.get("feed")
-            works = batch_source.StreamingBatches(config, state=feed, **shape)._workers
+            works = loader.StreamingBatches(config, state=feed, **shape)._workers
             next(works[0]())
             outcomes.add("restored")
 

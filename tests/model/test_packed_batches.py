@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nsa.data.batches import Batch, Batches
+from nsa.data.batches import Batch, Samples
 from nsa.data.token_store import TokenStore
 from nsa.model import LanguageModel
 from tests.model.models import tiny
@@ -22,8 +22,7 @@ def batch(packing: str) -> Batch:
     lengths = random.randint(5, 31, 8)
     tokens = np.concatenate([np.append(random.randint(0, EOS, length), EOS) for length in lengths])
     store = TokenStore([tokens], EOS, 1.0)
-    shape = {"seq_len": 40, "micro_batch": 2, "accumulation": 1, "world_size": 1, "seed": 0}
-    return Batches([store], **shape, packing=packing).batch(0, 0, 0)
+    return Samples([store], seq_len=40, seed=0, packing=packing).batch(range(2))
 
 
 @pytest.mark.parametrize("attention", ["mean", "mlp", "dense"])
