@@ -169,9 +169,12 @@ def _processes(run: Summary) -> Iterator[tuple[str, str]]:
 
 def _fallbacks(run_dir: Path) -> str:
     rows = csv.DictReader((try_read_text(run_dir / FALLBACKS) or "").splitlines())
-    valid = [row for row in rows if all(row.get(column) for column in FALLBACK_COLUMNS)]
-    form = "{operation} on {backend}: {reason} ({calls} calls)"
-    return "; ".join(form.format_map(row) for row in valid[:10])
+    calls: dict[str, list[str]] = {}  # by backend and reason
+    for row in rows:
+        if all(row.get(column) for column in FALLBACK_COLUMNS):
+            same = calls.setdefault("not on {backend}: {reason}".format_map(row), [])
+            same.append("{operation} ({calls} calls)".format_map(row))
+    return "; ".join(f"{reason}: {', '.join(rows)}" for reason, rows in [*calls.items()][:10])
 
 
 def _comparison(run: Summary, env: dict[str, Any]) -> Iterator[str]:

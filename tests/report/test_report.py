@@ -52,7 +52,8 @@ def test_a_report_holds_facts_settings_and_a_comparison_with_the_earlier_system(
     halt = {"time": "now", "reason": "no step for 600 s", "rank": 1, "phase": "forward"}
     (tmp_path / "halt.json").write_text(json.dumps(halt))
     (tmp_path / "fallbacks.csv").write_text(
-        'operation,backend,reason,calls\nselected_attention,triton,"no GPU, here",12\n'
+        "operation,backend,reason,calls\n"
+        'selected_attention,triton,"no GPU, here",12\nswiglu,triton,"no GPU, here",3\n'
     )
     (tmp_path / "config.yaml").write_text("train: {precision: bf16}\nmodel: {layers: 4}\n")
     text = write_report(tmp_path).read_text()
@@ -62,7 +63,8 @@ def test_a_report_holds_facts_settings_and_a_comparison_with_the_earlier_system(
     assert run["resumes"] == ["1"]
     assert run["end"] == ["done"]
     assert run["halted by the watchdog"][0].startswith("time: now; reason: no step for 600 s")
-    assert run["backend fallbacks"] == ["selected_attention on triton: no GPU, here (12 calls)"]
+    fallbacks = "not on triton: no GPU, here: selected_attention (12 calls), swiglu (3 calls)"
+    assert run["backend fallbacks"] == [fallbacks]
     assert run["skipped steps"] == ["0"]
     assert "torch 2" in run["versions"][0]
     assert cpu_model().replace("|", "/") in run["hardware"][0]
