@@ -174,7 +174,7 @@ def _fallbacks(run_dir: Path) -> str:
         if all(row.get(column) for column in FALLBACK_COLUMNS):
             same = calls.setdefault("not on {backend}: {reason}".format_map(row), [])
             same.append("{operation} ({calls} calls)".format_map(row))
-    return "; ".join(f"{reason}: {', '.join(rows)}" for reason, rows in [*calls.items()][:10])
+    return "; ".join(f"{reason}: {', '.join(counts)}" for reason, counts in [*calls.items()][:10])
 
 
 def _comparison(run: Summary, env: dict[str, Any]) -> Iterator[str]:
