@@ -13,7 +13,8 @@ from importlib import import_module
 from pathlib import Path
 
 BENCHMARKS = {  # name: one line of help
-    "data": "speed of tokenising and loading",
+    "data": "tokenising, loading, and what data costs a training step",
+    "health": "what recording gates and selection costs a training step",
     "aot": "compile the kernels without a GPU and check their limits",
     "roofline": "least FLOPs and bytes of each kernel, and the time floor that follows",
     "traffic": "operations and bytes of a micro-batch, by part; needs no GPU",

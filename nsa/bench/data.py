@@ -1,4 +1,4 @@
-"""`python -m nsa.bench data`: speed of preparing, tokenising and loading generated text."""
+"""`python -m nsa.bench data`: tokenising and loading speed, and what data costs a training step."""
 
 from __future__ import annotations
 
@@ -12,31 +12,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nsa.bench.results import print_figures
+import torch
+
+from nsa.bench.health import DEMO
+from nsa.bench.measure import median_seconds
+from nsa.bench.results import pick_device, print_figures
+from nsa.bench.train import Stepper
 from nsa.data.builtin import embedded
 from nsa.data.config import DataConfig
-from nsa.data.loader import open_loader
+from nsa.data.loader import BatchLoader, open_loader
 from nsa.data.prepare import prepare
 from nsa.data.tokenizer import build_tokenizer, train_tokenizer
+from nsa.model import ModelConfig
 
 SEQ_LEN = 2_048
+GOALS = {"prepared tokens/s": 5e6, "byte tokenising MB/s": 50.0, "fraction of a step": 0.01}
 MEGABYTES = 64  # of text to prepare
 SECONDS = 3.0  # for each rate
+ROUNDS = 8  # steps on loaded and on constant batches
 
 
 def run(_: object) -> dict[str, Any]:
-    """Measure and print."""
+    """Measure on generated text and print."""
+    result: dict[str, Any] = {"goals": GOALS, "seq_len": SEQ_LEN}
     with tempfile.TemporaryDirectory() as folder:
         text, shards = _write_text(Path(folder, "text.jsonl")), Path(folder, "shards")
         start = time.perf_counter()
         prepare(DataConfig(source=str(text), tokenizer="byte"), shards, progress=False)
         seconds = time.perf_counter() - start
-        result: dict[str, Any] = {
-            "seq_len": SEQ_LEN,
-            "prepare_mb_per_s": text.stat().st_size / seconds / 1e6,
-            "tokenise_mb_per_s": _tokenising(Path(folder)),
-            "tokens_per_s": {"prepared": _loading(shards), "streamed": _loading(text)},
+        result["prepare_mb_per_s"] = text.stat().st_size / seconds / 1e6
+        result["tokenise_mb_per_s"] = _tokenising(Path(folder))
+        result["tokens_per_s"] = {
+            name: _loading(source) for name, source in (("prepared", shards), ("streamed", text))
         }
+        result["step"] = _step(str(shards), pick_device("auto"))
     print_figures(result)
     return result
 
@@ -74,12 +83,45 @@ def _tokenising(folder: Path) -> dict[str, float]:
 
 
 def _loading(source: Path) -> dict[str, float]:
-    """Tokens per second in batches of 1 and of 8 sequences."""
-    config, rates = DataConfig(source=str(source), seq_len=SEQ_LEN), {}
+    rates = {}
     for micro_batch in (1, 8):
-        batches = open_loader(
-            config, rank=0, world_size=1, micro_batch=micro_batch, accumulation=1, seed=0
-        )
-        with closing(batches) as loader:
+        with closing(_loader(str(source), micro_batch)) as loader:
             rates[str(micro_batch)] = _rate(loader.next_batch, micro_batch * SEQ_LEN)
     return rates
+
+
+def _loader(source: str, micro_batch: int, seq_len: int = SEQ_LEN) -> BatchLoader:
+    config = DataConfig(source=source, seq_len=seq_len)
+    return open_loader(
+        config, rank=0, world_size=1, micro_batch=micro_batch, accumulation=1, seed=0
+    )
+
+
+def _step(source: str, device: torch.device) -> dict[str, float]:
+    """Seconds of a step on loaded batches and on a constant batch, alternating."""
+    on_gpu = device.type == "cuda"
+    config, seq_len, micro_batch, dtype = DEMO, 512, 2, torch.float32
+    if on_gpu:
+        config, seq_len, micro_batch, dtype = ModelConfig(), SEQ_LEN, 8, torch.bfloat16
+    stepper = Stepper(config, device, dtype)
+    loader = _loader(source, micro_batch, seq_len)
+    constant = loader.next_batch().to(device)
+    waits: list[float] = []
+
+    def step(batch: Any) -> None:
+        stepper.step(batch.input_ids, batch.labels)
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    def loaded_step() -> None:
+        start = time.perf_counter()
+        batch = loader.next_batch()
+        waits.append(time.perf_counter() - start)
+        step((batch.pin_memory() if on_gpu else batch).to(device, non_blocking=True))
+
+    seconds = median_seconds({"fed": loaded_step, "constant": lambda: step(constant)}, ROUNDS)
+    loader.close()
+    return seconds | {
+        "waited": sorted(waits)[len(waits) // 2],
+        "fed_over_constant": seconds["fed"] / seconds["constant"],
+    }

@@ -1,0 +1,56 @@
+"""The benchmarks for a CPU run at tiny sizes and save every figure that the pages show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa.bench import data, health
+from nsa.bench.__main__ import main
+from nsa.model import AttentionConfig, ModelConfig
+from nsa.spec import NSASpec
+from tests.ops.cases import one_thread as one_thread
+
+TINY = ModelConfig(320, 1, 32, 2, 1, 16, mlp_width=32,
+                   attention=AttentionConfig(spec=NSASpec(16, 8, 32, 6, window=128)))  # fmt: skip
+
+
+def figures(name: str, folder: Path) -> dict[str, Any]:
+    out = folder / f"{name}.json"
+    main([name, "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert result["finished"]
+    assert result["environment"]["command"].startswith(f"python -m nsa.bench {name} ")
+    return result
+
+
+def test_health_fails_above_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "PAIRS", 2)
+    monkeypatch.setattr(health, "CASES", {"tiny": (TINY, 1, 64)})
+    monkeypatch.setattr(health, "LIMIT", 100.0)
+    measured = figures("health", tmp_path)["models"]["tiny"]
+    low, median, high = measured["on_over_off"]
+    assert low <= median <= high
+    assert measured["fraction_at_log_every"]["median"] == pytest.approx((median - 1) / 10)
+    monkeypatch.setattr(health, "LIMIT", -100.0)
+    with pytest.raises(SystemExit):
+        figures("health", tmp_path)
+    (failure,) = json.loads((tmp_path / "health.json").read_text())["failures"]
+    assert failure.startswith("tiny: recording costs more")
+
+
+@pytest.mark.full
+def test_data_measures_tokenising_loading_and_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("SEQ_LEN", 128), ("MEGABYTES", 1), ("SECONDS", 0.01), ("ROUNDS", 3),
+                        ("DEMO", TINY)):  # fmt: skip
+        monkeypatch.setattr(data, name, value)
+    result = figures("data", tmp_path)
+    assert set(result["tokenise_mb_per_s"]) == {"byte", "bpe"}
+    assert set(result["tokens_per_s"]) == {"prepared", "streamed"}
+    assert result["step"]["fed_over_constant"] > 0
+    assert result["prepare_mb_per_s"] > 0
