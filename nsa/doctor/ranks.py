@@ -1,4 +1,4 @@
-"""Rank checks: same code, config and versions on all ranks, and a verified all-reduce.
+"""Rank checks: same code, config and versions on all ranks, clocks, and a verified all-reduce.
 
 The all-reduce runs in a thread with a time limit. All ranks return the same list, so none raises
 alone.
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _TIMED_ROUNDS = 3  # all-reduces to time, after one to verify
 _SLOW = 2.0  # GB/s; even PCIe 3.0 through the CPU is faster
+_MAX_SKEW = 1.0  # seconds
 _MB, _GB = 10**6, 10**9
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy")
 _PATTERN = 251  # prime, so that a shifted buffer differs from the buffer
@@ -59,6 +60,7 @@ def rank_checks(
     node: Sequence[Check] = (),
     megabytes: int | None = None,
     seconds: float = 120.0,
+    clock: Callable[[], float] = time.time,
 ) -> list[Check]:
     """Compare all ranks and time an all-reduce; returns the same list on each rank.
 
@@ -72,13 +74,14 @@ def rank_checks(
     ranks: list[RankFacts] = gather(_facts(config, device, list(node)))
     if len(ranks) == 1:
         return [*node, Check("ranks", SKIP, "one rank: nothing to compare")]
+    clocks = gather(clock())  # read at nearly the same time, after a collective
     several = len({facts.host for facts in ranks}) > 1
     checks = [
         replace(check, name=f"{check.name} ({facts.host})") if several else check
         for facts in ranks
         for check in facts.checks
     ]
-    checks += compare(ranks)
+    checks += [*compare(ranks), clock_check(clocks, ranks)]
     if any(check.name == "devices" and check.status == FAIL for check in checks):
         return [*checks, Check("all-reduce", SKIP, "two ranks on one device would hang")]
     results = gather(_all_reduce_within(seconds, device, megabytes * _MB))
@@ -120,6 +123,17 @@ def compare(ranks: Sequence[RankFacts]) -> list[Check]:
             fix = "start one rank per GPU (deepspeed --num_gpus N), or check CUDA_VISIBLE_DEVICES"
             checks[-1] = Check("devices", FAIL, detail, fix)
     return checks
+
+
+def clock_check(clocks: Sequence[float], ranks: Sequence[RankFacts]) -> Check:
+    """Compare clocks that were read at the same time."""
+    skews = [seconds - clocks[0] for seconds in clocks]
+    worst = max(range(len(skews)), key=lambda rank: abs(skews[rank]))
+    if abs(skews[worst]) > _MAX_SKEW:
+        detail = f"rank {worst} ({ranks[worst].host}) is {skews[worst]:+.1f} s from rank 0: times "
+        detail += "in heartbeats and logs cannot be compared"
+        return Check("clocks", WARN, detail, "enable chrony or ntpd on every machine")
+    return Check("clocks", OK, f"within {abs(skews[worst]) * 1e3:.0f} ms of rank 0")
 
 
 def all_reduce_check(results: Sequence[float | str], megabytes: int, gpus: bool) -> Check:

@@ -56,6 +56,15 @@ def test_a_rank_with_other_code_or_config_is_named_with_the_difference(results: 
     assert "rank 1: line 2 'steps: 400', not 'steps: 300'" in different["config"].detail
 
 
+def test_a_skewed_clock_is_warned_about(results: Results) -> None:
+    clocks = results["different"]["clocks"]
+    assert clocks.status == WARN
+    assert clocks.detail.startswith("rank 1 (")
+    seconds = float(clocks.detail.split("is ")[1].split()[0])
+    assert seconds == pytest.approx(5, abs=0.9)
+    assert results["healthy"]["clocks"].status == OK
+
+
 def test_wrong_sums_on_one_rank_fail_on_both(results: Results) -> None:
     check = results["wrong sum"]["all-reduce"]
     assert (check.status, check.detail) == (
