@@ -20,12 +20,11 @@ from nsa.evaluate.command import add_parser as add_eval_parser
 from nsa.evaluate.generate import add_parser as add_generate_parser
 from nsa.evaluate.tasks.command import add_parser as add_tasks_parser
 from nsa.export.commands import add_export_parser, add_import_parser
-from nsa.flags import reject_unknown_flags
 from nsa.planner.command import add_parser as add_plan_parser
 from nsa.report.compare import add_parser as add_compare_parser
 from nsa.report.report import add_parser as add_report_parser
 from nsa.untrusted import printable
-from nsa.validation import positive_flags
+from nsa.validation import positive_flags, reject_unknown_flags
 from nsa.watchdog.command import add_parser as add_watch_parser
 from nsa.watchdog.command import split_command
 

@@ -1,4 +1,4 @@
-"""Files of others: read them without blocking, parse them without recursion, print them safely.
+"""Untrusted files: read them without blocking, parse them without recursion, print them safely.
 
 A checkpoint, an export, a dataset or a run's folder may come from anyone (docs/design/security.md).
 A pipe or a device in place of a file would block, deep nesting would end in a RecursionError, and

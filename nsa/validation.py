@@ -1,4 +1,4 @@
-"""Range checks for settings and flags; errors name the setting and its value.
+"""Checks of settings and flags; errors name the setting or flag and its value.
 
 at_least(1, "train", self, "steps", "micro_batch")    # train.steps = 0: must be 1 or more
 one_of("train", self, precision=PRECISIONS)           # train.precision = 'x': choose one of …
@@ -6,7 +6,10 @@ one_of("train", self, precision=PRECISIONS)           # train.precision = 'x': c
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
 
 
 def at_least(low: int, section: str, config: object, *names: str) -> None:
@@ -56,3 +59,14 @@ def positive_flags(args: object, *names: str) -> None:
         for number in value if isinstance(value, list) else [value]:
             if number is not None and number < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {number}: must be 1 or more")
+
+
+def reject_unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
+    """Exit with code 2; `words` are the arguments that `parser` did not recognize."""
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    messages = []
+    for word in words:
+        flag = word.partition("=")[0] if word.startswith("-") else ""
+        close = get_close_matches(flag, flags, n=1, cutoff=0.7)
+        messages.append(f"{word} (did you mean {close[0]}?)" if close else word)
+    parser.error(f"unrecognized arguments: {', '.join(messages)}")

@@ -22,7 +22,7 @@ from nsa.bench.implementations import Implementation
 from nsa.bench.inputs import Inputs
 from nsa.bench.options import Shape
 from nsa.ops import NSASpec, window_attention
-from nsa.probes import package_version
+from nsa.system import package_version
 
 KERNELS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,

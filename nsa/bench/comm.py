@@ -24,9 +24,9 @@ import torch
 
 from nsa.bench.netns import RANKS, Link, link
 from nsa.bench.results import Report, cell
-from nsa.probes import free_port
 from nsa.report.markdown import table
 from nsa.resources import resource_path
+from nsa.system import free_port
 
 # Muon sends what AdamW sends, and its arithmetic would blur which part of a step is communication.
 CONFIGS = {

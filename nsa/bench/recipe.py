@@ -29,8 +29,8 @@ from nsa.engine.resolve import resolve_config
 from nsa.monitor.artifacts import last_beat
 from nsa.monitor.csv_files import read_metrics
 from nsa.planner.memory import memory
-from nsa.probes import free_port
 from nsa.resources import resource_path
+from nsa.system import free_port
 
 SETTINGS = ("data.source=embedded", "data.tokenizer=byte", "checkpoint.keep=2")
 POLL_SECONDS = 0.2

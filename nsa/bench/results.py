@@ -18,7 +18,7 @@ from nsa.atomic_io import atomic_write_text
 from nsa.bench.measure import DeviceLost, Step, recover, time_alternating
 from nsa.dtypes import DTYPES
 from nsa.monitor.environment import cpu_model
-from nsa.probes import output_of, package_version
+from nsa.system import output_of, package_version
 
 Result = dict[str, Any]
 T = TypeVar("T")

@@ -31,7 +31,7 @@ from nsa.data.source import (
     not_text,
     text_of,
 )
-from nsa.probes import in_background, with_timeout
+from nsa.system import in_background, with_timeout
 
 FINEWEB_EDU = ("HuggingFaceFW/fineweb-edu", "sample-10BT")
 BUILDERS = ("json", "parquet", "csv", "text", "arrow")  # of `datasets`, for `data.files`

@@ -206,7 +206,7 @@ def _from_pretrained(path: str, offline: bool = True) -> Any:
 
 def _from_hub(name: str, path: str) -> Any:
     from nsa.data.hub import hub_url, probe
-    from nsa.probes import with_timeout
+    from nsa.system import with_timeout
 
     start = time.monotonic()
     fix = (

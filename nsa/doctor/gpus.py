@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check, first_line
-from nsa.probes import iommu_groups, output_of, text_of
+from nsa.system import iommu_groups, output_of, text_of
 
 SAFE = "if ranks hang or disagree, NCCL_P2P_DISABLE=1 is safe but slower"
 _USED_MIB = 2_000  # more than a display takes

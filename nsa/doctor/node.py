@@ -15,7 +15,7 @@ from packaging.version import Version
 from nsa.doctor import gpus
 from nsa.doctor.check import FAIL, OK, WARN, Check
 from nsa.doctor.nccl import nccl_checks, p2p_disabled
-from nsa.probes import free_bytes, output_of, package_version
+from nsa.system import free_bytes, output_of, package_version
 
 MIB, GB = 2**20, 10**9
 _BAD_VERSIONS = (  # package, versions, status, problem

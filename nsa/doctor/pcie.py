@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from nsa.doctor.check import WARN, Check
 from nsa.doctor.gpus import parse_topology, read_acs
-from nsa.probes import output_of
+from nsa.system import output_of
 
 Pair = tuple[int, int]
 _NEAREST_FIRST = ("PIX", "PXB", "PHB", "NODE", "SYS")  # after NVLink

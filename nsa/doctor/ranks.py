@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check, first_line
 from nsa.doctor.nccl import PREFIX
-from nsa.probes import package_version, with_timeout
+from nsa.system import package_version, with_timeout
 
 if TYPE_CHECKING:
     import torch

@@ -15,9 +15,8 @@ from nsa.data.builtin import embedded_note
 from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
-from nsa.engine.ds_keys import walk
 from nsa.engine.planner_inputs import resolve_checkpointing
-from nsa.engine.resolve import resolve_config
+from nsa.engine.resolve import resolve_config, walk
 from nsa.engine.run_dir import choose_run_dir, find_saved_settings
 from nsa.engine.run_request import Recipe, RunRequest
 from nsa.engine.shutdown import parse_time
@@ -26,8 +25,8 @@ from nsa.gates.ladder import until
 from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
 from nsa.monitor.profile import parse_steps
-from nsa.probes import available_memory
 from nsa.resources import resource_path
+from nsa.system import available_memory
 
 DEFAULT_DS_CONFIG = resource_path("ds_configs/zero1_pcie.json")
 
@@ -75,16 +74,13 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         base = resolve_config(base, saved / "config.yaml")
     steps = [] if flags.steps is None else [f"train.steps={flags.steps}"]
     config = resolve_config(base, flags.config, [*flags.set, *steps])
+    changes: dict[str, tuple[Any, Any]] = {}
     if saved is not None:
-        _check_resumable(base, config, run_dir)
-        notes += [f"changed since {saved.name}: {change}" for change in _changes(base, config)]
-    if config.train.warmup_steps >= config.train.steps:
-        notes.append(
-            f"train.warmup_steps = {config.train.warmup_steps}: not below train.steps = "
-            f"{config.train.steps}, so the learning rate never decays; lower it"
-        )
-    if "embedded" in config.data.sources() and (note := embedded_note()):
-        notes.append(note)
+        changes = _changes(base, config)
+        for name, (before, after) in changes.items():
+            _check_change(name, before, after, run_dir)
+            notes.append(f"changed since {saved.name}: {name}: {before} -> {after}")
+    notes += _warnings(config)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     _check_precision(config.train.precision)
     _check_memory(config.model)
@@ -116,7 +112,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         ds_config=ds_config,
         run_dir=run_dir,
         resume=flags.resume,
-        data_changed=saved is not None and _data_settings(base) != _data_settings(config),
+        data_changed=any(map(_determines_data, changes)),
         stop_step=stop_step,
         notes=notes,
         time_limit=None if flags.time_limit is None else parse_time(flags.time_limit),
@@ -145,41 +141,49 @@ def _gpu_memory() -> float | None:
     return min(accelerator.total_memory(i) for i in range(accelerator.device_count()))
 
 
-def _data_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that determine the training tokens and their order."""
-    settings = asdict(config.data) | {"seed": config.train.seed}
-    for irrelevant in ("packing", "workers", "prefetch", "timeout"):
-        del settings[irrelevant]
-    return settings
+def _warnings(config: RunConfig) -> Iterator[str]:
+    """Yield a line for the log for each setting that is probably not meant."""
+    train, attention, seq_len = config.train, config.model.attention, config.data.seq_len
+    if train.warmup_steps >= train.steps:
+        yield (
+            f"train.warmup_steps = {train.warmup_steps}: not below train.steps = {train.steps}, so "
+            "the learning rate never decays; lower it"
+        )
+    blocks, top = attention.spec.select_blocks_len(seq_len), attention.spec.select_top
+    if attention.kind == "nsa" and "sel" in attention.branch_names and blocks <= top:
+        yield (
+            f"data.seq_len = {seq_len}: has {blocks} selection blocks and "
+            f"model.attention.spec.select_top = {top}, so every query selects all of its blocks; "
+            f"set data.seq_len above {top * attention.spec.select_len}, or lower select_top"
+        )
+    if "embedded" in config.data.sources() and (note := embedded_note()):
+        yield note
 
 
-def _check_resumable(saved: RunConfig, config: RunConfig, run_dir: Path) -> None:
-    """Refuse to resume with changes that do not fit the checkpoints or the data cursor."""
-
-    def fixed(config: RunConfig) -> dict[str, Any]:
-        model = asdict(config.model)
-        del model["activation_checkpointing"], model["attention"]["backend"]  # may change
-        settings = {f"model.{name}": value for name, value in model.items()}
-        return settings | {"train.sequence_parallel": config.train.sequence_parallel}
-
-    before = fixed(saved)
-    for name, value in fixed(config).items():
-        if value != before[name]:
-            raise ValueError(
-                f"{name} = {value!r}: {run_dir} was created with {before[name]!r}; drop the "
-                "change, or start a fresh run in another folder"
-            )
-
-
-def _changes(saved: RunConfig, config: RunConfig) -> Iterator[str]:
-    """Yield each setting that differs: "train.clip: 1.0 -> 0.5"."""
+def _changes(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the values before and after of each setting that differs, by name."""
     before, after = (
         {name: value for name, value in walk(asdict(one)) if not isinstance(value, dict)}
         for one in (saved, config)
     )
-    for name in sorted(before | after):
-        if before.get(name) != after.get(name):
-            yield f"{name}: {before.get(name)} -> {after.get(name)}"
+    pairs = {name: (before.get(name), after.get(name)) for name in sorted(before | after)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _check_change(name: str, before: Any, after: Any, run_dir: Path) -> None:
+    """Refuse to resume with a change that does not fit the checkpoints or the data cursor."""
+    fixed = name.startswith("model.") or name == "train.sequence_parallel"
+    if fixed and name not in ("model.activation_checkpointing", "model.attention.backend"):
+        raise ValueError(
+            f"{name} = {after!r}: {run_dir} was created with {before!r}; drop the change, or start "
+            "a fresh run in another folder"
+        )
+
+
+def _determines_data(name: str) -> bool:
+    """Return whether a setting determines the training tokens and their order."""
+    irrelevant = ("data.packing", "data.workers", "data.prefetch", "data.timeout")
+    return name == "train.seed" or (name.startswith("data.") and name not in irrelevant)
 
 
 def _check_compile(config: RunConfig, zero: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -20,7 +19,8 @@ from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from pydantic import ValidationError
 
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_keys import MODELS, key_error, refusal_of, walk
+from nsa.engine.ds_keys import MODELS, key_error, refusal_of
+from nsa.engine.resolve import walk
 from nsa.engine.zero_mode import block_of, has_muon, zero_mode
 from nsa.untrusted import parse_json, printable, read_text
 
@@ -49,44 +49,38 @@ class Owned:
 
 def load_ds_config(path: str | Path) -> dict[str, Any]:
     """Read a DeepSpeed JSON file; refuse comments, NaN and duplicate keys."""
-    path = Path(path)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        block: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in block:
-                raise ValueError(
-                    f"{path}: {_as_json(key)} is written twice in one block, as "
-                    f"{_as_json(block[key])} and as {_as_json(value)}; keep one"
-                )
-            block[key] = value
-        return block
-
-    def refuse_constant(name: str) -> NoReturn:
-        raise ValueError(f"{path}: {name} is not JSON; write a finite number")
-
     try:
-        text = read_text(path)
-    except FileNotFoundError:
-        near = get_close_matches(path.name, [file.name for file in path.parent.glob("*.json")], 1)
-        fix = f"did you mean {path.parent / near[0]}?" if near else "name a JSON file"
-        raise ValueError(f"{path}: no such file; {fix}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: cannot be read ({reason}); name a JSON file") from error
-    try:
-        raw = parse_json(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+        raw = parse_json(
+            read_text(Path(path)), object_pairs_hook=_unique, parse_constant=_refuse_constant
+        )
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}, line {error.lineno}, column {error.colno}: {error.msg}; "
             "write plain JSON: no comments, no trailing commas, names in double quotes"
         ) from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); name a JSON file") from error
     except ValueError as error:
-        reason = str(error)
-        raise ValueError(reason if str(path) in reason else f"{path}: {reason}") from None
+        raise ValueError(f"{path}: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: holds {_as_json(raw)}; write an object: {{…}}")
     return raw
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    block: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in block:
+            raise ValueError(
+                f"{_as_json(key)} is written twice in one block, as {_as_json(block[key])} and as "
+                f"{_as_json(value)}; keep one"
+            )
+        block[key] = value
+    return block
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON; write a finite number")
 
 
 def resolve_ds_config(

@@ -7,7 +7,7 @@ keys that its parser looks up. Where each has an effect was read from the source
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import BaseModel
 
+from nsa.engine.resolve import walk
 from nsa.engine.zero_mode import ZeroMode
 
 MODELS: dict[str, type[BaseModel]] = {
@@ -38,14 +39,6 @@ MODELS: dict[str, type[BaseModel]] = {
 UNMODELLED = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
 MUON = "muon_lr momentum ns_method"  # what only Muon reads
 REMOVED: dict[str, str] = getattr(runtime_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})
-
-
-def walk(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and value of every entry, parents before children."""
-    for key, value in tree.items():
-        yield prefix + key, value
-        if isinstance(value, dict):
-            yield from walk(value, f"{prefix}{key}.")
 
 
 def key_error(path: str, value: Any) -> str | None:

@@ -7,7 +7,7 @@ Some releases of DeepSpeed reduced gradients wrongly under ZeRO-2, without an er
 `ReductionCheck` compares the first step's with a plain all-reduce before they reach the weights:
 
     backward   hooks on a few parameters: sum of this rank's gradients, fp32  ->  all-reduce, mean
-    boundary   DeepSpeed's reduced gradient of each  ->  must be equal but for rounding
+    boundary   DeepSpeed's reduced gradient of each  ->  must be equal up to rounding
 """
 
 from __future__ import annotations
@@ -158,26 +158,24 @@ class ReductionCheck:
         figures = torch.stack([norms / ranks, *map(torch.stack, (expected, actual, errors))])
         figures.nan_to_num_(math.inf, math.inf)
         dist.all_reduce(figures, op=dist.ReduceOp.MAX)  # the ranks decide alike
-        self._judge(*figures.tolist())
-
-    def _judge(
-        self, added: list[float], expected: list[float], actual: list[float], errors: list[float]
-    ) -> None:
         dtype = self._engine.communication_data_type
         fp16 = torch.float16 in (dtype, *(p.dtype for p in self._checked.values()))
-        must_be_finite = [*added, *expected, *(actual if fp16 else ())]  # a sum may exceed fp16
-        if not all(map(math.isfinite, must_be_finite)):
+        must_be_finite = figures[: 3 if fp16 else 2]  # a reduced sum may exceed fp16
+        if not must_be_finite.isfinite().all():
             self._reset()
             return
         for hook in self._hooks:
             hook.remove()
-        roundings = self._engine.gradient_accumulation_steps() + dist.get_world_size()
-        for at, (name, parameter) in enumerate(self._checked.items()):
+        roundings = self._engine.gradient_accumulation_steps() + ranks
+        for (name, parameter), figure in zip(
+            self._checked.items(), figures.T.tolist(), strict=True
+        ):
+            added, norm, reduced_norm, error = figure
             eps = max(torch.finfo(dtype).eps, torch.finfo(parameter.dtype).eps)
-            if not errors[at] <= 0.5 * eps * math.sqrt(roundings) * added[at]:
+            if not error <= 0.5 * eps * math.sqrt(roundings) * added:
                 raise RunAborted(
                     f"DeepSpeed {deepspeed.__version__}: its reduced gradient of {name} differs "
-                    f"from a plain fp32 all-reduce by {errors[at]:.3g} (norms {actual[at]:.3g} and "
-                    f"{expected[at]:.3g}); the weights are unchanged; {FIX_REDUCTION}"
+                    f"from a plain fp32 all-reduce by {error:.3g} (norms {reduced_norm:.3g} and "
+                    f"{norm:.3g}); the weights are unchanged; {FIX_REDUCTION}"
                 )
         self._hooks, self._sums, self._checked = [], {}, {}

@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 
 from nsa.engine import disable_shared_memory_op
 from nsa.engine.peer_hosts import interface_towards
-from nsa.probes import free_port
+from nsa.system import free_port
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 # By default gloo uses the interface that the host name resolves to, often the loopback, and NCCL

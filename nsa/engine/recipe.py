@@ -13,8 +13,8 @@ from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.consensus import RunAborted
 from nsa.engine.run_dir import FolderLock
 from nsa.engine.run_request import Recipe
-from nsa.flags import reject_unknown_flags
 from nsa.untrusted import printable
+from nsa.validation import reject_unknown_flags
 
 __all__ = ["Recipe", "main"]
 

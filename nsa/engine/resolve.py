@@ -16,8 +16,7 @@ import yaml
 from nsa.engine.config import RunConfig
 from nsa.untrusted import parse_yaml, read_text, short
 
-SHORT_NAMES = {"attention": ("model", "attention")}
-MIXTURES = ("data.source",)  # the value may be a mapping, which an override replaces
+MIXTURE_SETTING = "data.source"  # a mapping is its value, which an override replaces
 MIXTURE = dict[str, float]
 KINDS = {
     int: "a whole number",
@@ -27,7 +26,6 @@ KINDS = {
     type(None): "null",
     MIXTURE: "names with weights",
 }
-
 
 # Names of other frameworks, for suggestions.
 SYNONYMS = {
@@ -91,16 +89,20 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
+def walk(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and value of every entry, parents before children."""
+    for key, value in tree.items():
+        yield f"{prefix}{key}", value
+        if isinstance(value, dict):
+            yield from walk(value, f"{prefix}{key}.")
+
+
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         text = read_text(file)
-    except FileNotFoundError:
-        raise ValueError(f"--config {file}: no such file") from None
     except (OSError, ValueError) as error:
-        inside = file / "config.yaml"
-        fix = f"give {inside}" if inside.is_file() else "give a YAML file"
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"--config {file}: cannot be read as text ({reason}); {fix}") from None
+        raise ValueError(f"--config {file}: cannot be read ({reason}); give a YAML file") from None
     tree = _parse(text, f"--config {file}")
     if tree is not None and not isinstance(tree, dict):
         raise ValueError(f"--config {file}: holds {short(tree)}; write sections with keys")
@@ -119,34 +121,27 @@ def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> N
     if not isinstance(changes, dict):
         raise ValueError(f"{source}: {path} is a section; set one of {', '.join(tree)} in it")
     for key, value in changes.items():
-        if not path and key in SHORT_NAMES:
-            section, key = SHORT_NAMES[key]
-            _merge(tree, {section: {key: value}}, source)
-            continue
         name = f"{path}.{key}" if path else str(key)
-        if key not in tree:
-            near = [f"{path}.{k}".strip(".") for k in get_close_matches(str(key), list(tree), n=1)]
-            synonyms = [known for known, others in SYNONYMS.items() if key in others]
-            near = list(_same_name(tree, key, path)) or synonyms or near
-            choices = ", ".join(f"{path}.{known}".strip(".") for known in tree)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {choices}"
-            if deepspeed := [known for known in DEEPSPEED_KEYS if known in str(key)]:
-                hint = f'set "{deepspeed[0]}" in DeepSpeed\'s JSON (--deepspeed_config)'
-            raise ValueError(f"{source}: there is no setting {name!r}; {hint}")
-        if isinstance(tree[key], dict) and name not in MIXTURES:
+        if name == "attention":
+            _merge(tree["model"]["attention"], value, source, "model.attention")
+        elif key not in tree:
+            raise ValueError(f"{source}: there is no setting {name!r}; {_hint(tree, key, path)}")
+        elif isinstance(tree[key], dict) and name != MIXTURE_SETTING:
             _merge(tree[key], value, source, name)
         else:
             tree[key] = value
 
 
-def _same_name(tree: dict[str, Any], key: Any, path: str) -> Iterator[str]:
-    """Yield the paths of settings called `key` in nested sections."""
-    for name, section in tree.items():
-        nested = f"{path}.{name}".strip(".")
-        if isinstance(section, dict) and nested not in MIXTURES:
-            if key in section:
-                yield f"{nested}.{key}"
-            yield from _same_name(section, key, nested)
+def _hint(tree: dict[str, Any], key: Any, path: str) -> str:
+    """Return what to write instead of an unknown key of this section."""
+    if deepspeed := [known for known in DEEPSPEED_KEYS if known in str(key)]:
+        return f'set "{deepspeed[0]}" in DeepSpeed\'s JSON (--deepspeed_config)'
+    near = [f"{path}.{name}".strip(".") for name, _ in walk(tree) if name.endswith(f".{key}")]
+    near = near or [known for known, others in SYNONYMS.items() if key in others]
+    near = near or [f"{path}.{k}".strip(".") for k in get_close_matches(str(key), list(tree), n=1)]
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"choose one of {', '.join(f'{path}.{known}'.strip('.') for known in tree)}"
 
 
 def _build(cls: type, tree: dict[str, Any], path: str) -> Any:

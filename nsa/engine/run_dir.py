@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
 import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,58 +20,64 @@ from nsa.checkpoint.manifest import holds_intact, list_checkpoints
 from nsa.checkpoint.weights import has_safetensors
 from nsa.engine.config import RunConfig
 from nsa.engine.run_request import RunRequest
-from nsa.untrusted import parse_yaml, read_text
+from nsa.untrusted import parse_yaml, printable, read_text
 
 LOCK = ".lock"
-# Files that only the root of a project holds. Other files do no harm: a scheduler's log or script,
-# data, what a refused start left.
-PROJECT = (".git", "pyproject.toml", "setup.py", "package.json")
 SETTINGS = ("config.yaml", "ds_config.json")  # of a run's folder, and of each checkpoint
 
 
 def choose_run_dir(requested: Path | None, name: str, resume: bool) -> Path:
     """Return the run's folder; refuse one that holds a run unless it is resumed."""
     if requested is not None:
-        try:
-            problem = _problem_with(requested, resume)
-        except OSError as error:
-            problem = f"no files can be written there ({error.strerror}); choose another folder"
-        if problem is not None:
-            raise ValueError(f"--run-dir {requested}: {problem}")
+        with _refused_if_unusable(requested):
+            _check_folder(requested, resume)
         return requested
     folders = (Path("runs") / (f"{name}-{n}" if n > 1 else name) for n in itertools.count(1))
-    used = list(itertools.takewhile(_holds_run, folders))
+    newest = None
+    for folder in folders:
+        if not _holds_run(folder):
+            break
+        newest = folder
     if not resume:
-        return Path("runs") / (f"{name}-{len(used) + 1}" if used else name)
-    if not used:
+        return folder
+    if newest is None:
         raise ValueError(
             f"--resume: runs/{name} holds no run; drop --resume to start one, or name the run's "
             "folder with --run-dir"
         )
-    return used[-1]
+    return newest
 
 
-def _problem_with(folder: Path, resume: bool) -> str | None:
+def _check_folder(folder: Path, resume: bool) -> None:
+    problem = None
     if folder.exists() and not folder.is_dir():
-        return "is a file; name a folder"
-    if has_safetensors(folder):
-        return (
+        problem = "is a file; name a folder"
+    elif has_safetensors(folder):
+        problem = (
             "holds model weights, not a run; start a run from them with "
             f"--set train.start_from={folder} in another folder"
         )
-    if _holds_run(folder) and not resume:
-        return "already holds a run; add --resume to continue it, or choose another folder"
-    if resume and not _holds_run(folder):
-        return "holds no run; drop --resume to start one"
-    if not resume:
-        for name in PROJECT:
-            if (folder / name).exists():
-                return f"is the root of a project, with its {name}; name a folder below, runs/NAME"
-    return None
+    elif resume and not _holds_run(folder):
+        problem = "holds no run; drop --resume to start one"
+    elif not resume and _holds_run(folder):
+        problem = "already holds a run; add --resume to continue it, or choose another folder"
+    if problem is not None:
+        raise ValueError(f"--run-dir {folder}: {problem}")
 
 
 def _holds_run(folder: Path) -> bool:
     return (folder / "config.yaml").exists() or (folder / "checkpoints").exists()
+
+
+@contextlib.contextmanager
+def _refused_if_unusable(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"--run-dir {run_dir}: no files can be written there ({error.strerror}); choose "
+            "another folder"
+        ) from None
 
 
 def find_saved_settings(run_dir: Path) -> Path | None:
@@ -123,43 +129,40 @@ class FolderLock:
 
         `private`: only its owner may enter it. Else the umask decides.
         """
-        self._run_dir, self._private = run_dir, private
-        self._file: TextIO | None = None
+        self._run_dir = run_dir
         self._created: list[Path] = []  # innermost first
         self._lost: Exception | None = None
-        try:
-            self._open()
-        except OSError as error:
-            self.abandon()
-            raise ValueError(
-                f"--run-dir {run_dir}: no files can be written there ({error.strerror}); choose "
-                "another folder"
-            ) from None
+        self._file: TextIO | None = None
+        with _refused_if_unusable(run_dir):
+            try:
+                self._open(private)
+            except OSError:
+                self.abandon()
+                raise
 
-    def _open(self) -> None:
+    def _open(self, private: bool) -> None:
         if self._run_dir.is_symlink():
             self._run_dir.stat()  # the error of a loop says more than mkdir's
-        folders = (self._run_dir, *self._run_dir.parents)
-        self._created = [path for path in folders if not path.exists()]
-        self._run_dir.mkdir(mode=0o700 if self._private else 0o777, parents=True, exist_ok=True)
-        if self._private:  # the folder may have existed
-            self._run_dir.chmod(0o700)
         path = self._run_dir / LOCK
-        if not path.exists():
-            self._created.insert(0, path)
+        self._created = [
+            it for it in (path, self._run_dir, *self._run_dir.parents) if not it.exists()
+        ]
+        self._run_dir.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
+        if private:  # the folder may have existed
+            self._run_dir.chmod(0o700)
         self._file = path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.seek(0)
+            owner = printable(self._file.read(200))
             raise ValueError(
-                f"{self._run_dir}: in use by another run{_describe_owner(self._file.read())}; wait "
-                "until it ends, or choose another --run-dir"
+                f"{self._run_dir}: in use by another run ({owner}); wait until it ends, or choose "
+                "another --run-dir"
             ) from None
         self._file.truncate(0)
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        owner = {"pid": os.getpid(), "host": os.uname().nodename, "since": now}
-        self._file.write(json.dumps(owner) + "\n")
+        self._file.write(f"process {os.getpid()} on {os.uname().nodename}, since {now}")
         self._file.flush()
 
     def watch(self) -> None:
@@ -199,11 +202,3 @@ class FolderLock:
                     path.rmdir()
         if self._file is not None:
             self._file.close()
-
-
-def _describe_owner(text: str) -> str:
-    try:
-        owner = json.loads(text)
-        return f" (process {owner['pid']} on {owner['host']}, since {owner['since']})"
-    except (ValueError, KeyError, TypeError):
-        return ""

@@ -21,7 +21,7 @@ import psutil
 
 from nsa.engine.peer_hosts import RankProcess, find_lost_host
 from nsa.monitor.observer import warn
-from nsa.probes import is_alive
+from nsa.system import is_alive
 
 LAUNCHER = "deepspeed.launcher.launch"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

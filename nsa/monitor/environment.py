@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
-from nsa.probes import output_of, package_version, text_of
+from nsa.system import output_of, package_version, text_of
 
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
 # Variables to record, by prefix; others may hold secrets, and so may those that match _SECRET.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from nsa.probes import is_alive
+from nsa.system import is_alive
 from nsa.watchdog.disk import DiskWorker
 
 _PR_SET_CHILD_SUBREAPER = 36  # Linux' prctl

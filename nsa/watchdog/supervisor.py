@@ -23,7 +23,7 @@ import psutil
 
 from nsa.monitor.config import WatchConfig
 from nsa.monitor.writer import BackgroundWriter
-from nsa.probes import is_alive
+from nsa.system import is_alive
 from nsa.untrusted import printable
 from nsa.watchdog.disk import SIGNALS, DiskHangs, DiskWorker
 from nsa.watchdog.hang_detector import FolderState, HangDetector, HangReport

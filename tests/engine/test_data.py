@@ -183,17 +183,35 @@ def test_a_dry_run_without_the_hub_reports_unchecked_data(tmp_path: Path) -> Non
     assert "DATA NOT REACHED, and not checked: data.tokenizer = 'hf:gpt2'" in result.stdout
 
 
+def notes(run_dir: Path, *settings: str) -> list[str]:
+    """What a run with this model of 8-token selection blocks, 4 per query, logs at its start."""
+    recipe = Recipe("small", "", {"demo": small})
+    words = ["--profile=demo", f"--run-dir={run_dir}", *(f"--set={one}" for one in settings)]
+    return resolve_request(recipe, build_parser(recipe).parse_args(words)).notes
+
+
 def test_another_version_of_the_embedded_text_is_noted_in_log_and_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def notes(source: str) -> list[str]:
-        recipe = Recipe("small", "", {"demo": small})
-        words = ["--profile=demo", f"--run-dir={tmp_path}", f"--set=data.source={source}"]
-        request = resolve_request(recipe, build_parser(recipe).parse_args(words))
-        return [note for note in request.notes if "comparable" in note]
+    def comparable(source: str) -> list[str]:
+        return [note for note in notes(tmp_path, f"data.source={source}") if "comparable" in note]
 
-    assert notes("embedded") == []
+    assert comparable("embedded") == []
     monkeypatch.setattr(builtin, "EMBEDDED_SHA256", "that of another version")
-    (note,) = notes("embedded")
+    (note,) = comparable("embedded")
     assert note.endswith(f"fix: pip install deepspeed=={builtin.EMBEDDED_VERSION}")
-    assert notes("synthetic") == []
+    assert comparable("synthetic") == []
+
+
+def test_a_sequence_so_short_that_selection_leaves_no_block_out_is_noted(tmp_path: Path) -> None:
+    def short(*settings: str) -> list[str]:
+        return [note for note in notes(tmp_path, *settings) if "select_top" in note]
+
+    assert short("data.seq_len=33") == []
+    (note,) = short("data.seq_len=32")
+    assert note == (
+        "data.seq_len = 32: has 4 selection blocks and model.attention.spec.select_top = 4, so "
+        "every query selects all of its blocks; set data.seq_len above 32, or lower select_top"
+    )
+    assert short("data.seq_len=32", "attention.kind=dense") == []
+    assert short("data.seq_len=32", "attention.branches=cmp+win") == []

@@ -14,7 +14,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
-from nsa.engine.ds_keys import REFUSALS, key_error, walk
+from nsa.engine.ds_keys import REFUSALS, key_error
+from nsa.engine.resolve import walk
 from tests.engine.stock_configs import STOCK, fixed
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
@@ -85,17 +86,13 @@ def test_only_plain_json_is_accepted(tmp_path: Path, text: str, words: list[str]
         assert word in str(error.value)
 
 
-def test_a_mistyped_file_name_gets_a_suggestion() -> None:
-    with pytest.raises(ValueError, match=r"no such file; did you mean .*zero2_pcie\.json\?"):
-        load_ds_config(FOLDER / "zero2-pcie.json")
-
-
 def test_an_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"mine\.json: cannot be read"):
+    with pytest.raises(ValueError, match=r"mine\.json: .*can't decode"):
         load_ds_config(tmp_path / "mine.json")
-    with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\); name a JSON file"):
-        load_ds_config(tmp_path)
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "a.json", "No such file")):
+        with pytest.raises(ValueError, match=rf"cannot be read \({reason}.*\); name a JSON file"):
+            load_ds_config(path)
 
 
 # --- one owner per number -------------------------------------------------------------------

@@ -59,24 +59,6 @@ def test_abandon_removes_only_what_the_lock_created(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["existing"]
 
 
-def test_the_root_of_a_project_is_refused_and_other_files_are_not(tmp_path: Path) -> None:
-    for name in (".hidden", "train.log", "job.sh", "ds.json", "heartbeat_rank0.jsonl"):
-        (tmp_path / name).touch()
-    assert choose_run_dir(tmp_path, "m7c", resume=False) == tmp_path
-    (tmp_path / ".git").mkdir()
-    with pytest.raises(ValueError, match=re.escape(f"--run-dir {tmp_path}: is the root of a proj")):
-        choose_run_dir(tmp_path, "m7c", resume=False)
-    (tmp_path / "config.yaml").touch()
-    assert choose_run_dir(tmp_path, "m7c", resume=True) == tmp_path
-
-
-def test_a_source_tree_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    (tmp_path / "setup.py").touch()
-    result = alone("m7c.py", "--run-dir=.", folder=tmp_path)
-    assert (result.returncode, [*tmp_path.iterdir()]) == (2, [tmp_path / "setup.py"])
-    assert result.stderr.splitlines()[-1].startswith("m7c: --run-dir .: is the root of a project, ")
-
-
 UNUSABLE = {
     "file": "is a file",
     "file/below": "Not a directory",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_keys import walk
+from nsa.engine.resolve import walk
 from nsa.engine.run_request import Recipe
 from tests.fuzz.hostile import VALUES, damaged, files, mutated, run, time_limit, values
 from tests.ranks import ROOT

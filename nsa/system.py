@@ -1,4 +1,4 @@
-"""Probes of this machine's programs, files, processes and ports; calls with a time limit."""
+"""What this machine has: programs, files, memory, ports, processes; calls with a time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    import psutil  # imported late: benchmarks of a machine without it need the other probes
+    import psutil  # imported late: benchmarks of a machine without it need the other functions
 
 T = TypeVar("T")
 _TIMEOUT_SECONDS = 10.0  # a stuck driver must not block the check
