@@ -79,6 +79,15 @@ class NSASpec:
         """Positions in the window at `position`."""
         return min(position + 1, self.window)
 
+    def visible_pairs(self, seq_len: int) -> dict[str, int]:
+        """(Query, key) pairs of each branch in a document of `seq_len` positions, for one head."""
+        visible = {
+            "cmp": self.visible_compressed,
+            "sel": self.visible_selected,
+            "win": self.visible_window,
+        }
+        return {branch: sum(map(keys, range(seq_len))) for branch, keys in visible.items()}
+
 
 @lru_cache(maxsize=64)
 def _validated(*numbers: int) -> NSASpec:

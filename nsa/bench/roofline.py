@@ -44,13 +44,9 @@ CHIPS = {
 
 def pairs(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, int]:
     """Visible (query, key) pairs of each branch, over the batch and all query heads."""
-    visible = {
-        "compressed": spec.visible_compressed,
-        "window": spec.visible_window,
-        "selected": spec.visible_selected,
-    }
+    names = {"cmp": "compressed", "win": "window", "sel": "selected"}
     rows = batch * shape.heads
-    return {branch: rows * sum(map(keys, range(seq_len))) for branch, keys in visible.items()}
+    return {names[branch]: rows * count for branch, count in spec.visible_pairs(seq_len).items()}
 
 
 def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Work]:

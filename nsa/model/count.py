@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from nsa.constants import BRANCHES
 from nsa.model.config import ModelConfig
 
 
@@ -44,11 +43,8 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool
         if attention.compressor == "mlp":
             hidden = attention.compressor_hidden or config.head_dim
             products += kv_size * hidden * (spec.block_len + 1) * blocks
-        counts = (spec.visible_compressed, spec.visible_selected, spec.visible_window)
-        visible = {
-            branch: sum(map(count, range(seq_len))) / seq_len
-            for branch, count in zip(BRANCHES, counts, strict=True)
-        }
+        pairs = spec.visible_pairs(seq_len)
+        visible = {branch: pairs[branch] / seq_len for branch in pairs}
         keys = sum(visible[branch] for branch in branches)
         if "sel" in branches:
             selection = 2 * config.heads * config.head_dim * visible["cmp"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nsa.bench import data, health
+from nsa.bench import cpu, data, health
 from nsa.bench.__main__ import main
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
@@ -25,6 +25,22 @@ def figures(name: str, folder: Path) -> dict[str, Any]:
     assert result["finished"]
     assert result["environment"]["command"].startswith(f"python -m nsa.bench {name} ")
     return result
+
+
+def test_cpu_compares_attention_and_a_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "SEQ_LEN", 128)
+    monkeypatch.setattr(cpu, "LENGTHS", (64, 128))
+    monkeypatch.setattr(cpu, "ROUNDS", 2)
+    result = figures("cpu", tmp_path)
+    for name in ("fp32", "bf16"):
+        times = result["attention"][name]
+        assert times["nsa_over_sdpa"] == pytest.approx(times["nsa"] / times["sdpa"])
+        assert result["layer"][name]["seconds"] > 0
+        assert result["matrix_products_gflops"][name] > 0
+    per_token = {n: one["us_per_token"] for n, one in result["length"].items()}
+    assert result["length"]["128"]["growth"] == pytest.approx(per_token["128"] / per_token["64"])
 
 
 def test_health_fails_above_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

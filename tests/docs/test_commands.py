@@ -100,7 +100,7 @@ def test_every_block_says_what_it_is(page: Path) -> None:
         "bash launch/test.sh tests/nowhere",
         "nsa info --seq-length 8",
         "nsa check ds_configs/nowhere.json",
-        "nsa bench data --turns 2",
+        "nsa bench cpu --turns 2",
         "python -m nsa.bench nowhere",
     ],
 )
