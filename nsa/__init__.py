@@ -3,7 +3,8 @@
 `nsa.NSAttention` is a drop-in attention layer, `nsa.ops` its functions. `import nsa` registers the
 model with transformers' Auto classes, whether transformers is imported before or after it. It
 imports nothing heavy: names load at their first use, and an import hook registers the model with
-an Auto class when transformers loads that class.
+an Auto class when transformers loads that class. The same hook limits how long DeepSpeed waits for
+a build (nsa/engine/shared_memory_op.py).
 """
 
 from __future__ import annotations
@@ -41,9 +42,16 @@ def _register_model(auto: ModuleType) -> None:
     import_module("nsa.model.hf")  # registers itself on import, which may be in progress
 
 
+def _limit_build_wait(comm: ModuleType) -> None:
+    from nsa.engine.shared_memory_op import limit_build_wait
+
+    limit_build_wait(comm)
+
+
 _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "transformers.models.auto.configuration_auto": _register_config,
     "transformers.models.auto.modeling_auto": _register_model,
+    "deepspeed.comm.torch": _limit_build_wait,
 }
 
 

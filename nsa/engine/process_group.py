@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from nsa.engine import disable_shared_memory_op
 from nsa.engine.peer_hosts import interface_towards
+from nsa.engine.shared_memory_op import disable_shared_memory_op
 from nsa.system import free_port
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
