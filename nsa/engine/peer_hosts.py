@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -60,31 +61,29 @@ def connect_hosts(
 
     A collective; `hosts[i]` is rank i's. Other ranks get no connection.
     """
-    first_ranks = {hosts.index(host): host for host in hosts if host != hosts[0]}
-    if not first_ranks:
+    first_ranks = {host: hosts.index(host) for host in hosts}
+    if len(first_ranks) == 1:
         return {}
-    listener, port = None, 0
+    listener, port, token = None, 0, secrets.token_hex(8)
     if rank == 0:
         family = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)[0][0]
         listener = socket.create_server(("", 0), family=family, backlog=1_024)
         port = listener.getsockname()[1]
-    port = consensus.broadcast(port)
+    port, token = consensus.broadcast((port, token))
     connections: dict[str, socket.socket] = {}
-    expected: Sequence[str] = []
     if listener is not None:
-        connections, expected = _accept(listener, first_ranks), [*first_ranks.values()]
-    elif rank in first_ranks:
-        expected = hosts[:1]
-        with contextlib.suppress(OSError):
+        expected = {number: host for host, number in first_ranks.items() if host != hosts[0]}
+        connections = _accept(listener, token, expected)
+    elif first_ranks[hosts[rank]] == rank:
+        try:
             address = (os.environ["MASTER_ADDR"], port)
             connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT)
-            connection.sendall(str(rank).encode())
+            connection.sendall(f"{token} {rank}".encode())
             connections[hosts[0]] = connection
-    for host in expected:
-        if host in connections:
-            _enable_keep_alive(connections[host])
-        else:
-            warn(f"no connection to host {host}: a loss is noticed only by time-out")
+        except OSError as error:
+            _not_connected(hosts[0], str(error))
+    for connection in connections.values():
+        _enable_keep_alive(connection)
     return connections
 
 
@@ -103,17 +102,24 @@ def find_lost_host(connections: Mapping[str, socket.socket]) -> str | None:
     return None
 
 
-def _accept(listener: socket.socket, first_ranks: Mapping[int, str]) -> dict[str, socket.socket]:
-    """Accept a connection from each of these ranks, which send their number; drop others."""
-    connections: dict[str, socket.socket] = {}
-    deadline = time.monotonic() + CONNECT_TIMEOUT
+def _accept(
+    listener: socket.socket, token: str, expected: dict[int, str]
+) -> dict[str, socket.socket]:
+    """Accept one connection from each of the `expected` ranks; drop those without the token."""
+    connections, deadline = {}, time.monotonic() + CONNECT_TIMEOUT
     with listener:
-        while len(connections) < len(first_ranks) and (left := deadline - time.monotonic()) > 0:
-            listener.settimeout(left)
-            with contextlib.suppress(OSError, ValueError, KeyError):
+        while expected and (seconds_left := deadline - time.monotonic()) > 0:
+            listener.settimeout(seconds_left)
+            with contextlib.suppress(OSError, ValueError):
                 connection, _ = listener.accept()
                 connection.settimeout(1.0)
-                connections[first_ranks[int(connection.recv(16))]] = connection
+                received, _, rank = connection.recv(64).decode().partition(" ")
+                if received == token and int(rank) in expected:
+                    connections[expected.pop(int(rank))] = connection
+                else:
+                    connection.close()
+    for host in expected.values():
+        _not_connected(host, "it did not connect")
     return connections
 
 
@@ -125,3 +131,7 @@ def _enable_keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
+
+
+def _not_connected(host: str, reason: str) -> None:
+    warn(f"no connection to host {host} ({reason}): a loss is noticed only by time-out")

@@ -49,16 +49,16 @@ def test_keep_alive_probes_detect_a_silent_host_within_the_limit(
     assert idle + interval * probes == limit
 
 
-def test_a_connection_without_the_number_of_a_rank_is_not_accepted_as_a_host() -> None:
+def test_a_connection_without_the_token_is_not_accepted_as_a_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
         accepted: dict[str, socket.socket] = {}
         accept = threading.Thread(
-            target=lambda: accepted.update(peer_hosts._accept(server, {2: "far"}))
+            target=lambda: accepted.update(peer_hosts._accept(server, "secret", {2: "far"}))
         )
         accept.start()
         callers = []
-        for message in (b"", b"GET / HTTP/1.1\r\n", b"7", b"2"):
+        for message in (b"", b"GET / HTTP/1.1\r\n", b"guess 2", b"secret 7", b"secret 2"):
             caller = socket.create_connection(address)
             callers.append(caller)
             if message:
