@@ -36,7 +36,10 @@ from nsa.checkpoint.manifest import (
 LATEST = "latest"
 POLL_SECONDS = 0.02  # between two checks for the other ranks' parts
 PARTIAL = ".partial"
-FULL = "; free some space, or keep fewer checkpoints with checkpoint.keep"
+FULL = (
+    "; free some space, or keep fewer checkpoints with checkpoint.keep (if `df` shows free space, "
+    "inodes are missing, which `df -i` shows: delete some files)"
+)
 REFUSED = "; fix the folder's permissions or mount, or choose another folder"
 FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), FULL),
