@@ -69,7 +69,7 @@ _ROWS_MOVED = {
 _REWRITTEN = {
     "add_token_gradients_kernel": ("d_weight", None),
     "cross_entropy_kernel": ("logits", "GRADIENT"),
-    "gated_keys_kernel": ("dq", None),
+    "band_keys_kernel": ("dq", None),
     "selected_queries_kernel": ("dq", "ADD"),
 }
 _SELF_UNREAD = {"copy_", "fill_", "zero_", "new_zeros", "zeros_like", "ones_like"}
@@ -204,9 +204,10 @@ def _unread(kernel: str, arguments: Mapping[str, Any], constants: Mapping[str, A
     """Bytes of the arguments that a kernel does not read."""
     if kernel == "select_kernel" and arguments["cu"] is None:
         # A tile whose queries have no more candidates than they select skips q and lse.
-        tokens, tile = arguments["q"].shape[1], constants["QUERIES"]
-        skipped = min(constants["TOP"] * constants["SELECT"], tokens)
-        skipped = tokens if skipped == tokens else skipped // tile * tile
+        tokens, attention = arguments["q"].shape[1], constants["C"]
+        skipped = min(attention.TOP * attention.SELECT, tokens)
+        if skipped < tokens:
+            skipped -= skipped % attention.QUERIES
         return (_size(arguments["q"]) + _size(arguments["lse"])) * skipped // tokens
     if kernel == "rotary_kernel":
         # Neither padding nor copies that it does not return; pool_kernel reads those.
@@ -216,9 +217,8 @@ def _unread(kernel: str, arguments: Mapping[str, Any], constants: Mapping[str, A
 
 
 def _work_name(x: Launch) -> str:
-    """A kernel's name in `roofline.work`."""
-    branch = "window" if x.constants.get("WINDOW") else "compressed"
-    name = x.kernel.__name__.removesuffix("_kernel").replace("band", branch)
+    """A kernel's name in `roofline.work`: a model launches the band's kernels for both branches."""
+    name = x.kernel.__name__.removesuffix("_kernel").replace("band", "gated")
     return name.replace("_", " ")
 
 

@@ -102,7 +102,7 @@ def test_kernels_read_and_rewrite_the_logits_and_the_gradient_that_others_wrote(
     selected = largest("nsa::triton_gated_backward", "selected_queries_kernel")
     assert 5 * q < selected < 5.5 * q  # q, do, keys and values, dq twice; lse, row sums and lists
     # q, do, dq twice, keys and values and their gradients; lse, row sums, gates and compressed keys
-    gated = largest("nsa::triton_gated_backward", "gated_keys_kernel")
+    gated = largest("nsa::triton_gated_backward", "band_keys_kernel")
     assert 6 * q < gated < 7.2 * q
 
 
@@ -141,7 +141,7 @@ def test_custom_ops_are_one_operation_and_all_their_launches() -> None:
     for part in ("attention", "loss"):
         assert by_part[part]["launches"] > by_part[part]["operations"]
     launches = {y.name for x in record(toy(), BATCH, SEQ_LEN) for y in x.launches}
-    assert {"select_kernel", "selected_forward_kernel", "gated_keys_kernel"} <= launches
+    assert {"select_kernel", "selected_forward_kernel", "band_keys_kernel"} <= launches
     assert not any(name in launches for name in ("aten::linear", "aten::matmul"))
 
 

@@ -1,8 +1,9 @@
-"""Triton kernels of attention over a band of keys: the compressed and the window branch.
+"""Triton kernels of attention over a band of keys: the window, the compressed branch, or both.
 
 A query at t sees key n iff n * STRIDE + LEN - 1 <= t and, with a window, n > t - WINDOW. The
 compressed branch has the block's length and stride and no window (0); the window branch has 1 and
-1. Rows are laid out as common.py says.
+1. A launch computes one branch, or both from one tile of queries: those of a branch that it lacks
+are None. Rows are laid out as common.py says.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from nsa.ops.triton.common import (
     group_rows,
     kernel,
     keys_before,
+    load_pair,
     load_rows,
     softmax_step,
     span,
+    start_softmax,
+    store_pair,
     store_query_gradient,
     store_rows,
     visible,
+    zero_pair,
 )
 
 
 @triton.jit
-def row_tile(cu, documents, seq_len, HEADS: tl.constexpr, GROUP: tl.constexpr,
-             ROWS: tl.constexpr):  # fmt: skip
+def _row_tile(cu, documents, seq_len, C: tl.constexpr):
     """A program's tile of rows, those with the most keys first.
 
     Returns its document, the document's first position over all batches and its length; the tile's
@@ -40,59 +44,52 @@ def row_tile(cu, documents, seq_len, HEADS: tl.constexpr, GROUP: tl.constexpr,
     """
     head = tl.program_id(1).to(tl.int64)
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
-    document, tile, start, length = document_tile(cu, documents, slot, seq_len, GROUP, ROWS)
-    first_row = tile * ROWS
-    t0 = first_row // GROUP
-    local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
-    valid = first_row + tl.arange(0, ROWS) < length * GROUP
+    document, tile, start, length = document_tile(cu, documents, slot, seq_len, C.GROUP, C.ROWS)
+    first_row = tile * C.ROWS
+    t0 = first_row // C.GROUP
+    local, at = group_rows(first_row, C, C.ROWS % C.GROUP == 0)
+    valid = first_row + tl.arange(0, C.ROWS) < length * C.GROUP
     token = tl.program_id(2).to(tl.int64) * seq_len + start
-    row = ((token + t0) * HEADS + head) * GROUP
+    row = ((token + t0) * C.HEADS + head) * C.GROUP
     return document, token, length, first_row, row, at, t0 + local, valid
 
 
 @triton.jit
-def first_key_of(cu, document, token, batch, key_len, LEN: tl.constexpr, STRIDE: tl.constexpr):
+def _first_key(cu, document, token, batch, key_len, C: tl.constexpr):
     """A document's first key over all batches; `token`: its first position over all batches."""
-    if LEN == 1 and STRIDE == 1:
+    if C.LEN == 1 and C.STRIDE == 1:
         return token
     else:
-        return batch * key_len + keys_before(cu, document, LEN, STRIDE)
+        return batch * key_len + keys_before(cu, document, C)
 
 
 @triton.jit
-def _bounds(first_row, length, GROUP: tl.constexpr, LEN: tl.constexpr, STRIDE: tl.constexpr,
-            WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
+def _bounds(first_row, length, C: tl.constexpr):
     """The keys that a tile sees: some rows from `low` on, all rows from a to b, some to `high`."""
-    t_first = first_row // GROUP
-    t_last = (tl.minimum(first_row + ROWS, length * GROUP) - 1) // GROUP
-    high = visible(t_last, LEN, STRIDE)
+    t_first = first_row // C.GROUP
+    t_last = (tl.minimum(first_row + C.ROWS, length * C.GROUP) - 1) // C.GROUP
+    high = visible(t_last, C)
     low = 0
     a = 0
-    if WINDOW > 0:
-        low = tl.maximum(t_first + 1 - WINDOW, 0) // KEYS * KEYS
-        a = tl.cdiv(tl.maximum(t_last + 1 - WINDOW, 0), KEYS) * KEYS
-    b = tl.maximum(visible(t_first, LEN, STRIDE) // KEYS * KEYS, a)
+    if C.WINDOW > 0:
+        low = tl.maximum(t_first + 1 - C.WINDOW, 0) // C.KEYS * C.KEYS
+        a = tl.cdiv(tl.maximum(t_last + 1 - C.WINDOW, 0), C.KEYS) * C.KEYS
+    b = tl.maximum(visible(t_first, C) // C.KEYS * C.KEYS, a)
     return low, a, b, high
 
 
 @triton.jit
-def _scores(
-    q, k, v, first, high, far_end, future,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
-    WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PHASE: tl.constexpr,
-):  # fmt: skip
+def _scores(q, k, v, first, high, far_end, future, C: tl.constexpr, PHASE: tl.constexpr):
     """Keys and values [KEYS, ..] from `first` on, and their scores [ROWS, KEYS], -inf where hidden.
 
     A query sees far_end < n < future. Only the first phase has keys beyond the far end; none of
     them are in the future, where the window is longer than a tile is wide.
     """
     FAR: tl.constexpr = PHASE == 0
-    FUTURE: tl.constexpr = PHASE == 2 or (PHASE == 0 and WINDOW <= KEYS + ROWS // GROUP)
-    i = tl.arange(0, KEYS)
+    FUTURE: tl.constexpr = PHASE == 2 or (PHASE == 0 and C.WINDOW <= C.KEYS + C.ROWS // C.GROUP)
+    i = tl.arange(0, C.KEYS)
     inside = (i < high - first) if FUTURE else None
-    k_tile = load_rows(k, i, HEADS * KEY, KEY, KEY_P, inside)
-    v_tile = load_rows(v, i, HEADS * VALUE, VALUE, VALUE_P, inside)
+    k_tile, v_tile = load_pair(k, v, 0, i, C.HEADS, C, inside)
     s = dot(q, tl.trans(k_tile))
     if FAR:
         s = tl.where(i[None, :] > (far_end - first)[:, None], s, float("-inf"))
@@ -102,176 +99,197 @@ def _scores(
 
 
 @triton.jit
-def band_attention(
-    q_tile, k, v, t, first_row, length, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+def _forward(
+    q_tile, k, v, o, lse, key, first_row, row, at, t, valid, length, scale, C: tl.constexpr
 ):  # fmt: skip
-    """(o [ROWS, VALUE_P], lse [ROWS]) of a tile; k and v point to the document's first key."""
-    far_end, future = t - WINDOW, visible(t, LEN, STRIDE)
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, VALUE_P], tl.float32)
-    low, a, b, high = _bounds(first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS)
+    """Store one branch's o and lse of a tile of rows; `key`: its document's first, of all heads."""
+    far_end, future = t - C.WINDOW, visible(t, C)
+    m, total, acc = start_softmax(C.ROWS, C.VALUE_P)
+    low, a, b, high = _bounds(first_row, length, C)
     for phase in tl.static_range(3):
-        if phase > 0 or WINDOW > 0:
+        if phase > 0 or C.WINDOW > 0:
             begin, end = span(phase, low, a, b, high)
             # Pointers advance, instead of an index into them: it would need 64 bits, and so would
             # every comparison with it.
-            k_at = k + tl.cast(begin, tl.int64) * (HEADS * KEY)
-            v_at = v + tl.cast(begin, tl.int64) * (HEADS * VALUE)
-            for first in range(begin, end, KEYS):
-                _, v_tile, s = _scores(
-                    q_tile, k_at, v_at, first, high, far_end, future,
-                    HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, WINDOW, ROWS, KEYS, phase,
-                )  # fmt: skip
+            k_at = k + key * C.KEY + tl.cast(begin, tl.int64) * (C.HEADS * C.KEY)
+            v_at = v + key * C.VALUE + tl.cast(begin, tl.int64) * (C.HEADS * C.VALUE)
+            for first in range(begin, end, C.KEYS):
+                _, v_tile, s = _scores(q_tile, k_at, v_at, first, high, far_end, future, C, phase)
                 m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
-                k_at += KEYS * HEADS * KEY
-                v_at += KEYS * HEADS * VALUE
-    return finish_softmax(m, total, acc, scale)
+                k_at += C.KEYS * C.HEADS * C.KEY
+                v_at += C.KEYS * C.HEADS * C.VALUE
+    out, logsum = finish_softmax(m, total, acc, scale)
+    store_rows(o + row * C.VALUE, at, C.VALUE, out, C.VALUE, C.VALUE_P, valid)
+    tl.store(lse + row + at, logsum, mask=valid)
 
 
 @kernel
 def band_forward_kernel(
-    q, k, v, o, lse, cu, seq_len, key_len, documents, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    q, k_win, v_win, o_win, lse_win, k_cmp, v_cmp, o_cmp, lse_cmp, cu,
+    seq_len, key_len, documents, scale, WIN: tl.constexpr, CMP: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one tile of rows."""
-    document, token, length, first_row, row, at, t, valid = row_tile(
-        cu, documents, seq_len, HEADS, GROUP, ROWS
-    )
-    if first_row < length * GROUP:
-        batch = tl.program_id(2).to(tl.int64)
-        key = first_key_of(cu, document, token, batch, key_len, LEN, STRIDE) * HEADS
-        k += (key + tl.program_id(1)) * KEY
-        v += (key + tl.program_id(1)) * VALUE
-        q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
-        out, logsum = band_attention(
-            q_tile, k, v, t, first_row, length, scale,
-            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, WINDOW, ROWS, KEYS,
-        )  # fmt: skip
-        store_rows(o + row * VALUE, at, VALUE, out, VALUE, VALUE_P, valid)
-        tl.store(lse + row + at, logsum, mask=valid)
+    C: tl.constexpr = CMP if k_win is None else WIN
+    document, token, length, first_row, row, at, t, valid = _row_tile(cu, documents, seq_len, C)
+    if first_row < length * C.GROUP:
+        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        if k_cmp is not None:  # before the window's loop, which spills less
+            cmp_key = _first_key(cu, document, token, batch, key_len, CMP) * C.HEADS + head
+        q_tile = load_rows(q + row * C.KEY, at, C.KEY, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
+        if k_win is not None:
+            _forward(
+                q_tile, k_win, v_win, o_win, lse_win, token * C.HEADS + head,
+                first_row, row, at, t, valid, length, scale, WIN,
+            )  # fmt: skip
+        if k_cmp is not None:
+            _forward(
+                q_tile, k_cmp, v_cmp, o_cmp, lse_cmp, cmp_key,
+                first_row, row, at, t, valid, length, scale, CMP,
+            )  # fmt: skip
 
 
 @triton.jit
-def band_query_gradient(
-    q_tile, k, v, do_tile, row_lse, row_delta, acc, t, first_row, length, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+def _branch_rows(
+    do, o, gates, lse, dgates, sums, lse2, first, at, rows, valid,
+    BRANCH: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """acc [ROWS, KEY_P] plus dq of a tile; k and v point to the document's first key."""
-    far_end, future = t - WINDOW, visible(t, LEN, STRIDE)
-    low, a, b, high = _bounds(first_row, length, GROUP, LEN, STRIDE, WINDOW, ROWS, KEYS)
+    """One branch's lse in base 2, less ln gate, and its row sums Σ do·o, [ROWS].
+
+    Without gates both are given; otherwise they are computed and stored, and the sums are the
+    gates' gradients too.
+    """
+    row = first + at
+    if gates is None:
+        row_lse = tl.load(lse2 + row, mask=valid, other=float("inf"))
+        return row_lse, tl.load(sums + row, mask=valid, other=0.0)
+    else:
+        o_tile = load_rows(o + first * C.VALUE, at, C.VALUE, C.VALUE, C.VALUE_P, valid)
+        total = tl.sum(o_tile.to(tl.float32) * do.to(tl.float32), 1)
+        gate = tl.load(gates + row * 3 + BRANCH, mask=valid, other=0.0).to(tl.float32)
+        row_lse = tl.load(lse + row, mask=valid, other=float("-inf"))
+        # A closed gate gives +inf and so p = 0, as for a row that saw nothing.
+        closed = gate == 0.0
+        shifted = binary_lse(row_lse) - tl.log2(tl.where(closed, 1.0, gate))
+        shifted = tl.where(closed, float("inf"), shifted)
+        tl.store(dgates + row * 3 + BRANCH, total.to(dgates.dtype.element_ty), mask=valid)
+        tl.store(sums + BRANCH * rows + row, total, mask=valid)
+        tl.store(lse2 + BRANCH * rows + row, shifted, mask=valid)
+        return shifted, total
+
+
+@triton.jit
+def _query_gradient(
+    q_tile, k, v, do_tile, row_lse, row_sum, acc, key, first_row, t, length, scale,
+    C: tl.constexpr,
+):  # fmt: skip
+    """acc [ROWS, KEY_P] plus dq of a tile of rows from one branch; `key` as for `_forward`."""
+    far_end, future = t - C.WINDOW, visible(t, C)
+    low, a, b, high = _bounds(first_row, length, C)
     for phase in tl.static_range(3):
-        if phase > 0 or WINDOW > 0:
+        if phase > 0 or C.WINDOW > 0:
             begin, end = span(phase, low, a, b, high)
-            k_at = k + tl.cast(begin, tl.int64) * (HEADS * KEY)
-            v_at = v + tl.cast(begin, tl.int64) * (HEADS * VALUE)
-            for first in range(begin, end, KEYS):
+            k_at = k + key * C.KEY + tl.cast(begin, tl.int64) * (C.HEADS * C.KEY)
+            v_at = v + key * C.VALUE + tl.cast(begin, tl.int64) * (C.HEADS * C.VALUE)
+            for first in range(begin, end, C.KEYS):
                 k_tile, v_tile, s = _scores(
-                    q_tile, k_at, v_at, first, high, far_end, future,
-                    HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, WINDOW, ROWS, KEYS, phase,
-                )  # fmt: skip
-                acc = add_query_gradient(s, k_tile, v_tile, do_tile, row_lse, row_delta, acc, scale)
-                k_at += KEYS * HEADS * KEY
-                v_at += KEYS * HEADS * VALUE
+                    q_tile, k_at, v_at, first, high, far_end, future, C, phase
+                )
+                acc = add_query_gradient(s, k_tile, v_tile, do_tile, row_lse, row_sum, acc, scale)
+                k_at += C.KEYS * C.HEADS * C.KEY
+                v_at += C.KEYS * C.HEADS * C.VALUE
     return acc
 
 
 @kernel
 def band_queries_kernel(
-    q, k, v, do, lse2, delta, dq, cu, seq_len, key_len, documents, scale, scale_out,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    q, k_win, v_win, k_cmp, v_cmp, do, o_cmp, o_sel, o_win, gates, lse_cmp, lse_sel, lse_win,
+    dgates, sums, lse2, dq, cu, seq_len, key_len, documents, rows, scale, scale_out,
+    WIN: tl.constexpr, CMP: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of rows."""
-    document, token, length, first_row, row, at, t, valid = row_tile(
-        cu, documents, seq_len, HEADS, GROUP, ROWS
-    )
-    if first_row < length * GROUP:
-        batch = tl.program_id(2).to(tl.int64)
-        key = first_key_of(cu, document, token, batch, key_len, LEN, STRIDE) * HEADS
-        k += (key + tl.program_id(1)) * KEY
-        v += (key + tl.program_id(1)) * VALUE
-        q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
-        do_tile = load_rows(do + row * VALUE, at, VALUE, VALUE, VALUE_P, valid)  # [ROWS, VALUE_P]
-        row_lse = tl.load(lse2 + row + at, mask=valid, other=float("inf"))
-        row_delta = tl.load(delta + row + at, mask=valid, other=0.0)
-        acc = band_query_gradient(
-            q_tile, k, v, do_tile, row_lse, row_delta, tl.zeros([ROWS, KEY_P], tl.float32),
-            t, first_row, length, scale,
-            HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, WINDOW, ROWS, KEYS,
-        )  # fmt: skip
-        store_query_gradient(dq + row * KEY, at, acc, scale_out, KEY, KEY_P, valid, False)
+    """dq of one tile of rows; with gates also what `_branch_rows` stores, of all three branches."""
+    C: tl.constexpr = CMP if k_win is None else WIN
+    KEY_P: tl.constexpr = C.KEY_P
+    ROWS: tl.constexpr = C.ROWS
+    document, token, length, first_row, row, at, t, valid = _row_tile(cu, documents, seq_len, C)
+    if first_row < length * C.GROUP:
+        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        do_tile = load_rows(do + row * C.VALUE, at, C.VALUE, C.VALUE, C.VALUE_P, valid)
+        total = tl.cast(rows, tl.int64)
+        if gates is not None:
+            _branch_rows(do_tile, o_sel, gates, lse_sel, dgates, sums, lse2, row, at, total, valid,
+                         1, C)  # fmt: skip
+        if k_cmp is not None:
+            cmp_lse, cmp_sum = _branch_rows(
+                do_tile, o_cmp, gates, lse_cmp, dgates, sums, lse2, row, at, total, valid, 0, C
+            )
+        if k_win is not None:
+            win_lse, win_sum = _branch_rows(
+                do_tile, o_win, gates, lse_win, dgates, sums, lse2, row, at, total, valid, 2, C
+            )
+        q_tile = load_rows(q + row * C.KEY, at, C.KEY, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
+        acc = tl.zeros([ROWS, KEY_P], tl.float32)
+        if k_win is not None:
+            key = token * C.HEADS + head
+            acc = _query_gradient(q_tile, k_win, v_win, do_tile, win_lse, win_sum, acc, key,
+                                  first_row, t, length, scale, WIN)  # fmt: skip
+        if k_cmp is not None:
+            key = _first_key(cu, document, token, batch, key_len, CMP) * C.HEADS + head
+            acc = _query_gradient(q_tile, k_cmp, v_cmp, do_tile, cmp_lse, cmp_sum, acc, key,
+                                  first_row, t, length, scale, CMP)  # fmt: skip
+        store_query_gradient(dq + row * C.KEY, at, acc, scale_out, valid, C, False)
 
 
 @triton.jit
 def _keys_step(
-    k_tile, v_tile, dk, dv, q, do, lse2, delta, first_key, first_row, end_row, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PHASE: tl.constexpr,
+    k_tile, v_tile, dk, dv, q, do, lse2, sums, first_key, first_row, end_row, scale,
+    C: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of rows to dk and dv."""
     # Rows of the last phase see all keys but those before their window, as rows of the first may
     # where the window is not longer than a tile is wide.
     FUTURE: tl.constexpr = PHASE == 0
-    FAR: tl.constexpr = WINDOW > 0 and (
-        PHASE == 2 or (PHASE == 0 and WINDOW <= KEYS + ROWS // GROUP)
+    FAR: tl.constexpr = C.WINDOW > 0 and (
+        PHASE == 2 or (PHASE == 0 and C.WINDOW <= C.KEYS + C.ROWS // C.GROUP)
     )
-    valid = (first_row + tl.arange(0, ROWS) < end_row) if PHASE != 1 else None
-    t0 = first_row // GROUP
-    local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
-    row = tl.cast(t0, tl.int64) * (HEADS * GROUP)
-    q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
-    do_tile = load_rows(do + row * VALUE, at, VALUE, VALUE, VALUE_P, valid)  # [ROWS, VALUE_P]
+    valid = (first_row + tl.arange(0, C.ROWS) < end_row) if PHASE != 1 else None
+    t0 = first_row // C.GROUP
+    local, at = group_rows(first_row, C, C.ROWS % C.GROUP == 0)
+    row = tl.cast(t0, tl.int64) * (C.HEADS * C.GROUP)
+    q_tile, do_tile = load_pair(q, do, row, at, 1, C, valid)  # [ROWS, ..]
     if PHASE != 1:
         row_lse = tl.load(lse2 + row + at, mask=valid, other=float("inf"))
-        row_delta = tl.load(delta + row + at, mask=valid, other=0.0)
+        row_sum = tl.load(sums + row + at, mask=valid, other=0.0)
     else:
         row_lse = tl.load(lse2 + row + at)
-        row_delta = tl.load(delta + row + at)
+        row_sum = tl.load(sums + row + at)
     s = dot(k_tile, tl.trans(q_tile))  # [KEYS, ROWS]
-    n = tl.arange(0, KEYS)[:, None]
+    n = tl.arange(0, C.KEYS)[:, None]
     if FUTURE:
-        s = tl.where(n < (visible(t0 + local, LEN, STRIDE) - first_key)[None, :], s, float("-inf"))
+        end = visible(t0 + local, C) - first_key
+        s = tl.where(n < end[None, :], s, float("-inf"))
     if FAR:
-        s = tl.where(n > (t0 + local - WINDOW - first_key)[None, :], s, float("-inf"))
-    return add_key_gradients(s, v_tile, q_tile, do_tile, row_lse, row_delta, dk, dv, scale)
+        s = tl.where(n > (t0 + local - C.WINDOW - first_key)[None, :], s, float("-inf"))
+    return add_key_gradients(s, v_tile, q_tile, do_tile, row_lse, row_sum, dk, dv, scale)
 
 
 @triton.jit
 def _single_tile_step(
     k_tile, v_tile, dk, dv, q, do, gates, lse, dgates, dq, first_row, end_row, scale, scale_out,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Add one tile of rows, which see no other keys, to dk and dv, and these keys to the rows' dq.
 
     So Σ p·dp is complete. It is Σ do·o and the gate's gradient, without o.
     """
-    valid = first_row + tl.arange(0, ROWS) < end_row
-    t0 = first_row // GROUP
-    local, at = group_rows(first_row, HEADS, GROUP, ROWS, ROWS % GROUP == 0)
-    row = tl.cast(t0, tl.int64) * (HEADS * GROUP)
-    q_tile = load_rows(q + row * KEY, at, KEY, KEY, KEY_P, valid)  # [ROWS, KEY_P]
-    do_tile = load_rows(do + row * VALUE, at, VALUE, VALUE, VALUE_P, valid)  # [ROWS, VALUE_P]
+    valid = first_row + tl.arange(0, C.ROWS) < end_row
+    t0 = first_row // C.GROUP
+    local, at = group_rows(first_row, C, C.ROWS % C.GROUP == 0)
+    row = tl.cast(t0, tl.int64) * (C.HEADS * C.GROUP)
+    q_tile, do_tile = load_pair(q, do, row, at, 1, C, valid)  # [ROWS, ..]
     row_lse = binary_lse(tl.load(lse + row + at, mask=valid, other=float("-inf")))
     gate = tl.load(gates + (row + at) * 3, mask=valid, other=0.0).to(tl.float32)
     s = dot(k_tile, tl.trans(q_tile))  # [KEYS, ROWS]
-    seen = tl.arange(0, KEYS)[:, None] < visible(t0 + local, LEN, STRIDE)[None, :]
+    seen = tl.arange(0, C.KEYS)[:, None] < visible(t0 + local, C)[None, :]
     p = tl.exp2(tl.where(seen, s, float("-inf")) * scale - row_lse[None, :])
     dp = dot(v_tile, tl.trans(do_tile))
     total = tl.sum(p * dp, 0)
@@ -281,99 +299,100 @@ def _single_tile_step(
     ds = (p * (dp - total[None, :])).to(q_tile.dtype)
     dk = dot(ds, q_tile, dk)
     dq_tile = tl.trans(dot(tl.trans(k_tile), ds))  # [ROWS, KEY_P]
-    store_query_gradient(dq + row * KEY, at, dq_tile, scale_out, KEY, KEY_P, valid, True)
+    store_query_gradient(dq + row * C.KEY, at, dq_tile, scale_out, valid, C, True)
     return dk, dv
 
 
 @triton.jit
-def band_key_gradients(
-    q, k, v, do, lse2, delta, dk, dv, gates, dgates, dq, cu, slot, split, head, batch, batches,
-    seq_len, key_len, documents, split_len, scale, scale_out,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+def _key_gradients(
+    q, k, v, do, lse2, sums, dk, dv, gates, dgates, dq, cu, slot, split,
+    seq_len, key_len, documents, split_len, scale, scale_out, C: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys, from one split of the queries.
+    """dk and dv of one tile of one branch's keys, from one split of the queries.
 
     With dq, which must hold the other branches' gradients, one tile has all keys of a document:
-    adds to dq and writes dgates. Then lse2 is the lse in base e without gates, and delta unused.
+    adds to dq and writes dgates. Then lse2 is the lse in base e without gates, and sums are unused.
     """
-    document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, KEYS * STRIDE)
+    head = (tl.program_id(1) % C.HEADS).to(tl.int64)
+    batch = (tl.program_id(1) // C.HEADS).to(tl.int64)
+    POSITIONS: tl.constexpr = C.KEYS * C.STRIDE
+    document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, POSITIONS)
     token = batch * seq_len + start
-    count = visible(length - 1, LEN, STRIDE)
-    first_key = tile * KEYS
+    count = visible(length - 1, C)
+    first_key = tile * C.KEYS
     # A document without keys has dgates too.
     if (first_key < count) if dq is None else (tile == 0):
-        last_key = tl.minimum(first_key + KEYS, count) - 1
+        last_key = tl.minimum(first_key + C.KEYS, count) - 1
         # The queries of this split that see a key of the tile, and those that see all of them.
         begin = split * split_len
         if dq is None:
-            begin = tl.maximum(begin, first_key * STRIDE + LEN - 1)
+            begin = tl.maximum(begin, first_key * C.STRIDE + C.LEN - 1)
         end = tl.minimum(length, (split + 1) * split_len)
-        all_begin = last_key * STRIDE + LEN - 1
+        all_begin = last_key * C.STRIDE + C.LEN - 1
         all_end = end
-        if WINDOW > 0:
-            end = tl.minimum(end, last_key + WINDOW)
-            all_end = tl.minimum(end, first_key + WINDOW)
-        i = tl.arange(0, KEYS)
+        if C.WINDOW > 0:
+            end = tl.minimum(end, last_key + C.WINDOW)
+            all_end = tl.minimum(end, first_key + C.WINDOW)
+        i = tl.arange(0, C.KEYS)
         inside = first_key + i < count
-        key = first_key_of(cu, document, token, batch, key_len, LEN, STRIDE) + first_key
-        row = (token * HEADS + head) * GROUP
-        q += row * KEY
-        do += row * VALUE
+        key = _first_key(cu, document, token, batch, key_len, C) + first_key
+        row = (token * C.HEADS + head) * C.GROUP
+        q += row * C.KEY
+        do += row * C.VALUE
         lse2 += row
-        k_tile = load_rows(k + (key * HEADS + head) * KEY, i, HEADS * KEY, KEY, KEY_P, inside)
-        v_tile = load_rows(
-            v + (key * HEADS + head) * VALUE, i, HEADS * VALUE, VALUE, VALUE_P, inside
-        )
-        dk_acc = tl.zeros([KEYS, KEY_P], tl.float32)
-        dv_acc = tl.zeros([KEYS, VALUE_P], tl.float32)
-        r0 = begin * GROUP
-        r3 = end * GROUP
-        r1 = r0 + tl.cdiv(tl.maximum(all_begin * GROUP - r0, 0), ROWS) * ROWS
-        r2 = r1 + tl.maximum(all_end * GROUP - r1, 0) // ROWS * ROWS
+        k_tile, v_tile = load_pair(k, v, key * C.HEADS + head, i, C.HEADS, C, inside)  # [KEYS, ..]
+        dk_acc, dv_acc = zero_pair(C)
+        r0 = begin * C.GROUP
+        r3 = end * C.GROUP
+        r1 = r0 + tl.cdiv(tl.maximum(all_begin * C.GROUP - r0, 0), C.ROWS) * C.ROWS
+        r2 = r1 + tl.maximum(all_end * C.GROUP - r1, 0) // C.ROWS * C.ROWS
         if dq is not None:
             gates += row * 3
             dgates += row * 3
-            dq += row * KEY
-            for first_row in range(r0, r3, ROWS):
+            dq += row * C.KEY
+            for first_row in range(r0, r3, C.ROWS):
                 dk_acc, dv_acc = _single_tile_step(
-                    k_tile, v_tile, dk_acc, dv_acc, q, do, gates, lse2, dgates, dq, first_row, r3,
-                    scale, scale_out, HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE,
-                    ROWS, KEYS,
+                    k_tile, v_tile, dk_acc, dv_acc, q, do, gates, lse2, dgates, dq,
+                    first_row, r3, scale, scale_out, C,
                 )  # fmt: skip
         else:
-            delta += row
+            sums += row
             for phase in tl.static_range(3):
                 from_row, to_row = span(phase, r0, r1, r2, r3)
-                for first_row in range(from_row, to_row, ROWS):
+                for first_row in range(from_row, to_row, C.ROWS):
                     dk_acc, dv_acc = _keys_step(
-                        k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta, first_key, first_row,
-                        r3, scale, HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, WINDOW,
-                        ROWS, KEYS, phase,
+                        k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, sums,
+                        first_key, first_row, r3, scale, C, phase,
                     )  # fmt: skip
+        batches = tl.num_programs(1) // C.HEADS
         key += tl.cast(split, tl.int64) * batches * key_len  # [splits, B, N, ..]
-        out = key * HEADS + head
-        store_rows(dk + out * KEY, i, HEADS * KEY, dk_acc * scale_out, KEY, KEY_P, inside)
-        store_rows(dv + out * VALUE, i, HEADS * VALUE, dv_acc, VALUE, VALUE_P, inside)
+        dk_acc *= scale_out
+        store_pair(dk, dv, key * C.HEADS + head, i, dk_acc, dv_acc, C, inside)
 
 
 @kernel
 def band_keys_kernel(
-    q, k, v, do, lse2, delta, dk, dv, cu,
-    seq_len, key_len, documents, split_len, scale, scale_out,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEY_P: tl.constexpr, VALUE_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    q, k_win, v_win, k_cmp, v_cmp, do, lse2_win, sums_win, lse2_cmp, sums_cmp,
+    dk_win, dv_win, dk_cmp, dv_cmp, gates, dgates, dq, cu,
+    seq_len, key_len, documents, split_len, cmp_tiles, cmp_programs, scale, scale_out,
+    WIN: tl.constexpr, CMP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys, from one split of the queries."""
-    head = (tl.program_id(2) % HEADS).to(tl.int64)
-    batch = (tl.program_id(2) // HEADS).to(tl.int64)
-    band_key_gradients(
-        q, k, v, do, lse2, delta, dk, dv, None, None, None, cu, tl.program_id(0), tl.program_id(1),
-        head, batch, tl.num_programs(2) // HEADS,
-        seq_len, key_len, documents, split_len, scale, scale_out,
-        HEADS, GROUP, KEY, VALUE, KEY_P, VALUE_P, LEN, STRIDE, WINDOW, ROWS, KEYS,
-    )  # fmt: skip
+    """dk and dv of one tile of compressed keys or of the window's; dq as `_key_gradients` says.
+
+    Programs of both branches run at the same time and share q and do in L2. The compressed ones,
+    which see the most queries, begin.
+    """
+    i = tl.program_id(0)
+    if i < cmp_programs:
+        if k_cmp is not None:
+            _key_gradients(
+                q, k_cmp, v_cmp, do, lse2_cmp, sums_cmp, dk_cmp, dv_cmp, gates, dgates, dq,
+                cu, i % cmp_tiles, i // cmp_tiles,
+                seq_len, key_len, documents, split_len, scale, scale_out, CMP,
+            )  # fmt: skip
+    elif k_win is not None:
+        _key_gradients(
+            q, k_win, v_win, do, lse2_win, sums_win, dk_win, dv_win, None, None, None,
+            cu, i - cmp_programs, 0,
+            seq_len, seq_len, documents, seq_len, scale, scale_out, WIN,
+        )  # fmt: skip

@@ -11,12 +11,13 @@ from nsa.ops.custom_op import Gradient, register
 from nsa.ops.triton.band import band_forward_kernel, band_keys_kernel, band_queries_kernel
 from nsa.ops.triton.common import (
     LOG2E,
-    attention_constants,
+    Constants,
     backward_rows,
+    constants_of,
     document_arguments,
     slots,
 )
-from nsa.ops.triton.configs import choose_config
+from nsa.ops.triton.configs import Config, choose_config
 from nsa.ops.triton.flash_window import flash_forward, is_faster
 from nsa.ops.triton.launch import cdiv, launch
 
@@ -36,28 +37,121 @@ class Band(NamedTuple):
     band: list[int]
     scale: float
 
+    def constants(self, rows: int, keys: int) -> Constants:
+        """The kernels' constants, for tiles of these sizes."""
+        length, stride, window = self.band
+        band = {"LEN": length, "STRIDE": stride, "WINDOW": window}
+        return constants_of(self.q, self.k, self.v, ROWS=rows, KEYS=keys, **band)
 
-def band_forward(x: Band) -> tuple[Tensor, Tensor]:
+
+class Bands(NamedTuple):
+    """What one launch computes: the window, the compressed branch, or both of the same queries."""
+
+    name: str  # of the tile sizes: window, compressed or gated
+    win: Band | None
+    cmp: Band | None
+
+    @classmethod
+    def alone(cls, x: Band) -> Bands:
+        """One branch by itself."""
+        return cls("window", x, None) if x.band[2] else cls("compressed", None, x)
+
+    def either(self) -> Band:
+        """A branch that there is; both have the same queries, documents and scale."""
+        x = self.cmp if self.win is None else self.win
+        assert x is not None
+        return x
+
+    def config(self, kernel: str) -> Config:
+        """The tile sizes of a kernel."""
+        x = self.either()
+        sizes = constants_of(x.q, x.k, x.v).padded
+        return choose_config(f"{self.name}_{kernel}", sizes, x.q, x.q.shape[1])
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: dict[str, Any],
+        config: Config,
+        cmp_tile: tuple[int, int] | None = None,
+    ) -> None:
+        """Launch with these arguments and those that all kernels take, None for a missing branch.
+
+        `cmp_tile`: rows and keys of the compressed branch's tiles, where they are not `config`'s.
+        """
+        x, constants = self.either(), dict[str, Constants | None](WIN=None, CMP=None)
+        arguments = dict.fromkeys(kernel.arg_names) | arguments
+        for name, y, tile in (("win", self.win, None), ("cmp", self.cmp, cmp_tile)):
+            if y is not None:
+                arguments |= {f"k_{name}": y.k.contiguous(), f"v_{name}": y.v.contiguous()}
+                constants[name.upper()] = y.constants(*(tile or config[:2]))
+        arguments |= {"q": x.q.contiguous(), **document_arguments(x.q.shape[1], x.cu_seqlens)}
+        arguments |= {"key_len": 0 if self.cmp is None else self.cmp.k.shape[1]}
+        arguments |= {"scale": x.scale * LOG2E, "scale_out": x.scale}
+        launch(kernel, grid, arguments, constants, config)
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """o and lse of the window, then of the compressed branch."""
+        outputs: dict[str, Tensor] = {}
+        for name, x in (("win", self.win), ("cmp", self.cmp)):
+            if x is not None:
+                outputs[f"o_{name}"], outputs[f"lse_{name}"] = outputs_like(x)
+        self._launch_rows(band_forward_kernel, outputs, self.config("forward"))
+        return tuple(outputs.values())
+
+    def query_gradients(self, rows: dict[str, Tensor]) -> None:
+        """Write dq, and with gates what `_branch_rows` stores; `rows`: all that is by query."""
+        self._launch_rows(band_queries_kernel, rows, self.config("queries"))
+
+    def _launch_rows(self, kernel: Any, arguments: dict[str, Tensor], config: Config) -> None:
+        x = self.either()
+        batch, seq_len, heads, _ = x.q.shape
+        tiles = slots(seq_len * (heads // x.k.shape[2]), config.rows, x.cu_seqlens)
+        counted = {"rows": batch * seq_len * heads}
+        self.launch(kernel, (tiles, x.k.shape[2], batch), arguments | counted, config)
+
+    def key_gradients(
+        self, rows: dict[str, Tensor], cmp_tile: tuple[int, int] | None = None
+    ) -> list[Tensor]:
+        """dk and dv of the window, then of the compressed branch; `rows`: all that is by query."""
+        x, config = self.either(), self.config("keys")
+        seq_len, gradients = x.q.shape[1], dict[str, Tensor]()
+        counts = {"split_len": seq_len, "cmp_tiles": 1, "cmp_programs": 0}
+        window_tiles = 0
+        if self.win is not None:
+            window_tiles = slots(seq_len, config.keys, x.cu_seqlens)
+            gradients |= _parts("win", self.win, 1)
+        if self.cmp is not None:
+            splits = min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
+            keys = (cmp_tile or config)[1]
+            tiles = slots(seq_len, keys * self.cmp.band[1], x.cu_seqlens)
+            counts = {"split_len": cdiv(seq_len, splits), "cmp_tiles": tiles}
+            counts |= {"cmp_programs": tiles * splits}
+            gradients |= _parts("cmp", self.cmp, splits)
+        grid = counts["cmp_programs"] + window_tiles, x.k.shape[2] * len(x.q)
+        self.launch(band_keys_kernel, grid, rows | gradients | counts, config, cmp_tile)
+        return [y[0] if len(y) == 1 else y.sum(0).to(x.k.dtype) for y in gradients.values()]
+
+
+def _parts(name: str, x: Band, splits: int) -> dict[str, Tensor]:
+    """Uninitialised dk and dv of a branch, [splits, B, N, Hkv, ..]."""
+    # Packed documents may have fewer compressed keys than k has rows. No kernel writes to the rest,
+    # and no check counts them where cu_seqlens is on a device.
+    empty = torch.zeros if x.cu_seqlens is not None and not x.band[2] else torch.empty
+    dtype = torch.float32 if splits > 1 else x.k.dtype
+    return {
+        f"{d}_{name}": empty(splits, *y.shape, dtype=dtype, device=y.device)
+        for d, y in (("dk", x.k), ("dv", x.v))
+    }
+
+
+def band_forward(x: Band) -> tuple[Tensor, ...]:
     """(o, lse)."""
-    arguments, constants, sizes = _arguments(x)
-    q, k, v, cu_seqlens, (_, _, window), scale = x
-    if window and is_faster(q, v, sizes):
-        return flash_forward(
-            arguments["q"], arguments["k"], arguments["v"], cu_seqlens, window, scale
-        )
-    batch, seq_len, heads, _ = q.shape
-    o = q.new_empty(batch, seq_len, heads, v.shape[-1])
-    lse = q.new_empty(batch, seq_len, heads, dtype=torch.float32)
-    config = choose_config(f"{_branch(x)}_forward", sizes, q, seq_len)
-    rows = slots(seq_len * constants["GROUP"], config.rows, cu_seqlens)
-    launch(
-        band_forward_kernel,
-        (rows, k.shape[2], batch),
-        arguments | {"o": o, "lse": lse},
-        constants | {"ROWS": config.rows, "KEYS": config.keys},
-        config,
-    )
-    return o, lse
+    if x.band[2] and is_faster(x.q, x.v, constants_of(x.q, x.k, x.v).padded):
+        q, k, v = (y.contiguous() for y in (x.q, x.k, x.v))
+        return flash_forward(q, k, v, x.cu_seqlens, x.band[2], x.scale)
+    return Bands.alone(x).forward()
 
 
 def band_backward(
@@ -65,75 +159,17 @@ def band_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; the same from run to run."""
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
-    delta, lse2 = backward_rows(do, o, lse, dlse)
-    arguments, constants, sizes = _arguments(x)
-    arguments |= {"do": do.contiguous(), "lse2": lse2, "delta": delta, "dq": dq}
-    seq_len = x.q.shape[1]
-    config = choose_config(f"{_branch(x)}_queries", sizes, x.q, seq_len)
-    launch(
-        band_queries_kernel,
-        (slots(seq_len * constants["GROUP"], config.rows, x.cu_seqlens), x.k.shape[2], len(x.q)),
-        arguments,
-        constants | {"ROWS": config.rows, "KEYS": config.keys},
-        config,
-    )
-    return dq, *band_key_gradients(do, x, lse2, delta)
-
-
-def band_key_gradients(do: Tensor, x: Band, lse2: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """(dk, dv), given lse in base 2 and delta = Σ do · o of each row."""
-    arguments, constants, sizes = _arguments(x)
-    q, k, v, cu_seqlens, (_, stride, _), _ = x
-    batch, seq_len = q.shape[:2]
-    dk, dv, splits = key_parts(x)
-    arguments |= {"do": do.contiguous(), "lse2": lse2, "delta": delta}
-    config = choose_config(f"{_branch(x)}_keys", sizes, q, seq_len)
-    launch(
-        band_keys_kernel,
-        (slots(seq_len, config.keys * stride, cu_seqlens), splits, k.shape[2] * batch),
-        arguments | {"dk": dk, "dv": dv, "split_len": cdiv(seq_len, splits)},
-        constants | {"ROWS": config.rows, "KEYS": config.keys},
-        config,
-    )
-    return add_parts(dk, k.dtype), add_parts(dv, v.dtype)
-
-
-def key_parts(x: Band) -> tuple[Tensor, Tensor, int]:
-    """Uninitialised dk and dv, [splits, ..] for `add_parts`, and the number of splits."""
-    seq_len, window = x.q.shape[1], x.band[2]
-    splits = 1 if window else min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
-    # Packed documents may have fewer compressed keys than k has rows. No kernel writes to the rest,
-    # and no check counts them where cu_seqlens is on a device.
-    empty = torch.zeros if x.cu_seqlens is not None and not window else torch.empty
-    dtype = torch.float32 if splits > 1 else x.k.dtype
-    dk, dv = (empty(splits, *y.shape, dtype=dtype, device=y.device) for y in (x.k, x.v))
-    return dk, dv, splits
-
-
-def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over splits."""
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
-
-
-def _branch(x: Band) -> str:
-    return "window" if x.band[2] else "compressed"
-
-
-def _arguments(x: Band) -> tuple[dict[str, Any], dict[str, Any], tuple[int, int]]:
-    """What all three kernels take: arguments, constants, and the sizes that tiles depend on."""
-    length, stride, window = x.band
-    arguments = {
-        **{"q": x.q.contiguous(), "k": x.k.contiguous(), "v": x.v.contiguous()},
-        **document_arguments(x.q.shape[1], x.cu_seqlens),
-        **{"key_len": x.k.shape[1], "scale": x.scale * LOG2E, "scale_out": x.scale},
-    }
-    constants = attention_constants(x.q, x.k, x.v)
-    constants = constants | {"LEN": length, "STRIDE": stride, "WINDOW": window}
-    return arguments, constants, (constants["KEY_P"], constants["VALUE_P"])
+    do = do.contiguous()
+    sums, lse2 = backward_rows(do, o, lse, dlse)
+    Bands.alone(x).query_gradients({"do": do, "sums": sums, "lse2": lse2, "dq": dq})
+    branch = "win" if x.band[2] else "cmp"
+    rows = {"do": do, f"sums_{branch}": sums, f"lse2_{branch}": lse2}
+    dk, dv = Bands.alone(x).key_gradients(rows)
+    return dq, dk, dv
 
 
 def outputs_like(x: Any) -> tuple[Tensor, Tensor]:
-    """(o, lse) of attention without their values."""
+    """Uninitialised (o, lse) of attention."""
     lse = x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
     return x.q.new_empty(*x.q.shape[:3], x.v.shape[-1]), lse
 

@@ -8,7 +8,7 @@ tile of keys. Tensors are contiguous [B, T, heads, size]; launchers copy those t
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2, padded_size
+from nsa.spec import NSASpec
 
 LOG2E = 1.4426950408889634  # kernels use powers of two, which the hardware has
 
@@ -28,6 +29,39 @@ VARYING = (
     *("cmp_tiles", "cmp_programs"),
 )
 kernel = partial(triton.jit, do_not_specialize=VARYING)
+
+
+class Constants(NamedTuple):
+    """The compile-time constants of attention kernels, as one argument `C`.
+
+    A kernel compiles again for every difference, so launchers leave those that it does not read at
+    their defaults. Shapes of tiles need a constexpr of their own: `ROWS: tl.constexpr = C.ROWS`.
+    """
+
+    HEADS: int  # key/value heads
+    GROUP: int  # query heads of each
+    KEY: int  # size of a query or key
+    VALUE: int
+    KEY_P: int  # as `padded_size` returns
+    VALUE_P: int
+    ROWS: int = 0  # of a tile: queries times heads
+    KEYS: int = 0  # of a tile, or of one step of a loop
+    QUERIES: int = 0  # of a tile
+    LEN: int = 1  # of a compressed block
+    STRIDE: int = 1
+    WINDOW: int = 0  # 0: none
+    SELECT: int = 0  # positions of a selection block
+    COUNT: int = 0  # most compressed blocks that overlap one
+    TOP: int = 0  # blocks to select
+    INIT: int = 0  # of these always the first ones
+    LOCAL: int = 0  # and the last ones
+    BLOCKS: int = 0  # selection blocks that a tile ranks
+    CHUNK: int = 0  # queries of a block's list that one program adds up
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """The sizes that tiles are chosen by."""
+        return self.KEY_P, self.VALUE_P
 
 
 @triton.jit
@@ -58,7 +92,7 @@ def document_tile(cu, documents, slot, seq_len, MUL: tl.constexpr, TILE: tl.cons
 
 
 @triton.jit
-def keys_before(cu, document, LEN: tl.constexpr, STRIDE: tl.constexpr):
+def keys_before(cu, document, C: tl.constexpr):
     """Count the compressed keys of the documents before this one."""
     total = 0
     if cu is not None:
@@ -67,29 +101,28 @@ def keys_before(cu, document, LEN: tl.constexpr, STRIDE: tl.constexpr):
             inside = i < document
             begin = tl.load(cu + i, mask=inside, other=0)
             length = tl.load(cu + i + 1, mask=inside, other=0) - begin
-            total += tl.sum(visible(length - 1, LEN, STRIDE), 0)
+            total += tl.sum(visible(length - 1, C), 0)
     return total
 
 
 @triton.jit
-def visible(t, LEN: tl.constexpr, STRIDE: tl.constexpr):
-    """Count the blocks that end at or before position t."""
-    return tl.maximum(t + 1 - LEN + STRIDE, 0) // STRIDE
+def visible(t, C: tl.constexpr):
+    """Count the compressed blocks, of C.LEN and C.STRIDE, that end at or before position t."""
+    return tl.maximum(t + 1 - C.LEN + C.STRIDE, 0) // C.STRIDE
 
 
 @triton.jit
-def group_rows(first_row, HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-               ALIGNED: tl.constexpr):  # fmt: skip
+def group_rows(first_row, C: tl.constexpr, ALIGNED: tl.constexpr):
     """Rows [ROWS] of a tile: queries after the tile's first query, and offsets in memory.
 
     ALIGNED: the tile begins with a query's first head, so that `first_row` does not matter.
     """
-    i = tl.arange(0, ROWS)
+    i = tl.arange(0, C.ROWS)
     if ALIGNED:
-        local, h = i // GROUP, i % GROUP
+        local, h = i // C.GROUP, i % C.GROUP
     else:
-        local, h = (first_row + i) // GROUP - first_row // GROUP, (first_row + i) % GROUP
-    return local, local * (HEADS * GROUP) + h
+        local, h = (first_row + i) // C.GROUP - first_row // C.GROUP, (first_row + i) % C.GROUP
+    return local, local * (C.HEADS * C.GROUP) + h
 
 
 @triton.jit
@@ -123,6 +156,34 @@ def store_rows(base, at, row_stride, x, SIZE: tl.constexpr, PADDED: tl.constexpr
 
 
 @triton.jit
+def load_pair(a, b, first, at, HEADS: tl.constexpr, C: tl.constexpr, mask):
+    """Rows of keys and values, [rows, KEY_P] and [rows, VALUE_P], or of queries and outputs.
+
+    From row `first` on, counting all heads, those `at` positions of HEADS rows further.
+    """
+    return (
+        load_rows(a + first * C.KEY, at, HEADS * C.KEY, C.KEY, C.KEY_P, mask),
+        load_rows(b + first * C.VALUE, at, HEADS * C.VALUE, C.VALUE, C.VALUE_P, mask),
+    )
+
+
+@triton.jit
+def zero_pair(C: tl.constexpr):
+    """Sums of the gradients of keys and of values: zeros [KEYS, KEY_P] and [KEYS, VALUE_P]."""
+    KEYS: tl.constexpr = C.KEYS
+    KEY_P: tl.constexpr = C.KEY_P
+    VALUE_P: tl.constexpr = C.VALUE_P
+    return tl.zeros([KEYS, KEY_P], tl.float32), tl.zeros([KEYS, VALUE_P], tl.float32)
+
+
+@triton.jit
+def store_pair(a, b, first, at, x, y, C: tl.constexpr, mask):
+    """Store x and y where `load_pair` would read them with C.HEADS heads."""
+    store_rows(a + first * C.KEY, at, C.HEADS * C.KEY, x, C.KEY, C.KEY_P, mask)
+    store_rows(b + first * C.VALUE, at, C.HEADS * C.VALUE, y, C.VALUE, C.VALUE_P, mask)
+
+
+@triton.jit
 def gated_rows(o, at, gate, mask, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """One branch's output [rows, PADDED] times its gate, float32; `gate`: pointers [rows]."""
     g = tl.load(gate, mask=mask, other=0.0).to(tl.float32)
@@ -145,6 +206,13 @@ def span(PHASE: tl.constexpr, low, a, b, high):
         return a, b
     else:
         return b, high
+
+
+@triton.jit
+def start_softmax(ROWS: tl.constexpr, VALUE_P: tl.constexpr):
+    """The state of a running softmax: maximum and sum [ROWS], weighted values [ROWS, VALUE_P]."""
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    return m, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, VALUE_P], tl.float32)
 
 
 @triton.jit
@@ -209,13 +277,12 @@ def add_key_gradients(s, v, q, do, lse2, delta, dk, dv, scale):
 
 
 @triton.jit
-def store_query_gradient(dq, at, x, scale_out, KEY: tl.constexpr, KEY_P: tl.constexpr, valid,
-                         ADD: tl.constexpr):  # fmt: skip
+def store_query_gradient(dq, at, x, scale_out, valid, C: tl.constexpr, ADD: tl.constexpr):
     """Store x [ROWS, KEY_P] times `scale_out` in dq's rows `at`, or add it to what is there."""
     x *= scale_out
     if ADD:
-        x += load_rows(dq, at, KEY, KEY, KEY_P, valid)
-    store_rows(dq, at, KEY, x, KEY, KEY_P, valid)
+        x += load_rows(dq, at, C.KEY, C.KEY, C.KEY_P, valid)
+    store_rows(dq, at, C.KEY, x, C.KEY, C.KEY_P, valid)
 
 
 @kernel
@@ -257,16 +324,23 @@ def backward_rows(
     return delta, lse2
 
 
-def attention_constants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-    """The shape constants of attention kernels; shared between calls, to be joined, not changed."""
-    return _attention_constants(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+def constants_of(q: Tensor, k: Tensor, v: Tensor, **fields: int) -> Constants:
+    """The heads and sizes of these tensors, [B, T or N, heads, size], and other fields."""
+    return _constants(q.shape[2], k.shape[2], q.shape[3], v.shape[3], **fields)
 
 
-@lru_cache(maxsize=256)
-def _attention_constants(heads: int, kv_heads: int, key: int, value: int) -> dict[str, Any]:
+@lru_cache(maxsize=1024)
+def _constants(heads: int, kv_heads: int, key: int, value: int, **fields: int) -> Constants:
+    sizes = kv_heads, heads // kv_heads, key, value, padded_size(key), padded_size(value)
+    return Constants(*sizes, **fields)
+
+
+def pattern(spec: NSASpec) -> dict[str, int]:
+    """The constants of block selection."""
     return {
-        **{"HEADS": kv_heads, "GROUP": heads // kv_heads, "KEY": key, "VALUE": value},
-        **{"KEY_P": padded_size(key), "VALUE_P": padded_size(value)},
+        **{"LEN": spec.block_len, "STRIDE": spec.block_stride, "SELECT": spec.select_len},
+        **{"COUNT": spec.max_overlaps, "TOP": spec.select_top},
+        **{"INIT": spec.init_blocks, "LOCAL": spec.local_blocks},
     }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa.constants import BRANCHES
 from nsa.ops.custom_op import register
-from nsa.ops.triton.common import LOG2E
+from nsa.ops.triton.common import LOG2E, constants_of, pattern
 from nsa.ops.triton.configs import SHORT, Config, choose_config
 from nsa.ops.triton.decode_parts import (
     decode_compressed_kernel,
@@ -54,7 +54,7 @@ def decode_forward(x: DecodeInputs) -> Tensor:
     k, v = x.pair(branches[0])
     constants, config = _constants(x, k, v, branches)
     blocks = 0 if x.k_sel is None else spec.select_blocks_len(x.k_sel.shape[1])
-    selecting = blocks > constants["TOP"] > 0
+    selecting = blocks > constants["C"].TOP > 0
     keys = x.k_cmp.shape[1] if x.k_cmp is not None and (selecting or "cmp" in branches) else 0
     compressed, first = cdiv(keys, PART), constants["FIRST_PART"]
     arguments = _buffers(x, branches) | {
@@ -92,21 +92,17 @@ def _constants(
     x: DecodeInputs, k: Tensor, v: Tensor, branches: Sequence[str]
 ) -> tuple[dict[str, Any], Config]:
     """Compile-time constants. Parts are numbered: blocks, then the window, then compressed keys."""
-    spec, sizes = x.spec, (padded_size(x.q.shape[2]), padded_size(v.shape[3]))
-    config = choose_config("gathered_decode", sizes, x.q, SHORT)
-    group = x.q.shape[1] // k.shape[2]
+    spec, constants = x.spec, constants_of(x.q[:, None], k, v)
+    config = choose_config("gathered_decode", constants.padded, x.q, SHORT)
     top = spec.select_top if "sel" in branches else 0
     window = spec.window if "win" in branches else 0
+    fields = pattern(spec) | {"TOP": top, "WINDOW": window, "BLOCKS": BLOCKS}
     return {
-        **{"HEADS": k.shape[2], "GROUP": group, "GROUP_P": padded_size(group)},
-        **{"KEY": x.q.shape[2], "VALUE": v.shape[3], "KEY_P": sizes[0], "VALUE_P": sizes[1]},
-        **{"LEN": spec.block_len, "STRIDE": spec.block_stride, "SELECT": spec.select_len},
-        **{"COUNT": spec.max_overlaps, "TOP": top, "WINDOW": window},
-        **{"INIT": spec.init_blocks, "LOCAL": spec.local_blocks},
-        **{"PART": PART, "FIRST_PART": top + cdiv(window, PART)},
-        **{"ROWS": config.rows, "KEYS": config.keys},
-        **{"BLOCKS": BLOCKS, "TILE": max(1, ELEMENTS // sizes[1]), "GATES": len(branches)},
+        "C": constants._replace(ROWS=config.rows, KEYS=config.keys, **fields),
+        **{"GROUP_P": padded_size(constants.GROUP), "PART": PART},
+        **{"FIRST_PART": top + cdiv(window, PART), "TILE": max(1, ELEMENTS // constants.VALUE_P)},
         **{b.upper(): branches.index(b) if b in branches else -1 for b in BRANCHES},
+        **{"GATES": len(branches)},
     }, config
 
 

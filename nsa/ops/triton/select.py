@@ -16,12 +16,14 @@ from nsa.ops.custom_op import register
 from nsa.ops.inputs import SelectionInputs
 from nsa.ops.triton.common import (
     LOG2E,
+    Constants,
     document_arguments,
     document_tile,
     dot,
     kernel,
     keys_before,
     load_rows,
+    pattern,
     probabilities,
     slots,
     span,
@@ -34,47 +36,46 @@ NONE = tl.constexpr(1 << 30)  # an index that no block has
 
 
 @triton.jit
-def first_overlap(j, LEN: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr):
+def first_overlap(j, C: tl.constexpr):
     """The first compressed block to overlap selection block j: the least i with i·d + l > j·l'."""
-    BACK: tl.constexpr = (LEN + STRIDE - 1) // STRIDE
-    return (j * SELECT - LEN + BACK * STRIDE) // STRIDE - BACK + 1
+    BACK: tl.constexpr = (C.LEN + C.STRIDE - 1) // C.STRIDE
+    return (j * C.SELECT - C.LEN + BACK * C.STRIDE) // C.STRIDE - BACK + 1
 
 
 @triton.jit
-def overlap(i, j, LEN: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr):
+def overlap(i, j, C: tl.constexpr):
     """Count the positions that compressed block i and selection block j share."""
-    last = tl.minimum(i * STRIDE + LEN, (j + 1) * SELECT)
-    return tl.maximum(last - tl.maximum(i * STRIDE, j * SELECT), 0).to(tl.float32)
+    last = tl.minimum(i * C.STRIDE + C.LEN, (j + 1) * C.SELECT)
+    return tl.maximum(last - tl.maximum(i * C.STRIDE, j * C.SELECT), 0).to(tl.float32)
 
 
 @triton.jit
-def _importance(
-    q, k, lse, t, j, valid, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, KEY_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, COUNT: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def _importance(q, k, lse, t, j, valid, scale, C: tl.constexpr, MASKED: tl.constexpr):
     """Σ over heads and overlapping visible blocks i of p[i] · overlap(i, j): [QUERIES, BLOCKS].
 
     Not divided by the stride: a common factor ranks nothing. In the order of i, so that blocks
     which the same ones overlap in the same measure come out equal to the last bit.
     """
-    low = first_overlap(j, LEN, STRIDE, SELECT)
-    seen_by = visible(t, LEN, STRIDE)
+    QUERIES: tl.constexpr = C.QUERIES
+    BLOCKS: tl.constexpr = C.BLOCKS
+    ROW: tl.constexpr = C.HEADS * C.GROUP
+    low = first_overlap(j, C)
+    seen_by = visible(t, C)
     high = tl.max(seen_by, 0)
     row = tl.arange(0, QUERIES)
     total = tl.zeros([QUERIES, BLOCKS], tl.float32)
-    for c in range(COUNT):
+    for c in range(C.COUNT):
         i = low + c
         inside = ((i >= 0) & (i < high)) if MASKED else None
-        k_tile = load_rows(k, i.to(tl.int64), HEADS * KEY, KEY, KEY_P, inside)  # [BLOCKS, KEY_P]
-        if SELECT % STRIDE == 0:  # then number c of every block overlaps it alike
-            weight = overlap(first_overlap(0, LEN, STRIDE, SELECT) + c, 0, LEN, STRIDE, SELECT)
+        # [BLOCKS, KEY_P]
+        k_tile = load_rows(k, i.to(tl.int64), C.HEADS * C.KEY, C.KEY, C.KEY_P, inside)
+        if C.SELECT % C.STRIDE == 0:  # then number c of every block overlaps it alike
+            weight = overlap(first_overlap(0, C) + c, 0, C)
         else:
-            weight = overlap(i, j, LEN, STRIDE, SELECT)[None, :]
-        for h in range(GROUP):
-            q_tile = load_rows(q + h * KEY, row, HEADS * GROUP * KEY, KEY, KEY_P, valid)
-            row_lse = tl.load(lse + row * (HEADS * GROUP) + h, mask=valid, other=float("-inf"))
+            weight = overlap(i, j, C)[None, :]
+        for h in range(C.GROUP):
+            q_tile = load_rows(q + h * C.KEY, row, ROW * C.KEY, C.KEY, C.KEY_P, valid)
+            row_lse = tl.load(lse + row * ROW + h, mask=valid, other=float("-inf"))
             s = dot(q_tile, tl.trans(k_tile))
             if MASKED:
                 seen = (i >= 0)[None, :] & (i[None, :] < seen_by[:, None])
@@ -107,12 +108,10 @@ def _keep_best(score, j, best, index):
 @kernel
 def select_kernel(
     q, k, lse, out, cu, q_len, seq_len, key_len, documents, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, KEY_P: tl.constexpr,
-    LEN: tl.constexpr, STRIDE: tl.constexpr, SELECT: tl.constexpr, COUNT: tl.constexpr,
-    TOP: tl.constexpr, TOP_P: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
-    QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    C: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
     """The blocks of one tile of queries, which may be a document's last ones alone."""
+    QUERIES: tl.constexpr = C.QUERIES
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -122,44 +121,41 @@ def select_kernel(
     if tile * QUERIES < length:
         valid = tile * QUERIES + row < length
         t = before + tl.minimum(tile * QUERIES + row, length - 1)
-        own = t // SELECT
-        token = (batch * q_len + start + tile * QUERIES) * HEADS + head
-        first_key = batch * key_len + keys_before(cu, document, LEN, STRIDE)
-        q += token * GROUP * KEY
-        lse += token * GROUP
-        k += (first_key * HEADS + head) * KEY
+        own = t // C.SELECT
+        token = (batch * q_len + start + tile * QUERIES) * C.HEADS + head
+        first_key = batch * key_len + keys_before(cu, document, C)
+        q += token * C.GROUP * C.KEY
+        lse += token * C.GROUP
+        k += (first_key * C.HEADS + head) * C.KEY
 
         place = tl.arange(0, TOP_P)[None, :]
         last = tl.max(own, 0)
         # All candidates, which is right where there are no more than TOP.
         index = tl.where(place <= own[:, None], place, NONE)
-        if last >= TOP:
-            best = tl.where(place < TOP, -1.0, float("inf")) + tl.zeros([QUERIES, 1], tl.float32)
-            index = tl.where(place < TOP, NONE + place, NONE) + tl.zeros([QUERIES, 1], tl.int32)
+        if last >= C.TOP:
+            best = tl.where(place < C.TOP, -1.0, float("inf")) + tl.zeros([QUERIES, 1], tl.float32)
+            index = tl.where(place < C.TOP, NONE + place, NONE) + tl.zeros([QUERIES, 1], tl.int32)
             # From `inner` on no compressed block begins before the document, and up to `every` all
             # queries see every compressed block that is read (one more than overlaps, at the most).
-            inner = tl.cdiv(tl.cdiv(LEN - STRIDE, SELECT), BLOCKS) * BLOCKS
-            every = tl.maximum(tl.min(visible(t, LEN, STRIDE), 0) - 1, 0) * STRIDE // SELECT
-            every = tl.maximum(every // BLOCKS * BLOCKS, inner)
+            inner = tl.cdiv(tl.cdiv(C.LEN - C.STRIDE, C.SELECT), C.BLOCKS) * C.BLOCKS
+            every = tl.maximum(tl.min(visible(t, C), 0) - 1, 0) * C.STRIDE // C.SELECT
+            every = tl.maximum(every // C.BLOCKS * C.BLOCKS, inner)
             for phase in tl.static_range(3):
                 begin, stop = span(phase, 0, inner, every, last + 1)
-                for first in range(begin, stop, BLOCKS):
-                    j = first + tl.arange(0, BLOCKS)
-                    score = _importance(
-                        q, k, lse, t, j, valid, scale, HEADS, GROUP, KEY, KEY_P,
-                        LEN, STRIDE, SELECT, COUNT, QUERIES, BLOCKS, phase != 1,
-                    )  # fmt: skip
-                    always = (j < INIT)[None, :] | (j[None, :] > (own - LOCAL)[:, None])
+                for first in range(begin, stop, C.BLOCKS):
+                    j = first + tl.arange(0, C.BLOCKS)
+                    score = _importance(q, k, lse, t, j, valid, scale, C, phase != 1)
+                    always = (j < C.INIT)[None, :] | (j[None, :] > (own - C.LOCAL)[:, None])
                     score = tl.where(always, float("inf"), score)
                     score = tl.where(j[None, :] <= own[:, None], score, -2.0)
                     best, index = _keep_best(score, j, best, index)
-            index = tl.where(place < TOP, index, NONE)
+            index = tl.where(place < C.TOP, index, NONE)
             if TOP_P > 1:
                 index = tl.sort(index, 1)
         tl.store(
-            out + token * TOP + (row * (HEADS * TOP))[:, None] + place,
+            out + token * C.TOP + (row * (C.HEADS * C.TOP))[:, None] + place,
             tl.where(index < NONE, index, -1),
-            mask=valid[:, None] & (place < TOP),
+            mask=valid[:, None] & (place < C.TOP),
         )
 
 
@@ -169,19 +165,19 @@ def select_forward(x: SelectionInputs) -> Tensor:
     out = x.empty_index()
     config = choose_config("select", (padded_size(size), 0), x.q, x.seq_len)
     blocks = max(16, next_power_of_2(spec.select_blocks_len(x.seq_len)))
+    constants = Constants(
+        *(groups, heads // groups, size, 0, padded_size(size), 0),
+        **pattern(spec),
+        QUERIES=config.rows,
+        BLOCKS=min(config.keys, blocks),
+    )
     launch(
         select_kernel,
         (slots(queries, config.rows, x.cu_seqlens), groups, batch),
         {"q": x.q.contiguous(), "k": x.k_cmp.contiguous(), "lse": x.lse.contiguous(), "out": out}
         | document_arguments(x.seq_len, x.cu_seqlens)
         | {"q_len": queries, "key_len": x.k_cmp.shape[1], "scale": x.scale * LOG2E},
-        {
-            **{"HEADS": groups, "GROUP": heads // groups, "KEY": size, "KEY_P": padded_size(size)},
-            **{"LEN": spec.block_len, "STRIDE": spec.block_stride, "SELECT": spec.select_len},
-            **{"COUNT": spec.max_overlaps, "INIT": spec.init_blocks, "LOCAL": spec.local_blocks},
-            **{"TOP": spec.select_top, "TOP_P": next_power_of_2(spec.select_top)},
-            **{"QUERIES": config.rows, "BLOCKS": min(config.keys, blocks)},
-        },
+        {"C": constants, "TOP_P": next_power_of_2(spec.select_top)},
         config,
     )
     return out

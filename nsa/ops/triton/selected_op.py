@@ -9,13 +9,7 @@ from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.triton.band_op import outputs_like
-from nsa.ops.triton.common import (
-    LOG2E,
-    attention_constants,
-    backward_rows,
-    document_arguments,
-    slots,
-)
+from nsa.ops.triton.common import LOG2E, backward_rows, constants_of, document_arguments, slots
 from nsa.ops.triton.configs import Config, choose_config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 from nsa.ops.triton.selected import selected_forward_kernel, selected_queries_kernel
@@ -42,26 +36,11 @@ class Selected(NamedTuple):
     scale: float
 
 
-class Mix(NamedTuple):
-    """Inputs and output of the gated sum of branches, which the forward kernel writes if given."""
-
-    o_cmp: Tensor | None = None  # [B, T, Hq, Dv]
-    o_win: Tensor | None = None  # [B, T, Hq, Dv]
-    gates: Tensor | None = None  # [B, T, Hq, 3]
-    mixed: Tensor | None = None  # [B, T, Hq, Dv], written
-
-
-NO_MIX = Mix()
-
-
-def selected_forward(x: Selected, mix: Mix = NO_MIX) -> tuple[Tensor, Tensor]:
-    """(o, lse)."""
-    batch, seq_len, heads, _ = x.q.shape
-    o = x.q.new_empty(batch, seq_len, heads, x.v.shape[-1])
-    lse = x.q.new_empty(batch, seq_len, heads, dtype=torch.float32)
-    arguments, constants = _arguments(x)
-    arguments |= {"o": o, "lse": lse} | mix._asdict()
-    _launch_by_query("forward", x, arguments, constants)
+def selected_forward(x: Selected, gated: dict[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """(o, lse); also writes `gated_sum`, if it is given with gates and the other branches' o."""
+    o, lse = outputs_like(x)
+    rows = dict.fromkeys(("o_cmp", "o_win", "gates", "gated_sum")) | (gated or {})
+    _launch_by_query("forward", x, rows | {"o": o, "lse": lse})
     return o, lse
 
 
@@ -70,79 +49,74 @@ def selected_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; the same from run to run."""
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
-    delta, lse2 = backward_rows(do, o, lse)
-    return dq, *selected_gradients(do, x, lse2, delta, dq)
+    sums, lse2 = backward_rows(do, o, lse)
+    return dq, *selected_gradients(do, x, lse2, sums, dq)
 
 
 def selected_gradients(
-    do: Tensor, x: Selected, lse2: Tensor, delta: Tensor, dq: Tensor, add: bool = False
+    do: Tensor, x: Selected, lse2: Tensor, sums: Tensor, dq: Tensor, add: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv) from what `backward_rows` returned; dq is written, or with `add` added to."""
-    arguments, constants = _arguments(x)
-    arguments |= {"do": do.contiguous(), "lse2": lse2, "delta": delta}
-    _launch_by_query("queries", x, arguments | {"dq": dq}, constants | {"ADD": add})
-    return _key_gradients(x, arguments, constants)
+    rows = {"do": do.contiguous(), "lse2": lse2, "sums": sums}
+    _launch_by_query("queries", x, rows | {"dq": dq}, add)
+    return _key_gradients(x, rows)
 
 
-def _arguments(x: Selected) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What all kernels but the union take: arguments and constants."""
-    arguments = {
+def _arguments(x: Selected) -> dict[str, Any]:
+    """What all kernels but the union take."""
+    return {
         **{"q": x.q.contiguous(), "k": x.k.contiguous(), "v": x.v.contiguous()},
         **document_arguments(x.q.shape[1], x.cu_seqlens),
         **{"scale": x.scale * LOG2E, "scale_out": x.scale},
     }
-    return arguments, attention_constants(x.q, x.k, x.v) | {"SELECT": x.spec.select_len}
 
 
-def _launch_by_query(
-    name: str, x: Selected, arguments: dict[str, Any], constants: dict[str, Any]
-) -> None:
+def _launch_by_query(name: str, x: Selected, rows: dict[str, Any], add: bool = False) -> None:
     """A kernel over tiles of queries: large ones that share most of their blocks, or small ones."""
     kernel = {"forward": selected_forward_kernel, "queries": selected_queries_kernel}[name]
-    seq_len, group = x.q.shape[1], constants["GROUP"]
-    dense = x.spec.select_blocks_len(seq_len) <= DENSE_BLOCKS * x.spec.select_top
-    sizes = constants["KEY_P"], constants["VALUE_P"]
-    config = choose_config(f"{'selected' if dense else 'gathered'}_{name}", sizes, x.q, seq_len)
+    constants, seq_len, spec = constants_of(x.q, x.k, x.v), x.q.shape[1], x.spec
+    dense = spec.select_blocks_len(seq_len) <= DENSE_BLOCKS * spec.select_top
+    operation = f"{'selected' if dense else 'gathered'}_{name}"
+    config = choose_config(operation, constants.padded, x.q, seq_len)
+    group = constants.GROUP
     queries = min(max(config.rows, next_power_of_2(group)) // group, MAX_QUERIES)
-    rows = max(16, next_power_of_2(queries * group))
+    tile = {"QUERIES": queries, "ROWS": max(16, next_power_of_2(queries * group))}
+    tile["KEYS"] = _block_keys(config, spec)
+    constants = constants_of(x.q, x.k, x.v, **tile, SELECT=spec.select_len)
     launch(
         kernel,
         (slots(seq_len, queries, x.cu_seqlens), x.k.shape[2], x.q.shape[0]),
-        arguments | unite(x.block_index, x.cu_seqlens, x.spec, queries),
-        constants | {"QUERIES": queries, "ROWS": rows, "KEYS": _block_keys(config, x.spec)},
+        _arguments(x) | rows | unite(x.block_index, x.cu_seqlens, spec, queries),
+        {"C": constants, "ADD": add},
         config,
     )
 
 
-def _key_gradients(
-    x: Selected, arguments: dict[str, Any], constants: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    batch, seq_len, groups, _ = x.k.shape
-    spec = x.spec
-    dk, dv = (torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.k, x.v))
+def _key_gradients(x: Selected, rows: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    (batch, seq_len, groups, _), spec = x.k.shape, x.spec
+    constants = constants_of(x.q, x.k, x.v)
+    config = choose_config("selected_keys", constants.padded, x.k, seq_len)
+    keys = _block_keys(config, spec)
     offsets, queries = queries_by_block(x.block_index, x.cu_seqlens, spec)
     total_blocks = offsets.shape[-1] - 1
     # No list is longer than the sequence, so short ones leave no parts.
-    rows = (2 * seq_len * spec.select_top // CHUNK + 1) * spec.select_len if seq_len > CHUNK else 1
-    dk_part, dv_part = (
-        y.new_empty(batch, rows, groups, y.shape[-1], dtype=torch.float32) for y in (x.k, x.v)
-    )
-    arguments = arguments | {
-        **{"dk": dk, "dv": dv, "dk_part": dk_part, "dv_part": dv_part, "part_rows": rows},
-        **{"offsets": offsets, "total_blocks": total_blocks},
-        **{"queries": queries, "list_len": queries.shape[-1]},
-    }
-    config = choose_config(
-        "selected_keys", (constants["KEY_P"], constants["VALUE_P"]), x.k, seq_len
-    )
-    keys = _block_keys(config, spec)
-    constants = constants | {"CHUNK": CHUNK, "ROWS": config.rows, "KEYS": keys}
+    parts = seq_len > CHUNK
+    part_rows = (2 * seq_len * spec.select_top // CHUNK + 1) * spec.select_len if parts else 1
+    arguments = _arguments(x) | rows
+    for name, y in (("dk", x.k), ("dv", x.v)):
+        part = y.new_empty(batch, part_rows, groups, y.shape[-1], dtype=torch.float32)
+        gradient = torch.empty_like(y, memory_format=torch.contiguous_format)
+        arguments |= {name: gradient, f"{name}_part": part}
+    arguments |= {"part_rows": part_rows, "offsets": offsets, "total_blocks": total_blocks}
+    arguments |= {"queries": queries, "list_len": queries.shape[-1]}
+    tile = {"ROWS": config.rows, "KEYS": keys, "CHUNK": CHUNK}
+    constants = constants_of(x.q, x.k, x.v, **tile, SELECT=spec.select_len)
     grid = cdiv(spec.select_len, keys), groups * batch
     lists = seq_len * spec.select_top // CHUNK + total_blocks
-    launch(selected_keys_kernel, (lists, *grid), arguments, constants, config)
-    if seq_len > CHUNK:
-        launch(add_parts_kernel, (total_blocks, *grid), arguments, constants, config)
-    return dk, dv
+    launch(selected_keys_kernel, (lists, *grid), arguments, {"C": constants}, config)
+    if parts:
+        launch(add_parts_kernel, (total_blocks, *grid), arguments, {"C": constants}, config)
+    return arguments["dk"], arguments["dv"]
 
 
 def _block_keys(config: Config, spec: NSASpec) -> int:

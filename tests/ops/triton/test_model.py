@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.model.config import ACTIVATION_CHECKPOINTING
-from nsa.ops.triton import band_op, common, gated, select, selected_op
+from nsa.ops.triton import band_op, common, select, selected_op
 from tests.model.models import ATTENTIONS, build, packed, tiny, tokens
 from tests.ops.cases import default
 from tests.ops.cases import one_thread as one_thread
@@ -24,7 +24,7 @@ from tests.ops.triton.parity import DEVICE, assert_exact_enough
 LAYERS = 2
 # A layer's forward launches; full recomputation repeats them.
 FORWARD = {
-    "gated_forward_kernel": 1,
+    "band_forward_kernel": 1,
     "select_kernel": 1,
     "selected_forward_kernel": 1,
 }
@@ -56,7 +56,7 @@ def counted_launches() -> Iterator[Counter[str]]:
         launch(kernel, *args)
 
     with ExitStack() as stack:
-        for module in (band_op, common, gated, select, selected_op):
+        for module in (band_op, common, select, selected_op):
             stack.enter_context(mock.patch.object(module, "launch", counting))
         yield counts
 
@@ -79,4 +79,4 @@ def test_recomputation_changes_no_bit_and_selective_runs_no_kernel_twice(mode: s
         assert torch.equal(a, b)
     times = LAYERS * (1 if mode == "selective" else 2)
     assert {name: counts[name] for name in FORWARD} == {k: n * times for k, n in FORWARD.items()}
-    assert counts["gated_queries_kernel"] == LAYERS
+    assert counts["band_queries_kernel"] == LAYERS

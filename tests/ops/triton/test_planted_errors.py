@@ -15,7 +15,6 @@ from nsa.ops.triton import (
     common,
     cross_entropy,
     embedding,
-    gated,
     normalization,
     rotary,
     select,
@@ -155,7 +154,7 @@ DOCUMENTS = [parity(branch, PACKED) for branch in ("compressed", "selected", "wi
 
 PLANTS = {
     "a compressed block is seen one position early": Plant(
-        band, "band_attention", "visible(t, LEN", "visible(t + 1, LEN", COMPRESSED
+        band, "_forward", "visible(t, C)", "visible(t + 1, C)", COMPRESSED
     ),
     "a query sees the position after its own": Plant(
         band, "_scores", "i[None, :] < (future", "i[None, :] <= (future", WINDOW
@@ -164,21 +163,21 @@ PLANTS = {
         band, "_scores", "(far_end - first)", "(far_end - first - 1)", WINDOW
     ),
     "a window of w + 1 for keys and values": Plant(
-        band, "_keys_step", "local - WINDOW", "local - WINDOW - 1", WINDOW
+        band, "_keys_step", "local - C.WINDOW", "local - C.WINDOW - 1", WINDOW
     ),
     "a window shorter than a tile sees the future at its far end": Plant(
-        band, "_scores", "WINDOW <= KEYS + ROWS // GROUP", "WINDOW <= 1", WINDOW
+        band, "_scores", "C.WINDOW <= C.KEYS + C.ROWS // C.GROUP", "C.WINDOW <= 1", WINDOW
     ),
     "keys of a window shorter than a tile are seen from beyond it": Plant(
-        band, "_keys_step", "WINDOW <= KEYS + ROWS // GROUP", "WINDOW <= 1", WINDOW
+        band, "_keys_step", "C.WINDOW <= C.KEYS + C.ROWS // C.GROUP", "C.WINDOW <= 1", WINDOW
     ),
     "the last tile of keys is dropped where it is partial": Plant(
-        band, "_bounds", "high = visible(t_last, LEN, STRIDE)",
-        "high = visible(t_last, LEN, STRIDE) // KEYS * KEYS", COMPRESSED,
+        band, "_bounds", "high = visible(t_last, C)",
+        "high = visible(t_last, C) // C.KEYS * C.KEYS", COMPRESSED,
     ),
     "a tile of keys is not masked where only its first rows see all": Plant(
-        band, "_bounds", "visible(t_first, LEN, STRIDE) // KEYS",
-        "visible(t_last, LEN, STRIDE) // KEYS", LONG,
+        band, "_bounds", "visible(t_first, C) // C.KEYS",
+        "visible(t_last, C) // C.KEYS", LONG,
     ),
     "a row that saw nothing yet turns NaN": Plant(
         common, "softmax_step", 'tl.where(m_new == float("-inf"), 0.0, m_new)', "m_new", COMPRESSED
@@ -193,20 +192,21 @@ PLANTS = {
         common, "_backward_rows_kernel", "total -= tl.load", "total += tl.load", COMPRESSED
     ),
     "dk lacks the scale": Plant(
-        band, "band_key_gradients", "dk_acc * scale_out", "dk_acc", COMPRESSED
+        band, "_key_gradients", "dk_acc *= scale_out", "dk_acc *= 1.0", COMPRESSED
     ),
     "dq lacks the scale": Plant(
         common, "store_query_gradient", "x *= scale_out", "x *= 1.0", WINDOW
     ),
     "a split ends one query early": Plant(
-        band, "band_key_gradients", "(split + 1) * split_len)", "(split + 1) * split_len - 1)",
+        band, "_key_gradients", "(split + 1) * split_len)", "(split + 1) * split_len - 1)",
         SPLITS,
     ),
     "a split begins one query early": Plant(
-        band, "band_key_gradients", "= split * split_len\n", "= split * split_len - 1\n", SPLITS
+        band, "_key_gradients", "= split * split_len\n", "= split * split_len - 1\n", SPLITS
     ),
     "a group's heads are laid out by head and stored by query": Plant(
-        common, "group_rows", "i // GROUP, i % GROUP", "i // GROUP, i * GROUP // ROWS", WINDOW
+        common, "group_rows", "i // C.GROUP, i % C.GROUP", "i // C.GROUP, i * C.GROUP // C.ROWS",
+        WINDOW,
     ),
     "a block counts for every query of its tile": Plant(
         selected, "_scores", "((bits >> local) & 1) == 1", "bits != 0", SELECTED
@@ -215,7 +215,7 @@ PLANTS = {
         selected, "_scores", "tl.minimum(seen, left - 1)", "seen", SELECTED
     ),
     "positions after the query's own count in its block": Plant(
-        selected, "_scores", "t - first, -1)", "KEYS, -1)", SELECTED
+        selected, "_scores", "t - first, -1)", "C.KEYS, -1)", SELECTED
     ),
     "a block named twice counts twice": Plant(
         selected_lists, "_members", "words |= tl.where", "words += tl.where",
@@ -228,8 +228,8 @@ PLANTS = {
         selected_keys, "_keys_step", "if CAUSAL:", "if False:", SELECTED
     ),
     "later chunks of a list take their first queries for the block's own": Plant(
-        selected_keys, "selected_keys_kernel", "SELECT - chunk * CHUNK", "SELECT - chunk * SELECT",
-        PARTS,
+        selected_keys, "selected_keys_kernel",
+        "C.SELECT - chunk * C.CHUNK", "C.SELECT - chunk * C.SELECT", PARTS,
     ),
     "a block that begins after a query counts for it": Plant(
         selected_lists, "_members", "tl.where(b * SELECT <= t, b, -1)", "b",
@@ -242,8 +242,8 @@ PLANTS = {
         selected_keys, "_part_slot", "begin * 2 // CHUNK", "begin // CHUNK", PARTS
     ),
     "the last part of a list is left out": Plant(
-        selected_keys, "add_parts_kernel", "tl.cdiv(end - begin, CHUNK)", "(end - begin) // CHUNK",
-        PARTS,
+        selected_keys, "add_parts_kernel",
+        "tl.cdiv(end - begin, C.CHUNK)", "(end - begin) // C.CHUNK", PARTS,
     ),
     "a list counts positions from its document's first": Plant(
         selected_lists, "lists_kernel", "start + t,", "t,", DOCUMENTS[1]
@@ -261,32 +261,32 @@ PLANTS = {
         common, "keys_before", "visible(length - 1,", "visible(length - 3,", DOCUMENTS[0]
     ),
     "overlaps all weigh the same": Plant(
-        select, "_importance", "overlap(i, j, LEN, STRIDE, SELECT)",
-        "tl.minimum(overlap(i, j, LEN, STRIDE, SELECT), 1.0)", selection_is_as_good,
+        select, "_importance", "overlap(i, j, C)",
+        "tl.minimum(overlap(i, j, C), 1.0)", selection_is_as_good,
     ),
     "overlaps that are alike for every block all weigh the same": Plant(
-        select, "_importance", "STRIDE, SELECT) + c", "STRIDE, SELECT) + 1",
+        select, "_importance", "(0, C) + c", "(0, C) + 1",
         selection_is_as_good,
     ),
     "the first overlapping block is left out": Plant(
-        select, "_importance", "for c in range(COUNT)", "for c in range(1, COUNT)",
+        select, "_importance", "for c in range(C.COUNT)", "for c in range(1, C.COUNT)",
         selection_is_as_good,
     ),
     "a tile of blocks that some queries do not see is not masked": Plant(
         select,
         "select_kernel",
-        "tl.min(visible(t, LEN, STRIDE), 0) - 1",
-        "tl.min(visible(t, LEN, STRIDE), 0) + 9",
+        "tl.min(visible(t, C), 0) - 1",
+        "tl.min(visible(t, C), 0) + 9",
         unmasked_tiles_are_fully_visible,
     ),
     "only one head of the group counts": Plant(
-        select, "_importance", "for h in range(GROUP)", "for h in range(1)", selection_is_as_good
+        select, "_importance", "for h in range(C.GROUP)", "for h in range(1)", selection_is_as_good
     ),
     "the first blocks are not forced": Plant(
-        select, "select_kernel", "(j < INIT)", "(j < 0)", selection_is_as_good
+        select, "select_kernel", "(j < C.INIT)", "(j < 0)", selection_is_as_good
     ),
     "one local block too few is forced": Plant(
-        select, "select_kernel", "own - LOCAL", "own - LOCAL + 1", selection_is_as_good
+        select, "select_kernel", "own - C.LOCAL", "own - C.LOCAL + 1", selection_is_as_good
     ),
     "ties go to the higher index": Plant(
         select, "_keep_best", "tl.min(tl.where(score == top[:, None], j[None, :], NONE), 1)",
@@ -304,7 +304,7 @@ PLANTS = {
         selected, "selected_forward_kernel", "gate + 2, valid", "gate, valid", MIXED
     ),
     "the compressed branch's gradient of queries is left out": Plant(
-        gated, "gated_queries_kernel", "cmp_lse, cmp_sum, acc,", "cmp_lse + 99, cmp_sum, acc,",
+        band, "band_queries_kernel", "cmp_lse, cmp_sum, acc,", "cmp_lse + 99, cmp_sum, acc,",
         SEVERAL_TILES,
     ),
     "the same where one tile has all compressed keys": Plant(
@@ -321,14 +321,14 @@ PLANTS = {
         band, "_single_tile_step", "visible(t0 + local,", "visible(t0 + local + 2,", MIXED
     ),
     "the window's keys get the compressed branch's row sums": Plant(
-        gated, "gated_keys_kernel", "lse_win, sums_win, dk_win", "lse_win, sums_cmp, dk_win",
+        band, "band_keys_kernel", "lse2_win, sums_win, dk_win", "lse2_win, sums_cmp, dk_win",
         SEVERAL_TILES,
     ),
     "a gate enters its branch's gradients upside down": Plant(
-        gated, "_branch_rows", "- tl.log2", "+ tl.log2", MIXED
+        band, "_branch_rows", "- tl.log2", "+ tl.log2", MIXED
     ),
     "a closed gate lets gradients through": Plant(
-        gated, "_branch_rows", 'closed, float("inf")', "closed, 0.0", gates_may_be_closed
+        band, "_branch_rows", 'closed, float("inf")', "closed, 0.0", gates_may_be_closed
     ),
     "a branch's gradient of queries replaces the others'": Plant(
         common, "store_query_gradient", "x += load_rows(dq", "x += 0.0 * load_rows(dq", MIXED
