@@ -59,7 +59,8 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
             "write plain JSON: no comments, no trailing commas, names in double quotes"
         ) from error
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); name a JSON file") from error
+        reason = (error.strerror or str(error)).lower()
+        raise ValueError(f"{path}: {reason}; name a JSON file") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(raw, dict):

@@ -51,7 +51,10 @@ def key_error(path: str, value: Any) -> str | None:
     *parents, name = path.split(".")
     siblings = known_keys()
     for parent in parents:
-        siblings = siblings.get(parent) or {}
+        nested = siblings.get(parent) or {}
+        if not isinstance(nested, dict):
+            return f"{parent} is a single value, not a block; write a value"
+        siblings = nested
     if name in siblings:
         if isinstance(siblings[name], dict) and not isinstance(value, dict):
             return "this is a block; write an object: {…}"

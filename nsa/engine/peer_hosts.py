@@ -27,6 +27,8 @@ from nsa.monitor.observer import warn
 
 UNREACHABLE_SECONDS = 60  # a host that does not answer for this long is lost
 CONNECT_TIMEOUT = 30.0  # seconds
+READ_TIMEOUT = 5.0  # until an accepted connection has sent its token
+ACCEPTED = b"+"
 NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
@@ -79,6 +81,8 @@ def connect_hosts(
             address = (os.environ["MASTER_ADDR"], port)
             connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT)
             connection.sendall(f"{token} {rank}".encode())
+            if connection.recv(1) != ACCEPTED:
+                raise OSError("it refused the connection")
             connections[hosts[0]] = connection
         except OSError as error:
             _not_connected(hosts[0], str(error))
@@ -112,9 +116,10 @@ def _accept(
             listener.settimeout(seconds_left)
             with contextlib.suppress(OSError, ValueError):
                 connection, _ = listener.accept()
-                connection.settimeout(1.0)
+                connection.settimeout(READ_TIMEOUT)
                 received, _, rank = connection.recv(64).decode().partition(" ")
                 if received == token and int(rank) in expected:
+                    connection.sendall(ACCEPTED)  # the other side keeps no other connection
                     connections[expected.pop(int(rank))] = connection
                 else:
                     connection.close()
@@ -134,4 +139,5 @@ def _enable_keep_alive(connection: socket.socket) -> None:
 
 
 def _not_connected(host: str, reason: str) -> None:
-    warn(f"no connection to host {host} ({reason}): a loss is noticed only by time-out")
+    loss = "its loss is noticed only by a collective's time-out"
+    warn(f"no connection to host {host} ({reason}): {loss}")

@@ -38,7 +38,9 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[Path | None, 
         return None, []
     path, notes = checkpoint.newest_complete(request.run_dir / "checkpoints")
     if path is None:
-        return None, [*notes, "--resume: no checkpoint was saved; starting at step 0"]
+        none = f"none of {len(notes)} checkpoints is valid" if notes else "no checkpoint was saved"
+        skipped = [f"skipped: {note}" for note in notes]
+        return None, [*skipped, f"--resume: {none}; starting at step 0"]
     saved = checkpoint.read_state_file(path)["saved_under"]
     required = {
         "layout": layout_of(request.zero_stage, has_muon(request.ds_config)),

@@ -51,7 +51,7 @@ class MemorySnapshots:
             where = f"; details could not be written: {failure!r}"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return (
-            f"rank {self._rank} ran out of memory at step {self._step}: {reason} "
+            f"rank {self._rank} ran out of memory at step {self._step}: {reason.rstrip('.')}. "
             "Lower train.micro_batch (and raise train.accumulation), set "
             "model.activation_checkpointing to selective or reentrant, or lower data.seq_len"
             f"{where}"

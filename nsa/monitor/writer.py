@@ -33,13 +33,11 @@ class BackgroundWriter:
     def submit(self, job: Callable[[], object]) -> bool:
         """Queue `job` and return at once; False if it was dropped."""
         if not self._closed:
-            try:
+            with contextlib.suppress(queue.Full):
                 self._jobs.put_nowait(job)
                 return True
-            except queue.Full:
-                pass
         self.dropped += 1
-        if self.dropped == 1:
+        if self.dropped == 1 and not self._closed:
             # In a thread, because stderr may be a file on the same slow disk.
             text = f"{self.name}: writing is slower than the run; dropping lines from here on"
             threading.Thread(target=warn, args=(text,), daemon=True).start()
@@ -55,7 +53,8 @@ class BackgroundWriter:
             self._jobs.put(None, timeout=timeout)
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self.dropped += sum(job is not None for job in self._jobs.queue) + 1
+            with self._jobs.mutex:
+                self.dropped += sum(job is not None for job in self._jobs.queue) + 1
         if self.dropped or self.failed:
             warn(f"{self.name}: {self.dropped} writes dropped and {self.failed} failed in this run")
 
@@ -78,11 +77,12 @@ class Observers(Observer):
     def __init__(self, observers: Iterable[tuple[Observer, BackgroundWriter | None]]) -> None:
         self._observers = list(observers)
 
-    def close(self) -> None:
-        """Close the writers."""
+    def close(self, timeout: float = 10.0) -> None:
+        """Close the writers, all within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
         for _, writer in self._observers:
             if writer is not None:
-                writer.close()
+                writer.close(max(0.0, deadline - time.monotonic()))
 
     def _call(self, callback: str, *values: Any) -> None:
         for observer, writer in list(self._observers):

@@ -90,8 +90,8 @@ def test_an_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"mine\.json: .*can't decode"):
         load_ds_config(tmp_path / "mine.json")
-    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "a.json", "No such file")):
-        with pytest.raises(ValueError, match=rf"cannot be read \({reason}.*\); name a JSON file"):
+    for path, reason in ((tmp_path, "is a directory"), (tmp_path / "a.json", "no such file")):
+        with pytest.raises(ValueError, match=f": {reason}.*; name a JSON file"):
             load_ds_config(path)
 
 
@@ -398,6 +398,11 @@ READ_BY_DEEPSPEED = [
     "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_optimization.overlap_comm",
 ]
+
+
+def test_an_object_in_place_of_a_number_is_refused() -> None:
+    error = "gradient_clipping is a single value, not a block; write a value"
+    assert key_error("gradient_clipping.a", 1) == error
 
 
 @pytest.mark.parametrize("path", READ_BY_DEEPSPEED)

@@ -54,8 +54,10 @@ def evaluate_all(
             # Signals must not interrupt the start of workers. Workers inherit the blocked signals,
             # because a terminal sends Ctrl-C to them as well.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-            futures = [pool.submit(run, pair) for pair in pairs]
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            try:
+                futures = [pool.submit(run, pair) for pair in pairs]
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for future in futures:
                 yield future.result()
         except BaseException:
