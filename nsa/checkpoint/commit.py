@@ -37,8 +37,8 @@ LATEST = "latest"
 POLL_SECONDS = 0.02  # between two checks for the other ranks' parts
 PARTIAL = ".partial"
 FULL = (
-    "; free some space, or keep fewer checkpoints with checkpoint.keep (if `df` shows free space, "
-    "inodes are missing, which `df -i` shows: delete some files)"
+    "; free some space, or keep fewer checkpoints with checkpoint.keep (if `df -i` shows no "
+    "free inodes: delete some files)"
 )
 REFUSED = "; fix the folder's permissions or mount, or choose another folder"
 FIXES = {
@@ -79,7 +79,7 @@ def new_draft(folder: Path, step: int) -> Path:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove leftovers of a crash: drafts, and checkpoints that were being removed."""
+    """Remove leftovers of a crash: drafts, checkpoints being removed, drafts of `latest`."""
     for path in folder.glob(f".*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(f".{LATEST}.*"):

@@ -94,12 +94,12 @@ class Samples:
             if samples < 1:
                 raise ValueError(
                     f"data.seq_len = {seq_len}: {store.name} has {len(store)} tokens in this "
-                    f"split, fewer than the {seq_len + 1} of one sample (of few documents up to "
-                    "half is held out); lower data.seq_len or take a larger data.source"
+                    f"split, fewer than the {seq_len + 1} of one sample (with few documents, up to "
+                    "half are held out); lower data.seq_len or use a larger data.source"
                 )
         weighted = zip(self.stores, self.fractions, strict=True)
         stored = (f"{store.fingerprint}*{fraction}" for store, fraction in weighted)
-        # Of the samples and their order.
+        # Identifies the samples and their order.
         self.fingerprint = f"{key('order', seq_len, self.seed, *stored):016x}"
         self._mixer = Mixer(self.fractions, [store.name for store in self.stores])
 
@@ -134,7 +134,7 @@ class Samples:
 def open_samples(config: DataConfig, split: str, seed: int) -> Samples | None:
     """Open the samples of `data.source`; None if it is streamed.
 
-    Few documents are indexed unless they are mixed with a stream or evaluated completely, in order.
+    A source small enough for memory is indexed, unless mixed with a stream or if `split` is ALL.
     """
     names = list(config.sources())
     streamed = [name for name in names if not is_indexed(name)]

@@ -37,7 +37,7 @@ PREPARE = "write shards with `nsa data prepare` and name their folder in data.so
 
 
 class IndexedBatches(Iterator[tuple[Batch, None]]):
-    """A rank's batches of samples in order; they need no state beyond the samples consumed."""
+    """A rank's batches of samples in order; their only state is the number consumed."""
 
     def __init__(
         self, samples: Samples, *, rank: int, world_size: int, micro_batch: int, consumed: int

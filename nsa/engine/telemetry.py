@@ -114,7 +114,7 @@ def trackers(request: RunRequest) -> dict[str, Any]:
 
 
 def build_observers(request: RunRequest, engine: Any, run_history: RunHistory) -> Observers:
-    """Return the observers of rank 0, each with a writer, and none of the other ranks."""
+    """Return the observers of rank 0; the other ranks have none."""
     if dist.get_rank() != 0:
         return Observers([])
     monitor = request.config.monitor

@@ -82,7 +82,7 @@ def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
 
 
 def show_prefill(model: LanguageModel, tokens: int) -> None:
-    """Show the layers that have read a long prompt: on a CPU, it takes seconds per layer."""
+    """Show a progress bar over the layers that read a long prompt: seconds each on a CPU."""
     if tokens < LONG_PROMPT:
         return
     from tqdm import tqdm
@@ -100,9 +100,9 @@ def show_prefill(model: LanguageModel, tokens: int) -> None:
 
 
 def print_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tokenizer) -> None:
-    """Print one text while it is generated; several ones at the end, below their titles.
+    """Print one text while it is generated; several texts at the end, below their titles.
 
-    Titles look as those of `head`. `steps` has the next token of each text; -1 after its end.
+    Titles are formatted as by `head`. `steps` has the next token of each text; -1 after its end.
     """
     # A terminal obeys control characters; elsewhere the text stays exact.
     shown = (lambda text: printable(text, "\n\t")) if sys.stdout.isatty() else str

@@ -65,11 +65,11 @@ FIGURES = {  # label: column of metrics.csv, format
     "held-out loss (nats a token)": ("val_loss", ".4f"),
     "held-out bits per byte": ("bits_per_byte", ".4f"),
 }
-HELD_OUT = {  # metric on the Hub: column of metrics.csv, its value from the column's
+HELD_OUT = {  # metric on the Hub: (column of metrics.csv, function of its value)
     "perplexity": ("val_loss", math.exp),
     "bits_per_byte": ("bits_per_byte", float),
 }
-LANGUAGES = {"fineweb_edu": "en", "embedded": "code"}  # of sources; a language is not guessed
+LANGUAGES = {"fineweb_edu": "en", "embedded": "code"}  # by source; others have none
 RECORDED = (  # in env.json
     *("recipe", "profile", "world_size", "date", "git_commit", "python"),
     *("torch", "deepspeed", "triton", "transformers", "nsa-m7c"),

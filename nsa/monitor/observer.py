@@ -86,7 +86,8 @@ class StepRecord:
 class Observer:
     """Callbacks of the training loop on rank 0; they cannot change what it computes.
 
-    `Observers` calls them on a thread of their own, so they may write to disks and wait.
+    Called on the thread of the observer's writer, where they may wait for disks; without a writer,
+    on the training thread.
     """
 
     def on_start(self, info: RunInfo) -> None:

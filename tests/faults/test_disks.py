@@ -213,6 +213,9 @@ def test_the_error_on_a_disk_without_inodes_names_them(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "nr_inodes=4", "tmpfs") as folder:
         for number in range(3):  # the root is the fourth
             (folder / str(number)).touch()
-        with pytest.raises(ValueError, match="inodes are missing"), write_errors(folder):
+        with (
+            pytest.raises(ValueError, match="free inodes: delete"),
+            write_errors(folder),
+        ):
             new_draft(folder, 1)
         assert shutil.disk_usage(folder).free > 2**20

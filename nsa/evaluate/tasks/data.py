@@ -38,7 +38,7 @@ def recall(
 ) -> TaskBatch:
     """Return multi-query associative recall: each position of the second half is a question.
 
-    `mixed`: half of two-hop sequences' questions need one hop, without which two are not learned.
+    `mixed`: with two hops, half of the questions need only one; two are not learned without them.
     """
     half = seq_len // 2
     assert facts <= min(half, KEYS)

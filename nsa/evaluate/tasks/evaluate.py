@@ -41,7 +41,7 @@ def evaluate_all(
 ) -> Generator[Rows, None, None]:
     """Train and evaluate a model per pair, all on the same sequences; yield the rows of each.
 
-    With several `jobs` each model has a process. SIGINT and SIGTERM end them all at once.
+    Several `jobs` are worker processes, which SIGINT and SIGTERM end at once.
     """
     run = partial(_evaluate_pair, task, steps)
     if jobs == 1:

@@ -1,4 +1,4 @@
-"""Results of `nsa tasks`: tasks.json, a table and a plot."""
+"""Results of `nsa tasks`: tasks.json, a table and two plots."""
 
 from __future__ import annotations
 

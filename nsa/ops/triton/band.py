@@ -2,7 +2,7 @@
 
 A query at t sees key n iff n * STRIDE + LEN - 1 <= t and, with a window, n > t - WINDOW. The
 compressed branch has the block's length and stride and no window (0); the window branch has 1 and
-1. A launch computes one branch, or both from one tile of queries: those of a branch that it lacks
+1. A launch computes one branch, or both from one tile of queries; the arguments of a missing branch
 are None. Rows are laid out as common.py says.
 """
 
@@ -39,8 +39,8 @@ def _row_tile(cu, documents, seq_len, C: tl.constexpr):
     """A program's tile of rows, those with the most keys first.
 
     Returns its document, the document's first position over all batches and its length; the tile's
-    first row in the document and in memory; and of each row the offset in memory, the position and
-    whether it exists.
+    first row in the document; the first row in memory of that row's query; and of each row the
+    offset from there, the position and whether it exists.
     """
     head = tl.program_id(1).to(tl.int64)
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -82,8 +82,8 @@ def _bounds(first_row, length, C: tl.constexpr):
 def _scores(q, k, v, first, high, far_end, future, C: tl.constexpr, PHASE: tl.constexpr):
     """Keys and values [KEYS, ..] from `first` on, and their scores [ROWS, KEYS], -inf where hidden.
 
-    A query sees far_end < n < future. Only the first phase has keys beyond the far end; none of
-    them are in the future, where the window is longer than a tile is wide.
+    A query sees far_end < n < future. Only the first phase has keys beyond the far end. If the
+    window is longer than a tile (KEYS plus its queries), all of its keys are in the past.
     """
     FAR: tl.constexpr = PHASE == 0
     FUTURE: tl.constexpr = PHASE == 2 or (PHASE == 0 and C.WINDOW <= C.KEYS + C.ROWS // C.GROUP)
@@ -153,7 +153,7 @@ def _branch_rows(
     do, o, gates, lse, dgates, sums, lse2, first, at, rows, valid,
     BRANCH: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One branch's lse in base 2, less ln gate, and its row sums Σ do·o, [ROWS].
+    """One branch's lse / ln 2 - log2(gate), and its row sums Σ do·o, [ROWS].
 
     Without gates both are given; otherwise they are computed and stored, and the sums are the
     gates' gradients too.
@@ -244,9 +244,9 @@ def _keys_step(
     k_tile, v_tile, dk, dv, q, do, lse2, sums, first_key, first_row, end_row, scale,
     C: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of rows to dk and dv."""
-    # Rows of the last phase see all keys but those before their window, as rows of the first may
-    # where the window is not longer than a tile is wide.
+    """Add the gradients from one tile of rows to dk and dv."""
+    # Rows of the last phase see every key except those that left their window; so may rows of the
+    # first phase, if the window is no longer than a tile.
     FUTURE: tl.constexpr = PHASE == 0
     FAR: tl.constexpr = C.WINDOW > 0 and (
         PHASE == 2 or (PHASE == 0 and C.WINDOW <= C.KEYS + C.ROWS // C.GROUP)
@@ -310,8 +310,8 @@ def _key_gradients(
 ):  # fmt: skip
     """dk and dv of one tile of one branch's keys, from one split of the queries.
 
-    With dq, which must hold the other branches' gradients, one tile has all keys of a document:
-    adds to dq and writes dgates. Then lse2 is the lse in base e without gates, and sums are unused.
+    With dq, to which this adds, one tile holds all compressed keys of a document, and dgates is
+    written. Then lse2 is the natural lse, without gates, and sums are unused.
     """
     head = (tl.program_id(1) % C.HEADS).to(tl.int64)
     batch = (tl.program_id(1) // C.HEADS).to(tl.int64)
@@ -320,7 +320,7 @@ def _key_gradients(
     token = batch * seq_len + start
     count = visible(length - 1, C)
     first_key = tile * C.KEYS
-    # A document without keys has dgates too.
+    # dgates is written even for a document without compressed keys.
     if (first_key < count) if dq is None else (tile == 0):
         last_key = tl.minimum(first_key + C.KEYS, count) - 1
         # The queries of this split that see a key of the tile, and those that see all of them.

@@ -101,7 +101,7 @@ class Bands(NamedTuple):
         return tuple(outputs.values())
 
     def query_gradients(self, rows: dict[str, Tensor]) -> None:
-        """Write dq, and with gates what `_branch_rows` stores; `rows`: all that is by query."""
+        """Write dq, and with gates what `_branch_rows` stores; `rows`: the arguments by query."""
         self._launch_rows(band_queries_kernel, rows, self.config("queries"))
 
     def _launch_rows(self, kernel: Any, arguments: dict[str, Tensor], config: Config) -> None:
@@ -114,7 +114,7 @@ class Bands(NamedTuple):
     def key_gradients(
         self, rows: dict[str, Tensor], cmp_tile: tuple[int, int] | None = None
     ) -> list[Tensor]:
-        """dk and dv of the window, then of the compressed branch; `rows`: all that is by query."""
+        """dk, dv of the window, then of the compressed branch; `rows`: the arguments by query."""
         x, config = self.either(), self.config("keys")
         seq_len, gradients = x.q.shape[1], dict[str, Tensor]()
         counts = {"split_len": seq_len, "cmp_tiles": 1, "cmp_programs": 0}

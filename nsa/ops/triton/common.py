@@ -19,10 +19,10 @@ from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2, padded_size
 from nsa.spec import NSASpec
 
-LOG2E = 1.4426950408889634  # kernels use powers of two, which the hardware has
+LOG2E = 1.4426950408889634  # kernels compute exp2, a hardware instruction
 
-# Triton compiles a kernel again where an integer is 1 or a multiple of 16. These change from batch
-# to batch, gain nothing by it, and a run would stall on the compiler.
+# Triton specialises integers that are 1 or a multiple of 16. These change from batch to batch, so
+# that specialising them would recompile during a run.
 VARYING = (
     *("seq_len", "q_len", "key_len", "documents", "rows"),
     *("split_len", "list_len", "total_blocks", "part_rows", "words"),
@@ -83,7 +83,7 @@ def locate(offsets, count, slot, MUL: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def document_tile(cu, documents, slot, seq_len, MUL: tl.constexpr, TILE: tl.constexpr):
-    """A slot's tile of TILE / MUL positions: (document, tile, first position, length)."""
+    """A slot's tile: (document, tile within it, the document's first position, its length)."""
     if cu is None:
         return 0, slot, 0, seq_len
     else:
@@ -159,7 +159,7 @@ def store_rows(base, at, row_stride, x, SIZE: tl.constexpr, PADDED: tl.constexpr
 def load_pair(a, b, first, at, HEADS: tl.constexpr, C: tl.constexpr, mask):
     """Rows of keys and values, [rows, KEY_P] and [rows, VALUE_P], or of queries and outputs.
 
-    From row `first` on, counting all heads, those `at` positions of HEADS rows further.
+    Rows `first + at * HEADS`: a position has HEADS rows.
     """
     return (
         load_rows(a + first * C.KEY, at, HEADS * C.KEY, C.KEY, C.KEY_P, mask),
@@ -169,7 +169,7 @@ def load_pair(a, b, first, at, HEADS: tl.constexpr, C: tl.constexpr, mask):
 
 @triton.jit
 def zero_pair(C: tl.constexpr):
-    """Sums of the gradients of keys and of values: zeros [KEYS, KEY_P] and [KEYS, VALUE_P]."""
+    """Zero accumulators of the gradients of keys and values: [KEYS, KEY_P] and [KEYS, VALUE_P]."""
     KEYS: tl.constexpr = C.KEYS
     KEY_P: tl.constexpr = C.KEY_P
     VALUE_P: tl.constexpr = C.VALUE_P
@@ -199,7 +199,7 @@ def dot(a, b, acc=None):
 
 @triton.jit
 def span(PHASE: tl.constexpr, low, a, b, high):
-    """The bounds of a phase: keys before a (masked), from a to b (not), from b on (masked)."""
+    """The bounds of a loop's phase: 0 masked, below a; 1 unmasked, a to b; 2 masked, from b on."""
     if PHASE == 0:
         return low, tl.minimum(a, high)
     elif PHASE == 1:
@@ -258,7 +258,7 @@ def binary_lse(lse):
 
 @triton.jit
 def add_query_gradient(s, k, v, do, lse2, delta, dq, scale):
-    """Add one tile of keys to dq [ROWS, KEY], from its scores [ROWS, KEYS]."""
+    """Add the gradient from one tile of keys to dq [ROWS, KEY_P], from its scores [ROWS, KEYS]."""
     p = tl.exp2(s * scale - lse2[:, None])
     dp = dot(do, tl.trans(v))
     ds = p * (dp - delta[:, None])
@@ -267,7 +267,7 @@ def add_query_gradient(s, k, v, do, lse2, delta, dq, scale):
 
 @triton.jit
 def add_key_gradients(s, v, q, do, lse2, delta, dk, dv, scale):
-    """Add one tile of rows to dk and dv [KEYS, ..], from its scores [KEYS, ROWS]."""
+    """Add one tile of rows' gradients to dk and dv [KEYS, ..], from its scores [KEYS, ROWS]."""
     p = tl.exp2(s * scale - lse2[None, :])
     dv = dot(p.to(do.dtype), do, dv)
     dp = dot(v, tl.trans(do))

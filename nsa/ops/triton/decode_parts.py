@@ -155,7 +155,7 @@ def decode_importance_kernel(
             s = tl.load(scores + at, mask=inside, other=float("-inf"))  # [GROUP_P, C.BLOCKS]
             weight = overlap(i, j, C)
             total += tl.sum(probabilities(s, row_lse[:, None]), 0) * weight
-        # NaN would rank nowhere and leave places unwritten: the output is NaN without that.
+        # A NaN has no rank and would leave entries unwritten; the output is NaN anyway.
         total = tl.where(total >= 0.0, total, 0.0)
         total = tl.where((j < C.INIT) | (j >= candidates - C.LOCAL), float("inf"), total)
         tl.store(importance + group * blocks + j, total, mask=j < candidates)

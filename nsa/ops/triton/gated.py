@@ -93,7 +93,7 @@ def gated_backward(do: Tensor, x: Gated, index: Tensor, *saved: Tensor) -> tuple
     do, gates, tile = do.contiguous(), x.gates.contiguous(), x.one_tile()
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     dgates = torch.empty_like(gates)
-    # Σ do·o, and lse - ln gate in base 2, by branch.
+    # Σ do·o, and (lse - ln gate) / ln 2, by branch.
     sums, lse2 = (do.new_empty(3, *x.q.shape[:3], dtype=torch.float32) for _ in range(2))
     names = "o_cmp", "lse_cmp", "o_sel", "lse_sel", "o_win", "lse_win"
     rows = dict(zip(names, saved, strict=True)) | {"do": do, "gates": gates, "dgates": dgates}

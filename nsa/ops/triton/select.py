@@ -53,8 +53,8 @@ def overlap(i, j, C: tl.constexpr):
 def _importance(q, k, lse, t, j, valid, scale, C: tl.constexpr, MASKED: tl.constexpr):
     """Σ over heads and overlapping visible blocks i of p[i] · overlap(i, j): [QUERIES, BLOCKS].
 
-    Not divided by the stride: a common factor ranks nothing. In the order of i, so that blocks
-    which the same ones overlap in the same measure come out equal to the last bit.
+    Not divided by the stride: a common factor ranks nothing. Summed in the order of i, so
+    that two blocks with the same overlaps get bitwise equal importance.
     """
     QUERIES: tl.constexpr = C.QUERIES
     BLOCKS: tl.constexpr = C.BLOCKS
@@ -110,7 +110,7 @@ def select_kernel(
     q, k, lse, out, cu, q_len, seq_len, key_len, documents, scale,
     C: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of one tile of queries, which may be a document's last ones alone."""
+    """The blocks of one tile of queries; `q` may hold the last positions alone."""
     QUERIES: tl.constexpr = C.QUERIES
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)

@@ -18,8 +18,8 @@ from nsa.ops.triton.selected_lists import queries_by_block, unite
 from nsa.spec import NSASpec
 
 CHUNK = 2048  # queries of one block's list that one program adds up
-# Up to this many times `select_top` blocks, neighbouring queries select most of them between them,
-# and large tiles over nearly all blocks are faster. An estimate, derived in docs/design/kernels.md.
+# Up to this many times `select_top` blocks, neighbouring queries together select most of them, and
+# large tiles over nearly all blocks are faster. An estimate, derived in docs/design/kernels.md.
 DENSE_BLOCKS = 4
 MAX_QUERIES = 32  # of a tile: a bit each
 
