@@ -19,7 +19,7 @@ from nsa.ops.triton.common import (
 )
 from nsa.ops.triton.configs import Config, choose_config
 from nsa.ops.triton.flash_window import flash_forward, is_faster
-from nsa.ops.triton.launch import cdiv, launch
+from nsa.ops.triton.launch import cdiv, launch, padded_size
 
 # Few tiles of compressed keys see many queries each. Several programs share one, and their float32
 # parts are added up in a fixed order.
@@ -65,7 +65,7 @@ class Bands(NamedTuple):
     def config(self, kernel: str) -> Config:
         """The tile sizes of a kernel."""
         x = self.either()
-        sizes = constants_of(x.q, x.k, x.v).padded
+        sizes = padded_size(x.q.shape[3]), padded_size(x.v.shape[3])
         return choose_config(f"{self.name}_{kernel}", sizes, x.q, x.q.shape[1])
 
     def launch(
@@ -129,9 +129,9 @@ class Bands(NamedTuple):
             counts = {"split_len": cdiv(seq_len, splits), "cmp_tiles": tiles}
             counts |= {"cmp_programs": tiles * splits}
             gradients |= _parts("cmp", self.cmp, splits)
-        grid = counts["cmp_programs"] + window_tiles, x.k.shape[2] * len(x.q)
+        grid = counts["cmp_programs"] + window_tiles, x.k.shape[2] * x.q.shape[0]
         self.launch(band_keys_kernel, grid, rows | gradients | counts, config, cmp_tile)
-        return [y[0] if len(y) == 1 else y.sum(0).to(x.k.dtype) for y in gradients.values()]
+        return [y[0] if y.shape[0] == 1 else y.sum(0).to(x.k.dtype) for y in gradients.values()]
 
 
 def _parts(name: str, x: Band, splits: int) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ def _parts(name: str, x: Band, splits: int) -> dict[str, Tensor]:
 
 def band_forward(x: Band) -> tuple[Tensor, ...]:
     """(o, lse)."""
-    if x.band[2] and is_faster(x.q, x.v, constants_of(x.q, x.k, x.v).padded):
+    if x.band[2] and is_faster(x.q, x.v):
         q, k, v = (y.contiguous() for y in (x.q, x.k, x.v))
         return flash_forward(q, k, v, x.cu_seqlens, x.band[2], x.scale)
     return Bands.alone(x).forward()

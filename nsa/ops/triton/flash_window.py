@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from nsa.ops.triton.configs import choose
+from nsa.ops.triton.launch import padded_size
 
 OPERATION = "window_library"  # what `python -m nsa.bench tune` measures and stores
 OURS, FLASH = "ours", "flash-attn"
 HEAD_MULTIPLE = 8
 
 
-def is_faster(q: Tensor, v: Tensor, sizes: tuple[int, int]) -> bool:
+def is_faster(q: Tensor, v: Tensor) -> bool:
     """Whether flash-attn supports these tensors and was the faster one on this GPU."""
     supported = (
         q.is_cuda
@@ -28,7 +29,10 @@ def is_faster(q: Tensor, v: Tensor, sizes: tuple[int, int]) -> bool:
         and q.shape[-1] % HEAD_MULTIPLE == 0
         and _installed()
     )
-    return supported and choose(OPERATION, [OURS, FLASH], sizes, q.dtype, q.shape[1]) == FLASH
+    if not supported:
+        return False
+    sizes = padded_size(q.shape[-1]), padded_size(v.shape[-1])
+    return choose(OPERATION, [OURS, FLASH], sizes, q.dtype, q.shape[1]) == FLASH
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,6 @@ from torch import Tensor
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.inputs import SelectionInputs
 from nsa.ops.triton.band_op import Band, Bands, band_forward, outputs_like
-from nsa.ops.triton.common import constants_of
 from nsa.ops.triton.configs import one_tile
 from nsa.ops.triton.flash_window import is_faster
 from nsa.ops.triton.select import select_forward
@@ -73,7 +72,7 @@ class Gated(NamedTuple):
 def gated_forward(x: Gated) -> tuple[Tensor, ...]:
     """(o, block_index, then o and lse of the compressed, selected and window branch)."""
     win, cmp = x.window(), x.compressed()
-    if is_faster(x.q, x.v_win, constants_of(x.q, x.k_win, x.v_win).padded):
+    if is_faster(x.q, x.v_win):
         o_win, lse_win, o_cmp, lse_cmp = *band_forward(win), *band_forward(cmp)
     else:
         o_win, lse_win, o_cmp, lse_cmp = Bands("gated", win, cmp).forward()

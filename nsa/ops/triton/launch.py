@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -115,6 +116,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+@lru_cache(maxsize=256)
 def padded_size(size: int) -> int:
     """A head size as a matrix product takes it: a power of two, 16 or more."""
     return max(16, next_power_of_2(size))

@@ -163,13 +163,13 @@ def fake(size: int = 64, value: int = 64, dtype: torch.dtype = BF16) -> tuple[Te
 
 @pytest.mark.usefixtures("published")
 def test_it_is_taken_only_where_it_was_measured_to_be_faster() -> None:
-    assert not is_faster(*fake(), (64, 64))
+    assert not is_faster(*fake())
     save_tuned({tuning_key(OPERATION, (64, 64), BF16, 8): FLASH})
-    assert is_faster(*fake(), (64, 64))
-    assert not is_faster(*fake(128, 128), (128, 128))
-    assert not is_faster(*fake(dtype=torch.float16), (64, 64))
+    assert is_faster(*fake())
+    assert not is_faster(*fake(128, 128))
+    assert not is_faster(*fake(dtype=torch.float16))
     save_tuned({tuning_key(OPERATION, (64, 64), BF16, 8): OURS})
-    assert not is_faster(*fake(), (64, 64))
+    assert not is_faster(*fake())
 
 
 @pytest.mark.usefixtures("published")
@@ -177,10 +177,10 @@ def test_it_is_never_asked_for_what_it_cannot_compute() -> None:
     for dtype in (BF16, torch.float32):
         for sizes in ((64, 64), (64, 128)):
             save_tuned({tuning_key(OPERATION, sizes, dtype, 8): FLASH})
-    assert not is_faster(*fake(dtype=torch.float32), (64, 64))
-    assert not is_faster(*fake(value=128), (64, 128))
-    assert not is_faster(*fake(60, 60), (64, 64))
-    assert not is_faster(*(x.to(BF16) for x in (torch.empty(1, 8, 2, 64),) * 2), (64, 64))
+    assert not is_faster(*fake(dtype=torch.float32))
+    assert not is_faster(*fake(value=128))
+    assert not is_faster(*fake(60, 60))
+    assert not is_faster(*(x.to(BF16) for x in (torch.empty(1, 8, 2, 64),) * 2))
 
 
 def test_ours_serves_where_it_is_gone_since_it_was_measured(
@@ -189,7 +189,7 @@ def test_ours_serves_where_it_is_gone_since_it_was_measured(
     monkeypatch.setattr(flash_window, "find_spec", lambda name: None)
     flash_window._installed.cache_clear()
     save_tuned({tuning_key(OPERATION, (64, 64), BF16, 8): FLASH})
-    assert not is_faster(*fake(), (64, 64))
+    assert not is_faster(*fake())
     flash_window._installed.cache_clear()
 
 
