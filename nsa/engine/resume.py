@@ -37,10 +37,10 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[Path | None, 
     if not request.resume:
         return None, []
     path, notes = checkpoint.newest_complete(request.run_dir / "checkpoints")
+    notes = [f"skipped: {note}" for note in notes]  # damaged checkpoints
     if path is None:
         none = f"none of {len(notes)} checkpoints is valid" if notes else "no checkpoint was saved"
-        skipped = [f"skipped: {note}" for note in notes]
-        return None, [*skipped, f"--resume: {none}; starting at step 0"]
+        return None, [*notes, f"--resume: {none}; starting at step 0"]
     saved = checkpoint.read_state_file(path)["saved_under"]
     required = {
         "layout": layout_of(request.zero_stage, has_muon(request.ds_config)),
@@ -48,8 +48,8 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[Path | None, 
         "ranks": saved["ranks"] if request.universal else world_size,
     }
     check_loadable(path, saved, required)
-    if notes:  # newer checkpoints are damaged
-        notes = [*(f"skipped: {note}" for note in notes), f"resuming from {path.name}"]
+    if notes:
+        notes.append(f"resuming from {path.name}")
     if saved["ranks"] != world_size:
         train = request.config.train
         per_rank = train.micro_batch * train.accumulation // train.sequence_parallel

@@ -120,15 +120,23 @@ def print_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tok
 def decode_stream(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the text that each token completes, and an incomplete character at the end.
 
-    All tokens are decoded each time, because some tokenizers drop the first space of a text.
+    Each text is decoded after the one before it: some tokenizers drop the first space.
     """
-    ids: list[int] = []
-    text, printed = "", 0  # characters
+    ids: list[int] = []  # those of the text before, then of the text that is being decoded
+    before, printed = 0, 0  # tokens of the text before; printed characters of the other
+    text = ""
+
+    def decode(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens).decode("utf-8", errors="replace")
+
     for token in tokens:
         ids.append(token)
-        text = tokenizer.decode(ids).decode("utf-8", errors="replace")
+        text = decode(ids)[len(decode(ids[:before])) :]
         # Tokenizers decode an incomplete character to one or several of these marks.
         complete = max(printed, len(text.rstrip("\ufffd")))
         yield text[printed:complete]
         printed = complete
+        if text and complete == len(text):
+            ids, printed, text = ids[before:], 0, ""
+            before = len(ids)
     yield text[printed:]

@@ -79,10 +79,11 @@ RECORDED = (  # in env.json
 def model_card(run: LoadedRun) -> str:
     """Return Markdown with the figures that were logged up to the exported step."""
     names = _source_names(run.config.data)
-    facts = [("dataset", ", ".join(_public(name) for name in names)), *_facts(run)]
+    latest = _latest(run)
+    facts = [("dataset", ", ".join(_public(name) for name in names)), *_facts(run, latest)]
     step = "" if run.step is None else f", step {run.step:,}"
     return CARD.format(
-        metadata=_metadata(run, names).to_yaml(),
+        metadata=_metadata(run, names, latest).to_yaml(),
         title=plain(run.folder.name) + step,
         about=_about(run.config),
         facts="\n".join(table(("", ""), facts)),
@@ -104,7 +105,9 @@ def _about(config: RunConfig) -> str:
     )
 
 
-def _metadata(run: LoadedRun, names: list[str]) -> ModelCardData:
+def _metadata(
+    run: LoadedRun, names: list[str], latest: dict[str, dict[str, float]]
+) -> ModelCardData:
     """Return license, tags, languages, the datasets on the Hub, and figures as its model-index."""
     ids = [FINEWEB_EDU[0] if name == "fineweb_edu" else name.removeprefix("hf:") for name in names]
     hub = [id for id, name in zip(ids, names, strict=True) if _local(name) is None and "/" in id]
@@ -121,7 +124,7 @@ def _metadata(run: LoadedRun, names: list[str]) -> ModelCardData:
             metric_name=f"{metric.replace('_', ' ')} at step {row['step']:.0f}",
         )
         for metric, (column, value) in HELD_OUT.items()
-        if (row := _latest(run, column))
+        if (row := latest.get(column))
     ]
     return ModelCardData(
         license="apache-2.0",
@@ -136,22 +139,23 @@ def _metadata(run: LoadedRun, names: list[str]) -> ModelCardData:
     )
 
 
-def _facts(run: LoadedRun) -> Iterator[tuple[str, object]]:
+def _facts(run: LoadedRun, latest: dict[str, dict[str, float]]) -> Iterator[tuple[str, object]]:
     """Yield name and value of each figure, setting and version that the run recorded."""
     if run.step is not None:
         yield "steps", f"{run.step:,} of {run.config.train.steps:,}"
         for name, (column, form) in FIGURES.items():
-            if row := _latest(run, column):
+            if row := latest.get(column):
                 yield name, f"{row[column]:{form}} (step {row['step']:,.0f})"
     env = read_json(run.folder / "env.json")
     recorded = env | (env.get("packages") or {})
     yield from ((name, recorded[name]) for name in RECORDED if recorded.get(name) is not None)
 
 
-def _latest(run: LoadedRun, column: str) -> dict[str, float] | None:
-    """Return the last row of metrics.csv with this column, up to the exported step."""
+def _latest(run: LoadedRun) -> dict[str, dict[str, float]]:
+    """Return for each column of metrics.csv the last row that has it, up to the exported step."""
     rows = read_table(run.folder / "metrics.csv").rows
-    return next((r for r in reversed(rows) if column in r and r["step"] <= (run.step or -1)), None)
+    before = [row for row in rows if row["step"] <= (run.step or -1)]
+    return {column: row for row in before for column in row}
 
 
 def _source_names(data: DataConfig) -> list[str]:

@@ -126,9 +126,12 @@ class FallbacksCsv(Observer):
 
     def on_step(self, record: StepRecord) -> None:
         if self._counts() != self._written:
-            self.on_end("")
+            self._write()
 
     def on_end(self, status: str) -> None:
+        self._write()
+
+    def _write(self) -> None:
         counts, text = dict(self._counts()), io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         rows.writerows([FALLBACK_COLUMNS, *([*key, n] for key, n in sorted(counts.items()))])
