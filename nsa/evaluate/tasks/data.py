@@ -1,12 +1,13 @@
 """Associative recall and needle-in-a-haystack sequences.
 
-    recall   · f f · f · · f  k k k k k k k k     facts in the first half, questions in the second
-    needle   · · · · f · · · · · · · f · · k      a fact at a given depth; the question at the end
+    recall     · f f · f · · f  k k k k k k k k   facts in the first half, questions in the second
+    two hops   · p f · p · · f  k K k K k K k K   half of the facts are pointers
+    needle     · · · · f · · · · · · · f · · k    a fact at a given depth; the question at the end
 
 A fact is a token that encodes a key and a value. A question is a key; its label is the value of the
-fact with that key. With two hops, half of the facts are pointers: tokens that encode a key and the
-key of the fact that has the answer. Keys, values and positions are random in each sequence and
-answers are not part of it, so only the facts reveal the value.
+fact with that key. A pointer is a token that encodes a key k and the key K of a fact: the label of
+k is K, and the label of K, the next token, is the value. Keys, values and positions are random in
+each sequence, so only the facts reveal the answer.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ class TaskBatch:
 
     input_ids: Tensor
     labels: Tensor  # the value at a question, else IGNORE_INDEX
-    distance: Tensor  # at a question, positions back to the nearest fact it needs; else 0
+    distance: Tensor  # at a question, positions back to its fact; else 0
 
 
-def recall(
-    rng: torch.Generator, batch: int, seq_len: int, facts: int, hops: int = 1, mixed: bool = False
-) -> TaskBatch:
+def recall(rng: torch.Generator, batch: int, seq_len: int, facts: int, hops: int = 1) -> TaskBatch:
     """Return multi-query associative recall: each position of the second half is a question.
 
-    `mixed`: with two hops, half of the questions need only one; two are not learned without them.
+    With two hops, even positions ask for pointers and odd ones for the facts they lead to.
     """
     half = seq_len // 2
     assert facts <= min(half, KEYS)
+    assert half % hops == facts % hops == 0
     questions = torch.arange(half, seq_len).expand(batch, -1)
-    which = torch.randint(facts if mixed else facts // hops, questions.shape, generator=rng)
+    which = torch.randint(facts // hops, (batch, half // hops), generator=rng)
+    if hops == 2:
+        which = torch.stack((which, which + facts // 2), -1).flatten(1)
     positions = _distinct(rng, batch, half, facts)
     return _build(rng, seq_len, positions, questions, which, hops)
 
@@ -74,24 +76,23 @@ def _build(
 ) -> TaskBatch:
     """Place facts at `positions` [B, facts] and questions at `questions` for the facts `which`.
 
-    With two hops, the first half of the facts point to the second half.
+    With two hops, the facts of the first half point to those of the second.
     """
     batch, facts = positions.shape
     keys = _distinct(rng, batch, KEYS, facts)
     values = torch.randint(VALUES, keys.shape, generator=rng)
-    tokens, needed = _FACTS + keys * VALUES + values, which
+    tokens, answers = _FACTS + keys * VALUES + values, KEYS + values
     if hops == 2:
-        pointers = facts // 2
-        needed = torch.where(which < pointers, which + pointers, which)
-        tokens[:, :pointers] = _POINTERS + keys[:, :pointers] * KEYS + keys[:, pointers:]
+        half = facts // 2
+        tokens[:, :half] = _POINTERS + keys[:, :half] * KEYS + keys[:, half:]
+        answers[:, :half] = keys[:, half:]
     ids = KEYS + VALUES + torch.randint(FILLERS, (batch, seq_len), generator=rng)
     ids.scatter_(1, positions, tokens)
     ids.scatter_(1, questions, keys.gather(1, which))
     labels = torch.full_like(ids, IGNORE_INDEX)
-    labels.scatter_(1, questions, KEYS + values.gather(1, needed))
-    nearest = torch.maximum(positions.gather(1, which), positions.gather(1, needed))
+    labels.scatter_(1, questions, answers.gather(1, which))
     distance = torch.zeros_like(ids)
-    distance.scatter_(1, questions, questions - nearest)
+    distance.scatter_(1, questions, questions - positions.gather(1, which))
     return TaskBatch(ids, labels, distance)
 
 

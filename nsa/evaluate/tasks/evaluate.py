@@ -92,7 +92,8 @@ def _evaluate_model(
     by_facts, results = [], []
     rng = torch.Generator().manual_seed(SEED)
     for facts in FACTS:
-        correct, distance = check_answers(model, recall(rng, SEQUENCES, longest, facts, hops))
+        batch = recall(rng, SEQUENCES, longest, facts, hops)
+        correct, distance = check_answers(model, batch, hops)
         far = distance > task.reach
         by_facts.append({"facts": facts, "all": _mean(correct), "far": _mean(correct[far])})
         results.append((correct, distance))
@@ -103,7 +104,8 @@ def _evaluate_model(
         correct, distance = check_answers(model, batch)
         cell = {"seq_len": length, "depth": depth, "distance": int(distance[0])}
         needles.append({**cell, "right": _mean(correct)})
-    correct, distance = check_answers(model, recall(rng, SEQUENCES, 2 * longest, FACTS[-1], hops))
+    batch = recall(rng, SEQUENCES, 2 * longest, FACTS[-1], hops)
+    correct, distance = check_answers(model, batch, hops)
     twice = _mean(correct[distance > task.reach])
     correct, distance = (torch.cat(parts) for parts in zip(*results, strict=True))
     edges = [1, *(2**power for power in range(3, longest.bit_length()))]

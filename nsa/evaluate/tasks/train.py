@@ -82,7 +82,7 @@ class Task:
         """Return the sequences of one step, with a random length and number of facts."""
         seq_len = self.lengths[_random_below(rng, len(self.lengths))]
         facts = 2 ** (1 + _random_below(rng, 3 if seq_len < 2 * SHORTEST else 4))
-        return recall(rng, max(1, BATCH // seq_len), seq_len, facts, self.hops, mixed=True)
+        return recall(rng, max(1, BATCH // seq_len), seq_len, facts, self.hops)
 
 
 @dataclass(frozen=True)
@@ -157,11 +157,18 @@ def train(
 
 
 @torch.no_grad()
-def check_answers(model: LanguageModel, batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each question whether the likeliest token is the answer, and the distance."""
+def check_answers(
+    model: nn.Module, batch: TaskBatch, hops: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return for each answer of `hops` tokens whether they are the likeliest, and its distance.
+
+    The distance is the least of the tokens'. Later tokens follow the right earlier ones, as if the
+    model had written them: if one is wrong, so is the answer.
+    """
     questions = batch.labels != IGNORE_INDEX
-    answers = model(batch.input_ids).argmax(-1)
-    return (answers == batch.labels)[questions], batch.distance[questions]
+    likeliest = model(batch.input_ids).argmax(-1)
+    correct = (likeliest == batch.labels)[questions].unflatten(0, (-1, hops))
+    return correct.all(-1), batch.distance[questions].unflatten(0, (-1, hops)).amin(-1)
 
 
 def _random_below(rng: torch.Generator, count: int) -> int:

@@ -15,6 +15,7 @@ from nsa.evaluate.tasks.data import (
     needle,
     recall,
 )
+from nsa.evaluate.tasks.train import check_answers
 
 FIRST_FACT = KEYS + VALUES + FILLERS
 FIRST_POINTER = FIRST_FACT + KEYS * VALUES
@@ -96,7 +97,7 @@ def test_sequences_are_a_function_of_the_seed() -> None:
     assert not recall(rng(4), 4, 64, 8).input_ids.equal(first.input_ids)
 
 
-def test_with_two_hops_a_pointer_leads_to_the_fact_with_the_answer() -> None:
+def test_with_two_hops_an_answer_is_the_pointers_key_and_then_its_value() -> None:
     batch = recall(rng(), 16, 64, 8, hops=2)
     assert batch.input_ids.max() < VOCABULARY[2]
     for ids, labels, distance in zip(batch.input_ids, batch.labels, batch.distance, strict=True):
@@ -107,17 +108,32 @@ def test_with_two_hops_a_pointer_leads_to_the_fact_with_the_answer() -> None:
             pointers[key] = to, position
         assert len(pointers) == len(facts) == 4
         assert {to for to, _ in pointers.values()} == facts.keys()
-        for position in range(32, 64):
+        for position in range(32, 64, 2):
             to, first = pointers[int(ids[position])]
             value, second = facts[to]
-            assert labels[position] == value
-            assert distance[position] == position - max(first, second)
+            assert labels[position] == ids[position + 1] == to
+            assert labels[position + 1] == value
+            assert distance[position] == position - first
+            assert distance[position + 1] == position + 1 - second
 
 
-def test_mixed_questions_need_one_hop_or_two_and_the_facts_say_which() -> None:
-    batch = recall(rng(), 16, 64, 8, hops=2, mixed=True)
-    for ids, labels in zip(batch.input_ids, batch.labels, strict=True):
-        facts = facts_of(ids * (ids < FIRST_POINTER))
-        one_hop = [position for position in range(32, 64) if int(ids[position]) in facts]
-        assert 4 < len(one_hop) < 28
-        assert all(labels[position] == facts[int(ids[position])][0] for position in one_hop)
+class Answers(torch.nn.Module):
+    """Predicts the given tokens."""
+
+    def __init__(self, answers: Tensor) -> None:
+        super().__init__()
+        self.answers = answers
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(self.answers, VOCABULARY[2])
+
+
+def test_two_hops_are_correct_if_both_tokens_are() -> None:
+    batch = recall(rng(), 1, 32, 8, hops=2)
+    answers = batch.labels.clamp(min=0)
+    answers[0, 16] += 1  # the first answer's first token
+    answers[0, 19] += 1  # the second answer's second token
+    correct, distance = check_answers(Answers(answers), batch, hops=2)
+    assert correct.tolist() == [False, False] + [True] * 6
+    first, second = batch.distance[0, 16::2], batch.distance[0, 17::2]
+    assert distance.equal(torch.minimum(first, second))
