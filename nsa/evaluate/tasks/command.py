@@ -27,7 +27,12 @@ def add_parser(verbs: Any) -> None:
     add("--models", default=",".join(MODELS), help="a comma-separated choice of: %(default)s")
     add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
     add("--hops", type=int, choices=(1, 2), default=1, help="facts needed for an answer (1)")
-    add("--pattern", choices=("small", "recipe"), default="small", help="blocks of 4, or M7C's")
+    add(
+        "--pattern",
+        choices=("small", "recipe"),
+        default="small",
+        help="blocks of 4, or M7C's sizes",
+    )
     add("--jobs", type=int, default=1, help="models trained in parallel (%(default)s)")
     add("--out", type=Path, default=Path("runs/tasks"), help="folder for the results (%(default)s)")
     parser.set_defaults(run=_tasks)

@@ -28,6 +28,8 @@ PATTERNS = {
     ),
     "recipe": NSASpec(),
 }
+# Telling keys apart by the mean of a block takes larger heads for longer blocks; "recipe": M7C's.
+HEAD_DIMS = {"small": 32, "recipe": 64}
 NSA = AttentionConfig()
 VARIANTS = {
     "dense": AttentionConfig(kind="dense"),
@@ -48,7 +50,7 @@ class Task:
 
     seq_len: int = 256
     hops: int = 1  # facts that lead to an answer
-    pattern: str = "small"  # of the models with sparse attention, in PATTERNS
+    pattern: str = "small"  # in PATTERNS and HEAD_DIMS
 
     def __post_init__(self) -> None:
         if self.seq_len < 2 * SHORTEST or self.seq_len % SHORTEST:
@@ -113,7 +115,7 @@ def model_config(variant: str, task: Task) -> ModelConfig:
         width=64,
         heads=4,
         kv_heads=2,
-        head_dim=32,
+        head_dim=HEAD_DIMS[task.pattern],
         mlp_width=64,
         init_std=0.125,  # 1 / √width: with 0.02 a model this small barely learns at first
         attention=replace(VARIANTS[variant], spec=task.spec),

@@ -122,6 +122,8 @@ def test_windows_that_reach_every_fact_are_refused() -> None:
         Task(1_024, pattern="recipe")
 
 
-def test_the_recipes_pattern_is_the_production_recipes() -> None:
-    config = load_profile(ROOT / "recipes/m7c.py", "production")
-    assert Task(2_048, pattern="recipe").spec == config.model.attention.spec
+def test_the_recipes_pattern_and_head_size_are_the_production_recipes() -> None:
+    recipe = load_profile(ROOT / "recipes/m7c.py", "production").model
+    model = model_config("nsa", Task(2_048, pattern="recipe"))
+    assert model.attention.spec == recipe.attention.spec
+    assert model.head_dim == recipe.head_dim
