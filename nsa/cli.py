@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
 
     about = "validate a DeepSpeed JSON against the M7C recipe; print it with 'auto' resolved"
-    codes = "Exit code: 0 if the recipe takes the file, 2 with a line per key to change."
+    codes = "Exit code: 0 if the recipe accepts the file, 2 with a line per key to change."
     check = verbs.add_parser("check", help=about, description=about, epilog=codes)
     check.add_argument("ds_config", type=Path, help="e.g. ds_configs/zero1_pcie.json")
     check.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--quiet",
         action="store_true",
-        help="print the verdict, or the keys to change, without the resolved config",
+        help="print one line, or the keys to change, but not the resolved config",
     )
     check.set_defaults(run=_check)
 
@@ -113,12 +113,12 @@ def _check(args: argparse.Namespace) -> int:
     positive_flags(args, "ranks")
     # Importing DeepSpeed logs to stdout, which must only hold the JSON.
     with contextlib.redirect_stdout(io.StringIO()):
-        from nsa.engine.ds_config import load_ds_config, resolve_ds_config, verdict
+        from nsa.engine.ds_config import load_ds_config, resolve_ds_config, summary_line
 
         config = resolve_config(RunConfig(), assignments=args.set)
         raw, source = load_ds_config(args.ds_config), str(args.ds_config)
         resolved = resolve_ds_config(raw, config, world_size=args.ranks, source=source)
-    summary = verdict(resolved, args.ranks)
+    summary = summary_line(resolved, args.ranks)
     if args.quiet:
         print(summary)
     else:

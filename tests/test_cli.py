@@ -119,7 +119,7 @@ def test_info_counts_the_m7c_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert 700 < m7c < dense < 1_500  # MFLOP: about 6 per parameter, plus attention
 
 
-def test_check_prints_the_resolved_deepspeed_config_and_a_verdict(
+def test_check_prints_the_resolved_deepspeed_config_and_a_summary(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["check", str(DS_CONFIG), "--ranks", "2"]) == 0
@@ -128,10 +128,10 @@ def test_check_prints_the_resolved_deepspeed_config_and_a_verdict(
     assert "auto" not in output.out
     assert resolved["train_batch_size"] == 64  # 8 sequences, 4 micro-batches, 2 ranks
     assert resolved["zero_optimization"]["stage"] == 1
-    verdict = "ok: ZeRO-1, bf16, gradients accumulated in fp32, 64 sequences per step on 2 ranks\n"
-    assert output.err == verdict
+    summary = "ok: ZeRO-1, bf16, gradients accumulated in fp32, 64 sequences per step on 2 ranks\n"
+    assert output.err == summary
     assert main(["check", str(DS_CONFIG), "--quiet"]) == 0
-    assert capsys.readouterr().out == verdict
+    assert capsys.readouterr().out == summary
 
 
 def test_check_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:

@@ -324,7 +324,7 @@ def open_shards(path: str, split: str) -> TokenStore:
 
 
 def verify_shards(folder: Path, index: Index) -> None:
-    """Read every byte of every shard; raise a DataError unless all match their checksums."""
+    """Read every byte of every shard; raise a DataError for a wrong checksum or token id."""
     listed = {shard.name for shard in index.shards}
     for path in sorted(folder.glob("*.bin")):
         if path.name not in listed:
@@ -335,13 +335,23 @@ def verify_shards(folder: Path, index: Index) -> None:
 
 def _verify(folder: Path, shard: Shard, stamp: Stamp) -> None:
     with open_shard(folder, shard, stamp) as file:
-        digest = hashlib.sha256()
+        digest, highest = hashlib.sha256(), 0
+        little = np.dtype(stamp.dtype).newbyteorder("<")
+        remaining = shard.tokens  # tokens to read; padding and ends follow them
         while block := file.read(BUFFER_BYTES):
             digest.update(block)
+            if count := min(remaining, len(block) // little.itemsize):
+                highest = max(highest, int(np.frombuffer(block, little, count).max()))
+                remaining -= count
     if digest.hexdigest() != shard.sha256:
         raise DataError(
             f"{folder / shard.name}: its content changed since it was written (sha256 "
             f"{digest.hexdigest()[:12]}… instead of {shard.sha256[:12]}…); {RESTORE}"
+        )
+    if highest >= stamp.vocab_size:
+        raise DataError(
+            f"{folder / shard.name}: holds the token id {highest:,}, and {INDEX} says vocab_size = "
+            f"{stamp.vocab_size:,}; prepare the folder again"
         )
 
 

@@ -119,8 +119,8 @@ def resolve_ds_config(
     return resolved
 
 
-def verdict(resolved: dict[str, Any], world_size: int) -> str:
-    """Return a one-line summary of a resolved config."""
+def summary_line(resolved: dict[str, Any], world_size: int) -> str:
+    """Return "ok: …", a one-line summary of a resolved config."""
     mode, zero = zero_mode(resolved), resolved["zero_optimization"]
     parts = [f"ZeRO-{mode.stage}", mode.precision, f"gradients accumulated in {mode.accumulation}"]
     if mode.buckets:

@@ -15,7 +15,7 @@ from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.engine.resolve import resolve_config
 from nsa.planner.command import assumptions, describe, hardware, table
 from nsa.planner.forecast import compare, fits, forecast, search, select_checkpointing
-from nsa.planner.model import Zero
+from nsa.planner.inputs import Zero
 from nsa.resources import resource_path
 
 DEFAULT_RECIPE = resource_path("recipes/m7c.py")

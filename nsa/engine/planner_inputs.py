@@ -12,7 +12,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.zero_mode import zero_mode
 from nsa.planner.forecast import MODES, select_checkpointing
-from nsa.planner.model import BatchShape, Model, Zero
+from nsa.planner.inputs import BatchShape, Model, Zero
 
 
 def resolve_checkpointing(

@@ -65,8 +65,15 @@ FIGURES = {  # label: column of metrics.csv, format
     "held-out loss (nats a token)": ("val_loss", ".4f"),
     "held-out bits per byte": ("bits_per_byte", ".4f"),
 }
+
+
+def _perplexity(loss: float) -> float:
+    """Return exp(loss); math.exp raises an OverflowError above 709."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 HELD_OUT = {  # metric on the Hub: (column of metrics.csv, function of its value)
-    "perplexity": ("val_loss", math.exp),
+    "perplexity": ("val_loss", _perplexity),
     "bits_per_byte": ("bits_per_byte", float),
 }
 LANGUAGES = {"fineweb_edu": "en", "embedded": "code"}  # by source; others have none
@@ -113,6 +120,11 @@ def _metadata(
     hub = [id for id, name in zip(ids, names, strict=True) if _local(name) is None and "/" in id]
     kinds = [name.partition(":")[0] for name in names]
     languages = {LANGUAGES[kind] for kind in kinds if kind in LANGUAGES}
+    figures = {
+        metric: (value(row[column]), row["step"])
+        for metric, (column, value) in HELD_OUT.items()
+        if (row := latest.get(column))
+    }
     results = [
         EvalResult(
             task_type="text-generation",
@@ -120,11 +132,11 @@ def _metadata(
             dataset_name=", ".join(_public(name) for name in names),
             dataset_split="held out from training",
             metric_type=metric,
-            metric_value=round(value(row[column]), 4),
-            metric_name=f"{metric.replace('_', ' ')} at step {row['step']:.0f}",
+            metric_value=round(figure, 4),
+            metric_name=f"{metric.replace('_', ' ')} at step {step:.0f}",
         )
-        for metric, (column, value) in HELD_OUT.items()
-        if (row := latest.get(column))
+        for metric, (figure, step) in figures.items()
+        if math.isfinite(figure)
     ]
     return ModelCardData(
         license="apache-2.0",

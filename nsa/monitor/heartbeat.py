@@ -64,6 +64,7 @@ class Heartbeat:
         self._measured_at: tuple[str, float, int] | None = None  # position when memory was read
         self._collectives = Collectives()
         self._lines: deque[dict[str, Any]] = deque(maxlen=_BACKLOG)
+        self._overflowed = 0  # lines that were dropped from the full deque
         self._order = threading.Lock()  # keeps the lines in the order of their times
         self._status: str | None = None  # how the run ended
         self._closing = threading.Event()
@@ -100,8 +101,8 @@ class Heartbeat:
             self._status = status
             self._closing.set()
             self._thread.join(_CLOSE_SECONDS)
-            if self._file.lost:
-                warn(f"{self._file.path.name}: {self._file.lost} lines lost in this run")
+            if lost := self._overflowed + self._file.lost:
+                warn(f"{self._file.path.name}: {lost} lines lost in this run")
 
     def _record(self, event: str, **values: Any) -> None:
         if self._seconds <= 0:
@@ -125,6 +126,7 @@ class Heartbeat:
                 "collective": None,
                 **values,
             }
+            self._overflowed += len(self._lines) == _BACKLOG
             self._lines.append(line)
             if self._history is not None:
                 self._history.add(line)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.planner.forecast import Candidate, Forecast, Hardware, Traffic
-from nsa.planner.model import BatchShape, Model, Zero
+from nsa.planner.inputs import BatchShape, Model, Zero
 
 # Bytes/s of a collective from one GPU to the next, one way: about 3/4 of the bus. Assumed.
 LINKS = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 48e9, "nvlink": 200e9}

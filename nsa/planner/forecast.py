@@ -10,18 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from nsa.planner.inputs import BatchShape, Model, Zero
 from nsa.planner.memory import Memory, memory
-from nsa.planner.model import (
-    BatchShape,
-    Model,
-    Zero,
-    exchange_bytes,
-    exchange_count,
-    flops_per_token,
-)
 
 MODES = ("none", "selective", "reentrant")  # fastest first; other modes cost as much as reentrant
-BACKWARD_FRACTION = 2 / 3  # of a micro-batch without recomputation
+BACKWARD_FRACTION = 2 / 3  # of a micro-batch's time, without recomputation
+# Fraction of the layers' forward time in norms, RoPE and SwiGLU. Estimated from their bytes
+# (python -m nsa.bench traffic), not measured.
+ELEMENTWISE_FRACTION = 0.25
 RESERVE = 2e9  # bytes: CUDA's context, NCCL's buffers
 FRAGMENTATION = 1.1  # of the caching allocator
 
@@ -80,6 +76,36 @@ def _collectives(model: Model, zero: Zero, batch: BatchShape) -> int:
     return shared + reductions * buckets + 4
 
 
+def flops_with_recomputation(model: Model, checkpointing: str) -> float:
+    """Return the FLOPs per token of a step, including recomputation.
+
+    `selective` recomputes no product, only elementwise operations, which take time but few FLOPs:
+    they count as the products that would take as long.
+    """
+    fraction = {"none": 0.0, "selective": ELEMENTWISE_FRACTION}.get(checkpointing, 1.0)
+    return model.flops["step"] + fraction * model.flops["layers"]
+
+
+def exchange_bytes(model: Model, batch: BatchShape) -> float:
+    """Return the bytes that a rank sends per micro-batch in sequence-parallel all-to-alls.
+
+    Recomputation repeats them, except with `selective`, which saves the received tensors.
+    """
+    sent = 1 - 1 / batch.ranks_per_sequence  # a rank keeps its part
+    passes = _passes(batch) * model.config.layers
+    return passes * sent * batch.tokens * model.attention_size * model.weight_bytes
+
+
+def exchange_count(model: Model, batch: BatchShape) -> int:
+    """Return the number of these all-to-alls per micro-batch, plus the loss's all-reduce."""
+    return 2 * model.config.layers * _passes(batch) + 1 if batch.ranks_per_sequence > 1 else 0
+
+
+def _passes(batch: BatchShape) -> int:
+    """Return how often a micro-batch passes through a layer's collectives."""
+    return 2 if batch.checkpointing in ("none", "selective") else 3
+
+
 @dataclass(frozen=True)
 class Hardware:
     """Speed of GPUs and links: set by the user or assumed, never measured."""
@@ -91,8 +117,6 @@ class Hardware:
     nodes: int = 1
     memory: float = math.inf  # bytes of a GPU
     latency: float = 20e-6  # seconds per collective, times log2(ranks)
-    overlaps: bool = True  # False for gloo, which blocks
-    gather_efficiency: float = 1.0  # all-gather bandwidth / all-reduce bandwidth
 
 
 @dataclass(frozen=True)
@@ -124,7 +148,7 @@ def forecast(
 ) -> Forecast:
     """Return memory, traffic and time of one optimizer step."""
     sent = traffic(model, zero, batch, ranks)
-    work = batch.tokens * flops_per_token(model, batch.checkpointing)
+    work = batch.tokens * flops_with_recomputation(model, batch.checkpointing)
     micro = work / (hardware.flops * hardware.mfu)
     total, exposed = communication_seconds(sent, zero, batch, hardware, ranks, micro)
     return Forecast(
@@ -140,30 +164,27 @@ def forecast(
 def communication_seconds(
     sent: Traffic, zero: Zero, batch: BatchShape, hardware: Hardware, ranks: int, micro: float
 ) -> tuple[float, float]:
-    """Return total and exposed seconds, given micro-batches of `micro` seconds.
+    """Return total and exposed seconds; `micro`: seconds of computation per micro-batch.
 
-    In a ring over several nodes, a node's network carries what one rank sends, so the slower of
-    link and network limits the rate.
+    A ring over several nodes is as fast as its slowest connection, so the slower of link and
+    network limits the rate.
     """
     across_nodes = min(hardware.link, hardware.network)
     rate = hardware.link if hardware.nodes == 1 else across_nodes
     sequence_on_one_node = ranks // hardware.nodes % batch.ranks_per_sequence == 0
     exchange_rate = hardware.link if sequence_on_one_node else across_nodes
     latency = sent.collectives * hardware.latency * math.log2(ranks) if ranks > 1 else 0.0
-    reduce, tail = sent.reduce / rate, sent.tail / rate
-    gather, fetch = (
-        part / (rate * hardware.gather_efficiency) for part in (sent.gather, sent.fetch)
-    )
-    blocking = latency + gather + sent.exchange / exchange_rate
+    reduce, fetch = sent.reduce / rate, sent.fetch / rate
+    blocking = latency + sent.gather / rate + sent.exchange / exchange_rate
     total = blocking + sent.reductions * (reduce + fetch)
-    if not (zero.overlap and hardware.overlaps):
+    if not zero.overlap:
         return total, total
     # Recomputation belongs to the backward pass.
     recomputes = batch.checkpointing not in ("none", "selective")
     backward = 3 / 4 if recomputes else BACKWARD_FRACTION
-    late = max(tail, reduce - micro * backward)
+    late = max(sent.tail / rate, reduce - micro * backward)
     if zero.stage == 3:  # weights are prefetched, except the first layer's
-        late = max(tail, reduce + fetch - micro)
+        late = max(sent.tail / rate, reduce + fetch - micro)
     return total, min(total, blocking + sent.reductions * late)
 
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nsa.planner.model import Activations, BatchShape, Model, Zero, activations
+from nsa.planner.activations import Activations, activations
+from nsa.planner.inputs import BatchShape, Model, Zero
 
 
 @dataclass(frozen=True)

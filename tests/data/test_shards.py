@@ -179,6 +179,17 @@ def test_verify_detects_a_changed_token_by_its_checksum(folder: Path) -> None:
         verify_shards(folder, read_index(folder))
 
 
+def test_verify_names_a_shard_with_a_token_id_outside_of_the_vocabulary(folder: Path) -> None:
+    name, index = "train-000-00001.bin", read_index(folder)
+    document = np.array([STAMP.vocab_size, STAMP.eos_id])
+    changed = write_shard(folder, name, "train", STAMP, [document], 20)  # its checksum is right
+    shards = [changed if shard.name == name else shard for shard in index.shards]
+    write_index(folder, replace(index, shards=shards))
+    message = r"train-000-00001\.bin: holds the token id 50,257, .* vocab_size = 50,257; prepare"
+    with pytest.raises(DataError, match=message):
+        verify_shards(folder, read_index(folder))
+
+
 def test_a_shard_of_another_split_or_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "val-000-00000.bin", folder / "train-000-00001.bin")
     with pytest.raises(DataError, match=r"train-000-00001\.bin: not the.*split is 'val'"):

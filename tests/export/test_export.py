@@ -122,6 +122,17 @@ def test_the_cards_metadata_is_what_the_hub_reads(run: Path, exported: Path) -> 
     assert data.metrics == ["perplexity", "bits_per_byte"]
 
 
+def test_a_perplexity_that_overflows_is_left_out_of_the_card(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "diverged"
+    shutil.copytree(run, folder)
+    header, *rows = (folder / "metrics.csv").read_text().splitlines()
+    cells = dict(zip(header.split(","), rows[-1].split(","), strict=True)) | {"val_loss": "710.5"}
+    (folder / "metrics.csv").write_text("\n".join([header, ",".join(cells.values()), ""]))
+    assert main(["export", str(folder), "--to", str(tmp_path / "export")]) == 0
+    assert ModelCard.load(tmp_path / "export" / "README.md").data.metrics == ["bits_per_byte"]
+    assert card(tmp_path / "export")["held-out loss (nats a token)"].startswith("710.5000 ")
+
+
 def test_the_card_names_datasets_of_the_hub_and_no_local_path(
     exported: Path, tmp_path: Path
 ) -> None:

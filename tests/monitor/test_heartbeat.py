@@ -174,6 +174,19 @@ def test_a_disk_that_stays_full_loses_the_oldest_lines_and_counts_them(
     assert "2002 lines lost" in err, "all but the newest 1000 of 3000 steps, a start and an end"
 
 
+def test_lines_that_overflow_between_two_writes_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "_BATCH_SECONDS", 100.0)
+    beat = beating(tmp_path, seconds=100)
+    wait_for(lambda: path_of(tmp_path).exists() and not beat._lines)  # the start is written
+    for step in range(1, 1501):
+        beat.step_end(step, 0, 0)
+    beat.close("finished")
+    assert "501 lines lost" in capsys.readouterr().err, "of 1500 steps and an end, 1000 are kept"
+    assert recorded_steps(tmp_path)[0] == 502
+
+
 def test_closing_does_not_wait_for_a_disk_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""A disk that hangs blocks neither the watchdog's verdicts on processes nor its signals."""
+"""A disk that hangs does not keep the watchdog from seeing processes end or forwarding signals."""
 
 from __future__ import annotations
 

@@ -1,0 +1,153 @@
+"""Activation memory of a micro-batch, with a term for each tensor that a layer saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nsa.constants import BRANCHES
+from nsa.planner.inputs import BatchShape, Model
+
+# Limits in nsa/ops, repeated here so that the planner imports no kernels; a test compares them.
+# The compressed branch's output is not saved up to this many compressed keys, by bytes per element,
+# and up to this head size.
+ONE_TILE_KEYS = {2: 128, 4: 32}
+ONE_TILE_HEAD = 64
+SOFTMAX_LOGITS = 2**20  # logits whose softmax a CPU computes at once
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that one micro-batch keeps for, or allocates during, its backward pass."""
+
+    kept_layer: int  # per layer, from its forward to its backward pass
+    recomputed: int  # of one layer
+    shared: int  # RoPE tables, block grid, tokens
+    final: int  # last norm and its output
+    loss: int  # logits and gradients of the head, during the loss
+    in_layer: int  # gradients inside one layer's backward pass
+    in_norm: int  # gradients inside the last norm's backward pass
+    in_head: int  # the head's gradient, and its scaled copy
+
+
+def activations(model: Model, batch: BatchShape, *, fused: bool = True) -> Activations:
+    """Count activations. `fused`: with the Triton kernels of a GPU.
+
+    Norms save their input; on a CPU also one fp32 number per token.
+    """
+    tokens, size, width = batch.tokens, model.weight_bytes, model.config.width
+    stream, hidden = size * width * tokens, size * model.config.mlp_width * tokens
+    norm = stream if fused else stream + 4 * tokens
+    weights = 2 * size * width * model.config.mlp_width  # gate and up side by side
+    layer = 2 * (norm + stream) + 3 * hidden + weights + _attention(model, batch, fused)
+    kept, reused = layer, 0
+    if batch.checkpointing != "none":
+        # Two tensors per layer: the residual stream, and the previous layer's output, which is
+        # added to it next. The first layer has no previous one.
+        kept = (2 * model.config.layers - 1) * stream // model.config.layers
+    if batch.checkpointing == "selective":  # saves that output anyway
+        kept = stream + _selective_outputs(model, batch, fused)
+        reused = _selective_reused(model, batch, fused)
+    copies = 2 * size if fused or size == 4 else 2 * size + 2 * 4  # a CPU adds fp32 copies
+    rope = 4 * model.config.head_dim * batch.seq_len
+    grid = 8 * model.spec.block_len * _blocks(model, batch.seq_len) if model.spec else 0
+    return Activations(
+        kept_layer=kept,
+        recomputed=0 if batch.checkpointing == "none" else layer - reused,
+        shared=8 * tokens + rope + grid,
+        final=norm + stream,
+        loss=_loss(model, tokens, fused),
+        in_layer=(2 if fused else 3) * hidden + 2 * stream,
+        in_norm=2 * stream if fused else 3 * 4 * width * tokens,
+        in_head=copies * model.embedding,
+    )
+
+
+def _attention(model: Model, batch: BatchShape, fused: bool) -> int:
+    """Return the bytes that attention saves: queries, keys, values, gates, outputs, φ."""
+    query, output, key, value = model.head_sizes
+    saved = query + len(model.branches) * model.config.heads  # and gates
+    if model.spec is not None:
+        saved += output  # the gated sum; dense attention's only output is counted below
+    # Keys and values of the branches that read tokens; the compressed branch reads blocks.
+    copies = len({"sel", "win"}.intersection(model.branches)) if model.branches else 1
+    if model.config.attention.shared_kv:
+        copies = min(copies, 1)
+    elements = batch.tokens * (saved + copies * (key + value))
+    elements += model.config.width * (model.attention_size - output)  # projections side by side
+    if model.spec is not None and "cmp" in model.branches:
+        compressed = key + value
+        if model.config.attention.compressor == "mlp":
+            hidden = model.config.attention.compressor_hidden or model.config.head_dim
+            compressed += model.spec.block_len * (key + value)
+            compressed += 4 * hidden * model.config.kv_heads
+        blocks = _blocks(model, batch.seq_len) * batch.micro_batch
+        elements += blocks * compressed // batch.ranks_per_sequence
+    return model.weight_bytes * elements + _branch_outputs(model, batch, fused)
+
+
+def _branch_outputs(model: Model, batch: BatchShape, fused: bool) -> int:
+    """Return the bytes of the branches' outputs, their fp32 lse, and the selected blocks."""
+    config, output = model.config, model.weight_bytes * model.head_sizes[1]
+    per_token = max(1, len(model.branches)) * (output + 4 * config.heads)
+    head = max(config.head_dim, config.value_dim or 0)
+    one_tile = _blocks(model, batch.seq_len) <= ONE_TILE_KEYS[model.weight_bytes]
+    if _returns_gated_sum(model, fused) and one_tile and head <= ONE_TILE_HEAD:
+        per_token -= output  # the compressed branch's
+    if model.spec is not None and "sel" in model.branches:
+        per_token += 4 * model.config.kv_heads * model.spec.select_top
+    return per_token * batch.tokens
+
+
+def _selective_outputs(model: Model, batch: BatchShape, fused: bool) -> int:
+    """Return the bytes that `selective` saves per layer: outputs of products and attention."""
+    config, (_, output, key, value) = model.config, model.head_sizes
+    elements = model.attention_size - output + 2 * config.width + 2 * config.mlp_width
+    if batch.ranks_per_sequence > 1:  # results of both exchanges
+        elements += model.attention_size
+    if _returns_gated_sum(model, fused):
+        elements += output
+    lse = 0
+    if "sel" in model.branches and "cmp" not in model.branches:
+        elements += output  # compressed attention, run for its lse
+        lse = 4 * config.heads
+    total = (model.weight_bytes * elements + lse) * batch.tokens + _branch_outputs(
+        model, batch, fused
+    )
+    if "cmp" in model.branches and config.attention.compressor == "mlp":
+        hidden = config.attention.compressor_hidden or config.head_dim
+        blocks = _blocks(model, batch.seq_len) * batch.micro_batch // batch.ranks_per_sequence
+        total += model.weight_bytes * blocks * (2 * config.kv_heads * hidden + key + value)
+    return total
+
+
+def _selective_reused(model: Model, batch: BatchShape, fused: bool) -> int:
+    """Return the bytes of those outputs that the backward pass reads: not recomputed."""
+    output = model.head_sizes[1] if _returns_gated_sum(model, fused) else 0
+    elements = 2 * model.config.mlp_width + output
+    return model.weight_bytes * elements * batch.tokens + _branch_outputs(model, batch, fused)
+
+
+def _returns_gated_sum(model: Model, fused: bool) -> bool:
+    """Return whether attention's op returns the gated sum besides the branches' outputs."""
+    return fused and len(model.branches) == len(BRANCHES)
+
+
+def _loss(model: Model, tokens: int, fused: bool) -> int:
+    """Return the bytes of one chunk's logits and the head's gradient.
+
+    A second chunk's gradient needs a tensor of its own; more chunks are summed in fp32.
+    """
+    from nsa.model.loss import CHUNK_LOGITS, CHUNK_LOGITS_CPU
+
+    vocab_size, size = model.config.vocab_size, model.weight_bytes
+    chunks = -(-tokens * vocab_size // (CHUNK_LOGITS if fused else CHUNK_LOGITS_CPU))
+    logits = -(-tokens // chunks) * vocab_size
+    parts = {1: size, 2: 2 * size}.get(chunks, 2 * size + 4)
+    gradient = parts * model.embedding
+    rows = 0 if fused else min(SOFTMAX_LOGITS, logits)
+    softmax = 4 * rows * (2 + (logits > rows))  # converted, computed; earlier rows remain
+    return size * (logits + model.config.width * tokens) + max(gradient, softmax)
+
+
+def _blocks(model: Model, seq_len: int) -> int:
+    return model.spec.compressed_len(seq_len) if model.spec else 0

@@ -1,0 +1,121 @@
+"""Planner inputs: model, batch of one rank, and ZeRO settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from nsa.spec import NSASpec
+
+if TYPE_CHECKING:
+    from nsa.model.config import ModelConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model's configuration, and the sizes that follow from it."""
+
+    config: ModelConfig
+    seq_len: int  # FLOPs per token are averaged over this many positions
+    weight_bytes: int = 2  # 2: bf16 or fp16; 4: fp32
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of each parameter."""
+        from nsa.model.count import parameter_sizes
+
+        return parameter_sizes(self.config)
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the tied embedding and head; their gradient is complete last."""
+        return self.config.vocab_size * self.config.width
+
+    @property
+    def layer(self) -> int:
+        """Parameters per layer (the final norm is spread over all)."""
+        return (self.parameters - self.embedding) // self.config.layers
+
+    @property
+    def spec(self) -> NSASpec | None:
+        """The sparse pattern; None for dense attention."""
+        attention = self.config.attention
+        return attention.spec if attention.kind == "nsa" else None
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        return () if self.spec is None else self.config.attention.branch_names
+
+    @property
+    def head_sizes(self) -> tuple[int, int, int, int]:
+        """Elements per token of queries, outputs, keys and values, of all heads together."""
+        config = self.config
+        heads, kv_heads, key = config.heads, config.kv_heads, config.head_dim
+        value = config.value_dim or key
+        return heads * key, heads * value, kv_heads * key, kv_heads * value
+
+    @property
+    def kv_sets(self) -> int:
+        """Number of key/value projections: one, or one per branch."""
+        return 1 if self.config.attention.shared_kv else max(1, len(self.branches))
+
+    @property
+    def attention_size(self) -> int:
+        """Elements per token of attention's inputs (gates included) and output."""
+        query, output, key, value = self.head_sizes
+        gates = len(self.branches) * self.config.heads
+        return query + gates + self.kv_sets * (key + value) + output
+
+    @cached_property
+    def flops(self) -> dict[str, float]:
+        """FLOPs per token of a training "step", and of the forward pass of all "layers" in it."""
+        from nsa.model.count import flops_per_token
+
+        step = flops_per_token(self.config, self.seq_len)
+        return {"step": step, "layers": (step - 6 * self.embedding) / 3}
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """One rank's work per optimizer step."""
+
+    seq_len: int
+    micro_batch: int
+    accumulation: int
+    checkpointing: str
+    ranks_per_sequence: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """This rank's tokens per micro-batch, outside attention.
+
+        In attention a rank of a split sequence has all of its tokens and fewer heads.
+        """
+        return self.seq_len * self.micro_batch // self.ranks_per_sequence
+
+
+@dataclass(frozen=True)
+class Zero:
+    """The ZeRO settings that memory and traffic depend on."""
+
+    stage: int
+    reduce_bytes: int = 2  # bytes per gradient element in a reduction
+    accumulate_bytes: int = 2  # bytes per accumulated gradient element
+    bucket: int = 0  # elements; 0: one collective after the backward pass
+    overlap: bool = False  # buckets are reduced during the backward pass
+    prefetch: int = 0  # stage 3: prefetched parameters
+    persistent: int = 0  # stage 3: parameters that are not sharded
+    persistent_tensors: int = 0  # stage 3: tensors that are not sharded
+    gathers: int = 1  # stage 3: all-gathers of the weights per micro-batch
+    muon: bool = False  # Muon: one moment per element of a matrix instead of two
+    offload: bool = False  # to the CPU or NVMe, which no figure accounts for
+
+    @property
+    def bf16_optimizer(self) -> bool:
+        """Whether each rank keeps all gradients in fp32 (BF16_Optimizer)."""
+        return self.stage == 1 and self.accumulate_bytes == 4 and self.bucket == 0
