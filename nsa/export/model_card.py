@@ -65,17 +65,6 @@ FIGURES = {  # label: column of metrics.csv, format
     "held-out loss (nats a token)": ("val_loss", ".4f"),
     "held-out bits per byte": ("bits_per_byte", ".4f"),
 }
-
-
-def _perplexity(loss: float) -> float:
-    """Return exp(loss); math.exp raises an OverflowError above 709."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-HELD_OUT = {  # metric on the Hub: (column of metrics.csv, function of its value)
-    "perplexity": ("val_loss", _perplexity),
-    "bits_per_byte": ("bits_per_byte", float),
-}
 LANGUAGES = {"fineweb_edu": "en", "embedded": "code"}  # by source; others have none
 RECORDED = (  # in env.json
     *("recipe", "profile", "world_size", "date", "git_commit", "python"),
@@ -120,11 +109,11 @@ def _metadata(
     hub = [id for id, name in zip(ids, names, strict=True) if _local(name) is None and "/" in id]
     kinds = [name.partition(":")[0] for name in names]
     languages = {LANGUAGES[kind] for kind in kinds if kind in LANGUAGES}
-    figures = {
-        metric: (value(row[column]), row["step"])
-        for metric, (column, value) in HELD_OUT.items()
-        if (row := latest.get(column))
-    }
+    figures = {}  # name on the Hub: value and step
+    if row := latest.get("val_loss"):
+        figures["perplexity"] = _perplexity(row["val_loss"]), row["step"]
+    if row := latest.get("bits_per_byte"):
+        figures["bits_per_byte"] = row["bits_per_byte"], row["step"]
     results = [
         EvalResult(
             task_type="text-generation",
@@ -149,6 +138,11 @@ def _metadata(
         model_name=plain(run.folder.name) if results else None,
         eval_results=results or None,
     )
+
+
+def _perplexity(loss: float) -> float:
+    """Return exp(loss); math.exp raises an OverflowError above 709."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def _facts(run: LoadedRun, latest: dict[str, dict[str, float]]) -> Iterator[tuple[str, object]]:
