@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from nsa.bench.implementations import Implementation
-from nsa.bench.inputs import Inputs
+from nsa.bench.implementations import Implementation, Inputs
 from nsa.bench.options import Shape
 from nsa.ops import NSASpec, window_attention
 from nsa.system import package_version

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from nsa.bench.baselines import sdpa
-from nsa.bench.implementations import Implementation
-from nsa.bench.inputs import Inputs
-from nsa.bench.measure import Step, median_seconds
+from nsa.bench.implementations import Implementation, Inputs
 from nsa.bench.options import SHAPES
 from nsa.bench.results import print_figures
+from nsa.bench.timing import Step, median_seconds
 from nsa.dtypes import DTYPES
 from nsa.model import ModelConfig
 from nsa.model.attention_metadata import AttentionMetadata

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from nsa.bench.health import DEMO
-from nsa.bench.measure import median_seconds
 from nsa.bench.results import pick_device, print_figures
+from nsa.bench.timing import median_seconds
 from nsa.bench.train import Stepper
 from nsa.data.builtin import embedded
 from nsa.data.config import DataConfig

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nsa.bench.measure import Step
 from nsa.bench.options import Shape, add_gpu_flags, lengths
 from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
 from nsa.bench.roofline import BF16, token
+from nsa.bench.timing import Step
 from nsa.constants import BRANCHES
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.cache import KVCache, cache_bytes

@@ -1,21 +1,23 @@
-"""Attention implementations to benchmark: the forward pass, and forward and backward.
+"""Random inputs, and the attention implementations that benchmarks time on them.
 
-`calls` returns those of nsa.ops; baselines.py holds those of other libraries.
+`nsa_functions` returns those of nsa.ops; baselines.py holds those of other libraries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nsa.bench.inputs import Inputs
-from nsa.bench.measure import peak_bytes
+from nsa.bench.options import Shape
 from nsa.bench.results import Report, Result, figure, ratio
+from nsa.bench.timing import peak_bytes
 from nsa.ops import (
     NSASpec,
+    compress_mean,
     compressed_attention,
     nsa_attention,
     select_blocks,
@@ -26,6 +28,46 @@ from nsa.ops import (
 FIGURES = ("forward", "forward_backward", "peak_bytes")
 PARTS = ("compressed_attention", "select_blocks", "selected_attention", "window_attention")
 FUNCTIONS = (*PARTS, "nsa_attention")
+
+
+class Inputs(NamedTuple):
+    """nsa_attention's tensors, in order; compressed keys are mean-pooled selected-branch keys."""
+
+    q: Tensor
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_sel: Tensor
+    v_sel: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    gates: Tensor
+
+    @classmethod
+    def random(
+        cls,
+        shape: Shape,
+        batch: int,
+        seq_len: int,
+        spec: NSASpec,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Inputs:
+        def normal(heads: int, size: int) -> Tensor:
+            return torch.randn(batch, seq_len, heads, size, device=device, dtype=dtype)
+
+        q = normal(shape.heads, shape.key)
+        k_sel, k_win = (normal(shape.kv_heads, shape.key) for _ in range(2))
+        v_sel, v_win = (normal(shape.kv_heads, shape.value) for _ in range(2))
+        gates = torch.rand(batch, seq_len, shape.heads, 3, device=device, dtype=dtype)
+        pooled = compress_mean(k_sel, spec), compress_mean(v_sel, spec)
+        return cls(q, *pooled, k_sel, v_sel, k_win, v_win, gates)
+
+    def local(self, spec: NSASpec) -> Inputs:
+        """The same with queries of one block so similar that they select mostly the same blocks."""
+        seq_len = self.q.shape[1]
+        shared = torch.randn_like(self.q[:, : spec.select_blocks_len(seq_len)])
+        q = shared.repeat_interleave(spec.select_len, 1)[:, :seq_len]
+        return self._replace(q=q + 0.1 * torch.randn_like(self.q))
 
 
 class Implementation:
@@ -74,7 +116,7 @@ def select(inputs: Inputs, spec: NSASpec, backend: str) -> tuple[Tensor, Tensor]
     return lse, select_blocks(q, k, lse, spec, backend=backend)
 
 
-def calls(
+def nsa_functions(
     x: Inputs, spec: NSASpec, backend: str, selection: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Implementation]:
     """Return an implementation of each of FUNCTIONS; `select_blocks` has no gradient."""

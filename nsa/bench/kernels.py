@@ -19,16 +19,16 @@ from nsa.bench.implementations import (
     PARTS,
     Builders,
     Implementation,
-    calls,
+    Inputs,
     measure,
+    nsa_functions,
     ratios,
     select,
 )
-from nsa.bench.inputs import Inputs
-from nsa.bench.measure import recover, tensor_bytes, time_alternating
 from nsa.bench.options import Shape, add_gpu_flags, names
 from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
 from nsa.bench.roofline import FP32, pairs
+from nsa.bench.timing import recover, tensor_bytes, time_alternating
 from nsa.ops import NSASpec
 
 SPEC = NSASpec()
@@ -72,7 +72,7 @@ def _case(shape: Shape, seq_len: int, backends: list[str], report: Report) -> No
     inputs = Inputs.random(shape, batch, seq_len, SPEC, report.device, report.dtype)
     selection = _selection(inputs, backends, report.device)
     visible = pairs(shape, batch, seq_len, SPEC)
-    by_backend = {name: calls(inputs, SPEC, name, selection) for name in backends}
+    by_backend = {name: nsa_functions(inputs, SPEC, name, selection) for name in backends}
     heads = [f"{shape} T={seq_len} batch {batch}", "fwd ms", "TFLOP/s", "GB/s"]
     lines = [[*heads, "fwd+bwd ms", "TFLOP/s", "GB/s"]]
     all_results: dict[str, Result] = {}

@@ -30,12 +30,11 @@ from nsa.bench.implementations import (
     PARTS,
     Builders,
     Implementation,
-    calls,
+    Inputs,
     measure,
+    nsa_functions,
     ratios,
-    select,
 )
-from nsa.bench.inputs import Inputs, neighbour_overlap
 from nsa.bench.options import Shape, add_gpu_flags, choice
 from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
 from nsa.ops import (
@@ -114,11 +113,7 @@ def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
     elif kind == "parts":
         builders = _parts(inputs, backend)
     else:
-        variants = {"nsa": inputs, "nsa-local": inputs.local(SPEC)}
-        row["neighbour_overlap"] = {
-            name: neighbour_overlap(select(x, SPEC, backend)[1]) for name, x in variants.items()
-        }
-        builders = _module(variants, shape, report)
+        builders = _module(inputs, shape, report)
     results = measure(builders, report, REFERENCES)
     row |= {"implementations": results, "ratios": {}}
     if kind == "parts":
@@ -132,12 +127,12 @@ def _case(kind: str, shape: Shape, seq_len: int, report: Report) -> None:
     _print(row)
 
 
-def _module(variants: dict[str, Inputs], shape: Shape, report: Report) -> Builders:
+def _module(inputs: Inputs, shape: Shape, report: Report) -> Builders:
     """Three branches and gates on random and on local queries, against dense attention."""
     attention = partial(nsa_attention, spec=SPEC, backend=report.backend)
+    variants = {"nsa": inputs, "nsa-local": inputs.local(SPEC)}
     ours = {name: partial(Implementation, attention, *x) for name, x in variants.items()}
-    against = report.flags.against
-    return ours | {name: partial(AGAINST[name], variants["nsa"], shape) for name in against}
+    return ours | {name: partial(AGAINST[name], inputs, shape) for name in report.flags.against}
 
 
 def _peers(inputs: Inputs, shape: Shape, backend: str) -> Builders:
@@ -181,7 +176,7 @@ def _parts(inputs: Inputs, backend: str) -> Builders:
     """The forward pass, and each function's on the outputs of the previous one."""
     return {
         name: partial(Implementation, call.function, *call.inputs, differentiable=False)
-        for name, call in calls(inputs, SPEC, backend).items()
+        for name, call in nsa_functions(inputs, SPEC, backend).items()
     }
 
 

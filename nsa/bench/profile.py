@@ -23,9 +23,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from nsa.bench.measure import Step, synchronize
 from nsa.bench.options import add_gpu_flags, choice
 from nsa.bench.results import Report, cell, print_table
+from nsa.bench.timing import Step, synchronize
 from nsa.bench.train import KINDS, Stepper, model_config, random_batch
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 

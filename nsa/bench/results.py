@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from nsa.atomic_io import atomic_write_text
-from nsa.bench.measure import DeviceLost, Step, recover, time_alternating
+from nsa.bench.timing import DeviceLost, Step, recover, time_alternating
 from nsa.dtypes import DTYPES
 from nsa.monitor.environment import cpu_model
 from nsa.system import output_of, package_version

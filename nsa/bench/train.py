@@ -16,9 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nsa.bench.measure import Step, peak_bytes, synchronize
 from nsa.bench.options import add_gpu_flags, choice
 from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
+from nsa.bench.timing import Step, peak_bytes, synchronize
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig, flops_per_token
 from nsa.model.compile import compile_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from nsa.bench.implementations import PARTS, calls
-from nsa.bench.inputs import Inputs
-from nsa.bench.measure import Step
+from nsa.bench.implementations import PARTS, Inputs, nsa_functions
 from nsa.bench.options import Shape, add_gpu_flags
 from nsa.bench.results import Report, Result, cell, figure, print_table
+from nsa.bench.timing import Step
 from nsa.ops import NSASpec
 from nsa.ops.decode import decode_attention
 from nsa.ops.triton.configs import SHORT, Config, override_choices, save_tuned, tuning_key
@@ -92,11 +91,11 @@ def _steps(shapes: list[Shape], lengths: list[int], report: Report) -> dict[str,
         for seq_len in lengths:
             batch = max(1, report.flags.tokens // seq_len)
             inputs = Inputs.random(shape, batch, seq_len, SPEC, report.device, report.dtype)
-            by_name = calls(inputs, SPEC, backend)
+            by_name = nsa_functions(inputs, SPEC, backend)
             for name in (*PARTS, JOINT):
                 steps[f"{name} {shape} T={seq_len}"] = by_name[name].step
             # Trained queries select somewhere between random and local.
-            local = calls(inputs.local(SPEC), SPEC, backend)["selected_attention"]
+            local = nsa_functions(inputs.local(SPEC), SPEC, backend)["selected_attention"]
             steps[f"local selected_attention {shape} T={seq_len}"] = local.step
             if report.flags.lengths[0] in lengths:  # once, for all lengths of a cache
                 steps[f"decode_attention {shape} T={seq_len}"] = _decoding(inputs, backend)

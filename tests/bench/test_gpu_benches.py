@@ -24,12 +24,15 @@ from nsa.bench.implementations import (
     FUNCTIONS,
     PARTS,
     Implementation,
+    Inputs,
     difference,
     measure,
     select,
 )
-from nsa.bench.inputs import Inputs, neighbour_overlap
-from nsa.bench.measure import (
+from nsa.bench.options import shapes
+from nsa.bench.results import Report, figure, to_json
+from nsa.bench.roofline import pairs
+from nsa.bench.timing import (
     Sample,
     Timing,
     peak_bytes,
@@ -37,9 +40,6 @@ from nsa.bench.measure import (
     time_alternating,
     time_once,
 )
-from nsa.bench.options import shapes
-from nsa.bench.results import Report, figure, to_json
-from nsa.bench.roofline import pairs
 from nsa.model import ModelConfig
 from nsa.ops import NSASpec
 from tests.ops import naive
@@ -124,7 +124,6 @@ def test_ratios_are_quotients_of_times_in_the_same_case(bench: Bench, device: st
     dense, peers, same, parts = results["rows"]
     kinds = ["module", "peers", "same-pattern", "parts"]
     assert [row["kind"] for row in results["rows"]] == kinds
-    assert set(dense["neighbour_overlap"]) == {"nsa", "nsa-local"}
     assert set(dense["implementations"]) == {
         *("nsa", "nsa-local", "sdpa-flash", "sdpa-cudnn", "flex-causal", "flex-blocks"),
         "native-sparse-attention-pytorch",
@@ -244,18 +243,16 @@ def test_a_failing_case_ends_neither_the_run_nor_the_file(tmp_path: Path) -> Non
     assert len(json.loads((tmp_path / "figures.json").read_text())["rows"]) == 2
 
 
-def test_the_overlap_is_the_fraction_that_the_previous_query_selected_too() -> None:
-    index = torch.tensor([[[[0, 1]], [[0, 1]], [[0, 2]], [[1, 2]]]])
-    assert neighbour_overlap(index) == pytest.approx((2 + 1 + 1) / 6)
-
-
 def test_similar_neighbours_select_mostly_the_same_blocks() -> None:
     spec = NSASpec(select_top=4, local_blocks=1)
     inputs = Inputs.random(shapes("2x1x16")[0], 1, 1024, spec, CPU, torch.float32)
     local = inputs.local(spec)
     assert torch.equal(local.k_cmp, inputs.k_cmp)
     for x, low, high in ((inputs, 0, 0.75), (local, 0.85, 1)):
-        assert low < neighbour_overlap(select(x, spec, "blockwise")[1]) < high
+        index = select(x, spec, "blockwise")[1]
+        selected = index[:, 1:] >= 0
+        same = (index[:, 1:, :, :, None] == index[:, :-1, :, None, :]).any(-1) & selected
+        assert low < same.sum() / selected.sum() < high
 
 
 @pytest.mark.parametrize("length", [100, 1100])
@@ -429,8 +426,8 @@ blocked = ("deepspeed", "datasets", "transformers", "tensorboard", "flash_attn",
 for name in blocked:
     sys.modules[name] = None
 import nsa.ops, nsa.model
-for name in ("baselines", "implementations", "inputs", "kernels", "measure",
-             "module", "options", "results", "train", "tune", "__main__"):
+for name in ("baselines", "implementations", "kernels", "module", "options",
+             "results", "timing", "train", "tune", "__main__"):
     __import__(f"nsa.bench.{name}")
 print(nsa.bench.baselines.versions()["fla"])
 """
