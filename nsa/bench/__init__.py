@@ -3,8 +3,8 @@
 Each benchmark is the module of its name; `__main__.py` lists them. Shared modules:
 
     results, options         JSON report and printed tables; flags and head shapes
-    measure                  alternating timing and peak memory of any step
-    implementations, inputs  the functions of nsa.ops on random inputs, timed by pass
+    timing                   alternating timing and peak memory of any step
+    implementations          random inputs, and the functions of nsa.ops on them, timed by pass
     baselines                other implementations of attention and NSA
     roofline                 visible (query, key) pairs, minimum FLOPs and bytes; rates of GPUs
     kernel_launches          records every kernel launch of the library, for `aot`

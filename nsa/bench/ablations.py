@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import runpy
 import statistics
 import subprocess
 import sys
@@ -23,16 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from nsa.bench.options import choice
-from nsa.bench.recipe import log_file, logged_rows
+from nsa.bench.recipe import RECIPE, log_file, logged_rows, recipe_config
 from nsa.bench.results import Report
-from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
 from nsa.report.markdown import spread, table
 from nsa.report.paired import paired_t
-from nsa.resources import resource_path
 
-RECIPE = resource_path("recipes/m7c.py")
 VARIANTS: dict[str, tuple[str, ...]] = {  # changes of the demo's settings
     "nsa": (),
     "dense": ("attention.kind=dense",),
@@ -99,7 +95,8 @@ class Training:
 
     def check(self) -> None:
         """Raise if the folder has a run with other settings."""
-        file, config = self.folder / "config.yaml", _config(self.profile, self.settings)
+        file = self.folder / "config.yaml"
+        config = recipe_config(self.profile, self.settings, RECIPE)
         if file.exists() and resolve_config(config, file) != config:
             raise ValueError(
                 f"--runs {self.folder.parent}: {file} has different settings from this command; "
@@ -166,7 +163,10 @@ def run(report: Report) -> dict[str, Any]:
     variants = {name: VARIANTS[name] for name in flags.variants}
     variants |= {text: tuple(text.split(",")) for text in flags.variant}
     common = (*COMMON, *PROFILES[flags.profile], *flags.set, f"train.steps={flags.steps}")
-    configs = {name: _config(flags.profile, (*common, *x)) for name, x in variants.items()}
+    configs = {
+        name: recipe_config(flags.profile, (*common, *changes), RECIPE)
+        for name, changes in variants.items()
+    }
     trainings = [
         Training(
             name,
@@ -239,10 +239,3 @@ def _cells(row: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
         "{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*speeds) if speeds else "–",
         f"{row['parameters']:,}",
     ]
-
-
-def _config(profile: str, settings: Sequence[str]) -> RunConfig:
-    """A profile of the recipe with these settings."""
-    if not RECIPE.exists():
-        raise ValueError(f"there is no {RECIPE}: run this in a clone of the repository")
-    return resolve_config(runpy.run_path(str(RECIPE))[profile](), assignments=list(settings))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nsa.bench.health import DEMO
+from nsa.bench.recipe import recipe_config
 from nsa.bench.results import pick_device, print_figures
 from nsa.bench.timing import median_seconds
 from nsa.bench.train import Stepper
@@ -100,11 +100,13 @@ def _loader(source: str, micro_batch: int, seq_len: int = SEQ_LEN) -> BatchLoade
 def _step(source: str, device: torch.device) -> dict[str, float]:
     """Seconds of a step on loaded batches and on a constant batch, alternating."""
     on_gpu = device.type == "cuda"
-    config, seq_len, micro_batch, dtype = DEMO, 512, 2, torch.float32
     if on_gpu:
-        config, seq_len, micro_batch, dtype = ModelConfig(), SEQ_LEN, 8, torch.bfloat16
-    stepper = Stepper(config, device, dtype)
-    loader = _loader(source, micro_batch, seq_len)
+        stepper = Stepper(ModelConfig(), device, torch.bfloat16)
+        loader = _loader(source, 8)
+    else:
+        demo = recipe_config("demo")
+        stepper = Stepper(demo.model, device, torch.float32)
+        loader = _loader(source, demo.train.micro_batch, demo.data.seq_len)
     constant = loader.next_batch().to(device)
     waits: list[float] = []
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from nsa.planner.memory import memory
 from nsa.resources import resource_path
 from nsa.system import free_port
 
+RECIPE = resource_path("recipes/m7c.py")
 SETTINGS = ("data.source=embedded", "data.tokenizer=byte", "checkpoint.keep=2")
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 20  # between SIGTERM, which makes a run save and exit, and SIGKILL
@@ -82,7 +84,7 @@ def _launch(
 ) -> dict[str, Any]:
     """Run DeepSpeed's launcher to its end, to `end`, or `kill -9` the rank once `until` is true."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
-    command += ["--master_port", str(free_port()), str(resource_path("recipes/m7c.py"))]
+    command += ["--master_port", str(free_port()), str(RECIPE)]
     command += ["--profile", flags.profile, "--run-dir", str(flags.run_dir)]
     if resume:
         command += [resume]
@@ -131,6 +133,13 @@ def _ready_to_kill(flags: argparse.Namespace) -> bool:
     rows = logged_rows(flags.run_dir)
     logged = bool(rows) and (rows[-1]["step"] or 0) >= flags.kill_at
     return logged and bool(complete_by_size(flags.run_dir / "checkpoints"))
+
+
+def recipe_config(profile: str, settings: Sequence[str] = (), recipe: Path = RECIPE) -> RunConfig:
+    """Return a profile of the recipe with these settings."""
+    if not recipe.exists():
+        raise ValueError(f"there is no {recipe}: run this in a clone of the repository")
+    return resolve_config(runpy.run_path(str(recipe))[profile](), assignments=list(settings))
 
 
 def logged_rows(run_dir: Path) -> Rows:

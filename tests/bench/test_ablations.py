@@ -10,6 +10,7 @@ import pytest
 
 from nsa.bench import ablations
 from nsa.bench.__main__ import main, parser
+from nsa.bench.recipe import recipe_config
 from nsa.engine.resolve import resolve_config
 from nsa.monitor.csv_files import read_metrics
 from tests.engine.runs import TINY
@@ -19,6 +20,7 @@ TINY_RECIPE = """
 import sys
 sys.path.insert(0, {recipes!r})
 import m7c
+from nsa.bench.recipe import recipe_config
 from nsa.engine.resolve import resolve_config
 from nsa.engine.recipe import Recipe, main
 
@@ -120,9 +122,7 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(
 
 
 def test_every_variant_is_a_valid_and_distinct_config() -> None:
-    configs = {
-        name: ablations._config("demo", changes) for name, changes in ablations.VARIANTS.items()
-    }
+    configs = {name: recipe_config("demo", changes) for name, changes in ablations.VARIANTS.items()}
     for config in configs.values():
         config.validate()
     models = [resolve_config(config).model for config in configs.values()]

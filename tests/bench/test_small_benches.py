@@ -10,6 +10,8 @@ import pytest
 
 from nsa.bench import cpu, data, health
 from nsa.bench.__main__ import main
+from nsa.data.config import DataConfig
+from nsa.engine.config import RunConfig
 from nsa.model import AttentionConfig, ModelConfig
 from nsa.spec import NSASpec
 from tests.ops.cases import one_thread as one_thread
@@ -45,7 +47,7 @@ def test_cpu_compares_attention_and_a_layer(
 
 def test_health_fails_above_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "PAIRS", 2)
-    monkeypatch.setattr(health, "CASES", {"tiny": (TINY, 1, 64)})
+    monkeypatch.setattr(health, "cases", lambda: {"tiny": (TINY, 1, 64)})
     monkeypatch.setattr(health, "LIMIT", 100.0)
     measured = figures("health", tmp_path)["models"]["tiny"]
     low, median, high = measured["on_over_off"]
@@ -62,8 +64,9 @@ def test_health_fails_above_its_limit(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_data_measures_tokenising_loading_and_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    demo = RunConfig(model=TINY, data=DataConfig(seq_len=128))
     for name, value in (("SEQ_LEN", 128), ("MEGABYTES", 1), ("SECONDS", 0.01), ("ROUNDS", 3),
-                        ("DEMO", TINY)):  # fmt: skip
+                        ("recipe_config", lambda profile: demo)):  # fmt: skip
         monkeypatch.setattr(data, name, value)
     result = figures("data", tmp_path)
     assert set(result["tokenise_mb_per_s"]) == {"byte", "bpe"}

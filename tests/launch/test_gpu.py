@@ -16,6 +16,7 @@ import pytest
 
 from nsa.bench import ablations
 from nsa.bench.__main__ import parser
+from nsa.bench.recipe import recipe_config
 from nsa.data.factory import open_store
 from tests.ranks import ROOT
 
@@ -93,7 +94,7 @@ def test_learn_compares_nsa_and_dense_and_settings_of_the_command() -> None:
     assert 3_400 < flags.limit < 3_600  # the rest starts, saves and evaluates
     for changes in (*ablations.VARIANTS.values(), flags.variant[0].split(",")):
         settings = [*ablations.COMMON, *ablations.PROFILES[flags.profile], *changes]
-        config = ablations._config(flags.profile, [*settings, f"train.steps={flags.steps}"])
+        config = recipe_config(flags.profile, [*settings, f"train.steps={flags.steps}"])
         assert config.data.seq_len == 2_048
         assert config.model.layers == 12
         assert config.data.source == "embedded:torch"
