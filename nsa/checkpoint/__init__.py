@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from nsa.checkpoint.engine_state import load
-from nsa.checkpoint.manifest import (
-    newest_complete,
-    read_manifest,
-    read_rank_state,
-    read_state_file,
-)
+from nsa.checkpoint.manifest import newest_valid, read_manifest
 from nsa.checkpoint.saver import CheckpointConfig, SaveFailed, Saver
+from nsa.checkpoint.state_file import SavedState, read_rank_state, read_state_file
 from nsa.checkpoint.universal import needs_universal, to_universal
 
 __all__ = [
     "CheckpointConfig",
     "SaveFailed",
+    "SavedState",
     "Saver",
     "load",
     "needs_universal",
-    "newest_complete",
+    "newest_valid",
     "read_manifest",
     "read_rank_state",
     "read_state_file",

@@ -14,14 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nsa.checkpoint.manifest import (
-    ANY,
-    check_loadable,
-    layout_of,
-    read_state_file,
-    rng_file,
-)
+from nsa.checkpoint.manifest import rng_file
 from nsa.checkpoint.safe_load import data_only
+from nsa.checkpoint.state_file import ANY_RANKS, SavedState, Topology, check_loadable, layout_of
 
 
 def capture(engine: Any, draft: Path) -> dict[str, Any]:
@@ -90,12 +85,12 @@ def write_file(path: Path, content: Any) -> None:
         torch.save(content, file)
 
 
-def load(engine: Any, checkpoint: Path) -> dict[str, Any]:
-    """Restore weights, optimizer and random numbers on every rank; return the training state."""
-    content = read_state_file(checkpoint)
-    check_loadable(checkpoint, content["saved_under"], engine_topology(engine))
+def load(engine: Any, saved: SavedState) -> None:
+    """Restore weights, optimizer and random numbers on every rank from a checkpoint."""
+    checkpoint = saved.checkpoint
+    check_loadable(checkpoint, saved.topology, engine_topology(engine))
     # DeepSpeed reads this at each load. An engine may load a universal checkpoint, then another.
-    engine._config.load_universal_checkpoint = content["saved_under"]["ranks"] == ANY
+    engine._config.load_universal_checkpoint = saved.topology.ranks == ANY_RANKS
     with data_only(checkpoint):
         # BF16_Optimizer prints what looks like errors.
         with contextlib.redirect_stdout(io.StringIO()):
@@ -105,7 +100,6 @@ def load(engine: Any, checkpoint: Path) -> dict[str, Any]:
         rng = checkpoint / rng_file(dist.get_rank())
         if rng.exists():  # the saved run may have had fewer ranks
             _restore_rng(torch.load(rng, map_location="cpu", weights_only=True))
-    return content["state"]
 
 
 def rng_state() -> dict[str, Any]:
@@ -131,15 +125,15 @@ def _restore_rng(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def engine_topology(engine: Any) -> dict[str, Any]:
-    """Return the properties that decide whether a checkpoint loads into another engine."""
+def engine_topology(engine: Any) -> Topology:
+    """Return the topology of an engine, which must equal that of a checkpoint to load."""
     bf16, fp16 = engine.bfloat16_enabled(), engine.fp16_enabled()
     muon = any(group.get("use_muon") for group in engine.optimizer.param_groups)
-    return {
-        "layout": layout_of(engine.zero_optimization_stage(), muon),
-        "precision": "bf16" if bf16 else "fp16" if fp16 else "fp32",
-        "ranks": dist.get_world_size(),
-    }
+    return Topology(
+        layout=layout_of(engine.zero_optimization_stage(), muon),
+        precision="bf16" if bf16 else "fp16" if fp16 else "fp32",
+        ranks=dist.get_world_size(),
+    )
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,8 +1,4 @@
-"""Files of a checkpoint that are read without an engine, and the search for a valid checkpoint.
-
-manifest.json   size and SHA-256 of every file
-state.json      training state, topology and tokenizer
-rank<k>.json    state of one rank
+"""manifest.json: size and SHA-256 of every file of a checkpoint; the search for a valid one.
 
 The manifest is written once all files are on disk, and the folder gets its name only after that.
 So a folder without a valid manifest is unfinished, and a file that differs was damaged later.
@@ -18,31 +14,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nsa.dtypes import DTYPES
+from nsa.checkpoint.state_file import MAX_RANKS, STATE
 from nsa.untrusted import matches, open_regular, parse_json, read_text
 
 MANIFEST = "manifest.json"
-STATE = "state.json"
 NAME = re.compile(r"step(\d{8,})")
 CHUNK = 4 * 2**20
-MAX_RANKS = 65_536
-ANY = "any"  # `ranks` of a universal checkpoint, which loads on any number
 MANIFEST_SHAPE = {
     **{"step": int, "ranks": int, "finite": bool, "time": (float, int), "sha256": str},
     "files": {str: {"bytes": int, "sha256": str}},
 }
-
-
-def layout_of(stage: int, muon: bool = False) -> str:
-    """Name the layout of DeepSpeed's optimizer state, which loads only into the same layout.
-
-    The state is complete in stage 0, sharded in stages 1 and 2, and sharded together with the
-    weights in stage 3. AdamW's state cannot be read as Muon's.
-    """
-    return ("0", "1 or 2", "1 or 2", "3")[stage] + " with Muon" * muon
-
-
-LAYOUTS = [layout_of(stage, muon) for stage in range(4) for muon in (False, True)]
 
 
 def checkpoint_name(step: int) -> str:
@@ -51,10 +32,6 @@ def checkpoint_name(step: int) -> str:
 
 def rng_file(rank: int) -> str:
     return f"rng_rank{rank}.pt"
-
-
-def rank_file(rank: int) -> str:
-    return f"rank{rank}.json"
 
 
 def sync_and_hash(path: Path) -> dict[str, Any]:
@@ -132,7 +109,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.name.removeprefix("step")), reverse=True)
 
 
-def newest_complete(folder: Path, *, finite: bool = False) -> tuple[Path | None, list[str]]:
+def newest_valid(folder: Path, *, finite: bool = False) -> tuple[Path | None, list[str]]:
     """Return the newest valid checkpoint and a note on each one skipped; compare all hashes.
 
     With `finite`, skip checkpoints with NaN or inf as well. The file `latest` is not read: it is
@@ -167,70 +144,3 @@ def _sha256(path: Path, *, sync: bool = False) -> str:
 
 def _content_hash(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def read_step(checkpoint: Path) -> int:
-    """Return the number of optimizer steps before the checkpoint."""
-    step = read_state_file(checkpoint)["state"].get("step")
-    if type(step) is not int or not 0 <= step < 2**62:
-        raise ValueError(f"{checkpoint / STATE}: step = {step!r}; use another checkpoint")
-    return step
-
-
-def read_tokenizer(checkpoint: Path) -> dict[str, str] | None:
-    """Return `name` and `fingerprint` of the tokenizer; None if they are not recorded."""
-    return read_state_file(checkpoint).get("tokenizer") if (checkpoint / STATE).is_file() else None
-
-
-def read_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
-    """Return the state of one rank; None if it had none."""
-    path = checkpoint / rank_file(rank)
-    return _read_object(path) if path.exists() else None
-
-
-def read_state_file(checkpoint: Path) -> dict[str, Any]:
-    """Return state.json; raise a ValueError if a part that readers need is missing or wrong.
-
-    `state`: the training state; `saved_under`: layout, precision and ranks of the run that saved
-    it; `tokenizer`: its name and fingerprint, if they are recorded.
-    """
-    content = _read_object(checkpoint / STATE)
-    saved: Any = content.get("saved_under")
-    tokenizer = content.get("tokenizer")
-    if not (
-        matches(content.get("state"), dict)
-        and matches(saved, {"layout": str, "precision": str, "ranks": (int, str)})
-        and saved["layout"] in LAYOUTS
-        and saved["precision"] in DTYPES
-        and (saved["ranks"] == ANY or saved["ranks"] in range(1, MAX_RANKS + 1))
-        and (tokenizer is None or matches(tokenizer, {"name": str, "fingerprint": str}))
-    ):
-        raise ValueError(f"{checkpoint / STATE} holds no state of a checkpoint; use another")
-    return content
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_json(read_text(path))
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}; use another checkpoint") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object; use another checkpoint")
-    return content
-
-
-def check_loadable(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise a ValueError if DeepSpeed cannot load topology `saved` into `current`."""
-    for key, name, fix in (
-        ("layout", "ZeRO stage {}", "choose a DeepSpeed config of ZeRO stage {}"),
-        ("precision", "precision {}", "set train.precision={}"),
-        ("ranks", "world size {}", "start {} ranks, or add --universal to convert it"),
-    ):
-        if key == "ranks" and saved["layout"] == "0":
-            continue  # rank 0 holds everything
-        if saved[key] not in (current[key], ANY):
-            raise ValueError(
-                f"{checkpoint} was saved with {name.format(saved[key])}, and this run has "
-                f"{name.format(current[key])}: DeepSpeed cannot load one as the other; "
-                f"{fix.format(saved[key])}"
-            )

@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,8 @@ from nsa.checkpoint.engine_state import (
     rng_state,
     write_file,
 )
-from nsa.checkpoint.manifest import (
-    STATE,
-    checkpoint_name,
-    complete_by_size,
-    rank_file,
-    rng_file,
-)
+from nsa.checkpoint.manifest import checkpoint_name, complete_by_size, rng_file
+from nsa.checkpoint.state_file import STATE, SavedState, rank_file
 from nsa.validation import at_least
 
 RECOVERY_SCRIPT = "zero_to_fp32.py"  # of DeepSpeed; gathers weights without an engine
@@ -134,10 +129,8 @@ class Saver:
         if rank_state is not None:
             files[rank_file(self._rank)] = json.dumps(rank_state) + "\n"
         if self._rank == 0:
-            content = {"state": state, "saved_under": engine_topology(self.engine)}
-            if self.tokenizer is not None:
-                content["tokenizer"] = dict(self.tokenizer)
-            files[STATE] = json.dumps(content, indent=2) + "\n"
+            topology = engine_topology(self.engine)
+            files[STATE] = SavedState(draft, state, topology, self.tokenizer).to_json()
             files.update(self.attachments)
         job = _Job(step, draft, files, list(files), finite)
         self._on_all_ranks(step, lambda: self._capture(job))
@@ -221,7 +214,7 @@ class Saver:
         try:
             with write_errors(job.draft):
                 parts = wait_for_parts(job.draft, self._ranks, job.abort)
-                fields = {**versions, "saved_under": engine_topology(self.engine)}
+                fields = {**versions, "saved_under": asdict(engine_topology(self.engine))}
                 path = commit(self.folder, job.step, parts, fields)
         except ValueError as error:
             job.commit_error = error

@@ -6,59 +6,60 @@ are valid.
 
 from __future__ import annotations
 
-import json
 import runpy
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from nsa.atomic_io import atomic_write_text, fsync_dir
 from nsa.checkpoint.commit import PARTIAL, write_errors
 from nsa.checkpoint.manifest import (
-    ANY,
     MANIFEST,
-    STATE,
     find_problem,
-    layout_of,
     manifest_text,
-    rank_file,
     read_manifest,
-    read_state_file,
     rng_file,
     sync_and_hash,
 )
 from nsa.checkpoint.safe_load import data_only
+from nsa.checkpoint.state_file import ANY_RANKS, STATE, SavedState, layout_of, rank_file
 
 
-def needs_universal(checkpoint: Path, ranks: int) -> bool:
+def needs_universal(saved: SavedState, ranks: int) -> bool:
     """Return whether loading on `ranks` ranks requires conversion; ZeRO stage 0 loads on any."""
-    topology = read_state_file(checkpoint)["saved_under"]
-    return topology["layout"] != "0" and topology["ranks"] not in (ranks, ANY)
+    return saved.topology.layout != "0" and saved.topology.ranks not in (ranks, ANY_RANKS)
 
 
-def to_universal(checkpoint: Path) -> Path:
+def to_universal(saved: SavedState) -> SavedState:
     """Return the universal form of a valid checkpoint; call on one rank while the others wait.
 
     If the converter fails, raise a ValueError with its last line and leave no files.
     """
-    topology = read_state_file(checkpoint)["saved_under"]
-    if topology["layout"] not in ("0", layout_of(1)):
+    checkpoint, topology = saved.checkpoint, saved.topology
+    if topology.layout not in ("0", layout_of(1)):
         raise ValueError(
-            f"{checkpoint} was saved with ZeRO stage {topology['layout']}, which cannot be "
-            f"converted; start {topology['ranks']} ranks"
+            f"{checkpoint} was saved with ZeRO stage {topology.layout}, which cannot be "
+            f"converted; start {topology.ranks} ranks"
         )
     target = checkpoint.with_name(f"{checkpoint.name}.universal")
+    universal = replace(saved, checkpoint=target, topology=replace(topology, ranks=ANY_RANKS))
     source = read_manifest(checkpoint)
     if find_problem(target) is None and read_manifest(target).get("made_from") == source["files"]:
-        return target
+        return universal
     folder = checkpoint.parent
     unfinished = TemporaryDirectory(PARTIAL, f".{target.name}.", folder)  # a crash leaves a draft
     with write_errors(target), unfinished as draft:
         converted = Path(draft) / "converted"  # the converter also writes into the folder above
         _convert(checkpoint, converted)
-        _copy_other_files(checkpoint, converted, source["ranks"])
+        # The converter ignores state.json and the files of each rank.
+        (converted / STATE).write_text(universal.to_json(), encoding="utf-8")
+        for rank in range(source["ranks"]):
+            for name in (rng_file(rank), rank_file(rank)):
+                if (checkpoint / name).exists():
+                    shutil.copyfile(checkpoint / name, converted / name)
         paths = sorted(converted.rglob("*"))
         files = [path for path in paths if path.is_file()]
         entries = {str(path.relative_to(converted)): sync_and_hash(path) for path in files}
@@ -70,7 +71,7 @@ def to_universal(checkpoint: Path) -> Path:
             shutil.rmtree(target)
         converted.rename(target)
         fsync_dir(folder)
-    return target
+    return universal
 
 
 def _convert(checkpoint: Path, converted: Path) -> None:
@@ -92,14 +93,3 @@ def run_converter() -> None:
             runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__")
     except ValueError as error:
         sys.exit(str(error))
-
-
-def _copy_other_files(checkpoint: Path, converted: Path, ranks: int) -> None:
-    """Copy the files that the converter ignores: state.json, and those of each rank."""
-    content = read_state_file(checkpoint)
-    content["saved_under"]["ranks"] = ANY
-    (converted / STATE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    for rank in range(ranks):
-        for name in (rng_file(rank), rank_file(rank)):
-            if (checkpoint / name).exists():
-                shutil.copyfile(checkpoint / name, converted / name)

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.checkpoint.manifest import ANY, MANIFEST, find_problem, newest_complete, read_state_file
+from nsa.checkpoint.manifest import MANIFEST, find_problem, newest_valid
 from nsa.checkpoint.safe_load import data_only
+from nsa.checkpoint.state_file import ANY_RANKS, read_state_file
 from nsa.dtypes import DTYPES
 from nsa.untrusted import open_regular, parse_json, printable, read_text
 
@@ -38,7 +39,7 @@ def find_weights(path: Path) -> Path:
     if not path.is_dir():
         problem: str | None = "there is no such folder"
     elif (path / "checkpoints").is_dir():
-        newest, notes = newest_complete(path / "checkpoints")
+        newest, notes = newest_valid(path / "checkpoints")
         if newest is not None:
             for note in notes:
                 warnings.warn(f"skipped: {printable(note)}", stacklevel=2)
@@ -79,20 +80,20 @@ def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
     if has_safetensors(folder):
         weights = read_safetensors(folder)
         return {name: weight.to(dtype or weight.dtype) for name, weight in weights.items()}
-    topology = read_state_file(folder)["saved_under"]
-    if topology["layout"] == "3":
-        return _stage_3_weights(folder, dtype or DTYPES[topology["precision"]])
+    topology = read_state_file(folder).topology
+    if topology.layout == "3":
+        return _stage_3_weights(folder, dtype or DTYPES[topology.precision])
     saved = _load_mapped(folder / WEIGHTS)
     trained: dict[str, Tensor] = saved["module"]
     named: Iterable[tuple[str, Tensor]] = trained.items()
-    if dtype == torch.float32 and topology["precision"] != "fp32":
-        if topology["layout"] == "0":
+    if dtype == torch.float32 and topology.precision != "fp32":
+        if topology.layout == "0":
             named = _master_weights_stage_0(trained, saved["optimizer"]["fp32_groups"])
-        elif topology["ranks"] == ANY:
+        elif topology.ranks == ANY_RANKS:
             files = sorted((folder / "zero").glob("*/fp32.pt"))
             named = ((file.parent.name, _load_mapped(file)["param"]) for file in files)
         else:
-            named = _master_weights_stage_1_2(folder, topology["ranks"], trained)
+            named = _master_weights_stage_1_2(folder, int(topology.ranks), trained)
     # Copy: memory-mapped tensors would change or disappear with the file.
     return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in named}
 

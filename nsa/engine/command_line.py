@@ -21,7 +21,7 @@ from nsa.engine.run_dir import choose_run_dir, find_saved_settings
 from nsa.engine.run_request import Recipe, RunRequest
 from nsa.engine.shutdown import parse_time
 from nsa.engine.zero_mode import has_muon
-from nsa.gates.ladder import until
+from nsa.gates.schedule import until_step
 from nsa.model.config import ModelConfig
 from nsa.model.count import parameter_count
 from nsa.monitor.profile import parse_steps
@@ -102,7 +102,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         _check_compile(config, ds_config["zero_optimization"])
     stop_step = config.train.steps
     if flags.until is not None:
-        stop_step = until(flags.until, config.monitor.ladder, config.train.steps)
+        stop_step = until_step(flags.until, config.monitor.ladder, config.train.steps)
     if flags.universal and not flags.resume:
         raise ValueError("--universal: requires --resume; add it")
     return RunRequest(

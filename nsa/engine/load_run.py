@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from nsa.checkpoint.manifest import read_step, read_tokenizer
+from nsa.checkpoint.state_file import read_state_file, read_tokenizer
 from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights, set_weights
 from nsa.data.config import DataConfig
 from nsa.data.shards import is_prepared, read_index
@@ -59,7 +60,7 @@ def find_run(path: Path | str) -> StoredRun:
         tokenizer=tokenizer,
         folder=folder.parent.parent if folder.parent.name == "checkpoints" else folder,
         weights_folder=folder,
-        step=None if has_safetensors(folder) else read_step(folder),
+        step=None if has_safetensors(folder) else read_state_file(folder).step,
     )
 
 
@@ -137,7 +138,7 @@ def run_tokenizer(data: DataConfig, folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _dataset_tokenizer(data: DataConfig) -> dict[str, str] | None:
+def _dataset_tokenizer(data: DataConfig) -> Mapping[str, str] | None:
     for name in filter(is_prepared, data.sources()):
         stamp = read_index(Path(name).expanduser()).stamp
         return {"name": stamp.tokenizer, "fingerprint": stamp.tokenizer_fingerprint}

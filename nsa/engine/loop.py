@@ -27,8 +27,9 @@ from nsa.engine.consensus import AllRanksError, RunAborted
 from nsa.engine.recovery import recover
 from nsa.engine.run import Run
 from nsa.engine.shutdown import Interrupted
-from nsa.gates.criteria import Evidence, judge
-from nsa.gates.ladder import Gate, record
+from nsa.gates.criteria import GateInputs, judge
+from nsa.gates.results import record_result
+from nsa.gates.schedule import Gate
 from nsa.monitor.history import RankHistory
 from nsa.monitor.memory import memory_gb
 from nsa.monitor.observer import StepRecord
@@ -91,7 +92,7 @@ def _judge_if_due(run: Run) -> None:
     for gate in run.gates:
         if gate.step == run.state.step:
             with run.throughput.paused():
-                histories = run.consensus.gather(run.telemetry.history.history(gate.step))
+                histories = run.consensus.gather(run.telemetry.history.up_to(gate.step))
                 no_go = _judge(run, gate, histories) if run.ranks.rank == 0 else None
                 no_go = run.consensus.broadcast(no_go)
             if no_go is not None:
@@ -102,11 +103,16 @@ def _judge(run: Run, gate: Gate, histories: list[RankHistory]) -> str | None:
     """Judge from all ranks' histories, on rank 0; return the reason of a No-Go."""
     monitor, logged = run.config.monitor, run.telemetry.run_history
     try:
-        evidence = Evidence(
-            gate.since, gate.step, monitor.log_every, logged.metrics, logged.selection, histories
+        inputs = GateInputs(
+            previous_step=gate.previous_step,
+            step=gate.step,
+            log_every=monitor.log_every,
+            metrics=logged.metrics,
+            selection=logged.selection,
+            histories=histories,
         )
-        decision = judge(gate, evidence, monitor.ladder)
-        record(run.request.run_dir, decision)
+        decision = judge(gate, inputs, monitor.ladder)
+        record_result(run.request.run_dir, decision)
     except Exception as error:  # the other ranks wait for the decision
         run.observers.on_message(f"go/no-go gate {gate.name} is NOT JUDGED: {error!r}")
         return None

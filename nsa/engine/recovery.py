@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 from nsa import checkpoint
+from nsa.checkpoint import SavedState
 from nsa.engine.consensus import RunAborted
 from nsa.engine.loss_guard import BadLosses
 from nsa.engine.resume import read_state
@@ -57,13 +57,13 @@ def _roll_back(run: Run, cause: str) -> bool:
     bad_samples = run.state.samples - run.data.loader.samples_per_step
     with contextlib.suppress(checkpoint.SaveFailed):  # logged by the saver
         run.saver.finish()
-    path = run.consensus.broadcast(_newest_finite(run) if run.ranks.rank == 0 else None)
-    if path is None:
+    saved = run.consensus.broadcast(_newest_finite(run) if run.ranks.rank == 0 else None)
+    if saved is None:
         run.observers.on_message(f"{cause}; no checkpoint to roll back to")
         return False
-    checkpoint.load(run.engine, path)
+    checkpoint.load(run.engine, saved)
     passed_over = {bad_samples, *run.state.passed_over}
-    run.state, rank_state = read_state(path, run.ranks)
+    run.state, rank_state = read_state(saved, run.ranks)
     run.state.passed_over = sorted(passed_over.union(run.state.passed_over))
     run.loader_state = rank_state.get("feed")
     run.data.rewind(run.state.samples, run.loader_state)
@@ -77,15 +77,18 @@ def _roll_back(run: Run, cause: str) -> bool:
     return True
 
 
-def _newest_finite(run: Run) -> Path | None:
+def _newest_finite(run: Run) -> SavedState | None:
     """Return the newest valid checkpoint without NaN or inf, converted if needed; log errors."""
     try:
-        path, notes = checkpoint.newest_complete(run.request.run_dir / "checkpoints", finite=True)
+        path, notes = checkpoint.newest_valid(run.request.run_dir / "checkpoints", finite=True)
         for note in notes:
             run.observers.on_message(note)
-        if path is not None and checkpoint.needs_universal(path, run.ranks.world_size):
-            path = checkpoint.to_universal(path)
-        return path
-    except (OSError, ValueError) as error:  # the other ranks wait for the path
+        if path is None:
+            return None
+        saved = checkpoint.read_state_file(path)
+        if checkpoint.needs_universal(saved, run.ranks.world_size):
+            saved = checkpoint.to_universal(saved)
+        return saved
+    except (OSError, ValueError) as error:  # the other ranks wait for the result
         run.observers.on_message(f"no checkpoint could be read: {error}")
         return None

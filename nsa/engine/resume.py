@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa import checkpoint
-from nsa.checkpoint.manifest import check_loadable, layout_of, read_step
+from nsa.checkpoint import SavedState
+from nsa.checkpoint.state_file import Topology, check_loadable, layout_of
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.consensus import Consensus
@@ -32,55 +33,55 @@ RANK_STATE = {  # shapes of the parts of rank<k>.json
 }
 
 
-def find_checkpoint(request: RunRequest, world_size: int) -> tuple[Path | None, list[str]]:
+def find_checkpoint(request: RunRequest, world_size: int) -> tuple[SavedState | None, list[str]]:
     """Return the newest valid checkpoint and notes; raise if this run cannot load it."""
     if not request.resume:
         return None, []
-    path, notes = checkpoint.newest_complete(request.run_dir / "checkpoints")
+    path, notes = checkpoint.newest_valid(request.run_dir / "checkpoints")
     notes = [f"skipped: {note}" for note in notes]  # damaged checkpoints
     if path is None:
         none = f"none of {len(notes)} checkpoints is valid" if notes else "no checkpoint was saved"
         return None, [*notes, f"--resume: {none}; starting at step 0"]
-    saved = checkpoint.read_state_file(path)["saved_under"]
-    required = {
-        "layout": layout_of(request.zero_stage, has_muon(request.ds_config)),
-        "precision": request.config.train.precision,
-        "ranks": saved["ranks"] if request.universal else world_size,
-    }
-    check_loadable(path, saved, required)
+    saved = checkpoint.read_state_file(path)
+    ranks = saved.topology.ranks
+    required = Topology(
+        layout=layout_of(request.zero_stage, has_muon(request.ds_config)),
+        precision=request.config.train.precision,
+        ranks=ranks if request.universal else world_size,
+    )
+    check_loadable(path, saved.topology, required)
     if notes:
         notes.append(f"resuming from {path.name}")
-    if saved["ranks"] != world_size:
+    if isinstance(ranks, int) and ranks != world_size:
         train = request.config.train
         per_rank = train.micro_batch * train.accumulation // train.sequence_parallel
         notes.append(
-            f"{world_size} ranks instead of {saved['ranks']}: a step has {per_rank * world_size} "
-            f"sequences instead of {per_rank * saved['ranks']}; train.accumulation can restore that"
+            f"{world_size} ranks instead of {ranks}: a step has {per_rank * world_size} "
+            f"sequences instead of {per_rank * ranks}; train.accumulation can restore that"
         )
-    return path, notes
+    return saved, notes
 
 
-def read_state(path: Path, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:
+def read_state(saved: SavedState, ranks: Ranks) -> tuple[TrainState, dict[str, Any]]:
     """Return a checkpoint's TrainState and this rank's state, {} if the world size differs."""
-    rank_state = None
-    if checkpoint.read_state_file(path)["saved_under"]["ranks"] == ranks.world_size:
-        rank_state = checkpoint.read_rank_state(path, ranks.rank)
-    rank_state = rank_state or {}
+    rank_state: dict[str, Any] = {}
+    if saved.topology.ranks == ranks.world_size:
+        rank_state = checkpoint.read_rank_state(saved.checkpoint, ranks.rank) or {}
     for name, shape in RANK_STATE.items():
         if name in rank_state and not matches(rank_state[name], shape):
-            file = path / f"rank{ranks.rank}.json"
+            file = saved.checkpoint / f"rank{ranks.rank}.json"
             raise ValueError(f"{file}: {name} is not valid; use another checkpoint")
-    return _train_state(path), rank_state
+    return _train_state(saved), rank_state
 
 
-def _train_state(path: Path) -> TrainState:
+def _train_state(saved: SavedState) -> TrainState:
     """Return a checkpoint's TrainState; raise a ValueError if a field has another type."""
-    state = TrainState(step=read_step(path))
-    for name, value in checkpoint.read_state_file(path)["state"].items():
+    state = TrainState(step=saved.step)
+    for name, value in saved.train_state.items():
         expected = getattr(state, name, None)
         if type(value) is not type(expected):
             raise ValueError(
-                f"{path}: {name} = {short(value)} is not valid; use another checkpoint"
+                f"{saved.checkpoint}: {name} = {short(value)} is not valid; use another checkpoint"
             )
         setattr(state, name, value)
     return state
@@ -116,15 +117,15 @@ def agree_on_run(
     return folders[0], list(processes)
 
 
-def convert_to_universal(consensus: Consensus, path: Path, ranks: Ranks) -> Path:
+def convert_to_universal(consensus: Consensus, saved: SavedState, ranks: Ranks) -> SavedState:
     """Let rank 0 convert a checkpoint if another number of ranks saved it; return the result."""
-    if not checkpoint.needs_universal(path, ranks.world_size):
-        return path
+    if not checkpoint.needs_universal(saved, ranks.world_size):
+        return saved
     error = None
     if ranks.rank == 0:
         try:
-            path = checkpoint.to_universal(path)
+            saved = checkpoint.to_universal(saved)
         except ValueError as raised:
             error = raised
     consensus.barrier(error)
-    return consensus.broadcast(path)
+    return consensus.broadcast(saved)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nsa.checkpoint import Saver
+from nsa.checkpoint import SavedState, Saver
 from nsa.doctor.check import Check
 from nsa.engine.consensus import Consensus
 from nsa.engine.data import Data
@@ -20,7 +20,7 @@ from nsa.engine.run_request import RunRequest
 from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.telemetry import RankTelemetry
 from nsa.engine.train_state import TrainState
-from nsa.gates.ladder import Gate
+from nsa.gates.schedule import Gate
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import RunInfo
 from nsa.monitor.throughput import Throughput
@@ -31,7 +31,7 @@ class Run:
     """One rank's parts and progress."""
 
     # Set by prepare(), without a process group.
-    resume_from: Path | None = None  # checkpoint
+    resume_from: SavedState | None = None  # state of the checkpoint
     weights: Path | None = None  # initial weights of a fresh run
     state: TrainState
     rank_state: dict[str, Any]  # of this rank, from the checkpoint

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
-from nsa.gates.ladder import ladder
+from nsa.gates.schedule import schedule
 from nsa.monitor.csv_files import (
     FALLBACKS,
     METRICS,
@@ -45,8 +45,8 @@ class RankTelemetry:
     def __init__(self, request: RunRequest, ranks: Ranks, state: TrainState) -> None:
         run_dir, rank, monitor = request.run_dir, ranks.rank, request.config.monitor
         dump_stacks_on_signal(run_dir, rank)
-        gates = ladder(monitor.ladder, request.config.train.steps)
-        windows = [(gate.since, gate.step) for gate in gates]
+        gates = schedule(monitor.ladder, request.config.train.steps)
+        windows = [(gate.previous_step, gate.step) for gate in gates]
         self.history = HistoryRecorder(run_dir, rank, windows)
         self.run_history = RunHistory()  # used by rank 0
         self.heartbeat = Heartbeat(

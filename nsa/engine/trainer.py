@@ -33,8 +33,9 @@ from nsa.engine.run_request import RunRequest
 from nsa.engine.shutdown import ShutdownMonitor
 from nsa.engine.telemetry import RankTelemetry, build_observers, trackers, write_final_report
 from nsa.engine.train_state import TrainState
-from nsa.gates import ladder
 from nsa.gates.criteria import preflight
+from nsa.gates.results import record_result
+from nsa.gates.schedule import schedule
 from nsa.model import flops_per_token, parameter_count
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import RunInfo, warn
@@ -105,9 +106,8 @@ def build(run: Run) -> None:
     run.device = start_ranks(run.ranks)
     config = run.config
     run.consensus = Consensus(config.data.timeout * config.train.accumulation)
-    run_dir, run.processes = resume.agree_on_run(
-        run.consensus, run.request.run_dir, run.resume_from
-    )
+    path = None if run.resume_from is None else run.resume_from.checkpoint
+    run_dir, run.processes = resume.agree_on_run(run.consensus, run.request.run_dir, path)
     request = run.request = replace(run.request, run_dir=run_dir)
     run.telemetry = RankTelemetry(request, run.ranks, run.state)
     checks = rank_checks(
@@ -130,7 +130,7 @@ def build(run: Run) -> None:
     passed_gate = preflight(checks)
     if run.ranks.rank == 0:
         record_run(request, [process.host for process in run.processes])
-        ladder.record(run_dir, passed_gate)
+        record_result(run_dir, passed_gate)
     dist.barrier()
     if request.stop_step == 0:  # --until preflight
         run.notes += [*lines(checks), passed_gate.summary]
@@ -163,7 +163,7 @@ def _create_parts(run: Run) -> None:
     if "guard" in run.rank_state:
         run.guard.restore(run.rank_state["guard"])
     run.shutdown = ShutdownMonitor(request.time_limit)
-    run.gates = ladder.ladder(config.monitor.ladder, config.train.steps)
+    run.gates = schedule(config.monitor.ladder, config.train.steps)
     layers = run.engine.module.sparse_layers() if config.monitor.health and rank == 0 else {}
     run.health = HealthRecorder(layers, config.model.attention.spec)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

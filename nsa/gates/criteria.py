@@ -1,4 +1,4 @@
-"""Criteria of the go/no-go gates: functions of the checks, metrics and histories of a run."""
+"""Criteria of the go/no-go gates, and the inputs that they are computed from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from statistics import fmean, median
 
 from nsa.constants import BRANCHES
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
-from nsa.gates.ladder import NAMES, PREFLIGHT, Criterion, Gate, GateResult, conclude
+from nsa.gates.results import Criterion, GateResult, gate_result
+from nsa.gates.schedule import GATE_NAMES, PREFLIGHT, Gate
 from nsa.monitor.artifacts import Row, Table, number
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.history import RankHistory
@@ -22,22 +23,22 @@ MIN_LOSSES = 4  # logged steps needed to compare the last losses with the first
 
 
 @dataclass(frozen=True)
-class Evidence:
+class GateInputs:
     """What a run has recorded up to the step of a gate."""
 
-    since: int  # step of the previous gate
+    previous_step: int  # of the gate before; 0: none
     step: int
     log_every: int
     metrics: Table  # rows of metrics.csv
     selection: Table  # the newest rows of selection.csv
-    ranks: list[RankHistory]
+    histories: list[RankHistory]  # of each rank
 
     @cached_property
     def rows(self) -> list[Row]:
         return [row for row in self.metrics.rows if 1 <= row["step"] <= self.step]
 
     def values(self, column: str) -> tuple[list[tuple[float, float]], str]:
-        """Return (step, value) of the logged steps, and the source."""
+        """Return (step, value) of the logged steps, and a text that names their source."""
         values = [(row["step"], row[column]) for row in self.rows if column in row]
         return values, self.source(column, len(values))
 
@@ -46,8 +47,12 @@ class Evidence:
 
         That step compiles and fills caches; its row has no tokens/s.
         """
-        rows = (row for row in self.rows if row["step"] > self.since and "tokens_per_s" in row)
-        return [row[column] for row in rows if math.isfinite(row.get(column, math.nan))]
+        rows = [row for row in self.rows if row["step"] > self.previous_step]
+        return [
+            row[column]
+            for row in rows
+            if "tokens_per_s" in row and math.isfinite(row.get(column, math.nan))
+        ]
 
     def source(self, column: str, count: int, since: int = 0) -> str:
         text = f"metrics.csv, {column}, {count:,} rows, steps {since + 1:,} to {self.step:,}"
@@ -55,15 +60,15 @@ class Evidence:
 
 
 class NotMeasured(Exception):
-    """Raised with the reason if a value cannot be measured."""
+    """The reason why a value cannot be measured."""
 
 
 Value = tuple[float, str]  # a measured value and its source
 
 
-def judge(gate: Gate, evidence: Evidence, config: LadderConfig) -> GateResult:
-    """Return Go or No-Go for the run that `evidence` describes."""
-    return conclude(gate.name, gate.step, _judge_criteria(gate.name, evidence, config))
+def judge(gate: Gate, inputs: GateInputs, config: LadderConfig) -> GateResult:
+    """Return Go or No-Go, with all criteria of the gate and of those before it."""
+    return gate_result(gate.name, gate.step, _judge_criteria(gate.name, inputs, config))
 
 
 def preflight(checks: Iterable[Check]) -> GateResult:
@@ -75,43 +80,43 @@ def preflight(checks: Iterable[Check]) -> GateResult:
         if check.status in (WARN, FAIL):
             evidence = f"{check.status}: {evidence}" + (f"; {check.fix}" if check.fix else "")
         criteria.append(Criterion(check.name, ok[check.status], None, "", evidence))
-    return conclude(PREFLIGHT, 0, criteria)
+    return gate_result(PREFLIGHT, 0, criteria)
 
 
-def _judge_criteria(gate: str, evidence: Evidence, config: LadderConfig) -> list[Criterion]:
+def _judge_criteria(gate: str, inputs: GateInputs, config: LadderConfig) -> list[Criterion]:
     """Return the criteria of `gate` and of all gates before it."""
-    criteria = [_steps_recorded(evidence), _slowest_rank(evidence), _loss_finite(evidence)]
-    for first_gate, name, setting, comparison, measure in _LIMITED:
-        if NAMES.index(gate) >= NAMES.index(first_gate):
+    criteria = [_steps_recorded(inputs), _slowest_rank(inputs), _loss_finite(inputs)]
+    for first_gate, name, setting, comparison, measure in _CRITERIA:
+        if GATE_NAMES.index(gate) >= GATE_NAMES.index(first_gate):
             threshold = float(getattr(config, setting))
             limit = f"{comparison} {threshold:g}" if threshold else ""
             try:
                 if not threshold:
                     raise NotMeasured(f"switched off by monitor.ladder.{setting}")
-                value, source = measure(evidence)
+                value, source = measure(inputs)
                 ok = _COMPARE[comparison](value, threshold)
                 criteria.append(Criterion(name, ok, number(value), limit, source))
             except NotMeasured as reason:
                 criteria.append(Criterion(name, None, None, limit, str(reason)))
-    return [*criteria, _validation_loss(evidence)] if gate == "production" else criteria
+    return [*criteria, _validation_loss(inputs)] if gate == "production" else criteria
 
 
-def _steps_recorded(evidence: Evidence) -> Criterion:
+def _steps_recorded(inputs: GateInputs) -> Criterion:
     """Require each step up to the gate in a logged row or in rank 0's heartbeats.
 
     A row covers the `log_every` steps up to its own.
     """
-    spans = [(int(row["step"]) - evidence.log_every, int(row["step"])) for row in evidence.rows]
-    spans += evidence.ranks[0].done
-    gaps = list(_gaps(spans, evidence.step))
+    spans = [(int(row["step"]) - inputs.log_every, int(row["step"])) for row in inputs.rows]
+    spans += inputs.histories[0].done
+    gaps = list(_gaps(spans, inputs.step))
     missing = sum(last - first + 1 for first, last in gaps)
-    source = f"metrics.csv (rows: {len(evidence.rows):,}) and rank 0's heartbeats"
+    source = f"metrics.csv (rows: {len(inputs.rows):,}) and rank 0's heartbeats"
     if gaps:
         shown = ", ".join(f"{first:,}-{last:,}" for first, last in gaps[:5])
         more = f" and {len(gaps) - 5} more gaps" if len(gaps) > 5 else ""
         source += f"; no record of steps {shown}{more}"
-    value = float(evidence.step - missing)
-    return Criterion("steps recorded", not gaps, value, f"all {evidence.step:,}", source)
+    value = float(inputs.step - missing)
+    return Criterion("steps recorded", not gaps, value, f"all {inputs.step:,}", source)
 
 
 def _gaps(spans: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
@@ -125,20 +130,20 @@ def _gaps(spans: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[int, in
         yield reached + 1, step
 
 
-def _slowest_rank(evidence: Evidence) -> Criterion:
-    name, limit = "slowest rank's step", f"{evidence.step:,}"
-    if not any(history.lines for history in evidence.ranks):
+def _slowest_rank(inputs: GateInputs) -> Criterion:
+    name, limit = "slowest rank's step", f"{inputs.step:,}"
+    if not any(history.lines for history in inputs.histories):
         return Criterion(name, None, None, limit, "no heartbeats (monitor.heartbeat)")
-    slowest = min(evidence.ranks, key=lambda history: history.step)
-    source = f"heartbeats of {len(evidence.ranks)} ranks; rank {slowest.rank} is the slowest"
-    return Criterion(name, slowest.step >= evidence.step, float(slowest.step), limit, source)
+    slowest = min(inputs.histories, key=lambda history: history.step)
+    source = f"heartbeats of {len(inputs.histories)} ranks; rank {slowest.rank} is the slowest"
+    return Criterion(name, slowest.step >= inputs.step, float(slowest.step), limit, source)
 
 
-def _loss_finite(evidence: Evidence) -> Criterion:
+def _loss_finite(inputs: GateInputs) -> Criterion:
     """Tolerate one non-finite loss per skipped step, whose gradients never reached the weights."""
-    losses, source = evidence.values("loss")
+    losses, source = inputs.values("loss")
     bad = [step for step, loss in losses if not math.isfinite(loss)]
-    skipped = _skipped(evidence) or 0
+    skipped = _skipped(inputs) or 0
     if bad:
         source += f"; not finite at step {', '.join(f'{step:,.0f}' for step in bad[:5])}"
     if bad and skipped:
@@ -148,8 +153,8 @@ def _loss_finite(evidence: Evidence) -> Criterion:
     return Criterion("non-finite losses", ok, value, limit, source)
 
 
-def _loss_ratio(evidence: Evidence) -> Value:
-    rows, source = evidence.values("loss")
+def _loss_ratio(inputs: GateInputs) -> Value:
+    rows, source = inputs.values("loss")
     losses = [loss for _, loss in rows if math.isfinite(loss)]
     if len(losses) < MIN_LOSSES:
         raise NotMeasured(f"{len(losses)} finite losses, {MIN_LOSSES} are needed; {source}")
@@ -159,34 +164,34 @@ def _loss_ratio(evidence: Evidence) -> Value:
     return last / first if first else math.inf, source
 
 
-def _longest_pause(evidence: Evidence) -> Value:
-    if not all(history.lines for history in evidence.ranks):
+def _longest_pause(inputs: GateInputs) -> Value:
+    if not all(history.lines for history in inputs.histories):
         raise NotMeasured("no heartbeats of every rank")
-    worst = max(evidence.ranks, key=lambda history: history.pause)
-    source = f"heartbeats of {len(evidence.ranks)} ranks; {worst.pause_at or 'no pause'}"
+    worst = max(inputs.histories, key=lambda history: history.pause)
+    source = f"heartbeats of {len(inputs.histories)} ranks; {worst.pause_at or 'no pause'}"
     return worst.pause, source
 
 
-def _step_time_spread(evidence: Evidence) -> Value:
-    times = sorted(evidence.recent("seconds"))
+def _step_time_spread(inputs: GateInputs) -> Value:
+    times = sorted(inputs.recent("seconds"))
     if len(times) < MIN_TIMED_STEPS or median(times) <= 0:
         raise NotMeasured(
             f"{len(times)} logged steps were timed after warm-up, {MIN_TIMED_STEPS} are needed"
         )
     middle, p90 = median(times), times[math.ceil(0.9 * len(times)) - 1]
-    source = evidence.source("seconds", len(times), evidence.since)
+    source = inputs.source("seconds", len(times), inputs.previous_step)
     return p90 / middle, f"{source}; median {middle:.3g} s, p90 {p90:.3g} s"
 
 
-def _tokens_per_s(evidence: Evidence) -> Value:
-    rates = evidence.recent("tokens_per_s")
+def _tokens_per_s(inputs: GateInputs) -> Value:
+    rates = inputs.recent("tokens_per_s")
     if not rates:
         raise NotMeasured("no logged tokens/s since the previous gate")
-    return median(rates), evidence.source("tokens_per_s", len(rates), evidence.since)
+    return median(rates), inputs.source("tokens_per_s", len(rates), inputs.previous_step)
 
 
-def _utilization(evidence: Evidence, reduce: Callable[[list[float]], float]) -> Value:
-    means = {history.rank: history.gpu_utilization for history in evidence.ranks}
+def _utilization(inputs: GateInputs, reduce: Callable[[list[float]], float]) -> Value:
+    means = {history.rank: history.gpu_utilization for history in inputs.histories}
     if missing := [str(rank) for rank, mean in means.items() if mean is None]:
         raise NotMeasured(f"no gpu_busy in the heartbeats of ranks {', '.join(missing)}")
     values = [mean for mean in means.values() if mean is not None]
@@ -194,38 +199,38 @@ def _utilization(evidence: Evidence, reduce: Callable[[list[float]], float]) -> 
     return reduce(values), f"gpu_busy of heartbeats between steps: {shown}"
 
 
-def _skipped_fraction(evidence: Evidence) -> Value:
-    skipped = _skipped(evidence)
+def _skipped_fraction(inputs: GateInputs) -> Value:
+    skipped = _skipped(inputs)
     if skipped is None:
         raise NotMeasured("no heartbeats")
-    return skipped / evidence.step, f"heartbeats: {skipped:,} of {evidence.step:,} steps"
+    return skipped / inputs.step, f"heartbeats: {skipped:,} of {inputs.step:,} steps"
 
 
-def _skipped(evidence: Evidence) -> int | None:
-    counts = (history.skipped for history in evidence.ranks)
+def _skipped(inputs: GateInputs) -> int | None:
+    counts = (history.skipped for history in inputs.histories)
     return max((count for count in counts if count is not None), default=None)
 
 
-def _min_mean_gate(evidence: Evidence) -> Value:
-    rows = [row for row in evidence.selection.rows if row["step"] <= evidence.step]
+def _min_mean_gate(inputs: GateInputs) -> Value:
+    rows = [row for row in inputs.selection.rows if row["step"] <= inputs.step]
     newest = rows[-1]["step"] if rows else 0
-    layers = [row for row in rows if row["step"] == newest > evidence.since]
+    layers = [row for row in rows if row["step"] == newest > inputs.previous_step]
     means = {
         branch: fmean(row[f"gate_{branch}"] for row in layers)
         for branch in BRANCHES
         if layers and all(f"gate_{branch}" in row for row in layers)
     }
     if not means:
-        why = evidence.selection.problem or "no gates were logged since the previous gate"
+        why = inputs.selection.problem or "no gates were logged since the previous gate"
         raise NotMeasured(f"{why} (dense attention has no gates)")
     shown = ", ".join(f"{branch} {mean:.3f}" for branch, mean in means.items())
     source = f"selection.csv, {len(layers)} layers at step {newest:,.0f}: {shown}"
     return math.nan if any(map(math.isnan, means.values())) else min(means.values()), source
 
 
-def _peak_memory(evidence: Evidence) -> Value:
-    peaks = {history.rank: history.memory[-1][1] for history in evidence.ranks if history.memory}
-    logged = [row["memory_gb"] for row in evidence.rows if row.get("memory_gb")]
+def _peak_memory(inputs: GateInputs) -> Value:
+    peaks = {history.rank: history.memory[-1][1] for history in inputs.histories if history.memory}
+    logged = [row["memory_gb"] for row in inputs.rows if row.get("memory_gb")]
     if logged:  # on rank 0; its heartbeats may be off, or too rare in a short run
         peaks[0] = max(*logged, peaks.get(0, 0.0))
     if not peaks:
@@ -235,12 +240,12 @@ def _peak_memory(evidence: Evidence) -> Value:
     return peaks[worst], f"heartbeats and metrics.csv of ranks {ranks}; rank {worst} is the highest"
 
 
-def _memory_growth(evidence: Evidence) -> Value:
-    if evidence.step < MIN_STEPS_FOR_GROWTH:
-        raise NotMeasured(f"{evidence.step:,} steps, {MIN_STEPS_FOR_GROWTH} are needed")
+def _memory_growth(inputs: GateInputs) -> Value:
+    if inputs.step < MIN_STEPS_FOR_GROWTH:
+        raise NotMeasured(f"{inputs.step:,} steps, {MIN_STEPS_FOR_GROWTH} are needed")
     growth = {}
-    for history in evidence.ranks:
-        early = [memory for step, memory in history.memory if 2 * step <= evidence.step]
+    for history in inputs.histories:
+        early = [memory for step, memory in history.memory if 2 * step <= inputs.step]
         if not early:
             raise NotMeasured(f"rank {history.rank} recorded no memory in the first half")
         growth[history.rank] = history.memory[-1][1] / early[-1] - 1
@@ -248,9 +253,9 @@ def _memory_growth(evidence: Evidence) -> Value:
     return growth[worst], f"heartbeats of {len(growth)} ranks; rank {worst} grew the most"
 
 
-def _validation_loss(evidence: Evidence) -> Criterion:
+def _validation_loss(inputs: GateInputs) -> Criterion:
     name, limit = "validation loss", "finite"
-    losses, _ = evidence.values("val_loss")
+    losses, _ = inputs.values("val_loss")
     if not losses:
         return Criterion(name, None, None, limit, "metrics.csv holds no val_loss")
     step, loss = losses[-1]
@@ -259,9 +264,10 @@ def _validation_loss(evidence: Evidence) -> Criterion:
 
 
 _COMPARE = {"at most": operator.le, "at least": operator.ge, "below": operator.lt}
-# First gate, criterion, limit in `monitor.ladder` (0 or false switches it off), comparison, value.
-_LIMITED: tuple[tuple[str, str, str, str, Callable[[Evidence], Value]], ...] = (
-    ("smoke", "final / initial loss", "require_fall", "below", _loss_ratio),  # true is 1
+# First gate that has the criterion, its name, the setting of `monitor.ladder` that limits it (0 or
+# false: off), the comparison, the measurement. require_fall = true is a limit of 1.
+_CRITERIA: tuple[tuple[str, str, str, str, Callable[[GateInputs], Value]], ...] = (
+    ("smoke", "final / initial loss", "require_fall", "below", _loss_ratio),
     ("smoke", "longest pause, seconds", "max_pause", "at most", _longest_pause),
     ("smoke", "p90 / median step time", "max_step_spread", "at most", _step_time_spread),
     ("smoke", "median tokens/s", "min_tokens_per_s", "at least", _tokens_per_s),

@@ -1,4 +1,4 @@
-"""What a run has done so far, kept in memory for the gates and built from files for a report.
+"""History of a run: kept in memory for the gates, read from files for a report.
 
 RankHistory    steps, pauses and memory of one rank, from its heartbeat lines
 RunHistory     rows of metrics.csv and selection.csv, on rank 0
@@ -30,15 +30,11 @@ NEWEST = 500  # rows of selection.csv that are kept, a few logged steps
 
 @dataclass
 class RankHistory:
-    """One rank's history up to a step; its size does not grow with the number of steps.
-
-    `since` of a line is the time spent in its phase; the rest of the time since the previous line
-    was spent in the previous line's phase.
-    """
+    """One rank's history between two steps; its size does not grow with the number of steps."""
 
     rank: int
-    since: int = 0  # step from which pauses and GPU utilization count
-    upto: float = math.inf  # the last step
+    from_step: int = 0  # pauses and GPU utilization count from here on
+    to_step: float = math.inf  # later lines are ignored
     lines: int = 0
     step: int = 0  # the highest completed step
     done: list[tuple[int, int]] = field(default_factory=list)  # (from, to], one per process
@@ -70,7 +66,7 @@ class RankHistory:
     def add(self, line: dict[str, Any]) -> None:
         """Add the next heartbeat line."""
         step, event, phase = int(line["step"]), line["event"], line["phase"]
-        if event == "step_start" or step > self.upto:  # step_end has the same information
+        if event == "step_start" or step > self.to_step:  # step_end has the same information
             return
         new_process = event == "start" or line["pid"] != self._pid
         if new_process or (self._first is not None and step < self._done):  # or rolled back
@@ -90,11 +86,15 @@ class RankHistory:
         """End a process; a hang before its end counts as a pause."""
         if self._first is not None:
             self.done.append((self._first, self._done))
-            if self._done < self.upto:
+            if self._done < self.to_step:
                 self._end_pause()
         self._pid, self._mono, self._waited, self._first = None, None, None, None
 
     def _add_time(self, mono: float, since: float, phase: str) -> None:
+        """Split the time since the previous line between two phases, and add it to the pause.
+
+        The last `since` seconds were spent in this line's phase, the rest in the previous line's.
+        """
         if self._mono is not None and self._waited is not None and mono > self._mono:
             passed = mono - self._mono
             in_phase = min(max(since, 0.0), passed)
@@ -103,7 +103,7 @@ class RankHistory:
         self._mono, self._phase = mono, phase
 
     def _end_pause(self) -> None:
-        if self._waited is not None and self._waited > self.pause and self._done >= self.since:
+        if self._waited is not None and self._waited > self.pause and self._done >= self.from_step:
             self.pause = self._waited
             self.pause_at = f"rank {self.rank}, before step {self._done + 1:,}"
 
@@ -120,7 +120,7 @@ class RankHistory:
         memory, busy = line.get("memory_gb"), line.get("gpu_busy")
         if memory and (not self.memory or memory > self.memory[-1][1]):
             self.memory.append((step, memory))
-        if busy is not None and phase in TRAINING and step >= self.since:
+        if busy is not None and phase in TRAINING and step >= self.from_step:
             self.gpu_busy[busy] += 1
 
 
@@ -133,7 +133,7 @@ class HistoryRecorder:
 
     def __init__(self, run_dir: Path, rank: int, windows: Iterable[tuple[int, int]]) -> None:
         self._lock = threading.Lock()
-        self._histories = {upto: RankHistory(rank, since, upto) for since, upto in windows}
+        self._histories = {end: RankHistory(rank, start, end) for start, end in windows}
         for line in _heartbeat_lines(run_dir, rank):
             self.add(line)
 
@@ -143,7 +143,7 @@ class HistoryRecorder:
             for history in self._histories.values():
                 history.add(line)
 
-    def history(self, step: int) -> RankHistory:
+    def up_to(self, step: int) -> RankHistory:
         """Return a copy of the history for the gate at `step`."""
         with self._lock:
             history = copy.deepcopy(self._histories[step])

@@ -15,7 +15,8 @@ from typing import Any
 
 from nsa.atomic_io import atomic_write_text
 from nsa.constants import BRANCHES
-from nsa.gates.ladder import NAMES, GateResult
+from nsa.gates.results import GateResult
+from nsa.gates.schedule import GATE_NAMES
 from nsa.monitor.artifacts import Table, read_json, read_table, try_read_text
 from nsa.monitor.csv_files import FALLBACK_COLUMNS, FALLBACKS
 from nsa.monitor.observer import Observer, RunInfo
@@ -118,7 +119,7 @@ def _gate_sections(gates: Sequence[GateResult]) -> Iterator[str]:
                 for row in gate.criteria
             ],
         )
-    if missing := [name for name in NAMES if name not in {gate.gate for gate in gates}]:
+    if missing := [name for name in GATE_NAMES if name not in {gate.gate for gate in gates}]:
         yield from ("", f"Not judged: {', '.join(missing)}.")
 
 

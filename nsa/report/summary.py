@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-from nsa.gates.ladder import GateResult, read_gates
+from nsa.gates.results import GateResult, read_results
 from nsa.monitor.artifacts import Table, ranks, read_table, try_read_text
 from nsa.monitor.history import RankHistory, read_rank
 from nsa.untrusted import parse_yaml
@@ -99,5 +99,5 @@ def summarise(run_dir: Path) -> Summary:
         run_dir=run_dir,
         metrics=read_table(run_dir / "metrics.csv"),
         histories=[read_rank(run_dir, rank) for rank in ranks(run_dir)],
-        gates=read_gates(run_dir),
+        gates=read_results(run_dir),
     )

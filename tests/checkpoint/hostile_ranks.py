@@ -36,7 +36,7 @@ def main() -> None:
             if not int((attacked / "planted").read_text()):
                 continue
             try:
-                checkpoint.load(engine, attacked / "step00000003")
+                checkpoint.load(engine, checkpoint.read_state_file(attacked / "step00000003"))
                 errors[attacked.name] = ""
             except ValueError as error:
                 errors[attacked.name] = str(error)

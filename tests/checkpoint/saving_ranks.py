@@ -20,7 +20,15 @@ import torch
 import torch.distributed as dist
 
 import nsa.checkpoint.saver
-from nsa.checkpoint import CheckpointConfig, SaveFailed, Saver, load, newest_complete, read_manifest
+from nsa.checkpoint import (
+    CheckpointConfig,
+    SaveFailed,
+    Saver,
+    load,
+    newest_valid,
+    read_manifest,
+    read_state_file,
+)
 from nsa.engine.consensus import Consensus
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from tests.checkpoint.toy import build, step, weights
@@ -59,7 +67,7 @@ class Trial:
         except SaveFailed as raised:
             error = str(raised)
         dist.barrier()
-        best, notes = newest_complete(folder)
+        best, notes = newest_valid(folder)
         left = sorted(path.name for path in folder.iterdir())
         dist.barrier()
         return {"error": error, "left": left, "newest": best and best.name, "notes": notes}
@@ -102,7 +110,9 @@ def resume(trial: Trial) -> dict[str, Any]:
     """Compare random numbers and weights after loading with those after saving."""
     continued = weights(trial.engine)
     seed(90)  # loading must undo this
-    assert load(trial.engine, trial.root / "foreground/step00000003") == {"step": 3}
+    saved = read_state_file(trial.root / "foreground/step00000003")
+    load(trial.engine, saved)
+    assert saved.train_state == {"step": 3}
     drawn = draw()
     seed(trial.rank)
     expected = draw()
@@ -194,7 +204,7 @@ def not_finite(trial: Trial) -> dict[str, Any]:
     saver.finish()
     dist.barrier()
     left = sorted(path.name for path in folder.glob("step*"))
-    newest = [newest_complete(folder)[0], newest_complete(folder, finite=True)[0]]
+    newest = [newest_valid(folder)[0], newest_valid(folder, finite=True)[0]]
     finite = [read_manifest(folder / name)["finite"] for name in left]
     return {"left": left, "finite": finite, "newest": [path and path.name for path in newest]}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nsa.checkpoint import newest_complete
+from nsa.checkpoint import newest_valid
 from nsa.checkpoint.commit import (
     commit,
     draft_of,
@@ -93,7 +93,7 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint_and_the_next_run_cleans_
         change += 1
         folder = Path(shutil.copytree(before, tmp_path / str(change)))
         code = killed_before(change, folder, lambda folder=folder: save(folder, 6, keep=1))
-        path, notes = newest_complete(folder)
+        path, notes = newest_valid(folder)
         assert path is not None, f"killed before change {change}: {notes}"
         damaged = [other for other in list_checkpoints(folder) if find_problem(other)]
         assert exists or damaged == [], "an unfinished checkpoint has its final name"
@@ -101,7 +101,7 @@ def test_a_kill_at_any_moment_leaves_a_valid_checkpoint_and_the_next_run_cleans_
         remove_drafts(folder)  # what the next run does first
         assert {item.name for item in folder.iterdir()} <= {"latest", *checkpoint_names(3, 6)}
         if change % 6 == 0:  # every sixth, to save time
-            assert save(folder, 9) == newest_complete(folder)[0]
+            assert save(folder, 9) == newest_valid(folder)[0]
             assert (folder / "latest").read_text() == "step00000009"
     assert code == 0, "without a kill the save succeeds"
     renamed = newest.index("step00000006")
@@ -147,8 +147,8 @@ def test_a_checkpoint_is_finite_only_if_every_rank_is(tmp_path: Path) -> None:
             (draft / name).write_text("x")
         write_part(draft, rank, names, finite)
     path = commit(tmp_path, 3, wait_for_parts(draft, 2, threading.Event()), {})
-    assert newest_complete(tmp_path)[0] == path
-    assert newest_complete(tmp_path, finite=True) == (
+    assert newest_valid(tmp_path)[0] == path
+    assert newest_valid(tmp_path, finite=True) == (
         None,
         ["step00000003: it holds numbers that are not finite"],
     )

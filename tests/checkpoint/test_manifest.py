@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nsa.checkpoint import newest_complete
+from nsa.checkpoint import newest_valid
 from nsa.checkpoint.manifest import manifest_text, read_manifest
 from tests.checkpoint.conftest import Rows
 
@@ -51,11 +51,11 @@ def test_a_damaged_file_is_named_and_its_checkpoint_skipped(
     folder: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     damage(folder / "step00000006" / name)
-    path, (note,) = newest_complete(folder)
+    path, (note,) = newest_valid(folder)
     assert path == folder / "step00000003"
     assert note.startswith(f"step00000006: {name} ")
     damage(folder / "step00000003" / name)
-    path, notes = newest_complete(folder)
+    path, notes = newest_valid(folder)
     assert path is None
     assert [note.split(":")[0] for note in notes] == ["step00000006", "step00000003"]
 
@@ -68,7 +68,7 @@ def test_a_wrong_size_is_reported_in_bytes(folder: Path) -> None:
     shard = folder / "step00000006/mp_rank_00_model_states.pt"
     size = shard.stat().st_size
     truncate(shard)
-    _, (note,) = newest_complete(folder)
+    _, (note,) = newest_valid(folder)
     assert note == (
         f"step00000006: mp_rank_00_model_states.pt has {size // 2:,} bytes, "
         f"manifest.json says {size:,}"
@@ -109,7 +109,7 @@ def test_an_inconsistent_manifest_is_refused_though_its_own_hash_is_right(
     content.pop("sha256")
     forge(content)
     path.write_text(manifest_text(content))
-    newest, (note,) = newest_complete(folder)
+    newest, (note,) = newest_valid(folder)
     assert newest == folder / "step00000003"
     assert problem in note
 
@@ -124,7 +124,7 @@ def test_an_edited_manifest_is_refused_by_its_hash(folder: Path) -> None:
 @pytest.mark.parametrize("text", ["[]", "{}", "", "null", '{"files": 3}', "\x00\x00"])
 def test_a_manifest_with_other_content_is_refused(folder: Path, text: str) -> None:
     (folder / "step00000006/manifest.json").write_text(text)
-    newest, (note,) = newest_complete(folder)
+    newest, (note,) = newest_valid(folder)
     assert newest == folder / "step00000003"
     assert note.startswith("step00000006: manifest.json cannot be read: ")
 
@@ -134,22 +134,22 @@ def test_latest_is_not_read(folder: Path, latest: str | None) -> None:
     (folder / "latest").unlink()
     if latest is not None:
         (folder / "latest").write_text(latest)
-    assert newest_complete(folder) == (folder / "step00000006", [])
+    assert newest_valid(folder) == (folder / "step00000006", [])
 
 
 def test_other_names_are_ignored(folder: Path) -> None:
     for name in (".step00000009.partial", "step00000009.universal", "mine"):
         shutil.copytree(folder / "step00000006", folder / name)
     (folder / "step00000010").write_text("a file")
-    assert newest_complete(folder) == (folder / "step00000006", [])
+    assert newest_valid(folder) == (folder / "step00000006", [])
 
 
 def test_a_copy_under_another_step_is_refused(folder: Path) -> None:
     shutil.copytree(folder / "step00000006", folder / "step00000009")
-    newest, (note,) = newest_complete(folder)
+    newest, (note,) = newest_valid(folder)
     assert newest == folder / "step00000006"
     assert note == "step00000009: manifest.json is that of step 6"
 
 
 def test_a_missing_folder_has_no_checkpoint(tmp_path: Path) -> None:
-    assert newest_complete(tmp_path / "checkpoints") == (None, [])
+    assert newest_valid(tmp_path / "checkpoints") == (None, [])

@@ -11,6 +11,7 @@ import torch
 
 from nsa.checkpoint.manifest import find_problem
 from nsa.checkpoint.safe_load import data_only
+from nsa.checkpoint.state_file import read_state_file
 from nsa.checkpoint.universal import to_universal
 from nsa.checkpoint.weights import read_weights
 from tests.checkpoint.hostile import KINDS, Code, forge_layout, plant
@@ -72,7 +73,7 @@ def test_a_forged_layout_reads_no_pickles(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["model", "optimizer"])
 def test_conversion_to_another_number_of_ranks_refuses_code(root: Path, kind: str) -> None:
     with pytest.raises(ValueError, match=r"could not be converted: .*could run code"):
-        to_universal(root / f"1_{kind}" / "step00000003")
+        to_universal(read_state_file(root / f"1_{kind}" / "step00000003"))
     assert not (root / "ran").exists()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nsa.checkpoint import newest_complete, read_manifest, read_rank_state, read_state_file
+from nsa.checkpoint import newest_valid, read_manifest, read_rank_state, read_state_file
 from tests.checkpoint.conftest import Rows
 
 Saved = tuple[Path, list[Rows]]
@@ -16,7 +16,7 @@ Saved = tuple[Path, list[Rows]]
 
 def test_a_checkpoint_holds_all_files_and_its_manifest_names_them(saved: Saved) -> None:
     root, _ = saved
-    path, notes = newest_complete(root / "foreground")
+    path, notes = newest_valid(root / "foreground")
     assert path == root / "foreground/step00000006"
     assert notes == []
     assert (root / "foreground/latest").read_text() == path.name
@@ -32,8 +32,8 @@ def test_a_checkpoint_holds_all_files_and_its_manifest_names_them(saved: Saved) 
         "ds_config.json",
     }
     assert {item.name for item in path.iterdir()} == {*manifest["files"], "manifest.json"}
-    assert read_state_file(path)["state"] == {"step": 6}
-    assert read_state_file(path)["saved_under"]["ranks"] == 2
+    assert read_state_file(path).train_state == {"step": 6}
+    assert read_state_file(path).topology.ranks == 2
     assert [read_rank_state(path, rank) for rank in (0, 1)] == [{"cursor": 0}, {"cursor": 1}]
 
 

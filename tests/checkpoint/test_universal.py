@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nsa.checkpoint.manifest import check_loadable
+from nsa.checkpoint.state_file import Topology, check_loadable, read_state_file
 from nsa.checkpoint.universal import needs_universal, to_universal
 from nsa.checkpoint.weights import find_weights, read_weights
 from tests.ranks import launch
@@ -69,11 +70,13 @@ def test_after_a_universal_checkpoint_an_engine_loads_a_regular_one(
 
 
 def test_the_converted_checkpoint_is_reused_until_it_is_damaged(root: Path) -> None:
-    saved = root / "1_from_2" / "step00000004"
-    converted = to_universal(saved)
+    saved = read_state_file(root / "1_from_2" / "step00000004")
+    universal = to_universal(saved)
+    converted = universal.checkpoint
+    assert read_state_file(converted) == universal
     assert needs_universal(saved, 1)
     assert not needs_universal(saved, 2)
-    assert not needs_universal(converted, 1)
+    assert not needs_universal(universal, 1)
     one = next(converted.rglob("exp_avg.pt"))
     unchanged = converted.stat().st_mtime_ns
     to_universal(saved)
@@ -87,15 +90,16 @@ def test_the_converted_checkpoint_is_reused_until_it_is_damaged(root: Path) -> N
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_converted_weights_equal_the_original(root: Path, dtype: torch.dtype | None) -> None:
     saved = root / "1_from_2" / "step00000004"
-    expected, weights = (read_weights(find_weights(p), dtype) for p in (saved, to_universal(saved)))
+    converted = to_universal(read_state_file(saved)).checkpoint
+    expected, weights = (read_weights(find_weights(p), dtype) for p in (saved, converted))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_another_number_of_ranks_is_refused_with_the_flag_to_add() -> None:
-    saved = {"layout": "1 or 2", "precision": "bf16", "ranks": 2}
+    saved = Topology(layout="1 or 2", precision="bf16", ranks=2)
     with pytest.raises(ValueError, match=r"saved with world size 2.*has world size 1.*--universal"):
-        check_loadable(Path("step00000004"), saved, saved | {"ranks": 1})
+        check_loadable(Path("step00000004"), saved, replace(saved, ranks=1))
 
 
 @pytest.mark.parametrize("layout", ["3", "1 or 2 with Muon"])
@@ -103,4 +107,4 @@ def test_what_the_converter_cannot_read_is_refused(tmp_path: Path, layout: str) 
     saved_under = {"layout": layout, "precision": "bf16", "ranks": 2}
     (tmp_path / "state.json").write_text(json.dumps({"state": {}, "saved_under": saved_under}))
     with pytest.raises(ValueError, match=f"stage {layout}, which cannot be converted; start 2"):
-        to_universal(tmp_path)
+        to_universal(read_state_file(tmp_path))

@@ -45,16 +45,18 @@ def save(root: Path, stage: int) -> None:
 def resume(root: Path, stage: int) -> None:
     """Take the last four steps from the other number's checkpoint, then from our own."""
     ranks, name = dist.get_world_size(), f"{stage}_from_{3 - dist.get_world_size()}"
-    path = root / name / "step00000004"
-    if needs_universal(path, ranks):
+    saved = checkpoint.read_state_file(root / name / "step00000004")
+    if needs_universal(saved, ranks):
         if dist.get_rank() == 0:
-            to_universal(path)
+            to_universal(saved)
         dist.barrier()
-        path = to_universal(path)
+        saved = to_universal(saved)
     engine = build(seed=2, stage=stage)
-    assert checkpoint.load(engine, path) == {"step": 4}
+    checkpoint.load(engine, saved)
+    assert saved.train_state == {"step": 4}
     record(root, f"{name}_on_{ranks}", engine, stage)
-    checkpoint.load(engine, root / f"{stage}_from_{ranks}" / "step00000004")
+    own = root / f"{stage}_from_{ranks}" / "step00000004"
+    checkpoint.load(engine, checkpoint.read_state_file(own))
     record(root, f"{stage}_from_{ranks}_again", engine, stage)
     engine.destroy()
 

@@ -138,7 +138,7 @@ def resume(folder: Path, *arguments: str) -> Resumed:
 
 def weights(run_dir: Path) -> str:
     """Return a hash of all tensors in the last checkpoint."""
-    path, notes = checkpoint.newest_complete(run_dir / "checkpoints")
+    path, notes = checkpoint.newest_valid(run_dir / "checkpoints")
     assert path is not None, notes
     assert path.name == f"step{STEPS:08d}"
     digest = hashlib.sha256()

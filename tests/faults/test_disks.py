@@ -72,7 +72,7 @@ def test_damage_to_any_file_of_a_checkpoint_is_detected_and_the_one_before_is_us
     for name in names:
         shutil.copytree(saved.dir / "checkpoints", folder)
         damage(folder / "step00000008" / name)
-        path, notes = checkpoint.newest_complete(folder)
+        path, notes = checkpoint.newest_valid(folder)
         assert path == folder / "step00000004", name
         assert any("step00000008" in note for note in notes)
         shutil.rmtree(folder)
@@ -141,7 +141,7 @@ def test_a_failing_disk_costs_checkpoints_and_not_the_run(
         assert len(lost) == len(set(lost)), "each is logged once"
         assert MESSAGE[how] in run.output
         fix(how, folder, run.dir / "checkpoints")
-        path, _ = checkpoint.newest_complete(run.dir / "checkpoints")
+        path, _ = checkpoint.newest_valid(run.dir / "checkpoints")
         assert path is not None
         done = int(path.name[4:])
         assert done in (EVERY, 2 * EVERY)
@@ -197,7 +197,7 @@ def test_a_deleted_folder_is_noticed_and_the_step_is_saved(
         "m7c: run: deleted while the run wrote to it, with all that it held; this step is saved "
         "there, so continue with --resume"
     }
-    path, _ = checkpoint.newest_complete(run.dir / "checkpoints")
+    path, _ = checkpoint.newest_valid(run.dir / "checkpoints")
     assert path is not None
     saved = int(path.name[4:])
     assert step <= saved < STEPS, "noticed at once"

@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from nsa.checkpoint.manifest import MANIFEST, manifest_text, newest_complete, sync_and_hash
+from nsa.checkpoint.manifest import MANIFEST, manifest_text, newest_valid, sync_and_hash
+from nsa.checkpoint.state_file import read_state_file
 from nsa.data import DataConfig, loader
 from nsa.data.stream import stream_rows
 from nsa.engine.config import TrainConfig
@@ -86,7 +87,7 @@ def test_manifest(fuzz: Callable[..., None], run_dir: Path) -> None:
                 pass
         (checkpoint / MANIFEST).write_bytes(content)
         with time_limit():
-            newest_complete(checkpoint.parent)
+            newest_valid(checkpoint.parent)
         generate(run_dir)
 
     fuzz(check, 150, content=files(tree), rehash=st.booleans())
@@ -100,7 +101,7 @@ def test_state(fuzz: Callable[..., None], run_dir: Path) -> None:
         write_manifest(checkpoint)
         generate(run_dir)
         with time_limit(), contextlib.suppress(ValueError):
-            read_state(checkpoint, Ranks(rank=0, world_size=1, local_rank=0))
+            read_state(read_state_file(checkpoint), Ranks(rank=0, world_size=1, local_rank=0))
 
     fuzz(check, 100, content=files(STATE))
 
@@ -125,7 +126,7 @@ def test_state_of_a_rank(
         (checkpoint / "rank0.json").write_bytes(content)
         with time_limit(), contextlib.suppress(ValueError):
             outcomes.add("read")
-            _, saved = read_state(checkpoint, ranks)
+            _, saved = read_state(read_state_file(checkpoint), ranks)
             guard.restore(saved.get("guard", guard.state()))
             feed = saved.get("feed")
             works = loader.StreamingBatches(config, state=feed, **shape)._workers

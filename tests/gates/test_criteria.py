@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from nsa.gates.ladder import Criterion, Gate, read_gates, record
+from nsa.gates.results import Criterion, read_results, record_result
+from nsa.gates.schedule import Gate
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.config import LadderConfig
-from tests.gates.evidence import gate_at, judge_files
+from tests.gates.files import gate_at, judge_files
 from tests.monitor.written import (
     CONFIG,
     beats,
@@ -124,7 +125,7 @@ def test_a_hang_is_a_pause_but_saving_and_evaluating_are_not(tmp_path: Path) -> 
 def test_a_pause_counts_at_the_first_gate_after_it_and_at_no_later_one(tmp_path: Path) -> None:
     write_run(tmp_path, waits={200: ("forward", 200.0)})
     assert criterion(tmp_path, "longest pause").value == pytest.approx(200.5)
-    later = Gate("extended", 300, since=250)
+    later = Gate("extended", 300, previous_step=250)
     assert criterion(tmp_path, "longest pause", later).value == pytest.approx(0.5)
 
 
@@ -271,8 +272,8 @@ def test_corrupt_files_are_a_no_go_with_the_reason_and_never_a_crash(
     result = judge_files(tmp_path, gate_at("production", 300), LadderConfig())
     assert not result.go
     assert "metrics.csv" in result.summary
-    record(tmp_path, result)
-    assert read_gates(tmp_path) == [result]
+    record_result(tmp_path, result)
+    assert read_results(tmp_path) == [result]
 
 
 def test_torn_lines_cost_only_themselves(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from nsa.gates.ladder import Gate
+from nsa.gates.schedule import Gate
 from nsa.monitor.csv_files import MetricsCsv, SelectionCsv
 from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.history import HistoryRecorder, RunHistory, read_rank
-from tests.gates.evidence import judge_files
+from tests.gates.files import judge_files
 from tests.monitor.records import make_health, make_info, make_record
 from tests.monitor.written import CONFIG, beats, write_beats, write_metrics
 
@@ -28,8 +28,8 @@ def test_a_step_is_in_the_history_at_once_though_no_line_is_on_disk(tmp_path: Pa
         heartbeat.step_start(step)
         heartbeat.enter("forward")
         heartbeat.step_end(step, tokens=64 * step, skipped=step // 2)
-    assert (history.history(2).step, history.history(2).done) == (2, [(0, 2)])
-    later = history.history(4)
+    assert (history.up_to(2).step, history.up_to(2).done) == (2, [(0, 2)])
+    later = history.up_to(4)
     assert (later.step, later.done, later.skipped, later.processes) == (3, [(0, 3)], 1, 1)
     heartbeat.close("finished")
 
@@ -44,8 +44,8 @@ def test_a_resumed_process_continues_the_history_that_earlier_ones_wrote(tmp_pat
             heartbeat.enter("forward")
             heartbeat.step_end(step, tokens=64 * step, skipped=1)
         heartbeat.close("finished")
-    stored = HistoryRecorder(tmp_path, 0, [(0, 4)]).history(4)
-    assert stored == history.history(4)
+    stored = HistoryRecorder(tmp_path, 0, [(0, 4)]).up_to(4)
+    assert stored == history.up_to(4)
     assert (stored.done, stored.processes, stored.status) == ([(0, 2), (2, 4)], 2, "finished")
     assert stored.backend == "deepspeed-zero1"
     result = judge_files(tmp_path, Gate("smoke", 4), CONFIG)
@@ -76,7 +76,7 @@ def test_a_history_of_fifty_thousand_steps_stays_small(tmp_path: Path) -> None:
     for step in range(1, 50_001):
         moved = {"event": "step_end", "step": step, "mono": float(step)}
         history.add({**line, **moved, "phase": "step", "gpu_busy": step % 100 / 100})
-    full = history.history(50_000)
+    full = history.up_to(50_000)
     assert full.done == [(0, 50_000)]
     assert sum(full.gpu_busy.values()) == 50_000
     assert len(pickle.dumps(full)) < 50_000

@@ -7,10 +7,10 @@ import pytest
 from nsa.cli import main
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import to_yaml
-from nsa.gates.ladder import record
+from nsa.gates.results import record_result
 from nsa.monitor.config import LadderConfig
 from nsa.report.compare import compare_runs, read_runs
-from tests.gates.evidence import gate_at, judge_files
+from tests.gates.files import gate_at, judge_files
 from tests.monitor.written import write_metrics, write_run
 from tests.report.pictures import BLUE, ORANGE, pixels
 
@@ -18,7 +18,7 @@ from tests.report.pictures import BLUE, ORANGE, pixels
 def test_runs_share_one_picture_and_a_table_of_their_final_values(tmp_path: Path) -> None:
     nsa, dense = write_run(tmp_path / "nsa"), tmp_path / "dense"
     write_metrics(dense, 200, change=lambda step: {"loss": 4.0 + 1 / step, "tokens_per_s": 1e5})
-    record(nsa, judge_files(nsa, gate_at("production", 300), LadderConfig()))
+    record_result(nsa, judge_files(nsa, gate_at("production", 300), LadderConfig()))
     lines = compare_runs(read_runs([nsa, dense]), tmp_path / "out" / "both.png")
     assert pixels(tmp_path / "out" / "both.png", BLUE) > 500
     assert pixels(tmp_path / "out" / "both.png", ORANGE) > 500

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from nsa.gates.ladder import record
+from nsa.gates.results import record_result
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.environment import cpu_model, write_env
 from nsa.report.report import write_report
-from tests.gates.evidence import gate_at, judge_files
+from tests.gates.files import gate_at, judge_files
 from tests.monitor.written import beats, write_beats, write_metrics, write_run, write_selection
 from tests.report.pictures import BLUE, ORANGE, pixels, size
 
@@ -28,7 +28,7 @@ def plots(run_dir: Path) -> set[str]:
 def test_a_report_begins_with_the_gate_results_and_their_evidence(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "mine", waits={200: ("forward", 200.0)})
     for gate in (gate_at("sanity", 1), gate_at("smoke", 300)):
-        record(run_dir, judge_files(run_dir, gate, LadderConfig()))
+        record_result(run_dir, judge_files(run_dir, gate, LadderConfig()))
     path = write_report(run_dir)
     text = path.read_text()
     assert path == run_dir / "report.md"
@@ -117,7 +117,7 @@ def test_a_run_that_failed_before_its_first_step_has_a_report(tmp_path: Path) ->
 )
 def test_corrupt_files_cost_only_their_part_of_the_report(tmp_path: Path, garbage: bytes) -> None:
     write_metrics(tmp_path)
-    record(tmp_path, judge_files(tmp_path, gate_at("sanity", 1), LadderConfig()))
+    record_result(tmp_path, judge_files(tmp_path, gate_at("sanity", 1), LadderConfig()))
     for name in ("env.json", "halt.json", "config.yaml", "ds_config.json", "fallbacks.csv"):
         (tmp_path / name).write_bytes(garbage)
     for name in ("selection.csv", "heartbeat_rank0.jsonl"):

@@ -1,4 +1,4 @@
-"""Order of the gates, `--until`, and `gates.json`."""
+"""Steps of the gates, `--until`, and `gates.json`."""
 
 from __future__ import annotations
 
@@ -9,28 +9,20 @@ import pytest
 
 from nsa.doctor.check import Check
 from nsa.gates.criteria import preflight
-from nsa.gates.ladder import (
-    Criterion,
-    Gate,
-    GateResult,
-    conclude,
-    ladder,
-    read_gates,
-    record,
-    until,
-)
+from nsa.gates.results import Criterion, GateResult, gate_result, read_results, record_result
+from nsa.gates.schedule import Gate, schedule, until_step
 from nsa.monitor.config import LadderConfig
 
 
 def test_a_run_passes_the_gates_before_its_end_and_then_production() -> None:
-    assert ladder(LadderConfig(), 50_000) == [
-        Gate("sanity", 1, since=0),
-        Gate("smoke", 300, since=1),
-        Gate("extended", 1_000, since=300),
-        Gate("production", 50_000, since=1_000),
+    assert schedule(LadderConfig(), 50_000) == [
+        Gate("sanity", 1, previous_step=0),
+        Gate("smoke", 300, previous_step=1),
+        Gate("extended", 1_000, previous_step=300),
+        Gate("production", 50_000, previous_step=1_000),
     ]
-    assert ladder(LadderConfig(), 300) == [Gate("sanity", 1), Gate("production", 300, since=1)]
-    assert ladder(LadderConfig(), 1) == [Gate("production", 1)]
+    assert schedule(LadderConfig(), 300) == [Gate("sanity", 1), Gate("production", 300, 1)]
+    assert schedule(LadderConfig(), 1) == [Gate("production", 1)]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +30,7 @@ def test_a_run_passes_the_gates_before_its_end_and_then_production() -> None:
     [("250", 250), ("99999", 50_000), ("smoke", 300), ("Extended", 1_000), ("preflight", 0)],
 )
 def test_until_accepts_steps_and_gates(text: str, step: int) -> None:
-    assert until(text, LadderConfig(), 50_000) == step
+    assert until_step(text, LadderConfig(), 50_000) == step
 
 
 @pytest.mark.parametrize(
@@ -52,19 +44,19 @@ def test_until_accepts_steps_and_gates(text: str, step: int) -> None:
 )
 def test_until_refuses_other_values_with_a_suggestion(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        until(text, LadderConfig(), 300)
+        until_step(text, LadderConfig(), 300)
 
 
 def test_results_are_kept_by_gate_and_a_new_one_replaces_the_old(tmp_path: Path) -> None:
-    sanity = conclude("sanity", 1, [])
-    bad = conclude("smoke", 300, [Criterion("longest pause, seconds", False, 0.5, "", "")])
+    sanity = gate_result("sanity", 1, [])
+    bad = gate_result("smoke", 300, [Criterion("longest pause, seconds", False, 0.5, "", "")])
     for result in (bad, sanity):
-        record(tmp_path, result)
-    assert read_gates(tmp_path) == [sanity, bad]
-    assert [result.go for result in read_gates(tmp_path)] == [True, False]
-    good = conclude("smoke", 300, [Criterion("longest pause, seconds", True, 0.1, "", "")])
-    record(tmp_path, good)
-    assert read_gates(tmp_path) == [sanity, good]
+        record_result(tmp_path, result)
+    assert read_results(tmp_path) == [sanity, bad]
+    assert [result.go for result in read_results(tmp_path)] == [True, False]
+    good = gate_result("smoke", 300, [Criterion("longest pause, seconds", True, 0.1, "", "")])
+    record_result(tmp_path, good)
+    assert read_results(tmp_path) == [sanity, good]
     entries = json.loads((tmp_path / "gates.json").read_text())
     assert [set(entry) for entry in entries] == [{"gate", "step", "go", "time", "criteria"}] * 2
     assert set(entries[1]["criteria"][0]) == {"name", "ok", "value", "limit", "evidence"}
@@ -80,7 +72,7 @@ def test_preflight_is_a_no_go_where_a_check_fails(tmp_path: Path) -> None:
     )
     assert not bad.go
     assert "disk: fail: full; free 9 GB" in bad.summary
-    record(tmp_path, bad)
-    (stored,) = read_gates(tmp_path)
+    record_result(tmp_path, bad)
+    (stored,) = read_results(tmp_path)
     assert isinstance(stored, GateResult)
     assert [criterion.ok for criterion in stored.criteria] == [None, False]

@@ -1,9 +1,4 @@
-"""Go/no-go gates of a run, in order, and `gates.json`, which holds their results.
-
-    preflight -> sanity -> smoke -> extended -> production
-
-A run that fails a gate stops there.
-"""
+"""Results of the go/no-go gates, and `gates.json`, which holds them."""
 
 from __future__ import annotations
 
@@ -11,65 +6,19 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from difflib import get_close_matches
 from pathlib import Path
 
 from nsa.atomic_io import atomic_write_text
+from nsa.gates.schedule import GATE_NAMES
 from nsa.monitor.artifacts import number, try_read_text
-from nsa.monitor.config import LadderConfig
 from nsa.untrusted import parse_json
 
 FILE_NAME = "gates.json"
-PREFLIGHT = "preflight"
-NAMES = (PREFLIGHT, "sanity", "smoke", "extended", "production")
-
-
-@dataclass(frozen=True)
-class Gate:
-    """A step at which the run is judged."""
-
-    name: str
-    step: int
-    since: int = 0  # step of the previous gate; speed is judged from there on
-
-
-def ladder(config: LadderConfig, total_steps: int) -> list[Gate]:
-    """Return the gates of a run of `total_steps`; production is at its last step."""
-    early = {name: getattr(config, name) for name in ("sanity", "smoke", "extended")}
-    steps = {name: step for name, step in early.items() if step < total_steps}
-    steps["production"] = total_steps
-    return [
-        Gate(name, step, since)
-        for (name, step), since in zip(steps.items(), (0, *steps.values()), strict=False)
-    ]
-
-
-def until(text: str, config: LadderConfig, total_steps: int) -> int:
-    """Return the step that `--until` names: a number, or a gate; preflight is 0."""
-    name = text.strip().lower()
-    if name.isdecimal() and int(name) > 0:
-        return min(int(name), total_steps)
-    if name not in NAMES:
-        near = get_close_matches(name, NAMES, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(
-            f"--until {text}: neither a number of steps above 0 nor a go/no-go gate{hint} "
-            f"(choose from {', '.join(NAMES)})"
-        )
-    if name == PREFLIGHT:
-        return 0
-    step: int = total_steps if name == "production" else getattr(config, name)
-    if step > total_steps:
-        raise ValueError(
-            f"--until {name}: this go/no-go gate is at step {step:,}, but the run ends at "
-            f"{total_steps:,}; raise --steps, or use --until production"
-        )
-    return step
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """One criterion of a gate; `ok` None: not measured, which never fails a gate."""
+    """One criterion of a gate; one that was not measured (`ok` None) never fails the gate."""
 
     name: str
     ok: bool | None
@@ -114,22 +63,22 @@ class GateResult:
         return f"{gate}: No-Go ({count}): {'; '.join(reasons)}"
 
 
-def conclude(gate: str, step: int, criteria: list[Criterion]) -> GateResult:
-    """Return a Go unless a criterion failed."""
+def gate_result(gate: str, step: int, criteria: list[Criterion]) -> GateResult:
+    """Return the result of a gate: Go, unless a criterion failed."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     go = all(criterion.ok is not False for criterion in criteria)
     return GateResult(gate, step, go, now, tuple(criteria))
 
 
-def record(run_dir: Path, result: GateResult) -> None:
+def record_result(run_dir: Path, result: GateResult) -> None:
     """Write the result to `gates.json`; it replaces an earlier result of the same gate."""
-    results = [other for other in read_gates(run_dir) if other.gate != result.gate] + [result]
-    results.sort(key=lambda other: (NAMES.index(other.gate), other.step))
+    results = [other for other in read_results(run_dir) if other.gate != result.gate] + [result]
+    results.sort(key=lambda other: (GATE_NAMES.index(other.gate), other.step))
     text = json.dumps([asdict(other) for other in results], indent=2, allow_nan=False)
     atomic_write_text(run_dir / FILE_NAME, text + "\n")
 
 
-def read_gates(run_dir: Path) -> list[GateResult]:
+def read_results(run_dir: Path) -> list[GateResult]:
     """Read the results so far, in the order of the gates; skip unreadable ones."""
     try:
         entries = parse_json(try_read_text(run_dir / FILE_NAME) or "[]")
@@ -148,7 +97,7 @@ def read_gates(run_dir: Path) -> list[GateResult]:
 def _is_sound(result: GateResult) -> bool:
     """Return whether the values have the types that a report can format."""
     return (
-        result.gate in NAMES
+        result.gate in GATE_NAMES
         and type(result.step) is int
         and type(result.go) is bool
         and all(

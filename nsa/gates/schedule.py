@@ -1,0 +1,59 @@
+"""Go/no-go gates of a run and their steps.
+
+    preflight -> sanity -> smoke -> extended -> production
+
+A run that fails a gate stops there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from nsa.monitor.config import LadderConfig
+
+PREFLIGHT = "preflight"
+GATE_NAMES = (PREFLIGHT, "sanity", "smoke", "extended", "production")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A step at which the run is judged."""
+
+    name: str
+    step: int
+    previous_step: int = 0  # step of the previous gate; speed is judged after it
+
+
+def schedule(config: LadderConfig, total_steps: int) -> list[Gate]:
+    """Return the gates of a run of `total_steps`; production is at its last step."""
+    early = {name: getattr(config, name) for name in ("sanity", "smoke", "extended")}
+    steps = {name: step for name, step in early.items() if step < total_steps}
+    steps["production"] = total_steps
+    return [
+        Gate(name, step, previous_step)
+        for (name, step), previous_step in zip(steps.items(), (0, *steps.values()), strict=False)
+    ]
+
+
+def until_step(text: str, config: LadderConfig, total_steps: int) -> int:
+    """Return the step that `--until` names: a number, or a gate; preflight is 0."""
+    name = text.strip().lower()
+    if name.isdecimal() and int(name) > 0:
+        return min(int(name), total_steps)
+    if name not in GATE_NAMES:
+        near = get_close_matches(name, GATE_NAMES, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"--until {text}: neither a number of steps above 0 nor a go/no-go gate{hint} "
+            f"(choose from {', '.join(GATE_NAMES)})"
+        )
+    if name == PREFLIGHT:
+        return 0
+    step: int = total_steps if name == "production" else getattr(config, name)
+    if step > total_steps:
+        raise ValueError(
+            f"--until {name}: this go/no-go gate is at step {step:,}, but the run ends at "
+            f"{total_steps:,}; raise --steps, or use --until production"
+        )
+    return step
