@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 BENCHMARKS = {  # name: one line of help
-    "cpu": "the PyTorch backend against SDPA, on this CPU",
+    "cpu": "attention and a layer of M7C on this CPU, against SDPA",
     "data": "tokenising, loading, and what data costs a training step",
     "health": "what recording gates and selection costs a training step",
     "aot": "compile the kernels without a GPU and check their limits",

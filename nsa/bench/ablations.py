@@ -140,8 +140,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--runs", type=Path, default="runs/ablations", help="folder of the runs")
     add("--profile", choices=PROFILES, default="demo", help="of recipes/m7c.py (%(default)s)")
     add("--steps", type=int, default=300, help="per run (%(default)s)")
-    add("--seeds", type=_seeds, nargs="+", default=[[1, 2, 3]], help="(1 2 3)")
-    about = "to train; the others are compared with the first (%(default)s)"
+    add("--seeds", type=_seeds, nargs="+", default=[[1, 2, 3]], help="of weights and data (1 2 3)")
+    about = "variants to train; the others are compared with the first (%(default)s)"
     add("--variants", type=choice(*VARIANTS), default=every, help=about)
     about = "one more variant: the recipe's NSA with these settings, separated by commas"
     add("--variant", action="append", default=[], metavar="KEY=VALUE,...", help=about)

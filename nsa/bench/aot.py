@@ -21,8 +21,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="what the GPU benchmarks launch, every candidate: fills Triton's cache for them",
     )
-    parser.add_argument("--operation", nargs="+", default=[], help="only these")
-    parser.add_argument("--dtype", nargs="+", default=[], help="only these")
+    parser.add_argument("--operation", nargs="+", default=[], help="only these operations")
+    parser.add_argument("--dtype", nargs="+", default=[], help="only these dtypes")
     # Each imports PyTorch, and a container may report more CPU cores than it may use.
     jobs = min(os.cpu_count() or 1, 16)
     parser.add_argument("--jobs", type=int, default=jobs, help="processes (%(default)s)")

@@ -86,10 +86,10 @@ class RankPair:
             theirs.close()
             self._pipes.append(ours)
 
-    def request(self, action: str, **options: Any) -> dict[str, Any]:
-        """Have both ranks carry out an action; return rank 0's reply."""
+    def request(self, action: str, *arguments: Any) -> Any:
+        """Have both ranks call a method of comm_ranks.Rank; return rank 0's result."""
         for pipe in self._pipes:
-            pipe.send((action, options))
+            pipe.send((action, arguments))
         try:
             reply, _ = (pipe.recv() for pipe in self._pipes)
         except EOFError:
@@ -128,12 +128,11 @@ class Bench:
         self.link, self.rates, self.model, self.tokens = link, rates, model, tokens
         self.pair = RankPair("gloo" if link else "nccl", link)
         # Collectives of the fake backend return at once.
-        self.compute_only = RankPair("fake") if compute else None
-        self.pairs = [self.pair, *([self.compute_only] if self.compute_only else [])]
+        self.compute_only = [RankPair("fake")] if compute else []
 
     def close(self) -> None:
         """End all ranks."""
-        for pair in self.pairs:
+        for pair in (self.pair, *self.compute_only):
             pair.close()
 
     def collectives(self) -> list[Row]:
@@ -142,8 +141,7 @@ class Bench:
         for rate in self.rates:
             self._throttle(rate)
             for name in ("all_reduce", "all_gather"):
-                options = {"name": name, "elements": ELEMENTS, "count": 1 + COLLECTIVES}
-                seconds = self.pair.request("collective", **options)["seconds"][1:]
+                _, *seconds = self.pair.request("collective", name, ELEMENTS, 1 + COLLECTIVES)
                 row = {"name": name, "bf16_elements": ELEMENTS, "rate_gbit": rate}
                 rows.append(row | {"seconds": round(statistics.median(seconds), 5)})
         return rows
@@ -152,27 +150,21 @@ class Bench:
         """A row per rate. Compute-only steps alternate with the others, so that a slow minute of a
         shared machine affects both."""
         ds_config = case.ds_config()
+        built = self.model, self.tokens, case.accumulation, ds_config
         self._throttle(None)
-        for pair in self.pairs:
-            parameters = pair.request(
-                "build",
-                model=self.model,
-                tokens=self.tokens,
-                accumulation=case.accumulation,
-                ds_config=ds_config,
-            )["parameters"]
-            pair.request("steps", count=WARMUP_STEPS)
-        payload = self.pair.request("payload")["bytes"]
+        for pair in (self.pair, *self.compute_only):
+            parameters = pair.request("build", *built)
+            pair.request("steps", WARMUP_STEPS)
+        payload = self.pair.request("payload")
         steps = max(MIN_STEPS, MICRO_BATCHES // case.accumulation)
         measured, compute = [], []
         for rate in self.rates:
             self._throttle(rate)
-            idle = self.pair.request("steps", count=0)["bytes"]
-            reply = self.pair.request("steps", count=steps)
-            sent = (reply["bytes"] - idle) / steps if self.link else payload
-            measured.append((rate, sent, reply["seconds"]))
-            if self.compute_only:
-                compute += self.compute_only.request("steps", count=-(-steps // 2))["seconds"]
+            _, idle = self.pair.request("steps", 0)
+            seconds, sent = self.pair.request("steps", steps)
+            measured.append((rate, (sent - idle) / steps if self.link else payload, seconds))
+            for pair in self.compute_only:
+                compute += pair.request("steps", -(-steps // 2))[0]
         for rate, sent, seconds in measured:
             yield {
                 **asdict(case),
@@ -217,7 +209,7 @@ def run(report: Report) -> None:
     """Measure every case; print a line and save after each one."""
     flags = report.flags
     if flags.show is not None:
-        print("\n".join(measured_columns(json.loads(flags.show.read_text())["rows"])))
+        print("\n".join(config_table(json.loads(flags.show.read_text())["rows"])))
         return
     with ExitStack() as stack:
         if torch.cuda.device_count() >= RANKS:
@@ -252,7 +244,7 @@ def _print(row: Row) -> None:
     )
 
 
-def measured_columns(rows: Sequence[Row]) -> list[str]:
+def config_table(rows: Sequence[Row]) -> list[str]:
     """The table of ds_configs/README.md: bytes and exposed fraction of a step, by accumulation."""
     slow = {
         (row["config"], row["accumulation"]): row

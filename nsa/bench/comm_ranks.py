@@ -1,4 +1,4 @@
-"""One rank of `python -m nsa.bench comm`: builds engines and takes steps on request.
+"""One rank of `python -m nsa.bench comm`: a process that builds engines and takes steps on request.
 
 The backend is gloo or NCCL between two ranks, or torch's `fake` one, whose collectives return at
 once: what remains of a step is compute.
@@ -46,8 +46,8 @@ class Rank:
 
     def build(
         self, model: dict[str, Any], tokens: int, accumulation: int, ds_config: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Replace the engine."""
+    ) -> int:
+        """Replace the engine; return the number of its parameters."""
         if self._engine is not None:
             self._engine.destroy()
             self._engine = None
@@ -63,20 +63,20 @@ class Rank:
         torch.manual_seed(dist.get_rank())
         shape = (accumulation, 1, tokens)
         self._batches = torch.randint(config.model.vocab_size, shape, device=self._device)
-        return {"parameters": parameters}
+        return parameters
 
-    def steps(self, count: int) -> dict[str, Any]:
-        """Take steps: the seconds of each, and the bytes sent over the link."""
+    def steps(self, count: int) -> tuple[list[float], int]:
+        """Take steps; return the seconds of each, and the bytes sent over the link."""
         dist.barrier()
         time.sleep(SETTLE_SECONDS)
         before = sent_bytes()
         seconds = [self._step() for _ in range(count)]
         dist.barrier()
         time.sleep(SETTLE_SECONDS)
-        return {"seconds": seconds, "bytes": sent_bytes() - before}
+        return seconds, sent_bytes() - before
 
-    def payload(self) -> dict[str, Any]:
-        """Take a step under DeepSpeed's comms logger: bytes that a ring of two would send."""
+    def payload(self) -> float:
+        """Return the bytes that a ring of two sends in a step, by DeepSpeed's comms logger."""
         logger = ds_comm.comms_logger
         deepspeed.comm.configure(enabled=True, prof_all=True)
         logger.reset_data()
@@ -87,10 +87,10 @@ class Rank:
             part = next((part for op, part in SENT.items() if name.startswith(op)), 0.0)
             sent += part * sum(size * record[0] for size, record in sizes.items())
         logger.reset_data()
-        return {"bytes": sent}
+        return sent
 
-    def collective(self, name: str, elements: int, count: int) -> dict[str, Any]:
-        """The seconds of each repetition of a collective over bf16 elements."""
+    def collective(self, name: str, elements: int, count: int) -> list[float]:
+        """Return the seconds of each repetition of a collective over bf16 elements."""
         full = torch.zeros(elements, dtype=torch.bfloat16, device=self._device)
         part = full.chunk(RANKS)[dist.get_rank()].clone()
         seconds = []
@@ -102,7 +102,7 @@ class Rank:
             else:
                 dist.all_gather_into_tensor(full, part)
             seconds.append(self._now() - start)
-        return {"seconds": seconds}
+        return seconds
 
     def _step(self) -> float:
         start = self._now()
@@ -156,7 +156,7 @@ def serve(pipe: Connection, rank: int, backend: str, address: tuple[str, int]) -
     engine = Rank(join(rank, backend, address))
     while True:
         try:
-            action, options = pipe.recv()
+            action, arguments = pipe.recv()
         except EOFError:
             os._exit(0)
-        pipe.send(getattr(engine, action)(**options))
+        pipe.send(getattr(engine, action)(*arguments))

@@ -119,7 +119,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Facts:
+class BinaryStats:
     """Resource usage and instructions of a compiled variant."""
 
     shared: int  # bytes per block
@@ -134,7 +134,7 @@ class Facts:
     blocks_per_sm: int
 
 
-def compile_variant(variant: Variant) -> Facts:
+def compile_variant(variant: Variant) -> BinaryStats:
     """Compile for the chip and read the binary."""
     chip, warps = CHIPS[variant.chip], variant.options["num_warps"]
     compiled: Any = triton.compile(
@@ -150,7 +150,7 @@ def compile_variant(variant: Variant) -> Facts:
     hazards = 0
     if FROM_REGISTERS.search(ptx):
         hazards = len(overwritten(_tool_output(cubin, triton.knobs.nvidia.nvdisasm.path, "-c")))
-    return Facts(
+    return BinaryStats(
         shared=metadata.shared,
         tensor_memory=tensor_memory,
         registers=registers,
@@ -199,13 +199,13 @@ def check(
         over: Callable[..., Iterable[Any]] = map if jobs == 1 else pool.map
         variants = [variant for variant, _, _ in distinct.values()]
         compiled = zip(distinct.values(), over(_try_compile, variants), strict=True)
-        for (variant, case, launch), facts in compiled:
+        for (variant, case, launch), stats in compiled:
             config = str(launch.config)
-            if isinstance(facts, str):
-                errors, figures = [f"does not compile: {facts}"], {}
+            if isinstance(stats, str):
+                errors, figures = [f"does not compile: {stats}"], {}
             else:
-                errors, figures = _exceeded(facts, variant.chip, case, max_spilled), asdict(facts)
-            print(_line(variant, case, config, facts, errors), flush=True)
+                errors, figures = _exceeded(stats, variant.chip, case, max_spilled), asdict(stats)
+            print(_line(variant, case, config, stats, errors), flush=True)
             failures += [f"{variant.kernel} {case} {config} {variant.chip}: {x}" for x in errors]
             names = {"kernel": variant.kernel, "chip": variant.chip, "config": config}
             call = asdict(case) | {"spec": case.pattern}
@@ -214,38 +214,40 @@ def check(
     return rows, failures
 
 
-def _exceeded(facts: Facts, chip_name: str, case: Case, max_spilled: int) -> list[str]:
+def _exceeded(stats: BinaryStats, chip_name: str, case: Case, max_spilled: int) -> list[str]:
     chip = CHIPS[chip_name]
     if case.dtype == "fp32" and max(case.key, case.value) > 128:
         max_spilled = MAX_SPILLED_FP32
     errors = [
         f"{figure:,} {what}, limit {limit:,}"
         for what, figure, limit in (
-            ("bytes of shared memory a block", facts.shared, chip.shared),
-            ("columns of tensor memory a block", facts.tensor_memory, chip.tensor_memory),
-            ("bytes spilled a thread", facts.spilled, max_spilled),
-            ("matrix products without tensor cores", facts.plain_products, 0),
-            ("products whose operand is overwritten while they run", facts.overwritten, 0),
+            ("bytes of shared memory a block", stats.shared, chip.shared),
+            ("columns of tensor memory a block", stats.tensor_memory, chip.tensor_memory),
+            ("bytes spilled a thread", stats.spilled, max_spilled),
+            ("matrix products without tensor cores", stats.plain_products, 0),
+            ("products whose operand is overwritten while they run", stats.overwritten, 0),
         )
         if figure > limit
     ]
     # A single position sees no compressed block: the compiler drops its products.
-    if facts.products and not facts.tensor_core and case.seq_len > 1:
+    if stats.products and not stats.tensor_core and case.seq_len > 1:
         errors.append("matrix products, and no tensor-core instruction")
     return errors
 
 
-def _try_compile(variant: Variant) -> Facts | str:
+def _try_compile(variant: Variant) -> BinaryStats | str:
     try:
         return compile_variant(variant)
     except Exception as error:  # any compiler error is this variant's failure
         return " ".join(f"{type(error).__name__}: {error.__cause__ or error}".split())
 
 
-def _line(variant: Variant, case: Case, config: str, facts: Facts | str, errors: list[str]) -> str:
+def _line(
+    variant: Variant, case: Case, config: str, stats: BinaryStats | str, errors: list[str]
+) -> str:
     figures: tuple[object, ...] = ("",) * 6
-    if isinstance(facts, Facts):
-        figures = f"{facts.shared / 1024:.1f}", facts.registers, facts.spilled
-        figures += facts.tensor_core, facts.asynchronous, facts.blocks_per_sm
+    if isinstance(stats, BinaryStats):
+        figures = f"{stats.shared / 1024:.1f}", stats.registers, stats.spilled
+        figures += stats.tensor_core, stats.asynchronous, stats.blocks_per_sm
     words = variant.kernel, str(case), config, variant.chip, *figures, "; ".join(errors)
     return LINE.format(*words)

@@ -1,4 +1,8 @@
-"""`python -m nsa.bench cpu`: the blockwise backend against PyTorch's attention, as ratios."""
+"""`python -m nsa.bench cpu`: attention and a layer of M7C on this CPU, forward and backward.
+
+Attention of the blockwise backend relative to PyTorch's dense attention, its time per token at
+growing length, and the layer relative to that of the system that this one replaces.
+"""
 
 from __future__ import annotations
 

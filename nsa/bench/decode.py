@@ -24,15 +24,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.bench.options import Shape, add_gpu_flags, lengths
 from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
-from nsa.bench.roofline import BF16, token
+from nsa.bench.roofline import BF16, token_bytes
 from nsa.bench.timing import Step
 from nsa.constants import BRANCHES
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.cache import KVCache, cache_bytes
+from nsa.model.config import ATTENTION_KINDS as KINDS
 from nsa.model.decode import step
 from nsa.ops.decode import decode_attention
 
-KINDS = ("nsa", "dense")
 RATIOS = ("step_ms", "attention_ms", "read_bytes_per_token", "cache_bytes_per_token")
 
 
@@ -125,7 +125,7 @@ def _counts(cache: KVCache, length: int) -> Result:
     config, size = cache.config, cache.dtype.itemsize
     value = config.value_dim or config.head_dim
     shape = Shape("", config.heads, config.kv_heads, config.head_dim, value)
-    counts = token(shape, length, config.attention.spec)
+    counts = token_bytes(shape, length, config.attention.spec)
     read = counts["read" if config.attention.kind == "nsa" else "dense"]
     cached = cache_bytes(config, length, cache.dtype)
     return {

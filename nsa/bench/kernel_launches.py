@@ -14,23 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nsa import ops
 from nsa.bench.options import SHAPES
 from nsa.dtypes import DTYPES
-from nsa.ops import (
-    PackedLayout,
-    add_rms_norm,
-    compressed_attention,
-    nsa_attention,
-    rotary_pool,
-    select_blocks,
-    selected_attention,
-    swiglu,
-    tied_embedding,
-    window_attention,
-)
+from nsa.ops import decode
 from nsa.ops.cross_entropy import cross_entropy_
 from nsa.ops.custom_op import IMPLEMENTATIONS
-from nsa.ops.decode import decode_attention
 from nsa.ops.triton.configs import choosing_for, override_choices
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
@@ -104,8 +93,11 @@ class Launchers(TorchDispatchMode):
         return IMPLEMENTATIONS.get(func._schema.name, func)(*args, **(kwargs or {}))
 
 
-def _with_gradients(call: Callable[[Case], Iterable[Tensor]]) -> Callable[[Case], None]:
-    """Return a function that runs a call's launchers, forward and backward."""
+OPERATIONS: dict[str, Callable[[Case], None]] = {}  # every public operation
+
+
+def _operation(call: Callable[[Case], Iterable[Tensor]]) -> Callable[[Case], None]:
+    """Add the call to OPERATIONS, as a function that runs its launchers forward and backward."""
 
     def run(case: Case) -> None:
         with Launchers():
@@ -113,49 +105,59 @@ def _with_gradients(call: Callable[[Case], Iterable[Tensor]]) -> Callable[[Case]
             if outputs:
                 torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
 
-    return run
+    return OPERATIONS.setdefault(call.__name__, run)
 
 
-def _compressed(case: Case) -> Iterable[Tensor]:
-    return compressed_attention(case.q, *case.blocks, case.spec, **case.options)
+@_operation
+def compressed_attention(case: Case) -> Iterable[Tensor]:
+    return ops.compressed_attention(case.q, *case.blocks, case.spec, **case.options)
 
 
-def _window(case: Case) -> Iterable[Tensor]:
-    return [window_attention(case.q, *case.tokens, case.spec.window, **case.options)]
-
-
-def _select(case: Case) -> Iterable[Tensor]:
+@_operation
+def select_blocks(case: Case) -> Iterable[Tensor]:
     lse = case.empty(1, case.seq_len, case.heads, dtype=torch.float32)
-    return [select_blocks(case.q, case.blocks[0], lse, case.spec, **case.options)]
+    return [ops.select_blocks(case.q, case.blocks[0], lse, case.spec, **case.options)]
 
 
-def _selected(case: Case) -> Iterable[Tensor]:
+@_operation
+def selected_attention(case: Case) -> Iterable[Tensor]:
     top = case.spec.select_top
     index = case.empty(1, case.seq_len, case.kv_heads, top, dtype=torch.int32)
-    return [selected_attention(case.q, *case.tokens, index, case.spec, **case.options)]
+    return [ops.selected_attention(case.q, *case.tokens, index, case.spec, **case.options)]
 
 
-def _gated(case: Case) -> Iterable[Tensor]:
+@_operation
+def window_attention(case: Case) -> Iterable[Tensor]:
+    return [ops.window_attention(case.q, *case.tokens, case.spec.window, **case.options)]
+
+
+@_operation
+def nsa_attention(case: Case) -> Iterable[Tensor]:
     gates = case.empty(1, case.seq_len, case.heads, 3)
     pairs = *case.blocks, *case.tokens, *case.tokens
-    return [nsa_attention(case.q, *pairs, gates, case.spec, **case.options)]
+    return [ops.nsa_attention(case.q, *pairs, gates, case.spec, **case.options)]
 
 
+@_operation
 @torch.no_grad()
-def _decode(case: Case) -> Iterable[Tensor]:
+def decode_attention(case: Case) -> Iterable[Tensor]:
     """One token, with caches of capacity `seq_len`; documents are not packed."""
     k_win, v_win = (x[:, : case.spec.window] for x in case.tokens)
     gates, lengths = case.empty(1, case.heads, 3), case.empty(1, dtype=torch.int64)
     pairs = *case.blocks, *case.tokens, k_win, v_win
-    return [decode_attention(case.q[:, -1], *pairs, gates, lengths, case.spec, backend="triton")]
+    return [
+        decode.decode_attention(case.q[:, -1], *pairs, gates, lengths, case.spec, backend="triton")
+    ]
 
 
-def _swiglu(case: Case) -> Iterable[Tensor]:
+@_operation
+def swiglu(case: Case) -> Iterable[Tensor]:
     """Gate and up in M7C's proportion: 2 × 2,368 columns for heads of 64."""
-    return [swiglu(case.empty(case.seq_len, 74 * case.key), backend="triton")]
+    return [ops.swiglu(case.empty(case.seq_len, 74 * case.key), backend="triton")]
 
 
-def _rotary_pool(case: Case) -> Iterable[Tensor]:
+@_operation
+def rotary_pool(case: Case) -> Iterable[Tensor]:
     """Three layouts: all branches; one copy of keys for an mlp φ; dense attention."""
     sizes, length = (case.heads, case.kv_heads, case.key, case.value), case.spec.block_len
     tokens, covering = case.seq_len, -(-length // case.spec.block_stride)
@@ -163,15 +165,16 @@ def _rotary_pool(case: Case) -> Iterable[Tensor]:
     blocks = case.empty(case.spec.compressed_len(tokens), length, dtype=torch.int64)
     covers = case.empty(tokens, covering, dtype=torch.int64)
     for layout in (
-        PackedLayout(*sizes, copies=3, gates=3, first_copy=1, mean=True),
-        PackedLayout(*sizes, copies=1, gates=3, pre_rope=True),
-        PackedLayout(*sizes, copies=1),
+        ops.PackedLayout(*sizes, copies=3, gates=3, first_copy=1, mean=True),
+        ops.PackedLayout(*sizes, copies=1, gates=3, pre_rope=True),
+        ops.PackedLayout(*sizes, copies=1),
     ):
         packed = case.empty(1, tokens, -(-sum(layout.columns) // 8) * 8)
-        yield rotary_pool(packed, layout, cos, sin, blocks, covers, backend="triton").q
+        yield ops.rotary_pool(packed, layout, cos, sin, blocks, covers, backend="triton").q
 
 
-def _cross_entropy(case: Case) -> Iterable[Tensor]:
+@_operation
+def cross_entropy(case: Case) -> Iterable[Tensor]:
     """M7C's vocabulary, or with packed documents GPT-2's, which 16 does not divide."""
     logits = case.empty(case.seq_len, 50_257 if case.packed else 50_304).detach()
     labels = case.empty(case.seq_len, dtype=torch.int64)
@@ -179,37 +182,22 @@ def _cross_entropy(case: Case) -> Iterable[Tensor]:
         yield cross_entropy_(logits, labels, with_gradients, backend="triton")
 
 
-def _add_rms_norm(case: Case) -> Iterable[Tensor]:
+@_operation
+def add_rms_norm(case: Case) -> Iterable[Tensor]:
     """With and without a residual."""
     x, delta = (case.empty(case.seq_len, case.heads * case.key) for _ in range(2))
     weight = case.empty(x.shape[1])
-    yield add_rms_norm(x, None, weight, 1e-5, backend="triton")[1]
-    yield from add_rms_norm(x, delta, weight, 1e-5, backend="triton")
+    yield ops.add_rms_norm(x, None, weight, 1e-5, backend="triton")[1]
+    yield from ops.add_rms_norm(x, delta, weight, 1e-5, backend="triton")
 
 
-def _tied_embedding(case: Case) -> Iterable[Tensor]:
+@_operation
+def tied_embedding(case: Case) -> Iterable[Tensor]:
     """M7C's vocabulary, at each case's width."""
     tokens = case.empty(case.seq_len, dtype=torch.int64)
-    return tied_embedding(tokens, case.empty(50_304, case.heads * case.key), backend="triton")
+    return ops.tied_embedding(tokens, case.empty(50_304, case.heads * case.key), backend="triton")
 
 
-# Every public operation.
-OPERATIONS: dict[str, Callable[[Case], None]] = {
-    name: _with_gradients(call)
-    for name, call in {
-        "compressed_attention": _compressed,
-        "select_blocks": _select,
-        "selected_attention": _selected,
-        "window_attention": _window,
-        "nsa_attention": _gated,
-        "decode_attention": _decode,
-        "swiglu": _swiglu,
-        "rotary_pool": _rotary_pool,
-        "cross_entropy": _cross_entropy,
-        "add_rms_norm": _add_rms_norm,
-        "tied_embedding": _tied_embedding,
-    }.items()
-}
 # Heads, key/value heads, key size, value size, positions. SHORT: a tile of queries selects most
 # blocks and one program sums a key's gradient. LONG: neither.
 SHORT, LONG = 2048, 65_536
@@ -259,7 +247,9 @@ def cases(full: bool, operations: Iterable[str], benchmarks: bool = False) -> li
     ]
 
 
-def record(case: Case, candidates: int = MAX_CANDIDATES, chip: str = "sm_80") -> list[Launch]:
+def record_launches(
+    case: Case, candidates: int = MAX_CANDIDATES, chip: str = "sm_80"
+) -> list[Launch]:
     """Every launch of a call on a chip, for each of the first `candidates` configs."""
     launches: list[Launch] = []
     for number in range(candidates):
@@ -289,7 +279,7 @@ def all_launches(
         for case in cases(full, operations or OPERATIONS, benchmarks)
         if not dtypes or case.dtype in dtypes
         for chip in chips
-        for launch in record(case, candidates, chip)
+        for launch in record_launches(case, candidates, chip)
     )
 
 

@@ -67,9 +67,11 @@ AGAINST: dict[str, Callable[[Inputs, Shape], Implementation]] = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     lengths = "1k,2k,4k,6k,8k,16k,32k,64k,128k"
     add_gpu_flags(parser, lengths, shapes_default="m7c,16x4x64,64x4x128,paper")
-    about = "against dense attention, against peers, functions (%(default)s)"
+    about = "kinds of case (%(default)s)"
     parser.add_argument("--kinds", type=choice(*KINDS), default=",".join(KINDS), help=about)
-    about = "of the kind module; FlexAttention compiles for most of a minute (%(default)s)"
+    about = (
+        "baselines of the kind module; FlexAttention compiles for most of a minute (%(default)s)"
+    )
     parser.add_argument("--against", type=choice(*AGAINST), default=",".join(AGAINST), help=about)
     parser.add_argument("--plot", type=_plot_file, help="plot the times to this PNG file")
 

@@ -101,8 +101,8 @@ def add_gpu_flags(
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--dtype", choices=tuple(DTYPES), help="default: bf16, on a CPU fp32")
-    add("--seconds", type=float, default=0.5, help="per figure, about; at least three rounds")
-    add("--rounds", type=int, default=30, help="most rounds per figure")
+    add("--seconds", type=float, default=0.5, help="for each figure, about; at least three rounds")
+    add("--rounds", type=int, default=30, help="for each figure, at most")
     add("--limit", type=float, help="start no new case after this many seconds")
     if shapes_default:
         about = "m7c, 16x4x64, 64x4x128, paper, or heads x KV heads x sizes (%(default)s)"

@@ -26,8 +26,8 @@ from torch.profiler import ProfilerActivity
 from nsa.bench.options import add_gpu_flags, choice
 from nsa.bench.results import Report, cell, print_table
 from nsa.bench.timing import Step, synchronize
-from nsa.bench.train import KINDS, Stepper, model_config, random_batch
-from nsa.model.config import ACTIVATION_CHECKPOINTING
+from nsa.bench.train import Stepper, model_config, random_batch
+from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
 
 WARM_UP = 3  # steps: the first compiles
 SHOWN = 25  # kernels in the printed table
@@ -45,10 +45,11 @@ class Span:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_gpu_flags(parser, "2k", tokens=16_384)
-    parser.add_argument("--kinds", type=choice(*KINDS), default="nsa", help="attention")
-    parser.add_argument("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none")
-    parser.add_argument("--steps", type=int, default=2, help="traced steps (%(default)s)")
-    parser.add_argument("--ncu", type=int, default=0, help="kernels for Nsight Compute")
+    add, kinds = parser.add_argument, ATTENTION_KINDS
+    add("--kinds", type=choice(*kinds), default="nsa", help="nsa, dense or both (%(default)s)")
+    add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
+    add("--steps", type=int, default=2, help="traced steps (%(default)s)")
+    add("--ncu", type=int, default=0, help="run Nsight Compute on this many kernels")
 
 
 def run(report: Report) -> None:

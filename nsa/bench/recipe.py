@@ -44,8 +44,8 @@ Rows = list[dict[str, float | None]]
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--profile", default="production", help="of recipes/m7c.py (%(default)s)")
-    add("--zero", default="zero1_pcie", help="a file of ds_configs/ (%(default)s)")
-    add("--steps", type=int, default=200)
+    add("--zero", default="zero1_pcie", help="a config of ds_configs/ (%(default)s)")
+    add("--steps", type=int, default=200, help="steps of the run (%(default)s)")
     add("--save-every", type=int, default=50, help="steps between checkpoints (%(default)s)")
     add("--kill-at", type=int, default=0, help="kill -9 after this step, then resume; 0: never")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting")

@@ -35,7 +35,7 @@ class Work(NamedTuple):
 # A100: data sheet (80 GB). H200: products and memory as measured with large matrices and copies.
 # H100: the H200's chip with the memory of the data sheet (SXM, 80 GB).
 # Exponentials: 16 per clock and multiprocessor.
-CHIPS = {
+PEAKS = {
     "A100": Work(312e12, 16 * 108 * 1.41e9, 2.0e12),
     "H100": Work(790e12, 16 * 132 * 1.785e9, 3.35e12),
     "H200": Work(790e12, 16 * 132 * 1.785e9, 4.3e12),
@@ -98,7 +98,7 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Wor
     }
 
 
-def token(shape: Shape, seq_len: int, spec: NSASpec) -> dict[str, int]:
+def token_bytes(shape: Shape, seq_len: int, spec: NSASpec) -> dict[str, int]:
     """Bytes of one layer's attention for the newest of `seq_len` tokens of one sequence, bf16.
 
     `read`: by the three branches; `dense`: by dense attention; `split`: partial results, written
@@ -128,7 +128,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", type=shapes, default="m7c,64x4x128", help=about)
     about = "sequence lengths (%(default)s)"
     parser.add_argument("--lengths", type=lengths, default="2k,64k", help=about)
-    parser.add_argument("--token", action="store_true", help="of one decoded token instead")
+    parser.add_argument("--token", action="store_true", help="bytes of one decoded token instead")
 
 
 def run(report: Report) -> dict[str, Any]:
@@ -150,10 +150,10 @@ def run(report: Report) -> dict[str, Any]:
 
 def _print_kernels(shape: Shape, batch: int, seq_len: int) -> list[Row]:
     lines = [["kernel", "GFLOP", "Gexp", "MB"]]
-    lines[0] += [head for name in CHIPS for head in (f"{name} ms", "spent on")]
+    lines[0] += [head for name in PEAKS for head in (f"{name} ms", "spent on")]
     rows = []
     for kernel, item in work(shape, batch, seq_len, NSASpec()).items():
-        floors = {name: item.floor(chip) for name, chip in CHIPS.items()}
+        floors = {name: item.floor(chip) for name, chip in PEAKS.items()}
         row = {"shape": shape.name, "batch": batch, "seq_len": seq_len, "kernel": kernel}
         rows.append(row | item._asdict() | {"floors": floors})
         cells = [kernel, f"{item.flops / 1e9:.1f}", f"{item.exps / 1e9:.2f}"]
@@ -165,14 +165,14 @@ def _print_kernels(shape: Shape, batch: int, seq_len: int) -> list[Row]:
 
 def _print_tokens(shape: Shape, lengths: list[int]) -> list[Row]:
     heads = ["tokens", "cmp KB", "sel KB", "win KB", "all KB", "dense KB", "split KB", "dense/all"]
-    lines = [[*heads, "programs", *(f"{name} us" for name in CHIPS)]]
+    lines = [[*heads, "programs", *(f"{name} us" for name in PEAKS)]]
     rows = []
     for seq_len in lengths:
-        x = token(shape, seq_len, NSASpec())
+        x = token_bytes(shape, seq_len, NSASpec())
         rows.append({"shape": shape.name, "seq_len": seq_len, **x})
         columns = ("cmp", "sel", "win", "read", "dense", "split")
         cells = [f"{seq_len:,}", *(f"{x[name] / 1e3:.0f}" for name in columns)]
         cells += [f"{x['dense'] / x['read']:.1f}", f"{x['before']}+{x['after']}"]
-        lines.append(cells + [f"{x['read'] / chip.bytes * 1e6:.2f}" for chip in CHIPS.values()])
+        lines.append(cells + [f"{x['read'] / chip.bytes * 1e6:.2f}" for chip in PEAKS.values()])
     print_table(lines)
     return rows

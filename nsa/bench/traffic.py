@@ -8,7 +8,7 @@ are those of its tensor arguments, each once, or twice if it is read and overwri
 one flat buffer, as ZeRO-1 and 2 place them.
 
 Times are estimates. A launch takes the time of its bytes or of its FLOPs at the rates of
-`roofline.CHIPS`, whichever is longer; launches follow each other without gaps. FLOPs of attention
+`roofline.PEAKS`, whichever is longer; launches follow each other without gaps. FLOPs of attention
 kernels are those of `roofline.work`.
 """
 
@@ -33,7 +33,7 @@ from torch.utils.flop_counter import flop_registry
 
 from nsa.bench.options import Shape
 from nsa.bench.results import Report, print_table, ratio
-from nsa.bench.roofline import CHIPS, Work, work
+from nsa.bench.roofline import PEAKS, Work, work
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
 from nsa.ops.custom_op import IMPLEMENTATIONS
@@ -76,7 +76,7 @@ _SELF_UNREAD = {"copy_", "fill_", "zero_", "new_zeros", "zeros_like", "ones_like
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchCost:
     """A kernel, or a PyTorch op inside or outside of a custom op."""
 
     name: str
@@ -94,7 +94,7 @@ class Operation:
     name: str
     part: str
     bytes: int
-    launches: tuple[Launched, ...]
+    launches: tuple[LaunchCost, ...]
 
     @property
     def flops(self) -> float:
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
             flops = count(*args, **kwargs, out_val=result)
             # A causal mask hides half of the pairs.
             flops *= 0.5 if "attention" in name else 1.0
-        launches = _inside(func, args, kwargs, self._flops) or (Launched(name, moved, flops),)
+        launches = _inside(func, args, kwargs, self._flops) or (LaunchCost(name, moved, flops),)
         base = name.replace("::triton_", "::").removesuffix("_backward").removesuffix("_")
         part = _PART_OF.get(base, "other")
         self.operations.append(Operation(name, part, moved, launches))
@@ -173,7 +173,7 @@ def _moved_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any)
 
 def _inside(
     func: Any, args: tuple, kwargs: Mapping[str, Any], flops: Mapping[str, float]
-) -> tuple[Launched, ...]:
+) -> tuple[LaunchCost, ...]:
     """Return the launches inside a custom op, by running it on `meta` tensors; of others none."""
     run = IMPLEMENTATIONS.get(func._schema.name) or getattr(
         _maybe_get_opdef(func), "_init_fn", None
@@ -184,11 +184,11 @@ def _inside(
     no_autocast = mock.patch.object(torch, "autocast", return_value=nullcontext())
     with torch.no_grad(), no_autocast, Recorder() as inside, recording() as launches:
         run(*args, **kwargs)
-    ops = (launched for operation in inside.operations for launched in operation.launches)
+    ops = (cost for operation in inside.operations for cost in operation.launches)
     return (*ops, *(_kernel(x, flops) for x in launches if 0 not in x.grid))
 
 
-def _kernel(x: Launch, flops: Mapping[str, float]) -> Launched:
+def _kernel(x: Launch, flops: Mapping[str, float]) -> LaunchCost:
     name, arguments = x.kernel.__name__, dict(x.arguments)
     if name in _ROWS_MOVED:
         table, rows = _ROWS_MOVED[name]
@@ -197,7 +197,7 @@ def _kernel(x: Launch, flops: Mapping[str, float]) -> Launched:
     argument, condition = _REWRITTEN.get(name, ("", None))
     if condition is None or x.constants[condition]:
         moved += sum(map(_size, _tensors(arguments.get(argument))))
-    return Launched(name, moved, flops.get(_work_name(x), 0.0))
+    return LaunchCost(name, moved, flops.get(_work_name(x), 0.0))
 
 
 def _unread(kernel: str, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> int:
@@ -234,7 +234,7 @@ def as_on_cuda() -> Iterator[None]:
         yield
 
 
-def record(config: ModelConfig, micro_batch: int, seq_len: int) -> list[Operation]:
+def record_operations(config: ModelConfig, micro_batch: int, seq_len: int) -> list[Operation]:
     """Every operation of the forward and backward pass of one bf16 micro-batch."""
     attention = replace(config.attention, backend="triton")
     with torch.device("meta"):
@@ -274,7 +274,7 @@ def _row(part: str, operations: Iterable[Operation]) -> dict[str, Any]:
         "launches": sum(len(x.launches) for x in operations),
         "launch_bytes": sum(y.bytes for x in operations for y in x.launches),
         "flops": sum(x.flops for x in operations),
-        "seconds": {name: sum(x.seconds(chip) for x in operations) for name, chip in CHIPS.items()},
+        "seconds": {name: sum(x.seconds(chip) for x in operations) for name, chip in PEAKS.items()},
     }
 
 
@@ -303,15 +303,15 @@ def run(report: Report) -> dict[str, Any]:
             attention=AttentionConfig(kind=kind, selector_loss=weight),
             activation_checkpointing=flags.checkpointing,
         )
-        operations = record(config, flags.micro_batch, flags.seq_len)
+        operations = record_operations(config, flags.micro_batch, flags.seq_len)
         rows = totals(operations)
-        rates[kind] = {name: tokens / rows[-1]["seconds"][name] for name in CHIPS}
+        rates[kind] = {name: tokens / rows[-1]["seconds"][name] for name in PEAKS}
         result[kind] = [{"kind": kind, **row} for row in rows]
         _print(kind, rows, rates[kind])
         if flags.operations:
             _print_names(operations)
     result["tokens_per_s"] = rates
-    result["nsa_over_dense"] = {x: ratio(rates["nsa"][x], rates["dense"][x]) for x in CHIPS}
+    result["nsa_over_dense"] = {x: ratio(rates["nsa"][x], rates["dense"][x]) for x in PEAKS}
     over = (f"{name} {value:.2f}" for name, value in result["nsa_over_dense"].items())
     print("\nNSA's tokens/s over dense, estimated:", ", ".join(over))
     print("These are upper bounds for one GPU: no gaps between launches, no optimizer step.")
@@ -320,7 +320,7 @@ def run(report: Report) -> dict[str, Any]:
 
 
 def _print(kind: str, rows: Sequence[Mapping[str, Any]], rates: Mapping[str, float]) -> None:
-    heads = ["operations", "GB", "launches", "their GB", "TFLOP", *(f"{x} ms" for x in CHIPS)]
+    heads = ["operations", "GB", "launches", "their GB", "TFLOP", *(f"{x} ms" for x in PEAKS)]
     lines = [[f"\n{kind}", *heads]]
     for row in rows:
         cells = [f"{row['operations']:,}", f"{row['bytes'] / 1e9:.2f}", f"{row['launches']:,}"]

@@ -21,10 +21,9 @@ from nsa.bench.results import Report, Result, cell, figure, print_table, ratio
 from nsa.bench.timing import Step, peak_bytes, synchronize
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig, flops_per_token
 from nsa.model.compile import compile_blocks
-from nsa.model.config import ACTIVATION_CHECKPOINTING
+from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
 from nsa.monitor.throughput import peak_flops
 
-KINDS = ("nsa", "dense")
 TIMES = ("gradients_ms", "step_ms", "loop_ms")
 FIGURES = (*TIMES, "peak_bytes", "tokens_per_s", "mfu", "mfu_as_if_dense")
 LOOP = 4  # steps in a row, after which the host waits for the device
@@ -75,11 +74,10 @@ class Stepper:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_gpu_flags(parser, "2k,8k,32k")
     about = "attention, in the order of measuring (%(default)s)"
-    parser.add_argument("--kinds", type=choice(*KINDS), default=",".join(KINDS), help=about)
-    parser.add_argument("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none")
-    parser.add_argument(
-        "--compile", action="store_true", help="compile blocks, as train.compile does"
-    )
+    add, kinds = parser.add_argument, ATTENTION_KINDS
+    add("--kinds", type=choice(*kinds), default=",".join(kinds), help=about)
+    add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
+    add("--compile", action="store_true", help="compile blocks, as train.compile does")
 
 
 def run(report: Report) -> None:
@@ -118,7 +116,7 @@ def _case(seq_len: int, report: Report) -> None:
                 flops = flops_per_token(configs[kind], seq_len, dense_equivalent=dense)
                 result[name] = ratio(result["tokens_per_s"] * flops, peak)
     over_dense = {}
-    if set(KINDS) <= results.keys():
+    if set(ATTENTION_KINDS) <= results.keys():
         over_dense = {
             what: ratio(results["nsa"][what], results["dense"][what])
             for what in ("tokens_per_s", "peak_bytes")

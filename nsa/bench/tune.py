@@ -31,7 +31,7 @@ Option = Config | str  # tile sizes, or the library whose kernel runs
 
 
 @dataclass
-class Operation:
+class TunedOperation:
     """An operation's candidates, and the calls that run it."""
 
     options: list[Any]
@@ -109,12 +109,12 @@ def _decoding(inputs: Inputs, backend: str) -> Step:
     return lambda: decode_attention(q, *inputs[1:7], gates, lengths, SPEC, backend=backend)
 
 
-def discover(steps: Mapping[str, Step]) -> dict[str, Operation]:
+def discover(steps: Mapping[str, Step]) -> dict[str, TunedOperation]:
     """Run each call once and note which operations it launches."""
-    operations: dict[str, Operation] = {}
+    operations: dict[str, TunedOperation] = {}
 
     def note(label: str, name: str, options: list[Any]) -> Any:
-        operations.setdefault(name, Operation(options, {})).steps[label] = steps[label]
+        operations.setdefault(name, TunedOperation(options, {})).steps[label] = steps[label]
         return options[0]
 
     for label, step in steps.items():
@@ -124,7 +124,7 @@ def discover(steps: Mapping[str, Step]) -> dict[str, Operation]:
 
 
 def tune(
-    operations: Mapping[str, Operation], report: Report
+    operations: Mapping[str, TunedOperation], report: Report
 ) -> tuple[list[dict[str, Any]], dict[str, Option]]:
     """Time the candidates of each operation that has several; return rows and the fastest.
 
@@ -154,7 +154,7 @@ def tune(
 
 
 def _relaunching(
-    name: str, option: Option, best: Mapping[str, Option], operation: Operation
+    name: str, option: Option, best: Mapping[str, Option], operation: TunedOperation
 ) -> Step:
     """Run the operation's calls once with `option`, then only the launches that take it.
 

@@ -9,7 +9,7 @@ import torch
 
 from nsa.bench.__main__ import main
 from nsa.bench.options import Shape
-from nsa.bench.roofline import CHIPS, token, work
+from nsa.bench.roofline import PEAKS, token_bytes, work
 from nsa.ops.reference import visible_blocks
 from nsa.ops.triton import configs
 from nsa.spec import NSASpec
@@ -70,7 +70,7 @@ def test_selection_costs_nothing_while_every_block_is_selected() -> None:
 
 
 def test_a_floor_is_the_slowest_of_products_exponentials_and_memory() -> None:
-    chip = CHIPS["A100"]
+    chip = PEAKS["A100"]
     for item in work(SHAPE, BATCH, SEQ_LEN, SPEC).values():
         seconds, what = item.floor(chip)
         times = {
@@ -85,7 +85,7 @@ def test_a_floor_is_the_slowest_of_products_exponentials_and_memory() -> None:
     ("name", "branch"), [("cmp", "compressed"), ("win", "window"), ("sel", "selected")]
 )
 def test_decoding_reads_the_keys_of_the_visible_pairs(name: str, branch: str) -> None:
-    read = sum(token(SHAPE, t + 1, SPEC)[name] for t in range(SEQ_LEN))
+    read = sum(token_bytes(SHAPE, t + 1, SPEC)[name] for t in range(SEQ_LEN))
     assert read == visible_pairs()[branch] * SHAPE.kv_heads * (16 + 8) * 2
 
 

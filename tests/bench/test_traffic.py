@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nsa.bench.__main__ import main
 from nsa.bench.options import Shape
 from nsa.bench.roofline import Work, work
-from nsa.bench.traffic import Operation, Recorder, record, totals
+from nsa.bench.traffic import Operation, Recorder, record_operations, totals
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.ops.triton.embedding import triton_add_token_gradients_
 from nsa.spec import NSASpec
@@ -95,7 +95,7 @@ def test_kernels_read_and_rewrite_the_logits_and_the_gradient_that_others_wrote(
         launches = (y for x in operations if x.name == name for y in x.launches)
         return max(y.bytes for y in launches if y.name == kernel)
 
-    operations = record(toy(), BATCH, SEQ_LEN)
+    operations = record_operations(toy(), BATCH, SEQ_LEN)
     tokens, logits = BATCH * SEQ_LEN, BATCH * SEQ_LEN * 256 * 2
     assert largest("nsa::linear_cross_entropy", "cross_entropy_kernel") == 2 * logits + tokens * 12
     q = BATCH * SEQ_LEN * 4 * 16 * 2
@@ -109,14 +109,14 @@ def test_kernels_read_and_rewrite_the_logits_and_the_gradient_that_others_wrote(
 @pytest.mark.parametrize(("tokens", "read"), [(4096, 3072), (1100, 76), (1024, 0)])
 def test_queries_that_select_all_their_candidates_are_not_read(tokens: int, read: int) -> None:
     """Those before position 1,024, in whole tiles of 64."""
-    launches = {y.name: y for x in record(toy(), 1, tokens) for y in x.launches}
+    launches = {y.name: y for x in record_operations(toy(), 1, tokens) for y in x.launches}
     q, lse, keys = 4 * 16 * 2, 4 * 4, NSASpec().compressed_len(tokens) * 2 * 16 * 2
     index = tokens * 2 * 16 * 4
     assert launches["select_kernel"].bytes == read * (q + lse) + keys + index
 
 
 def test_rotary_reads_the_columns_that_it_rotates_or_copies() -> None:
-    launches = {y.name: y for x in record(toy(), BATCH, SEQ_LEN) for y in x.launches}
+    launches = {y.name: y for x in record_operations(toy(), BATCH, SEQ_LEN) for y in x.launches}
     tables = SEQ_LEN * 16 * 4
     columns = 4 * 16 + 2 * 2 * 2 * 16 + 4 * 3  # q, two of three copies, gates: read and written
     assert launches["rotary_kernel"].bytes == tables + 2 * BATCH * SEQ_LEN * columns * 2
@@ -124,7 +124,7 @@ def test_rotary_reads_the_columns_that_it_rotates_or_copies() -> None:
 
 def test_every_product_of_attention_counts_at_its_kernel() -> None:
     """So a launch that moves much and computes little does not hide behind another's products."""
-    operations = record(toy(), BATCH, SEQ_LEN)
+    operations = record_operations(toy(), BATCH, SEQ_LEN)
     kernels = work(Shape("", 4, 2, 16, 16), BATCH, SEQ_LEN, toy().attention.spec)
     gated = [x for x in operations if x.name.startswith("nsa::triton_gated")]
     assert sum(x.flops for x in gated) == 2 * sum(x.flops for x in kernels.values())
@@ -137,10 +137,10 @@ def test_every_product_of_attention_counts_at_its_kernel() -> None:
 
 
 def test_custom_ops_are_one_operation_and_all_their_launches() -> None:
-    by_part = {row["part"]: row for row in totals(record(toy(), BATCH, SEQ_LEN))}
+    by_part = {row["part"]: row for row in totals(record_operations(toy(), BATCH, SEQ_LEN))}
     for part in ("attention", "loss"):
         assert by_part[part]["launches"] > by_part[part]["operations"]
-    launches = {y.name for x in record(toy(), BATCH, SEQ_LEN) for y in x.launches}
+    launches = {y.name for x in record_operations(toy(), BATCH, SEQ_LEN) for y in x.launches}
     assert {"select_kernel", "selected_forward_kernel", "band_keys_kernel"} <= launches
     assert not any(name in launches for name in ("aten::linear", "aten::matmul"))
 
@@ -149,21 +149,21 @@ def test_custom_ops_are_one_operation_and_all_their_launches() -> None:
 def test_products_are_six_flops_per_weight_and_token(kind: str) -> None:
     with torch.device("meta"):
         weights = [x.numel() for x in LanguageModel(toy(kind)).parameters() if x.dim() == 2]
-    rows = {row["part"]: row for row in totals(record(toy(kind), BATCH, SEQ_LEN))}
+    rows = {row["part"]: row for row in totals(record_operations(toy(kind), BATCH, SEQ_LEN))}
     counted = rows["matrix products"]["flops"] + rows["loss"]["flops"]
     assert counted == pytest.approx(6 * sum(weights) * BATCH * SEQ_LEN, rel=0.02)
 
 
 def test_nearly_everything_of_a_model_belongs_to_a_part() -> None:
     for kind in ("nsa", "dense"):
-        rows = totals(record(toy(kind), BATCH, SEQ_LEN))
+        rows = totals(record_operations(toy(kind), BATCH, SEQ_LEN))
         other = sum(row["bytes"] for row in rows if row["part"] == "other")
         assert other < 0.01 * rows[-1]["bytes"]
 
 
 def test_recomputation_counts() -> None:
     none, reentrant = (
-        {row["part"]: row for row in totals(record(toy("nsa", mode), BATCH, SEQ_LEN))}
+        {row["part"]: row for row in totals(record_operations(toy("nsa", mode), BATCH, SEQ_LEN))}
         for mode in ("none", "reentrant")
     )
     assert reentrant["matrix products"]["flops"] > none["matrix products"]["flops"]
@@ -187,7 +187,7 @@ def test_the_command_saves_both_models_and_their_totals(tmp_path: Path) -> None:
 
 def test_a_micro_batch_of_m7c_stays_fused() -> None:
     """The page's totals, and a little more: 310 operations of 34.0 GB, 479 launches of 47.8 GB."""
-    total = totals(record(ModelConfig(), 8, 2_048))[-1]
+    total = totals(record_operations(ModelConfig(), 8, 2_048))[-1]
     assert total["operations"] <= 320
     assert total["bytes"] <= 34.1e9
     assert total["launches"] <= 490

@@ -24,7 +24,7 @@ import nsa.ops.triton
 from nsa.bench import compile_gate, kernel_launches
 from nsa.bench.__main__ import main as bench
 from nsa.bench.compile_gate import CHIPS, Variant
-from nsa.bench.kernel_launches import OPERATIONS, SUBSET, Case, record
+from nsa.bench.kernel_launches import OPERATIONS, SUBSET, Case, record_launches
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import launch, recording
 from tests.bench import toys
@@ -97,7 +97,7 @@ def one_launch_of_each_kernel() -> dict[str, Any]:
     """On an A100, with M7C's shape where that launches it."""
     launches: dict[str, tuple[Case, Any]] = {}
     for case in kernel_launches.cases(False, OPERATIONS):
-        for recorded in record(case, 1):
+        for recorded in record_launches(case, 1):
             launches.setdefault(recorded.kernel.fn.__name__, (case, recorded))
     return gate([*launches.values()], ("sm_80",), compile_gate.MAX_SPILLED_FIRST)
 
@@ -110,7 +110,7 @@ def kernels() -> dict[str, list[str]]:
     ]
     library = {x.fn.__name__ for m in modules for x in vars(m).values() if is_kernel(x)}
     cases = kernel_launches.cases(False, OPERATIONS)
-    launched = {x.kernel.fn.__name__ for case in cases for x in record(case)}
+    launched = {x.kernel.fn.__name__ for case in cases for x in record_launches(case)}
     return {"library": sorted(library), "gate": sorted(launched)}
 
 
@@ -126,7 +126,9 @@ def recompiled() -> list[str]:
     new = []
     for documents in (kernel_launches.DOCUMENTS, 1, 16, 37):
         with mock.patch.object(kernel_launches, "DOCUMENTS", documents):
-            variants = {repr(v): v for x in record(case, 1) for v in [Variant.of(x, "sm_90")]}
+            variants = {
+                repr(v): v for x in record_launches(case, 1) for v in [Variant.of(x, "sm_90")]
+            }
         new += [variants[key].kernel for key in variants.keys() - known] if known else []
         known |= variants
     return new

@@ -62,7 +62,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
         for call in calls_of(REAL[item.callspec.params["name"]], item.callspec.params["dtype"])
     }
     chip = chip_of(torch.device("cuda", torch.cuda.current_device()))
-    compile_all((call, x) for call in calls for x in kernel_launches.record(call, 1, chip))
+    compile_all((call, x) for call in calls for x in kernel_launches.record_launches(call, 1, chip))
 
 
 def compile_all(launches: Iterable[tuple[kernel_launches.Case, Launch]]) -> None:
