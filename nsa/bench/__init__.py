@@ -2,12 +2,13 @@
 
 Each benchmark is the module of its name; `__main__.py` lists them. Shared modules:
 
-    results, options         JSON report and printed tables; flags and head shapes
-    timing                   alternating timing and peak memory of any step
-    implementations          random inputs, and the functions of nsa.ops on them, timed by pass
-    baselines                other implementations of attention and NSA
-    roofline                 visible (query, key) pairs, minimum FLOPs and bytes; rates of GPUs
-    kernel_launches          records every kernel launch of the library, for `aot`
-    compile_gate, hazards    compiles these without a GPU and checks limits of the binaries
-    comm_ranks, netns        the rank processes of `comm` and the link between them
+    results, options   JSON report and printed tables; flags and head shapes
+    timing             alternating timing and peak memory of any step
+    implementations    random inputs, and the functions of nsa.ops on them, timed by pass
+    baselines          other implementations of attention and NSA
+    roofline           visible (query, key) pairs, minimum FLOPs and bytes; peak rates of GPUs
+    kernel_launches    records every kernel launch of the library, for `aot`
+    compile_gate       compiles these without a GPU and checks limits of the binaries
+    register_hazards   finds results in a binary that an assembler bug makes wrong
+    comm_ranks, netns  the rank processes of `comm` and the link between them
 """

@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
-from nsa.bench.hazards import overwritten
 from nsa.bench.kernel_launches import Case
+from nsa.bench.register_hazards import overwritten
 from nsa.ops.triton.launch import Launch
 
 # Bytes spilled per thread. 24 registers, such as pointers and bounds saved around a loop, cost

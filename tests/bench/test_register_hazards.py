@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nsa.bench.hazards import overwritten
+from nsa.bench.register_hazards import overwritten
 
 FIRST = "HGMMA.64x64x16.F32.BF16 R24, R68, gdesc[UR4].tnspB, R24, gsb0"
 SECOND = "HGMMA.64x64x16.F32.BF16 R24, R60, gdesc[UR4].tnspB, R24, gsb0"
