@@ -33,6 +33,7 @@ def add_parser(verbs: Any) -> None:
         default="small",
         help="blocks of 4, or M7C's sizes",
     )
+    add("--compressor", choices=("mean", "mlp"), default="mean", help="φ of NSA (%(default)s)")
     add("--jobs", type=int, default=1, help="models trained in parallel (%(default)s)")
     add("--out", type=Path, default=Path("runs/tasks"), help="folder for the results (%(default)s)")
     parser.set_defaults(run=_tasks)
@@ -51,7 +52,7 @@ def _tasks(args: argparse.Namespace) -> int:
     from nsa.evaluate.tasks.report import draw_needle, draw_recall, lines, summary_json
     from nsa.evaluate.tasks.train import Task
 
-    task = Task(args.seq_len, args.hops, args.pattern)
+    task = Task(args.seq_len, args.hops, args.pattern, args.compressor)
     make_folder(args.out)
     result: dict[str, Any] = {
         "command": " ".join(["nsa", *sys.argv[1:]]),

@@ -33,7 +33,7 @@ HEAD_DIMS = {"small": 32, "recipe": 64}
 NSA = AttentionConfig()
 VARIANTS = {
     "dense": AttentionConfig(kind="dense"),
-    "nsa": NSA,  # as in the paper: only the compressed branch trains the keys that rank blocks
+    "nsa": NSA,  # like the paper: only the compressed branch trains the keys that rank blocks
     "selector loss": replace(NSA, selector_loss=1.0),
     "shared keys": replace(NSA, shared_kv=True),  # the selected branch trains them too
     "cmp+win": replace(NSA, branches="cmp+win"),
@@ -51,6 +51,7 @@ class Task:
     seq_len: int = 256
     hops: int = 1  # facts that lead to an answer
     pattern: str = "small"  # in PATTERNS and HEAD_DIMS
+    compressor: str = "mean"  # φ of the models with a compressed branch
 
     def __post_init__(self) -> None:
         if self.seq_len < 2 * SHORTEST or self.seq_len % SHORTEST:
@@ -109,6 +110,9 @@ class TrainedModel:
 
 
 def model_config(variant: str, task: Task) -> ModelConfig:
+    attention = replace(VARIANTS[variant], spec=task.spec)
+    if attention.kind == "nsa" and "cmp" in attention.branch_names:
+        attention = replace(attention, compressor=task.compressor)
     return ModelConfig(
         vocab_size=VOCABULARY[task.hops],
         layers=LAYERS,
@@ -118,7 +122,7 @@ def model_config(variant: str, task: Task) -> ModelConfig:
         head_dim=HEAD_DIMS[task.pattern],
         mlp_width=64,
         init_std=0.125,  # 1 / √width: with 0.02 a model this small barely learns at first
-        attention=replace(VARIANTS[variant], spec=task.spec),
+        attention=attention,
     )
 
 

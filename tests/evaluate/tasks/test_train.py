@@ -127,3 +127,11 @@ def test_the_recipes_pattern_and_head_size_are_the_production_recipes() -> None:
     model = model_config("nsa", Task(2_048, pattern="recipe"))
     assert model.attention.spec == recipe.attention.spec
     assert model.head_dim == recipe.head_dim
+
+
+def test_the_compressor_is_that_of_all_models_with_a_compressed_branch() -> None:
+    task = Task(LENGTH, compressor="mlp")
+    compressors = {name: model_config(name, task).attention.compressor for name in VARIANTS}
+    assert compressors == dict.fromkeys(VARIANTS, "mlp") | {"dense": "mean", "win": "mean"}
+    for name in VARIANTS:
+        LanguageModel(model_config(name, task))
