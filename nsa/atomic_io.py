@@ -30,7 +30,7 @@ def atomic_write(path: Path, chunks: Iterable[Any]) -> None:
         draft.unlink(missing_ok=True)
 
 
-def append_whole(file: io.FileIO, data: bytes) -> None:
+def append_all_or_nothing(file: io.FileIO, data: bytes) -> None:
     """Append all of `data` to an unbuffered file, or nothing if the disk is full."""
     end = file.seek(0, os.SEEK_END)
     try:

@@ -71,7 +71,7 @@ class NSASpec:
         return self.compressed_len(position + 1)
 
     def visible_selected(self, position: int) -> int:
-        """Positions that the selected branch sees at `position`; any selection gives the same."""
+        """Positions that the selected branch sees at `position`, whichever blocks it selects."""
         before = min(position // self.select_len, self.select_top - 1) * self.select_len
         return before + position % self.select_len + 1
 

@@ -139,8 +139,8 @@ def printable(text: str, keep: str = "") -> str:
     return CONTROLS.sub(lambda match: match[0] if match[0] in keep else ascii(match[0])[1:-1], text)
 
 
-def short(value: Any) -> str:
-    """Return an excerpt of repr(value) for messages."""
+def short_repr(value: Any) -> str:
+    """Return repr(value) for a message, shortened."""
     try:
         return reprlib.repr(value)
     except ValueError:  # Python refuses to convert very large integers

@@ -32,6 +32,7 @@ from nsa.checkpoint.manifest import (
     read_manifest,
     sync_and_hash,
 )
+from nsa.text import first_line
 
 LATEST = "latest"
 POLL_SECONDS = 0.02  # between two checks for the other ranks' parts
@@ -49,7 +50,7 @@ FIXES = {
 
 @contextlib.contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Raise any error of the block as a ValueError with the file, or `path`, cause and fix."""
+    """Turn an error of the block into a ValueError that names file (or `path`), cause and fix."""
     try:
         yield
     except ValueError:
@@ -61,8 +62,7 @@ def write_errors(path: Path) -> Iterator[None]:
         if isinstance(error, OSError):
             cause = f"{error.strerror or error}{FIXES.get(error.errno or 0, '')}"
             raise ValueError(f"{error.filename or path}: {cause}") from raised
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(f"{path}: {type(error).__name__}: {first_line}") from raised
+        raise ValueError(f"{path}: {type(error).__name__}: {first_line(error)}") from raised
 
 
 def draft_of(folder: Path, step: int) -> Path:

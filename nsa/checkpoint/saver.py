@@ -46,6 +46,7 @@ from nsa.checkpoint.engine_state import (
 )
 from nsa.checkpoint.manifest import checkpoint_name, complete_by_size, rng_file
 from nsa.checkpoint.state_file import STATE, SavedState, rank_file
+from nsa.text import first_line
 from nsa.validation import at_least
 
 RECOVERY_SCRIPT = "zero_to_fp32.py"  # of DeepSpeed; gathers weights without an engine
@@ -90,10 +91,11 @@ class _Job:
 class Saver:
     """Saves one engine into one folder. Every rank has one and calls it at the same steps.
 
-    `barrier` waits for all ranks with this rank's error, or None; one rank's error raises on all.
-    `tokenizer` holds its name and fingerprint, to open a checkpoint without the dataset. Rank 0
-    calls `on_saved` (step, folder, seconds that training waited) from its thread, and `on_failed`
-    from there or from `finish`. A failure inside `save` is raised, not reported.
+    `barrier` takes this rank's error or None, waits for all ranks, and raises on all of them if one
+    had an error. `tokenizer` holds its name and fingerprint, to open a checkpoint without the
+    dataset. On rank 0, `on_saved` receives step, folder and the seconds that training waited;
+    `on_failed` receives failures that come after `save` has returned. The saver's thread calls
+    both, `finish` the second.
     """
 
     engine: Any
@@ -190,7 +192,7 @@ class Saver:
         except (RuntimeError, MemoryError) as error:
             raise ValueError(
                 f"checkpoint.background = true: no host memory for a copy "
-                f"({str(error).splitlines()[0]}); set checkpoint.background=false"
+                f"({first_line(error)}); set checkpoint.background=false"
             ) from error
 
     def _work(self, job: _Job) -> None:

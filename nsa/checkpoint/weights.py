@@ -2,7 +2,7 @@
 
 ZeRO stage 0, 1, 2   complete in rank 0's file; master weights in the optimizer's
 ZeRO stage 3         master weights only, sharded
-universal            as in the original stage; master weights in one file each
+universal            as in the original stage; each master weight in its own file
 safetensors          as `nsa export` and `nsa import` write them
 """
 
@@ -178,7 +178,7 @@ def _master_weights_stage_1_2(
     pieces: dict[str, list[Tensor]] = {name: [] for name in trained}
     for rank in range(ranks):
         (file,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        with _silence(), data_only(folder):  # which imports DeepSpeed
+        with _silence(), data_only(folder):  # data_only imports DeepSpeed, which prints
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         state = state["optimizer_state_dict"]
         groups = zip(

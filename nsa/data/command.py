@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nsa.constants import INTERRUPTED
 from nsa.data.config import DataConfig
 from nsa.data.source import SPLITS
-from nsa.untrusted import printable, short
+from nsa.untrusted import printable, short_repr
 from nsa.validation import positive_flags
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _contents(folder: Path, index: Index) -> list[str]:
     for split in SPLITS:
         shards = index.of(split)
         if not shards:
-            held_out = short(index.settings.get("held_out"))
+            held_out = short_repr(index.settings.get("held_out"))
             lines.append(
                 f"{split}: no documents, so no run can use this folder: data.held_out was "
                 f"{held_out}; choose another --held-out, or a larger source"

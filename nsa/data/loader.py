@@ -29,7 +29,7 @@ from nsa.data.stream import NO_DOCUMENT, stream_rows
 from nsa.data.token_store import coverage, epochs_warning
 from nsa.data.tokenizer import build_tokenizer
 from nsa.data.worker import Worker
-from nsa.untrusted import short
+from nsa.untrusted import short_repr
 
 T = TypeVar("T")
 JOIN_SECONDS = 5.0  # a thread that hangs in a file system is abandoned after this
@@ -169,7 +169,7 @@ def _text_settings(config: DataConfig, seed: int) -> dict[str, Any]:
 def _check_unchanged(saved: dict[str, Any], current: dict[str, Any]) -> None:
     for name, value in current.items():
         if saved.get(name) != value:
-            before = short(saved.get(name))
+            before = short_repr(saved.get(name))
             raise DataError(
                 f"{name} = {value}: this run's stream cursor was saved with {before}, and a "
                 f"stream resumes only with the same; set it back, or {PREPARE}: shards resume on "

@@ -27,7 +27,7 @@ from nsa.atomic_io import atomic_write
 from nsa.data.source import DataError
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray
-from nsa.untrusted import open_regular, parse_json, read_text, short
+from nsa.untrusted import open_regular, parse_json, read_text, short_repr
 
 MAGIC = b"NSASHARD"
 VERSION = 1
@@ -187,13 +187,15 @@ def _check_header(path: Path, header: bytes, shard: Shard, stamp: Stamp) -> None
         if actual.get(name) != value:
             raise DataError(
                 f"{path}: not the shard that {INDEX} lists: its {name} is "
-                f"{short(actual.get(name))} instead of {value!r}; {RESTORE}"
+                f"{short_repr(actual.get(name))} instead of {value!r}; {RESTORE}"
             )
 
 
 def check_version(path: Path, version: int) -> None:
     if type(version) is not int:
-        raise DataError(f"{path}: damaged (version = {short(version)}); prepare the folder again")
+        raise DataError(
+            f"{path}: damaged (version = {short_repr(version)}); prepare the folder again"
+        )
     if version > VERSION:
         raise DataError(
             f"{path}: written by a newer nsa (format {version}, this one reads {VERSION}); update "
@@ -242,12 +244,12 @@ def _checked(record: Record) -> Record:
         value = getattr(record, field.name)
         kind = str if field.type == "str" else int
         if type(value) is not kind or (type(value) is int and not 0 <= value < 2**62):
-            raise ValueError(f"{field.name} = {short(value)}")
+            raise ValueError(f"{field.name} = {short_repr(value)}")
     if isinstance(record, Stamp):
         if record.dtype not in ("uint16", "uint32") or record.eos_id >= record.vocab_size:
-            raise ValueError(f"dtype = {short(record.dtype)}, eos_id = {record.eos_id}")
+            raise ValueError(f"dtype = {short_repr(record.dtype)}, eos_id = {record.eos_id}")
     elif not record.tokens or not record.documents or Path(record.name).name != record.name:
-        raise ValueError(f"{short(record.name)} with {record.tokens} tokens")
+        raise ValueError(f"{short_repr(record.name)} with {record.tokens} tokens")
     return record
 
 
@@ -314,7 +316,7 @@ def open_shards(path: str, split: str) -> TokenStore:
     folder = Path(path).expanduser()
     index = read_index(folder)
     if not index.of(split):
-        held_out = short(index.settings.get("held_out"))
+        held_out = short_repr(index.settings.get("held_out"))
         raise DataError(
             f"data.source = {path!r} has no document for split {split!r} (prepared with "
             f"data.held_out = {held_out}); prepare it again with another "

@@ -41,8 +41,3 @@ def failures(checks: Sequence[Check]) -> str:
         for check in checks
         if check.status == FAIL
     )
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error, which for CUDA and NCCL says what happened."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

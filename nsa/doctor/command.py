@@ -22,10 +22,15 @@ def add_parser(verbs: Any) -> None:
     doctor = verbs.add_parser("doctor", help=about, description=about)
     add = doctor.add_argument
     add("--run-dir", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
-    add("--parameters", type=int, default=_M7C, help=f"of the model (default {_M7C:,}, M7C)")
+    add(
+        "--parameters",
+        type=int,
+        default=_M7C,
+        help=f"parameters of the model (default {_M7C:,}, M7C)",
+    )
     about = f"checkpoints that the run keeps (default {_M7C_CHECKPOINTS})"
     add("--checkpoints", type=int, default=_M7C_CHECKPOINTS, help=about)
-    add("--ranks", type=int, help="on this machine (default: one per GPU, or 2 without any)")
+    add("--ranks", type=int, help="ranks on this machine (default: one per GPU, or 2 without any)")
     add("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=_doctor)
 

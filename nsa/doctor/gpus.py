@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check, first_line
+from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
 from nsa.system import iommu_groups, output_of, text_of
+from nsa.text import first_line
 
 SAFE = "if ranks hang or disagree, NCCL_P2P_DISABLE=1 is safe but slower"
 _USED_MIB = 2_000  # more than a display takes
@@ -66,14 +67,14 @@ def parse_gpus(text: str) -> list[Gpu]:
     ]
 
 
-def gpu_checks(gpus: Sequence[Gpu], torch: TorchGpus, ranks: int) -> list[Check]:
+def gpu_checks(gpus: Sequence[Gpu], in_torch: TorchGpus, ranks: int) -> list[Check]:
     """Compare the GPUs of nvidia-smi with those visible to torch and the number of ranks."""
-    visible = len(torch.uuids)
+    visible = len(in_torch.uuids)
     if not gpus and not visible:
         return [Check("gpus", SKIP, "no GPU here")]
     status, detail, fix = OK, f"nvidia-smi lists {len(gpus)}; torch sees {visible}", ""
     if not visible:
-        status, detail = FAIL, f"{detail}: {torch.problem}"
+        status, detail = FAIL, f"{detail}: {in_torch.problem}"
         fix = "check CUDA_VISIBLE_DEVICES; install a torch build for this driver: pytorch.org"
     elif visible < ranks:
         status, detail = FAIL, f"{detail}, fewer than the {ranks} ranks"

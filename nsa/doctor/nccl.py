@@ -45,7 +45,7 @@ def nccl_checks(variables: Mapping[str, str], interfaces: Sequence[str]) -> list
 
 def _problem(name: str, value: str, interfaces: Sequence[str]) -> tuple[str, str, str] | None:
     """Return status, detail and fix, or None."""
-    if name not in _CHECKED:  # close to one: all other variables are NCCL's business
+    if name not in _CHECKED:  # NCCL has many more variables: report only likely misspellings
         near = difflib.get_close_matches(name, _CHECKED, n=1, cutoff=0.9)
         return (WARN, " is probably misspelt", f"did you mean {near[0]}?") if near else None
     if name in _VALUES and value.upper() not in _VALUES[name]:

@@ -38,25 +38,25 @@ def node_checks(
     `checkpoints`: the number that the run keeps, of `checkpoint_bytes` each. `ranks`: on this
     machine; default one per GPU.
     """
-    torch = gpus.torch_gpus()
-    count = len(torch.uuids)
+    in_torch = gpus.torch_gpus()
+    count = len(in_torch.uuids)
     query = ("nvidia-smi", f"--query-gpu={gpus.QUERY}", "--format=csv,noheader,nounits")
     listed = gpus.parse_gpus(output_of(*query))
-    used = [gpu for gpu in listed if gpu.uuid in torch.uuids] or listed
+    used = [gpu for gpu in listed if gpu.uuid in in_torch.uuids] or listed
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    peer_access = all(torch.peers.values()) and not p2p_disabled(os.environ)
+    peer_access = all(in_torch.peers.values()) and not p2p_disabled(os.environ)
     checks = [
         *(version_check(package, package_version(package)) for package in _MINIMUM),
         compiler_check(compiler, Path(sysconfig.get_path("include")) / "Python.h", count),
         shm_check(free_bytes("/dev/shm"), count, peer_access),
         disk_check(run_dir, checkpoint_bytes, checkpoints),
-        *gpus.gpu_checks(used, torch, ranks or count),
+        *gpus.gpu_checks(used, in_torch, ranks or count),
     ]
     if count > 1:
         indices = {gpu.index for gpu in used}
         links = gpus.parse_topology(output_of("nvidia-smi", "topo", "-m"))
         links = {pair: link for pair, link in links.items() if indices.issuperset(pair)}
-        checks += [gpus.topology_check(links, torch.peers), gpus.read_acs()]
+        checks += [gpus.topology_check(links, in_torch.peers), gpus.read_acs()]
     return checks + nccl_checks(os.environ, [name for _, name in socket.if_nameindex()])
 
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check, first_line
+from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
 from nsa.doctor.nccl import PREFIX
 from nsa.system import package_version, with_timeout
+from nsa.text import first_line
 
 if TYPE_CHECKING:
     import torch

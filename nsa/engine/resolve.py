@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from nsa.engine.config import RunConfig
-from nsa.untrusted import parse_yaml, read_text, short
+from nsa.untrusted import parse_yaml, read_text, short_repr
 
 MIXTURE_SETTING = "data.source"  # a mapping is its value, which an override replaces
 MIXTURE = dict[str, float]
@@ -105,7 +105,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         raise ValueError(f"--config {file}: cannot be read ({reason}); give a YAML file") from None
     tree = _parse(text, f"--config {file}")
     if tree is not None and not isinstance(tree, dict):
-        raise ValueError(f"--config {file}: holds {short(tree)}; write sections with keys")
+        raise ValueError(f"--config {file}: holds {short_repr(tree)}; write sections with keys")
     return tree or {}
 
 
@@ -159,7 +159,7 @@ def _cast(kind: Any, value: Any, name: str) -> Any:
     allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     if MIXTURE in allowed and isinstance(value, dict):
         if None in value.values():
-            raise ValueError(f"{name} = {short(value)}: write a space after each colon")
+            raise ValueError(f"{name} = {short_repr(value)}: write a space after each colon")
         return {str(key): _cast(float, weight, f"{name}: {key}") for key, weight in value.items()}
     if float in allowed and not isinstance(value, bool):
         number = _number(value)
@@ -168,13 +168,13 @@ def _cast(kind: Any, value: Any, name: str) -> Any:
         if number is not None:
             return number
     if isinstance(value, int) and abs(value) > LARGEST:
-        raise ValueError(f"{name} = {short(value)}: is too large; make it at most {LARGEST}")
+        raise ValueError(f"{name} = {short_repr(value)}: is too large; make it at most {LARGEST}")
     if type(value) in allowed:
         return value
     number = _number(value) if int in allowed and not isinstance(value, bool) else None
     fix = f"; write {number:.0f}" if number is not None and number.is_integer() else ""
     kinds = " or ".join(KINDS[kind] for kind in allowed)
-    raise ValueError(f"{name} = {short(value)}: must be {kinds}{fix}")
+    raise ValueError(f"{name} = {short_repr(value)}: must be {kinds}{fix}")
 
 
 def _number(value: Any) -> float | None:

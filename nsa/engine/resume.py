@@ -17,7 +17,7 @@ from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
 from nsa.engine.zero_mode import has_muon
-from nsa.untrusted import matches, short
+from nsa.untrusted import matches, short_repr
 
 NONE = type(None)
 READER = (  # cursors of Files, ListSource and Hub
@@ -80,8 +80,9 @@ def _train_state(saved: SavedState) -> TrainState:
     for name, value in saved.train_state.items():
         expected = getattr(state, name, None)
         if type(value) is not type(expected):
+            shown = short_repr(value)
             raise ValueError(
-                f"{saved.checkpoint}: {name} = {short(value)} is not valid; use another checkpoint"
+                f"{saved.checkpoint}: {name} = {shown} is not valid; use another checkpoint"
             )
         setattr(state, name, value)
     return state

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.data.source import ALL, is_path
+from nsa.text import first_line
 from nsa.untrusted import printable
 from nsa.validation import positive_flags
 
@@ -173,7 +174,7 @@ def parse_device(name: str | None) -> torch.device | None:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"--device {name}: {first_line(error)}") from None
 
 
 def require_tokenizer(name: str, run: StoredRun) -> Tokenizer:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.evaluate.command import add_run_arguments, parse_device, require_tokenizer
-from nsa.untrusted import printable, short
+from nsa.untrusted import printable, short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
-    prompts = [(short(text), text.encode("utf-8", "surrogateescape")) for text in args.prompt]
+    prompts = [(short_repr(text), text.encode("utf-8", "surrogateescape")) for text in args.prompt]
     for file in args.file:
         try:
             prompts.append((str(file), file.read_bytes()))

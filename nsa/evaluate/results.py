@@ -14,8 +14,9 @@ from typing import Any
 from nsa.atomic_io import atomic_write_text
 from nsa.evaluate.data import EvalData
 from nsa.evaluate.perplexity import Losses, Mean
-from nsa.monitor.artifacts import align, number
+from nsa.monitor.artifacts import finite_number
 from nsa.report.plots import Panel, draw
+from nsa.text import align
 
 JSON, CSV, PLOT = "eval.json", "positions.csv", "positions.png"
 HEADER = ("run", "step", "seq-len", "tokens", "loss", "±", "perplexity", "bits/byte", "loss over")
@@ -57,8 +58,8 @@ class Result:
             "tokens": self.losses.tokens,
             "samples": len(self.losses.sums),
             **_to_json(mean),
-            "perplexity": number(math.exp(mean.value) if mean.value < 700 else math.inf),
-            "bits_per_byte": number(mean.value / math.log(2) / bytes_per_token),
+            "perplexity": finite_number(math.exp(mean.value) if mean.value < 700 else math.inf),
+            "bits_per_byte": finite_number(mean.value / math.log(2) / bytes_per_token),
             "bytes_per_token": bytes_per_token,
             "over": over,
             "positions": [
@@ -78,7 +79,7 @@ class Result:
 
 
 def _to_json(mean: Mean) -> Row:
-    return {"loss": number(mean.value), "standard_error": number(mean.error)}
+    return {"loss": finite_number(mean.value), "standard_error": finite_number(mean.error)}
 
 
 def lines(rows: Sequence[Row]) -> list[str]:

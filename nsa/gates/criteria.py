@@ -13,7 +13,7 @@ from nsa.constants import BRANCHES
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
 from nsa.gates.results import Criterion, GateResult, gate_result
 from nsa.gates.schedule import GATE_NAMES, PREFLIGHT, Gate
-from nsa.monitor.artifacts import Row, Table, number
+from nsa.monitor.artifacts import Row, Table, finite_number
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.history import RankHistory
 
@@ -95,7 +95,7 @@ def _judge_criteria(gate: str, inputs: GateInputs, config: LadderConfig) -> list
                     raise NotMeasured(f"switched off by monitor.ladder.{setting}")
                 value, source = measure(inputs)
                 ok = _COMPARE[comparison](value, threshold)
-                criteria.append(Criterion(name, ok, number(value), limit, source))
+                criteria.append(Criterion(name, ok, finite_number(value), limit, source))
             except NotMeasured as reason:
                 criteria.append(Criterion(name, None, None, limit, str(reason)))
     return [*criteria, _validation_loss(inputs)] if gate == "production" else criteria
@@ -260,7 +260,7 @@ def _validation_loss(inputs: GateInputs) -> Criterion:
         return Criterion(name, None, None, limit, "metrics.csv holds no val_loss")
     step, loss = losses[-1]
     source = f"metrics.csv, val_loss of step {step:,.0f}, the last of {len(losses):,}"
-    return Criterion(name, math.isfinite(loss), number(loss), limit, source)
+    return Criterion(name, math.isfinite(loss), finite_number(loss), limit, source)
 
 
 _COMPARE = {"at most": operator.le, "at least": operator.ge, "below": operator.lt}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nsa.atomic_io import atomic_write_text
 from nsa.gates.schedule import GATE_NAMES
-from nsa.monitor.artifacts import number, try_read_text
+from nsa.monitor.artifacts import finite_number, try_read_text
 from nsa.untrusted import parse_json
 
 FILE_NAME = "gates.json"
@@ -102,7 +102,7 @@ def _is_sound(result: GateResult) -> bool:
         and type(result.go) is bool
         and all(
             type(criterion.ok) in (bool, type(None))
-            and (criterion.value is None or number(criterion.value) is not None)
+            and (criterion.value is None or finite_number(criterion.value) is not None)
             for criterion in result.criteria
         )
     )

@@ -7,13 +7,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nsa import untrusted
-from nsa.untrusted import parse_json, printable
+from nsa.untrusted import parse_json
 
 PHASES = ("setup", "data", "forward", "backward", "step", "eval", "save", "idle")  # of heartbeats
 EVENTS = ("start", "step_start", "progress", "step_end", "end")
@@ -75,12 +75,12 @@ def _row(columns: list[str], line: str) -> Row | None:
     return row if step is not None and step >= 0 and step == int(min(step, 1e15)) else None
 
 
-def ranks(run_dir: Path) -> list[int]:
+def list_ranks(run_dir: Path) -> list[int]:
     """Return the ranks of a run, from env.json's world_size or else from its heartbeat files.
 
     The folder of a run resumed on fewer ranks still holds the heartbeats of the others.
     """
-    size = number(read_json(run_dir / "env.json").get("world_size"))
+    size = finite_number(read_json(run_dir / "env.json").get("world_size"))
     if size is not None and 1 <= size < 65_536:
         return list(range(int(size)))
     names = (path.name for path in run_dir.glob("heartbeat_rank*.jsonl"))
@@ -113,10 +113,10 @@ def valid_beats(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             isinstance(beat, dict)
             and beat.get("event") in EVENTS
             and beat.get("phase") in PHASES
-            and all(number(beat.get(name)) is not None for name in _NUMBERS)
+            and all(finite_number(beat.get(name)) is not None for name in _NUMBERS)
             and 0 < beat["pid"] <= _MAX_PID
             and all(isinstance(beat.get(name), str | None) for name in ("host", "status"))
-            and all(beat.get(n) is None or number(beat[n]) is not None for n in _MAY_BE_NULL)
+            and all(beat.get(n) is None or finite_number(beat[n]) is not None for n in _MAY_BE_NULL)
         ):
             yield beat
 
@@ -124,19 +124,6 @@ def valid_beats(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 def older_part(path: Path) -> Path:
     """Return the file to which a full heartbeat file is moved."""
     return path.with_name(f"{path.stem}.1.jsonl")
-
-
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the columns of a table: the first and last to the left, the others to the right."""
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<", *[">"] * (len(widths) - 2), "<"]
-    return [
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -156,7 +143,7 @@ def try_read_text(path: Path) -> str | None:
         return None
 
 
-def number(value: object) -> float | None:
+def finite_number(value: object) -> float | None:
     """Return `value` if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None

@@ -10,7 +10,7 @@ import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from nsa.atomic_io import append_whole, atomic_write_text
+from nsa.atomic_io import append_all_or_nothing, atomic_write_text
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.observer import LAYER_STATISTICS, SELECTOR_LOSS, Observer, RunInfo, StepRecord
 
@@ -34,7 +34,7 @@ class CsvObserver(Observer):
 
     file_name: str
     columns: tuple[str, ...]
-    _path: Path | None = None  # None: the file cannot be appended to
+    _path: Path | None = None  # None before `on_start`, or if it has raised
 
     def rows(self, record: StepRecord) -> list[list[str]]:
         """Return the rows of a logged step; may be empty."""
@@ -76,7 +76,9 @@ class CsvObserver(Observer):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab", buffering=0) as file:
             header = [] if file.tell() else [self.columns]
-            append_whole(file, "".join(",".join(row) + "\n" for row in (*header, *rows)).encode())
+            append_all_or_nothing(
+                file, "".join(",".join(row) + "\n" for row in (*header, *rows)).encode()
+            )
 
 
 class MetricsCsv(CsvObserver):

@@ -12,8 +12,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from nsa.atomic_io import atomic_write_text
-from nsa.monitor.artifacts import align
 from nsa.monitor.observer import warn
+from nsa.text import align
 
 _ACCUMULATED = ("grad_acc_dtype", "gradient_accumulation_dtype")  # DeepSpeed's names
 _HEADER = ("module", "kind", "parameters", "gradients", "outputs")

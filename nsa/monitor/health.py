@@ -146,12 +146,14 @@ def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
     blocks = torch.stack([sample.blocks for sample in samples])  # [L, B, S, Hkv, n]
     previous = torch.stack([sample.previous for sample in samples])
     first = samples[0]
-    at = torch.arange(0, first.seq_len, first.stride, device=blocks.device, dtype=torch.int32)
-    start = torch.zeros_like(at)
+    position = torch.arange(0, first.seq_len, first.stride, device=blocks.device, dtype=torch.int32)
+    start = torch.zeros_like(position)
     if first.cu_seqlens is not None:
-        offsets = first.cu_seqlens.to(at)
-        start = offsets[torch.searchsorted(offsets, at, right=True) - 1]
-    current = ((at - start) // spec.select_len)[:, None, None]  # the block that holds each query
+        offsets = first.cu_seqlens.to(position)
+        start = offsets[torch.searchsorted(offsets, position, right=True) - 1]
+    current = ((position - start) // spec.select_len)[
+        :, None, None
+    ]  # the block that holds each query
     selected = blocks >= 0
     forced = selected & ((blocks < spec.init_blocks) | (blocks > current - spec.local_blocks))
     choosing = current >= spec.select_top  # more candidates than can be selected

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nsa.atomic_io import append_whole
+from nsa.atomic_io import append_all_or_nothing
 from nsa.monitor.artifacts import PHASES, older_part
 from nsa.monitor.history import HistoryRecorder
 from nsa.monitor.memory import initialized_cuda, memory_gb
@@ -199,7 +199,7 @@ class _LineFile:
         end = self._file.seek(0, os.SEEK_END)
         if end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":
             data = b"\n" + data  # a crash tore the last line
-        append_whole(self._file, data)
+        append_all_or_nothing(self._file, data)
         if end + len(data) >= self._limit:
             os.replace(self.path, older_part(self.path))
             # Always keep it open: the watchdog finds a run's folder by its ranks' open files.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.monitor.writer import BackgroundWriter
+from nsa.text import first_line
 
 _OOM_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 
@@ -49,9 +50,9 @@ class MemorySnapshots:
             where = f"; details are in {self._path}"
         except Exception as failure:
             where = f"; details could not be written: {failure!r}"
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error).rstrip(".")
         return (
-            f"rank {self._rank} ran out of memory at step {self._step}: {reason.rstrip('.')}. "
+            f"rank {self._rank} ran out of memory at step {self._step}: {reason}. "
             "Lower train.micro_batch (and raise train.accumulation), set "
             "model.activation_checkpointing to selective or reentrant, or lower data.seq_len"
             f"{where}"

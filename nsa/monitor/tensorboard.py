@@ -14,7 +14,7 @@ from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, Observer, RunInfo
 from nsa.monitor.writer import BackgroundWriter
 
 Event = tuple[str, float, int]  # tag, value, x
-METRICS = ("train/loss", "eval/loss", "eval/bits_per_byte", "speed/tokens_per_s")  # of HPARAMS
+METRICS = ("train/loss", "eval/loss", "eval/bits_per_byte", "speed/tokens_per_s")  # on HPARAMS
 SHOWN_FIRST = (  # columns of HPARAMS; the user may tick the others
     "deepspeed.stage",
     "model.attention.branches",

@@ -26,11 +26,11 @@ def add_parser(verbs: Any, run: Callable[[argparse.Namespace], int]) -> None:
     parser = verbs.add_parser("plan", help=about, description=about)
     add = parser.add_argument
     add("--recipe", type=Path, metavar="FILE", help="recipe file (default: recipes/m7c.py)")
-    add("--profile", default="production", help="of the recipe (production)")
+    add("--profile", default="production", help="profile of the recipe (production)")
     add("--config", type=Path, help="YAML that overrides the recipe")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="override one value")
     add("--deepspeed_config", type=Path, help="DeepSpeed JSON (ds_configs/zero1_pcie.json)")
-    add("--gpus", type=int, default=2, help="over all nodes (2)")
+    add("--gpus", type=int, default=2, help="number of GPUs over all nodes (2)")
     add("--nodes", type=int, default=1, help="number of nodes (1)")
     add("--link", default="pcie4", help=f"{', '.join(LINKS)}, or GB/s between two GPUs (pcie4)")
     add("--network", type=float, default=NETWORK, help=f"GB/s out of a node ({NETWORK})")
@@ -78,15 +78,15 @@ def hardware(flags: argparse.Namespace) -> Hardware:
 
 
 def assumptions(
-    flags: argparse.Namespace, hardware: Hardware, zeros: Mapping[str, Zero]
+    flags: argparse.Namespace, hardware: Hardware, configs: Mapping[str, Zero]
 ) -> list[str]:
-    """Return what a plan assumes and leaves out; `zeros`: the planned configs by name."""
+    """Return what a plan assumes and leaves out; `configs`: the planned ZeRO settings by name."""
     device = f"{hardware.flops / 1e12:g} TFLOP/s, {hardware.memory / 1e9:g} GB"
     device = f"{flags.device} ({device})" if flags.device in DEVICES else device
     link = f"{hardware.link / 1e9:g} GB/s"
     link = f"{flags.link} ({link})" if flags.link in LINKS else link
     nodes = f", {hardware.nodes} nodes at {hardware.network / 1e9:g} GB/s (--nodes, --network)"
-    offloading = ", ".join(name for name, zero in zeros.items() if zero.offload)
+    offloading = ", ".join(name for name, zero in configs.items() if zero.offload)
     not_counted = f"not counted: offload of {offloading}, which saves GPU memory and costs time"
     return [
         f"assumed: {flags.gpus} GPUs (--gpus), {device} (--device), {link} (--link)"

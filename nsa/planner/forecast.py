@@ -29,7 +29,7 @@ class Traffic:
     reduce: float  # gradients, per reduction
     reductions: int  # per step
     gather: float  # weights, per step; never overlapped
-    fetch: float  # stage 3: weights, per micro-batch
+    fetch: float  # weights of stage 3, per micro-batch
     tail: float  # part of each reduction that cannot start before the backward pass ends
     exchange: float  # sequence parallelism, per step; never overlapped
     collectives: int  # started per step
@@ -207,7 +207,7 @@ class Candidate:
 
 
 def search(
-    model: Model, zeros: Mapping[str, Zero], batch: BatchShape, hardware: Hardware, ranks: int
+    model: Model, configs: Mapping[str, Zero], batch: BatchShape, hardware: Hardware, ranks: int
 ) -> list[Candidate]:
     """Return the settings that fit, fastest first.
 
@@ -216,7 +216,7 @@ def search(
     """
     candidates = [
         Candidate(name, split, forecast(model, zero, split, hardware, ranks))
-        for name, zero in zeros.items()
+        for name, zero in configs.items()
         for split in _splits(model, batch, ranks)
     ]
 
@@ -228,11 +228,11 @@ def search(
 
 
 def compare(
-    model: Model, zeros: Mapping[str, Zero], batch: BatchShape, hardware: Hardware, ranks: int
+    model: Model, configs: Mapping[str, Zero], batch: BatchShape, hardware: Hardware, ranks: int
 ) -> list[Candidate]:
     """Return each config with the same batch, by name."""
     candidates = []
-    for name, zero in sorted(zeros.items()):
+    for name, zero in sorted(configs.items()):
         mode, _ = select_checkpointing(model, zero, batch, hardware.memory, ranks)
         shape = replace(batch, checkpointing=mode)
         candidates.append(Candidate(name, shape, forecast(model, zero, shape, hardware, ranks)))
@@ -251,7 +251,7 @@ def select_checkpointing(
     if batch.checkpointing != "auto":
         return batch.checkpointing, []
     shapes = {mode: replace(batch, checkpointing=mode) for mode in modes}
-    needs = {mode: required(memory(model, zero, x, ranks)) for mode, x in shapes.items()}
+    needs = {mode: required(memory(model, zero, shapes[mode], ranks)) for mode in modes}
     fitting = [mode for mode in modes if needs[mode] <= available]
     selected = fitting[0] if fitting else modes[-1]
     need = needs.pop(selected)

@@ -42,7 +42,7 @@ def memory(
     weights = size * count
     if zero.stage == 3:
         weights = size * (-(-(count - zero.persistent) // ranks) + zero.persistent)
-    matrices = count - model.embedding if zero.muon else 0  # all but 1%
+    matrices = count - model.embedding if zero.muon else 0  # almost all: vectors take 1%
     static = {
         "weights": weights,
         "master weights": 4 * count // shards if size == 2 or zero.stage else 0,
@@ -69,8 +69,8 @@ def memory(
     }
     for parts in in_passes.values():
         parts["gathered weights"] = gathered
-    reduced = {"gradients": gradients + _to_reduce(model, zero, gradients), **buckets}
-    updated = {"gradients": _to_step(model, zero, ranks), **buckets}
+    reduced = {"gradients": gradients + _reduction_copies(model, zero, gradients), **buckets}
+    updated = {"gradients": _update_copies(model, zero, ranks), **buckets}
     after = {"while gradients are reduced": reduced, "while weights are updated": updated}
     return Memory(static, in_passes | after)
 
@@ -103,7 +103,7 @@ def _backward(
     ]
 
 
-def _to_reduce(model: Model, zero: Zero, gradients: int) -> int:
+def _reduction_copies(model: Model, zero: Zero, gradients: int) -> int:
     """Return the bytes of flat copies of the gradients, in the dtype of the reduction."""
     if zero.stage >= 2:
         return gradients
@@ -114,7 +114,7 @@ def _to_reduce(model: Model, zero: Zero, gradients: int) -> int:
     return flat + (sent if zero.reduce_bytes != zero.accumulate_bytes else 0)
 
 
-def _to_step(model: Model, zero: Zero, ranks: int) -> int:
+def _update_copies(model: Model, zero: Zero, ranks: int) -> int:
     """Return the bytes of the gradients, a flat copy, and its fp32 copy."""
     if zero.stage == 0:
         return (model.weight_bytes + 4) * model.parameters

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.monitor.artifacts import align
 from nsa.report.plots import Panel, draw
 from nsa.report.summary import Summary, lookup, summarise
+from nsa.text import align
 
 _PANELS = (
     ("loss", "training loss (nats per token)"),
@@ -20,7 +20,7 @@ _PANELS = (
 )
 # What must be equal for figures to be comparable, and what a difference means.
 _DATASET = "training and validation text differ, so only speed is comparable"
-_MATTERS = {
+_MUST_BE_EQUAL = {
     "data.source": _DATASET,
     "data.subset": _DATASET,
     "data.split": _DATASET,
@@ -62,11 +62,11 @@ def read_runs(folders: Sequence[Path]) -> dict[str, Summary]:
 
 def differences(runs: Mapping[str, Summary]) -> Iterator[str]:
     """Yield a line for each setting whose difference makes the runs' figures incomparable."""
-    for name, meaning in _MATTERS.items():
+    for name, meaning in _MUST_BE_EQUAL.items():
         labels: dict[str, list[str]] = {}
         for label, run in runs.items():
-            taken = {"tokens per step": run.tokens_per_step or "", "steps taken": run.steps}
-            value = taken[name] if name in taken else lookup(run.config, name)
+            derived = {"tokens per step": run.tokens_per_step or "", "steps taken": run.steps}
+            value = derived[name] if name in derived else lookup(run.config, name)
             if value != "":  # not recorded
                 text = f"{value:,}" if isinstance(value, int) else str(value)
                 labels.setdefault(text, []).append(label)

@@ -1,7 +1,7 @@
-"""Paired t test: whether runs that differ in one setting differ beyond chance, and what it misses.
+"""Paired t test: do runs that differ in one setting differ by more than chance?
 
-Runs are paired by seed, which sets initial weights and the order of the data, so that what a seed
-adds to both cancels in their difference.
+Runs are paired by seed. A seed sets initial weights and the order of the data, so its effect on
+both runs of a pair cancels in their difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Paired:
     mean: float
     margin: float  # the 95% confidence interval is mean ± margin
     p: float  # two-sided
-    detectable: float  # smallest true difference that 80% of such experiments find at p < 0.05
+    detectable: float  # true difference that 80% of experiments this large would find, at p < 0.05
 
 
 def paired_t(differences: Sequence[float]) -> Paired | None:
@@ -31,8 +31,8 @@ def paired_t(differences: Sequence[float]) -> Paired | None:
     if count < 2 or not (error := statistics.stdev(differences) / math.sqrt(count)):
         return None
     mean, interval, degrees = statistics.fmean(differences), margin(differences), count - 1
-    detectable = interval + quantile(POWER, degrees) * error
-    return Paired(mean, interval, 1 - inside(abs(mean) / error, degrees), detectable)
+    detectable = interval + t_quantile(POWER, degrees) * error
+    return Paired(mean, interval, 1 - central_probability(abs(mean) / error, degrees), detectable)
 
 
 def margin(values: Sequence[float]) -> float:
@@ -40,11 +40,11 @@ def margin(values: Sequence[float]) -> float:
     if len(values) < 2:
         return 0.0
     error = statistics.stdev(values) / math.sqrt(len(values))
-    return quantile((1 + CONFIDENCE) / 2, len(values) - 1) * error
+    return t_quantile((1 + CONFIDENCE) / 2, len(values) - 1) * error
 
 
-def inside(t: float, degrees: int) -> float:
-    """Return the probability of (-t, t) under Student's t, exactly (Abramowitz and Stegun 26.7)."""
+def central_probability(t: float, degrees: int) -> float:
+    """Return P(-t < T < t) of Student's t distribution, exactly (Abramowitz and Stegun 26.7)."""
     angle = math.atan2(t, math.sqrt(degrees))
     odd = degrees % 2
     term = total = math.cos(angle) if odd and degrees > 1 else 1.0 - odd
@@ -55,12 +55,14 @@ def inside(t: float, degrees: int) -> float:
     return 2 / math.pi * (angle + total) if odd else total
 
 
-def quantile(probability: float, degrees: int) -> float:
-    """Return the t that Student's t stays below with this probability, 0.5 or more."""
+def t_quantile(probability: float, degrees: int) -> float:
+    """Return the t with P(T < t) = `probability`, 0.5 or more, of Student's t distribution."""
     low, high = 0.0, 1e6
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (
-            (middle, high) if (1 + inside(middle, degrees)) / 2 < probability else (low, middle)
+            (middle, high)
+            if (1 + central_probability(middle, degrees)) / 2 < probability
+            else (low, middle)
         )
     return high

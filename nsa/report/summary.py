@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from nsa.gates.results import GateResult, read_results
-from nsa.monitor.artifacts import Table, ranks, read_table, try_read_text
+from nsa.monitor.artifacts import Table, list_ranks, read_table, try_read_text
 from nsa.monitor.history import RankHistory, read_rank
 from nsa.untrusted import parse_yaml
 
@@ -98,6 +98,6 @@ def summarise(run_dir: Path) -> Summary:
     return Summary(
         run_dir=run_dir,
         metrics=read_table(run_dir / "metrics.csv"),
-        histories=[read_rank(run_dir, rank) for rank in ranks(run_dir)],
+        histories=[read_rank(run_dir, rank) for rank in list_ranks(run_dir)],
         gates=read_results(run_dir),
     )

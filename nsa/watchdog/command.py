@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.monitor.artifacts import align
 from nsa.monitor.config import WatchConfig
+from nsa.text import align
 from nsa.watchdog.disk import DiskHangs, DiskWorker
 from nsa.watchdog.hang_detector import FolderState, newest_heartbeats
 from nsa.watchdog.process_tree import adopt_orphans, find_writer
 from nsa.watchdog.supervisor import SignalState, Supervisor, disk_of, log, update_halt
 
-FINAL = (0, 2, 3)  # exit codes after which the same command would end the same way again
+NO_RESTART_CODES = (0, 2, 3)  # exit codes that a restart would only repeat
 MAX_BACKOFF_SECONDS = 300.0
 _POLL_SECONDS = 0.2
 _HEADER = ["rank", "phase", "in phase for", "step", "last heartbeat", "loss", "memory", "process"]
@@ -92,7 +92,7 @@ def launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
         attempt = Supervisor(signals, launcher=launcher)
         code = attempt.run()
         folder = attempt.folder or folder
-        if code in FINAL or signals.signal is not None or not restarts:
+        if code in NO_RESTART_CODES or signals.signal is not None or not restarts:
             return code
         last_steps.append(step := attempt.last_step)
         if reason := _why_no_restart(last_steps, restarts):
@@ -137,18 +137,18 @@ def attach(folder: Path) -> int:
     """Watch a running run until it ends; it does not depend on this process."""
     deadline = time.monotonic() + WatchConfig().setup
     while True:
-        look: FolderState = disk_of(folder).call("look", {})
-        if look.lock_problem:
+        state: FolderState = disk_of(folder).call("check", {})
+        if state.lock_problem:
             raise ValueError(
-                f"{folder}: {look.lock_problem}; nsa watch --status {folder} shows its ranks"
+                f"{folder}: {state.lock_problem}; nsa watch --status {folder} shows its ranks"
             )
-        if beats := look.beats:
+        if beats := state.beats:
             break
         if time.monotonic() > deadline:
             raise ValueError(f"{folder}: no heartbeats; start the run with monitor.heartbeat > 0")
         time.sleep(_POLL_SECONDS)
     supervisor = Supervisor(SignalState(), folder=folder)
-    supervisor.look()
+    supervisor.check()
     if supervisor.beats:
         log(f"{folder}: watching ranks {', '.join(map(str, supervisor.beats))}")
         return supervisor.run()

@@ -25,7 +25,7 @@ class DiskHangs(OSError):
 class DiskWorker:
     """Calls the methods of `target` in a child process, which keeps the state of `target`."""
 
-    pids: ClassVar[set[int]] = set()  # of all children, which are no processes of a run
+    pids: ClassVar[set[int]] = set()  # of all workers, which do not belong to a run
 
     def __init__(self, folder: Path, target: object) -> None:
         self._folder, self._target = folder, target

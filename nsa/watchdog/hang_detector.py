@@ -54,26 +54,26 @@ class FolderState:
 
 
 class HangDetector:
-    """Compares a run with the limits in its config.yaml; defaults apply until that is written."""
+    """Compares a run with the limits in its config.yaml; until that exists, with the defaults."""
 
     def __init__(self, folder: Path) -> None:
         self.limits = WatchConfig()
         self.folder = folder
         self._interval = 0.0  # seconds between two heartbeats
-        self._disk_ok_since = float("-inf")  # it has neither hung nor refused a write since then
+        self._disk_ok_since = float("-inf")  # no hang and no refused write since then
         self._is_writable = True
-        self._suspected_at: float | None = None  # when the last looks began to find a hang
+        self._suspected_at: float | None = None  # since then each check has found a hang
         self._file_versions: dict[str, tuple[int, int]] = {}
         self._ongoing: dict[str, set[str]] = {}  # problems that were reported and have not ended
         self._messages: list[str] = []
         self._lock: int | None = None
 
-    def look(self, running: Mapping[int, int]) -> FolderState:
+    def check(self, running: Mapping[int, int]) -> FolderState:
         """Read the folder and judge the `running` ranks, given with their pids."""
         now, lock_problem = time.monotonic(), self._take_lock()
         beats = newest_heartbeats(self.folder)
         report = None
-        self._note_slow_disk(now)
+        self._record_disk_hang(now)
         if not lock_problem:
             own = {n: beat for n, beat in beats.items() if running.get(n) == beat["pid"]}
             report = self.find_hang(own, now)
@@ -82,7 +82,7 @@ class HangDetector:
                     report = report or degradation
                 else:
                     self._messages.append(f"WARNING: {degradation.reason}")
-        if self._note_slow_disk(now):  # this answer is dropped, so report problems again
+        if self._record_disk_hang(now):  # the caller drops late results, so report again
             self._ongoing.clear()
         messages, self._messages = self._messages, []
         return FolderState(beats, lock_problem, report, messages, self.limits.grace)
@@ -90,13 +90,13 @@ class HangDetector:
     def find_hang(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> HangReport | None:
         """Report the first running rank above its limit, if the disk takes heartbeats.
 
-        `beats`: the newest heartbeats. `now` is from before they were read, so that a delay of this
-        process adds nothing. A disk that has just hung or been full holds old heartbeats: a hang is
-        reported only if it is still there after CONFIRM_SECONDS of successful writes.
+        `beats`: the newest heartbeats; `now`: the time before they were read, so that a slow read
+        does not count as silence. A disk that has just hung or been full holds old heartbeats: a
+        hang is reported only if it is still there after CONFIRM_SECONDS of successful writes.
         """
         if self._has_changed("config.yaml"):
             self._read_limits()
-        report = next(filter(None, (self._check(rank, beats, now) for rank in beats)), None)
+        report = next(filter(None, (self._check_rank(rank, beats, now) for rank in beats)), None)
         late = min((beat["mono"] for beat in beats.values()), default=now)
         if report is not None or now - late > max(3 * self._interval, 1.0):
             self._probe_write()
@@ -147,7 +147,7 @@ class HangDetector:
         self._lock = file  # until this process ends
         return ""
 
-    def _check(
+    def _check_rank(
         self, rank: int, beats: Mapping[int, Mapping[str, Any]], now: float
     ) -> HangReport | None:
         """Compare a rank with its limit; time in which the disk hung or was full does not count."""
@@ -197,10 +197,10 @@ class HangDetector:
                     "prove nothing"
                 )
             self._is_writable = False
-        self._note_slow_disk(start)
+        self._record_disk_hang(start)
 
-    def _note_slow_disk(self, start: float) -> bool:
-        """Return whether the work since `start` took so long that the disk has hung."""
+    def _record_disk_hang(self, start: float) -> bool:
+        """Return whether the disk has hung since `start`: the work took longer than the limit."""
         now = time.monotonic()
         if now - start > LIMIT_SECONDS:
             self._disk_ok_since = now

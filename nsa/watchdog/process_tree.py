@@ -38,7 +38,10 @@ class ProcessTree:
         self.exit_codes: dict[psutil.Process | None, int] = {}  # of orphans that were reaped here
 
     def running(self) -> list[psutil.Process]:
-        """Update the tree, reap orphans, and return what runs. Call often, or orphans get lost."""
+        """Update the tree, reap orphans, and return the running processes.
+
+        Call it often: a process that was never seen below its parent is not found later.
+        """
         for root in self._roots:
             with contextlib.suppress(psutil.Error):
                 children = {child.pid: child for child in root.children(recursive=True)}

@@ -31,9 +31,9 @@ from nsa.watchdog.process_tree import ProcessTree, open_heartbeats, send, wait_f
 
 HALTED = 4  # exit code of a run that the watchdog has ended
 EXIT_CODE_OF_STATUS = {"finished": 0, "stopped": 0, "preempted": 0, "no-go": 3}  # any other: 1
-POLL_SECONDS = 0.1  # between two looks at the processes until one writes heartbeats
-LOOK_SECONDS = 0.5  # between two looks at heartbeats and processes
-PEER_SECONDS = 5.0  # how long processes may outlive a failed rank, or the launcher and all ranks
+POLL_SECONDS = 0.1  # between two checks until a process writes heartbeats
+CHECK_SECONDS = 0.5  # between two checks of heartbeats and processes
+PEER_SECONDS = 5.0  # how long processes may outlive a failed rank, or launcher and ranks
 LAUNCHER_SECONDS = 3.0  # how long a launcher may outlive its killed ranks
 STACKS_SECONDS = 2.0  # how long ranks may take to write their stacks
 
@@ -110,7 +110,7 @@ class Supervisor:
     def run(self) -> int:
         """Watch until every process has ended; return the run's exit code."""
         while True:
-            self.look()
+            self.check()
             if self.report is None and self._signals.signal is not None:
                 if self._launcher is None:
                     log("stopped watching; the run continues")
@@ -120,24 +120,24 @@ class Supervisor:
             if self._launcher is not None:
                 exited = self._launcher.poll() is not None and not self._tree.running()
             if exited or self.report is not None:
-                look = self._read_folder()  # heartbeats written since
-                # Old ones would give a wrong exit code: wait for a disk that hangs.
-                if look or not self.folder or self.report or self._signals.signal is not None:
+                state = self._read_folder()  # heartbeats written since
+                # Without them the exit code may be wrong, so wait for a disk that hangs.
+                if state or not self.folder or self.report or self._signals.signal is not None:
                     return self._exit_code()
-            time.sleep(LOOK_SECONDS if self.folder else POLL_SECONDS)
+            time.sleep(CHECK_SECONDS if self.folder else POLL_SECONDS)
 
-    def look(self) -> None:
-        """Check heartbeats and processes; halt a hang, end what a failure has left running."""
+    def check(self) -> None:
+        """Check heartbeats and processes once; halt a hang, end what a failure left running."""
         if self.folder is None:
             paths = (path for process in self._tree.running() for path in open_heartbeats(process))
             if (path := next(paths, None)) is not None:
                 self.folder = path.parent
         exited = self.beats.keys() - self.running().keys()
-        look = self._read_folder()  # after `exited`, so that their last heartbeats are included
-        if look is not None and look.report is not None:
-            return self._halt(look.report, look.grace)
-        if look is not None or self.folder is None:
-            self._end_peers(sorted(exited))
+        state = self._read_folder()  # after `exited`, so that their last heartbeats are included
+        if state is not None and state.report is not None:
+            return self._halt(state.report, state.grace)
+        if state is not None or self.folder is None:
+            self._schedule_kill(sorted(exited))
         if self._kill_at <= time.monotonic() and self._tree.running():
             self._log_once("killing all processes of the run")
             self._kill()
@@ -185,7 +185,7 @@ class Supervisor:
             return None
         now, pids = time.monotonic(), {n: self.beats[n]["pid"] for n in self.running()}
         try:
-            look: FolderState = disk_of(self.folder).call("look", pids)
+            state: FolderState = disk_of(self.folder).call("check", pids)
         except DiskHangs as error:
             if not self._hangs_since:
                 log(f"{error}; until it answers, no rank is judged by old heartbeats")
@@ -194,14 +194,14 @@ class Supervisor:
         if self._hangs_since:
             log(f"{self.folder}: the disk answers again after {now - self._hangs_since:.0f} s")
             self._hangs_since = 0.0
-        if look.lock_problem:
+        if state.lock_problem:
             self._log_once(
-                f"{self.folder}: {look.lock_problem}; this watchdog only forwards signals"
+                f"{self.folder}: {state.lock_problem}; this watchdog only forwards signals"
             )
-        for message in look.messages:
+        for message in state.messages:
             log(message)
-        self._update_ranks(look.beats)
-        return look
+        self._update_ranks(state.beats)
+        return state
 
     def _update_ranks(self, beats: Mapping[int, dict[str, Any]]) -> None:
         """Set the newest heartbeats; ignore those of earlier runs in the folder."""
@@ -233,8 +233,8 @@ class Supervisor:
             send(ranks.values(), signal.SIGTERM)
             self._signalled |= ranks.keys()
 
-    def _end_peers(self, exited: list[int]) -> None:
-        """Schedule the end of what waits for a failed rank, or outlives the launcher and ranks."""
+    def _schedule_kill(self, exited: list[int]) -> None:
+        """Schedule SIGKILL after a rank has failed, or after launcher and ranks have exited."""
         failed = next((number for number in exited if self._exit_code_of(number) != 0), None)
         launcher_exited = self._launcher is not None and self._launcher.poll() is not None
         if failed is not None:

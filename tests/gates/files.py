@@ -7,7 +7,7 @@ from pathlib import Path
 from nsa.gates.criteria import GateInputs, judge
 from nsa.gates.results import GateResult
 from nsa.gates.schedule import Gate, schedule
-from nsa.monitor.artifacts import ranks
+from nsa.monitor.artifacts import list_ranks
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.history import HistoryRecorder, RunHistory
 
@@ -22,7 +22,9 @@ def load_inputs(run_dir: Path, gate: Gate, log_every: int = 10) -> GateInputs:
     records = RunHistory()
     records.load(run_dir, gate.step)
     window = [(gate.previous_step, gate.step)]
-    histories = [HistoryRecorder(run_dir, rank, window).up_to(gate.step) for rank in ranks(run_dir)]
+    histories = [
+        HistoryRecorder(run_dir, rank, window).up_to(gate.step) for rank in list_ranks(run_dir)
+    ]
     steps = gate.previous_step, gate.step
     return GateInputs(*steps, log_every, records.metrics, records.selection, histories)
 

@@ -42,7 +42,7 @@ def test_silence_is_no_hang_while_the_disk_takes_no_heartbeats(tmp_path: Path) -
     assert find_hang(detector, silent) is None
     (tmp_path / "elsewhere").rename(folder)
     assert find_hang(detector, silent) is None, "no time to write since"
-    assert detector.look({}).messages == [
+    assert detector.check({}).messages == [
         f"{folder} cannot be written (No such file or directory), so missing heartbeats prove "
         "nothing"
     ]

@@ -1,0 +1,25 @@
+"""Text for terminals and messages: aligned tables, the first line of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nsa.untrusted import printable
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align the columns of a table: the first and last to the left, the others to the right."""
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<", *[">"] * (len(widths) - 2), "<"]
+    return [
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type without one."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
