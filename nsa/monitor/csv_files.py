@@ -76,9 +76,8 @@ class CsvObserver(Observer):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab", buffering=0) as file:
             header = [] if file.tell() else [self.columns]
-            append_all_or_nothing(
-                file, "".join(",".join(row) + "\n" for row in (*header, *rows)).encode()
-            )
+            lines = "".join(",".join(row) + "\n" for row in (*header, *rows))
+            append_all_or_nothing(file, lines.encode())
 
 
 class MetricsCsv(CsvObserver):

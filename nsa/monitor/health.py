@@ -151,9 +151,7 @@ def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
     if first.cu_seqlens is not None:
         offsets = first.cu_seqlens.to(position)
         start = offsets[torch.searchsorted(offsets, position, right=True) - 1]
-    current = ((position - start) // spec.select_len)[
-        :, None, None
-    ]  # the block that holds each query
+    current = ((position - start) // spec.select_len)[:, None, None]  # each query's own block
     selected = blocks >= 0
     forced = selected & ((blocks < spec.init_blocks) | (blocks > current - spec.local_blocks))
     choosing = current >= spec.select_top  # more candidates than can be selected

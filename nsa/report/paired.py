@@ -60,9 +60,6 @@ def t_quantile(probability: float, degrees: int) -> float:
     low, high = 0.0, 1e6
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (
-            (middle, high)
-            if (1 + central_probability(middle, degrees)) / 2 < probability
-            else (low, middle)
-        )
+        below = (1 + central_probability(middle, degrees)) / 2
+        low, high = (middle, high) if below < probability else (low, middle)
     return high

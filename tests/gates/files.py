@@ -22,9 +22,8 @@ def load_inputs(run_dir: Path, gate: Gate, log_every: int = 10) -> GateInputs:
     records = RunHistory()
     records.load(run_dir, gate.step)
     window = [(gate.previous_step, gate.step)]
-    histories = [
-        HistoryRecorder(run_dir, rank, window).up_to(gate.step) for rank in list_ranks(run_dir)
-    ]
+    recorders = [HistoryRecorder(run_dir, rank, window) for rank in list_ranks(run_dir)]
+    histories = [recorder.up_to(gate.step) for recorder in recorders]
     steps = gate.previous_step, gate.step
     return GateInputs(*steps, log_every, records.metrics, records.selection, histories)
 
