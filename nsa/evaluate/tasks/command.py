@@ -48,7 +48,7 @@ def _tasks(args: argparse.Namespace) -> int:
 
     from nsa.evaluate.results import make_folder
     from nsa.evaluate.tasks.data import VALUES
-    from nsa.evaluate.tasks.evaluate import evaluate_all
+    from nsa.evaluate.tasks.evaluate import FACTS, evaluate_all, random_selection
     from nsa.evaluate.tasks.report import draw_needle, draw_recall, lines, summary_json
     from nsa.evaluate.tasks.train import Task
 
@@ -62,6 +62,7 @@ def _tasks(args: argparse.Namespace) -> int:
         "seeds": args.seeds,
         "reach": task.reach,
         "chance": 1 / VALUES,
+        "random_selection": random_selection(task),
         "spec": asdict(task.spec),
         "rows": [],
     }
@@ -77,5 +78,6 @@ def _tasks(args: argparse.Namespace) -> int:
     if any(row["needle"] for row in result["rows"]):
         files.append(args.out / "needle.png")
         draw_needle(result, files[2])
-    print(*lines(result), *files, sep="\n")
+    note = f"Random blocks would include {result['random_selection']:.1%} of {FACTS[-1]} facts."
+    print(*lines(result), note, *files, sep="\n")
     return 0

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from nsa.cli import main
 from nsa.evaluate.tasks import evaluate, report, train
 from nsa.evaluate.tasks.command import MODELS
+from nsa.evaluate.tasks.data import recall
 from nsa.evaluate.tasks.evaluate import FACTS, WITHOUT_SELECTION, evaluate_all
 from nsa.evaluate.tasks.report import lines, summary_json
 from nsa.evaluate.tasks.train import VARIANTS
@@ -146,6 +149,21 @@ def _workers(pid: int) -> list[int]:
         time.sleep(0.05)
         children = psutil.Process(pid).children()
     return [process.pid for process in children]
+
+
+def test_random_selection_is_how_often_random_blocks_include_the_fact() -> None:
+    task = train.Task(2_048, pattern="recipe")
+    spec, generator = task.spec, torch.Generator().manual_seed(evaluate.SEED)
+    batch = recall(generator, evaluate.SEQUENCES, 2_048, 16)
+    rows, queries = (batch.distance > task.reach).nonzero(as_tuple=True)
+    included = []
+    for row, query in zip(rows.tolist()[::7], queries.tolist()[::7], strict=True):
+        own, fact = query // 64, (query - int(batch.distance[row, query])) // 64
+        forced = {0, own - 1, own}
+        free = [block for block in range(own + 1) if block not in forced]
+        drawn = torch.randperm(len(free), generator=generator)[: spec.select_top - 3].tolist()
+        included.append(fact in forced | {free[index] for index in drawn})
+    assert evaluate.random_selection(task) == pytest.approx(statistics.fmean(included), abs=0.02)
 
 
 def test_plots_are_drawn(called: Called) -> None:
