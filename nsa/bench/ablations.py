@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nsa.bench import recipe
 from nsa.bench.options import choice
-from nsa.bench.recipe import RECIPE, log_file, logged_rows, recipe_config
+from nsa.bench.recipe import log_file, logged_rows, recipe_config
 from nsa.bench.results import Report
 from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
@@ -95,8 +96,7 @@ class Training:
 
     def check(self) -> None:
         """Raise if the folder has a run with other settings."""
-        file = self.folder / "config.yaml"
-        config = recipe_config(self.profile, self.settings, RECIPE)
+        file, config = self.folder / "config.yaml", recipe_config(self.profile, self.settings)
         if file.exists() and resolve_config(config, file) != config:
             raise ValueError(
                 f"--runs {self.folder.parent}: {file} has different settings from this command; "
@@ -112,7 +112,7 @@ class Training:
         if left < LEAST_SECONDS:
             return f"{name} is left for the next call: --limit"
         resume = ["--resume"] if (self.folder / "config.yaml").exists() else []
-        command = [sys.executable, str(RECIPE), "--profile", self.profile, *resume]
+        command = [sys.executable, str(recipe.RECIPE), "--profile", self.profile, *resume]
         if left < math.inf:
             command += ["--time-limit", str(int(left))]  # saves a checkpoint
         command += ["--run-dir", str(self.folder), *(f"--set={x}" for x in self.settings)]
@@ -163,10 +163,7 @@ def run(report: Report) -> dict[str, Any]:
     variants = {name: VARIANTS[name] for name in flags.variants}
     variants |= {text: tuple(text.split(",")) for text in flags.variant}
     common = (*COMMON, *PROFILES[flags.profile], *flags.set, f"train.steps={flags.steps}")
-    configs = {
-        name: recipe_config(flags.profile, (*common, *changes), RECIPE)
-        for name, changes in variants.items()
-    }
+    configs = {name: recipe_config(flags.profile, (*common, *x)) for name, x in variants.items()}
     trainings = [
         Training(
             name,

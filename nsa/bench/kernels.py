@@ -36,7 +36,7 @@ PASSES = ("forward", "forward_backward")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_gpu_flags(parser, "2k,8k,64k", shapes_default="m7c,64x4x128")
+    add_gpu_flags(parser, "2k,8k,64k", shapes_default="m7c,64x4x128", backend=False)
     parser.add_argument("--backends", type=names, help="to compare: triton,blockwise,reference")
 
 

@@ -96,6 +96,7 @@ def add_gpu_flags(
     shapes_default: str = "",
     tokens: int = 65_536,
     tokens_help: str = "tokens per batch, about (%(default)s)",
+    backend: bool = True,
 ) -> None:
     """The flags of a GPU benchmark, with head shapes or else with a model's size."""
     add = parser.add_argument
@@ -112,5 +113,6 @@ def add_gpu_flags(
         add("--vocab", type=int, default=50_304, help="rows of the embedding")
     add("--lengths", type=lengths, default=lengths_default, help="sequence lengths (%(default)s)")
     add("--tokens", type=int, default=tokens, help=tokens_help)
-    about = "NSA's backend; default: triton on a GPU, blockwise on a CPU"
-    add("--backend", choices=("auto", "triton", "blockwise", "reference"), help=about)
+    if backend:
+        about = "NSA's backend; default: triton on a GPU, blockwise on a CPU"
+        add("--backend", choices=("auto", "triton", "blockwise", "reference"), help=about)

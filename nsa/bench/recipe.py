@@ -135,11 +135,11 @@ def _ready_to_kill(flags: argparse.Namespace) -> bool:
     return logged and bool(complete_by_size(flags.run_dir / "checkpoints"))
 
 
-def recipe_config(profile: str, settings: Sequence[str] = (), recipe: Path = RECIPE) -> RunConfig:
+def recipe_config(profile: str, settings: Sequence[str] = ()) -> RunConfig:
     """Return a profile of the recipe with these settings."""
-    if not recipe.exists():
-        raise ValueError(f"there is no {recipe}: run this in a clone of the repository")
-    return resolve_config(runpy.run_path(str(recipe))[profile](), assignments=list(settings))
+    if not RECIPE.exists():
+        raise ValueError(f"there is no {RECIPE}: run this in a clone of the repository")
+    return resolve_config(runpy.run_path(str(RECIPE))[profile](), assignments=list(settings))
 
 
 def logged_rows(run_dir: Path) -> Rows:

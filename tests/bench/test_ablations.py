@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nsa.bench import ablations
+from nsa.bench import ablations, recipe
 from nsa.bench.__main__ import main, parser
 from nsa.bench.recipe import recipe_config
 from nsa.engine.resolve import resolve_config
@@ -42,7 +42,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
     command = ["ablations", "--variants=win,win", "--seeds=7", "--steps=2"]
     command += [f"--runs={folder / 'runs'}", f"--out={folder / 'figures.json'}"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ablations, "RECIPE", folder / "tiny.py")
+        patch.setattr(recipe, "RECIPE", folder / "tiny.py")
         patch.setattr(ablations, "COMMON", (*ablations.COMMON, "train.eval_samples=8"))
         main(command)
     return folder, command
@@ -52,7 +52,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
 def tiny(measured: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The same command, with the tiny recipe."""
     folder, command = measured
-    monkeypatch.setattr(ablations, "RECIPE", folder / "tiny.py")
+    monkeypatch.setattr(recipe, "RECIPE", folder / "tiny.py")
     monkeypatch.setattr(ablations, "COMMON", (*ablations.COMMON, "train.eval_samples=8"))
     return command
 
@@ -108,7 +108,7 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(
 
     def train(self: ablations.Training, end: float) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(ablations, "RECIPE", program)
+            patch.setattr(recipe, "RECIPE", program)
             return original(self, end)
 
     monkeypatch.setattr(ablations.Training, "train", train)
