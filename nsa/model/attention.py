@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -34,6 +35,10 @@ from nsa.spec import NSASpec
 # Replaces a layer's forward pass during decoding: (layer, x, metadata) -> output.
 CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
 BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
+_UNUSED_LOSS = (
+    "the selector loss of the last forward pass was not used, so it trains nothing: add "
+    "selector_loss * layer.take_selector_loss() to the training loss"
+)
 
 
 class Attention(nn.Module):
@@ -92,6 +97,8 @@ class Attention(nn.Module):
             )
         if cached is not None:
             return cached(self, x, metadata)
+        if self.selector_loss is not None:
+            warnings.warn(_UNUSED_LOSS, stacklevel=2)
         parts = self.rotary_pool(self.project(x, metadata), metadata)
         kv = self.branch_kv(parts, metadata)
         self.selector_loss = self.compute_selector_loss(x, parts.q, kv, metadata)

@@ -224,9 +224,22 @@ def test_the_layer_alone_offers_it_once() -> None:
     assert loss.requires_grad
     assert 0 < loss.item() < 10
     assert layer.take_selector_loss() is None
-    layer(torch.randn(2, 128, 32))
     layer.eval()(torch.randn(2, 128, 32))
     assert layer.take_selector_loss() is None
+
+
+def test_a_layer_whose_loss_is_never_taken_warns() -> None:
+    layer = NSAttention(32, 4, kv_heads=2, spec=SPEC, selector_loss=0.5)
+    layer(torch.randn(2, 128, 32))
+    with pytest.warns(UserWarning, match="add selector_loss \\* layer.take_selector_loss"):
+        layer(torch.randn(2, 128, 32))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_model_takes_the_loss_of_each_layer() -> None:
+    model, ids = build(1.0), torch.randint(64, (1, 128))
+    for _ in range(2):
+        model(ids, labels=ids).backward()
 
 
 @pytest.mark.parametrize("change", [{"branches": "cmp+sel"}, {"kind": "dense"}])
