@@ -4,7 +4,7 @@
 
 trains on two ranks: profile `production` on accelerators, a small `demo` on machines without one.
 Choose another ZeRO config with --deepspeed_config ds_configs/<name>.json; monitor with
-`tensorboard --logdir runs`.
+`bash launch/tensorboard.sh`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import re
 import shutil
 import threading
 import time
@@ -33,19 +34,20 @@ def choose_run_dir(requested: Path | None, name: str, resume: bool) -> Path:
             _check_folder(requested, resume)
         return requested
     folders = (Path("runs") / (f"{name}-{n}" if n > 1 else name) for n in itertools.count(1))
-    newest = None
-    for folder in folders:
-        if not _holds_run(folder):
-            break
-        newest = folder
     if not resume:
-        return folder
-    if newest is None:
+        return next(folder for folder in folders if not _holds_run(folder))
+    numbered = re.compile(rf"{re.escape(name)}(?:-(\d+))?")
+    runs = {
+        int(match[1] or 1): folder
+        for folder in Path("runs").glob(f"{name}*")
+        if (match := numbered.fullmatch(folder.name)) and _holds_run(folder)
+    }
+    if not runs:
         raise ValueError(
             f"--resume: runs/{name} holds no run; drop --resume to start one, or name the run's "
             "folder with --run-dir"
         )
-    return newest
+    return runs[max(runs)]
 
 
 def _check_folder(folder: Path, resume: bool) -> None:

@@ -87,6 +87,20 @@ def test_an_unusable_folder_is_refused_and_nothing_is_left(
     assert len(list(unusable.iterdir())) == 3
 
 
+def test_resume_takes_the_run_with_the_highest_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="--resume: runs/m7c holds no run"):
+        choose_run_dir(None, "m7c", resume=True)
+    for name in ("m7c-2", "m7c-10", "m7c-11", "m7c-demo-12"):
+        Path("runs", name).mkdir(parents=True)
+    for name in ("m7c-2", "m7c-10", "m7c-demo-12"):  # m7c was deleted; m7c-11 holds no run
+        Path("runs", name, "config.yaml").touch()
+    assert choose_run_dir(None, "m7c", resume=True) == Path("runs/m7c-10")
+    assert choose_run_dir(None, "m7c", resume=False) == Path("runs/m7c")
+
+
 def test_a_read_only_disk_is_refused(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "ro", "tmpfs") as disk:
         for folder in (disk, disk / "runs/new"):
