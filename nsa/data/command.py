@@ -36,7 +36,7 @@ def add_parser(verbs: Any) -> None:
     prepare.add_argument("--workers", type=int, help="processes (default: one per CPU core)")
     about = "tokens per file (default 100 million)"
     prepare.add_argument("--shard-tokens", type=int, default=100_000_000, help=about)
-    prepare.set_defaults(run=_prepare)
+    prepare.set_defaults(run=_prepare, parser=prepare)
 
     about = "verify every byte of a prepared folder, and report how many epochs a run takes"
     check = actions.add_parser("check", help=about, description=about)
@@ -47,14 +47,14 @@ def add_parser(verbs: Any) -> None:
         ("--steps", 50_000, "steps of the run"),
     ):
         check.add_argument(name, type=int, default=value, help=f"{what} (default %(default)s)")
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_check, parser=check)
 
     about = "train a byte-level BPE tokenizer on a source, for data.tokenizer=hf:<folder>"
     train = actions.add_parser("train-tokenizer", help=about, description=about)
     _add_source(train)
     train.add_argument("--vocab-size", type=int, required=True, help="number of ids at most")
     train.add_argument("--out", type=Path, required=True, help="the folder to write")
-    train.set_defaults(run=_train_tokenizer)
+    train.set_defaults(run=_train_tokenizer, parser=train)
 
 
 def _add_source(parser: argparse.ArgumentParser) -> None:

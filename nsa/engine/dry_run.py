@@ -1,8 +1,9 @@
-"""Dry run: build everything, run one step on random tokens, print a summary; writes nothing."""
+"""Dry run: build everything, print a summary, run one step on random tokens; writes nothing."""
 
 from __future__ import annotations
 
 import json
+import math
 
 import torch
 
@@ -32,6 +33,19 @@ def dry_run(request: RunRequest) -> None:
     ds_config = {name: block for name, block in request.ds_config.items() if name not in TRACKERS}
     engine, notes = build_engine(config, ds_config, device, weights)
     shape = (config.train.micro_batch, config.data.seq_len // config.train.sequence_parallel)
+    tokens_per_step = math.prod(shape) * config.train.accumulation * ranks.world_size
+    if ranks.rank == 0:
+        for note in [*request.notes, *notes, *data_notes]:
+            print(note)
+        print(f"# configuration ({request.profile})\n{to_yaml(config)}")
+        print(f"# DeepSpeed\n{json.dumps(request.ds_config, indent=2)}\n")
+        flops = flops_per_token(config.model, config.data.seq_len)
+        dense_flops = flops_per_token(config.model, config.data.seq_len, dense_equivalent=True)
+        print(f"parameters          {parameter_count(config.model):,}")
+        print(f"FLOPs per token     {flops:,.0f} (dense twin: {dense_flops:,.0f})")
+        print(f"tokens per step     {tokens_per_step:,}")
+        print(f"run folder          {request.run_dir}")
+        print(f"taking one step of {tokens_per_step:,} tokens …", flush=True)
     reduction_check = ReductionCheck(engine)
     for _ in range(config.train.accumulation):
         tokens = torch.randint(config.model.vocab_size, shape, device=device)
@@ -40,17 +54,6 @@ def dry_run(request: RunRequest) -> None:
         reduction_check.compare()
         engine.step()
     if ranks.rank == 0:
-        for note in [*request.notes, *notes, *data_notes]:
-            print(note)
-        print(f"# configuration ({request.profile})\n{to_yaml(config)}")
-        print(f"# DeepSpeed\n{json.dumps(request.ds_config, indent=2)}\n")
-        flops = flops_per_token(config.model, config.data.seq_len)
-        dense_flops = flops_per_token(config.model, config.data.seq_len, dense_equivalent=True)
-        tokens_per_step = tokens.numel() * config.train.accumulation * ranks.world_size
-        print(f"parameters          {parameter_count(config.model):,}")
-        print(f"FLOPs per token     {flops:,.0f} (dense twin: {dense_flops:,.0f})")
-        print(f"tokens per step     {tokens_per_step:,}")
-        print(f"run folder          {request.run_dir}")
         print(f"peak memory, rank 0 {memory_gb():.2f} GB after one step")
         print(f"loss                {loss.item():.4f} on random tokens")
     stop_ranks()

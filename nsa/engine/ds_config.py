@@ -99,10 +99,14 @@ def resolve_ds_config(
     """
     owned = owned_values(config, world_size)
     resolved = _fill(raw, owned)
-    problems: dict[str, str] = {}
+    present, problems = dict(walk(raw)), dict[str, str]()
     for path, problem in _problems(raw, resolved, config, owned):
         parents = accumulate(path.split("."), "{}.{}".format)
-        if not any(parent in problems for parent in parents):  # one line for a block
+        covered = any(parent in problems for parent in parents)  # one line for a block
+        if path not in present:  # its misspelling was named
+            suggestion = f'{path.rpartition(".")[2]}"?'
+            covered |= any(suggestion in problem for problem in problems.values())
+        if not covered:
             problems[path] = problem
     if not problems:
         mode = zero_mode(resolved)

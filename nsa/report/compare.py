@@ -100,7 +100,7 @@ def _row(label: str, run: Summary) -> tuple[str, ...]:
     return (
         label,
         f"{run.steps:,}",
-        *(cell(run.last(column), ".3f") for column in ("loss", "val_loss", "bits_per_byte")),
+        *(run.final(column, ".3f") or "-" for column in ("loss", "val_loss", "bits_per_byte")),
         cell(run.tokens_per_s, ",.0f"),
         cell(run.memory_gb, ".2f"),
         *(gates or ["-"]),

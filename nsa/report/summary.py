@@ -76,6 +76,14 @@ class Summary:
         rows = [row for row in self.metrics.rows if math.isfinite(row.get(column, math.nan))]
         return [row["step"] for row in rows], [row[column] for row in rows]
 
+    def final(self, column: str, spec: str) -> str:
+        """Return the last finite value, "2.6758 (step 50)" if not of the last step; "" if none."""
+        steps, values = self.points(column)
+        if not values:
+            return ""
+        step = "" if steps[-1] == self.steps else f" (step {steps[-1]:,.0f})"
+        return f"{values[-1]:{spec}}{step}"
+
     def last(self, column: str) -> float | None:
         """Return the last finite value of a column."""
         values = self.points(column)[1]

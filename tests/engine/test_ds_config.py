@@ -299,6 +299,13 @@ def test_a_missing_zero_block_is_refused() -> None:
     )
 
 
+def test_a_misspelt_key_is_not_reported_as_missing_too() -> None:
+    misspelt = json_with(zero_optimization={"stagee": 1})
+    message = refusal_of(misspelt)
+    assert message.startswith("zero_optimization.stagee = 1 in mine.json: ")
+    assert message.endswith('did you mean "stage"? If not, remove it')
+
+
 # --- configs of other projects ----------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from nsa.engine.resolve import to_yaml
 from nsa.gates.results import record_result
 from nsa.monitor.config import LadderConfig
 from nsa.report.compare import compare_runs, read_runs
+from nsa.report.report import write_report
 from tests.gates.files import gate_at, judge_files
 from tests.monitor.written import write_metrics, write_run
 from tests.report.pictures import BLUE, ORANGE, pixels
@@ -29,6 +30,15 @@ def test_runs_share_one_picture_and_a_table_of_their_final_values(tmp_path: Path
         ["nsa", "300", "3.010", "3.110", "1.110", "142,857", "10.00", "production Go"],
         ["dense", "200", "4.005", "3.115", "1.115", "100,000", "2.23", "-"],
     ]
+
+
+def test_a_validation_loss_of_an_earlier_step_names_the_step(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 84)
+    line = compare_runs(read_runs([tmp_path]), tmp_path / "out.png")[1]
+    assert line.split()[1:7] == ["84", "3.036", "3.160", "(step", "50)", "1.160"]
+    text = write_report(tmp_path).read_text()
+    assert "| final training loss | 3.0357 |" in text
+    assert "| final validation loss | 3.1600 (step 50) |" in text
 
 
 def test_what_makes_runs_no_like_for_like_is_a_warning_with_its_meaning(
