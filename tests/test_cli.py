@@ -208,7 +208,7 @@ def test_all_arguments_after_bench_go_to_bench(capsys: pytest.CaptureFixture[str
         (["generate", "runs/a", "--temprature=1"], "--temprature=1 (did you mean --temperature?)"),
         (["plan", "recipes/m7c.py"], "nsa plan: error: unrecognized arguments: recipes/m7c.py"),
         (
-            "data prepare --source=x --tokenizer=byte --out=y --held_out=0.1".split(),
+            ["data", "prepare", "--source=x", "--tokenizer=byte", "--out=y", "--held_out=0.1"],
             "usage: nsa data prepare .*--held_out=0.1 (did you mean --held-out?)",
         ),
     ],
