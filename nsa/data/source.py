@@ -7,8 +7,10 @@ reader.state()                 ->  JSON that resumes the pass in another process
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from nsa.data.config import DataConfig
@@ -130,3 +132,16 @@ def in_memory(name: str) -> bool:
 def is_path(name: str) -> bool:
     """Return whether a source is a local file or folder."""
     return name not in NAMED and not name.startswith(("hf:", "embedded:"))
+
+
+def absolute_source(source: str | dict[str, float]) -> str | dict[str, float]:
+    """Return `data.source` with existing local paths as absolute ones; a mixture likewise."""
+    if isinstance(source, dict):
+        return {_absolute(name): weight for name, weight in source.items()}
+    return _absolute(source)
+
+
+def _absolute(name: str) -> str:
+    # What does not exist is refused by the name that the user wrote.
+    path = os.path.expanduser(name)
+    return str(Path(path).absolute()) if is_path(name) and os.path.exists(path) else name

@@ -48,26 +48,27 @@ class TokenStore:
 
 
 def coverage(
-    stores: Sequence[TokenStore], fractions: Sequence[float], seq_len: int, samples: int
+    stores: Sequence[TokenStore], fractions: Sequence[float], seq_len: int, samples: int | None
 ) -> list[str]:
-    """Return a line per store: its size, and how much of it a run of `samples` consumes."""
+    """Return a line per store: its size, and how much of it a run of `samples`, if given, reads."""
     lines = []
     for store, fraction in zip(stores, fractions, strict=True):
         per_epoch = max(0, (len(store) - 1) // seq_len)
         left_over = len(store) - per_epoch * seq_len - 1
-        consumed = round(samples * fraction)
         line = f"{store.name}: {len(store):,} tokens"
         line += f" (tokenizer {store.tokenizer}), " if store.tokenizer else ", "
         line += f"{per_epoch:,} samples of {seq_len:,}, no padding"
         if left_over > 0:
             line += f", and {left_over:,} tokens left over"
-        if per_epoch:
-            epochs = consumed / per_epoch
-            line += f"; the run consumes {consumed:,}: "
-            line += f"{epochs:.2f} epochs" if epochs > 1 else f"{epochs:.1%} of them, once"
+        if samples is None or not per_epoch:
+            lines.append(line)
+            continue
+        consumed = round(samples * fraction)
+        epochs = consumed / per_epoch
+        line += f"; the run consumes {consumed:,}: "
+        line += f"{epochs:.2f} epochs" if epochs > 1 else f"{epochs:.1%} of them, once"
         lines.append(line)
-        if per_epoch:
-            lines += epochs_warning(store.name, f"{len(store):,} tokens", epochs)
+        lines += epochs_warning(store.name, f"{len(store):,} tokens", epochs)
     return lines
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from nsa.data.builtin import embedded_note
+from nsa.data.source import absolute_source
 from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
@@ -74,6 +75,11 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         base = resolve_config(base, saved / "config.yaml")
     steps = [] if flags.steps is None else [f"train.steps={flags.steps}"]
     config = resolve_config(base, flags.config, [*flags.set, *steps])
+    # Absolute, so that the run resumes from any folder. A resumed run keeps its spelling: cursors
+    # of streams are stored under it.
+    source = absolute_source(config.data.source)
+    same = saved is not None and source == absolute_source(base.data.source)
+    config.data.source = base.data.source if same else source
     changes: dict[str, tuple[Any, Any]] = {}
     if saved is not None:
         changes = _changes(base, config)

@@ -125,23 +125,47 @@ def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> N
         if name == "attention":
             _merge(tree["model"]["attention"], value, source, "model.attention")
         elif key not in tree:
-            raise ValueError(f"{source}: there is no setting {name!r}; {_hint(tree, key, path)}")
+            raise ValueError(
+                f"{source}: there is no setting {name!r}; {_hint(tree, key, value, path)}"
+            )
         elif isinstance(tree[key], dict) and name != MIXTURE_SETTING:
             _merge(tree[key], value, source, name)
         else:
             tree[key] = value
 
 
-def _hint(tree: dict[str, Any], key: Any, path: str) -> str:
-    """Return what to write instead of an unknown key of this section."""
+def _hint(tree: dict[str, Any], key: Any, value: Any, path: str) -> str:
+    """Return what to write instead of an unknown key of this section.
+
+    `value` continues the path in `atention.spec.window=64`: {spec: {window: 64}}.
+    """
     if deepspeed := [known for known in DEEPSPEED_KEYS if known in str(key)]:
         return f'set "{deepspeed[0]}" in DeepSpeed\'s JSON (--deepspeed_config)'
-    near = [f"{path}.{name}".strip(".") for name, _ in walk(tree) if name.endswith(f".{key}")]
-    near = near or [known for known, others in SYNONYMS.items() if key in others]
-    near = near or [f"{path}.{k}".strip(".") for k in get_close_matches(str(key), list(tree), n=1)]
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"choose one of {', '.join(f'{path}.{known}'.strip('.') for known in tree)}"
+    parts = [str(key)]
+    while isinstance(value, dict) and len(value) == 1:
+        [(part, value)] = value.items()
+        parts.append(str(part))
+    for part in reversed(parts):
+        if near := _near(part, path):
+            return f"did you mean {' or '.join(near)}?"
+    names = [*tree, "attention"] if not path else tree
+    return f"choose one of {', '.join(f'{path}.{known}'.strip('.') for known in names)}"
+
+
+def _near(key: str, path: str) -> list[str]:
+    """Return the settings whose last name is `key` or like it, those in section `path` if any."""
+
+    def plain(name: str) -> str:
+        return name.rpartition(".")[2].replace("_", "").lower()
+
+    settings = ["attention", *(name for name, _ in walk(asdict(RunConfig())))]
+    near = [name for name in settings if plain(name) == plain(key)]
+    near = near or [s for s, others in SYNONYMS.items() if plain(key) in map(plain, others)]
+    if not near:
+        close = get_close_matches(plain(key), {plain(name): None for name in settings}, n=1)
+        near = [name for name in settings if plain(name) in close]
+    direct = [name for name in near if name.rpartition(".")[0] == path]
+    return direct or [name for name in near if name.startswith(f"{path}.")] or near
 
 
 def _build(cls: type, tree: dict[str, Any], path: str) -> Any:

@@ -52,6 +52,11 @@ def test_prepare_and_check_report_contents_and_damage(
     assert f"{(tokens - 1) // 512} samples of 512" in lines[-1]
     assert f"the run consumes 20: {20 / ((tokens - 1) // 512):.1%}" in lines[-1]
 
+    assert call("check", out, *run[:4]) == 0
+    *_, size, epoch = capsys.readouterr().out.splitlines()
+    assert "epochs" not in size, "no run was named"
+    assert epoch == f"one epoch is {(tokens - 1) // 512 / 2:,.1f} steps of 2 samples"
+
     shard = out / "val-000-00000.bin"
     content = bytearray(shard.read_bytes())
     content[-20] ^= 1

@@ -14,6 +14,7 @@ import pytest
 from nsa.data import builtin
 from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.recipe import Recipe
+from nsa.engine.run_request import RunRequest
 from nsa.monitor.csv_files import read_metrics
 from tests.engine.runs import TINY, alone, deepspeed, losses, succeed
 from tests.engine.small import small
@@ -183,11 +184,53 @@ def test_a_dry_run_without_the_hub_reports_unchecked_data(tmp_path: Path) -> Non
     assert "DATA NOT REACHED, and not checked: data.tokenizer = 'hf:gpt2'" in result.stdout
 
 
-def notes(run_dir: Path, *settings: str) -> list[str]:
-    """What a run with this model of 8-token selection blocks, 4 per query, logs at its start."""
+def request(run_dir: Path, *settings: str, resume: bool = False) -> RunRequest:
+    """A run with a model of 8-token selection blocks, 4 per query."""
     recipe = Recipe("small", "", {"demo": small})
     words = ["--profile=demo", f"--run-dir={run_dir}", *(f"--set={one}" for one in settings)]
-    return resolve_request(recipe, build_parser(recipe).parse_args(words)).notes
+    words += ["--resume"] if resume else []
+    return resolve_request(recipe, build_parser(recipe).parse_args(words))
+
+
+def notes(run_dir: Path, *settings: str) -> list[str]:
+    """What the run logs at its start."""
+    return request(run_dir, *settings).notes
+
+
+def write_settings(run_dir: Path, started: RunRequest) -> None:
+    run_dir.mkdir()
+    for name, text in started.config_files().items():
+        (run_dir / name).write_text(text)
+
+
+def test_a_new_run_stores_local_data_as_an_absolute_path(
+    books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(books.parent)
+    mixture = request(tmp_path / "mixed", "data.source={./books.jsonl: 1, embedded: 2, hf:a/b: 3}")
+    assert mixture.config.data.source == {str(books): 1, "embedded": 2, "hf:a/b": 3}
+    started = request(tmp_path / "run", "data.source=books.jsonl")
+    assert started.config.data.source == str(books)
+    write_settings(tmp_path / "run", started)
+    monkeypatch.chdir(tmp_path)
+    assert request(tmp_path / "run", resume=True).config == started.config
+    monkeypatch.chdir(books.parent)
+    again = request(tmp_path / "run", "data.source=books.jsonl", resume=True)
+    assert (again.config, again.data_changed) == (started.config, False)
+
+
+def test_an_older_run_with_a_relative_path_resumes_from_its_folder(
+    books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = request(tmp_path / "run", "data.source=embedded")
+    started.config.data.source = "books.jsonl"
+    write_settings(tmp_path / "run", started)
+    monkeypatch.chdir(books.parent)
+    for settings in ([], [f"data.source={books}"]):
+        resumed = request(tmp_path / "run", *settings, resume=True)
+        assert resumed.config.data.source == "books.jsonl", "stream cursors are stored under it"
+        assert not resumed.data_changed
+    assert request(tmp_path / "run", "data.source=embedded", resume=True).data_changed
 
 
 def test_another_version_of_the_embedded_text_is_noted_in_log_and_report(
