@@ -71,7 +71,7 @@ def test_tokens_outside_the_vocabulary_are_refused_by_name(tmp_path: Path) -> No
     tokens = np.array([5, 60_000, 99], np.uint16)
     shard = write_shard(folder, "train-000-00000.bin", "train", stamp, [tokens], 3)
     write_index(folder, Index(stamp, {}, 1, [shard]))
-    assert run("data", "check", folder) == 0
+    assert run("data", "check", folder) == 2
     with pytest.raises(
         DataError, match=r"prepared: holds the id 60000 at or after token 0, and"
     ) as e:
