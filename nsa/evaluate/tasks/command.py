@@ -13,18 +13,6 @@ from nsa.atomic_io import atomic_write_text
 from nsa.validation import positive_flags
 
 MODELS = ("dense", "nsa", "selector loss", "shared keys", "cmp+win", "win")  # in train.VARIANTS
-REMEDIES = (
-    "dense first",
-    "window, then global layer",
-    "global, then window layer",
-    "mean of pre-RoPE keys",
-    "unrotated mean",
-    "convolution",
-    "gated values",
-    "gates favour selected",
-    "noise",
-    "gates learn faster",
-)
 
 
 def add_parser(verbs: Any) -> None:
@@ -53,8 +41,8 @@ def add_parser(verbs: Any) -> None:
 
 def _tasks(args: argparse.Namespace) -> int:
     positive_flags(args, "steps", "seq_len", "jobs")
-    models = args.models.split(";")
-    if unknown := [name for name in models if name not in (*MODELS, *REMEDIES)]:
+    models = args.models.split(",")
+    if unknown := [name for name in models if name not in MODELS]:
         raise ValueError(f"--models {args.models}: unknown {unknown[0]!r}; {', '.join(MODELS)}")
     import torch
 

@@ -16,14 +16,6 @@ from torch import nn
 
 from nsa.constants import IGNORE_INDEX
 from nsa.evaluate.tasks.data import VOCABULARY, TaskBatch, recall
-from nsa.evaluate.tasks.remedies import (
-    REMEDIES,
-    apply_remedy,
-    parameter_groups,
-)
-from nsa.evaluate.tasks.remedies import (
-    on_step as remedy_step,
-)
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.attention import NSAttention
 from nsa.spec import NSASpec
@@ -46,7 +38,6 @@ VARIANTS = {
     "shared keys": replace(NSA, shared_kv=True),  # the selected branch trains them too
     "cmp+win": replace(NSA, branches="cmp+win"),
     "win": replace(NSA, branches="win"),
-    **dict.fromkeys(REMEDIES, NSA),
 }
 BATCH = 2_048  # tokens of a step
 LEARNING_RATE = 8e-3
@@ -153,17 +144,13 @@ def train(
     """Train a variant at all lengths; `on_step` receives each step and its loss."""
     torch.manual_seed(seed)
     model = LanguageModel(model_config(variant, task))
-    apply_remedy(model, variant)
     rng = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, variant), betas=(0.9, 0.98), weight_decay=0.01
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     start, losses = time.process_time(), []
     for step in range(steps):
         rate = LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
         for group in optimizer.param_groups:
-            group["lr"] = rate * group["scale"]
-        remedy_step(model, variant, step / steps)
+            group["lr"] = rate
         batch = task.batch(rng)
         loss = model(batch.input_ids, labels=batch.labels)
         loss.backward()
@@ -172,7 +159,6 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
         on_step(step + 1, losses[-1])
-    remedy_step(model, variant, 1.0)
     return TrainedModel(model.eval(), losses, time.process_time() - start)
 
 
