@@ -102,3 +102,8 @@ def bucket_edges(seq_len: int) -> list[int]:
     """Return 0, 64, 128, 256, …, up to the length."""
     doublings = max(0, math.ceil(math.log2(seq_len / FIRST_BUCKET)))
     return [0, *(FIRST_BUCKET << number for number in range(doublings)), seq_len]
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss); math.exp raises an OverflowError above 709."""
+    return math.exp(loss) if loss < 700 else math.inf

@@ -13,7 +13,7 @@ from typing import Any
 
 from nsa.atomic_io import atomic_write_text
 from nsa.evaluate.data import EvalData
-from nsa.evaluate.perplexity import Losses, Mean
+from nsa.evaluate.perplexity import Losses, Mean, perplexity
 from nsa.monitor.artifacts import finite_number
 from nsa.report.plots import Panel, draw
 from nsa.text import align
@@ -58,7 +58,7 @@ class Result:
             "tokens": self.losses.tokens,
             "samples": len(self.losses.sums),
             **_to_json(mean),
-            "perplexity": finite_number(math.exp(mean.value) if mean.value < 700 else math.inf),
+            "perplexity": finite_number(perplexity(mean.value)),
             "bits_per_byte": finite_number(mean.value / math.log(2) / bytes_per_token),
             "bytes_per_token": bytes_per_token,
             "over": over,

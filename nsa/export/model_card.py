@@ -18,6 +18,7 @@ from nsa.data.shards import is_prepared, read_index
 from nsa.data.source import is_path
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import LoadedRun
+from nsa.evaluate.perplexity import perplexity
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import read_json, read_table
 from nsa.report.markdown import plain, table
@@ -111,7 +112,7 @@ def _metadata(
     languages = {LANGUAGES[kind] for kind in kinds if kind in LANGUAGES}
     figures = {}  # name on the Hub: value and step
     if row := latest.get("val_loss"):
-        figures["perplexity"] = _perplexity(row["val_loss"]), row["step"]
+        figures["perplexity"] = perplexity(row["val_loss"]), row["step"]
     if row := latest.get("bits_per_byte"):
         figures["bits_per_byte"] = row["bits_per_byte"], row["step"]
     results = [
@@ -138,11 +139,6 @@ def _metadata(
         model_name=plain(run.folder.name) if results else None,
         eval_results=results or None,
     )
-
-
-def _perplexity(loss: float) -> float:
-    """Return exp(loss); math.exp raises an OverflowError above 709."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def _facts(run: LoadedRun, latest: dict[str, dict[str, float]]) -> Iterator[tuple[str, object]]:

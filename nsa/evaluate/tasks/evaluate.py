@@ -130,9 +130,10 @@ def random_selection(task: Task) -> float:
     """Return how often random blocks would include the fact: most facts, beyond the reach."""
     spec, rng = task.spec, torch.Generator().manual_seed(SEED)
     distance = recall(rng, SEQUENCES, task.seq_len, FACTS[-1]).distance
-    query = torch.arange(task.seq_len).expand_as(distance)[distance > task.reach]
+    far = distance > task.reach
+    query = torch.arange(task.seq_len).expand_as(distance)[far]
     own = query // spec.select_len
-    block = (query - distance[distance > task.reach]) // spec.select_len
+    block = (query - distance[far]) // spec.select_len
     always = (block < spec.init_blocks) | (block > own - spec.local_blocks)
     forced = spec.init_blocks + spec.local_blocks
     free = (own + 1 - forced).clamp(min=1)  # blocks to select the others from

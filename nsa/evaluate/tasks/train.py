@@ -28,7 +28,7 @@ PATTERNS = {
     ),
     "recipe": NSASpec(),
 }
-# Telling keys apart by the mean of a block takes larger heads for longer blocks; "recipe": M7C's.
+# "small": large enough to tell 16 keys apart by the mean of a block. "recipe": M7C's.
 HEAD_DIMS = {"small": 32, "recipe": 64}
 NSA = AttentionConfig()
 VARIANTS = {
