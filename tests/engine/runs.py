@@ -1,7 +1,7 @@
-"""Starts recipes on real ranks as a user does, without a launcher, and reads their losses.
+"""Helpers that run a recipe with a user's flags, on one real rank or two, and read its losses.
 
-Ranks are forked from a process that has imported their modules, which saves seconds per run.
-tests/faults/test_launched.py uses DeepSpeed's launcher.
+No launcher: the fork server starts the ranks, which saves seconds per run. DeepSpeed's launcher is
+used in tests/faults/test_launched.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nsa.monitor.csv_files import read_metrics
 from tests.ranks import ROOT, start_ranks
 
 BIN = Path(sys.executable).parent
-LIMIT = 300.0  # seconds that a run may take
+LIMIT = 300.0  # seconds until a run counts as hung
 # A tiny model on the code path of the demo.
 TINY = [
     f"--set={setting}"
@@ -37,12 +37,12 @@ TINY = [
 Finished = subprocess.CompletedProcess[str]
 
 
-def deepspeed(recipe: str, *arguments: str, folder: Path, port: int | None = None) -> Finished:
+def on_two_ranks(recipe: str, *arguments: str, folder: Path, port: int | None = None) -> Finished:
     """Run a recipe on two ranks in `folder`."""
     return _run(recipe, arguments, folder, ranks=2, port=port)
 
 
-def alone(
+def on_one_rank(
     recipe: str, *arguments: str, folder: Path, environment: dict[str, str] | None = None
 ) -> Finished:
     """Run a recipe in one process without a launcher."""

@@ -9,7 +9,7 @@ import pytest
 
 from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.recipe import Recipe
-from tests.engine.runs import TINY, alone, deepspeed, losses, succeed
+from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
 from tests.engine.small import small
 from tests.ranks import ROOT
 
@@ -50,7 +50,7 @@ def test_two_compiled_ranks_log_the_losses_of_eager_ones(
     common += ["--set=train.precision=fp32", f"--deepspeed_config={ROOT}/ds_configs/{zero}.json"]
     for compiled in ("true", "false"):
         folder = ["--run-dir", str(tmp_path / compiled), f"--set=train.compile={compiled}"]
-        succeed(deepspeed("m7c.py", *common, *folder, folder=tmp_path))
+        succeed(on_two_ranks("m7c.py", *common, *folder, folder=tmp_path))
     assert losses(tmp_path / "true") == pytest.approx(losses(tmp_path / "false"), rel=1e-4)
     eager, compiled = (
         (tmp_path / name / "selection.csv").read_text().splitlines() for name in ("false", "true")
@@ -61,6 +61,8 @@ def test_two_compiled_ranks_log_the_losses_of_eager_ones(
 @pytest.mark.full
 def test_a_compiled_run_resumes_from_an_eager_ones_checkpoint(tmp_path: Path) -> None:
     arguments = [*TINY, "--profile", "demo", "--steps", "6", "--run-dir", str(tmp_path / "run")]
-    succeed(alone("m7c.py", *arguments, "--until", "3", folder=tmp_path))
-    resumed = alone("m7c.py", *arguments, "--resume", "--set=train.compile=true", folder=tmp_path)
+    succeed(on_one_rank("m7c.py", *arguments, "--until", "3", folder=tmp_path))
+    resumed = on_one_rank(
+        "m7c.py", *arguments, "--resume", "--set=train.compile=true", folder=tmp_path
+    )
     assert "steps 4 to 6" in succeed(resumed)

@@ -16,7 +16,7 @@ from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.recipe import Recipe
 from nsa.engine.run_request import RunRequest
 from nsa.monitor.csv_files import read_metrics
-from tests.engine.runs import TINY, alone, deepspeed, losses, succeed
+from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
 from tests.engine.small import small
 from tests.ranks import free_port
 
@@ -35,12 +35,12 @@ def test_a_resumed_streamed_run_repeats_the_uninterrupted_one_exactly(
 ) -> None:
     source = [*TINY, f"--set=data.source={books}", "--set=data.shuffle_documents=40"]
     source += ["--set=data.workers=2", "--steps=6"]
-    output = succeed(deepspeed("m7c.py", *source, "--run-dir=uninterrupted", folder=tmp_path))
+    output = succeed(on_two_ranks("m7c.py", *source, "--run-dir=uninterrupted", folder=tmp_path))
     assert re.search(r"first batch ready \d+\.\d s after opening the dataset", output)
-    succeed(deepspeed("m7c.py", *source, "--until=3", "--run-dir=resumed", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *source, "--until=3", "--run-dir=resumed", folder=tmp_path))
     saved = tmp_path / "resumed/checkpoints/step00000003"
     assert sorted(path.name for path in saved.glob("rank*.json")) == ["rank0.json", "rank1.json"]
-    succeed(deepspeed("m7c.py", "--run-dir=resumed", "--resume", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", "--run-dir=resumed", "--resume", folder=tmp_path))
     assert losses(tmp_path / "resumed") == losses(tmp_path / "uninterrupted")
     validation = [
         [row["val_loss"] for row in read_metrics(tmp_path / name / "metrics.csv")][3:]
@@ -51,18 +51,20 @@ def test_a_resumed_streamed_run_repeats_the_uninterrupted_one_exactly(
 
 def test_samples_continue_in_a_resumed_run_with_another_accumulation(tmp_path: Path) -> None:
     arguments = [*TINY, "--set=train.micro_batch=1", "--steps=4"]
-    succeed(alone("m7c.py", *arguments, "--until=2", "--run-dir=run", folder=tmp_path))
+    succeed(on_one_rank("m7c.py", *arguments, "--until=2", "--run-dir=run", folder=tmp_path))
     change = "--set=train.accumulation=3"
-    succeed(alone("m7c.py", "--run-dir=run", "--resume", change, folder=tmp_path))
+    succeed(on_one_rank("m7c.py", "--run-dir=run", "--resume", change, folder=tmp_path))
     saved = json.loads((tmp_path / "run/checkpoints/step00000004/state.json").read_text())
     assert saved["state"]["samples"] == 2 * 1 + 2 * 3
     assert saved["state"]["tokens"] == 96 * (2 * 1 + 2 * 3)
 
 
 def test_new_data_on_resume_starts_at_its_first_sample_with_a_note(tmp_path: Path) -> None:
-    succeed(alone("m7c.py", *TINY, "--steps=3", "--until=1", "--run-dir=run", folder=tmp_path))
+    succeed(
+        on_one_rank("m7c.py", *TINY, "--steps=3", "--until=1", "--run-dir=run", folder=tmp_path)
+    )
     again = ["--run-dir=run", "--resume", "--set=data.source=synthetic"]
-    output = succeed(alone("m7c.py", *again, folder=tmp_path))
+    output = succeed(on_one_rank("m7c.py", *again, folder=tmp_path))
     assert "the new data starts at its first sample" in output
     saved = json.loads((tmp_path / "run/checkpoints/step00000003/state.json").read_text())
     assert saved["state"]["samples"] == 2 * 2
@@ -75,9 +77,9 @@ def test_data_that_changed_since_the_run_started_is_refused_on_resume(
     text.write_text(books.read_text())
     source = f"--set=data.source={text}"
     arguments = [*TINY, source, "--steps=3", "--until=1", "--run-dir=run"]
-    succeed(alone("m7c.py", *arguments, folder=tmp_path))
+    succeed(on_one_rank("m7c.py", *arguments, folder=tmp_path))
     text.write_text(books.read_text().replace("line", "row"))
-    result = alone("m7c.py", "--run-dir=run", "--resume", folder=tmp_path)
+    result = on_one_rank("m7c.py", "--run-dir=run", "--resume", folder=tmp_path)
     assert result.returncode == 2
     assert "its content changed since the run started" in result.stderr
 
@@ -94,7 +96,7 @@ def test_data_that_changed_since_the_run_started_is_refused_on_resume(
 def test_unavailable_data_is_refused_before_anything_is_built(
     setting: str, words: list[str], tmp_path: Path
 ) -> None:
-    result = alone("m7c.py", *TINY, f"--set={setting}", folder=tmp_path)
+    result = on_one_rank("m7c.py", *TINY, f"--set={setting}", folder=tmp_path)
     assert result.returncode == 2
     line = result.stderr.strip().splitlines()[-1]
     assert all(word in line for word in words), line
@@ -115,7 +117,7 @@ def test_a_hanging_source_ends_every_rank_with_one_message_and_a_checkpoint(
     try:
         source = [f"--set=data.source={folder}", "--set=data.timeout=6"]
         source += ["--set=data.shuffle_documents=20", "--set=train.eval_every=0"]
-        result = deepspeed("m7c.py", *TINY, *source, "--run-dir=run", folder=tmp_path)
+        result = on_two_ranks("m7c.py", *TINY, *source, "--run-dir=run", folder=tmp_path)
     finally:
         os.close(pipe)
     assert result.returncode != 0
@@ -131,7 +133,7 @@ def test_a_hanging_source_ends_every_rank_with_one_message_and_a_checkpoint(
 @pytest.mark.full
 def test_a_stream_without_validation_documents_loses_no_step(books: Path, tmp_path: Path) -> None:
     source = [f"--set=data.source={books}", "--set=data.held_out=1e-9"]
-    result = alone("m7c.py", *TINY, *source, "--run-dir=run", folder=tmp_path)
+    result = on_one_rank("m7c.py", *TINY, *source, "--run-dir=run", folder=tmp_path)
     assert result.returncode == 2
     assert "raise data.held_out" in result.stderr
     assert (tmp_path / "run/checkpoints/latest").read_text() == "step00000004"
@@ -139,7 +141,7 @@ def test_a_stream_without_validation_documents_loses_no_step(books: Path, tmp_pa
 
 def test_an_error_in_the_first_documents_leaves_no_run_folder(books: Path, tmp_path: Path) -> None:
     source = [f"--set=data.source={books}", "--set=data.text_field=body"]
-    result = alone("m7c.py", *TINY, *source, folder=tmp_path)
+    result = on_one_rank("m7c.py", *TINY, *source, folder=tmp_path)
     assert result.returncode == 2
     assert "no field 'body', but 'text'" in result.stderr
     assert list(tmp_path.iterdir()) == []
@@ -148,7 +150,7 @@ def test_an_error_in_the_first_documents_leaves_no_run_folder(books: Path, tmp_p
 def test_one_rank_and_two_evaluate_the_same_samples(tmp_path: Path) -> None:
     """The untrained model is the same, so the loss shows which samples were read."""
     validation_losses = []
-    for start, micro_batch in ((alone, 3), (deepspeed, 2)):
+    for start, micro_batch in ((on_one_rank, 3), (on_two_ranks, 2)):
         settings = [f"--set=train.micro_batch={micro_batch}", "--set=train.eval_samples=7"]
         settings += ["--set=train.learning_rate=1e-12", "--set=train.min_learning_rate=0"]
         run_dir = f"run{micro_batch}"
@@ -162,7 +164,7 @@ def test_one_rank_and_two_evaluate_the_same_samples(tmp_path: Path) -> None:
 def without_hub(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a recipe with the hub at a closed port and an empty cache."""
     environment = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(folder / "hf")}
-    return alone("m7c.py", *TINY, *arguments, folder=folder, environment=environment)
+    return on_one_rank("m7c.py", *TINY, *arguments, folder=folder, environment=environment)
 
 
 def test_without_the_hub_production_data_is_refused_in_seconds_with_three_fixes(

@@ -13,7 +13,7 @@ import pytest
 
 from nsa.engine.run_dir import FolderLock, choose_run_dir
 from tests.disks import mounted
-from tests.engine.runs import alone
+from tests.engine.runs import on_one_rank
 from tests.ranks import ROOT
 
 HOLD = """
@@ -112,7 +112,7 @@ def test_a_read_only_disk_is_refused(tmp_path: Path) -> None:
 def test_an_unusable_folder_is_one_line_and_exit_code_2_also_in_a_dry_run(
     flags: list[str], tmp_path: Path
 ) -> None:
-    result = alone("m7c.py", "--run-dir=/proc/x", *flags, folder=tmp_path)
+    result = on_one_rank("m7c.py", "--run-dir=/proc/x", *flags, folder=tmp_path)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == (
         "m7c: --run-dir /proc/x: no files can be written there (No such file or directory); "

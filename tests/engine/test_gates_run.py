@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.runs import TINY, alone, deepspeed, losses, succeed
+from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
 
 
 def read_gates(run_dir: Path) -> dict[str, dict[str, Any]]:
@@ -20,12 +20,14 @@ def read_gates(run_dir: Path) -> dict[str, dict[str, Any]]:
 def test_a_run_resumed_gate_by_gate_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
     steps = ["--set=monitor.ladder.smoke=3", "--set=monitor.ladder.extended=5", "--steps=7"]
     settings = [*TINY, *steps, "--set=train.warmup_steps=1", "--set=train.eval_every=0"]
-    succeed(deepspeed("m7c.py", *settings, "--until=preflight", "--run-dir=run", folder=tmp_path))
+    succeed(
+        on_two_ranks("m7c.py", *settings, "--until=preflight", "--run-dir=run", folder=tmp_path)
+    )
     assert list(read_gates(tmp_path / "run")) == ["preflight"]
     assert not (tmp_path / "run/checkpoints/latest").exists()
     for gate, step in (("sanity", 1), ("extended", 5), ("production", 7)):
         arguments = [f"--until={gate}", "--run-dir=run", "--resume"]
-        output = succeed(deepspeed("m7c.py", *arguments, folder=tmp_path))
+        output = succeed(on_two_ranks("m7c.py", *arguments, folder=tmp_path))
         assert f"go/no-go gate {gate} at step {step}: Go" in output
         stopped = f"stopped at --until {step} of 7 steps; continue with --resume"
         assert output.splitlines().count("finished" if step == 7 else stopped) == 1
@@ -36,14 +38,14 @@ def test_a_run_resumed_gate_by_gate_repeats_the_uninterrupted_one(tmp_path: Path
     checks = {check["name"]: check for check in gates["preflight"]["criteria"]}
     assert checks["config"]["evidence"] == "the same on every rank"
     assert checks["gradient check"]["ok"]
-    succeed(deepspeed("m7c.py", *settings, "--run-dir=whole", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *settings, "--run-dir=whole", folder=tmp_path))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_a_no_go_ends_every_rank_with_3_a_reason_and_a_checkpoint(tmp_path: Path) -> None:
     impossible = ["--set=monitor.ladder.max_memory_gb=0.001", "--set=monitor.ladder.smoke=3"]
     impossible += ["--set=monitor.ladder.extended=4", "--steps=6"]
-    result = deepspeed("m7c.py", *TINY, *impossible, "--run-dir=run", folder=tmp_path)
+    result = on_two_ranks("m7c.py", *TINY, *impossible, "--run-dir=run", folder=tmp_path)
     assert result.returncode == 3
     assert "m7c: go/no-go gate extended at step 4: No-Go" in result.stderr
     assert "peak memory" in result.stderr
@@ -51,28 +53,28 @@ def test_a_no_go_ends_every_rank_with_3_a_reason_and_a_checkpoint(tmp_path: Path
     gates = read_gates(tmp_path / "run")
     assert gates["smoke"]["go"]
     assert not gates["extended"]["go"]
-    again = deepspeed("m7c.py", "--run-dir=run", "--resume", folder=tmp_path)
+    again = on_two_ranks("m7c.py", "--run-dir=run", "--resume", folder=tmp_path)
     assert again.returncode == 3, "a No-Go stands until its cause is fixed"
     assert max(losses(tmp_path / "run")) == 4
     fixed = ["--run-dir=run", "--resume", "--set=monitor.ladder.max_memory_gb=60"]
-    succeed(deepspeed("m7c.py", *fixed, folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *fixed, folder=tmp_path))
     assert read_gates(tmp_path / "run")["production"]["go"]
 
 
 def test_the_time_limit_saves_and_the_next_start_resumes(tmp_path: Path) -> None:
     settings = [*TINY, "--steps=5000", "--set=train.eval_every=0", "--set=checkpoint.every=0"]
     limited = [*settings, "--time-limit=2s", "--run-dir=run"]
-    output = succeed(deepspeed("m7c.py", *limited, folder=tmp_path))
+    output = succeed(on_two_ranks("m7c.py", *limited, folder=tmp_path))
     assert re.search(r"preempted: --time-limit.*; resume: --run-dir run --resume", output)
     step = max(losses(tmp_path / "run"))
     again = ["--run-dir=run", "--resume", f"--until={step + 1}"]
-    output = succeed(deepspeed("m7c.py", *again, folder=tmp_path))
+    output = succeed(on_two_ranks("m7c.py", *again, folder=tmp_path))
     assert f"steps {step + 1} to {step + 1} on 2 ranks" in output
 
 
 def test_only_the_requested_steps_are_traced(tmp_path: Path) -> None:
     arguments = ["--steps=4", "--profile-steps=2-3", "--run-dir=run"]
-    succeed(alone("m7c.py", *TINY, *arguments, folder=tmp_path))
+    succeed(on_one_rank("m7c.py", *TINY, *arguments, folder=tmp_path))
     written = (tmp_path / "run/profile/rank0_steps2-3.json.gz").read_bytes()
     trace = json.loads(gzip.decompress(written))
     names = [event.get("name", "") for event in trace["traceEvents"]]
@@ -85,14 +87,14 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     """The first loss after the change is the one that the old number of ranks would have had."""
     same_batch = {2: "--set=train.accumulation=1", 1: "--set=train.accumulation=2"}
     settings = [*TINY, same_batch[2], "--steps=6"]
-    succeed(deepspeed("m7c.py", *settings, "--run-dir=whole", folder=tmp_path))
-    succeed(deepspeed("m7c.py", *settings, "--until=3", "--run-dir=run", folder=tmp_path))
-    refused = alone("m7c.py", "--run-dir=run", "--resume", same_batch[1], folder=tmp_path)
+    succeed(on_two_ranks("m7c.py", *settings, "--run-dir=whole", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *settings, "--until=3", "--run-dir=run", folder=tmp_path))
+    refused = on_one_rank("m7c.py", "--run-dir=run", "--resume", same_batch[1], folder=tmp_path)
     assert refused.returncode == 2
     assert "--universal" in refused.stderr
     resume = ["--run-dir=run", "--resume", "--universal"]
-    succeed(alone("m7c.py", *resume, same_batch[1], "--until=4", folder=tmp_path))
-    succeed(deepspeed("m7c.py", *resume, same_batch[2], folder=tmp_path))
+    succeed(on_one_rank("m7c.py", *resume, same_batch[1], "--until=4", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *resume, same_batch[2], folder=tmp_path))
     whole, changed = losses(tmp_path / "whole"), losses(tmp_path / "run")
     assert sorted(changed) == sorted(whole)
     assert all(abs(changed[step] - whole[step]) < 0.01 for step in whole)
@@ -100,8 +102,8 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_resuming_a_run_at_its_last_step_finishes_it(tmp_path: Path) -> None:
-    succeed(alone("m7c.py", *TINY, "--steps=2", "--run-dir=run", folder=tmp_path))
-    output = succeed(alone("m7c.py", "--run-dir=run", "--resume", folder=tmp_path))
+    succeed(on_one_rank("m7c.py", *TINY, "--steps=2", "--run-dir=run", folder=tmp_path))
+    output = succeed(on_one_rank("m7c.py", "--run-dir=run", "--resume", folder=tmp_path))
     assert "no step to take" in output
     assert "gate production at step 2: Go" in output
     assert sorted(losses(tmp_path / "run")) == [1, 2]

@@ -26,7 +26,7 @@ from nsa.engine.resolve import resolve_config, to_yaml
 from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.monitor.csv_files import read_metrics
 from tests.data.texts import texts, write_lines
-from tests.engine.runs import TINY, alone, succeed
+from tests.engine.runs import TINY, on_one_rank, succeed
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("load_run")
     prepared = prepare_dataset(folder, documents=400)
     flags = ("--steps=4", "--run-dir=run", f"--set=data.source={prepared}")
-    succeed(alone("m7c.py", *TINY, *flags, folder=folder))
+    succeed(on_one_rank("m7c.py", *TINY, *flags, folder=folder))
     return folder / "run"
 
 

@@ -10,7 +10,7 @@ import pytest
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config
 from nsa.monitor.csv_files import read_metrics
-from tests.engine.runs import TINY, alone, deepspeed, succeed
+from tests.engine.runs import TINY, on_one_rank, on_two_ranks, succeed
 from tests.ranks import ROOT
 
 SAME = [
@@ -29,7 +29,7 @@ SAME = [
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps in one process."""
     folder = tmp_path_factory.mktemp("alone")
-    succeed(alone("m7c.py", *SAME, "--run-dir=run", folder=folder))
+    succeed(on_one_rank("m7c.py", *SAME, "--run-dir=run", folder=folder))
     return folder / "run"
 
 
@@ -49,7 +49,7 @@ def test_two_ranks_that_share_sequences_train_like_one(
         f"--set=model.activation_checkpointing={mode}",
         "--set=train.sequence_parallel=2",
     ]
-    succeed(deepspeed("m7c.py", *SAME, *settings, "--run-dir=run", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *SAME, *settings, "--run-dir=run", folder=tmp_path))
     expected, shared = (read_metrics(run / "metrics.csv") for run in (one_rank, tmp_path / "run"))
     for column in ("step", "tokens", "loss", "val_loss", "grad_norm"):
         left, right = (
@@ -63,7 +63,7 @@ def test_start_from_loads_the_weights_of_another_run_and_nothing_else(
 ) -> None:
     start = [*SAME, f"--set=train.start_from={one_rank}", "--set=train.sequence_parallel=2"]
     frozen = ["--set=train.learning_rate=1e-9", "--set=train.min_learning_rate=0", "--steps=1"]
-    succeed(deepspeed("m7c.py", *start, *frozen, "--run-dir=run", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *start, *frozen, "--run-dir=run", folder=tmp_path))
     before, after = (read_metrics(run / "metrics.csv") for run in (one_rank, tmp_path / "run"))
     assert after[0]["val_loss"] == pytest.approx(before[-1]["val_loss"], rel=2e-5)
     assert after[0]["val_loss"] < before[0]["loss"] - 0.1, "no better than random weights"
@@ -75,9 +75,9 @@ def test_the_32k_recipe_continues_its_short_run_on_four_times_the_tokens(tmp_pat
     small = [*TINY[:3], *TINY[4:6], "--set=train.eval_every=0", "--set=train.eval_samples=2"]
     small += ["--set=train.warmup_steps=2", "--set=monitor.report=false"]
     short = ["--profile=demo_short", "--steps=12", "--set=data.seq_len=64", "--run-dir=short"]
-    succeed(alone("m7c_32k.py", *small, *short, folder=tmp_path))
+    succeed(on_one_rank("m7c_32k.py", *small, *short, folder=tmp_path))
     start = ["--set=train.start_from=short", "--set=data.seq_len=256", "--run-dir=long"]
-    succeed(deepspeed("m7c_32k.py", *small, "--steps=2", *start, folder=tmp_path))
+    succeed(on_two_ranks("m7c_32k.py", *small, "--steps=2", *start, folder=tmp_path))
     short_run, long_run = (read_metrics(tmp_path / n / "metrics.csv") for n in ("short", "long"))
     assert long_run[0]["tokens"] == 2 * 256
     assert long_run[0]["loss"] < short_run[0]["loss"] - 0.2
@@ -98,7 +98,7 @@ def test_an_impossible_start_is_refused_with_the_fix(
     arguments: list[str], words: list[str], one_rank: Path, tmp_path: Path
 ) -> None:
     arguments = [argument.format(run=one_rank) for argument in arguments]
-    result = alone("m7c.py", *SAME, *arguments, "--run-dir=run", folder=tmp_path)
+    result = on_one_rank("m7c.py", *SAME, *arguments, "--run-dir=run", folder=tmp_path)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert all(word in result.stderr for word in words), result.stderr
@@ -122,6 +122,6 @@ def test_sequence_parallel_must_divide_the_sequence_length() -> None:
 
 def test_a_resumed_run_keeps_its_sequence_parallel(one_rank: Path) -> None:
     arguments = [f"--run-dir={one_rank}", "--resume", "--set=train.sequence_parallel=2"]
-    result = alone("m7c.py", *arguments, folder=one_rank.parent)
+    result = on_one_rank("m7c.py", *arguments, folder=one_rank.parent)
     assert result.returncode == 2
     assert "was created with 1" in result.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from tests.engine.runs import TINY, deepspeed
+from tests.engine.runs import TINY, on_two_ranks
 from tests.ranks import free_port, launch
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
@@ -23,7 +23,7 @@ def test_a_port_in_use_is_one_line_that_names_the_fix(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()
-        result = deepspeed(
+        result = on_two_ranks(
             "m7c.py", *TINY, "--steps=1", "--run-dir=run", folder=tmp_path, port=port
         )
     assert result.returncode == 2

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from nsa.monitor.csv_files import METRICS_COLUMNS, read_metrics
-from tests.engine.runs import TINY, alone, deepspeed, losses, succeed
+from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
 from tests.ranks import ROOT, free_port
 
 full = pytest.mark.full
@@ -39,7 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """An uninterrupted run of 8 steps on two ranks, with packed documents."""
     folder, port = tmp_path_factory.mktemp("runs"), free_port()
     arguments = ["--steps", "8", "--set", "data.packing=documents", "--set", "train.accumulation=2"]
-    output = succeed(deepspeed("m7c.py", *TINY, *arguments, folder=folder, port=port))
+    output = succeed(on_two_ranks("m7c.py", *TINY, *arguments, folder=folder, port=port))
     return FinishedRun(folder / "runs/m7c-demo", output, port)
 
 
@@ -47,7 +47,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run in one process that was stopped after one of its two steps."""
     folder = tmp_path_factory.mktemp("stopped")
-    succeed(alone("m7c.py", *TINY, "--steps=2", "--until=1", "--run-dir=run", folder=folder))
+    succeed(on_one_rank("m7c.py", *TINY, "--steps=2", "--until=1", "--run-dir=run", folder=folder))
     return folder / "run"
 
 
@@ -125,7 +125,7 @@ def test_a_run_started_from_anothers_files_repeats_it(
         f"--config={finished.dir / 'config.yaml'}",
         f"--deepspeed_config={finished.dir / 'ds_config.json'}",
     ]
-    succeed(deepspeed("m7c.py", *files, "--run-dir=again", "--until=4", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *files, "--run-dir=again", "--until=4", folder=tmp_path))
     expected = losses(finished.dir)
     assert losses(tmp_path / "again") == {step: expected[step] for step in range(1, 5)}
 
@@ -133,11 +133,11 @@ def test_a_run_started_from_anothers_files_repeats_it(
 @pytest.mark.parametrize("config", ["zero1_pcie", pytest.param("zero2_overlap", marks=full)])
 def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(config: str, tmp_path: Path) -> None:
     arguments = [*TINY, ds_config(config), "--steps=6"]
-    succeed(deepspeed("m7c.py", *arguments, "--run-dir=whole", folder=tmp_path))
-    succeed(deepspeed("m7c.py", *arguments, "--until=3", "--run-dir=parts", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *arguments, "--run-dir=whole", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *arguments, "--until=3", "--run-dir=parts", folder=tmp_path))
     assert set(losses(tmp_path / "parts")) == {1, 2, 3}
     # Settings and the DeepSpeed config come from the run's folder.
-    succeed(deepspeed("m7c.py", "--run-dir=parts", "--resume", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", "--run-dir=parts", "--resume", folder=tmp_path))
     whole, parts = (read_metrics(tmp_path / name / "metrics.csv") for name in ("whole", "parts"))
     for column in ("step", "tokens", "loss", "val_loss", "lr", "grad_norm"):
         left, right = ([row[column] for row in rows] for rows in (whole, parts))
@@ -161,7 +161,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(config: str, tmp_pa
 )
 def test_switching_the_deepspeed_config_takes_one_flag(config: str, tmp_path: Path) -> None:
     arguments = [*TINY, ds_config(config), "--steps=3", "--run-dir=run"]
-    succeed(deepspeed("m7c.py", *arguments, folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *arguments, folder=tmp_path))
     by_step = losses(tmp_path / "run")
     assert set(by_step) == {1, 2, 3}
     assert by_step[1] == pytest.approx(5.8, abs=0.4)
@@ -183,12 +183,12 @@ def test_switching_the_deepspeed_config_takes_one_flag(config: str, tmp_path: Pa
 )
 def test_switching_the_precision_takes_one_setting(precision: str, tmp_path: Path) -> None:
     arguments = [f"--set=train.precision={precision}", ds_config("zero1_bf16acc"), "--steps=3"]
-    succeed(deepspeed("m7c.py", *TINY, *arguments, "--run-dir=run", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *TINY, *arguments, "--run-dir=run", folder=tmp_path))
     assert set(losses(tmp_path / "run")) == {1, 2, 3}
 
 
 def test_the_dense_twin_differs_in_nothing_but_its_attention(stopped: Path, tmp_path: Path) -> None:
-    succeed(alone("m7c_dense.py", *TINY, "--steps=2", "--run-dir=run", folder=tmp_path))
+    succeed(on_one_rank("m7c_dense.py", *TINY, "--steps=2", "--run-dir=run", folder=tmp_path))
     sparse, dense = (
         yaml.safe_load((run / "config.yaml").read_text()) for run in (stopped, tmp_path / "run")
     )
@@ -198,7 +198,7 @@ def test_the_dense_twin_differs_in_nothing_but_its_attention(stopped: Path, tmp_
 
 
 def test_a_dry_run_prints_a_summary_and_writes_nothing(tmp_path: Path) -> None:
-    output = succeed(deepspeed("m7c.py", *TINY, "--dry-run", folder=tmp_path))
+    output = succeed(on_two_ranks("m7c.py", *TINY, "--dry-run", folder=tmp_path))
     for word in ("parameters", "peak memory", "learning_rate", "zero_optimization", "FLOPs"):
         assert word in output
     loss = next(line for line in output.splitlines() if line.startswith("loss"))
@@ -209,7 +209,7 @@ def test_a_dry_run_prints_a_summary_and_writes_nothing(tmp_path: Path) -> None:
 def test_a_dry_run_leaves_an_existing_folder_as_it_is(tmp_path: Path) -> None:
     (run := tmp_path / "run").mkdir(mode=0o755)
     private = ("--set=monitor.private=true", "--run-dir=run")
-    succeed(alone("m7c.py", *TINY, *private, "--dry-run", folder=tmp_path))
+    succeed(on_one_rank("m7c.py", *TINY, *private, "--dry-run", folder=tmp_path))
     assert run.stat().st_mode & 0o777 == 0o755
     assert list(run.iterdir()) == []
 
@@ -234,7 +234,7 @@ def test_a_dry_run_leaves_an_existing_folder_as_it_is(tmp_path: Path) -> None:
 def test_a_mistake_costs_one_line_and_exit_code_2(
     arguments: list[str], words: list[str], tmp_path: Path
 ) -> None:
-    result = alone("m7c.py", *arguments, folder=tmp_path)
+    result = on_one_rank("m7c.py", *arguments, folder=tmp_path)
     assert result.returncode == 2
     line = result.stderr.strip().splitlines()[-1]
     assert line.startswith("m7c: ")
@@ -244,7 +244,7 @@ def test_a_mistake_costs_one_line_and_exit_code_2(
 
 
 def test_a_misspelt_flag_gets_the_closest_one(tmp_path: Path) -> None:
-    result = alone("m7c.py", "--setps=3", folder=tmp_path)
+    result = on_one_rank("m7c.py", "--setps=3", folder=tmp_path)
     assert result.returncode == 2
     assert result.stderr.endswith("--setps=3 (did you mean --steps?)\n")
 
@@ -254,14 +254,14 @@ def test_a_run_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
     (tmp_path / "runs/m7c-demo/config.yaml").touch()
     (tmp_path / "file").touch()
     short = [*TINY, "--steps=1"]
-    succeed(alone("m7c.py", *short, folder=tmp_path))
+    succeed(on_one_rank("m7c.py", *short, folder=tmp_path))
     assert losses(tmp_path / "runs/m7c-demo-2").keys() == {1}
     assert len(list((tmp_path / "runs/m7c-demo").iterdir())) == 1
     for run_dir, words in (
         ("runs/m7c-demo", "already holds a run"),
         ("file", "--run-dir file: is a file; name a folder"),
     ):
-        result = alone("m7c.py", *short, f"--run-dir={run_dir}", folder=tmp_path)
+        result = on_one_rank("m7c.py", *short, f"--run-dir={run_dir}", folder=tmp_path)
         assert result.returncode == 2
         assert words in result.stderr
 
@@ -270,7 +270,7 @@ def test_a_run_never_writes_into_the_folder_of_another(tmp_path: Path) -> None:
 def test_a_folder_of_imported_weights_is_not_a_run(flags: tuple[str, ...], tmp_path: Path) -> None:
     for name in ("config.yaml", "model.safetensors"):
         (tmp_path / name).touch()
-    result = alone("m7c.py", *TINY, "--run-dir=.", *flags, folder=tmp_path)
+    result = on_one_rank("m7c.py", *TINY, "--run-dir=.", *flags, folder=tmp_path)
     assert result.returncode == 2
     assert "holds model weights, not a run" in result.stderr
     assert "--set train.start_from=. in another folder" in result.stderr
@@ -290,7 +290,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
 ) -> None:
     before = {path: path.read_bytes() for path in stopped.rglob("*.[jy]*")}
     assert len(before) > 4
-    result = alone("m7c.py", f"--run-dir={stopped}", "--resume", *arguments, folder=stopped)
+    result = on_one_rank("m7c.py", f"--run-dir={stopped}", "--resume", *arguments, folder=stopped)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert all(word in result.stderr for word in words), result.stderr
@@ -310,7 +310,7 @@ def test_resuming_takes_the_settings_of_the_checkpoint(
             run / name
         ).unlink()
     changed = ["--resume", f"--run-dir={run}", "--set=train.clip=0.5"]
-    output = succeed(alone("m7c.py", *changed, folder=tmp_path))
+    output = succeed(on_one_rank("m7c.py", *changed, folder=tmp_path))
     assert "changed since step00000001: train.clip: 1.0 -> 0.5" in output
     assert output.count("changed since") == 1
     before, after = (
@@ -326,13 +326,13 @@ def test_a_cut_config_without_a_checkpoint_is_refused(stopped: Path, tmp_path: P
     run.mkdir()
     text = (stopped / "config.yaml").read_text()
     (run / "config.yaml").write_text(text[: len(text) // 2])
-    result = alone("m7c.py", "--resume", f"--run-dir={run}", folder=tmp_path)
+    result = on_one_rank("m7c.py", "--resume", f"--run-dir={run}", folder=tmp_path)
     assert result.returncode == 2
     assert "config.yaml is incomplete: it lacks the section" in result.stderr
 
 
 def test_resuming_on_another_number_of_ranks_names_the_right_one(stopped: Path) -> None:
-    result = deepspeed("m7c.py", f"--run-dir={stopped}", "--resume", folder=stopped)
+    result = on_two_ranks("m7c.py", f"--run-dir={stopped}", "--resume", folder=stopped)
     assert result.returncode == 2
     assert "saved with world size 1" in result.stderr
     assert "start 1 ranks" in result.stderr
@@ -340,7 +340,7 @@ def test_resuming_on_another_number_of_ranks_names_the_right_one(stopped: Path) 
 
 def test_a_run_refused_while_it_was_built_leaves_no_folder(tmp_path: Path) -> None:
     arguments = [*TINY, "--steps=1", "--run-dir=run", "--set=attention.backend=triton"]
-    result = alone("m7c.py", *arguments, folder=tmp_path)
+    result = on_one_rank("m7c.py", *arguments, folder=tmp_path)
     assert result.returncode == 2
     assert "triton" in result.stderr
     assert list(tmp_path.iterdir()) == []

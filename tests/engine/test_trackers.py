@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nsa.monitor.csv_files import read_metrics
-from tests.engine.runs import TINY, Finished, alone, succeed
+from tests.engine.runs import TINY, Finished, on_one_rank, succeed
 from tests.ranks import ROOT
 
 PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
@@ -31,7 +31,9 @@ def start(folder: Path, names: list[str], *flags: str, **environment: str) -> Fi
     file.write_text(json.dumps(config | {name: BLOCKS[name] for name in names}))
     arguments = ["--steps=3", "--run-dir=run", f"--deepspeed_config={file}", *flags]
     settings = ["--set=data.source=synthetic", "--set=monitor.log_every=1"]
-    return alone("m7c.py", *TINY, *arguments, *settings, folder=folder, environment=environment)
+    return on_one_rank(
+        "m7c.py", *TINY, *arguments, *settings, folder=folder, environment=environment
+    )
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from nsa.evaluate.perplexity import Losses, Mean, bucket_edges
 from nsa.model import loss
 from nsa.monitor.csv_files import read_metrics
 from tests.data.texts import split, texts, write_lines
-from tests.engine.runs import TINY, alone, succeed
+from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.evaluate.models import write_model
 from tests.model.models import build, tiny
 from tests.report.pictures import BLUE, ORANGE, pixels
@@ -48,8 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = write_lines(folder / "lines.jsonl", LINES)
     write_lines(folder / "other.jsonl", LINES[:12])
     streamed = (f"--set=data.source={source}", "--set=data.packing=documents")
-    succeed(alone("m7c.py", *ARGUMENTS, "--run-dir=nsa", folder=folder))
-    succeed(alone("m7c_dense.py", *ARGUMENTS, *streamed, "--run-dir=dense", folder=folder))
+    succeed(on_one_rank("m7c.py", *ARGUMENTS, "--run-dir=nsa", folder=folder))
+    succeed(on_one_rank("m7c_dense.py", *ARGUMENTS, *streamed, "--run-dir=dense", folder=folder))
     return folder
 
 
@@ -138,7 +138,7 @@ def test_more_documents_than_in_training_are_reported_as_divided_otherwise(
     (tmp_path / "texts").mkdir()
     few = write_lines(tmp_path / "texts/few.jsonl", LINES[:20])
     trained = ("--steps=1", f"--set=data.source={few}", "--run-dir=run")
-    succeed(alone("m7c_dense.py", "--profile=demo", *TINY, *trained, folder=tmp_path))
+    succeed(on_one_rank("m7c_dense.py", "--profile=demo", *TINY, *trained, folder=tmp_path))
     write_lines(tmp_path / "texts/more.jsonl", LINES)
     source = ("--source", str(tmp_path / "texts"), "--tokens", "96")
     evaluate(tmp_path, str(tmp_path / "run"), *source)

@@ -30,7 +30,7 @@ from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.export.model_card import model_card as card_of
 from nsa.export.remote_code import remote_code
 from nsa.monitor.csv_files import read_metrics
-from tests.engine.runs import TINY, alone, succeed
+from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.ranks import ROOT
 
 TOKENS = torch.arange(96)[None]
@@ -46,7 +46,9 @@ TEXTS = (
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps with checkpoints at steps 3 and 6."""
     folder = tmp_path_factory.mktemp("runs")
-    succeed(alone("m7c.py", "--profile=demo", "--steps=6", *TINY, "--run-dir=tiny", folder=folder))
+    succeed(
+        on_one_rank("m7c.py", "--profile=demo", "--steps=6", *TINY, "--run-dir=tiny", folder=folder)
+    )
     return folder / "tiny"
 
 

@@ -25,7 +25,7 @@ from nsa.export import logit_gap
 from nsa.export.to_hf import export
 from nsa.monitor.csv_files import read_metrics
 from tests.data.texts import texts, write_lines
-from tests.engine.runs import TINY, alone, succeed
+from tests.engine.runs import TINY, on_one_rank, succeed
 
 # Selected and window branches see all of 32 tokens.
 SPEC = ["block_len=8", "block_stride=4", "select_len=8", "select_top=4", "window=32"]
@@ -304,7 +304,7 @@ def test_a_llamas_tokenizer_is_copied(
 def dense_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the dense twin with sequences shorter than the demo's window."""
     folder = tmp_path_factory.mktemp("runs")
-    succeed(alone("m7c_dense.py", *TINY, "--steps=4", "--run-dir=dense", folder=folder))
+    succeed(on_one_rank("m7c_dense.py", *TINY, "--steps=4", "--run-dir=dense", folder=folder))
     return folder / "dense"
 
 
@@ -313,7 +313,7 @@ def test_a_recipe_continues_a_dense_run_as_nsa(dense_run: Path, tmp_path: Path) 
     imported(dense_run, start, "--attention=nsa")
     settings = [f"--config={start / 'config.yaml'}", "--steps=1"]
     settings += ["--set=train.learning_rate=1e-9", "--set=train.min_learning_rate=0"]
-    output = succeed(alone("m7c.py", *settings, "--run-dir=run", folder=tmp_path))
+    output = succeed(on_one_rank("m7c.py", *settings, "--run-dir=run", folder=tmp_path))
     assert f"initial weights: {start}" in output
     before, after = (read_metrics(run / "metrics.csv")[-1] for run in (dense_run, tmp_path / "run"))
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=2e-4)  # rounded to bf16

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nsa import checkpoint
-from tests.engine.runs import BIN, LIMIT, TINY, deepspeed, losses, succeed
+from tests.engine.runs import BIN, LIMIT, TINY, losses, on_two_ranks, succeed
 from tests.monitor.heartbeats import read_heartbeats
 from tests.ranks import ROOT, Ranks, start_ranks
 
@@ -130,7 +130,7 @@ class Resumed:
 
 def resume(folder: Path, *arguments: str) -> Resumed:
     """Resume the run and let it finish."""
-    output = succeed(deepspeed("m7c.py", "--run-dir=run", "--resume", *arguments, folder=folder))
+    output = succeed(on_two_ranks("m7c.py", "--run-dir=run", "--resume", *arguments, folder=folder))
     match = re.search(r"steps (\d+) to", output)
     assert match, output
     return Resumed(int(match[1]) - 1, losses(folder / "run"), weights(folder / "run"), output)

@@ -15,7 +15,7 @@ import pytest
 from nsa import checkpoint
 from nsa.checkpoint.commit import new_draft, write_errors
 from tests.disks import freezable_disk, frozen, mount, mounted
-from tests.engine.runs import deepspeed, losses
+from tests.engine.runs import losses, on_two_ranks
 from tests.faults.conftest import CheckResumed, Golden
 from tests.faults.harness import (
     EVERY,
@@ -201,7 +201,7 @@ def test_a_deleted_folder_is_noticed_and_the_step_is_saved(
     assert path is not None
     saved = int(path.name[4:])
     assert step <= saved < STEPS, "noticed at once"
-    resumed = deepspeed("m7c.py", "--run-dir=run", "--resume", folder=tmp_path)
+    resumed = on_two_ranks("m7c.py", "--run-dir=run", "--resume", folder=tmp_path)
     assert resumed.returncode == 3, "the last gate misses the rows that were deleted"
     assert "no record of steps 1-" in resumed.stderr
     assert weights(run.dir) == golden.weights

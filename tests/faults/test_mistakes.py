@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.runs import TINY, alone, losses
+from tests.engine.runs import TINY, losses, on_one_rank
 from tests.faults.conftest import Golden
 from tests.faults.harness import SETTINGS, start, watch, weights
 from tests.faults.outcomes import Outcomes
@@ -43,7 +43,7 @@ def test_a_mistake_in_the_json_is_refused_in_one_line(
     text, word = MISTAKES[mistake]
     path = tmp_path / "config.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    result = alone("m7c.py", *TINY, f"--deepspeed_config={path}", folder=tmp_path)
+    result = on_one_rank("m7c.py", *TINY, f"--deepspeed_config={path}", folder=tmp_path)
     assert result.returncode == 2, result.stderr
     line = result.stderr.strip().splitlines()[-1]
     assert line.startswith("m7c: ")
@@ -61,7 +61,7 @@ def test_a_second_run_and_garbage_in_a_heartbeat_do_not_affect_the_first(
     run.wait_for_step(1)
     with (run.dir / "heartbeat_rank1.jsonl").open("ab") as file:
         file.write(b'{"event": "step_end", "step"\n\xff\xfe\x00[[[[[\n{"step": null}\n"torn')
-    second = alone("m7c.py", *SETTINGS, "--resume", folder=tmp_path)
+    second = on_one_rank("m7c.py", *SETTINGS, "--resume", folder=tmp_path)
     assert second.returncode == 2
     assert str(run.ranks.pids[0]) in second.stderr, "names the owner"
     assert "--run-dir" in second.stderr

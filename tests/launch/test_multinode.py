@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nsa.bench import netns
-from tests.engine.runs import LIMIT, TINY, deepspeed, losses, succeed
+from tests.engine.runs import LIMIT, TINY, losses, on_two_ranks, succeed
 from tests.launch.clone import run
 from tests.ranks import ROOT, Ranks, free_port, start_ranks, user_environment
 
@@ -103,7 +103,7 @@ def test_two_machines_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
     assert f"host node0 has not answered for {SHORT} s" in text
     assert f"host node1 has not answered for {SHORT} s" in text
 
-    succeed(deepspeed("m7c.py", *SETTINGS, "--until=5", "--run-dir=one", folder=folder))
+    succeed(on_two_ranks("m7c.py", *SETTINGS, "--until=5", "--run-dir=one", folder=folder))
     both = losses(folder / "run")
     assert {step: both[step] for step in range(1, 6)} == losses(folder / "one")
 

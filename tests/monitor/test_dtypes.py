@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nsa.monitor.dtypes import DtypeReport
-from tests.engine.runs import alone, succeed
+from tests.engine.runs import on_one_rank, succeed
 
 
 class Model(torch.nn.Module):
@@ -94,7 +94,7 @@ def test_deepspeeds_wrapped_optimizers_are_reported_and_numbers_do_not_change(
     tmp_path: Path, names: tuple[str, ...]
 ) -> None:
     program = Path(__file__).with_name("dtypes_rank.py")
-    output = succeed(alone(str(program), str(tmp_path), *names, folder=tmp_path))
+    output = succeed(on_one_rank(str(program), str(tmp_path), *names, folder=tmp_path))
     assert [line for line in output.splitlines() if line.startswith("zero")] == [
         f"{name} same" for name in names
     ]

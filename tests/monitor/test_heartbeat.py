@@ -14,7 +14,7 @@ import pytest
 from nsa.monitor import heartbeat
 from nsa.monitor.artifacts import last_beat
 from nsa.monitor.heartbeat import Heartbeat
-from tests.engine.runs import deepspeed, succeed
+from tests.engine.runs import on_two_ranks, succeed
 from tests.monitor.heartbeats import read_heartbeats
 from tests.monitor.records import PATIENCE, files_no_longer_than
 
@@ -317,7 +317,7 @@ def test_a_rank_that_waits_in_a_collective_names_it_and_dumps_it_on_a_signal(
 ) -> None:
     """Rank 1 joins the collective only after it has seen both."""
     program = Path(__file__).with_name("waiting_ranks.py")
-    succeed(deepspeed(str(program), str(tmp_path), folder=tmp_path))
+    succeed(on_two_ranks(str(program), str(tmp_path), folder=tmp_path))
     beats = read_heartbeats(tmp_path)[0]
     assert (
         "backward",
