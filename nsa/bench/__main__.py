@@ -32,7 +32,7 @@ BENCHMARKS = {  # name: one line of help
 
 
 def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser with the flags of the benchmark in `arguments`; only that one is imported."""
+    """Return the parser with the flags of the benchmark in `arguments`; import only that one."""
     top = argparse.ArgumentParser(prog="python -m nsa.bench", description="Run a benchmark.")
     commands = top.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
     selected = next((word for word in arguments if not word.startswith("-")), None)

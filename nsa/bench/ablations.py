@@ -30,7 +30,7 @@ from nsa.model import parameter_count
 from nsa.report.markdown import spread, table
 from nsa.report.paired import paired_t
 
-VARIANTS: dict[str, tuple[str, ...]] = {  # changes of the demo's settings
+VARIANTS: dict[str, tuple[str, ...]] = {  # settings that differ from the profile's
     "nsa": (),
     "dense": ("attention.kind=dense",),
     "cmp": ("attention.branches=cmp",),
@@ -52,7 +52,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {  # changes of the demo's settings
     "window-256": ("attention.spec.window=256",),
 }
 COMMON = (
-    "train.eval_every=0",  # only at the end,
+    "train.eval_every=0",  # evaluate at the end only,
     "train.eval_samples=256",  # but on more validation data
     "checkpoint.keep=1",
     "monitor.report=false",
@@ -72,7 +72,7 @@ PROFILES = {
     ),
 }
 METRICS = "val_loss", "bits_per_byte"
-LEAST_SECONDS = 60  # left of --limit, to start a run
+MIN_SECONDS_LEFT = 60  # of --limit, to start a run
 LOG_TAIL = 2_000  # characters of a failed run's log to print
 
 
@@ -84,11 +84,11 @@ class Training:
     seed: int
     steps: int
     profile: str
-    settings: tuple[str, ...]  # changes of the profile's settings
+    settings: tuple[str, ...]  # those that differ from the profile's
     folder: Path
 
     def result(self) -> dict[str, Any] | None:
-        """The validation metrics of the last step; None if the run is not finished."""
+        """Return the validation metrics of the last step; None if the run is not finished."""
         rows = logged_rows(self.folder)
         if not rows or rows[-1]["step"] != self.steps or rows[-1]["val_loss"] is None:
             return None
@@ -104,13 +104,13 @@ class Training:
             )
 
     def train(self, end: float = math.inf) -> str | None:
-        """Start or resume the run, until the clock reads `end`; return its failure, if any."""
+        """Start or resume the run, until time.monotonic() is `end`; return its failure or None."""
         name = f"{self.variant}, seed {self.seed}"
         left = end - time.monotonic()
         if self.result():
             return None
-        if left < LEAST_SECONDS:
-            return f"{name} is left for the next call: --limit"
+        if left < MIN_SECONDS_LEFT:
+            return f"{name} was not started: --limit reached; the same command continues"
         resume = ["--resume"] if (self.folder / "config.yaml").exists() else []
         command = [sys.executable, str(recipe.RECIPE), "--profile", self.profile, *resume]
         if left < math.inf:
@@ -152,12 +152,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _seeds(text: str) -> list[int]:
-    """One seed, or several separated by commas."""
+    """Parse one seed, or several separated by commas."""
     return [int(word) for word in text.split(",")]
 
 
 def run(report: Report) -> dict[str, Any]:
-    """Train unfinished runs and print the table."""
+    """Train the runs that are not finished; print the table and failures."""
     flags = report.flags
     seeds = [seed for group in flags.seeds for seed in group]
     variants = {name: VARIANTS[name] for name in flags.variants}
@@ -207,14 +207,14 @@ def run(report: Report) -> dict[str, Any]:
 
 
 def tokens_per_s(trainings: Sequence[Training]) -> list[float]:
-    """Quartiles of the speeds that the runs logged; runs side by side slow each other down."""
+    """Return quartiles of the logged speeds; concurrent runs slow each other down."""
     rows = [row for x in trainings for row in logged_rows(x.folder)]
     speeds = [row["tokens_per_s"] for row in rows if row["tokens_per_s"] is not None]
     return statistics.quantiles(speeds, n=4) if len(speeds) > 1 else []
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """The rows as a Markdown table; differences to the first row, with a paired t test."""
+    """Return the rows as a Markdown table, with a paired t test against the first row."""
     base = result["rows"][0]
     heads = ["variant", "validation loss", f"minus {base['variant']}'s (95% interval)", "p"]
     heads += ["detectable", "bits per byte", "tokens/s", "parameters"]

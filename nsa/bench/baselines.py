@@ -45,7 +45,7 @@ FLA_SPEC = NSASpec(block_len=64, block_stride=64, select_len=64)
 
 
 def sdpa(kernel: str, inputs: Inputs, shape: Shape) -> Implementation:
-    """Causal scaled_dot_product_attention, forced to one kernel.
+    """Return causal scaled_dot_product_attention, forced to one kernel.
 
     If the kernel rejects grouped heads or values narrower than keys, keys are repeated for every
     head or values padded before timing starts, as a user would have to.
@@ -80,7 +80,7 @@ def _sdpa(kernel: str, value_size: int, q: Tensor, k: Tensor, v: Tensor) -> Tens
 
 
 def flex(inputs: Inputs, spec: NSASpec | None) -> Implementation:
-    """FlexAttention, compiled on a GPU: dense causal or, with a spec, a block-sparse mask.
+    """Return FlexAttention, compiled on a GPU; dense causal or, with a spec, block-sparse.
 
     The mask has as many selected positions as NSA and its window, but 128 neighbouring queries and
     all heads share it, because FlexAttention skips blocks of 128 x 128. Without a compressed
@@ -100,7 +100,7 @@ def flex(inputs: Inputs, spec: NSASpec | None) -> Implementation:
 
 
 def compiled_flex() -> Callable[..., Tensor]:
-    """FlexAttention compiled separately for each length, mask and mode.
+    """Return FlexAttention, compiled separately for each length, mask and mode.
 
     One kernel for all lengths would mask every tile. `fullgraph` turns the silent fallback to T x T
     scores into an error.
@@ -123,7 +123,7 @@ def block_mask(seq_len: int, spec: NSASpec | None, device: torch.device) -> Bloc
     visible = full | (column == row)
 
     def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """The full mask, as FlexAttention requires; kernels read it on the diagonal only."""
+        """Compute the full mask: FlexAttention requires it, kernels read it on the diagonal."""
         return (query >= key) & visible[query // FLEX_BLOCK, key // FLEX_BLOCK]
 
     partial_count, partial_index = _kv_blocks(column == row)
@@ -138,7 +138,7 @@ def block_mask(seq_len: int, spec: NSASpec | None, device: torch.device) -> Bloc
 
 
 def _kv_blocks(table: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of blocks in each row, and all blocks with the row's first; [1, 1, rows, ...]."""
+    """Return blocks per row [1, 1, rows], and all indices, the row's own first [1, 1, rows, n]."""
     order = table.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return table.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
@@ -148,7 +148,7 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def versions() -> dict[str, str]:
-    """Each optional library's version, or its folder, or why it is missing."""
+    """Return each optional library's version, or its folder, or why it is missing."""
     result = {}
     for name, (_, distribution) in LIBRARIES.items():
         try:
@@ -171,7 +171,7 @@ def load(name: str) -> ModuleType:
 
 
 def fla(inputs: Inputs, shape: Shape, *, window: bool) -> Implementation:
-    """fla's NSA, mean pooling included; its window needs flash-attn, else ours replaces it."""
+    """Return fla's NSA with mean pooling; its window needs flash-attn, else ours replaces it."""
     if shape.group < 16 or shape.group & (shape.group - 1):
         raise ValueError(f"fla needs a group of 16, 32, ... query heads; here it is {shape.group}")
     parallel_nsa, spec = load("fla").parallel_nsa, FLA_SPEC
@@ -206,7 +206,7 @@ class _Mean(nn.Module):
 
 
 def pytorch_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
-    """native-sparse-attention-pytorch's module without its projections, φ a mean."""
+    """Return native-sparse-attention-pytorch's module without its projections, φ a mean."""
     on_gpu = inputs.q.is_cuda
     if shape.key != shape.value:
         raise ValueError("its keys and values have one size")
@@ -241,14 +241,14 @@ def pytorch_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
 
 
 def _packed(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
-    """q, k and v as [B·T, H, D], and cu_seqlens with a document per sequence."""
+    """Return q, k and v as [B·T, H, D], and cu_seqlens with a document per sequence."""
     batch, seq_len = inputs.q.shape[:2]
     offsets = torch.arange(batch + 1, device=inputs.q.device, dtype=torch.int32) * seq_len
     return [x.flatten(0, 1) for x in (inputs.q, inputs.k_sel, inputs.v_sel)], offsets
 
 
 def _window(inputs: Inputs, spec: NSASpec) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Our window on [B·T, H, D], for implementations that leave theirs to flash-attn."""
+    """Return our window on [B·T, H, D], for implementations that leave theirs to flash-attn."""
     batch = inputs.q.shape[0]
 
     def window(*qkv: Tensor) -> Tensor:
@@ -259,9 +259,9 @@ def _window(inputs: Inputs, spec: NSASpec) -> Callable[[Tensor, Tensor, Tensor],
 
 
 def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
-    """Scalable-Flash-Native-Sparse-Attention's module, φ a mean; or its parts without flash-attn.
+    """Return Scalable-Flash-Native-Sparse-Attention's module, or its parts without flash-attn.
 
-    Its gates are logits.
+    φ is a mean, gates are logits.
     """
     library = load("scalable-flash-nsa")
     config = library.NSAConfig(
@@ -302,7 +302,7 @@ def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implement
 
 
 def flash_sparse_attention(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implementation:
-    """Flash-Sparse-Attention's kernels in the order of its module, φ a mean.
+    """Return Flash-Sparse-Attention's kernels in the order of its module, φ a mean.
 
     Like the module, it runs its own selected kernel for groups of up to 8 query heads.
     """

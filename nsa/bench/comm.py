@@ -49,8 +49,8 @@ TOKENS = 64  # per micro-batch
 GPU_MODEL: dict[str, Any] = {"activation_checkpointing": "reentrant", "spec": {}}  # M7C
 GPU_TOKENS = 2_048
 RATES = (1.0, 4.0, None)  # Gbit/s of the link; None: not throttled
-TABLE_RATE = 1.0  # of the printed table: there communication shows most
-ELEMENTS, COLLECTIVES = 2**23, 9  # of a collective timed alone, and its repetitions
+TABLE_RATE = 1.0  # Gbit/s of the printed table: the slowest, which shows communication best
+COLLECTIVE_ELEMENTS, COLLECTIVE_ROUNDS = 2**23, 9  # of each collective that is timed alone
 WARMUP_STEPS = 2
 MICRO_BATCHES, MIN_STEPS = 10, 3  # timed at each rate
 
@@ -66,7 +66,7 @@ class CommCase:
     reduce_dtype: str
 
     def ds_config(self) -> dict[str, Any]:
-        """DeepSpeed's JSON, without what the recipe owns."""
+        """Return DeepSpeed's JSON, without what the recipe owns."""
         raw: dict[str, Any] = json.loads(CONFIGS[self.config].read_text())
         return raw | {"communication_data_type": self.reduce_dtype}
 
@@ -115,7 +115,7 @@ def _rank(
 
 
 class Bench:
-    """Ranks that communicate, ranks that only compute, and the link's rates to measure at."""
+    """Ranks that communicate, ranks that only compute, and the link's rates to measure."""
 
     def __init__(
         self,
@@ -136,24 +136,28 @@ class Bench:
             pair.close()
 
     def collectives(self) -> list[Row]:
-        """Seconds of each collective alone, at each rate."""
+        """Time each collective alone, at each rate."""
         rows = []
         for rate in self.rates:
             self._throttle(rate)
             for name in ("all_reduce", "all_gather"):
-                _, *seconds = self.pair.request("collective", name, ELEMENTS, 1 + COLLECTIVES)
-                row = {"name": name, "bf16_elements": ELEMENTS, "rate_gbit": rate}
+                arguments = name, COLLECTIVE_ELEMENTS, 1 + COLLECTIVE_ROUNDS
+                _, *seconds = self.pair.request("collective", *arguments)
+                row = {"name": name, "bf16_elements": COLLECTIVE_ELEMENTS, "rate_gbit": rate}
                 rows.append(row | {"seconds": round(statistics.median(seconds), 5)})
         return rows
 
     def measure(self, case: CommCase) -> Iterator[Row]:
-        """A row per rate. Compute-only steps alternate with the others, so that a slow minute of a
-        shared machine affects both."""
+        """Yield a row per rate.
+
+        Compute-only steps alternate with the others, so that a slow minute of a shared machine
+        affects both.
+        """
         ds_config = case.ds_config()
-        built = self.model, self.tokens, case.accumulation, ds_config
+        arguments = self.model, self.tokens, case.accumulation, ds_config
         self._throttle(None)
         for pair in (self.pair, *self.compute_only):
-            parameters = pair.request("build", *built)
+            parameters = pair.request("build", *arguments)
             pair.request("steps", WARMUP_STEPS)
         payload = self.pair.request("payload")
         steps = max(MIN_STEPS, MICRO_BATCHES // case.accumulation)
@@ -185,7 +189,7 @@ class Bench:
 def _times(
     step: float, compute_all: Sequence[float], sent: float, rate: float | None
 ) -> dict[str, float]:
-    """Seconds of a step, and what of it is compute, exposed and hidden communication."""
+    """Split a step's seconds into compute, exposed and hidden communication."""
     row = {"step_seconds": round(step, 4)}
     if compute_all:
         compute = statistics.median(compute_all)
@@ -245,18 +249,18 @@ def _print(row: Row) -> None:
 
 
 def config_table(rows: Sequence[Row]) -> list[str]:
-    """The table of ds_configs/README.md: bytes and exposed fraction of a step, by accumulation."""
-    slow = {
+    """Return ds_configs/README.md's table: bytes and exposed fraction, by accumulation."""
+    by_case = {
         (row["config"], row["accumulation"]): row
         for row in rows
         if row["reduce_dtype"] == "bf16" and row["rate_gbit"] == TABLE_RATE
     }
-    accumulations = sorted({accumulation for _, accumulation in slow})
+    accumulations = sorted({accumulation for _, accumulation in by_case})
     heads = [f"bytes, accumulation {a}" for a in accumulations]
     heads += [f"exposed, {a}" for a in accumulations]
     lines = []
-    for config in dict.fromkeys(config for config, _ in slow):
-        cases = [slow[config, a] for a in accumulations]
+    for config in dict.fromkeys(config for config, _ in by_case):
+        cases = [by_case[config, a] for a in accumulations]
         sent = [f"{row['bytes_per_parameter_per_step']:.2f}" for row in cases]
         exposed = [max(0.0, row["exposed_seconds"]) / row["step_seconds"] for row in cases]
         lines.append([f"`{config}`", *sent, *(f"{fraction:.0%}" for fraction in exposed)])

@@ -32,7 +32,7 @@ SENT = {  # bytes sent by each of two ranks in a ring, relative to the size that
     "all_reduce": 1.0,
     "all_gather": 1.0,  # logged is a rank's own part
     "reduce_scatter": 0.5,
-    "reduce": 0.5,  # one rank receives the sum, the other sends; each receives half of them
+    "reduce": 0.5,  # the owner receives the sum, the other rank sends; each owns half
     "broadcast": 0.5,
 }
 
@@ -84,8 +84,8 @@ class Rank:
         deepspeed.comm.configure(enabled=False)
         sent = 0.0
         for name, sizes in logger.get_raw_data().items():
-            part = next((part for op, part in SENT.items() if name.startswith(op)), 0.0)
-            sent += part * sum(size * record[0] for size, record in sizes.items())
+            factor = next((factor for op, factor in SENT.items() if name.startswith(op)), 0.0)
+            sent += factor * sum(size * record[0] for size, record in sizes.items())
         logger.reset_data()
         return sent
 
@@ -119,7 +119,7 @@ class Rank:
 
 
 def sent_bytes() -> int:
-    """Bytes that left over the link; 0 without one. /sys would show the machine's interfaces."""
+    """Return the bytes sent over the link; 0 without one. /sys would show the host's interfaces."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:
@@ -136,7 +136,7 @@ def join(rank: int, backend: str, address: tuple[str, int]) -> torch.device:
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     if backend == "gloo":
         os.environ.update(GLOO_SOCKET_IFNAME=INTERFACE)
-    # DeepSpeed calls the older names of two collectives; nothing that a user can fix.
+    # DeepSpeed calls two collectives by their deprecated names, which a user cannot fix.
     warnings.filterwarnings("ignore", r".*(all_gather_into|reduce_scatter)_tensor", FutureWarning)
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -153,10 +153,10 @@ def join(rank: int, backend: str, address: tuple[str, int]) -> torch.device:
 
 def serve(pipe: Connection, rank: int, backend: str, address: tuple[str, int]) -> None:
     """Carry out requests until the pipe closes."""
-    engine = Rank(join(rank, backend, address))
+    actions = Rank(join(rank, backend, address))
     while True:
         try:
             action, arguments = pipe.recv()
         except EOFError:
             os._exit(0)
-        pipe.send(getattr(engine, action)(*arguments))
+        pipe.send(getattr(actions, action)(*arguments))

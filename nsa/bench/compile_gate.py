@@ -29,10 +29,10 @@ from nsa.ops.triton.launch import Launch
 # Bytes spilled per thread. 24 registers, such as pointers and bounds saved around a loop, cost
 # nothing measurable; more means that a part of a tile is spilled: the tile is too large.
 MAX_SPILLED = 96
-MAX_SPILLED_FIRST = 24  # what runs where nothing was tuned: at most six registers
+MAX_SPILLED_FIRST = 24  # of the first candidate, which runs untuned: at most six registers
 # float32, for checks only: its products take three passes, so heads above 128 spill with any tile.
 MAX_SPILLED_FP32 = 320
-LINE = "{:<26} {:<58} {:>14} {:<6} {:>9} {:>4} {:>6} {:>6} {:>6} {:>7}  {}"  # a printed row
+ROW_FORMAT = "{:<26} {:<58} {:>14} {:<6} {:>9} {:>4} {:>6} {:>6} {:>6} {:>7}  {}"
 
 # PTX: tensor-core instructions, the asynchronous ones, and Hopper's with the left operand in
 # registers.
@@ -85,7 +85,7 @@ class Variant:
     def of(cls, launch: Launch, chip: str) -> Variant:
         """Return what Triton would compile for this launch on this chip.
 
-        Runs Triton's launch code up to its compile hook, as its rules change between versions.
+        Runs Triton's own launch code up to its compile hook: its rules change between versions.
         """
         fn, config, hooked = launch.kernel.fn, launch.config, []
 
@@ -113,7 +113,7 @@ class Variant:
         return cls(fn.__module__, fn.__qualname__, *parts, config.options(), chip)
 
     def source(self) -> ASTSource:
-        """The argument of `triton.compile`."""
+        """Return the argument of `triton.compile`."""
         fn = getattr(importlib.import_module(self.module), self.kernel)
         return ASTSource(fn, self.signature, self.constants, self.attributes)
 
@@ -193,7 +193,7 @@ def check(
         variant = Variant.of(launch, chip)
         distinct.setdefault(repr(variant), (variant, case, launch))
     heads = "kernel", "call", "config", "chip", "shared KB", "regs", "spill", "tensor", "async"
-    print(LINE.format(*heads, "blocks", ""))
+    print(ROW_FORMAT.format(*heads, "blocks", ""))
     rows, failures = [], []
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         over: Callable[..., Iterable[Any]] = map if jobs == 1 else pool.map
@@ -249,5 +249,5 @@ def _line(
     if isinstance(stats, BinaryStats):
         figures = f"{stats.shared / 1024:.1f}", stats.registers, stats.spilled
         figures += stats.tensor_core, stats.asynchronous, stats.blocks_per_sm
-    words = variant.kernel, str(case), config, variant.chip, *figures, "; ".join(errors)
-    return LINE.format(*words)
+    cells = variant.kernel, str(case), config, variant.chip, *figures, "; ".join(errors)
+    return ROW_FORMAT.format(*cells)

@@ -51,7 +51,7 @@ def run(_: object) -> dict[str, Any]:
 
 
 def _write_text(path: Path) -> Path:
-    """Repeat the embedded documents as lines of JSON; no two documents are equal."""
+    """Write the embedded documents repeatedly as lines of JSON; no two lines are equal."""
     documents = [document.text.decode(errors="replace") for document in embedded().read()]
     with path.open("w") as file:
         for number, text in enumerate(itertools.cycle(documents)):
@@ -62,7 +62,7 @@ def _write_text(path: Path) -> Path:
 
 
 def _rate(work: Callable[[], object], size: float) -> float:
-    """Units per second, over at least SECONDS; a call of `work` does `size` of them."""
+    """Return units per second over SECONDS; a call of `work` processes `size` units."""
     work()
     calls, start = 0, time.perf_counter()
     while time.perf_counter() - start < SECONDS:
@@ -98,7 +98,7 @@ def _loader(source: str, micro_batch: int, seq_len: int = SEQ_LEN) -> BatchLoade
 
 
 def _step(source: str, device: torch.device) -> dict[str, float]:
-    """Seconds of a step on loaded batches and on a constant batch, alternating."""
+    """Time steps on loaded batches and on a constant batch, alternating."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         stepper = Stepper(ModelConfig(), device, torch.bfloat16)
@@ -121,9 +121,9 @@ def _step(source: str, device: torch.device) -> dict[str, float]:
         waits.append(time.perf_counter() - start)
         step((batch.pin_memory() if on_gpu else batch).to(device, non_blocking=True))
 
-    seconds = median_seconds({"fed": loaded_step, "constant": lambda: step(constant)}, ROUNDS)
+    seconds = median_seconds({"loaded": loaded_step, "constant": lambda: step(constant)}, ROUNDS)
     loader.close()
     return seconds | {
         "waited": sorted(waits)[len(waits) // 2],
-        "fed_over_constant": seconds["fed"] / seconds["constant"],
+        "loaded_over_constant": seconds["loaded"] / seconds["constant"],
     }

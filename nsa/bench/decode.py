@@ -102,7 +102,7 @@ def random_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
-    """A cache after `length` tokens of each sequence, with random keys and values."""
+    """Return a cache after `length` tokens of each sequence, with random keys and values."""
     cache = KVCache(config, batch, dtype=dtype, device=device, capacity=capacity)
     cache.start([length] * batch)
     for layer in cache.layers:
@@ -121,7 +121,7 @@ def _decode(model: LanguageModel, cache: KVCache, length: int, count: int) -> Te
 
 
 def _counts(cache: KVCache, length: int) -> Result:
-    """Bytes that attention reads for a token of one sequence, all layers, and bytes cached."""
+    """Return the bytes that all layers' attention reads for a sequence's token, and caches."""
     config, size = cache.config, cache.dtype.itemsize
     value = config.value_dim or config.head_dim
     shape = Shape("", config.heads, config.kv_heads, config.head_dim, value)
@@ -137,7 +137,7 @@ def _counts(cache: KVCache, length: int) -> Result:
 
 
 def _attention(cache: KVCache, length: int, as_graph: bool) -> Step:
-    """One layer's attention for one token of each sequence."""
+    """Return one layer's attention for one token of each sequence."""
     build = _sparse if cache.config.attention.kind == "nsa" else _dense
     call = build(cache, length)
     return _graph(call) if as_graph else call
@@ -167,7 +167,7 @@ def _dense(cache: KVCache, length: int) -> Step:
 
 
 def _graph(call: Step) -> Step:
-    """The same launches as a CUDA graph, without the host's launch time.
+    """Record the launches as a CUDA graph, which has no launch time on the host.
 
     The result holds `call`: a graph reads its inputs' memory without owning it.
     """

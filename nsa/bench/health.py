@@ -26,7 +26,7 @@ PAIRS = 40  # steps with and without recording
 
 
 def cases() -> dict[str, tuple[ModelConfig, int, int]]:
-    """Models, with the sequences and tokens of a micro-batch."""
+    """Return models, each with a micro-batch's sequences and tokens per sequence."""
     demo = recipe_config("demo")
     return {
         "demo": (demo.model, demo.train.micro_batch, demo.data.seq_len),
@@ -53,7 +53,7 @@ def run(_: object) -> dict[str, Any]:
 
 
 def _measure(config: ModelConfig, batch: int, seq_len: int) -> dict[str, Any]:
-    """Seconds without recording, and quartiles of the ratio over pairs."""
+    """Return the seconds without recording, and quartiles of the ratio over pairs."""
     device = pick_device("auto")
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     stepper = Stepper(config, device, torch.float32)

@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
         return cls(q, *pooled, k_sel, v_sel, k_win, v_win, gates)
 
     def local(self, spec: NSASpec) -> Inputs:
-        """The same with queries of one block so similar that they select mostly the same blocks."""
+        """Return these with queries so similar within a block that they select mostly alike."""
         seq_len = self.q.shape[1]
         shared = torch.randn_like(self.q[:, : spec.select_blocks_len(seq_len)])
         q = shared.repeat_interleave(spec.select_len, 1)[:, :seq_len]
@@ -87,12 +87,12 @@ class Implementation:
         self._grad_output: Tensor | None = None
 
     def forward(self) -> Tensor:
-        """As in inference: nothing is saved for a backward pass."""
+        """Run as in inference: nothing is saved for a backward pass."""
         with torch.no_grad():
             return self.function(*(x.detach() for x in self.inputs))
 
     def forward_backward(self) -> object:
-        """As in training, with a fixed gradient of the output."""
+        """Run as in training, with a fixed gradient of the output."""
         o = self.function(*self.inputs)
         if self._grad_output is None:
             self._grad_output = torch.randn_like(o)
@@ -100,11 +100,11 @@ class Implementation:
         return torch.autograd.grad(o, inputs, self._grad_output)
 
     def step(self) -> object:
-        """Forward and backward, or forward alone if there is no gradient."""
+        """Run forward and backward, or forward alone if there is no gradient."""
         return self.forward_backward() if self.differentiable else self.forward()
 
     def held(self) -> list[Tensor]:
-        """Tensors that are kept between calls."""
+        """Return the tensors that are kept between calls."""
         return self.inputs if self._grad_output is None else [*self.inputs, self._grad_output]
 
 
@@ -143,7 +143,7 @@ Builders = dict[str, Callable[[], Implementation]]
 def measure(
     builders: Builders, report: Report, references: Mapping[str, str] | None = None
 ) -> dict[str, Result]:
-    """Milliseconds forward, forward and backward, and peak bytes of each; errors where missing.
+    """Measure each forward, and forward and backward; return times, peak bytes, errors.
 
     `references` maps an implementation to the one whose output it should equal.
     """
@@ -168,7 +168,7 @@ def measure(
 
 
 def difference(x: Tensor, y: Tensor) -> float:
-    """‖x − y‖ / ‖y‖ without float32 copies of the outputs."""
+    """Return ‖x − y‖ / ‖y‖, without float32 copies of the outputs."""
     parts = [
         torch.stack([(a.float() - b.float()).square().sum(), b.float().square().sum()])
         for a, b in zip(x.split(4096, 1), y.split(4096, 1), strict=True)
@@ -180,7 +180,7 @@ def difference(x: Tensor, y: Tensor) -> float:
 def ratios(
     results: Mapping[str, Result], base_of: Callable[[str], str]
 ) -> dict[str, dict[str, float | None]]:
-    """Each implementation's figures over its base's: above 1, the base is faster or smaller."""
+    """Divide each implementation's figures by its base's: above 1, the base is better."""
     return {
         name: {what: ratio(figure(x, what), figure(results[base], what)) for what in FIGURES}
         for name, x in results.items()

@@ -158,7 +158,7 @@ def swiglu(case: Case) -> Iterable[Tensor]:
 
 @_operation
 def rotary_pool(case: Case) -> Iterable[Tensor]:
-    """Three layouts: all branches; one copy of keys for an mlp φ; dense attention."""
+    """Three layouts: all branches; one copy of keys, with an mlp φ; dense attention."""
     sizes, length = (case.heads, case.kv_heads, case.key, case.value), case.spec.block_len
     tokens, covering = case.seq_len, -(-length // case.spec.block_stride)
     cos, sin = case.empty(2, tokens, 1, case.key // 2, dtype=torch.float32)
@@ -212,27 +212,27 @@ FULL = [
     for sizes in all_sizes
     for length in (SHORT, LONG)
 ]
-# Triton specialises for a length of 1, lengths that 16 does not divide, 64-bit strides, and other
-# blocks: here a pattern without overlapping blocks.
-PAGED = NSASpec(block_len=64, block_stride=64, select_len=64)
+# Triton compiles separately for a length of 1, lengths that 16 does not divide, 64-bit strides and
+# other blocks: here blocks that do not overlap.
+DISJOINT = NSASpec(block_len=64, block_stride=64, select_len=64)
 SPECIAL = [
     ((12, 2, 64, 64, 1), PAPER),
     ((12, 2, 64, 64, 2047), PAPER),
     ((64, 4, 128, 128, 2**19), PAPER),
-    ((12, 2, 64, 64, SHORT), PAGED),
-    ((64, 4, 128, 128, LONG), PAGED),
+    ((12, 2, 64, 64, SHORT), DISJOINT),
+    ((64, 4, 128, 128, LONG), DISJOINT),
 ]
 # The GPU benchmarks; beyond 8k tokens nothing more is compiled.
 BENCHMARKS = [
     ((shape.heads, shape.kv_heads, shape.key, shape.value, length), spec)
     for shape in SHAPES.values()
     for length in (1024, 2048, 4096, 8192)
-    for spec in (PAPER, PAGED)
+    for spec in (PAPER, DISJOINT)
 ]
 
 
 def cases(full: bool, operations: Iterable[str], benchmarks: bool = False) -> list[Case]:
-    """Two representative shapes; with `full` all of them, with `benchmarks` the benchmarks'."""
+    """Return two representative shapes' cases; with `full` all, or the benchmarks'."""
     wanted = [(shape, "bf16", PAPER) for shape in SUBSET]
     if full:
         wanted = [(shape, dtype, PAPER) for shape in FULL for dtype in DTYPES]
@@ -250,7 +250,7 @@ def cases(full: bool, operations: Iterable[str], benchmarks: bool = False) -> li
 def record_launches(
     case: Case, candidates: int = MAX_CANDIDATES, chip: str = "sm_80"
 ) -> list[Launch]:
-    """Every launch of a call on a chip, for each of the first `candidates` configs."""
+    """Return every launch of a call on a chip, for each of the first `candidates` configs."""
     launches: list[Launch] = []
     for number in range(candidates):
 
@@ -270,7 +270,7 @@ def all_launches(
     full: bool,
     benchmarks: bool,
 ) -> Iterator[tuple[Case, Launch, str]]:
-    """Every launch that the flags of `python -m nsa.bench aot` name."""
+    """Yield every launch that the flags of `python -m nsa.bench aot` name."""
     check_names("operation", operations, OPERATIONS)
     check_names("dtype", dtypes, DTYPES)
     candidates = MAX_CANDIDATES if full or benchmarks else 1
@@ -284,7 +284,7 @@ def all_launches(
 
 
 def check_names(flag: str, names: Sequence[str], all_names: Collection[str]) -> Sequence[str]:
-    """Return `names`; raise for one that does not exist."""
+    """Return `names`; raise a ValueError for one that does not exist."""
     if unknown := [name for name in names if name not in all_names]:
         raise ValueError(f"--{flag} {', '.join(unknown)}: choose from {', '.join(all_names)}")
     return names

@@ -53,7 +53,7 @@ def run(report: Report) -> None:
 
 
 def _ceilings(report: Report) -> dict[str, float]:
-    """What a plain matrix product and a plain copy reach on this device."""
+    """Measure what a plain matrix product and a plain copy reach on this device."""
     device, dtype, size = report.device, report.dtype, 8192 if report.on_gpu else 256
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     source = torch.empty(16 * size * size, dtype=dtype, device=device)
@@ -120,7 +120,7 @@ def _selection(inputs: Inputs, backends: list[str], device: torch.device) -> tup
 
 
 def _flops(function: str, shape: Shape, visible: Mapping[str, int]) -> dict[str, int]:
-    """FLOPs of the visible pairs. Backward: five products (scores again, dp, dq, dk, dv)."""
+    """Count the FLOPs of visible pairs; backward has 5 products (scores again, dp, dq, dk, dv)."""
     if function == "nsa_attention":
         parts = [_flops(part, shape, visible) for part in PARTS]
         return {what: sum(part[what] for part in parts) for what in PASSES}
@@ -134,7 +134,7 @@ def _flops(function: str, shape: Shape, visible: Mapping[str, int]) -> dict[str,
 
 
 def _moved_bytes(function: str, shape: Shape, call: Implementation) -> dict[str, int]:
-    """Minimum of bytes moved: inputs and saved outputs read once, results written once."""
+    """Count the least bytes: inputs and saved outputs read once, results written once."""
     read, q = tensor_bytes(call.inputs), call.inputs[0]
     tokens = q.shape[:2].numel()
     if function == "select_blocks":

@@ -158,7 +158,7 @@ def _same_pattern(inputs: Inputs, shape: Shape, backend: str) -> Builders:
 def _shared_keys(
     inputs: Inputs, spec: NSASpec, backend: str, *, window: bool
 ) -> Callable[[], Implementation]:
-    """NSA with one set of keys and values, mean pooling included, with or without its window."""
+    """Build NSA with one set of keys and values and mean pooling, with or without its window."""
 
     def nsa(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         k_cmp, v_cmp = compress_mean(k, spec), compress_mean(v, spec)
@@ -195,7 +195,7 @@ def _print(row: dict[str, Any]) -> None:
 
 
 def _plot(rows: list[dict[str, Any]], out: Path) -> None:
-    """Milliseconds per sequence, forward and backward: a panel per shape and kind, log axes."""
+    """Plot milliseconds per sequence, forward and backward: a panel per shape and kind."""
     curves: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
     for row in sorted(rows, key=itemgetter("length")):
         panel = f"{row['shape']}, {row['kind']}: ms, forward and backward"

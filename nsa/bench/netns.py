@@ -24,9 +24,9 @@ PREFIX = "nsa-link-"
 INTERFACE = "nsalink"  # the name of both ends, each in its namespace
 _numbers = itertools.count()
 _FOLDER = Path("/run/netns")  # where `ip netns` keeps the names
-_MTU = 65_535  # the packet headers of a small one would take 4% of the rate
-_BURST = "128kb"  # sent at once; above the largest packet
-_QUEUE = "16mb"  # waits for the throttle before anything is dropped
+_MTU = 65_535  # with the usual 1,500, packet headers would take 4% of the rate
+_BURST = "128kb"  # bytes sent unthrottled; above the largest packet
+_QUEUE = "16mb"  # bytes that wait at the throttle before packets are dropped
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Link:
                 _run(*tc, "replace", "dev", INTERFACE, "root", "tbf", *bucket)
 
 
-def missing() -> str | None:
-    """Why this machine or user cannot create a link; None if nothing is missing."""
+def link_obstacle() -> str | None:
+    """Return why this machine or user cannot create a link; None if they can."""
     if platform.system() != "Linux":
         return f"network namespaces are Linux's, and this is {platform.system()}"
     if os.geteuid() != 0:
@@ -68,9 +68,9 @@ def missing() -> str | None:
 def link() -> Iterator[Link]:
     """Create two joined namespaces and remove them on any exit, also by SIGTERM.
 
-    After SIGKILL they are removed by the next link.
+    The next link removes those that a killed process left.
     """
-    if reason := missing():
+    if reason := link_obstacle():
         raise ValueError(f"a link needs root on Linux with ip and tc: {reason}")
     remove_leftovers()
     name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"

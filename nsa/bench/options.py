@@ -45,12 +45,12 @@ SHAPES = {
 
 
 def names(text: str) -> list[str]:
-    """Comma-separated words without duplicates."""
+    """Parse comma-separated words, without duplicates."""
     return list(dict.fromkeys(name for name in text.split(",") if name))
 
 
 def choice(*known: str) -> Callable[[str], list[str]]:
-    """Comma-separated names out of `known`."""
+    """Return a parser of comma-separated names out of `known`."""
 
     def parse(text: str) -> list[str]:
         for name in names(text):
@@ -64,7 +64,7 @@ def choice(*known: str) -> Callable[[str], list[str]]:
 
 
 def shapes(text: str) -> list[Shape]:
-    """ "m7c,64x4x128": names, or heads x KV heads x key size [x value size]."""
+    """Parse "m7c,64x4x128": names, or heads x KV heads x key size [x value size]."""
     return [_shape(name) for name in names(text)]
 
 
@@ -82,7 +82,7 @@ def _shape(name: str) -> Shape:
 
 
 def lengths(text: str) -> list[int]:
-    """ "1k,2k,500": token counts, k = 1,024."""
+    """Parse "1k,2k,500": token counts, k = 1,024."""
     for name in names(text):
         if re.fullmatch(r"[1-9]\d*k?", name) is None:
             raise argparse.ArgumentTypeError(f"{name!r} is not a length; use 500, or 8k for 8,192")
@@ -98,7 +98,7 @@ def add_gpu_flags(
     tokens_help: str = "tokens per batch, about (%(default)s)",
     backend: bool = True,
 ) -> None:
-    """The flags of a GPU benchmark, with head shapes or else with a model's size."""
+    """Add a GPU benchmark's flags: head shapes if they have a default, else a model's size."""
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--dtype", choices=tuple(DTYPES), help="default: bf16, on a CPU fp32")

@@ -106,7 +106,7 @@ def trace(step: Step, steps: int, device: torch.device, file: Path | None = None
 
 
 def summary(spans: Sequence[Span], steps: int) -> dict[str, Any]:
-    """Milliseconds and launches per step, in total and by kernel, and the busy fraction."""
+    """Return milliseconds and launches per step, in total and by kernel, and the busy fraction."""
     if not spans:
         raise RuntimeError("the profiler recorded no kernel; another profiler may be attached")
     kernels: dict[str, dict[str, Any]] = {}
@@ -129,7 +129,7 @@ def summary(spans: Sequence[Span], steps: int) -> dict[str, Any]:
 
 
 def busy_ms(spans: Iterable[Span]) -> float:
-    """Milliseconds in which at least one span runs."""
+    """Return the milliseconds in which at least one span runs."""
     total, end = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         total += max(0.0, span.end - max(span.start, end))
@@ -173,7 +173,7 @@ def nsight_compute(row: dict[str, Any], report: Report) -> None:
 
 
 def function_name(kernel: str) -> str:
-    """The name by which Nsight Compute filters: no return type, namespace, template, arguments.
+    """Return the name by which Nsight Compute filters: without types, namespace, arguments.
 
     Empty for copies and fills, which are no kernels.
     """

@@ -1,8 +1,8 @@
 """`python -m nsa.bench recipe`: the recipe under DeepSpeed's launcher, on one GPU.
 
 Reports tokens/s, peak memory beside the planner's figure, and exit codes; the run's folder, with
-TensorBoard's files, stays. With --kill-at, the rank gets `kill -9` after that step and the run is
-resumed: steps that run twice must have equal losses. The text is DeepSpeed's Python files, as
+TensorBoard's files, is kept. With --kill-at, the rank gets `kill -9` after that step and the run is
+resumed: steps that run twice must have equal losses. The data is DeepSpeed's Python files, as
 bytes: nothing is downloaded.
 """
 
@@ -62,15 +62,15 @@ def run(report: Report) -> None:
     before: Rows = []
     attempts = ["", "--resume"] if flags.kill_at else [""]
     for number, resume in enumerate(attempts):
-        until = partial(_ready_to_kill, flags) if number < len(attempts) - 1 else None
-        result["launches"].append(_launch(flags, resume, report.end, until))
+        kill_when = partial(_ready_to_kill, flags) if number < len(attempts) - 1 else None
+        result["launches"].append(_launch(flags, resume, report.end, kill_when))
         rows = logged_rows(flags.run_dir)
         result |= figures(rows, before) | _memory(rows, flags)
         report.save()
         print(*(f"{name} {value}" for name, value in result["launches"][-1].items()), flush=True)
         saved = complete_by_size(flags.run_dir / "checkpoints")
-        step = int(saved[0].name.removeprefix("step")) if saved else 0
-        before = [row for row in rows if (row["step"] or 0) > step]
+        saved_step = int(saved[0].name.removeprefix("step")) if saved else 0
+        before = [row for row in rows if (row["step"] or 0) > saved_step]
     print(
         f"tokens/s {cell(result['tokens_per_s'], ',.0f')}, peak {cell(result['peak_gb'])} GB, "
         f"planned {cell(result['planned_gb'])} GB, last loss {cell(result['loss'])}"
@@ -80,9 +80,9 @@ def run(report: Report) -> None:
 
 
 def _launch(
-    flags: argparse.Namespace, resume: str, end: float, until: Callable[[], bool] | None
+    flags: argparse.Namespace, resume: str, end: float, kill_when: Callable[[], bool] | None
 ) -> dict[str, Any]:
-    """Run DeepSpeed's launcher to its end, to `end`, or `kill -9` the rank once `until` is true."""
+    """Run DeepSpeed's launcher, at most until `end`; `kill -9` the rank once `kill_when()`."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
     command += ["--master_port", str(free_port()), str(RECIPE)]
     command += ["--profile", flags.profile, "--run-dir", str(flags.run_dir)]
@@ -101,8 +101,8 @@ def _launch(
         try:
             while process.poll() is None:
                 time.sleep(POLL_SECONDS)
-                if until is not None and until():
-                    outcome, until = "killed", None
+                if kill_when is not None and kill_when():
+                    outcome, kill_when = "killed", None
                     beat = last_beat(flags.run_dir / "heartbeat_rank0.jsonl")
                     assert beat is not None  # the rank has logged a step
                     os.kill(int(beat["pid"]), signal.SIGKILL)
@@ -129,7 +129,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _ready_to_kill(flags: argparse.Namespace) -> bool:
-    """Whether a row of --kill-at or later is logged, and there is a checkpoint to resume."""
+    """Return whether step --kill-at is logged, and there is a checkpoint to resume from."""
     rows = logged_rows(flags.run_dir)
     logged = bool(rows) and (rows[-1]["step"] or 0) >= flags.kill_at
     return logged and bool(complete_by_size(flags.run_dir / "checkpoints"))
@@ -155,7 +155,7 @@ def log_file(run_dir: Path) -> Path:
 
 
 def figures(rows: Rows, before: Rows) -> dict[str, Any]:
-    """Median tokens/s after the first row, last loss, and the losses of steps that ran twice.
+    """Return median tokens/s after the first row, last loss, and how much repeated losses differ.
 
     `before` holds the rows of the killed launch that follow its newest checkpoint.
     """
@@ -173,7 +173,7 @@ def figures(rows: Rows, before: Rows) -> dict[str, Any]:
 
 
 def _memory(rows: Rows, flags: argparse.Namespace) -> dict[str, float | None]:
-    """Peak memory of the rows, and the planner's: tensors alone, without CUDA and fragments."""
+    """Return peak memory, measured and planned; a plan counts tensors, not CUDA or fragments."""
     peaks = [row["memory_gb"] for row in rows if row["memory_gb"] is not None]
     planned, file = None, flags.run_dir / "config.yaml"
     if file.exists():

@@ -37,7 +37,7 @@ class Instruction(NamedTuple):
 
 
 def overwritten(code: str) -> list[tuple[str, str]]:
-    """Each product whose operand is written while it may run, with the first such instruction.
+    """Return each product whose operand is written while it may run, with the first writer.
 
     `code` is nvdisasm's output for an sm_90 binary.
     """

@@ -57,7 +57,7 @@ class Report:
         return DTYPES[self.dtype_name]
 
     def seconds_left(self) -> float:
-        """Seconds until --limit is reached."""
+        """Return the seconds until --limit is reached."""
         return self.end - time.monotonic()
 
     def save(self) -> None:
@@ -92,9 +92,9 @@ class Report:
     def build(
         self, builders: Mapping[str, Callable[[], T]], figures: Iterable[str]
     ) -> tuple[dict[str, T], dict[str, Result]]:
-        """Build each contender of a case; return them, and results with figures still None.
+        """Build each implementation of a case; return them, and results with figures still None.
 
-        An error is a result too: a contender that cannot be built has it instead of figures.
+        The result of an implementation that cannot be built is its error.
         """
         built: dict[str, T] = {}
         results: dict[str, Result] = {
@@ -132,7 +132,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def environment(arguments: Sequence[str], device: torch.device) -> dict[str, Any]:
-    """Date, command, hardware and software of a benchmark."""
+    """Return date, command, hardware and software of a benchmark."""
     hardware: dict[str, Any] = {
         "device": device.type,
         "triton": package_version("triton"),
@@ -164,7 +164,7 @@ def environment(arguments: Sequence[str], device: torch.device) -> dict[str, Any
 
 
 def to_json(result: Mapping[str, Any]) -> str:
-    """JSON with one line per top-level entry and per row."""
+    """Return JSON with one line per top-level entry and per row."""
     entries = []
     for key, value in result.items():
         text = json.dumps(value, ensure_ascii=False, default=str)
@@ -176,18 +176,18 @@ def to_json(result: Mapping[str, Any]) -> str:
 
 
 def figure(result: Mapping[str, Any], what: str) -> float | None:
-    """Median milliseconds, or bytes."""
+    """Return a result's median milliseconds, or bytes."""
     value = result[what]
     return value["median"] if isinstance(value, dict) else value
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """A quotient of two figures of one run; None if one is missing."""
+    """Return the quotient of two figures; None if one is missing."""
     return None if numerator is None or not denominator else numerator / denominator
 
 
 def cell(figure: float | None, form: str = ".3g") -> str:
-    """A figure in a printed table; a dash for None."""
+    """Return a figure as text for a table; a dash for None."""
     return "-" if figure is None else format(figure, form)
 
 

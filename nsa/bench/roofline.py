@@ -14,20 +14,28 @@ from nsa.bench.options import Shape, lengths, shapes
 from nsa.bench.results import Report, print_table
 from nsa.spec import NSASpec
 
-TOKENS = 65_536  # of a batch, about
+TOKENS = 65_536  # per batch, about
 BF16, FP32 = 2, 4  # bytes; int32 takes as many as float32
 Row = dict[str, Any]
 
 
-class Work(NamedTuple):
-    """What a launch must compute and move at least; of a chip, its peak rates per second."""
+class PeakRates(NamedTuple):
+    """What a chip does per second at most."""
 
     flops: float
     exps: float
     bytes: float
 
-    def floor(self, chip: Work) -> tuple[float, str]:
-        """Seconds, and what they are spent on."""
+
+class Work(NamedTuple):
+    """What a launch must compute and move at least; the fields of `PeakRates`."""
+
+    flops: float
+    exps: float
+    bytes: float
+
+    def floor(self, chip: PeakRates) -> tuple[float, str]:
+        """Return the least seconds, and what they are spent on."""
         seconds = (amount / rate for amount, rate in zip(self, chip, strict=True))
         return max(zip(seconds, ("products", "exponentials", "memory"), strict=True))
 
@@ -36,21 +44,21 @@ class Work(NamedTuple):
 # H100: the H200's chip with the memory of the data sheet (SXM, 80 GB).
 # Exponentials: 16 per clock and multiprocessor.
 PEAKS = {
-    "A100": Work(312e12, 16 * 108 * 1.41e9, 2.0e12),
-    "H100": Work(790e12, 16 * 132 * 1.785e9, 3.35e12),
-    "H200": Work(790e12, 16 * 132 * 1.785e9, 4.3e12),
+    "A100": PeakRates(312e12, 16 * 108 * 1.41e9, 2.0e12),
+    "H100": PeakRates(790e12, 16 * 132 * 1.785e9, 3.35e12),
+    "H200": PeakRates(790e12, 16 * 132 * 1.785e9, 4.3e12),
 }
 
 
 def pairs(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, int]:
-    """Visible (query, key) pairs of each branch, over the batch and all query heads."""
+    """Count visible (query, key) pairs of each branch, over the batch and all query heads."""
     names = {"cmp": "compressed", "win": "window", "sel": "selected"}
     rows = batch * shape.heads
     return {names[branch]: rows * count for branch, count in spec.visible_pairs(seq_len).items()}
 
 
 def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Work]:
-    """Work of every kernel of one layer's attention, forward and backward, bf16, not packed.
+    """Count every kernel's work in one layer's attention, forward and backward, bf16, not packed.
 
     A "gated" kernel computes the compressed branch and the window. "gated queries" includes the row
     sums of the branches, and "selected forward" the gated sum. Where one tile holds all compressed
@@ -75,7 +83,7 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Wor
     head = max(shape.key, shape.value)
 
     def kernel(branch: str, keys: int, values: int, moved: float) -> Work:
-        """Work of `keys` products with keys and `values` with values, for each visible pair."""
+        """Count `keys` products with keys and `values` with values, for each visible pair."""
         exps = visible[branch]
         return Work(2 * exps * (keys * shape.key + values * shape.value), exps, moved)
 
@@ -99,10 +107,10 @@ def work(shape: Shape, batch: int, seq_len: int, spec: NSASpec) -> dict[str, Wor
 
 
 def token_bytes(shape: Shape, seq_len: int, spec: NSASpec) -> dict[str, int]:
-    """Bytes of one layer's attention for the newest of `seq_len` tokens of one sequence, bf16.
+    """Count the bytes of one layer's attention for the last of a sequence's tokens, bf16.
 
     `read`: by the three branches; `dense`: by dense attention; `split`: partial results, written
-    and read again; `before`, `after`: programs before and after blocks are selected.
+    and read again. `before`, `after`: kernel programs before and after blocks are selected.
     """
     from nsa.ops.triton.decode import PART
 

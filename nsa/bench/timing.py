@@ -1,7 +1,7 @@
 """Timing and peak memory of steps that alternate; medians over rounds.
 
-Alternating spreads a slow minute of a shared machine over all steps. A failing step drops out
-alone. Clocks, by what limits a result:
+Alternating spreads a slow minute of a shared machine over all steps. A failing step does not end
+the others. Clocks, by what limits a result:
 
     device   events around the step; the GPU spins first, until the host has queued the whole step
     host     events, but the host queued too slowly (or synchronized): its gaps are in the time
@@ -29,7 +29,7 @@ Step = Callable[[], object]
 
 
 class DeviceLost(RuntimeError):
-    """A step broke the CUDA context: nothing more can run in this process."""
+    """A failed step broke the CUDA context: this process can use the device no more."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def time_once(step: Step, device: torch.device, spin_ms: float = 0.0) -> Sample:
 
 @lru_cache(maxsize=1)
 def _cycles_per_ms(device: torch.device) -> float:
-    """How fast `torch.cuda._sleep` counts; a GPU at rest counts slower, and so spins longer."""
+    """Measure how fast torch.cuda._sleep counts; an idle GPU counts slower and so spins longer."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):  # the first call raises the clock
         begin.record()
@@ -164,7 +164,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_bytes(step: Step, held: Iterable[Tensor], device: torch.device) -> int | None:
-    """Peak device memory of `step` as if it ran alone: its allocations plus the `held` tensors.
+    """Return the peak memory of `step` as if it ran alone: its allocations plus `held` tensors.
 
     None on a CPU, where PyTorch counts nothing.
     """
@@ -179,6 +179,6 @@ def peak_bytes(step: Step, held: Iterable[Tensor], device: torch.device) -> int 
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each storage once."""
+    """Return the bytes of the tensors' storages, each storage once."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())

@@ -33,7 +33,7 @@ from torch.utils.flop_counter import flop_registry
 
 from nsa.bench.options import Shape
 from nsa.bench.results import Report, print_table, ratio
-from nsa.bench.roofline import PEAKS, Work, work
+from nsa.bench.roofline import PEAKS, PeakRates, work
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
 from nsa.ops.custom_op import IMPLEMENTATIONS
@@ -77,13 +77,13 @@ _SELF_UNREAD = {"copy_", "fill_", "zero_", "new_zeros", "zeros_like", "ones_like
 
 @dataclass(frozen=True)
 class LaunchCost:
-    """A kernel, or a PyTorch op inside or outside of a custom op."""
+    """Name, bytes and FLOPs of a launched kernel or PyTorch op."""
 
     name: str
     bytes: int
     flops: float = 0.0
 
-    def seconds(self, chip: Work) -> float:
+    def seconds(self, chip: PeakRates) -> float:
         return max(self.bytes / chip.bytes, self.flops / chip.flops)
 
 
@@ -100,13 +100,16 @@ class Operation:
     def flops(self) -> float:
         return sum(x.flops for x in self.launches)
 
-    def seconds(self, chip: Work) -> float:
-        """Estimated time: launches one after another."""
+    def seconds(self, chip: PeakRates) -> float:
+        """Estimate the time of the launches, one after another."""
         return sum(x.seconds(chip) for x in self.launches)
 
 
 class Recorder(TorchDispatchMode):
-    """Records every operation; `flops`: of attention kernels, by their name in `roofline.work`."""
+    """Records every operation.
+
+    `flops` holds those of attention kernels, by their names in `roofline.work`.
+    """
 
     def __init__(self, flops: Mapping[str, float] | None = None) -> None:
         super().__init__()
@@ -133,25 +136,26 @@ class Recorder(TorchDispatchMode):
             flops = count(*args, **kwargs, out_val=result)
             # A causal mask hides half of the pairs.
             flops *= 0.5 if "attention" in name else 1.0
-        launches = _inside(func, args, kwargs, self._flops) or (LaunchCost(name, moved, flops),)
+        launches = _custom_op_launches(func, args, kwargs, self._flops)
+        launches = launches or (LaunchCost(name, moved, flops),)
         base = name.replace("::triton_", "::").removesuffix("_backward").removesuffix("_")
         part = _PART_OF.get(base, "other")
         self.operations.append(Operation(name, part, moved, launches))
         return result
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-def _size(x: Tensor) -> int:
-    """Bytes in memory: an expanded dimension is stored once."""
-    stored = (size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
-    return x.element_size() * (math.prod(stored) if x.numel() else 0)
+def _stored_bytes(tree: Any) -> int:
+    """Return the bytes of all tensors in a tree; an expanded dimension is stored once."""
+    total = 0
+    for x in tree_leaves(tree):
+        if isinstance(x, Tensor) and x.numel():
+            stored = (size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
+            total += x.element_size() * math.prod(stored)
+    return total
 
 
 def _moved_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any) -> int:
-    """Bytes of the inputs and outputs of an op, and of the inputs that it modifies."""
+    """Count the bytes of an op's inputs and outputs, and again of the inputs that it modifies."""
     schema, given = func._schema, dict(kwargs)
     given |= {argument.name: x for argument, x in zip(schema.arguments, args, strict=False)}
     modified = {x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write}
@@ -168,10 +172,10 @@ def _moved_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any)
             [moved_rows if x is given[table] else x for x in y] for y in (read, written)
         )
     written += [x for x, y in zip(returned, schema.returns, strict=False) if not y.alias_info]
-    return sum(map(_size, _tensors(read))) + sum(map(_size, _tensors(written)))
+    return _stored_bytes(read) + _stored_bytes(written)
 
 
-def _inside(
+def _custom_op_launches(
     func: Any, args: tuple, kwargs: Mapping[str, Any], flops: Mapping[str, float]
 ) -> tuple[LaunchCost, ...]:
     """Return the launches inside a custom op, by running it on `meta` tensors; of others none."""
@@ -185,39 +189,39 @@ def _inside(
     with torch.no_grad(), no_autocast, Recorder() as inside, recording() as launches:
         run(*args, **kwargs)
     ops = (cost for operation in inside.operations for cost in operation.launches)
-    return (*ops, *(_kernel(x, flops) for x in launches if 0 not in x.grid))
+    return (*ops, *(_kernel_cost(x, flops) for x in launches if 0 not in x.grid))
 
 
-def _kernel(x: Launch, flops: Mapping[str, float]) -> LaunchCost:
+def _kernel_cost(x: Launch, flops: Mapping[str, float]) -> LaunchCost:
     name, arguments = x.kernel.__name__, dict(x.arguments)
     if name in _ROWS_MOVED:
         table, rows = _ROWS_MOVED[name]
         arguments[table] = arguments[rows]
-    moved = sum(map(_size, _tensors(arguments))) - _unread(name, arguments, x.constants)
+    moved = _stored_bytes(arguments) - _unread_bytes(name, arguments, x.constants)
     argument, condition = _REWRITTEN.get(name, ("", None))
     if condition is None or x.constants[condition]:
-        moved += sum(map(_size, _tensors(arguments.get(argument))))
+        moved += _stored_bytes(arguments.get(argument))
     return LaunchCost(name, moved, flops.get(_work_name(x), 0.0))
 
 
-def _unread(kernel: str, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> int:
-    """Bytes of the arguments that a kernel does not read."""
+def _unread_bytes(kernel: str, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> int:
+    """Count the bytes of arguments that a kernel does not read."""
     if kernel == "select_kernel" and arguments["cu"] is None:
         # A tile whose queries have no more candidates than they select skips q and lse.
         tokens, attention = arguments["q"].shape[1], constants["C"]
         skipped = min(attention.TOP * attention.SELECT, tokens)
         if skipped < tokens:
             skipped -= skipped % attention.QUERIES
-        return (_size(arguments["q"]) + _size(arguments["lse"])) * skipped // tokens
+        return _stored_bytes([arguments["q"], arguments["lse"]]) * skipped // tokens
     if kernel == "rotary_kernel":
-        # Neither padding nor copies that it does not return; pool_kernel reads those.
-        written = (x for name, x in arguments.items() if name not in ("packed", "cos", "sin"))
-        return _size(arguments["packed"]) - sum(map(_size, _tensors([*written])))
+        # It reads of `packed` what it writes: no padding, no copies that only pool_kernel reads.
+        written = [x for name, x in arguments.items() if name not in ("packed", "cos", "sin")]
+        return _stored_bytes(arguments["packed"]) - _stored_bytes(written)
     return 0
 
 
 def _work_name(x: Launch) -> str:
-    """A kernel's name in `roofline.work`: a model launches the band's kernels for both branches."""
+    """Return a kernel's name in `roofline.work`; a model's band kernels compute both branches."""
     name = x.kernel.__name__.removesuffix("_kernel").replace("band", "gated")
     return name.replace("_", " ")
 
@@ -235,7 +239,7 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def record_operations(config: ModelConfig, micro_batch: int, seq_len: int) -> list[Operation]:
-    """Every operation of the forward and backward pass of one bf16 micro-batch."""
+    """Return every operation of the forward and backward pass of one bf16 micro-batch."""
     attention = replace(config.attention, backend="triton")
     with torch.device("meta"):
         model = LanguageModel(replace(config, attention=attention)).bfloat16()
@@ -258,7 +262,7 @@ def flatten_weights(model: nn.Module) -> None:
 
 
 def totals(operations: Sequence[Operation]) -> list[dict[str, Any]]:
-    """A row per part, and the total."""
+    """Return a row per part, and the total."""
     parts = {part: [x for x in operations if x.part == part] for part in PARTS}
     return [_row(part, members) for part, members in parts.items() if members] + [
         _row("total", operations)

@@ -46,13 +46,13 @@ class Stepper:
             compile_blocks(self.model)
 
     def gradients(self, ids: Tensor, labels: Tensor) -> None:
-        """Forward and backward; earlier gradients are dropped."""
+        """Run forward and backward; drop earlier gradients."""
         for weight in self.weights:
             weight.grad = None
         self.model(ids, labels=labels).backward()
 
     def step(self, ids: Tensor, labels: Tensor) -> None:
-        """Forward, backward and optimizer."""
+        """Run forward, backward and the optimizer."""
         self.gradients(ids, labels)
         for weight, master in zip(self.weights, self.masters, strict=True):
             assert weight.grad is not None
@@ -66,7 +66,7 @@ class Stepper:
                 weight.copy_(master)
 
     def held(self) -> list[Tensor]:
-        """Tensors that stay on the device between steps."""
+        """Return the tensors that stay on the device between steps."""
         states = [x for state in self.optimizer.state.values() for x in state.values()]
         return [*self.weights, *self.masters, *(x for x in states if isinstance(x, Tensor))]
 
@@ -138,7 +138,7 @@ def _case(seq_len: int, report: Report) -> None:
 
 
 def model_config(flags: argparse.Namespace, kind: str, report: Report) -> ModelConfig:
-    """M7C with the flags' size, attention and activation checkpointing."""
+    """Return M7C with the flags' size, attention and activation checkpointing."""
     return ModelConfig(
         layers=flags.layers,
         vocab_size=flags.vocab,
@@ -150,14 +150,14 @@ def model_config(flags: argparse.Namespace, kind: str, report: Report) -> ModelC
 def random_batch(
     flags: argparse.Namespace, seq_len: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Random input_ids and labels [B, T] of about --tokens tokens."""
+    """Return random input_ids and labels [B, T] of about --tokens tokens."""
     batch = max(1, flags.tokens // seq_len)
     tokens = torch.randint(flags.vocab, (batch, seq_len + 1), device=device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def _loop_ms(step: Step, device: torch.device) -> float:
-    """Wall milliseconds of one of LOOP steps in a row."""
+    """Return a step's wall milliseconds, the mean of LOOP steps in a row."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(LOOP):

@@ -75,7 +75,7 @@ def _case(sizes: tuple[int, int], shapes: list[Shape], lengths: list[int], repor
 
 
 def key_of(operation: str, sizes: tuple[int, int], dtype: torch.dtype, seq_len: int) -> str:
-    """The key that a launch looks up; block selection has no values, decoding one class."""
+    """Return the key that a launch looks up; selection has no values, decoding one length class."""
     if operation == "select":
         sizes = sizes[0], 0
     if operation == "gathered_decode":
@@ -84,7 +84,7 @@ def key_of(operation: str, sizes: tuple[int, int], dtype: torch.dtype, seq_len: 
 
 
 def _steps(shapes: list[Shape], lengths: list[int], report: Report) -> dict[str, Step]:
-    """Every function at every shape and length, forward and backward, and a decoding step."""
+    """Return calls of every function at every shape and length, and of a decoding step."""
     steps: dict[str, Step] = {}
     backend = report.backend
     for shape in shapes:
@@ -103,14 +103,14 @@ def _steps(shapes: list[Shape], lengths: list[int], report: Report) -> dict[str,
 
 
 def _decoding(inputs: Inputs, backend: str) -> Step:
-    """The last position of each sequence, decoded after all others."""
+    """Return a step that decodes the last position of each sequence, after all others."""
     q, gates = inputs.q[:, -1], inputs.gates[:, -1]
     lengths = torch.full((len(q),), inputs.q.shape[1], device=q.device)
     return lambda: decode_attention(q, *inputs[1:7], gates, lengths, SPEC, backend=backend)
 
 
 def discover(steps: Mapping[str, Step]) -> dict[str, TunedOperation]:
-    """Run each call once and note which operations it launches."""
+    """Run each call once and collect the operations that it launches."""
     operations: dict[str, TunedOperation] = {}
 
     def note(label: str, name: str, options: list[Any]) -> Any:
@@ -185,7 +185,7 @@ def _fields(option: Option) -> dict[str, Any]:
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
-    """A line per candidate."""
+    """Print a line per candidate."""
     lines = [["operation, sizes, dtype, length", "rows/keys/warps/stages/registers", "ms", ""]]
     errors: dict[str, Result] = {}
     for row in rows:

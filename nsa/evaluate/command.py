@@ -35,22 +35,22 @@ def add_parser(verbs: Any) -> None:
     add = parser.add_argument
     add("--compare", type=Path, nargs="+", default=[], metavar="RUN", help="runs to compare with")
     add("--source", help="the dataset, as in data.source (default: the run's)")
-    about = "documents to use (default: held_out of the run's or prepared data, else all)"
+    about = "documents to use (default: held_out if prepared or trained on, else all)"
     add("--split", choices=SPLITS, help=about)
-    about = "tokens that the model sees at once, one or more lengths (default: as in training)"
+    about = "context lengths in tokens, one or more (default: as in training)"
     add("--seq-len", type=int, nargs="+", metavar="T", help=about)
-    about = "evaluate S tokens at a time, after T - S others (default: all T at once)"
+    about = "move the window by S tokens; each has T - S or more before it (default: T)"
     add("--stride", type=int, metavar="S", help=about)
-    about = "tokens to read at most (default: as in training's validation)"
+    about = "tokens to evaluate at most (default: as in training's validation)"
     add("--tokens", type=int, metavar="N", help=about)
-    about = "setting of the dataset, for example data.text_field=content"
+    about = "a setting of the dataset, for example data.text_field=content; repeatable"
     add("--set", action="append", default=[], metavar="data.KEY=VALUE", help=about)
     add("--out", type=Path, help="folder for the results (default: RUN/eval)")
     parser.set_defaults(run=_eval)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "a run, a checkpoint, or what `nsa export` or `nsa import` wrote"
+    about = "folder of a run, a checkpoint, or an output of `nsa export` or `nsa import`"
     parser.add_argument("path", type=Path, metavar="run", help=about)
     parser.add_argument("--device", help="for example cpu or cuda:1 (default: CUDA if available)")
 
@@ -111,7 +111,7 @@ def _data_settings(args: argparse.Namespace, config: RunConfig) -> DataConfig:
 
 
 def _lengths(args: argparse.Namespace, trained_len: int) -> list[int]:
-    """Return the context lengths, shortest first; refuse those that evaluate other tokens."""
+    """Return the context lengths, shortest first; raise if they cannot evaluate the same tokens."""
     lengths = sorted(set(args.seq_len or [trained_len]))
     for length in lengths:
         if lengths[-1] % length:
@@ -129,7 +129,7 @@ def _lengths(args: argparse.Namespace, trained_len: int) -> list[int]:
 def _default_split(data: DataConfig, runs: Mapping[str, StoredRun]) -> str:
     """Return "held_out" for a dataset that one of the runs was trained on, else "all".
 
-    Log the runs that read some of the held-out text in training.
+    Log the runs whose training read some of the text that is held out here.
     """
     from nsa.data.factory import held_out
     from nsa.data.shards import is_prepared
@@ -137,7 +137,7 @@ def _default_split(data: DataConfig, runs: Mapping[str, StoredRun]) -> str:
     def by_position(config: DataConfig) -> set[bool]:
         return {held_out(config, name).by_position for name in config.sources()}
 
-    prepared = any(map(is_prepared, data.sources()))  # divided once and for all
+    prepared = any(map(is_prepared, data.sources()))  # its splits are fixed
     trained_on = {
         name: run.config.data
         for name, run in runs.items()
@@ -146,9 +146,9 @@ def _default_split(data: DataConfig, runs: Mapping[str, StoredRun]) -> str:
     for name, trained in trained_on.items() if not prepared else ():
         if data.held_out > trained.held_out or by_position(data) != by_position(trained):
             _log(
-                f"{name}: the held-out documents are not those of its training, which read some of "
-                f"the text evaluated here (data.held_out = {data.held_out}, in training "
-                f"{trained.held_out}; few documents are divided by position, more by hash)"
+                f"{name}: its training read some of the text evaluated here, as it held out other "
+                f"documents (data.held_out = {data.held_out}, in training {trained.held_out}; few "
+                "documents are split by position, many by hash)"
             )
     return "held_out" if prepared or trained_on else "all"
 
@@ -181,7 +181,7 @@ def require_tokenizer(name: str, run: StoredRun) -> Tokenizer:
     """Return a run's tokenizer; raise a ValueError if it is missing or too large."""
     vocabulary = run.config.model.vocab_size
     if run.tokenizer is None:
-        raise ValueError(f"{name}: its tokenizer is missing, so no text can be read")
+        raise ValueError(f"{name}: its tokenizer is missing, so no text can be tokenised")
     if run.tokenizer.vocab_size > vocabulary:
         raise ValueError(
             f"{name}: model.vocab_size = {vocabulary} is too small for the "
@@ -215,10 +215,10 @@ def _evaluate(name: str, run: LoadedRun, data: EvalData, stride: int, seq_len: i
     trained = run.config.data.seq_len
     rows = max(1, run.config.train.micro_batch * trained // seq_len)  # tokens as in training
     if seq_len > trained:
-        _log(f"{name}: sees {seq_len:,} tokens at once, and saw {trained:,} in training")
-    count = -(-data.tokens // stride // rows)
+        _log(f"{name}: context of {seq_len:,} tokens, in training {trained:,}")
     batches = eval_batches(data, seq_len, stride, rows)
-    progress = tqdm(batches, name, count, disable=None, leave=False)
+    total = -(-data.tokens // stride // rows)
+    progress = tqdm(batches, name, total, disable=None, leave=False)
     return Result(
         run=name,
         path=run.folder,

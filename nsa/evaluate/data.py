@@ -34,11 +34,11 @@ class EvalData:
 
     samples: Samples
     count: int  # samples
-    exhausted: str | None  # name of the source that has fewer than requested
+    exhausted: str | None  # name of the source that has fewer samples than requested
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens read; the end of a packed document has no label."""
+        """Tokens read; fewer are evaluated if packed, as a document's last token has no label."""
         return self.count * self.samples.seq_len
 
 
@@ -62,7 +62,7 @@ def open_eval_data(config: DataConfig, split: str, tokens: int, tokenizer: Token
     for name in config.sources():
         if split == ALL and is_prepared(name):
             raise DataError(
-                f"--split all: data.source = {name!r} was divided when it was prepared; choose "
+                f"--split all: data.source = {name!r} was split when it was prepared; choose "
                 "held_out or train"
             )
     count = max(1, tokens // config.seq_len)
@@ -77,7 +77,8 @@ def open_eval_data(config: DataConfig, split: str, tokens: int, tokenizer: Token
                 f"and the run uses {tokenizer.name!r}; name text that is not prepared, or prepare "
                 "it with the run's tokenizer"
             )
-    return EvalData(samples, *(samples.first_repeat(count) or (count, None)))
+    count, exhausted = samples.first_repeat(count) or (count, None)
+    return EvalData(samples, count, exhausted)
 
 
 def eval_batches(data: EvalData, seq_len: int, stride: int, rows: int) -> Iterator[EvalBatch]:

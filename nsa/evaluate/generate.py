@@ -82,7 +82,7 @@ def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:
 
 
 def show_prefill(model: LanguageModel, tokens: int) -> None:
-    """Show a progress bar over the layers that read a long prompt: seconds each on a CPU."""
+    """Show a progress bar over the layers of a long prefill; on a CPU each takes seconds."""
     if tokens < LONG_PROMPT:
         return
     from tqdm import tqdm
@@ -102,7 +102,7 @@ def show_prefill(model: LanguageModel, tokens: int) -> None:
 def print_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tokenizer) -> None:
     """Print one text while it is generated; several texts at the end, below their titles.
 
-    Titles are formatted as by `head`. `steps` has the next token of each text; -1 after its end.
+    Titles are formatted as by `head`. Each step holds a token per text, -1 after a text's end.
     """
     # A terminal obeys control characters; elsewhere the text stays exact.
     shown = (lambda text: printable(text, "\n\t")) if sys.stdout.isatty() else str
@@ -120,23 +120,23 @@ def print_texts(steps: Iterable[torch.Tensor], titles: list[str], tokenizer: Tok
 def decode_stream(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the text that each token completes, and an incomplete character at the end.
 
-    Each text is decoded after the one before it: some tokenizers drop the first space.
+    Pending tokens are decoded after the previous piece: some tokenizers drop the first space.
     """
-    ids: list[int] = []  # those of the text before, then of the text that is being decoded
-    before, printed = 0, 0  # tokens of the text before; printed characters of the other
-    text = ""
+    ids: list[int] = []  # tokens of the previous piece, then the pending ones
+    previous, printed = 0, 0  # tokens of the previous piece; characters of `text` already yielded
+    text = ""  # of the pending tokens
 
     def decode(tokens: list[int]) -> str:
         return tokenizer.decode(tokens).decode("utf-8", errors="replace")
 
     for token in tokens:
         ids.append(token)
-        text = decode(ids)[len(decode(ids[:before])) :]
+        text = decode(ids)[len(decode(ids[:previous])) :]
         # Tokenizers decode an incomplete character to one or several of these marks.
         complete = max(printed, len(text.rstrip("\ufffd")))
         yield text[printed:complete]
         printed = complete
         if text and complete == len(text):
-            ids, printed, text = ids[before:], 0, ""
-            before = len(ids)
+            ids, printed, text = ids[previous:], 0, ""
+            previous = len(ids)
     yield text[printed:]

@@ -19,8 +19,11 @@ from nsa.report.plots import Panel, draw
 from nsa.text import align
 
 JSON, CSV, PLOT = "eval.json", "positions.csv", "positions.png"
-HEADER = ("run", "step", "seq-len", "tokens", "loss", "±", "perplexity", "bits/byte", "loss over")
-FIGURES = (  # of the header's columns after the run, in eval.json
+HEADER = (
+    *("run", "step", "seq-len", "tokens", "loss", "±", "perplexity", "bits/byte"),
+    "loss minus that of",
+)
+FIGURES = (  # the columns between run and difference: key in eval.json, format
     *(("step", ","), ("seq_len", ","), ("tokens", ","), ("loss", ".4f")),
     *(("standard_error", ".4f"), ("perplexity", ",.3f"), ("bits_per_byte", ".4f")),
 )
@@ -32,7 +35,7 @@ Row = dict[str, Any]  # of eval.json
 class Result:
     """One run, evaluated at one length."""
 
-    run: str  # its name in tables
+    run: str  # name in tables
     path: Path
     step: int | None
     trained_len: int  # data.seq_len in training
@@ -42,7 +45,7 @@ class Result:
     losses: Losses
 
     def row(self, results: Sequence[Result]) -> Row:
-        """Return this result for eval.json, compared with its baseline among all `results`."""
+        """Return this result's row of eval.json, with the difference to its baseline."""
         mean, bytes_per_token = self.losses.mean, self.data.samples.bytes_per_token
         baseline, over = self._baseline(results), None
         if baseline is not None:

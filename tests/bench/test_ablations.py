@@ -173,12 +173,13 @@ def test_settings_of_the_command_are_a_variant_and_reach_every_run(
     assert "branches: win" in configs[1]
 
 
-def test_out_of_time_nothing_starts_and_the_command_is_to_be_repeated(
+def test_beyond_the_limit_no_run_starts_and_the_message_says_how_to_continue(
     tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main([*tiny, f"--runs={tmp_path}", "--limit=1"])
-    assert "win, seed 7 is left for the next call: --limit" in capsys.readouterr().out
+    message = "win, seed 7 was not started: --limit reached; the same command continues"
+    assert message in capsys.readouterr().out
     assert not list(tmp_path.glob("win*"))
 
 

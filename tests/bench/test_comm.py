@@ -14,10 +14,10 @@ import pytest
 
 from nsa.bench.__main__ import main
 from nsa.bench.comm import CONFIGS, Bench, CommCase
-from nsa.bench.netns import INTERFACE, PREFIX, link, missing, remove_leftovers
+from nsa.bench.netns import INTERFACE, PREFIX, link, link_obstacle, remove_leftovers
 from tests.ranks import ROOT
 
-needs_link = pytest.mark.skipif(missing() is not None, reason=f"needs a link: {missing()}")
+needs_link = pytest.mark.skipif(bool(link_obstacle()), reason=f"needs a link: {link_obstacle()}")
 MEASURED = ROOT / "docs/benchmarks/comm.json"
 TINY = {
     "vocab_size": 272,

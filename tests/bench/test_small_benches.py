@@ -71,5 +71,5 @@ def test_data_measures_tokenising_loading_and_a_step(
     result = figures("data", tmp_path)
     assert set(result["tokenise_mb_per_s"]) == {"byte", "bpe"}
     assert set(result["tokens_per_s"]) == {"prepared", "streamed"}
-    assert result["step"]["fed_over_constant"] > 0
+    assert result["step"]["loaded_over_constant"] > 0
     assert result["prepare_mb_per_s"] > 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nsa.bench.__main__ import main
 from nsa.bench.options import Shape
-from nsa.bench.roofline import Work, work
+from nsa.bench.roofline import PeakRates, work
 from nsa.bench.traffic import Operation, Recorder, record_operations, totals
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.ops.triton.embedding import triton_add_token_gradients_
@@ -128,7 +128,7 @@ def test_every_product_of_attention_counts_at_its_kernel() -> None:
     kernels = work(Shape("", 4, 2, 16, 16), BATCH, SEQ_LEN, toy().attention.spec)
     gated = [x for x in operations if x.name.startswith("nsa::triton_gated")]
     assert sum(x.flops for x in gated) == 2 * sum(x.flops for x in kernels.values())
-    chip = Work(1e12, math.inf, 1e9)
+    chip = PeakRates(1e12, math.inf, 1e9)
     for operation in gated:
         assert operation.seconds(chip) == pytest.approx(
             sum(max(x.bytes / 1e9, x.flops / 1e12) for x in operation.launches)

@@ -265,7 +265,7 @@ def test_learn_runs_at_tiny_sizes_on_a_cpu_and_resumes(tmp_path: Path) -> None:
              "--out", str(tmp_path)]  # fmt: skip
     done = gpu_sh(*words, "--limit", "100", timeout=600, PYTHON=sys.executable)
     assert done.returncode == 1
-    assert "left for the next call" in done.stdout
+    assert "was not started: --limit" in done.stdout
     done = gpu_sh(*words, "--limit", "900", timeout=1_000, PYTHON=sys.executable)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "learn.json").read_text())["rows"]

@@ -12,27 +12,25 @@ from typing import Any
 from nsa.atomic_io import atomic_write_text
 from nsa.validation import positive_flags
 
-MODELS = ("dense", "nsa", "selector loss", "shared keys", "cmp+win", "win")  # in train.VARIANTS
+# The keys of train.VARIANTS, which imports torch.
+MODELS = ("dense", "nsa", "selector loss", "shared keys", "cmp+win", "win")
 
 
 def add_parser(verbs: Any) -> None:
     about = (
-        "train small models with NSA, dense and window-only attention on associative recall, and "
-        "test them on needles in haystacks; takes minutes on a CPU"
+        "train small models with NSA, dense and window-only attention on associative recall; "
+        "evaluate recall and needles in haystacks; by default half an hour or more on two cores"
     )
     parser = verbs.add_parser("tasks", help=about, description=about)
     add = parser.add_argument
     add("--steps", type=int, default=1_000, help="steps per model (%(default)s)")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="each for all models (1 2 3)")
-    add("--models", default=",".join(MODELS), help="a comma-separated choice of: %(default)s")
+    about = "every model is trained with each (1 2 3)"
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help=about)
+    add("--models", default=",".join(MODELS), help="some of these, with commas (%(default)s)")
     add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
     add("--hops", type=int, choices=(1, 2), default=1, help="facts needed for an answer (1)")
-    add(
-        "--pattern",
-        choices=("small", "recipe"),
-        default="small",
-        help="blocks of 4, or M7C's sizes",
-    )
+    about = "sizes of blocks, windows and heads: small (blocks of 4) or M7C's (%(default)s)"
+    add("--pattern", choices=("small", "recipe"), default="small", help=about)
     add("--compressor", choices=("mean", "mlp"), default="mean", help="φ of NSA (%(default)s)")
     add("--jobs", type=int, default=1, help="models trained in parallel (%(default)s)")
     add("--out", type=Path, default=Path("runs/tasks"), help="folder for the results (%(default)s)")
@@ -48,7 +46,7 @@ def _tasks(args: argparse.Namespace) -> int:
 
     from nsa.evaluate.results import make_folder
     from nsa.evaluate.tasks.data import VALUES
-    from nsa.evaluate.tasks.evaluate import FACTS, evaluate_all, random_selection
+    from nsa.evaluate.tasks.evaluate import FACT_COUNTS, evaluate_all, random_selection
     from nsa.evaluate.tasks.report import draw_needle, draw_recall, lines, summary_json
     from nsa.evaluate.tasks.train import Task
 
@@ -66,18 +64,21 @@ def _tasks(args: argparse.Namespace) -> int:
         "spec": asdict(task.spec),
         "rows": [],
     }
-    files = [args.out / "tasks.json", args.out / "recall.png"]
+    json_file, recall_plot, needle_plot = (
+        args.out / name for name in ("tasks.json", "recall.png", "needle.png")
+    )
     pairs = [(seed, model) for seed in args.seeds for model in models]
     with closing(evaluate_all(task, args.steps, pairs, args.jobs)) as evaluated:
         for rows in evaluated:
             result["rows"] += rows
-            atomic_write_text(files[0], summary_json(result))
+            atomic_write_text(json_file, summary_json(result))
             row = rows[-1]
             print(f"{row['model']}, seed {row['seed']}: evaluated and saved", flush=True)
-    draw_recall(result, files[1])
+    files = [json_file, recall_plot]
+    draw_recall(result, recall_plot)
     if any(row["needle"] for row in result["rows"]):
-        files.append(args.out / "needle.png")
-        draw_needle(result, files[2])
-    note = f"Random blocks would include {result['random_selection']:.1%} of {FACTS[-1]} facts."
-    print(*lines(result), note, *files, sep="\n")
+        files.append(needle_plot)
+        draw_needle(result, needle_plot)
+    random = f"{result['random_selection']:.1%} of {FACT_COUNTS[-1]} facts"
+    print(*lines(result), f"Random blocks would include {random}.", *files, sep="\n")
     return 0

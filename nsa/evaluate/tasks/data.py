@@ -19,10 +19,11 @@ from torch import Tensor
 
 from nsa.constants import IGNORE_INDEX
 
+# Token ids in this order: keys, values, fillers, facts, pointers.
 KEYS = VALUES = FILLERS = 16
-_FACTS = KEYS + VALUES + FILLERS  # the first token that is a fact
-_POINTERS = _FACTS + KEYS * VALUES  # the first token that is a pointer
-VOCABULARY = {1: _POINTERS, 2: _POINTERS + KEYS * KEYS}  # tokens, by hops
+FIRST_FACT = KEYS + VALUES + FILLERS
+FIRST_POINTER = FIRST_FACT + KEYS * VALUES
+VOCABULARY = {1: FIRST_POINTER, 2: FIRST_POINTER + KEYS * KEYS}  # number of ids, by hops
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ def recall(rng: torch.Generator, batch: int, seq_len: int, facts: int, hops: int
     assert facts <= min(half, KEYS)
     assert half % hops == facts % hops == 0
     questions = torch.arange(half, seq_len).expand(batch, -1)
-    which = torch.randint(facts // hops, (batch, half // hops), generator=rng)
+    fact_index = torch.randint(facts // hops, (batch, half // hops), generator=rng)
     if hops == 2:
-        which = torch.stack((which, which + facts // 2), -1).flatten(1)
+        fact_index = torch.stack((fact_index, fact_index + facts // 2), -1).flatten(1)
     positions = _distinct(rng, batch, half, facts)
-    return _build(rng, seq_len, positions, questions, which, hops)
+    return _build(rng, seq_len, positions, questions, fact_index, hops)
 
 
 def needle(rng: torch.Generator, batch: int, seq_len: int, facts: int, depth: float) -> TaskBatch:
@@ -71,28 +72,28 @@ def _build(
     seq_len: int,
     positions: Tensor,
     questions: Tensor,
-    which: Tensor,
+    fact_index: Tensor,
     hops: int = 1,
 ) -> TaskBatch:
-    """Place facts at `positions` [B, facts] and questions at `questions` for the facts `which`.
+    """Place facts at `positions` [B, facts]; at `questions` ask for the facts `fact_index`.
 
     With two hops, the facts of the first half point to those of the second.
     """
     batch, facts = positions.shape
     keys = _distinct(rng, batch, KEYS, facts)
     values = torch.randint(VALUES, keys.shape, generator=rng)
-    tokens, answers = _FACTS + keys * VALUES + values, KEYS + values
+    tokens, answers = FIRST_FACT + keys * VALUES + values, KEYS + values
     if hops == 2:
         half = facts // 2
-        tokens[:, :half] = _POINTERS + keys[:, :half] * KEYS + keys[:, half:]
+        tokens[:, :half] = FIRST_POINTER + keys[:, :half] * KEYS + keys[:, half:]
         answers[:, :half] = keys[:, half:]
     ids = KEYS + VALUES + torch.randint(FILLERS, (batch, seq_len), generator=rng)
     ids.scatter_(1, positions, tokens)
-    ids.scatter_(1, questions, keys.gather(1, which))
+    ids.scatter_(1, questions, keys.gather(1, fact_index))
     labels = torch.full_like(ids, IGNORE_INDEX)
-    labels.scatter_(1, questions, answers.gather(1, which))
+    labels.scatter_(1, questions, answers.gather(1, fact_index))
     distance = torch.zeros_like(ids)
-    distance.scatter_(1, questions, questions - positions.gather(1, which))
+    distance.scatter_(1, questions, questions - positions.gather(1, fact_index))
     return TaskBatch(ids, labels, distance)
 
 

@@ -26,10 +26,10 @@ from nsa.model import LanguageModel, parameter_count
 
 # The model trained with the selector loss, restricted to the blocks that are always selected.
 WITHOUT_SELECTION = "selector loss, no choice"
-FACTS = (2, 4, 8, 16)
+FACT_COUNTS = (2, 4, 8, 16)
 HAYSTACK_FACTS = 4  # including the needle
 DEPTHS = tuple(eighth / 8 for eighth in range(9))
-SEQUENCES = 32  # per accuracy
+SEQUENCES = 32  # for each accuracy
 SEED = 1_000_003  # of the evaluated sequences, which differ from the training sequences
 
 Pair = tuple[int, str]  # seed, variant
@@ -39,15 +39,15 @@ Rows = list[dict[str, Any]]
 def evaluate_all(
     task: Task, steps: int, pairs: Sequence[Pair], jobs: int
 ) -> Generator[Rows, None, None]:
-    """Train and evaluate a model per pair, all on the same sequences; yield the rows of each.
+    """Train a model per pair and evaluate all on the same sequences; yield the rows of each.
 
-    Several `jobs` are worker processes, which SIGINT and SIGTERM end at once.
+    With several `jobs` models are trained in worker processes, which SIGINT and SIGTERM kill.
     """
     run = partial(_evaluate_pair, task, steps)
     if jobs == 1:
         yield from map(run, pairs)
         return
-    others = set(multiprocessing.active_children())
+    earlier = set(multiprocessing.active_children())
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         try:
@@ -61,7 +61,7 @@ def evaluate_all(
             for future in futures:
                 yield future.result()
         except BaseException:
-            for worker in set(multiprocessing.active_children()) - others:
+            for worker in set(multiprocessing.active_children()) - earlier:
                 worker.kill()  # pending pairs are then not started either
             raise
         finally:
@@ -91,7 +91,7 @@ def _evaluate_model(
     longest, hops = task.seq_len, task.hops
     by_facts, results = [], []
     rng = torch.Generator().manual_seed(SEED)
-    for facts in FACTS:
+    for facts in FACT_COUNTS:
         batch = recall(rng, SEQUENCES, longest, facts, hops)
         correct, distance = check_answers(model, batch, hops)
         far = distance > task.reach
@@ -104,7 +104,7 @@ def _evaluate_model(
         correct, distance = check_answers(model, batch)
         cell = {"seq_len": length, "depth": depth, "distance": int(distance[0])}
         needles.append({**cell, "right": _mean(correct)})
-    batch = recall(rng, SEQUENCES, 2 * longest, FACTS[-1], hops)
+    batch = recall(rng, SEQUENCES, 2 * longest, FACT_COUNTS[-1], hops)
     correct, distance = check_answers(model, batch, hops)
     twice = _mean(correct[distance > task.reach])
     correct, distance = (torch.cat(parts) for parts in zip(*results, strict=True))
@@ -127,9 +127,9 @@ def _evaluate_model(
 
 
 def random_selection(task: Task) -> float:
-    """Return how often random blocks would include the fact: most facts, beyond the reach."""
+    """Return how often randomly selected blocks would include a fact beyond the windows' reach."""
     spec, rng = task.spec, torch.Generator().manual_seed(SEED)
-    distance = recall(rng, SEQUENCES, task.seq_len, FACTS[-1]).distance
+    distance = recall(rng, SEQUENCES, task.seq_len, FACT_COUNTS[-1]).distance
     far = distance > task.reach
     query = torch.arange(task.seq_len).expand_as(distance)[far]
     own = query // spec.select_len

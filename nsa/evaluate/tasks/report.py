@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa.evaluate.tasks.evaluate import FACTS, Rows
+from nsa.evaluate.tasks.evaluate import FACT_COUNTS, Rows
 from nsa.report.markdown import table
 from nsa.report.paired import margin
 from nsa.report.plots import Panel, draw
@@ -30,16 +30,16 @@ def far_needles(row: Mapping[str, Any], seq_len: int, reach: int) -> float | Non
 def lines(result: Mapping[str, Any]) -> list[str]:
     """Return a Markdown table of accuracies beyond the windows' reach.
 
-    Mean over seeds, half the width of its 95% confidence interval, and the least.
+    Each is the mean over seeds ± half its 95% confidence interval, and the least.
     """
     longest, reach = result["seq_len"], result["reach"]
     has_needles = any(row["needle"] for row in result["rows"])
-    facts = [f"{facts} facts" for facts in FACTS]
+    facts = [f"{facts} facts" for facts in FACT_COUNTS]
     header = ["model", *facts, f"{facts[-1]}, {2 * longest:,} tokens"]
     header += [f"needles of {longest:,} tokens"] * has_needles + ["parameters", "seconds"]
     cells = []
     for name, rows in by_model(result).items():
-        far = [[row["by_facts"][index]["far"] for row in rows] for index in range(len(FACTS))]
+        far = [[row["by_facts"][index]["far"] for row in rows] for index in range(len(FACT_COUNTS))]
         seconds = statistics.fmean(row["seconds"] for row in rows)
         far.append([row["twice_as_long"] for row in rows])
         if has_needles:

@@ -1,7 +1,7 @@
 """Small models trained on recall in plain PyTorch, one for each kind of attention.
 
-All have the same sizes, sequences and number of steps. The reach of windows grows by the window's
-width with each layer; the tasks put facts beyond the reach of all layers.
+All have the same sizes, sequences and number of steps. With each layer, windows reach another
+window's width back; only answers to facts beyond that reach count.
 """
 
 from __future__ import annotations
@@ -166,14 +166,14 @@ def train(
 def check_answers(
     model: nn.Module, batch: TaskBatch, hops: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each answer of `hops` tokens whether they are the likeliest, and its distance.
+    """Return, for each answer of `hops` tokens, whether the model predicts all, and its distance.
 
-    The distance is the least of the tokens'. Later tokens follow the right earlier ones, as if the
-    model had written them: if one is wrong, so is the answer.
+    Each token is predicted after the right earlier ones (teacher forcing). The distance is the
+    shortest of the tokens'.
     """
     questions = batch.labels != IGNORE_INDEX
-    likeliest = model(batch.input_ids).argmax(-1)
-    correct = (likeliest == batch.labels)[questions].unflatten(0, (-1, hops))
+    predicted = model(batch.input_ids).argmax(-1)
+    correct = (predicted == batch.labels)[questions].unflatten(0, (-1, hops))
     return correct.all(-1), batch.distance[questions].unflatten(0, (-1, hops)).amin(-1)
 
 

@@ -18,7 +18,7 @@ from nsa.cli import main
 from nsa.evaluate.tasks import evaluate, report, train
 from nsa.evaluate.tasks.command import MODELS
 from nsa.evaluate.tasks.data import recall
-from nsa.evaluate.tasks.evaluate import FACTS, WITHOUT_SELECTION, evaluate_all
+from nsa.evaluate.tasks.evaluate import FACT_COUNTS, WITHOUT_SELECTION, evaluate_all
 from nsa.evaluate.tasks.report import lines, summary_json
 from nsa.evaluate.tasks.train import VARIANTS
 from tests.data.processes import ends_soon
@@ -61,7 +61,7 @@ def test_every_variant_is_evaluated_alike_with_every_seed(called: Called) -> Non
     evaluated = [(row["seed"], row["model"]) for row in rows]
     assert sorted(evaluated) == sorted((seed, model) for seed in SEEDS for model in models)
     for row in rows:
-        assert [cell["facts"] for cell in row["by_facts"]] == list(FACTS)
+        assert [cell["facts"] for cell in row["by_facts"]] == list(FACT_COUNTS)
         grid = [(cell["seq_len"], cell["depth"]) for cell in row["needle"]]
         assert grid == [(length, depth) for length in (32, 64) for depth in DEPTHS]
         for cell in row["needle"]:
@@ -178,7 +178,7 @@ def test_the_table_counts_only_needles_beyond_the_reach() -> None:
     near, far = cell(64, 30, 0.9), cell(64, 31, 0.3)
     rows = [
         {"model": "win", "seed": seed, "parameters": 1_234, "seconds": 10.0,
-         "by_facts": [{"facts": facts, "all": 0.8, "far": accuracy} for facts in FACTS],
+         "by_facts": [{"facts": facts, "all": 0.8, "far": accuracy} for facts in FACT_COUNTS],
          "twice_as_long": 0.1, "needle": [near, far, cell(32, 31, 0.7)]}
         for seed, accuracy in ((1, 0.25), (2, 0.5), (3, 0.75))
     ]  # fmt: skip

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from nsa.evaluate.tasks.data import (
-    FILLERS,
+    FIRST_FACT,
+    FIRST_POINTER,
     IGNORE_INDEX,
     KEYS,
     VALUES,
@@ -15,10 +16,6 @@ from nsa.evaluate.tasks.data import (
     needle,
     recall,
 )
-from nsa.evaluate.tasks.train import check_answers
-
-FIRST_FACT = KEYS + VALUES + FILLERS
-FIRST_POINTER = FIRST_FACT + KEYS * VALUES
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -115,25 +112,3 @@ def test_with_two_hops_an_answer_is_the_pointers_key_and_then_its_value() -> Non
             assert labels[position + 1] == value
             assert distance[position] == position - first
             assert distance[position + 1] == position + 1 - second
-
-
-class Answers(torch.nn.Module):
-    """Predicts the given tokens."""
-
-    def __init__(self, answers: Tensor) -> None:
-        super().__init__()
-        self.answers = answers
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(self.answers, VOCABULARY[2])
-
-
-def test_two_hops_are_correct_if_both_tokens_are() -> None:
-    batch = recall(rng(), 1, 32, 8, hops=2)
-    answers = batch.labels.clamp(min=0)
-    answers[0, 16] += 1  # the first answer's first token
-    answers[0, 19] += 1  # the second answer's second token
-    correct, distance = check_answers(Answers(answers), batch, hops=2)
-    assert correct.tolist() == [False, False] + [True] * 6
-    first, second = batch.distance[0, 16::2], batch.distance[0, 17::2]
-    assert distance.equal(torch.minimum(first, second))

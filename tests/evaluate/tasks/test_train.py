@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from nsa.constants import IGNORE_INDEX
 from nsa.engine.plan_command import load_profile
 from nsa.evaluate.tasks import train as training
-from nsa.evaluate.tasks.data import recall
+from nsa.evaluate.tasks.data import VOCABULARY, recall
 from nsa.evaluate.tasks.train import (
     LAYERS,
     VARIANTS,
@@ -89,14 +89,14 @@ def test_training_batches_have_every_length_and_the_same_tokens() -> None:
 
 
 class Oracle(nn.Module):
-    """A model that returns given answers."""
+    """A model that predicts the given tokens."""
 
     def __init__(self, answers: Tensor) -> None:
         super().__init__()
         self.answers = answers
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return nn.functional.one_hot(self.answers, 320).float()
+        return nn.functional.one_hot(self.answers, VOCABULARY[2]).float()
 
 
 def test_only_questions_are_scored() -> None:
@@ -109,6 +109,17 @@ def test_only_questions_are_scored() -> None:
     answers[:, 24:] += 1
     correct, _ = check_answers(Oracle(answers), batch)
     assert correct.double().mean() == 0.5
+
+
+def test_two_hops_are_correct_if_both_tokens_are() -> None:
+    batch = recall(torch.Generator().manual_seed(0), 1, 32, 8, hops=2)
+    answers = batch.labels.clamp(min=0)
+    answers[0, 16] += 1  # the first answer's first token
+    answers[0, 19] += 1  # the second answer's second token
+    correct, distance = check_answers(Oracle(answers), batch, hops=2)
+    assert correct.tolist() == [False, False] + [True] * 6
+    first, second = batch.distance[0, 16::2], batch.distance[0, 17::2]
+    assert distance.equal(torch.minimum(first, second))
 
 
 @pytest.mark.parametrize("longest", [0, 32, 100, -64])
