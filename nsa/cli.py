@@ -1,4 +1,4 @@
-"""`nsa <verb>`: command-line tools around training; a verb's imports are deferred to its call."""
+"""`nsa <verb>`: command-line tools around training; PyTorch is imported only by verbs that use it."""
 
 from __future__ import annotations
 

@@ -23,10 +23,14 @@ VERBS = (
     "compare",
     "data",
     "doctor",
+    "eval",
+    "export",
     "generate",
+    "import",
     "info",
     "plan",
     "report",
+    "tasks",
     "watch",
 )
 DS_CONFIG = ROOT / "ds_configs/zero1_pcie.json"
