@@ -1,4 +1,4 @@
-"""`nsa <verb>`: command-line tools around training; PyTorch is imported only by verbs that use it."""
+"""`nsa <verb>`: command-line tools around training; each verb imports what it needs when called."""
 
 from __future__ import annotations
 
