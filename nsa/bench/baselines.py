@@ -38,8 +38,8 @@ LIBRARIES = {
     "scalable-flash-nsa": ("flash_nsa", "flash-nsa"),
     "flash-sparse-attention": ("fsa.ops", "flash-sparse-attention"),
 }
-SHARED = "keys and values shared by its branches; mean pooling included"
-OUR_WINDOW = "; flash-attn is missing, so its window is nsa.ops.window_attention"
+SHARED_KV_NOTE = "keys and values shared by its branches; mean pooling included"
+OUR_WINDOW_NOTE = "; flash-attn is missing, so its window is nsa.ops.window_attention"
 # fla always selects a query's own block, the one before it and the first: NSASpec's defaults.
 FLA_SPEC = NSASpec(block_len=64, block_stride=64, select_len=64)
 
@@ -194,7 +194,7 @@ def fla(inputs: Inputs, shape: Shape, *, window: bool) -> Implementation:
             return o
         return torch.addcmul(o, window_attention(q, k, v, spec.window), g_win[..., None])
 
-    note = SHARED + (OUR_WINDOW if window and not fla_window else "")
+    note = SHARED_KV_NOTE + (OUR_WINDOW_NOTE if window and not fla_window else "")
     return Implementation(run, inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates, note=note)
 
 
@@ -297,7 +297,7 @@ def scalable_flash_nsa(inputs: Inputs, shape: Shape, spec: NSASpec) -> Implement
 
     has_flash_attn = any(map(find_spec, ("flash_attn", "flash_attn_interface")))
     logits = torch.logit(inputs.gates.flatten(0, 1).float(), 1e-3).to(inputs.gates.dtype)
-    note = SHARED + "; gates are logits" + ("" if has_flash_attn else OUR_WINDOW)
+    note = SHARED_KV_NOTE + "; gates are logits" + ("" if has_flash_attn else OUR_WINDOW_NOTE)
     return Implementation(run, *qkv, logits, note=note)
 
 
@@ -339,5 +339,5 @@ def flash_sparse_attention(inputs: Inputs, shape: Shape, spec: NSASpec) -> Imple
         o = o_cmp * g_cmp + o_sel * g_sel + window(q, k, v) * g_win
         return o.unflatten(0, inputs.q.shape[:2])
 
-    note = SHARED + "; its window is nsa.ops.window_attention (flash-attn's, in its module)"
+    note = SHARED_KV_NOTE + "; its window is nsa.ops.window_attention (flash-attn's, in its module)"
     return Implementation(run, *qkv, inputs.gates.flatten(0, 1), note=note)

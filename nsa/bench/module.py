@@ -51,7 +51,7 @@ SPEC = NSASpec()
 KINDS = ("module", "peers", "same-pattern", "parts")
 # Bases for ratios, where that is not nsa.
 BASES = {"fla-with-window": "nsa-with-window"}
-# Outputs that are equal but for rounding and near-ties.
+# Implementations whose outputs are equal except for rounding and near-ties.
 REFERENCES = {"sdpa-cudnn": "sdpa-flash", "flex-causal": "sdpa-flash", **BASES} | dict.fromkeys(
     ("fla", "scalable-flash-nsa", "flash-sparse-attention"), "nsa"
 )
@@ -171,7 +171,7 @@ def _shared_keys(
         return torch.addcmul(o_sel * g_sel, o_cmp, g_cmp)
 
     tensors = inputs.q, inputs.k_sel, inputs.v_sel, inputs.gates
-    return partial(Implementation, nsa, *tensors, note=baselines.SHARED)
+    return partial(Implementation, nsa, *tensors, note=baselines.SHARED_KV_NOTE)
 
 
 def _parts(inputs: Inputs, backend: str) -> Builders:

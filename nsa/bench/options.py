@@ -100,10 +100,11 @@ def add_gpu_flags(
 ) -> None:
     """Add a GPU benchmark's flags: head shapes if they have a default, else a model's size."""
     add = parser.add_argument
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if present")
     add("--dtype", choices=tuple(DTYPES), help="default: bf16, on a CPU fp32")
-    add("--seconds", type=float, default=0.5, help="for each figure, about; at least three rounds")
-    add("--rounds", type=int, default=30, help="for each figure, at most")
+    about = "time per figure, about, but three rounds or more (%(default)s)"
+    add("--seconds", type=float, default=0.5, help=about)
+    add("--rounds", type=int, default=30, help="rounds per figure, at most (%(default)s)")
     add("--limit", type=float, help="start no new case after this many seconds")
     if shapes_default:
         about = "m7c, 16x4x64, 64x4x128, paper, or heads x KV heads x sizes (%(default)s)"

@@ -98,8 +98,8 @@ def _case(seq_len: int, report: Report) -> None:
     configs = {kind: model_config(flags, kind, report) for kind in flags.kinds}
     steppers, results = report.build(
         {
-            kind: partial(Stepper, twin, device, report.dtype, flags.compile)
-            for kind, twin in configs.items()
+            kind: partial(Stepper, config, device, report.dtype, flags.compile)
+            for kind, config in configs.items()
         },
         FIGURES,
     )

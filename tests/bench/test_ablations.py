@@ -49,7 +49,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
 
 
 @pytest.fixture
-def tiny(measured: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def tiny_command(measured: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The same command, with the tiny recipe."""
     folder, command = measured
     monkeypatch.setattr(recipe, "RECIPE", folder / "tiny.py")
@@ -73,11 +73,13 @@ def test_a_variant_is_trained_by_the_recipe_and_reported_at_its_last_evaluation(
     assert ablations.lines({"rows": [result]})[2].startswith(f"| win | {row['val_loss']:.3f} |  |")
 
 
-def test_a_finished_run_is_not_repeated(measured: tuple[Path, list[str]], tiny: list[str]) -> None:
+def test_a_finished_run_is_not_repeated(
+    measured: tuple[Path, list[str]], tiny_command: list[str]
+) -> None:
     folder, _ = measured
     metrics = folder / "runs/win-seed7/metrics.csv"
     before = metrics.stat().st_mtime_ns, len(list((folder / "runs").iterdir()))
-    main(tiny)
+    main(tiny_command)
     assert (metrics.stat().st_mtime_ns, len(list((folder / "runs").iterdir()))) == before
 
 
@@ -91,14 +93,14 @@ def test_an_unfinished_run_has_no_result(measured: tuple[Path, list[str]], tmp_p
 
 
 def test_runs_of_another_length_are_refused(
-    measured: tuple[Path, list[str]], tiny: list[str]
+    measured: tuple[Path, list[str]], tiny_command: list[str]
 ) -> None:
     with pytest.raises(ValueError, match=f"--runs {measured[0] / 'runs'}.* --steps"):
-        main([*tiny, "--steps=3"])
+        main([*tiny_command, "--steps=3"])
 
 
 def test_a_failed_run_is_reported_and_the_others_are_kept(
-    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tiny_command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     program = tmp_path / "recipe.py"
@@ -113,7 +115,7 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(
 
     monkeypatch.setattr(ablations.Training, "train", train)
     with pytest.raises(SystemExit) as ended:
-        main([*tiny, "--variants=win,nsa"])
+        main([*tiny_command, "--variants=win,nsa"])
     assert ended.value.code == 1
     printed = capsys.readouterr().out
     assert "no disk\n\nnsa, seed 7 ended with exit code 1" in printed
@@ -155,9 +157,11 @@ def test_differences_to_the_first_variant_are_tested_seed_by_seed() -> None:
 
 
 def test_settings_of_the_command_are_a_variant_and_reach_every_run(
-    measured: tuple[Path, list[str]], tiny: list[str], tmp_path: Path
+    measured: tuple[Path, list[str]], tiny_command: list[str], tmp_path: Path
 ) -> None:
-    words = [word for word in tiny if not word.startswith(("--runs", "--out", "--variants"))]
+    words = [
+        word for word in tiny_command if not word.startswith(("--runs", "--out", "--variants"))
+    ]
     main([*words, f"--runs={tmp_path}", f"--out={tmp_path / 'figures.json'}", "--variants=win",
           "--variant=attention.branches=cmp,attention.compressor=mlp", "--set=data.held_out=0.1",
           "--jobs=1"])  # fmt: skip
@@ -174,10 +178,10 @@ def test_settings_of_the_command_are_a_variant_and_reach_every_run(
 
 
 def test_beyond_the_limit_no_run_starts_and_the_message_says_how_to_continue(
-    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main([*tiny, f"--runs={tmp_path}", "--limit=1"])
+        main([*tiny_command, f"--runs={tmp_path}", "--limit=1"])
     message = "win, seed 7 was not started: --limit reached; the same command continues"
     assert message in capsys.readouterr().out
     assert not list(tmp_path.glob("win*"))

@@ -43,10 +43,10 @@ def test_every_case_within_the_token_limit_is_measured(results: dict[str, Any]) 
         (100, 2),
     ]
     for row in results["rows"]:
-        for one in row["implementations"].values():
-            assert one["errors"] == {}
-            assert one["step_ms"] == pytest.approx(one["step_timing"]["median"] / 16)
-            assert one["tokens_per_s"] == pytest.approx(row["batch"] / one["step_ms"] * 1e3)
+        for result in row["implementations"].values():
+            assert result["errors"] == {}
+            assert result["step_ms"] == pytest.approx(result["step_timing"]["median"] / 16)
+            assert result["tokens_per_s"] == pytest.approx(row["batch"] / result["step_ms"] * 1e3)
         nsa, dense = (row["implementations"][kind] for kind in ("nsa", "dense"))
         for what, over in row["dense_over_nsa"].items():
             assert over == pytest.approx(dense[what] / nsa[what])
@@ -65,12 +65,12 @@ def test_bytes_read_and_cached_are_counted_in_the_measured_dtype(
     assert nsa["cache_bytes"] == pair * (1100 + blocks + 512 + 32)
     assert dense["read_bytes_per_token"] == dense["cache_bytes"] == pair * 1100
     for row in (long, batch):
-        for kind, one in row["implementations"].items():
+        for kind, result in row["implementations"].items():
             config = ModelConfig(layers=1, attention=AttentionConfig(kind=kind))
-            capacity = one["cache_bytes_measured"]["capacity"]
+            capacity = result["cache_bytes_measured"]["capacity"]
             expected = row["batch"] * cache_bytes(config, capacity, torch.float32)
-            assert one["cache_bytes_measured"]["bytes"] == expected
-            assert one["cache_bytes_per_token"] == one["cache_bytes"] / row["length"]
+            assert result["cache_bytes_measured"]["bytes"] == expected
+            assert result["cache_bytes_per_token"] == result["cache_bytes"] / row["length"]
 
 
 def small(kind: str) -> LanguageModel:

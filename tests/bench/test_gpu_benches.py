@@ -71,7 +71,7 @@ def report(**changed: Any) -> Report:
 
 
 def errors(results: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {name: " ".join(one["errors"].values()) for name, one in results.items()}
+    return {name: " ".join(result["errors"].values()) for name, result in results.items()}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -86,16 +86,16 @@ def test_kernels_reports_times_and_rates_of_every_function(bench: Bench, device:
     assert [row["function"] for row in results["rows"]] == list(FUNCTIONS)
     for row in results["rows"]:
         assert (row["length"], row["batch"], row["heads"]) == (96, 2, [4, 2, 16, 16])
-        for one in row["implementations"].values():
-            assert one["errors"] == {}
-            assert (one["forward"]["clock"] == "wall") == (device == "cpu")
+        for result in row["implementations"].values():
+            assert result["errors"] == {}
+            assert (result["forward"]["clock"] == "wall") == (device == "cpu")
             differentiable = row["function"] != "select_blocks"
-            assert (one["forward_backward"] is not None) == differentiable
+            assert (result["forward_backward"] is not None) == differentiable
             for what in ("forward", "forward_backward")[: 1 + differentiable]:
-                ms = figure(one, what)
+                ms = figure(result, what)
                 assert ms is not None
-                assert one["tflops"][what] == pytest.approx(row["flops"][what] / ms / 1e9)
-                assert one["gbps"][what] == pytest.approx(row["bytes"][what] / ms / 1e6)
+                assert result["tflops"][what] == pytest.approx(row["flops"][what] / ms / 1e9)
+                assert result["gbps"][what] == pytest.approx(row["bytes"][what] / ms / 1e6)
 
 
 def test_counted_pairs_are_the_visible_ones_of_each_branch() -> None:
@@ -140,7 +140,7 @@ def test_ratios_are_quotients_of_times_in_the_same_case(bench: Bench, device: st
     assert dense["ratios"]["sdpa-flash"]["forward_backward"] > 0
     allowed = 1e-5 if device == "cpu" else 0.01  # fp32, bf16
     assert dense["implementations"]["flex-causal"]["difference"]["relative"] < allowed
-    forward = {name: figure(one, "forward") for name, one in parts["implementations"].items()}
+    forward = {name: figure(result, "forward") for name, result in parts["implementations"].items()}
     assert set(forward) == set(FUNCTIONS)
     assert parts["forward_fraction"] == {
         name: pytest.approx(forward[name] / forward["nsa_attention"]) for name in PARTS
@@ -152,11 +152,13 @@ def test_an_implementation_without_times_has_an_error(bench: Bench) -> None:
     results = bench("module", "--device", "cpu", "--shapes", "12x2x16", "--lengths", "64",
                   "--tokens", "64", "--kinds", "module,same-pattern,peers")  # fmt: skip
     for row in results["rows"]:
-        for name, one in row["implementations"].items():
+        for name, result in row["implementations"].items():
             for what in ("forward", "forward_backward"):
-                assert one[what] is not None or one["errors"].get(what) or one["errors"]["all"], (
-                    name
-                )
+                assert (
+                    result[what] is not None
+                    or result["errors"].get(what)
+                    or result["errors"]["all"]
+                ), name
     dense, same, peers = (errors(row["implementations"]) for row in results["rows"])
     assert "sdpa-cudnn" in dense["sdpa-cudnn"]
     assert "group of 16" in same["fla"]
@@ -221,25 +223,25 @@ def test_cases_beyond_the_time_limit_are_visible(bench: Bench) -> None:
                   "--tokens", "64", "--limit", "0")  # fmt: skip
     assert results["rows"] == []
     assert not results["finished"]
-    assert [one["case"] for one in results["skipped"]] == ["4x2x16 T=64", "4x2x16 T=128"]
+    assert [case["case"] for case in results["skipped"]] == ["4x2x16 T=64", "4x2x16 T=128"]
     assert "--limit 0 s over" in results["skipped"][0]["reason"]
 
 
 def test_a_failing_case_ends_neither_the_run_nor_the_file(tmp_path: Path) -> None:
-    one = report(out=tmp_path / "figures.json")
+    benchmark = report(out=tmp_path / "figures.json")
 
     def fails() -> None:
         raise RuntimeError("out of memory")
 
-    one.attempt("first", lambda: one.add({"case": "first"}))
+    benchmark.attempt("first", lambda: benchmark.add({"case": "first"}))
     now = json.loads((tmp_path / "figures.json").read_text())  # as if the run were killed here
     assert (now["rows"], now["finished"]) == ([{"case": "first"}], False)
-    one.attempt("second", fails)
+    benchmark.attempt("second", fails)
     now = json.loads((tmp_path / "figures.json").read_text())
     assert now["skipped"] == [{"case": "second", "reason": "RuntimeError: out of memory"}]
-    one.attempt("third", lambda: one.add({"case": "third"}))
-    one.finish()
-    assert one.data["finished"] is False
+    benchmark.attempt("third", lambda: benchmark.add({"case": "third"}))
+    benchmark.finish()
+    assert benchmark.data["finished"] is False
     assert len(json.loads((tmp_path / "figures.json").read_text())["rows"]) == 2
 
 
@@ -312,10 +314,10 @@ def test_train_measures_nsa_and_dense(bench: Bench, device: str) -> None:
                   "--layers", "1", "--vocab", "32", "--backend", "blockwise")  # fmt: skip
     (row,) = results["rows"]
     assert (row["batch"], row["layers"], row["vocab_size"]) == (2, 1, 32)
-    for one in row["implementations"].values():
-        assert one["errors"] == {}
-        assert one["tokens_per_s"] == pytest.approx(32 / one["loop_ms"] * 1e3)
-        assert (one["peak_bytes"] is None) == (device == "cpu")
+    for result in row["implementations"].values():
+        assert result["errors"] == {}
+        assert result["tokens_per_s"] == pytest.approx(32 / result["loop_ms"] * 1e3)
+        assert (result["peak_bytes"] is None) == (device == "cpu")
     nsa, dense = row["implementations"]["nsa"], row["implementations"]["dense"]
     over = row["nsa_over_dense"]["tokens_per_s"]
     assert over == pytest.approx(nsa["tokens_per_s"] / dense["tokens_per_s"])

@@ -29,7 +29,7 @@ def test_times_and_launches_are_per_step_and_overlaps_count_once() -> None:
     assert result["step_ms"] == pytest.approx(8)  # 16 ms from the first kernel to the last
     assert result["busy_fraction"] == pytest.approx(6 / 8)
     assert result["launches"] == 3
-    assert [(one["name"], one["launches"], one["ms"]) for one in result["kernels"]] == [
+    assert [(kernel["name"], kernel["launches"], kernel["ms"]) for kernel in result["kernels"]] == [
         ("a", 2, pytest.approx(4)),
         ("b", 1, pytest.approx(3)),
     ]

@@ -41,7 +41,7 @@ def test_cpu_compares_attention_and_a_layer(
         assert times["nsa_over_sdpa"] == pytest.approx(times["nsa"] / times["sdpa"])
         assert result["layer"][name]["seconds"] > 0
         assert result["matrix_products_gflops"][name] > 0
-    per_token = {n: one["us_per_token"] for n, one in result["length"].items()}
+    per_token = {n: row["us_per_token"] for n, row in result["length"].items()}
     assert result["length"]["128"]["growth"] == pytest.approx(per_token["128"] / per_token["64"])
 
 

@@ -69,7 +69,7 @@ def test_the_fastest_candidate_is_stored_and_used_by_the_next_launch() -> None:
     }
     rows, best = tune(operations, report())
     assert best["toy_forward"] == last
-    assert [one["config"]["rows"] for one in rows[0]["candidates"]] == [
+    assert [candidate["config"]["rows"] for candidate in rows[0]["candidates"]] == [
         option.rows for option in candidates("toy_forward", (64, 64), HALF)
     ]
     assert choose_config("toy_forward", (64, 64), LIKE, 2048) == first

@@ -28,12 +28,12 @@ from tests.ranks import start_ranks
 PNG = b"\x89PNG\r\n"
 DEPTHS = (0.0, 0.5, 1.0)
 SEEDS = (4, 5)
-Called = tuple[Path, dict[str, Any]]
+TinyRun = tuple[Path, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def called(tmp_path_factory: pytest.TempPathFactory) -> Called:
-    """The folder that one tiny call wrote, and its result before it was summarised."""
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A tiny run's folder, and its result before it was summarised for tasks.json."""
     out, results = tmp_path_factory.mktemp("tasks") / "deep/er", list[dict[str, Any]]()
 
     def keep(result: dict[str, Any]) -> str:
@@ -54,8 +54,8 @@ def called(tmp_path_factory: pytest.TempPathFactory) -> Called:
     return out, results[-1]
 
 
-def test_every_variant_is_evaluated_alike_with_every_seed(called: Called) -> None:
-    rows = called[1]["rows"]
+def test_every_variant_is_evaluated_alike_with_every_seed(tiny_run: TinyRun) -> None:
+    rows = tiny_run[1]["rows"]
     assert tuple(VARIANTS) == MODELS
     models = {*MODELS, WITHOUT_SELECTION}
     evaluated = [(row["seed"], row["model"]) for row in rows]
@@ -72,8 +72,8 @@ def test_every_variant_is_evaluated_alike_with_every_seed(called: Called) -> Non
         assert all(0 <= accuracy <= 1 for accuracy in accuracies)
 
 
-def test_tasks_json_has_one_line_for_each_model_and_seed(called: Called) -> None:
-    folder, result = called
+def test_tasks_json_has_one_line_for_each_model_and_seed(tiny_run: TinyRun) -> None:
+    folder, result = tiny_run
     text = (folder / "tasks.json").read_text()
     summary = json.loads(text)
     assert len(text.splitlines()) == len(result["rows"]) + len(result) + 3
@@ -166,9 +166,9 @@ def test_random_selection_is_how_often_random_blocks_include_the_fact() -> None:
     assert evaluate.random_selection(task) == pytest.approx(statistics.fmean(included), abs=0.02)
 
 
-def test_plots_are_drawn(called: Called) -> None:
+def test_plots_are_drawn(tiny_run: TinyRun) -> None:
     for name in ("recall.png", "needle.png"):
-        assert (called[0] / name).read_bytes().startswith(PNG)
+        assert (tiny_run[0] / name).read_bytes().startswith(PNG)
 
 
 def test_the_table_counts_only_needles_beyond_the_reach() -> None:
