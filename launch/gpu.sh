@@ -172,7 +172,7 @@ command_of() {
             # Most of the time is compiling.
             [ -n "$rehearse" ] || ! has xdist || command+=(-n 8)
             ;;
-        tests-bench) command+=(tests/bench/test_gpu_benches.py tests/bench/test_profile.py) ;;
+        tests-bench) command+=(tests/bench/test_{gpu_benches,timing,baselines,profile}.py) ;;
         sanitizer) command+=("$sanitizer") ;;
         esac
         ;;

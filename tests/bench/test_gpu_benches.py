@@ -6,7 +6,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from nsa.bench import baselines, module, train
+from nsa.bench import baselines, train
 from nsa.bench.__main__ import main
-from nsa.bench.baselines import block_mask, compiled_flex, flex
 from nsa.bench.implementations import (
     FUNCTIONS,
     PARTS,
@@ -32,14 +29,6 @@ from nsa.bench.implementations import (
 from nsa.bench.options import shapes
 from nsa.bench.results import Report, figure, to_json
 from nsa.bench.roofline import pairs
-from nsa.bench.timing import (
-    Sample,
-    Timing,
-    peak_bytes,
-    summarize,
-    time_alternating,
-    time_once,
-)
 from nsa.model import ModelConfig
 from nsa.ops import NSASpec
 from tests.ops import naive
@@ -209,15 +198,6 @@ def test_the_difference_of_outputs_is_relative_to_their_norm() -> None:
     assert difference(x, y) == pytest.approx(((x - y).norm() / y.norm()).item())
 
 
-def test_steps_alternate() -> None:
-    order: list[str] = []
-    steps = {name: lambda name=name: order.append(name) for name in "abc"}
-    timings, failures = time_alternating(steps, CPU, seconds=1, rounds=4)
-    assert order[6:] == list("abcabcabcabc")  # after two warm-up calls each
-    assert {name: timing.rounds for name, timing in timings.items()} == dict.fromkeys("abc", 4)
-    assert failures == {}
-
-
 def test_cases_beyond_the_time_limit_are_visible(bench: Bench) -> None:
     results = bench("kernels", "--device", "cpu", "--shapes", "4x2x16", "--lengths", "64,128",
                   "--tokens", "64", "--limit", "0")  # fmt: skip
@@ -255,45 +235,6 @@ def test_similar_neighbours_select_mostly_the_same_blocks() -> None:
         selected = index[:, 1:] >= 0
         same = (index[:, 1:, :, :, None] == index[:, :-1, :, None, :]).any(-1) & selected
         assert low < same.sum() / selected.sum() < high
-
-
-@pytest.mark.parametrize("length", [100, 1100])
-def test_the_block_sparse_mask_is_causal_and_as_sparse_as_the_pattern(length: int) -> None:
-    spec = NSASpec(select_len=64, select_top=4, window=128)  # two blocks of 128, and one of window
-    inputs = Inputs.random(shapes("2x1x8")[0], 1, length, spec, CPU, torch.float32)
-    torch.manual_seed(1)
-    visible = block_mask(length, spec, CPU).to_dense()[0, 0].bool()
-    row = torch.arange(len(visible))
-    assert visible.sum(-1).max() <= 1 + 2 + 1  # own, selected, window
-    assert visible.diagonal().all()
-    assert visible[row[1:], row[1:] - 1].all()
-    assert not visible.triu(1).any()
-    mask = visible.repeat_interleave(128, 0).repeat_interleave(128, 1)[:length, :length].tril()
-    torch.manual_seed(1)
-    o = flex(inputs, spec).forward()
-    q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k_sel, inputs.v_sel))
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(o, expected.transpose(1, 2))
-
-
-def test_flex_attention_is_compiled_for_each_length_separately(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One kernel for all lengths would mask every tile."""
-    graphs: list[list[bool]] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        graphs.append([isinstance(x, torch.SymInt) for x in inputs])
-        return graph.forward
-
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *a, **kw: compile(*a, **kw, backend=backend))
-    attend = compiled_flex()
-    for length in (128, 256, 384):
-        q = torch.randn(1, 1, length, 16)
-        attend(q, q, q, block_mask=block_mask(length, None, CPU))
-    assert len(graphs) == 3
-    assert not any(map(any, graphs))
 
 
 def test_plot_without_matplotlib_is_refused_before_measuring(
@@ -363,62 +304,6 @@ def test_wrong_flags_are_refused_by_name(
 def test_a_missing_gpu_is_refused(bench: Bench) -> None:
     with pytest.raises(ValueError, match="--device cuda"):
         bench("train", "--device", "cuda")
-
-
-@pytest.mark.gpu
-def test_small_kernels_are_timed_without_the_hosts_gaps() -> None:
-    """Two hundred additions of 16 numbers: queuing one takes longer than running it."""
-    device = torch.device("cuda")
-    x = torch.zeros(16, device=device)
-
-    def step() -> None:
-        for _ in range(200):
-            x.add_(1)
-
-    step()
-    unspun = time_once(step, device)
-    spun = time_once(step, device, 2 * unspun.host_ms)
-    assert unspun.clock == "host"
-    assert spun.clock == "device"
-    assert 0 < spun.ms < 0.8 * unspun.ms
-    assert time_alternating({"add": step}, device, rounds=5)[0]["add"].clock == "device"
-
-
-@pytest.mark.gpu
-def test_a_step_that_waits_for_the_device_says_so() -> None:
-    device = torch.device("cuda")
-    x = torch.zeros(16, device=device)
-    timings, _ = time_alternating({"item": lambda: x.sum().item()}, device, rounds=3)
-    assert timings["item"].clock == "host"
-
-
-def test_a_timing_has_the_clock_of_most_rounds() -> None:
-    fast, slow = Sample(1.0, "device", 0.1), Sample(3.0, "host", 2.0)
-    assert summarize([fast, slow, fast]) == Timing(1.0, 1.0, 3.0, 3, "device")
-    assert summarize([fast, slow, slow]).clock == "host"
-    assert summarize([fast, slow]).clock == "host"
-    assert time_once(lambda: time.sleep(0.002), CPU).clock == "wall"
-
-
-@pytest.mark.gpu
-def test_peak_memory_is_what_a_step_allocates_plus_what_it_holds() -> None:
-    device = torch.device("cuda")
-    held = torch.empty(2**20, device=device)
-    others = torch.empty(2**24, device=device)
-    peak = peak_bytes(lambda: torch.empty(2**22, device=device), [held, held.detach()], device)
-    assert peak == 4 * (2**22 + 2**20)
-    del others
-
-
-@pytest.mark.gpu
-def test_fla_computes_the_same_as_nsa_with_its_pattern() -> None:
-    pytest.importorskip("fla", reason="fla-core is not installed")
-    shape, device = shapes("32x2x64")[0], torch.device("cuda")
-    inputs = Inputs.random(shape, 1, 2048, baselines.FLA_SPEC, device, torch.bfloat16)
-    built = module._same_pattern(inputs, shape, "triton")
-    for ending in ("", "-with-window"):
-        ours, theirs = (built[f"{name}{ending}"]().forward() for name in ("nsa", "fla"))
-        assert difference(theirs, ours) < 0.02  # bf16, and near-ties selected differently
 
 
 PROBE = """
