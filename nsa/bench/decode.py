@@ -121,7 +121,7 @@ def _decode(model: LanguageModel, cache: KVCache, length: int, count: int) -> Te
 
 
 def _counts(cache: KVCache, length: int) -> Result:
-    """Return the bytes that all layers' attention reads for a sequence's token, and caches."""
+    """Count the bytes that a sequence's attention reads per token, all layers, and caches."""
     config, size = cache.config, cache.dtype.itemsize
     value = config.value_dim or config.head_dim
     shape = Shape("", config.heads, config.kv_heads, config.head_dim, value)

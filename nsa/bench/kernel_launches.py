@@ -270,7 +270,7 @@ def all_launches(
     full: bool,
     benchmarks: bool,
 ) -> Iterator[tuple[Case, Launch, str]]:
-    """Yield every launch that the flags of `python -m nsa.bench aot` name."""
+    """Return every launch that the flags of `python -m nsa.bench aot` name."""
     check_names("operation", operations, OPERATIONS)
     check_names("dtype", dtypes, DTYPES)
     candidates = MAX_CANDIDATES if full or benchmarks else 1
