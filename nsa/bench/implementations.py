@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
         return cls(q, *pooled, k_sel, v_sel, k_win, v_win, gates)
 
     def local(self, spec: NSASpec) -> Inputs:
-        """Return these with a block's queries so similar that they select mostly the same blocks."""
+        """Return these with queries so similar within a block that they mostly select the same."""
         seq_len = self.q.shape[1]
         shared = torch.randn_like(self.q[:, : spec.select_blocks_len(seq_len)])
         q = shared.repeat_interleave(spec.select_len, 1)[:, :seq_len]
