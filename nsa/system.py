@@ -1,4 +1,4 @@
-"""What this machine has: programs, files, memory, ports, processes; calls with a time limit."""
+"""This machine's programs, files, memory, ports and processes; calls with a time limit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def output_of(*command: str) -> str:
     return result.stdout if result.returncode == 0 else ""
 
 
-def text_of(path: str | Path) -> str:
+def text_or_empty(path: str | Path) -> str:
+    """Return a file's text, or "" if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path(path).read_text(errors="replace")
     return ""
@@ -53,7 +54,7 @@ def available_memory() -> int:
     import psutil
 
     available = psutil.virtual_memory().available
-    limit = text_of("/sys/fs/cgroup/memory.max").strip()  # "max" without a limit
+    limit = text_or_empty("/sys/fs/cgroup/memory.max").strip()  # "max" without a limit
     return min(available, int(limit)) if limit.isdigit() else available
 
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import yaml
 
-LARGEST_TEXT = 2**28  # bytes of a text file; ours are far smaller
-LARGEST_YAML = 2**18  # characters; PyYAML is slow
+MAX_TEXT_BYTES = 2**28  # of a text file; ours are far smaller
+MAX_YAML_CHARS = 2**18  # PyYAML is slow
 # Control characters, Unicode's line ends and marks that reorder text, and surrogates.
 CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-DEEPEST = 100  # levels of nesting; ours have fewer than ten
+MAX_DEPTH = 100  # levels of nesting; ours have fewer than ten
 
 
 def open_regular(path: Path) -> FileIO:
@@ -44,8 +44,8 @@ def _open_without_waiting(name: str, flags: int) -> int:
 def read_text(path: Path, errors: str = "strict") -> str:
     """Return the UTF-8 text of a regular file; OSError or ValueError if it cannot be read."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > LARGEST_TEXT:
-            raise ValueError(f"{path}: has more than {LARGEST_TEXT:,} bytes")
+        if os.fstat(file.fileno()).st_size > MAX_TEXT_BYTES:
+            raise ValueError(f"{path}: has more than {MAX_TEXT_BYTES:,} bytes")
         return file.read().decode("utf-8", errors)
 
 
@@ -60,9 +60,9 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 
 class _YAMLLoader(yaml.SafeLoader):
-    """YAML without aliases, which could name exponentially many values, and duplicate keys.
+    """YAML that refuses aliases and duplicate keys.
 
-    Of duplicate keys, PyYAML would silently keep the last one.
+    Aliases could name exponentially many values; of duplicate keys PyYAML would keep the last.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -83,8 +83,8 @@ class _YAMLLoader(yaml.SafeLoader):
 
 def parse_yaml(text: str) -> Any:
     """Return the value of one YAML document; raise a one-line ValueError if there is none."""
-    if len(text) > LARGEST_YAML:
-        raise ValueError(f"not YAML of settings: it has more than {LARGEST_YAML:,} characters")
+    if len(text) > MAX_YAML_CHARS:
+        raise ValueError(f"not YAML of settings: it has more than {MAX_YAML_CHARS:,} characters")
     try:
         value = yaml.load(text, _YAMLLoader)
         check_depth(value)
@@ -99,7 +99,7 @@ def parse_yaml(text: str) -> Any:
 def check_depth(value: Any) -> None:
     """Raise a ValueError if dicts and lists are nested too deeply for recursive functions."""
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         if not level:
             return
         level = [

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 
 def at_least(low: int, section: str, config: object, *names: str) -> None:
-    """Require each of `config`'s fields to be `low` or more; NaN is refused too."""
+    """Require each named field of `config` to be `low` or more; NaN is refused too."""
     for name in names:
         value = getattr(config, name)
         if not value >= low:
@@ -21,7 +21,7 @@ def at_least(low: int, section: str, config: object, *names: str) -> None:
 
 
 def at_most(high: int, section: str, config: object, *names: str) -> None:
-    """Require each of `config`'s fields to be `high` or less: larger ones would only hang."""
+    """Require each named field of `config` to be `high` or less: a larger one would only hang."""
     for name in names:
         value = getattr(config, name)
         if value > high:
@@ -29,7 +29,7 @@ def at_most(high: int, section: str, config: object, *names: str) -> None:
 
 
 def above_zero(section: str, config: object, *names: str) -> None:
-    """Require each of `config`'s fields to be above 0."""
+    """Require each named field of `config` to be above 0."""
     for name in names:
         value = getattr(config, name)
         if not value > 0:

@@ -88,7 +88,7 @@ def remove_drafts(folder: Path) -> None:
 
 
 def write_part(draft: Path, rank: int, names: Iterable[str], finite: bool) -> None:
-    """Sync and hash a rank's files and write its part."""
+    """Sync and hash a rank's files, and write its part of the manifest."""
     files = {name: sync_and_hash(draft / name) for name in names}
     atomic_write_text(_part(draft, rank), json.dumps({"files": files, "finite": finite}))
 

@@ -41,7 +41,7 @@ def capture(engine: Any, draft: Path) -> dict[str, Any]:
 
 
 def all_finite(files: dict[str, Any]) -> bool:
-    """Return whether no tensor holds NaN or inf, with one synchronization per device."""
+    """Return whether no tensor holds NaN or inf; synchronize each device once."""
     extremes: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in _tensors(files):
         if tensor.is_floating_point() and tensor.numel():

@@ -59,12 +59,13 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} was changed after it was written: its hash differs")
     if not 0 < content["ranks"] <= MAX_RANKS:
         raise ValueError(f"{MANIFEST} is that of {content['ranks']} ranks")
-    match = NAME.match(checkpoint.name)
+    match = NAME.match(checkpoint.name)  # of a universal checkpoint, too: step….universal
     if match and int(match[1]) != content["step"]:
         raise ValueError(f"{MANIFEST} is that of step {content['step']}")
     names = set(content["files"])
-    for name in sorted({STATE, *map(rng_file, range(content["ranks"]))} - names):
-        raise ValueError(f"{MANIFEST} does not name {name}")
+    missing = {STATE, *map(rng_file, range(content["ranks"]))} - names
+    if missing:
+        raise ValueError(f"{MANIFEST} does not name {min(missing)}")
     for name in sorted(names):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{MANIFEST} names {name}, outside its folder")

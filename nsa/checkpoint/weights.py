@@ -1,8 +1,9 @@
 """Model weights on the CPU, read from a checkpoint of any layout or a Hugging Face folder.
 
-ZeRO stage 0, 1, 2   complete in rank 0's file; master weights in the optimizer's
+ZeRO stage 0         all weights and fp32 master weights in one file
+ZeRO stage 1, 2      all weights in one file; master weights sharded in the optimizer's files
 ZeRO stage 3         master weights only, sharded
-universal            as in the original stage; each master weight in its own file
+universal            all weights in one file; each master weight in its own
 safetensors          as `nsa export` and `nsa import` write them
 """
 

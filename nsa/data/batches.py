@@ -1,4 +1,4 @@
-"""Batches, and samples of token stores in an order that is computed, so resuming is free.
+"""Batches, and the shuffled order of samples: computed, not stored, so resuming costs nothing.
 
 tokens  | s0 | s1 | s2 | ...    sample i: tokens[i·T : i·T + T + 1]
 order   s7 s2 s9 ...            a permutation of each epoch; a mixture interleaves its sources
@@ -16,7 +16,7 @@ import torch
 from nsa.constants import IGNORE_INDEX
 from nsa.data.config import DataConfig
 from nsa.data.factory import fits_in_memory, is_indexed, open_store
-from nsa.data.order import Mixer, key, shuffled
+from nsa.data.order import Mixer, hash64, shuffled_index
 from nsa.data.source import ALL, DataError
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray
@@ -100,7 +100,7 @@ class Samples:
         weighted = zip(self.stores, self.fractions, strict=True)
         stored = (f"{store.fingerprint}*{fraction}" for store, fraction in weighted)
         # Identifies the samples and their order.
-        self.fingerprint = f"{key('order', seq_len, self.seed, *stored):016x}"
+        self.fingerprint = f"{hash64('order', seq_len, self.seed, *stored):016x}"
         self._mixer = Mixer(self.fractions, [store.name for store in self.stores])
 
     @property
@@ -119,11 +119,11 @@ class Samples:
         """Return the store of a sample, and the index of its first token."""
         source, number = self._mixer.locate(position)
         epoch, index = divmod(number, self.per_epoch[source])
-        index = shuffled(index, self.per_epoch[source], key(self.seed, epoch, source))
+        index = shuffled_index(index, self.per_epoch[source], hash64(self.seed, epoch, source))
         return self.stores[source], index * self.seq_len
 
     def first_repeat(self, samples: int) -> tuple[int, str] | None:
-        """Return position and store of the first repetition in `samples` samples, or None."""
+        """Return position and store name of the first repeated sample of `samples`, or None."""
         for position in range(samples):
             source, number = self._mixer.locate(position)
             if number >= self.per_epoch[source]:
@@ -134,7 +134,8 @@ class Samples:
 def open_samples(config: DataConfig, split: str, seed: int) -> Samples | None:
     """Open the samples of `data.source`; None if it is streamed.
 
-    A source small enough for memory is indexed, unless mixed with a stream or if `split` is ALL.
+    Few documents that fit into memory are indexed as well, except in a mixture with a stream and
+    for the split ALL.
     """
     names = list(config.sources())
     streamed = [name for name in names if not is_indexed(name)]

@@ -15,16 +15,16 @@ from nsa.data.source import DataError, Document, Reader, Source, State
 
 SYNTHETIC_SEED = 0  # the same documents in every run
 
-# DeepSpeed is always installed and published only as sources: the same files on every machine.
-# Published figures are of this version, which launch/constraints.txt pins.
+# DeepSpeed is always installed, and has no wheels per platform: its files are the same everywhere.
+# Published figures were measured on this version, which launch/constraints.txt pins.
 EMBEDDED_VERSION = "0.19.8"
 EMBEDDED_SHA256 = "41e964af0aa9ea1ca3f3999ac56c65fa4aa0b4cd9886c1702ebd51f3b4cbcba6"
-WRITTEN_BY_SETUP = "git_version_info_installed.py"  # what the machine has
+WRITTEN_BY_SETUP = "git_version_info_installed.py"  # describes the machine, so it is left out
 
 
 @dataclass(eq=False)
 class ListSource:
-    """A source that loads its documents by number."""
+    """A source whose documents are loaded by number."""
 
     name: str
     numbers: Sequence[int]
@@ -81,7 +81,7 @@ def _folder_of(package: str) -> Path:
 
 
 def embedded_note(package: str | Path = "deepspeed") -> str | None:
-    """Return why figures on this `embedded` text cannot be compared with published ones, if so."""
+    """Return a note if published figures were measured on other files, else None."""
     if embedded(package).fingerprint == EMBEDDED_SHA256:
         return None
     return (

@@ -12,33 +12,33 @@ import numpy as np
 from nsa.data.builtin import embedded, synthetic
 from nsa.data.config import DataConfig
 from nsa.data.files import Files, open_files
+from nsa.data.hub import open_hub
 from nsa.data.shards import is_prepared, open_shards
-from nsa.data.source import HeldOut, Source, in_memory, is_path, no_documents
+from nsa.data.source import HeldOut, Source, is_builtin, is_path, no_documents
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray, build_tokenizer, with_eos
 
-# Few documents: fewer than MOST_FEW, of which a hash would hold out fewer than FEW_HELD_OUT.
-MOST_FEW = 1_000
-FEW_HELD_OUT = 5  # a hash may well select none
-VALIDATION_BYTES = 1 << 14  # of few documents: a sample of 2,048 tokens with any tokenizer
-IN_MEMORY_BYTES = 1 << 24  # of few documents: more are streamed
+# A source has few documents if there are fewer than FEW_DOCUMENTS, and a hash is expected to hold
+# out fewer than FEW_IN_VALIDATION of them: it may hold out none.
+FEW_DOCUMENTS = 1_000
+FEW_IN_VALIDATION = 5
+VALIDATION_BYTES = 1 << 14  # held out of few documents: a sample of 2,048 tokens and more
+MAX_IN_MEMORY_BYTES = 1 << 24  # few documents with more text are streamed
 
 
 def open_source(config: DataConfig, name: str) -> Source:
-    """Open the documents of `data.source`, or of one source of a mixture."""
+    """Open one source of `data.source` as documents."""
     if name == "embedded" or name.startswith("embedded:"):
         return embedded(name.partition(":")[2] or "deepspeed")
     if name == "synthetic":
         return synthetic(config.synthetic_bytes)
     if name == "fineweb_edu" or name.startswith("hf:"):
-        from nsa.data.hub import open_hub
-
         return open_hub(config, name)
     return open_files(Path(name).expanduser(), config.text_field)
 
 
 def held_out(config: DataConfig, name: str) -> HeldOut:
-    """Return how a source is divided: of few documents, the end of each is held out."""
+    """Return how a source is divided: by hash, or with few documents by the end of each."""
     size = _size_if_few(config, name)
     if not size:
         return HeldOut(config.held_out)
@@ -46,13 +46,13 @@ def held_out(config: DataConfig, name: str) -> HeldOut:
 
 
 def is_indexed(name: str) -> bool:
-    """Return whether a source is always opened as a token store, never streamed."""
-    return in_memory(name) or is_prepared(name)
+    """Return whether a source is always a token store: built in or prepared, never streamed."""
+    return is_builtin(name) or is_prepared(name)
 
 
 def fits_in_memory(config: DataConfig, name: str) -> bool:
     """Return whether a source has few documents, small enough to be read into memory."""
-    return 0 < (_size_if_few(config, name) or 0) <= IN_MEMORY_BYTES
+    return 0 < (_size_if_few(config, name) or 0) <= MAX_IN_MEMORY_BYTES
 
 
 def _size_if_few(config: DataConfig, name: str) -> int | None:
@@ -61,7 +61,7 @@ def _size_if_few(config: DataConfig, name: str) -> int | None:
         return None
     source = open_source(config, name)
     assert isinstance(source, Files)
-    return source.size_if_few(min(MOST_FEW, math.ceil(FEW_HELD_OUT / config.held_out)))
+    return source.size_if_few(min(FEW_DOCUMENTS, math.ceil(FEW_IN_VALIDATION / config.held_out)))
 
 
 def open_store(config: DataConfig, name: str, split: str) -> TokenStore:
@@ -83,7 +83,7 @@ def tokenise(
     division = held_out(config, name)
     for document in open_source(config, name).read():
         on_document(name, document.location)
-        if text := division.part(document.text, split):
+        if text := division.text_for(document.text, split):
             pieces.append(with_eos(tokenizer, tokenizer.encode(text)))
             text_bytes, count = text_bytes + len(text), count + len(pieces[-1])
             if count >= tokens:

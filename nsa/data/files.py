@@ -95,7 +95,7 @@ def _below(folder: Path) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise error
 
-    with _errors_name(folder):
+    with _name_in_errors(folder):
         for root, folders, names in os.walk(folder, onerror=fail):
             folders[:] = [name for name in folders if not name.startswith(".")]
             yield from (Path(root, name) for name in names if not name.startswith("."))
@@ -106,7 +106,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _text_file(path: Path, root: Path) -> TextFile:
-    with _errors_name(path):
+    with _name_in_errors(path):
         return TextFile(path, path.relative_to(root).as_posix(), path.stat().st_size)
 
 
@@ -148,7 +148,7 @@ class Files:
     def _size_of(self, file: TextFile) -> int:
         if file.suffix != ".parquet":
             return file.bytes
-        with _errors_name(file.path), _parquet(file, self.text_field) as table:
+        with _name_in_errors(file.path), _parquet(file, self.text_field) as table:
             groups = (table.metadata.row_group(i) for i in range(table.metadata.num_row_groups))
             columns = (group.column(i) for group in groups for i in range(group.num_columns))
             return sum(
@@ -160,8 +160,8 @@ class Files:
     def size_if_few(self, limit: int) -> int | None:
         """Return the bytes of text if there are fewer than `limit` documents, else None.
 
-        An uncompressed file of plain text is one document, which is not read. A pipe could be read
-        only once.
+        An uncompressed text file is one document, whose size is known without reading. None for a
+        pipe, which could be read only once.
         """
         count = size = 0
         for file in self.files:
@@ -188,15 +188,15 @@ class Files:
         cursor = state["at"]
         for number in range(state["file"], len(self.files)):
             file = self.files[number]
-            with _errors_name(file.path):
+            with _name_in_errors(file.path):
                 if file.path.stat().st_size != file.bytes:
                     raise DataError(
                         f"{file.path}: changed from {file.bytes} to {file.path.stat().st_size} "
                         "bytes while in use; start a new run with files that do not change"
                     )
                 read = FORMATS[file.suffix]
-                for document, here in read(file, cursor, self.text_field, self._in_part(number)):
-                    yield document, {"files": state["files"], "file": number, "at": here}
+                for document, after in read(file, cursor, self.text_field, self._in_part(number)):
+                    yield document, {"files": state["files"], "file": number, "at": after}
             cursor = {}
 
     def _in_part(self, number: int) -> InPart:
@@ -216,8 +216,8 @@ def _lines(file: TextFile, cursor: State, field: str, in_part: InPart) -> Docume
             if in_part(record - 1):
                 text = _text_of_line(line, f"{file.path}:{line_number}", field)
                 if text:
-                    here = {"line": line_number, "record": record, "offset": offset}
-                    yield Document(text, f"{file.name}:{line_number}"), here
+                    after = {"line": line_number, "record": record, "offset": offset}
+                    yield Document(text, f"{file.name}:{line_number}"), after
 
 
 def _skip(stream: BinaryIO, count: int) -> None:
@@ -307,7 +307,7 @@ FORMATS = {".jsonl": _lines, ".ndjson": _lines, ".parquet": _rows, ".txt": _whol
 
 
 @contextmanager
-def _errors_name(path: Path) -> Iterator[None]:
+def _name_in_errors(path: Path) -> Iterator[None]:
     """Replace errors of the file system and of Arrow by a DataError that names the file."""
     try:
         yield

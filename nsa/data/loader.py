@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 from nsa.data.batches import Batch, Samples, open_samples, to_batch
 from nsa.data.config import DataConfig
 from nsa.data.factory import held_out, open_source
-from nsa.data.order import key
+from nsa.data.order import hash64
 from nsa.data.source import DataError, State
 from nsa.data.stream import NO_DOCUMENT, stream_rows
 from nsa.data.token_store import coverage, epochs_warning
@@ -47,11 +47,11 @@ class IndexedBatches(Iterator[tuple[Batch, None]]):
         self.tokenizer = samples.stores[0].tokenizer
         self.tokenizer_fingerprint = samples.stores[0].tokenizer_fingerprint
         self._samples, self._next = samples, consumed + rank * micro_batch
-        self._micro_batch, self._of_all_ranks = micro_batch, world_size * micro_batch
+        self._micro_batch, self._stride = micro_batch, world_size * micro_batch
 
     def __next__(self) -> tuple[Batch, None]:
         batch = self._samples.batch(range(self._next, self._next + self._micro_batch))
-        self._next += self._of_all_ranks
+        self._next += self._stride
         return batch, None
 
     def progress(self) -> tuple[str, str]:
@@ -61,8 +61,8 @@ class IndexedBatches(Iterator[tuple[Batch, None]]):
 
     def describe(self, samples: int) -> list[str]:
         """Return lines for the log of a run that consumes `samples` samples."""
-        order = self._samples
-        return coverage(order.stores, order.fractions, order.seq_len, samples)
+        data = self._samples
+        return coverage(data.stores, data.fractions, data.seq_len, samples)
 
     def close(self) -> None:
         pass
@@ -92,7 +92,7 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
         divisions = [held_out(config, name) for name in config.sources()]
         if any(division.by_position for division in divisions):
             identity.append(repr(divisions))
-        self.fingerprint = f"{key('stream', *identity):016x}"
+        self.fingerprint = f"{hash64('stream', *identity):016x}"
         self.vocab_size = tokenizer.vocab_size
         self.tokenizer = tokenizer.name
         self.tokenizer_fingerprint = tokenizer.fingerprint
@@ -104,9 +104,8 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
             "rank": rank,
         }
         if state is not None:
-            _check_unchanged(
-                state["under"] | {"data.workers": len(state["workers"])}, self._settings
-            )
+            saved = state["under"] | {"data.workers": len(state["workers"])}  # one cursor for each
+            _check_unchanged(saved, self._settings)
         self._consumed = state["taken"] if state else 0
         self._cursors = list(state["workers"]) if state else [None] * config.workers
         work = partial(
@@ -122,6 +121,7 @@ class StreamingBatches(Iterator[tuple[Batch, State]]):
         current = self._current
         rows, self._cursors[current] = next(self._workers[current])
         self._consumed += 1
+        # In checkpoints: "under" holds the settings, "taken" counts this rank's batches.
         state = {"under": self._settings, "taken": self._consumed, "workers": list(self._cursors)}
         return to_batch(rows, self._eos_id, self._config.packing), state
 
@@ -186,13 +186,13 @@ class Prefetcher(Generic[T]):
         self._free = Semaphore(depth)
         self._ready: SimpleQueue[tuple[T] | DataError] = SimpleQueue()
         self._stopped = False
-        self._opened = time.monotonic()
+        self._started = time.monotonic()
         self._thread = Thread(target=self._run, daemon=True, name="nsa data")
         self._thread.start()
         atexit.register(self._close)  # a thread inside PyTorch at Python's exit would abort it
 
     def next(self, timeout: float, last_progress: Callable[[], float] = lambda: 0.0) -> T:
-        """Return the next item; raise Empty `timeout` seconds after the call or last progress."""
+        """Return the next item; raise Empty `timeout` seconds after call and last progress."""
         start = time.monotonic()
         while True:
             deadline = max(start, last_progress()) + timeout
@@ -230,7 +230,7 @@ class Prefetcher(Generic[T]):
                     return
                 item = next(self._items)
                 if self.first_seconds is None:
-                    self.first_seconds = time.monotonic() - self._opened
+                    self.first_seconds = time.monotonic() - self._started
                 self._ready.put((item,))
         except DataError as error:
             self._ready.put(error)

@@ -14,13 +14,13 @@ RESOLUTION = 1_000_000  # of the weights of a mixture
 _MASK = 2**64 - 1
 
 
-def key(*parts: int | str) -> int:
+def hash64(*parts: int | str) -> int:
     """Return a 64-bit hash of `parts`."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
-def shuffled(index: int, size: int, shuffle_key: int) -> int:
+def shuffled_index(index: int, size: int, shuffle_key: int) -> int:
     """Return the image of `index` under a pseudo-random permutation of range(size).
 
     A Feistel network over the next power of four is applied until the result is within range.

@@ -52,7 +52,8 @@ DOCUMENTS_PER_CALL = 1_000  # of the tokenizer; fewer if they have more bytes th
 BYTES_PER_CALL = 4 << 20
 # The settings that determine a folder's tokens, besides source and tokenizer.
 SETTINGS = ("subset", "split", "files", "text_field", "held_out", "synthetic_bytes")
-DRAFT = re.compile(r"\..+\.(bin|json)\.(\d+|draft)")  # file of an interrupted write
+# Files of an interrupted write: .<name>.<process id>, of earlier versions .<name>.draft
+DRAFT = re.compile(r"\..+\.(bin|json)\.(\d+|draft)")
 
 
 def prepare(
@@ -253,7 +254,7 @@ def _tokenise(
             (split, text)
             for document in documents
             for split in SPLITS
-            if (text := job.division.part(document.text, split))
+            if (text := job.division.text_for(document.text, split))
         ]
         encoded = job.tokenizer.encode_many([text for _, text in pieces])
         for (split, text), ids in zip(pieces, encoded, strict=True):

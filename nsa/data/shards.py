@@ -35,7 +35,7 @@ HEADER = 4_096
 FIXED = struct.Struct("<8sII")  # magic, version, length of the JSON
 FORMAT = "nsa shards"
 INDEX = "index.json"
-PLAN = "prepare.json"  # the settings of an unfinished folder
+PLAN = "prepare.json"  # the settings, written first: without INDEX the folder is unfinished
 BUFFER_BYTES = 1 << 22
 RERUN = "run the same `nsa data prepare` again"
 RESTORE = "restore the file, or prepare the folder again"
@@ -43,7 +43,7 @@ RESTORE = "restore the file, or prepare the folder again"
 
 @dataclass(frozen=True)
 class Stamp:
-    """The description that all shards of a folder share."""
+    """Source and tokenizer: the description that all shards of a folder share."""
 
     source: str
     tokenizer: str
@@ -154,10 +154,8 @@ def open_shard(folder: Path, shard: Shard, stamp: Stamp) -> FileIO:
         raise DataError(f"{path}: cannot be read ({error}); {RESTORE}") from None
     try:
         _check_header(path, file.read(HEADER), shard, stamp)
-        size, expected = (
-            os.fstat(file.fileno()).st_size,
-            _ends_offset(shard.tokens, stamp.dtype) + 8 * shard.documents,
-        )
+        size = os.fstat(file.fileno()).st_size
+        expected = _ends_offset(shard.tokens, stamp.dtype) + 8 * shard.documents
         if size != expected:
             raise DataError(
                 f"{path}: {'truncated' if size < expected else 'too long'}: {size:,} bytes instead "
@@ -261,8 +259,8 @@ def write_index(folder: Path, index: Index) -> None:
 class ShardStore(TokenStore):
     """One split of a prepared folder, memory-mapped.
 
-    Replacing a shard by a new file leaves the mapped one unchanged. Overwriting or truncating the
-    mapped file raises an error at the next read; the operating system would kill the process.
+    A shard that is replaced by a new file stays mapped, unchanged. If the mapped file itself is
+    overwritten or truncated, the next read raises; without the check SIGBUS could end the process.
     """
 
     def __init__(self, folder: Path, name: str, index: Index, split: str) -> None:

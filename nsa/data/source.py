@@ -1,6 +1,6 @@
 """Document sources: the `Source` protocol, its resumable `Reader`, and the validation split.
 
-source.part(i, n).read(state)  ->  Document, Document, ...  in a fixed order, none repeated
+source.part(i, n).read(state)  ->  Document, Document, ...  each once, in a fixed order
 reader.state()                 ->  JSON that resumes the pass in another process
 """
 
@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from nsa.data.config import DataConfig
 
 SPLITS = ("train", "val")
-ALL = "all"  # both splits; not of prepared shards
-IN_MEMORY = ("embedded", "synthetic")
-NAMED = (*IN_MEMORY, "fineweb_edu")  # sources that are neither a path nor hf:<dataset>
+ALL = "all"  # both splits, undivided; prepared shards have no such split
+BUILTIN = ("embedded", "synthetic")
+NAMED = (*BUILTIN, "fineweb_edu")  # sources that are neither a path nor hf:<dataset>
 NAMES_SHOWN = 8  # of fields or files, in an error
 State = dict[str, Any]  # JSON values only
 
@@ -80,12 +80,15 @@ def is_validation(text: bytes, fraction: float) -> bool:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The division of a source between training and validation."""
+    """The division of a source between training and validation.
+
+    Its repr is part of the fingerprint of a stream, which a resumed run compares.
+    """
 
     fraction: float
-    by_position: bool = False  # the end of each document, else some documents by hash
+    by_position: bool = False  # hold out the end of each document, not whole documents by hash
 
-    def part(self, text: bytes, split: str) -> bytes:
+    def text_for(self, text: bytes, split: str) -> bytes:
         """Return what `split` reads of a document: all of it, its start, its end, or nothing."""
         if split == ALL:
             return text
@@ -124,9 +127,9 @@ def text_of(record: dict[str, Any], field: str, location: str) -> str | None:
     return text
 
 
-def in_memory(name: str) -> bool:
-    """Return whether a source is small, so that it is tokenised when opened."""
-    return name in IN_MEMORY or name.startswith("embedded:")
+def is_builtin(name: str) -> bool:
+    """Return whether a source is built in, and so tokenised into memory when opened."""
+    return name in BUILTIN or name.startswith("embedded:")
 
 
 def is_path(name: str) -> bool:

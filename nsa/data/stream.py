@@ -19,7 +19,7 @@ import numpy as np
 
 from nsa.data.config import DataConfig
 from nsa.data.factory import held_out, open_source, tokenise
-from nsa.data.order import Mixer, key, shuffled
+from nsa.data.order import Mixer, hash64, shuffled_index
 from nsa.data.source import DataError, Reader, State
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, with_eos
@@ -27,7 +27,7 @@ from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, with_eos
 OnDocument = Callable[[str, str], None]  # called with (source, location of its newest document)
 NO_DOCUMENT = "none yet"
 START: State = {"pass": 0, "block": 0, "reader": None, "document": 0, "token": 0}  # a cursor
-DOCUMENTS_PER_CALL = 64  # enough to keep a tokenizer's threads busy
+DOCUMENTS_PER_CALL = 64  # of the tokenizer; enough to keep its threads busy
 
 
 def stream_rows(
@@ -68,7 +68,7 @@ def stream_rows(
 
 @dataclass(eq=False)
 class _SourceStream:
-    """The endless tokens of one part of one source, in windows."""
+    """One part of one source as an endless stream of tokens, cut into rows."""
 
     config: DataConfig
     name: str
@@ -115,19 +115,21 @@ class _SourceStream:
 
     def _tokenised(self) -> Iterator[tuple[State, TokenArray]]:
         """Yield the cursor and tokens, with eos, of each document from the start cursor on."""
-        number, block, before = (self.start[name] for name in ("pass", "block", "reader"))
+        pass_number, block = self.start["pass"], self.start["block"]
+        before = self.start["reader"]  # the reader's state before the block
         document, token = self.start["document"], self.start["token"]
         while True:
             reader = self._source.read(before)
             while texts := self._block(reader):
-                cursor = {"pass": number, "block": block, "reader": before}
-                for index, tokens in self._encode(self._shuffle(texts, number, block), document):
+                cursor = {"pass": pass_number, "block": block, "reader": before}
+                texts = self._shuffle(texts, pass_number, block)
+                for index, tokens in self._encode(texts, document):
                     yield {**cursor, "document": index, "token": token}, tokens[token:]
                     token = 0
                 document, block, before = 0, block + 1, reader.state()
             if block == 0:
                 raise self._no_documents()
-            number, block, before = number + 1, 0, None
+            pass_number, block, before = pass_number + 1, 0, None
 
     def _block(self, reader: Reader) -> list[bytes]:
         """Return `data.shuffle_documents` training documents, or fewer at the end of a pass."""
@@ -139,14 +141,17 @@ class _SourceStream:
                 break
             self._newest = document.location
             self.on_document(self.name, self._newest)
-            if text := self._division.part(document.text, "train"):
+            if text := self._division.text_for(document.text, "train"):
                 texts.append(text)
         return texts
 
-    def _shuffle(self, texts: list[bytes], number: int, block: int) -> list[bytes]:
+    def _shuffle(self, texts: list[bytes], pass_number: int, block: int) -> list[bytes]:
         """Return the texts in an order that differs between blocks and between passes."""
-        shuffle_key = key(self.seed, "documents", self.part, number, block)
-        return [texts[shuffled(index, len(texts), shuffle_key)] for index in range(len(texts))]
+        shuffle_key, size = (
+            hash64(self.seed, "documents", self.part, pass_number, block),
+            len(texts),
+        )
+        return [texts[shuffled_index(index, size, shuffle_key)] for index in range(size)]
 
     def _encode(self, texts: list[bytes], first: int) -> Iterator[tuple[int, TokenArray]]:
         for start in range(first, len(texts), DOCUMENTS_PER_CALL):
@@ -172,9 +177,9 @@ def collect_tokens(
     *,
     split: str = "val",
 ) -> Iterator[TokenStore]:
-    """Yield for each source its split's first documents, with `tokens` or more tokens in total.
+    """Yield a token store per source: its split's first documents, `tokens` tokens or more.
 
-    Sources are read in order and undivided, so the result does not depend on the number of ranks.
+    Sources are not divided into parts, so the result does not depend on the number of ranks.
     """
     for name in config.sources():
         on_document(name, NO_DOCUMENT)

@@ -15,19 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from nsa.data.config import DataConfig
+from nsa.data.hub import hub_url, probe
 from nsa.data.source import DataError, Source
+from nsa.system import with_timeout
 
 TokenArray = npt.NDArray[np.integer]
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # every byte, and the end of text
 HUB_SECONDS = 28.0  # limit for loading a tokenizer from the hub
 
-PIECE = 1 << 20  # characters per call of the encoder, which bounds memory for a giant text
-CALL = 8 * PIECE  # characters of all texts per call
+CHARS_PER_PIECE = 1 << 20  # a longer text is split, which bounds the encoder's memory
+CHARS_PER_CALL = 8 * CHARS_PER_PIECE  # of all texts in a call of the encoder
 # A position that no common tokenizer merges across: before a space between two letters or digits.
 # A line end is less safe: some tokenizers merge it with punctuation.
 BREAK = re.compile(r"\w(?= \w)")
-PROBE = ("One line, with 12 words;\nand", " another  one")
+SPLIT_EXAMPLE = ("One line, with 12 words;\nand", " another  one")
 
 
 class Tokenizer:
@@ -77,9 +79,9 @@ class ByteTokenizer(Tokenizer):
 class HubTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library, which encodes many texts in parallel.
 
-    It is pickled as JSON, so another process needs no files. A text longer than PIECE characters is
+    It is pickled as JSON, so another process needs no files. A text longer than CHARS_PER_PIECE is
     split where that changes no id. Text without such a position, for example without spaces, is
-    split after PIECE characters, and ids around the split may differ.
+    split after CHARS_PER_PIECE characters, and ids around the split may differ.
     """
 
     def __init__(self, name: str, backend: str, eos: str) -> None:
@@ -100,8 +102,9 @@ class HubTokenizer(Tokenizer):
         parts = {name: value for name, value in json.loads(backend).items() if name in names}
         digest = hashlib.sha256(json.dumps([eos, parts], sort_keys=True).encode())
         self.fingerprint = digest.hexdigest()
-        ids = [i for part in PROBE for i in self._ids(part)]
-        self._can_split = self._ids("".join(PROBE)) == ids
+        ids = [i for part in SPLIT_EXAMPLE for i in self._ids(part)]
+        # False for a tokenizer that marks the start of a text.
+        self._can_split = self._ids("".join(SPLIT_EXAMPLE)) == ids
         if self.eos_id in self._ids(f"one {eos} two"):
             raise DataError(
                 f"data.tokenizer = {name!r}: text that spells {eos!r} would end the document; "
@@ -130,10 +133,10 @@ class HubTokenizer(Tokenizer):
 
 
 def _calls(texts: Sequence[bytes], can_split: bool) -> Iterator[tuple[list[int], list[str]]]:
-    """Yield the pieces of all texts, CALL characters at a time, with the numbers of their texts."""
+    """Yield for each call the pieces of texts to encode, and the index of each piece's text."""
     owners: list[int] = []
     pieces: list[str] = []
-    left = CALL
+    left = CHARS_PER_CALL
     for owner, encoded in enumerate(texts):
         text = encoded.decode("utf-8", errors="replace")
         for piece in split_text(text) if can_split else (text,):
@@ -142,11 +145,11 @@ def _calls(texts: Sequence[bytes], can_split: bool) -> Iterator[tuple[list[int],
             left -= len(piece)
             if left <= 0:
                 yield owners, pieces
-                owners, pieces, left = [], [], CALL
+                owners, pieces, left = [], [], CHARS_PER_CALL
     yield owners, pieces
 
 
-def split_text(text: str, longest: int = PIECE) -> Iterator[str]:
+def split_text(text: str, longest: int = CHARS_PER_PIECE) -> Iterator[str]:
     """Yield pieces of at most `longest` characters, split between tokens if possible."""
     start = 0
     while len(text) - start > longest:
@@ -205,9 +208,6 @@ def _from_pretrained(path: str, offline: bool = True) -> Any:
 
 
 def _from_hub(name: str, path: str) -> Any:
-    from nsa.data.hub import hub_url, probe
-    from nsa.system import with_timeout
-
     start = time.monotonic()
     fix = (
         "run `nsa data prepare` where there is a network and set data.source to the folder that "

@@ -9,7 +9,7 @@ from typing import Any
 
 from nsa.data.batches import Batch
 from nsa.data.loader import BatchLoader, IndexedBatches, StreamingBatches, open_loader
-from nsa.data.validation import ValidationData
+from nsa.data.validation_data import ValidationData
 from nsa.engine.config import RunConfig
 from nsa.engine.process_group import Ranks
 from nsa.engine.train_state import TrainState

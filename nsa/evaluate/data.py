@@ -25,7 +25,7 @@ from nsa.data.shards import is_prepared
 from nsa.data.source import ALL, DataError
 from nsa.data.stream import collect_tokens
 from nsa.data.tokenizer import TokenArray, Tokenizer
-from nsa.data.validation import VALIDATION_SEED
+from nsa.data.validation_data import VALIDATION_SEED
 
 
 @dataclass(frozen=True)

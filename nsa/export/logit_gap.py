@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch
 from nsa.data.config import DataConfig
-from nsa.data.validation import ValidationData
+from nsa.data.validation_data import ValidationData
 from nsa.model import AttentionConfig, LanguageModel
 
 TOKENS = 8_192  # evaluated at each length

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
-from nsa.system import output_of, package_version, text_of
+from nsa.system import output_of, package_version, text_or_empty
 
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
 # Variables to record, by prefix; others may hold secrets, and so may those that match _SECRET.
@@ -63,7 +63,7 @@ def git_commit(source: Path) -> str | None:
 
 def cpu_model() -> str:
     """Return the CPU's model name."""
-    match = re.search(r"^model name\s*: (.*)", text_of("/proc/cpuinfo"), re.M)
+    match = re.search(r"^model name\s*: (.*)", text_or_empty("/proc/cpuinfo"), re.M)
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
@@ -86,5 +86,5 @@ def _cuda() -> dict[str, Any] | None:
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Return the version of NVIDIA's kernel module; much faster than nvidia-smi."""
-    match = re.search(r"\b\d+\.\d+(\.\d+)*\b", text_of(file))
+    match = re.search(r"\b\d+\.\d+(\.\d+)*\b", text_or_empty(file))
     return match[0] if match else None

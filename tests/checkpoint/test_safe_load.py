@@ -14,7 +14,7 @@ from nsa.checkpoint.safe_load import data_only
 from nsa.checkpoint.state_file import read_state_file
 from nsa.checkpoint.universal import to_universal
 from nsa.checkpoint.weights import read_weights
-from tests.checkpoint.hostile import KINDS, Code, forge_layout, plant
+from tests.checkpoint.planted_code import KINDS, Code, forge_layout, plant
 from tests.ranks import launch
 
 REFUSED = r"step00000003: a file holds \S+, which could run code, and was not loaded; use a"
@@ -22,8 +22,8 @@ REFUSED = r"step00000003: a file holds \S+, which could run code, and was not lo
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hostile")
-    launch(Path(__file__).with_name("hostile_ranks.py"), str(folder))
+    folder = tmp_path_factory.mktemp("planted")
+    launch(Path(__file__).with_name("planted_code_ranks.py"), str(folder))
     return folder
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nsa import checkpoint
 from nsa.checkpoint.universal import needs_universal, to_universal
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
-from tests.checkpoint import once
+from tests.checkpoint.save_once import save_once
 from tests.checkpoint.toy import GROUPS, build, step, weights
 
 
@@ -37,7 +37,7 @@ def save(root: Path, stage: int) -> None:
     engine = build(seed=1, stage=stage)
     for index in range(4):
         step(engine, index)
-    once.save(engine, root / f"{stage}_from_{ranks}", 4, {"step": 4}, {"of": ranks})
+    save_once(engine, root / f"{stage}_from_{ranks}", 4, {"step": 4}, {"of": ranks})
     record(root, f"{stage}_from_{ranks}", engine, stage)
     engine.destroy()
 

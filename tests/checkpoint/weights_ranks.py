@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
-from tests.checkpoint import once
+from tests.checkpoint.save_once import save_once
 from tests.checkpoint.toy import build, step
 
 
@@ -36,7 +36,7 @@ def main() -> None:
         engine = build(seed=1, stage=stage, width=31)  # odd: shards are padded
         for index in range(3):
             step(engine, index)
-        once.save(engine, root / str(stage), 3, {"step": 3})
+        save_once(engine, root / str(stage), 3, {"step": 3})
         parameters = dict(engine.module.named_parameters())
         with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=stage == 3):
             trained = {name: one.detach().clone() for name, one in parameters.items()}

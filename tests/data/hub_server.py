@@ -19,17 +19,17 @@ PIECE = 4_096
 class HubServer(ThreadingHTTPServer):
     """Files below `root` at /<path>, and the same as versions of the dataset REPO of a hub.
 
-    A mood is "well", "slow", "silent", "hanging up", "in trouble" (503), or "breaking off" (half of
+    `mode` is "ok", "slow", "silent", "disconnecting", "unavailable" (503), or "truncating" (half of
     every response).
     """
 
     daemon_threads = True
 
-    def __init__(self, root: Path, mood: str = "well") -> None:
+    def __init__(self, root: Path, mode: str = "ok") -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.root, self.mood = root, mood
-        self.good_answers: int | None = None  # responses before the mood starts; None: none
-        self.bad_answers: int | None = None  # responses, after which it is well; None: no end
+        self.root, self.mode = root, mode
+        self.ok_before: int | None = None  # ok responses before the mode starts; None: none
+        self.bad_left: int | None = None  # responses until the mode is ok again; None: it stays
         self.versions = {"a" * 40: root}  # the last one is `main`
         self.requests: list[str] = []
 
@@ -53,12 +53,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_POST(self) -> None:
-        self._answer(self.rfile.read(int(self.headers["Content-Length"])))
+        self._respond(self.rfile.read(int(self.headers["Content-Length"])))
 
     def do_GET(self) -> None:
-        self._answer(b"")
+        self._respond(b"")
 
-    def _answer(self, form: bytes) -> None:
+    def _respond(self, form: bytes) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
         self.server.requests.append(f"{self.command} {path}")
         if path.startswith(f"datasets/{REPO}/resolve/"):
@@ -107,11 +107,11 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "paths-info":
             wanted = json.loads(form)["paths"] if form[:1] == b"{" else parse_qs(form.decode())
             wanted = wanted["paths"] if isinstance(wanted, dict) else wanted
-            answer: object = [entry for entry in listed if entry["path"] in wanted]
+            response: object = [entry for entry in listed if entry["path"] in wanted]
         else:
             files = [{"rfilename": entry["path"]} for entry in listed if entry["type"] == "file"]
-            answer = {"id": REPO, "sha": commit, "siblings": files}
-        return self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+            response = {"id": REPO, "sha": commit, "siblings": files}
+        return self._send(200, json.dumps(response).encode(), {"Content-Type": "application/json"})
 
     def _file(self, root: Path, name: str, headers: dict[str, str]) -> None:
         if name and not (root / name).is_file():
@@ -127,13 +127,13 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(206, content[start:stop], headers)
 
     def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-        mood = self._mood()
-        if mood == "silent":
+        mode = self._mode()
+        if mode == "silent":
             time.sleep(3_600)
-        if mood == "hanging up":
+        if mode == "disconnecting":
             self.close_connection = True
             return
-        if mood == "in trouble":
+        if mode == "unavailable":
             status, content, headers = 503, b"", {}
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **headers}.items():
@@ -141,31 +141,31 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if mood == "breaking off":
+        if mode == "truncating":
             self.wfile.write(content[: len(content) // 2])
             self.close_connection = True
             return
         for start in range(0, len(content), PIECE):
-            if mood == "slow":
+            if mode == "slow":
                 time.sleep(0.02)
             self.wfile.write(content[start : start + PIECE])
 
-    def _mood(self) -> str:
-        good, bad = self.server.good_answers, self.server.bad_answers
+    def _mode(self) -> str:
+        good, bad = self.server.ok_before, self.server.bad_left
         if bad is not None and self.command != "HEAD":
-            self.server.bad_answers = max(0, bad - 1)
-            return self.server.mood if bad else "well"
-        if good is None or self.server.mood == "well":
-            return self.server.mood
+            self.server.bad_left = max(0, bad - 1)
+            return self.server.mode if bad else "ok"
+        if good is None or self.server.mode == "ok":
+            return self.server.mode
         if self.command != "HEAD":
-            self.server.good_answers = good - 1
-        return "well" if good > 0 else self.server.mood
+            self.server.ok_before = good - 1
+        return "ok" if good > 0 else self.server.mode
 
 
 @contextmanager
-def serving(root: Path, mood: str = "well") -> Iterator[HubServer]:
+def serving(root: Path, mode: str = "ok") -> Iterator[HubServer]:
     """A server within the block."""
-    server = HubServer(root, mood)
+    server = HubServer(root, mode)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:

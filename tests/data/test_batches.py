@@ -66,7 +66,6 @@ def digest_of_batches() -> str:
                 source=source, packing=packing, seq_len=256, synthetic_bytes=100_000
             )
             store = open_store(config, source, split)
-            assert store is not None
             samples = Samples([store], seq_len=256, seed=1337, packing=packing)
             for first in (0, 17 * 12 + 6, 10_000 * 12 + 3):
                 batch = samples.batch(range(first, first + 3))

@@ -34,8 +34,6 @@ def touch(root: Path, *names: str) -> None:
 
 def test_the_embedded_text_is_enough_to_train_and_validate_on() -> None:
     train, val = (open_store(DataConfig(), "embedded", split) for split in ("train", "val"))
-    assert train is not None
-    assert val is not None
     assert len(train) > 5_000_000
     assert len(val) > 64 * 2_048
 
@@ -73,7 +71,6 @@ def test_other_files_are_noted_and_do_not_resume_a_pass(tmp_path: Path) -> None:
 
 def test_an_installed_package_is_a_source_and_another_name_is_refused() -> None:
     tokens = open_store(DataConfig(), "embedded:tensorboard", "train")
-    assert tokens is not None
     assert len(tokens) > 100_000
     for missing in ("embedded:no_such_package", "embedded:../secrets"):
         expected = f"data.source = '{missing}': '{missing[9:]}' is not an installed package; "

@@ -19,7 +19,7 @@ from nsa.data.prepare import prepare
 from nsa.data.shards import open_shards
 from nsa.data.source import DataError, HeldOut
 from nsa.data.token_store import TokenStore
-from nsa.data.validation import ValidationData
+from nsa.data.validation_data import ValidationData
 from tests.data.texts import HELD_OUT, documents_in, split, text, texts, write_lines
 
 SHAPE = {"micro_batch": 2, "accumulation": 1, "seed": 1}
@@ -94,9 +94,9 @@ def test_a_compressed_text_holds_out_as_much_as_the_text_itself(tmp_path: Path) 
 @given(st.text(), st.floats(0, 0.5))
 def test_a_document_is_divided_between_two_characters(characters: str, fraction: float) -> None:
     division = HeldOut(fraction, by_position=True)
-    start, end = (division.part(characters.encode(), name) for name in ("train", "val"))
+    start, end = (division.text_for(characters.encode(), name) for name in ("train", "val"))
     assert start.decode() + end.decode() == characters
-    assert division.part(characters.encode(), "all") == characters.encode()
+    assert division.text_for(characters.encode(), "all") == characters.encode()
     assert len(end) <= len(characters.encode()) * fraction + 3
 
 

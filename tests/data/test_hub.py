@@ -198,10 +198,10 @@ def test_a_cursor_of_other_files_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ENDINGS)
-@pytest.mark.parametrize("mood", ["well", "slow"])
-def test_a_slow_mirror_is_read_to_the_end(tmp_path: Path, kind: str, mood: str) -> None:
+@pytest.mark.parametrize("mode", ["ok", "slow"])
+def test_a_slow_mirror_is_read_to_the_end(tmp_path: Path, kind: str, mode: str) -> None:
     written = write(tmp_path, kind, 500)
-    with serving(tmp_path, mood) as server:
+    with serving(tmp_path, mode) as server:
         source = source_of(kind, f"{server.address}/0.{ENDINGS[kind]}")
         reader = source.read()
         for _ in range(100):
@@ -211,26 +211,26 @@ def test_a_slow_mirror_is_read_to_the_end(tmp_path: Path, kind: str, mood: str) 
 
 def test_short_failures_of_a_mirror_lose_no_document(tmp_path: Path) -> None:
     written = write(tmp_path, "json", 2_000)
-    with serving(tmp_path, "breaking off") as server:
-        server.bad_answers = 4  # more than the requests about the file: some hit its content
+    with serving(tmp_path, "truncating") as server:
+        server.bad_left = 4  # more than the requests about the file: some hit its content
         assert texts(source_of("json", f"{server.address}/0.jsonl")) == written
-        assert server.bad_answers == 0
+        assert server.bad_left == 0
 
 
-# (mood, good answers before it). Each takes as long as the timeouts, so all run in parallel, and
+# (mode, ok responses before it). Each takes as long as the timeouts, so all run in parallel, and
 # beside the tests in between.
 HUBS = {
-    "a hub that is silent once it has answered": ("silent", 3),
+    "a hub that is silent after its first response": ("silent", 3),
     "a hub that is silent once it is read": ("silent", 7),
-    "a hub in trouble once it is read": ("in trouble", 7),
+    "a hub unavailable once it is read": ("unavailable", 7),
 }
 MIRRORS = {
     "a mirror that is silent": ("json", "silent", 0),
-    "a mirror that is silent once it has answered": ("json", "silent", 1),
+    "a mirror that is silent after its first response": ("json", "silent", 1),
     "a mirror that is silent once it is read": ("parquet", "silent", 4),
-    "a mirror that always breaks off": ("json", "breaking off", 0),
-    "a mirror that hangs up once it has answered": ("json", "hanging up", 1),
-    "a mirror in trouble once it is read": ("parquet", "in trouble", 4),
+    "a mirror that always truncates": ("json", "truncating", 0),
+    "a mirror that disconnects after its first response": ("json", "disconnecting", 1),
+    "a mirror unavailable once it is read": ("parquet", "unavailable", 4),
 }
 DEFAULT = ("a hub that is silent once it is read", "a mirror that is silent once it is read")
 
@@ -255,20 +255,20 @@ def failures(
     full = request.config.getoption("--full")
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(len(MIRRORS)))
-        for name, (mood, good_answers) in HUBS.items():
+        for name, (mode, ok_before) in HUBS.items():
             if name not in DEFAULT and not full:
                 continue
-            server = stack.enter_context(serving(root, mood))
-            server.good_answers = good_answers
+            server = stack.enter_context(serving(root, mode))
+            server.ok_before = ok_before
             job = {"name": f"hf:{REPO}", "config": {"files": "x.parquet"}}
             child = Child(tmp_path_factory.mktemp("home"), job, HF_ENDPOINT=server.address)
             stack.callback(child.process.kill)
             results[name] = lambda child=child: child.results()[0]
-        for name, (kind, mood, good_answers) in MIRRORS.items():
+        for name, (kind, mode, ok_before) in MIRRORS.items():
             if name not in DEFAULT and not full:
                 continue
-            server = stack.enter_context(serving(root, mood))
-            server.good_answers = good_answers
+            server = stack.enter_context(serving(root, mode))
+            server.ok_before = ok_before
             address = f"{server.address}/x.{ENDINGS[kind]}"
             results[name] = threads.submit(refusal, kind, address).result
         yield results
@@ -357,14 +357,14 @@ def test_a_closed_port_is_reported_at_once_with_fixes(
 
 
 @pytest.mark.parametrize(
-    ("mood", "complaint"), [("silent", "cannot be reached"), ("in trouble", "HTTP status 503")]
+    ("mode", "complaint"), [("silent", "cannot be reached"), ("unavailable", "HTTP status 503")]
 )
 def test_an_unresponsive_hub_is_reported_without_retries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mood: str, complaint: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, complaint: str
 ) -> None:
-    with serving(tmp_path, mood) as server:
+    with serving(tmp_path, mode) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.address)
-        if mood == "silent":
+        if mode == "silent":
             monkeypatch.setattr("nsa.data.hub.PROBE_SECONDS", 0.5)
         start = time.monotonic()
         with pytest.raises(DataError, match=complaint):

@@ -1,4 +1,4 @@
-"""Batch loader: order, resumption, and prompt errors when batches stop; validation data."""
+"""Batch loader: order, resumption, and prompt errors when batches stop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -27,27 +25,21 @@ from nsa.data.loader import BatchLoader, open_loader
 from nsa.data.prepare import prepare
 from nsa.data.source import DataError
 from nsa.data.tokenizer import train_tokenizer
-from nsa.data.validation import ValidationData
+from nsa.data.validation_data import ValidationData
 from tests.data.processes import ends_soon, workers_of
 from tests.data.texts import (
     EOS,
-    HELD_OUT,
     Rows,
+    configure,
     documents_in,
     split,
     texts,
     write_lines,
     write_parquet,
+    write_to_pipe,
 )
 
 STREAMING_RUN = Path(__file__).parent / "streaming_run.py"
-
-
-def configure(source: Any, **settings: Any) -> DataConfig:
-    return DataConfig(
-        source=source,
-        **{"held_out": HELD_OUT, "seq_len": 16, "shuffle_documents": 8, "timeout": 30} | settings,
-    )
 
 
 def loader_of(
@@ -61,32 +53,12 @@ def read(loader: BatchLoader, count: int) -> list[list[list[int]]]:
     return [loader.next_batch().input_ids.tolist() for _ in range(count)]
 
 
-def write(pipe: Any, documents: list[bytes]) -> None:
-    for text in documents:
-        pipe.write(json.dumps({"text": text.decode()}).encode() + b"\n")
-    pipe.flush()
-
-
 def wait_for_first_batch(loader: BatchLoader) -> None:
     """So that a short timeout does not include the worker's start."""
     deadline = time.monotonic() + 30
     while loader.first_batch_seconds is None:
         assert time.monotonic() < deadline, "no batch in 30 seconds"
         time.sleep(0.05)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> str:
-    return write_lines(tmp_path / "a.jsonl", texts(200))
-
-
-@pytest.fixture
-def pipe(tmp_path: Path) -> Iterator[tuple[str, Any]]:
-    """A source that hangs after what was written into it."""
-    path = tmp_path / "slow.jsonl"
-    os.mkfifo(path)
-    with open(os.open(path, os.O_RDWR), "wb") as writer:
-        yield str(path), writer
 
 
 def test_indexed_batches_come_in_order_and_need_no_state() -> None:
@@ -199,7 +171,7 @@ def test_the_timeout_of_a_hanging_source_names_its_rank_and_last_document(
 ) -> None:
     name, writer = pipe
     train, _ = split(texts(40))
-    write(writer, train[:20])
+    write_to_pipe(writer, train[:20])
     with closing(loader_of(configure(name, timeout=1.5, shuffle_documents=5))) as loader:
         wait_for_first_batch(loader)
         start = time.monotonic()
@@ -210,7 +182,7 @@ def test_the_timeout_of_a_hanging_source_names_its_rank_and_last_document(
         for part in (name, "rank 0", "1.5 seconds", "slow.jsonl:20", "data.timeout", "prepare"):
             assert part in message
         # What arrives late is still read in order.
-        write(writer, train[20:])
+        write_to_pipe(writer, train[20:])
         assert loader.next_batch().input_ids.shape == (2, 16)
 
 
@@ -241,7 +213,8 @@ def test_the_error_of_a_broken_document_passes_through(tmp_path: Path) -> None:
 def test_a_process_ends_with_open_loaders(source: str) -> None:
     program = (
         "import sys\nfrom nsa.data.config import DataConfig\n"
-        "from nsa.data.loader import open_loader\nfrom nsa.data.validation import ValidationData\n"
+        "from nsa.data.loader import open_loader\n"
+        "from nsa.data.validation_data import ValidationData\n"
         "shape = {'micro_batch': 1, 'world_size': 1}\n"
         "config = DataConfig(source=sys.argv[1], seq_len=16, held_out=0.2)\n"
         "loader = open_loader(config, rank=0, accumulation=1, seed=1, **shape)\n"
@@ -318,96 +291,6 @@ def test_shards_of_different_tokenizers_are_not_mixed(tmp_path: Path, source: st
         loader_of(configure(folders))
     with closing(loader_of(configure(next(iter(folders))))) as loader:
         assert loader.next_batch().input_ids.shape == (2, 16)
-
-
-def evaluated(validation: ValidationData, ranks: int, micro_batch: int) -> list[tuple[int, ...]]:
-    """The samples with labels, of all ranks; each rank has the same number of batches."""
-    samples: list[tuple[int, ...]] = []
-    of_ranks = [validation.batches(rank) for rank in range(ranks)]
-    assert len({len(batches) for batches in of_ranks}) == 1
-    for batch in (batch for batches in of_ranks for batch in batches):
-        assert batch.input_ids.numel() == micro_batch * 16
-        rows = batch.labels.reshape(micro_batch, 16)
-        for inputs, labels in zip(batch.input_ids.reshape(micro_batch, 16), rows, strict=True):
-            if (labels != IGNORE_INDEX).any():
-                samples.append((*inputs.tolist(), *labels.tolist()))
-    return samples
-
-
-@pytest.mark.parametrize("packing", ["concat", "documents"])
-@pytest.mark.parametrize("kind", ["synthetic", "stream"])
-def test_validation_samples_do_not_depend_on_ranks_or_micro_batch(
-    source: str, kind: str, packing: str
-) -> None:
-    name = source if kind == "stream" else "synthetic"
-    config = configure(name, packing=packing, synthetic_bytes=20_000)
-    expected: list[tuple[int, ...]] = []
-    for ranks, micro_batch in ((1, 1), (2, 3), (5, 2)):
-        with closing(
-            ValidationData(config, sequences=13, micro_batch=micro_batch, world_size=ranks)
-        ) as validation:
-            samples = evaluated(validation, ranks, micro_batch)
-            assert validation.note is None
-        expected = expected or samples
-        assert len(set(expected)) == 13
-        assert samples == expected
-
-
-def test_validation_reads_only_documents_that_training_does_not(source: str) -> None:
-    _, documents = split(texts(200))
-    stream = b"\n".join(documents)
-    with closing(
-        ValidationData(configure(source), sequences=20, micro_batch=1, world_size=1)
-    ) as validation:
-        for sample in evaluated(validation, 1, 1):
-            for text in bytes(min(token, 255) for token in sample[:16]).split(b"\xff"):
-                assert text in stream
-        assert validation.bytes_per_token == pytest.approx(0.97, abs=0.02)
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_validation_reports_fewer_samples_than_requested(tmp_path: Path, ranks: int) -> None:
-    train, documents = split(texts(200))
-    source = write_lines(tmp_path / "b.jsonl", train[:40] + documents[:3])
-    available = (sum(len(text) + 1 for text in documents[:3]) - 1) // 16
-    assert available > 0
-    with closing(
-        ValidationData(configure(source), sequences=50, micro_batch=2, world_size=ranks)
-    ) as validation:
-        assert len(evaluated(validation, ranks, 2)) == validation.sequences == available
-        assert validation.note is not None
-        assert f"ends after {available} sequences" in validation.note
-
-
-def test_validation_waits_while_its_source_yields_documents(pipe: tuple[str, Any]) -> None:
-    name, writer = pipe
-    train, documents = split(texts(200))
-    seconds = 3.0
-
-    def write_slowly() -> None:
-        for number, text in enumerate([*train[:20], *documents]):
-            write(writer, [text])
-            time.sleep(seconds / 12 if number < 20 else 0)
-
-    config = configure(name, timeout=seconds)
-    writing = Thread(target=write_slowly, daemon=True)
-    writing.start()
-    start = time.monotonic()
-    with closing(ValidationData(config, sequences=9, micro_batch=1, world_size=1)) as validation:
-        assert validation.sequences == 9
-    assert time.monotonic() - start > seconds
-    writing.join()
-
-
-def test_the_timeout_of_validation_names_the_hanging_source(pipe: tuple[str, Any]) -> None:
-    name, writer = pipe
-    write(writer, texts(5))
-    config = configure(name, timeout=2)
-    with (
-        closing(ValidationData(config, sequences=50, micro_batch=1, world_size=1)) as validation,
-        pytest.raises(DataError, match=r"slow\.jsonl': no document .* 2 sec.*slow\.jsonl:5"),
-    ):
-        validation.batches(0)
 
 
 @pytest.mark.gpu

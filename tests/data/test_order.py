@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.order import Mixer, key, shuffled
+from nsa.data.order import Mixer, hash64, shuffled_index
 
 
 @settings(deadline=None)
 @given(size=st.integers(1, 600), seed=st.integers(0, 2**64))
-def test_shuffled_is_a_permutation(size: int, seed: int) -> None:
-    assert sorted(shuffled(index, size, seed) for index in range(size)) == list(range(size))
+def test_shuffled_indices_are_a_permutation(size: int, seed: int) -> None:
+    assert sorted(shuffled_index(index, size, seed) for index in range(size)) == list(range(size))
 
 
 def test_a_corpus_of_any_size_is_shuffled_without_a_table() -> None:
     size = 10**15
-    indices = {shuffled(index, size, 7) for index in range(1_000)}
+    indices = {shuffled_index(index, size, 7) for index in range(1_000)}
     assert len(indices) == 1_000
     assert max(indices) > 0.99 * size
     assert min(indices) < 0.01 * size
@@ -27,7 +27,7 @@ def test_a_corpus_of_any_size_is_shuffled_without_a_table() -> None:
 
 def test_the_order_is_that_of_earlier_versions() -> None:
     first, second = (
-        [shuffled(at, 10, key(1337, epoch, 0)) for at in range(10)] for epoch in (0, 1)
+        [shuffled_index(at, 10, hash64(1337, epoch, 0)) for at in range(10)] for epoch in (0, 1)
     )
     assert first == [5, 2, 8, 0, 9, 7, 4, 1, 3, 6]
     assert second == [9, 3, 1, 0, 8, 6, 5, 4, 7, 2]
@@ -36,7 +36,10 @@ def test_the_order_is_that_of_earlier_versions() -> None:
 def test_first_indices_and_distances_are_uniformly_distributed() -> None:
     """Chi-square over 4,000 keys; 12 values each, so 11 and 10 degrees of freedom."""
     size, draws = 12, 4_000
-    orders = [[shuffled(index, size, key("chance", at)) for index in (0, 1)] for at in range(draws)]
+    orders = [
+        [shuffled_index(index, size, hash64("chance", at)) for index in (0, 1)]
+        for at in range(draws)
+    ]
     firsts = Counter(first for first, _ in orders)
     steps = Counter((second - first) % size for first, second in orders)
     assert chi_square(firsts, size, draws) < 31.3  # one in a thousand
@@ -87,4 +90,4 @@ def test_a_fraction_below_the_resolution_is_refused_by_name() -> None:
 
 def test_keys_differ_if_any_part_differs() -> None:
     parts = [(1, 23), (12, 3), (1, 2, 3), (123,), ("1", 24), (0, 23)]
-    assert len({key(*each) for each in parts}) == len(parts)
+    assert len({hash64(*each) for each in parts}) == len(parts)

@@ -321,7 +321,10 @@ def test_giant_empty_and_binary_documents_are_prepared(tmp_path: Path) -> None:
         text for split in SPLITS for text in texts_of(tmp_path / "out", split, ByteTokenizer())
     ]
     assert sorted(prepared) == sorted(
-        part for text in texts.values() for split in SPLITS if (part := HALVES.part(text, split))
+        part
+        for text in texts.values()
+        for split in SPLITS
+        if (part := HALVES.text_for(text, split))
     )
 
 

@@ -19,7 +19,6 @@ SMALL = DataConfig(source="synthetic", synthetic_bytes=50_000)
 
 def store_of(config: DataConfig, split: str) -> TokenStore:
     store = open_store(config, "synthetic", split)
-    assert store is not None
     return store
 
 
@@ -44,7 +43,6 @@ def test_the_splits_hold_all_documents_in_order_each_followed_by_eos() -> None:
 
 def test_bytes_per_token_divides_text_by_all_tokens() -> None:
     store = open_store(DataConfig(), "embedded", "val")
-    assert store is not None
     texts = [document.text for document in embedded().read() if is_validation(document.text, 0.05)]
     size = sum(map(len, texts))
     assert store.bytes_per_token == pytest.approx(size / (size + len(texts)), rel=1e-12)

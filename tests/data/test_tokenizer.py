@@ -24,7 +24,7 @@ from nsa.data.builtin import ListSource, synthetic
 from nsa.data.config import DataConfig
 from nsa.data.source import DataError, Document, Source
 from nsa.data.tokenizer import (
-    PIECE,
+    CHARS_PER_PIECE,
     ByteTokenizer,
     HubTokenizer,
     Tokenizer,
@@ -142,8 +142,8 @@ def test_splitting_a_giant_text_does_not_change_its_ids(
         assert max(map(len, pieces)) <= longest
         ids = tokenizer.encode_many([piece.encode() for piece in pieces])
         assert np.array_equal(expected, np.concatenate(ids))
-    # encode() itself splits a text longer than PIECE.
-    monkeypatch.setattr("nsa.data.tokenizer.CALL", 500)
+    # encode() itself splits a text longer than CHARS_PER_PIECE.
+    monkeypatch.setattr("nsa.data.tokenizer.CHARS_PER_CALL", 500)
     monkeypatch.setattr("nsa.data.tokenizer.split_text", lambda text: split_text(text, 200))
     both = tokenizer.encode_many([GIANT.encode(), b"it was"])
     assert np.array_equal(both[0], expected)
@@ -153,7 +153,7 @@ def test_splitting_a_giant_text_does_not_change_its_ids(
 def test_a_giant_text_without_spaces_is_encoded_in_bounded_pieces(
     trained: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert max(map(len, split_text("語" * (2 * PIECE + 5)))) == PIECE
+    assert max(map(len, split_text("語" * (2 * CHARS_PER_PIECE + 5)))) == CHARS_PER_PIECE
     monkeypatch.setattr("nsa.data.tokenizer.split_text", lambda text: split_text(text, 1_000))
     text = "語" * 2_005
     assert trained.decode(trained.encode(text.encode())) == text.encode()

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -17,6 +17,14 @@ from nsa.data.tokenizer import ByteTokenizer
 
 EOS = ByteTokenizer.eos_id
 HELD_OUT = 0.2  # fraction for validation, so that a few of the texts below are in it
+
+
+def configure(source: Any, **settings: Any) -> DataConfig:
+    """Return settings for short texts, with small defaults."""
+    return DataConfig(
+        source=source,
+        **{"held_out": HELD_OUT, "seq_len": 16, "shuffle_documents": 8, "timeout": 30} | settings,
+    )
 
 
 class Rows(Iterator[np.ndarray]):
@@ -50,6 +58,13 @@ def write_lines(path: Path, documents: Iterable[bytes]) -> str:
     """Write JSON lines; returns the value for data.source."""
     path.write_text("".join(json.dumps({"text": text.decode()}) + "\n" for text in documents))
     return str(path)
+
+
+def write_to_pipe(pipe: BinaryIO, documents: Iterable[bytes]) -> None:
+    """Write JSON lines that a reader gets at once."""
+    for text in documents:
+        pipe.write(json.dumps({"text": text.decode()}).encode() + b"\n")
+    pipe.flush()
 
 
 def write_parquet(path: Path, documents: Iterable[bytes]) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nsa import checkpoint
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
-from tests.checkpoint.once import save
+from tests.checkpoint.save_once import save_once
 from tests.engine.switching_ranks import build, step
 
 LAYERS = 3  # 21 equal matrices: the two ranks divide one of them
@@ -34,7 +34,7 @@ def main() -> None:
             values = torch.linalg.svdvals(update) / max(1, rows / columns) ** 0.5
             row = {"name": name, "low": values.min().item(), "high": values.max().item()}
             print(json.dumps(row | {"sum": update.sum().item()}), flush=True)
-    save(engine, folder, 1, {"step": 1})
+    save_once(engine, folder, 1, {"step": 1})
     factors = [group.get("lr_factor") for group in engine.optimizer.param_groups]
     engine.destroy()
     other = build("zero1_muon", seed=2, layers=LAYERS)

@@ -17,7 +17,7 @@ from nsa.engine.build import initialise
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel
-from tests.checkpoint.once import save
+from tests.checkpoint.save_once import save_once
 from tests.engine.small import small
 from tests.ranks import ROOT
 
@@ -57,7 +57,7 @@ def main() -> None:
         engine = build(name, seed=1)
         for index in range(3):
             step(engine, index)
-        save(engine, folder / name, 3, {"step": 3})
+        save_once(engine, folder / name, 3, {"step": 3})
         saved[name] = weights(engine)
         step(engine, 3)
         next_step[name] = weights(engine)

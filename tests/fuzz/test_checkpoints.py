@@ -73,7 +73,9 @@ def generate(path: Path) -> int:
     return run("generate", path, "--prompt=a", "--max-new-tokens=1", exact_stdout=True)
 
 
-def test_manifest(fuzz: Callable[..., None], run_dir: Path) -> None:
+def test_any_manifest_loads_or_is_refused_in_one_line(
+    fuzz: Callable[..., None], run_dir: Path
+) -> None:
     checkpoint = run_dir / "checkpoints" / STEP
     tree = json.loads((checkpoint / MANIFEST).read_text())
 
@@ -93,7 +95,9 @@ def test_manifest(fuzz: Callable[..., None], run_dir: Path) -> None:
     fuzz(check, 150, content=files(tree), rehash=st.booleans())
 
 
-def test_state(fuzz: Callable[..., None], run_dir: Path) -> None:
+def test_any_state_json_loads_or_is_refused_in_one_line(
+    fuzz: Callable[..., None], run_dir: Path
+) -> None:
     checkpoint = run_dir / "checkpoints" / STEP
 
     def check(content: bytes) -> None:
@@ -106,7 +110,7 @@ def test_state(fuzz: Callable[..., None], run_dir: Path) -> None:
     fuzz(check, 100, content=files(STATE))
 
 
-def test_state_of_a_rank(
+def test_any_rank_state_that_is_accepted_can_be_restored(
     fuzz: Callable[..., None], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is accepted can be restored: the loss guard, and a stream from its cursors."""
@@ -141,7 +145,9 @@ def test_state_of_a_rank(
     fuzz(check, 100, content=guards.map(lambda guard: to_json(state | {"guard": guard})))
 
 
-def test_config_of_a_checkpoint(fuzz: Callable[..., None], run_dir: Path) -> None:
+def test_any_config_of_a_checkpoint_loads_or_is_refused_in_one_line(
+    fuzz: Callable[..., None], run_dir: Path
+) -> None:
     checkpoint = run_dir / "checkpoints" / STEP
     import yaml
 
@@ -155,7 +161,9 @@ def test_config_of_a_checkpoint(fuzz: Callable[..., None], run_dir: Path) -> Non
     fuzz(check, 50, content=files(tree))
 
 
-def test_weights(fuzz: Callable[..., None], run_dir: Path) -> None:
+def test_any_weights_load_or_are_refused_in_one_line(
+    fuzz: Callable[..., None], run_dir: Path
+) -> None:
     """Of other shapes, types and kinds, and damaged."""
     checkpoint = run_dir / "checkpoints" / STEP
     file = checkpoint / "mp_rank_00_model_states.pt"

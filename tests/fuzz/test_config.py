@@ -50,7 +50,9 @@ def resolve(recipe: Recipe, folder: Path, *flags: str) -> None:
     assert not (folder / "ran").exists()
 
 
-def test_set(fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path) -> None:
+def test_any_set_flag_is_accepted_or_refused(
+    fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path
+) -> None:
     tags = [tag.format(tmp_path / "ran") for tag in TAGS]
     texts = st.one_of(
         st.sampled_from((*TRICKS, *tags)),
@@ -66,7 +68,9 @@ def test_set(fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path) -> None:
     fuzz(check, 120, name=names, text=texts)
 
 
-def test_config_file(fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path) -> None:
+def test_any_config_file_is_accepted_or_refused(
+    fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path
+) -> None:
     file = tmp_path / "config.yaml"
     tags = [tag.format(tmp_path / "ran") for tag in TAGS]
     snippets = st.tuples(st.sampled_from(NAMES), st.sampled_from((*TRICKS, *tags)))
@@ -84,8 +88,8 @@ def test_config_file(fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path) 
     fuzz(check, 60, content=content)
 
 
-def test_aliases_cannot_multiply(recipe: Recipe, tmp_path: Path) -> None:
-    """A billion values in ten lines, in a list and in merged mappings."""
+def test_yaml_aliases_are_refused(recipe: Recipe, tmp_path: Path) -> None:
+    """They could name a billion values in ten lines, in a list or in merged mappings."""
     lists = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12))
     maps = "\n".join(
         f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 12)
@@ -99,7 +103,9 @@ def test_aliases_cannot_multiply(recipe: Recipe, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero1_pcie.json", "zero3.json"])
-def test_deepspeed_json(fuzz: Callable[..., None], name: str, tmp_path: Path) -> None:
+def test_any_deepspeed_json_is_accepted_or_refused_in_one_line(
+    fuzz: Callable[..., None], name: str, tmp_path: Path
+) -> None:
     tree = json.loads((ROOT / "ds_configs" / name).read_text())
     file = tmp_path / "ds.json"
 
@@ -110,7 +116,9 @@ def test_deepspeed_json(fuzz: Callable[..., None], name: str, tmp_path: Path) ->
     fuzz(check, 50, content=files(tree))
 
 
-def test_flags_with_numbers(fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path) -> None:
+def test_any_value_of_a_numeric_flag_is_accepted_or_refused(
+    fuzz: Callable[..., None], recipe: Recipe, tmp_path: Path
+) -> None:
     flags = st.sampled_from(("--until", "--time-limit", "--profile-steps"))
     texts = st.text() | st.sampled_from([str(value) for value in VALUES[:16]])
     texts |= st.from_regex(re.compile(r"[0-9hms.\-]{1,12}"), fullmatch=True)

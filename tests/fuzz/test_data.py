@@ -31,7 +31,9 @@ def read_all(folder: Path) -> None:
                 assert tokens.max() < store.vocab_size
 
 
-def test_index(fuzz: Callable[..., None], tmp_path: Path) -> None:
+def test_any_index_is_read_or_refused_in_one_line(
+    fuzz: Callable[..., None], tmp_path: Path
+) -> None:
     folder = write_folder(tmp_path / "prepared")
     tree = json.loads((folder / INDEX).read_text())
 
@@ -43,7 +45,9 @@ def test_index(fuzz: Callable[..., None], tmp_path: Path) -> None:
     fuzz(check, 120, content=files(tree))
 
 
-def test_shard(fuzz: Callable[..., None], tmp_path: Path) -> None:
+def test_any_shard_is_read_or_refused_in_one_line(
+    fuzz: Callable[..., None], tmp_path: Path
+) -> None:
     """The header as JSON with the right length, or damaged bytes anywhere."""
     folder = write_folder(tmp_path / "prepared")
     path = folder / "train-000-00000.bin"
@@ -80,7 +84,9 @@ def test_tokens_outside_the_vocabulary_are_refused_by_name(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_text_files(fuzz: Callable[..., None], suffix: str, tmp_path: Path) -> None:
+def test_any_text_file_is_read_or_refused_by_name(
+    fuzz: Callable[..., None], suffix: str, tmp_path: Path
+) -> None:
     """The error names the file, wherever it is broken."""
     path = tmp_path / f"text{suffix}"
     intact = _write(path)

@@ -45,7 +45,7 @@ def import_it(source: Path, to: Path) -> int:
 
 
 @pytest.mark.parametrize("kind", ["nsa", "llama"])
-def test_config(
+def test_any_config_json_is_imported_or_refused_in_one_line(
     fuzz: Callable[..., None], kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = copy(folders[kind], tmp_path)
@@ -64,7 +64,7 @@ def test_config(
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.yaml"])
-def test_other_files(
+def test_any_tokenizer_or_settings_file_loads_or_is_refused_in_one_line(
     fuzz: Callable[..., None], name: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = copy(folders["nsa"], tmp_path)
@@ -84,7 +84,9 @@ def test_other_files(
     fuzz(check, 30, content=contents)
 
 
-def test_weights(fuzz: Callable[..., None], folders: dict[str, Path], tmp_path: Path) -> None:
+def test_any_safetensors_load_or_are_refused_in_one_line(
+    fuzz: Callable[..., None], folders: dict[str, Path], tmp_path: Path
+) -> None:
     """The header of safetensors is JSON; an index may name other files."""
     folder = copy(folders["nsa"], tmp_path)
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"

@@ -41,7 +41,7 @@ def look(folder: Path) -> None:
         list(detector.find_degradation())
 
 
-def test_heartbeats(fuzz: Callable[..., None], tmp_path: Path) -> None:
+def test_any_heartbeat_is_read_in_time(fuzz: Callable[..., None], tmp_path: Path) -> None:
     write_limits(tmp_path)
     names = [tmp_path / f"heartbeat_rank0{part}.jsonl" for part in ("", ".1")]
     events = st.sampled_from(("start", "progress", "step_end", "end"))
@@ -65,7 +65,7 @@ def test_heartbeats(fuzz: Callable[..., None], tmp_path: Path) -> None:
     fuzz(check, 150, current=lists, older=lists)
 
 
-def test_limits_of_the_watchdog(fuzz: Callable[..., None], tmp_path: Path) -> None:
+def test_any_watchdog_limits_are_read_in_time(fuzz: Callable[..., None], tmp_path: Path) -> None:
     write_limits(tmp_path)
     (tmp_path / "heartbeat_rank0.jsonl").write_bytes(to_json(a_line(0, pid=PID)) + b"\n")
     tree = {"monitor": {"heartbeat": 1.0, "watch": {"compute": 20.0, "grace": 0.5}}}
@@ -77,10 +77,10 @@ def test_limits_of_the_watchdog(fuzz: Callable[..., None], tmp_path: Path) -> No
     fuzz(check, 60, content=files(tree))
 
 
-def test_reports(
+def test_any_file_of_a_run_is_reported_as_safe_markdown(
     fuzz: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the pictures, which take seconds; test_pictures draws some."""
+    """Without plots, which take seconds each; the test of metrics tables draws two."""
     monkeypatch.setattr("nsa.report.report.draw_plots", lambda run: [])
     (tmp_path / "metrics.csv").write_text(CSV + "".join(map(ROW.format, range(1, 30))))
     parts = {
@@ -112,7 +112,9 @@ def check_markdown(text: str) -> None:
     assert "\x1b" not in text
 
 
-def test_tables(fuzz: Callable[..., None], tmp_path: Path) -> None:
+def test_any_metrics_table_is_summarised_and_plotted_in_time(
+    fuzz: Callable[..., None], tmp_path: Path
+) -> None:
     table = (CSV + "".join(map(ROW.format, range(1, 40)))).encode()
     cells = st.sampled_from(("inf", "-1", "nan", "1e308", "", "x", "9" * 400, "1_0", "٣"))
 

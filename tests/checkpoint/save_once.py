@@ -1,4 +1,4 @@
-"""Save a checkpoint without a run."""
+"""Save one checkpoint of an engine, without a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nsa.checkpoint import CheckpointConfig, Saver
 from nsa.engine.consensus import Consensus
 
 
-def save(
+def save_once(
     engine: Any,
     folder: Path,
     step: int,

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from nsa import checkpoint
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
-from tests.checkpoint import once
-from tests.checkpoint.hostile import KINDS, plant
+from tests.checkpoint.planted_code import KINDS, plant
+from tests.checkpoint.save_once import save_once
 from tests.checkpoint.toy import build, step
 
 
@@ -25,7 +25,7 @@ def main() -> None:
         engine = build(seed=1, stage=stage)
         step(engine, 0)
         saved = root / str(stage)
-        once.save(engine, saved, 3, {"step": 3})
+        save_once(engine, saved, 3, {"step": 3})
         for kind in KINDS:
             attacked = root / f"{stage}_{kind}"
             if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""A hostile checkpoint: a file runs code when it is unpickled, and all hashes are right."""
+"""Plant code in a checkpoint: it runs when a file is unpickled, and all hashes are right."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class ValidationData:
 
     @cached_property
     def _samples(self) -> Samples:
-        """Raise a DataError after data.timeout seconds without a document."""
+        """The samples, once read; a DataError after data.timeout seconds without a document."""
         if self._indexed is not None:
             return self._indexed
         timeout, worker = self._config.timeout, self._worker
@@ -86,8 +86,8 @@ class ValidationData:
         """Return a rank's batches, equally many on all ranks; ignored rows fill the last."""
         total, ranks = self.sequences, self._world_size
         positions = range(rank * total // ranks, (rank + 1) * total // ranks)
-        most = -(-total // ranks)
-        starts = range(0, most, self._micro_batch)
+        longest = -(-total // ranks)  # of the ranks' ranges
+        starts = range(0, longest, self._micro_batch)
         return [self._batch(positions[start : start + self._micro_batch]) for start in starts]
 
     def _batch(self, positions: range) -> Batch:

@@ -1,0 +1,106 @@
+"""Validation data: the same samples on any number of ranks, and errors that name the source."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from nsa.constants import IGNORE_INDEX
+from nsa.data.source import DataError
+from nsa.data.validation_data import ValidationData
+from tests.data.texts import configure, split, texts, write_lines, write_to_pipe
+
+
+def evaluated(validation: ValidationData, ranks: int, micro_batch: int) -> list[tuple[int, ...]]:
+    """The samples with labels, of all ranks; each rank has the same number of batches."""
+    samples: list[tuple[int, ...]] = []
+    of_ranks = [validation.batches(rank) for rank in range(ranks)]
+    assert len({len(batches) for batches in of_ranks}) == 1
+    for batch in (batch for batches in of_ranks for batch in batches):
+        assert batch.input_ids.numel() == micro_batch * 16
+        rows = batch.labels.reshape(micro_batch, 16)
+        for inputs, labels in zip(batch.input_ids.reshape(micro_batch, 16), rows, strict=True):
+            if (labels != IGNORE_INDEX).any():
+                samples.append((*inputs.tolist(), *labels.tolist()))
+    return samples
+
+
+@pytest.mark.parametrize("packing", ["concat", "documents"])
+@pytest.mark.parametrize("kind", ["synthetic", "stream"])
+def test_validation_samples_do_not_depend_on_ranks_or_micro_batch(
+    source: str, kind: str, packing: str
+) -> None:
+    name = source if kind == "stream" else "synthetic"
+    config = configure(name, packing=packing, synthetic_bytes=20_000)
+    expected: list[tuple[int, ...]] = []
+    for ranks, micro_batch in ((1, 1), (2, 3), (5, 2)):
+        with closing(
+            ValidationData(config, sequences=13, micro_batch=micro_batch, world_size=ranks)
+        ) as validation:
+            samples = evaluated(validation, ranks, micro_batch)
+            assert validation.note is None
+        expected = expected or samples
+        assert len(set(expected)) == 13
+        assert samples == expected
+
+
+def test_validation_reads_only_documents_that_training_does_not(source: str) -> None:
+    _, documents = split(texts(200))
+    stream = b"\n".join(documents)
+    with closing(
+        ValidationData(configure(source), sequences=20, micro_batch=1, world_size=1)
+    ) as validation:
+        for sample in evaluated(validation, 1, 1):
+            for text in bytes(min(token, 255) for token in sample[:16]).split(b"\xff"):
+                assert text in stream
+        assert validation.bytes_per_token == pytest.approx(0.97, abs=0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_validation_reports_fewer_samples_than_requested(tmp_path: Path, ranks: int) -> None:
+    train, documents = split(texts(200))
+    source = write_lines(tmp_path / "b.jsonl", train[:40] + documents[:3])
+    available = (sum(len(text) + 1 for text in documents[:3]) - 1) // 16
+    assert available > 0
+    with closing(
+        ValidationData(configure(source), sequences=50, micro_batch=2, world_size=ranks)
+    ) as validation:
+        assert len(evaluated(validation, ranks, 2)) == validation.sequences == available
+        assert validation.note is not None
+        assert f"ends after {available} sequences" in validation.note
+
+
+def test_validation_waits_while_its_source_yields_documents(pipe: tuple[str, Any]) -> None:
+    name, writer = pipe
+    train, documents = split(texts(200))
+    seconds = 3.0
+
+    def write_slowly() -> None:
+        for number, text in enumerate([*train[:20], *documents]):
+            write_to_pipe(writer, [text])
+            time.sleep(seconds / 12 if number < 20 else 0)
+
+    config = configure(name, timeout=seconds)
+    writing = Thread(target=write_slowly, daemon=True)
+    writing.start()
+    start = time.monotonic()
+    with closing(ValidationData(config, sequences=9, micro_batch=1, world_size=1)) as validation:
+        assert validation.sequences == 9
+    assert time.monotonic() - start > seconds
+    writing.join()
+
+
+def test_the_timeout_of_validation_names_the_hanging_source(pipe: tuple[str, Any]) -> None:
+    name, writer = pipe
+    write_to_pipe(writer, texts(5))
+    config = configure(name, timeout=2)
+    with (
+        closing(ValidationData(config, sequences=50, micro_batch=1, world_size=1)) as validation,
+        pytest.raises(DataError, match=r"slow\.jsonl': no document .* 2 sec.*slow\.jsonl:5"),
+    ):
+        validation.batches(0)
