@@ -220,7 +220,7 @@ def test_short_failures_of_a_mirror_lose_no_document(tmp_path: Path) -> None:
 # (mode, ok responses before it). Each takes as long as the timeouts, so all run in parallel, and
 # beside the tests in between.
 HUBS = {
-    "a hub that is silent after its first response": ("silent", 3),
+    "a hub that is silent after its first responses": ("silent", 3),
     "a hub that is silent once it is read": ("silent", 7),
     "a hub unavailable once it is read": ("unavailable", 7),
 }
