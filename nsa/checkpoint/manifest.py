@@ -59,7 +59,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} was changed after it was written: its hash differs")
     if not 0 < content["ranks"] <= MAX_RANKS:
         raise ValueError(f"{MANIFEST} is that of {content['ranks']} ranks")
-    match = NAME.match(checkpoint.name)  # of a universal checkpoint, too: step….universal
+    match = NAME.match(checkpoint.name)  # step….universal, too
     if match and int(match[1]) != content["step"]:
         raise ValueError(f"{MANIFEST} is that of step {content['step']}")
     names = set(content["files"])

@@ -92,8 +92,8 @@ class Saver:
     """Saves one engine into one folder. Every rank has one and calls it at the same steps.
 
     `barrier` takes this rank's error or None, waits for all ranks, and raises on all of them if one
-    had an error. `tokenizer` holds name and fingerprint of the dataset's tokenizer: a checkpoint is
-    used without the dataset. On rank 0, `on_saved` receives step, folder and the seconds that
+    had an error. `tokenizer` holds name and fingerprint of the dataset's tokenizer, to use a
+    checkpoint without the dataset. On rank 0, `on_saved` receives step, folder and the seconds that
     training waited, and `on_failed` an error that comes after `save` has returned. Both are called
     from the saver's thread; `on_failed` also from `finish`.
     """

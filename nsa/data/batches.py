@@ -123,7 +123,7 @@ class Samples:
         return self.stores[source], index * self.seq_len
 
     def first_repeat(self, samples: int) -> tuple[int, str] | None:
-        """Return position and store name of the first repeated sample of `samples`, or None."""
+        """Return position and store name of the first repetition among `samples`, or None."""
         for position in range(samples):
             source, number = self._mixer.locate(position)
             if number >= self.per_epoch[source]:

@@ -22,7 +22,7 @@ from nsa.data.tokenizer import TokenArray, build_tokenizer, with_eos
 # out fewer than FEW_IN_VALIDATION of them: it may hold out none.
 FEW_DOCUMENTS = 1_000
 FEW_IN_VALIDATION = 5
-VALIDATION_BYTES = 1 << 14  # held out of few documents: a sample of 2,048 tokens and more
+VALIDATION_BYTES = 1 << 14  # held out of few documents: fits a sample of 2,048 tokens
 MAX_IN_MEMORY_BYTES = 1 << 24  # few documents with more text are streamed
 
 

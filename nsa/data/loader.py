@@ -192,7 +192,7 @@ class Prefetcher(Generic[T]):
         atexit.register(self._close)  # a thread inside PyTorch at Python's exit would abort it
 
     def next(self, timeout: float, last_progress: Callable[[], float] = lambda: 0.0) -> T:
-        """Return the next item; raise Empty `timeout` seconds after call and last progress."""
+        """Return the next item; raise Empty after `timeout` seconds without progress."""
         start = time.monotonic()
         while True:
             deadline = max(start, last_progress()) + timeout

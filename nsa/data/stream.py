@@ -147,10 +147,8 @@ class _SourceStream:
 
     def _shuffle(self, texts: list[bytes], pass_number: int, block: int) -> list[bytes]:
         """Return the texts in an order that differs between blocks and between passes."""
-        shuffle_key, size = (
-            hash64(self.seed, "documents", self.part, pass_number, block),
-            len(texts),
-        )
+        size = len(texts)
+        shuffle_key = hash64(self.seed, "documents", self.part, pass_number, block)
         return [texts[shuffled_index(index, size, shuffle_key)] for index in range(size)]
 
     def _encode(self, texts: list[bytes], first: int) -> Iterator[tuple[int, TokenArray]]:
