@@ -27,7 +27,7 @@ from nsa.bench.recipe import log_file, logged_rows, recipe_config
 from nsa.bench.results import Report
 from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
-from nsa.report.markdown import spread, table
+from nsa.report.markdown import mean_and_range, table
 from nsa.report.paired import paired_t
 
 VARIANTS: dict[str, tuple[str, ...]] = {  # settings that differ from the profile's
@@ -224,15 +224,15 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 def _cells(row: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
     loss, reference, speeds = row["val_loss"], base["val_loss"], row["tokens_per_s"]
     differences = [loss[seed] - reference[seed] for seed in loss if seed in reference]
-    tested = ["", "", ""] if row is base else [spread(differences, "+.3f"), "–", "–"]
+    tested = ["", "", ""] if row is base else [mean_and_range(differences, "+.3f"), "–", "–"]
     if test := paired_t(differences):
         tested = [f"{test.mean:+.3f} ± {test.margin:.3f}", f"{test.p:.2g}"]
         tested += [f"{test.detectable:.3f}"]
     return [
         row["variant"],
-        spread(list(loss.values()), ".3f"),
+        mean_and_range(list(loss.values()), ".3f"),
         *tested,
-        spread(list(row["bits_per_byte"].values()), ".3f"),
+        mean_and_range(list(row["bits_per_byte"].values()), ".3f"),
         "{1:,.0f} ({0:,.0f} to {2:,.0f})".format(*speeds) if speeds else "–",
         f"{row['parameters']:,}",
     ]

@@ -36,7 +36,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class TorchGpus:
-    """The GPUs that torch can use."""
+    """The GPUs that torch can use, or why it uses none."""
 
     uuids: list[str] = field(default_factory=list)
     peers: dict[tuple[int, int], bool] = field(default_factory=dict)  # pair: has peer access
@@ -116,7 +116,7 @@ def topology_check(
         about = "NVLink, hundreds of GB/s" if link.startswith("NV") else _LINKS.get(link, "unknown")
         pairs.append(f"GPU {first} and {second}: {link}, {about}")
     detail = "; ".join(pairs[:3]) or "nvidia-smi topo -m is not readable"
-    detail += f"; and {len(pairs) - 3} pairs more" if pairs[3:] else ""
+    detail += f"; and {len(pairs) - 3} more pairs" if pairs[3:] else ""
     missing = [f"{first}->{second}" for (first, second), access in peers.items() if not access]
     if missing:
         detail += f"; no peer access {', '.join(missing[:4])}{' and more' if missing[4:] else ''}: "
@@ -135,7 +135,7 @@ def read_acs() -> Check:
 
 
 def acs_check(lspci: str, iommu_groups: int, kernel: str) -> Check:
-    """Warn if ACS or the IOMMU redirects traffic between GPUs, which silently slows or hangs it.
+    """Warn if ACS or the IOMMU redirects traffic between GPUs: it slows down or hangs silently.
 
     `lspci`: output of `lspci -vvv`; `kernel`: the kernel's command line.
     """

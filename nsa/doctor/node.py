@@ -61,12 +61,12 @@ def node_checks(
 
 
 def checkpoint_bytes(parameters: int) -> int:
-    """Return the largest size of a checkpoint: weights, master weights, AdamW's two moments."""
+    """Return a checkpoint's largest size: fp32 weights and master weights, AdamW's two moments."""
     return 16 * parameters
 
 
 def kept_checkpoints(steps: int, every: int, keep: int, done: int = 0) -> int:
-    """Return the most checkpoints that a run adds to its folder, resumed after `done` steps.
+    """Return how many checkpoints a run adds to its folder at most, resumed after `done` steps.
 
     `keep` + 1 of them exist while the newest is written.
     """

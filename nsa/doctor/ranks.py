@@ -29,7 +29,7 @@ _SLOW = 2.0  # GB/s; even PCIe 3.0 through the CPU is faster
 _MAX_SKEW = 1.0  # seconds
 _MB, _GB = 10**6, 10**9
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy")
-_PATTERN = 251  # prime, so that a shifted buffer differs from the buffer
+_PATTERN = 251  # period of the values; a prime, so that a shifted buffer has wrong sums
 _COMPARED = {  # check name: (status if ranks differ, fix)
     "code": (FAIL, "check out the same commit on every machine"),
     "config": (FAIL, "start every node with the same flags and files"),
@@ -101,14 +101,14 @@ def code_fingerprint(root: Path | None = None) -> str:
 
 
 def compare(ranks: Sequence[RankFacts]) -> list[Check]:
-    """Compare every rank with rank 0, and check that no two ranks use the same GPU."""
+    """Compare every rank with rank 0; fail if two ranks use the same GPU."""
     checks = []
     for name, (status, fix) in _COMPARED.items():
         first = ranks[0].compared[name]
         differences = [_difference(facts.compared[name], first) for facts in ranks]
         different = [f"rank {rank}: {text}" for rank, text in enumerate(differences) if text]
         if different:
-            more = f"; and {len(different) - 4} ranks more" if different[4:] else ""
+            more = f"; and {len(different) - 4} more ranks" if different[4:] else ""
             detail = f"differs from rank 0: {'; '.join(different[:4])}{more}"
             checks.append(Check(name, status, detail, fix))
         elif name in ("config", "nccl on ranks"):
@@ -210,7 +210,7 @@ def _all_reduce(device: torch.device, size: int) -> float | str:
     wrong = int((buffer != expected).sum())
     seconds = []
     buffer.zero_()
-    for _ in range(_TIMED_ROUNDS):  # even after wrong sums: the other ranks take part
+    for _ in range(_TIMED_ROUNDS):  # even after wrong sums: the other ranks are waiting
         start = time.perf_counter()
         dist.all_reduce(buffer)
         if on_gpu:

@@ -212,7 +212,7 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
     speed = run.throughput.read()
     dist.all_reduce(loss)
     mean_loss = (loss / dist.get_world_size()).item()
-    run.telemetry.heartbeat.logged(mean_loss)
+    run.telemetry.heartbeat.set_loss(mean_loss)
     if spikes := run.guard.pop().spikes:  # train.on_spike=warn; `recover` reports rejected ones
         run.observers.on_message(
             f"step {run.state.step}: {spikes} losses on rank 0 since the last logged step were far "

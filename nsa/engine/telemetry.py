@@ -18,9 +18,9 @@ from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
 from nsa.gates.schedule import schedule
 from nsa.monitor.csv_files import (
-    FALLBACKS,
-    METRICS,
-    SELECTION,
+    FALLBACKS_FILE,
+    METRICS_FILE,
+    SELECTION_FILE,
     FallbacksCsv,
     MetricsCsv,
     SelectionCsv,
@@ -132,10 +132,10 @@ def build_observers(request: RunRequest, engine: Any, run_history: RunHistory) -
         observers.append((tracker, writer))
         engine.monitor = BackgroundMonitor(engine.monitor, writer, step=lambda: engine.global_steps)
     if monitor.csv:
-        add(METRICS, MetricsCsv())
+        add(METRICS_FILE, MetricsCsv())
     if monitor.health:
-        add(SELECTION, SelectionCsv(request.config.model.attention.selector_loss > 0))
-    add(FALLBACKS, FallbacksCsv(fallback_counts))
+        add(SELECTION_FILE, SelectionCsv(request.config.model.attention.selector_loss > 0))
+    add(FALLBACKS_FILE, FallbacksCsv(fallback_counts))
     if monitor.progress:
         add("progress", Progress())
     if monitor.report:

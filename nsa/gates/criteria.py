@@ -26,7 +26,7 @@ MIN_LOSSES = 4  # logged steps needed to compare the last losses with the first
 class GateInputs:
     """What a run has recorded up to the step of a gate."""
 
-    previous_step: int  # of the gate before; 0: none
+    previous_step: int  # step of the previous gate; 0: none
     step: int
     log_every: int
     metrics: Table  # rows of metrics.csv
@@ -63,7 +63,7 @@ class NotMeasured(Exception):
     """The reason why a value cannot be measured."""
 
 
-Value = tuple[float, str]  # a measured value and its source
+Measurement = tuple[float, str]  # value, source
 
 
 def judge(gate: Gate, inputs: GateInputs, config: LadderConfig) -> GateResult:
@@ -84,7 +84,7 @@ def preflight(checks: Iterable[Check]) -> GateResult:
 
 
 def _judge_criteria(gate: str, inputs: GateInputs, config: LadderConfig) -> list[Criterion]:
-    """Return the criteria of `gate` and of all gates before it."""
+    """Judge a run by the criteria of `gate` and of all gates before it."""
     criteria = [_steps_recorded(inputs), _slowest_rank(inputs), _loss_finite(inputs)]
     for first_gate, name, setting, comparison, measure in _CRITERIA:
         if GATE_NAMES.index(gate) >= GATE_NAMES.index(first_gate):
@@ -107,7 +107,7 @@ def _steps_recorded(inputs: GateInputs) -> Criterion:
     A row covers the `log_every` steps up to its own.
     """
     spans = [(int(row["step"]) - inputs.log_every, int(row["step"])) for row in inputs.rows]
-    spans += inputs.histories[0].done
+    spans += inputs.histories[0].spans
     gaps = list(_gaps(spans, inputs.step))
     missing = sum(last - first + 1 for first, last in gaps)
     source = f"metrics.csv (rows: {len(inputs.rows):,}) and rank 0's heartbeats"
@@ -153,7 +153,7 @@ def _loss_finite(inputs: GateInputs) -> Criterion:
     return Criterion("non-finite losses", ok, value, limit, source)
 
 
-def _loss_ratio(inputs: GateInputs) -> Value:
+def _loss_ratio(inputs: GateInputs) -> Measurement:
     rows, source = inputs.values("loss")
     losses = [loss for _, loss in rows if math.isfinite(loss)]
     if len(losses) < MIN_LOSSES:
@@ -164,15 +164,15 @@ def _loss_ratio(inputs: GateInputs) -> Value:
     return last / first if first else math.inf, source
 
 
-def _longest_pause(inputs: GateInputs) -> Value:
+def _longest_pause(inputs: GateInputs) -> Measurement:
     if not all(history.lines for history in inputs.histories):
-        raise NotMeasured("no heartbeats of every rank")
+        raise NotMeasured("not every rank has heartbeats")
     worst = max(inputs.histories, key=lambda history: history.pause)
     source = f"heartbeats of {len(inputs.histories)} ranks; {worst.pause_at or 'no pause'}"
     return worst.pause, source
 
 
-def _step_time_spread(inputs: GateInputs) -> Value:
+def _step_time_spread(inputs: GateInputs) -> Measurement:
     times = sorted(inputs.recent("seconds"))
     if len(times) < MIN_TIMED_STEPS or median(times) <= 0:
         raise NotMeasured(
@@ -183,14 +183,14 @@ def _step_time_spread(inputs: GateInputs) -> Value:
     return p90 / middle, f"{source}; median {middle:.3g} s, p90 {p90:.3g} s"
 
 
-def _tokens_per_s(inputs: GateInputs) -> Value:
+def _tokens_per_s(inputs: GateInputs) -> Measurement:
     rates = inputs.recent("tokens_per_s")
     if not rates:
         raise NotMeasured("no logged tokens/s since the previous gate")
     return median(rates), inputs.source("tokens_per_s", len(rates), inputs.previous_step)
 
 
-def _utilization(inputs: GateInputs, reduce: Callable[[list[float]], float]) -> Value:
+def _utilization(inputs: GateInputs, reduce: Callable[[list[float]], float]) -> Measurement:
     means = {history.rank: history.gpu_utilization for history in inputs.histories}
     if missing := [str(rank) for rank, mean in means.items() if mean is None]:
         raise NotMeasured(f"no gpu_busy in the heartbeats of ranks {', '.join(missing)}")
@@ -199,7 +199,7 @@ def _utilization(inputs: GateInputs, reduce: Callable[[list[float]], float]) -> 
     return reduce(values), f"gpu_busy of heartbeats between steps: {shown}"
 
 
-def _skipped_fraction(inputs: GateInputs) -> Value:
+def _skipped_fraction(inputs: GateInputs) -> Measurement:
     skipped = _skipped(inputs)
     if skipped is None:
         raise NotMeasured("no heartbeats")
@@ -211,7 +211,7 @@ def _skipped(inputs: GateInputs) -> int | None:
     return max((count for count in counts if count is not None), default=None)
 
 
-def _min_mean_gate(inputs: GateInputs) -> Value:
+def _min_mean_gate(inputs: GateInputs) -> Measurement:
     rows = [row for row in inputs.selection.rows if row["step"] <= inputs.step]
     newest = rows[-1]["step"] if rows else 0
     layers = [row for row in rows if row["step"] == newest > inputs.previous_step]
@@ -228,7 +228,7 @@ def _min_mean_gate(inputs: GateInputs) -> Value:
     return math.nan if any(map(math.isnan, means.values())) else min(means.values()), source
 
 
-def _peak_memory(inputs: GateInputs) -> Value:
+def _peak_memory(inputs: GateInputs) -> Measurement:
     peaks = {history.rank: history.memory[-1][1] for history in inputs.histories if history.memory}
     logged = [row["memory_gb"] for row in inputs.rows if row.get("memory_gb")]
     if logged:  # on rank 0; its heartbeats may be off, or too rare in a short run
@@ -240,7 +240,7 @@ def _peak_memory(inputs: GateInputs) -> Value:
     return peaks[worst], f"heartbeats and metrics.csv of ranks {ranks}; rank {worst} is the highest"
 
 
-def _memory_growth(inputs: GateInputs) -> Value:
+def _memory_growth(inputs: GateInputs) -> Measurement:
     if inputs.step < MIN_STEPS_FOR_GROWTH:
         raise NotMeasured(f"{inputs.step:,} steps, {MIN_STEPS_FOR_GROWTH} are needed")
     growth = {}
@@ -266,7 +266,7 @@ def _validation_loss(inputs: GateInputs) -> Criterion:
 _COMPARE = {"at most": operator.le, "at least": operator.ge, "below": operator.lt}
 # First gate that has the criterion, its name, the setting of `monitor.ladder` that limits it (0 or
 # false: off), the comparison, the measurement. require_fall = true is a limit of 1.
-_CRITERIA: tuple[tuple[str, str, str, str, Callable[[GateInputs], Value]], ...] = (
+_CRITERIA: tuple[tuple[str, str, str, str, Callable[[GateInputs], Measurement]], ...] = (
     ("smoke", "final / initial loss", "require_fall", "below", _loss_ratio),
     ("smoke", "longest pause, seconds", "max_pause", "at most", _longest_pause),
     ("smoke", "p90 / median step time", "max_step_spread", "at most", _step_time_spread),

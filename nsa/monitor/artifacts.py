@@ -23,7 +23,7 @@ _MAY_BE_NULL = ("loss", "memory_gb", "gpu_busy")
 _MAX_PID = 2**31 - 1
 _TAIL = 64 * 1024  # bytes at a heartbeat file's end that hold its last complete line
 
-Row = dict[str, float]  # by column name, without cells that are empty or not numbers
+Row = dict[str, float]  # by column; cells that are empty or hold no number are left out
 
 
 @dataclass
@@ -78,7 +78,7 @@ def _row(columns: list[str], line: str) -> Row | None:
 def list_ranks(run_dir: Path) -> list[int]:
     """Return the ranks of a run, from env.json's world_size or else from its heartbeat files.
 
-    The folder of a run resumed on fewer ranks still holds the heartbeats of the others.
+    env.json comes first: a run resumed on fewer ranks leaves the others' heartbeats behind.
     """
     size = finite_number(read_json(run_dir / "env.json").get("world_size"))
     if size is not None and 1 <= size < 65_536:

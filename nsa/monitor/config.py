@@ -16,16 +16,16 @@ class LadderConfig:
     sanity: int = 1  # step of the go/no-go gate `sanity`
     smoke: int = 300  # step of the go/no-go gate `smoke`; the loss must have fallen
     extended: int = 1_000  # step of the go/no-go gate `extended`; peak memory must be steady
-    min_tokens_per_s: float = 50.0  # median since the go/no-go gate before, all ranks together
+    min_tokens_per_s: float = 50.0  # median since the previous go/no-go gate, all ranks
     max_memory_gb: float = 60.0  # peak memory of any rank
-    max_memory_growth: float = 0.05  # growth of peak memory in the second half, a fraction
+    max_memory_growth: float = 0.05  # growth of peak memory in the run's second half, a fraction
     max_step_spread: float = 2.0  # p90 / median step time
     max_pause: float = 120.0  # seconds without a step, outside evaluation and saving
     min_gpu_busy: float = 0.8  # mean GPU utilization of each rank, 0 to 1
     max_gpu_imbalance: float = 0.1  # max - min GPU utilization over ranks
-    max_skipped: float = 0.01  # skipped steps, a fraction
+    max_skipped: float = 0.01  # fraction of the steps that were skipped
     min_gate: float = 0.01  # mean attention gate of each branch
-    require_fall: bool = True  # from gate `smoke` on, the final loss must be below the initial
+    require_fall: bool = True  # from `smoke` on, the loss must end below where it began
 
     def validate(self) -> None:
         at_least(0, "monitor.ladder", self, *asdict(self))

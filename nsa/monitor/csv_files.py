@@ -14,7 +14,7 @@ from nsa.atomic_io import append_all_or_nothing, atomic_write_text
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.observer import LAYER_STATISTICS, SELECTOR_LOSS, Observer, RunInfo, StepRecord
 
-METRICS, SELECTION, FALLBACKS = "metrics.csv", "selection.csv", "fallbacks.csv"
+METRICS_FILE, SELECTION_FILE, FALLBACKS_FILE = "metrics.csv", "selection.csv", "fallbacks.csv"
 INTEGERS = ("step", "tokens")
 METRICS_COLUMNS = (
     *INTEGERS,
@@ -27,14 +27,14 @@ Counts = Mapping[tuple[str, str, str], int]  # calls by operation, backend and r
 
 
 class CsvObserver(Observer):
-    """Appends rows for each logged step to a file of the run.
+    """Appends the rows of each logged step to a file, which its first row creates.
 
-    The first of the columns is `step`. The file is created with its first row.
+    The first of `columns` is `step`.
     """
 
     file_name: str
     columns: tuple[str, ...]
-    _path: Path | None = None  # None before `on_start`, or if it has raised
+    _path: Path | None = None  # None before `on_start`, and if that raised
 
     def rows(self, record: StepRecord) -> list[list[str]]:
         """Return the rows of a logged step; may be empty."""
@@ -83,7 +83,7 @@ class CsvObserver(Observer):
 class MetricsCsv(CsvObserver):
     """One row per logged step; floats read back exactly."""
 
-    file_name, columns = METRICS, METRICS_COLUMNS
+    file_name, columns = METRICS_FILE, METRICS_COLUMNS
 
     def rows(self, record: StepRecord) -> list[list[str]]:
         cells = []
@@ -97,7 +97,7 @@ class MetricsCsv(CsvObserver):
 class SelectionCsv(CsvObserver):
     """One row per logged step and NSA layer; a dense run has no such file."""
 
-    file_name = SELECTION
+    file_name = SELECTION_FILE
 
     def __init__(self, selector_loss: bool = False) -> None:
         self.columns = (*SELECTION_COLUMNS, SELECTOR_LOSS) if selector_loss else SELECTION_COLUMNS
@@ -112,7 +112,7 @@ class SelectionCsv(CsvObserver):
 
 
 class FallbacksCsv(Observer):
-    """One row per backend that `auto` could not use in this process, with reason and calls.
+    """One row per operation and backend that `auto` could not use in this process, and why.
 
     Rewritten at logged steps if a count changed, and at the end.
     """
@@ -123,7 +123,7 @@ class FallbacksCsv(Observer):
         self._path = Path()
 
     def on_start(self, info: RunInfo) -> None:
-        self._path = info.run_dir / FALLBACKS
+        self._path = info.run_dir / FALLBACKS_FILE
 
     def on_step(self, record: StepRecord) -> None:
         if self._counts() != self._written:

@@ -22,11 +22,10 @@ _HEADER = ("module", "kind", "parameters", "gradients", "outputs")
 class _Record:
     """Hook that adds the dtypes of its last argument, an output or a gradient, to `seen`.
 
-    nsa/model/fused.py ignores it, so that no number changes. A class, because compiled code does
-    not see attributes of a partial.
+    A class, because compiled code does not see attributes of a partial.
     """
 
-    observes = True
+    observes = True  # nsa/model/fused.py fuses in spite of this hook, so no number changes
 
     def __init__(self, seen: set[str]) -> None:
         self._seen = seen

@@ -16,7 +16,7 @@ from nsa.atomic_io import atomic_write_text
 from nsa.system import output_of, package_version, text_or_empty
 
 _PACKAGES = ("torch", "deepspeed", "triton", "numpy", "transformers", "tensorboard", "nsa-m7c")
-# Variables to record, by prefix; others may hold secrets, and so may those that match _SECRET.
+# Prefixes of the variables to record; not recorded are all others and those that match _SECRET.
 _VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|URL|URI|DSN|PROXY")
 

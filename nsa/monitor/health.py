@@ -38,8 +38,8 @@ class HealthRecorder:
     """Samples the first forward pass of each layer after `arm`; `read` computes the statistics.
 
     Layers call their `observer` with gates, selected blocks, cu_seqlens and selector loss; without
-    one they pay one attribute lookup. Recomputed and later forward passes are ignored, and so is a
-    model compiled as a whole (not with train.compile, which compiles blocks).
+    one they pay one attribute lookup. Recomputed and later forward passes are ignored. Blocks
+    compiled by train.compile are sampled; a model that you compile as a whole is not.
     """
 
     def __init__(self, layers: Mapping[str, Any], spec: NSASpec | None) -> None:
@@ -114,7 +114,7 @@ def _sample(
 def _health(samples: list[_Sample], spec: NSASpec) -> Health:
     """Compute the statistics of all layers on the device; copy them to the host together.
 
-    NaN (0/0) in statistics of free picks becomes None.
+    Statistics of free blocks become None where there are none (NaN, from 0/0).
     """
     gates = torch.stack([sample.gates for sample in samples]).float()  # [L, B, S, Hq, 3]
     dims = (1, 2, 3)
@@ -157,7 +157,7 @@ def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
     choosing = current >= spec.select_top  # more candidates than can be selected
     free = selected & ~forced & choosing  # selected by importance
     dims = (1, 2, 3, 4)
-    picks = free.sum(dims)
+    free_count = free.sum(dims)
     distance = current - blocks
     nearer = [(free & (distance < edge)).sum(dims) for edge in DISTANCES[1:]]
     return [
@@ -165,15 +165,15 @@ def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
         forced.sum(dims) / selected.sum(dims),
         _entropy(blocks, free, current, first.seq_len, spec),
         _overlap(blocks[:, :, 1:], previous, free[:, :, 1:]),
-        (distance * free).sum(dims) / picks,
-        *_fractions(nearer, picks).unbind(1),
+        (distance * free).sum(dims) / free_count,
+        *_fractions(nearer, free_count).unbind(1),
     ]
 
 
 def _entropy(blocks: Tensor, free: Tensor, current: Tensor, seq_len: int, spec: NSASpec) -> Tensor:
-    """Return the entropy of free picks over blocks, scaled to 0 (same blocks) … 1 (uniform); [L].
+    """Return the entropy of the free blocks, scaled to 0 (always the same) … 1 (uniform); [L].
 
-    The minimum of a head's entropy is the logarithm of the free picks of one query.
+    Unscaled, a head's minimum is the logarithm of the number of free blocks of one query.
     """
     layers, heads = len(blocks), blocks.shape[3]
     columns = -(-seq_len // spec.select_len)
@@ -192,7 +192,7 @@ def _entropy(blocks: Tensor, free: Tensor, current: Tensor, seq_len: int, spec: 
 def _overlap(blocks: Tensor, previous: Tensor, counted: Tensor) -> Tensor:
     """Return the fraction of the counted blocks that the previous token also selected; [L].
 
-    The previous token lies in the same document: the first query of a document has no free picks.
+    The previous token lies in the same document: the first query of a document has no free block.
     """
     index = torch.searchsorted(previous, blocks.contiguous()).clamp(max=previous.shape[-1] - 1)
     shared = (previous.gather(-1, index) == blocks) & counted

@@ -33,8 +33,9 @@ _CLOSE_SECONDS = 5.0  # longest wait for the disk at the end of a run
 class Heartbeat:
     """Records the step and phase of a rank without delaying the training thread.
 
-    `seconds` is the time between two progress lines; 0 records nothing. A full disk costs lines,
-    not the run. A resumed run starts with `step` steps done. `history` receives each line too.
+    `seconds` is the time between two progress lines; 0 records nothing. `step`, `tokens` and
+    `skipped` are those of the checkpoint that a resumed run loads. `history` receives each line
+    too. A full disk costs lines, not the run.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Heartbeat:
         self._constant = {"rank": rank, **process, "backend": backend}
         self._seconds = seconds
         self._history = history
-        # Phase, its start and micro-step: one tuple, so that threads see all three change at once.
+        # (phase, its start, micro-step): one tuple, so that the thread reads all three together.
         self._position = ("setup", time.monotonic(), 0)
         self._step, self._tokens, self._skipped = step, tokens, skipped
         self._loss: float | None = None
@@ -91,7 +92,7 @@ class Heartbeat:
         self._step, self._tokens, self._skipped = step, tokens, skipped
         self._record("step_end")
 
-    def logged(self, loss: float) -> None:
+    def set_loss(self, loss: float) -> None:
         """Set the loss of the last logged step; JSON has no NaN, so a non-finite loss is null."""
         self._loss = loss if math.isfinite(loss) else None
 

@@ -19,13 +19,13 @@ from typing import Any
 
 from nsa.constants import BRANCHES
 from nsa.monitor.artifacts import Table, older_part, read_table, valid_beats
-from nsa.monitor.csv_files import METRICS, METRICS_COLUMNS, SELECTION
+from nsa.monitor.csv_files import METRICS_COLUMNS, METRICS_FILE, SELECTION_FILE
 from nsa.monitor.observer import Observer, RunInfo, StepRecord
 from nsa.untrusted import open_regular
 
 UNTIMED = ("eval", "save", "setup")  # phases in which no step is due
 TRAINING = ("data", "forward", "backward", "step")
-NEWEST = 500  # rows of selection.csv that are kept, a few logged steps
+SELECTION_ROWS = 500  # newest rows of selection.csv to keep, a few logged steps
 
 
 @dataclass
@@ -37,7 +37,7 @@ class RankHistory:
     to_step: float = math.inf  # later lines are ignored
     lines: int = 0
     step: int = 0  # the highest completed step
-    done: list[tuple[int, int]] = field(default_factory=list)  # (from, to], one per process
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (from, to] of each process
     processes: int = 0
     pause: float = 0.0  # seconds: the longest time without a step, within a process
     pause_at: str = ""  # rank and step of that pause
@@ -50,11 +50,11 @@ class RankHistory:
     backend: str = ""
     # Of the current process.
     _pid: object = None
-    _first: int | None = None  # steps done before its first one
-    _done: int = 0
+    _first: int | None = None  # steps done before its first one; None: no step has ended
+    _done: int = 0  # steps done
     _mono: float | None = None
     _phase: str = ""
-    _waited: float | None = None  # since the last step; None: no step yet
+    _waited: float | None = None  # seconds since the last step; None: no step has ended
 
     @property
     def gpu_utilization(self) -> float | None:
@@ -75,7 +75,7 @@ class RankHistory:
             self.processes += new_process
         self._add_time(line["mono"], line["since"], phase)
         if self._first is None and event == "step_end":
-            # Earlier lines count no step: the checkpoint may still be loading.
+            # Not taken from earlier lines: they may be from before the checkpoint was loaded.
             self._first = self._done = step - 1
         if self._first is not None and step > self._done:
             self._end_pause()
@@ -85,7 +85,7 @@ class RankHistory:
     def end_process(self) -> None:
         """End a process; a hang before its end counts as a pause."""
         if self._first is not None:
-            self.done.append((self._first, self._done))
+            self.spans.append((self._first, self._done))
             if self._done < self.to_step:
                 self._end_pause()
         self._pid, self._mono, self._waited, self._first = None, None, None, None
@@ -115,7 +115,7 @@ class RankHistory:
             self.status = str(line.get("status") or "")
         self.first_time = line["time"] if self.first_time is None else self.first_time
         self.last_time = line["time"]
-        if line["event"] == "step_end":  # before, a checkpoint may still be loading
+        if line["event"] == "step_end":  # others may be from before the checkpoint was loaded
             self.skipped = int(line["skipped"])
         memory, busy = line.get("memory_gb"), line.get("gpu_busy")
         if memory and (not self.memory or memory > self.memory[-1][1]):
@@ -127,8 +127,8 @@ class RankHistory:
 class HistoryRecorder:
     """Keeps the history of this rank for each gate, including earlier processes of the run.
 
-    `windows` are pairs (step of the previous gate, step of the gate). Their heartbeat files are
-    read here, before this process writes any. All methods are thread-safe.
+    `windows` has (step of the previous gate, step of the gate) for each gate. Lines of earlier
+    processes are read on creation, before this process writes any. All methods are thread-safe.
     """
 
     def __init__(self, run_dir: Path, rank: int, windows: Iterable[tuple[int, int]]) -> None:
@@ -169,14 +169,14 @@ def _heartbeat_lines(run_dir: Path, rank: int) -> Iterator[dict[str, Any]]:
 
 
 class RunHistory(Observer):
-    """Keeps the rows of metrics.csv and the newest gates of selection.csv.
+    """Keeps the rows of metrics.csv, and the attention gates in the newest of selection.csv.
 
     A resumed run reads the rows of earlier processes once, at its start. 50,000 steps logged every
     10 take about 4 MB.
     """
 
     def __init__(self) -> None:
-        self.metrics, self.selection = Table(METRICS), Table(SELECTION)
+        self.metrics, self.selection = Table(METRICS_FILE), Table(SELECTION_FILE)
 
     def on_start(self, info: RunInfo) -> None:
         if info.start_step:
@@ -184,13 +184,14 @@ class RunHistory(Observer):
 
     def load(self, run_dir: Path, step: int) -> None:
         """Read the rows up to `step` that earlier processes wrote."""
-        self.metrics, self.selection = (read_table(run_dir / n) for n in (METRICS, SELECTION))
+        self.metrics = read_table(run_dir / METRICS_FILE)
+        self.selection = read_table(run_dir / SELECTION_FILE)
         self.on_rollback(step)
 
     def on_rollback(self, step: int) -> None:
         for table in (self.metrics, self.selection):
             table.rows = [row for row in table.rows if 1 <= row["step"] <= step]
-        del self.selection.rows[:-NEWEST]
+        del self.selection.rows[:-SELECTION_ROWS]
 
     def on_step(self, record: StepRecord) -> None:
         values = {column: getattr(record, column) for column in METRICS_COLUMNS}
@@ -199,4 +200,4 @@ class RunHistory(Observer):
         for index, layer in enumerate(record.health.layers if record.health is not None else ()):
             gates = {f"gate_{branch}": layer[f"gate_{branch}"] or 0.0 for branch in BRANCHES}
             self.selection.rows.append({"step": float(record.step), "layer": float(index), **gates})
-        del self.selection.rows[:-NEWEST]
+        del self.selection.rows[:-SELECTION_ROWS]

@@ -48,7 +48,7 @@ SELECTOR_LOSS = "selector_loss"
 class Health:
     """Health of all NSA layers, from a sample of one micro-batch on rank 0.
 
-    Statistics of free picks are None if no query had more candidates than it may select.
+    Statistics of free blocks are None if no query had more candidates than it may select.
     """
 
     # LAYER_STATISTICS of each layer, and its SELECTOR_LOSS if it is configured

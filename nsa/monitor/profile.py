@@ -1,4 +1,4 @@
-"""PyTorch profiler traces of the steps of `--profile-steps`, for Perfetto."""
+"""PyTorch profiler traces of the steps given by `--profile-steps`, for Perfetto."""
 
 from __future__ import annotations
 

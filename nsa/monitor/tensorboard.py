@@ -14,7 +14,7 @@ from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, Observer, RunInfo
 from nsa.monitor.writer import BackgroundWriter
 
 Event = tuple[str, float, int]  # tag, value, x
-METRICS = ("train/loss", "eval/loss", "eval/bits_per_byte", "speed/tokens_per_s")  # on HPARAMS
+HPARAMS_METRICS = ("train/loss", "eval/loss", "eval/bits_per_byte", "speed/tokens_per_s")
 SHOWN_FIRST = (  # columns of HPARAMS; the user may tick the others
     "deepspeed.stage",
     "model.attention.branches",
@@ -56,7 +56,7 @@ class TrackerObserver(Observer):
     """Writes the scalars of every logged step, and histograms at every tenth.
 
     The nested `settings` become a row of HPARAMS, `texts` pages of TEXT. Scalars go to DeepSpeed's
-    `monitor`, which flushes; the rest to the client of each tracker, because it cannot write them.
+    `monitor`, which flushes; the rest, which it cannot write, to the client of each tracker.
     """
 
     def __init__(self, monitor: Any, settings: Mapping[str, Any], texts: Mapping[str, str]) -> None:
@@ -77,7 +77,7 @@ class TrackerObserver(Observer):
             self._wandb.config.update(dict(self._settings))
         if self._comet is not None:
             self._comet.log_parameters(dict(_flatten(self._settings)))
-        # Also at step 0: an earlier process may have ended before its first checkpoint.
+        # Even at step 0: an earlier process may have logged steps but saved no checkpoint.
         self.on_rollback(info.start_step)
         if self._board is not None:
             _describe_run(self._board, info, self._settings, self._texts)
@@ -96,7 +96,7 @@ class TrackerObserver(Observer):
             self._wandb.finish(exit_code=int(status.startswith(("failed", "no-go"))))
         if self._comet is not None:
             self._comet.end()
-        # TensorBoard keeps the first mark, and a run that has not finished may be resumed.
+        # Only here: TensorBoard keeps the first end, and a run that ends otherwise may be resumed.
         if self._board is not None and status == "finished":
             self._board.file_writer.add_summary(_hparams({})[2])
             self._board.flush()
@@ -152,7 +152,7 @@ def _hparams(settings: dict[str, Any]) -> tuple[Any, Any, Any]:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # late: optional
     from torch.utils.tensorboard.summary import hparams
 
-    columns, start, end = hparams(settings, dict.fromkeys(METRICS))
+    columns, start, end = hparams(settings, dict.fromkeys(HPARAMS_METRICS))
     plugin_data = columns.value[0].metadata.plugin_data
     page = HParamsPluginData.FromString(plugin_data.content)
     for column in page.experiment.hparam_infos:

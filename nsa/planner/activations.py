@@ -8,8 +8,8 @@ from nsa.constants import BRANCHES
 from nsa.planner.inputs import BatchShape, Model
 
 # Limits in nsa/ops, repeated here so that the planner imports no kernels; a test compares them.
-# The compressed branch's output is not saved up to this many compressed keys, by bytes per element,
-# and up to this head size.
+# The compressed branch's output is not saved if there are at most this many compressed keys, by
+# bytes per element, and heads are at most this large.
 ONE_TILE_KEYS = {2: 128, 4: 32}
 ONE_TILE_HEAD = 64
 SOFTMAX_LOGITS = 2**20  # logits whose softmax a CPU computes at once
@@ -68,7 +68,7 @@ def _attention(model: Model, batch: BatchShape, fused: bool) -> int:
     saved = query + len(model.branches) * model.config.heads  # and gates
     if model.spec is not None:
         saved += output  # the gated sum; dense attention's only output is counted below
-    # Keys and values of the branches that read tokens; the compressed branch reads blocks.
+    # Keys and values of the branches that read tokens; those of compressed blocks are added below.
     copies = len({"sel", "win"}.intersection(model.branches)) if model.branches else 1
     if model.config.attention.shared_kv:
         copies = min(copies, 1)

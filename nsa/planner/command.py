@@ -117,9 +117,9 @@ def describe(
     return [
         f"{name}: {model.parameters:,} parameters; micro-batch {batch.micro_batch} × "
         f"{batch.seq_len:,} tokens, accumulation {batch.accumulation}, "
-        f"checkpointing {batch.checkpointing}{_shared(batch)}",
+        f"checkpointing {batch.checkpointing}{_ranks_per_sequence(batch)}",
         "",
-        f"memory of a GPU at its peak, {memory.peak_moment}, GB",
+        f"memory of a GPU at its peak, {memory.peak_phase}, GB",
         *(f"  {label:<18}{size / 1e9:>10.3f}" for label, size in memory.at_peak.items()),
         f"  {'total of tensors':<18}{memory.peak / 1e9:>10.3f}",
         "a step",
@@ -137,16 +137,16 @@ def describe(
 
 def table(candidates: list[Candidate], steps: int) -> list[str]:
     """Return a line per candidate; memory and traffic are per GPU."""
-    width = max(len("config"), *(len(candidate.config) for candidate in candidates)) + 2
-    wide = max(28, *(len(_batch(candidate.batch)) + 2 for candidate in candidates))
+    config_width = max(len("config"), *(len(one.config) for one in candidates)) + 2
+    batch_width = max(28, *(len(_batch(one.batch)) + 2 for one in candidates))
     days = [steps * candidate.forecast.seconds / 86_400 for candidate in candidates]
     unit, parts = ("days", 1) if max(days) >= 0.1 else ("hours", 24)
     head = f"{'MB sent':>9}{'GB':>8}{'exposed':>9}{'tokens/s':>13}{unit:>8}"
-    lines = [f"{'config':<{width}}{'batch':<{wide}}{head}"]
+    lines = [f"{'config':<{config_width}}{'batch':<{batch_width}}{head}"]
     for candidate, duration in zip(candidates, days, strict=True):
         step = candidate.forecast
         lines.append(
-            f"{candidate.config:<{width}}{_batch(candidate.batch):<{wide}}"
+            f"{candidate.config:<{config_width}}{_batch(candidate.batch):<{batch_width}}"
             f"{step.traffic.bytes_per_step / 1e6:>9,.0f}{step.memory.peak / 1e9:>8.2f}"
             f"{100 * step.exposed_fraction:>8.1f}%{step.tokens_per_second:>13,.0f}"
             f"{parts * duration:>8.2f}"
@@ -164,9 +164,9 @@ def _sent(sent: Traffic, model: Model) -> str:
 
 def _batch(batch: BatchShape) -> str:
     each = f"{batch.micro_batch}×{batch.seq_len} ×{batch.accumulation}"
-    return f"{each}, {batch.checkpointing}{_shared(batch)}"
+    return f"{each}, {batch.checkpointing}{_ranks_per_sequence(batch)}"
 
 
-def _shared(batch: BatchShape) -> str:
+def _ranks_per_sequence(batch: BatchShape) -> str:
     ranks = batch.ranks_per_sequence
     return f", {ranks} ranks per sequence" if ranks > 1 else ""

@@ -41,7 +41,7 @@ class Traffic:
 
 
 def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
-    """Return ring traffic: an all-reduce sends 2(n-1)/n of its input, an all-gather (n-1)/n."""
+    """Return what one rank sends."""
     ring = (ranks - 1) / ranks
     weights = ring * model.weight_bytes
     passes = 1 if zero.stage == 3 else 2  # stages 0 to 2 all-reduce
@@ -49,7 +49,7 @@ def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
     # Stage 3 gathers sharded weights per micro-batch, and persistent ones after the update.
     gathered_once = {0: 0, 3: zero.persistent}.get(zero.stage, model.parameters)
     sharded = model.parameters - zero.persistent if zero.stage == 3 else 0
-    layers = model.parameters - model.embedding  # a bucket this large fills when the pass ends
+    layers = model.parameters - model.embedding  # a bucket this large fills as the pass ends
     last = min(zero.bucket, model.layer) if zero.bucket < layers else layers
     return Traffic(
         reduce=reduce * model.parameters,
@@ -102,7 +102,7 @@ def exchange_count(model: Model, batch: BatchShape) -> int:
 
 
 def _passes(batch: BatchShape) -> int:
-    """Return how often a micro-batch passes through a layer's collectives."""
+    """Return how often a micro-batch passes through a layer: forward, backward, recomputation."""
     return 2 if batch.checkpointing in ("none", "selective") else 3
 
 

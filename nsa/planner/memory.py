@@ -1,4 +1,4 @@
-"""Memory of one GPU: static tensors, and the moments of a step at which memory can peak."""
+"""Memory of one GPU: static tensors, and the phases of a step in which memory can peak."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Memory:
     """Bytes of one rank's tensors, by purpose."""
 
     static: Mapping[str, int]  # held between steps
-    moments: Mapping[str, Mapping[str, int]]  # on top of `static`, by moment of the step
+    phases: Mapping[str, Mapping[str, int]]  # on top of `static`, by phase of the step
 
     @property
-    def peak_moment(self) -> str:
-        """Moment with the most memory."""
-        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+    def peak_phase(self) -> str:
+        """Phase with the most memory."""
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     @property
     def at_peak(self) -> dict[str, int]:
         total = Counter(self.static)
-        total.update(self.moments[self.peak_moment])
+        total.update(self.phases[self.peak_phase])
         return {name: size for name, size in total.items() if size}
 
     @property
@@ -63,8 +63,8 @@ def memory(
             "logits and loss": acts.loss,
         },
         **{
-            moment: {"gradients": held, "activations": acts.shared + kept, **buckets}
-            for moment, kept, held in _backward(model, acts, accumulated, gradients)
+            phase: {"gradients": held, "activations": acts.shared + kept, **buckets}
+            for phase, kept, held in _backward(model, acts, accumulated, gradients)
         },
     }
     for parts in in_passes.values():
@@ -78,7 +78,7 @@ def memory(
 def _backward(
     model: Model, acts: Activations, accumulated: int, gradients: int
 ) -> list[tuple[str, int, int]]:
-    """Return each moment of the backward pass with its activations and gradients.
+    """Return each phase of the backward pass with its activations and gradients.
 
     The head's gradient is held from the loss until the embedding's is added to it.
     """

@@ -15,7 +15,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     return [f"| {' | '.join(plain(cell) for cell in line)} |" for line in lines]
 
 
-def spread(values: Sequence[float], form: str) -> str:
+def mean_and_range(values: Sequence[float], form: str) -> str:
     """Format measurements: their mean, and their range if they differ."""
     if not values:
         return "–"

@@ -11,10 +11,10 @@ from typing import Any
 # Okabe and Ito's colours, distinct for colour-blind readers and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _SMOOTHED_FROM = 50  # points; shorter curves are not smoothed
-_MAX_POINTS = 600  # of a curve's faint range; a picture cannot show more
+_MAX_POINTS = 600  # of a curve's faint band; a picture cannot show more
 COLUMNS = 2  # panels in a row: a page is about 900 pixels wide
-_SMALLEST_RANGE = 1e-3  # of an axis, relative to its values: less is noise of rounding
-_CHARACTERS = 11  # of the legend and the titles in an inch
+_SMALLEST_RANGE = 1e-3  # of a y axis, relative to its values: a smaller one shows rounding noise
+_CHARACTERS_PER_INCH = 11  # in the legend and the titles
 
 Points = tuple[Sequence[float], Sequence[float]]  # steps, values
 
@@ -48,7 +48,7 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     curves = list(dict.fromkeys(label for panel in panels for label in panel.curves))
     for axis, panel in zip(axes, panels, strict=False):
-        _draw_panel(axis, panel, curves, int(width * _CHARACTERS))
+        _draw_panel(axis, panel, curves, int(width * _CHARACTERS_PER_INCH))
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     labelled: dict[str, Any] = {}  # one legend for all panels, so that it covers no curve
@@ -57,7 +57,7 @@ def draw(panels: Sequence[Panel], out: Path, *, width: float = 4.5) -> None:
         labelled |= dict(zip(labels, lines, strict=True))
     if len(labelled) > 1 or not all(panel.ordered for panel in panels):
         widest = max(map(len, labelled), default=0) + 6  # with the line before it
-        fitting = max(1, int(size[0] * _CHARACTERS) // widest)
+        fitting = max(1, int(size[0] * _CHARACTERS_PER_INCH) // widest)
         figure.legend(
             list(labelled.values()),
             list(labelled),
@@ -99,7 +99,7 @@ def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> 
             axis.errorbar(steps, values, error, label=name, color=colour, linewidth=1.4, **style)
             continue
         if panel.smoothed and len(values) >= _SMOOTHED_FROM:
-            if not panel.ordered:  # the range of neighbouring values, faint
+            if not panel.ordered:  # a faint band from the lowest to the highest neighbouring value
                 stride = -(-len(values) // _MAX_POINTS)
                 parts = [values[at : at + stride] for at in range(0, len(values), stride)]
                 limits = list(map(min, parts)), list(map(max, parts))

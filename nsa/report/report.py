@@ -18,7 +18,7 @@ from nsa.constants import BRANCHES
 from nsa.gates.results import GateResult
 from nsa.gates.schedule import GATE_NAMES
 from nsa.monitor.artifacts import Table, read_json, read_table, try_read_text
-from nsa.monitor.csv_files import FALLBACK_COLUMNS, FALLBACKS
+from nsa.monitor.csv_files import FALLBACK_COLUMNS, FALLBACKS_FILE
 from nsa.monitor.observer import Observer, RunInfo
 from nsa.report.markdown import plain, table
 from nsa.report.plots import Panel, Points, draw
@@ -48,10 +48,10 @@ _EARLIER = (
     "on that hardware only, the first loss with that vocabulary only."
 )
 _SELECTION = {
-    "entropy": "entropy of free picks",
+    "entropy": "entropy of free blocks",
     "overlap": "overlap with the previous token's blocks",
-    "forced": "fraction of forced picks",
-    "distance": "mean distance of free picks, blocks",
+    "forced": "fraction of forced blocks",
+    "distance": "mean distance of free blocks, in blocks",
     "selector_loss": "selector loss, nats",
 }
 _MET = {True: "yes", False: "**NO**", None: "not measured"}
@@ -142,7 +142,7 @@ def _facts(run: Summary, env: dict[str, Any]) -> Iterator[str]:
         ("final training loss", run.final("loss", ".4f")),
         ("final validation loss", run.final("val_loss", ".4f")),
         ("final bits per byte", run.final("bits_per_byte", ".4f")),
-        *_processes(run),
+        *_heartbeat_facts(run),
         ("skipped steps", _format(run.skipped, ",d")),
         ("halted by the watchdog", "; ".join(f"{key}: {value}" for key, value in halt.items())),
         ("backend fallbacks", _fallbacks(run.run_dir)),
@@ -154,8 +154,8 @@ def _facts(run: Summary, env: dict[str, Any]) -> Iterator[str]:
         yield from ("", plain(note))
 
 
-def _processes(run: Summary) -> Iterator[tuple[str, str]]:
-    """Yield elapsed time, resumes, longest pause, engine and end of the run, from heartbeats."""
+def _heartbeat_facts(run: Summary) -> Iterator[tuple[str, str]]:
+    """Yield elapsed time, resumes, longest pause, engine and end of the run."""
     if not run.histories or not run.histories[0].lines:
         return
     history = run.histories[0]
@@ -169,7 +169,7 @@ def _processes(run: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _fallbacks(run_dir: Path) -> str:
-    rows = csv.DictReader((try_read_text(run_dir / FALLBACKS) or "").splitlines())
+    rows = csv.DictReader((try_read_text(run_dir / FALLBACKS_FILE) or "").splitlines())
     calls: dict[str, list[str]] = {}  # by backend and reason
     for row in rows:
         if all(row.get(column) for column in FALLBACK_COLUMNS):

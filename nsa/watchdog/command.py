@@ -15,7 +15,7 @@ from typing import Any
 from nsa.monitor.config import WatchConfig
 from nsa.text import align
 from nsa.watchdog.disk import DiskHangs, DiskWorker
-from nsa.watchdog.hang_detector import FolderState, newest_heartbeats
+from nsa.watchdog.hang_detector import FolderState, last_beats
 from nsa.watchdog.process_tree import adopt_orphans, find_writer
 from nsa.watchdog.supervisor import SignalState, Supervisor, disk_of, log, update_halt
 
@@ -34,15 +34,17 @@ def add_parser(verbs: Any) -> None:
         usage="nsa watch [--status] RUN | nsa watch [--restart N] [--backoff S] -- COMMAND",
     )
     watch.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="a run's folder")
-    watch.add_argument("--status", action="store_true", help="print where its ranks are, then exit")
-    watch.add_argument(
-        "--restart", type=int, default=0, help="restart COMMAND at most this often (default 0)"
-    )
+    about = "print each rank's phase, step and last heartbeat, then exit"
+    watch.add_argument("--status", action="store_true", help=about)
+    about = "restart COMMAND at most N times (default 0)"
+    watch.add_argument("--restart", type=int, metavar="N", default=0, help=about)
     watch.add_argument(
         "--backoff",
         type=float,
+        metavar="S",
         default=10.0,
-        help="seconds before the first restart; doubles up to 300 (default 10)",
+        help="wait S seconds before the first restart, then twice as long each time, up to 300 "
+        "(default 10)",
     )
     watch.set_defaults(run=_watch, command=[])
 
@@ -67,12 +69,12 @@ def _watch(args: argparse.Namespace) -> int:
         return launch(args.command, restarts=args.restart, backoff=args.backoff)
     if args.restart:
         raise ValueError("--restart: needs the command to start; give it after --")
-    # In a child process with a time limit: the disk may hang.
+    # Functions of this module, called in a child process with a time limit: the disk may hang.
     disk = DiskWorker(args.folder, sys.modules[__name__])
     if args.status:
         print(*disk.call("status_lines", args.folder), sep="\n")
         return 0
-    return attach(disk.call("existing", args.folder))
+    return attach(disk.call("existing_folder", args.folder))
 
 
 def launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
@@ -117,7 +119,7 @@ def launch(command: Sequence[str], *, restarts: int, backoff: float) -> int:
 
 
 def _record_restart(folder: Path, entry: dict[str, Any], signals: SignalState) -> bool:
-    """Return whether the run can be resumed; wait for a disk that hangs."""
+    """Add the restart to halt.json; return whether the run can be resumed. Waits for the disk."""
     while signals.signal is None:
         with contextlib.suppress(DiskHangs):
             return bool(disk_of(folder).call("add_restart", entry))
@@ -134,7 +136,7 @@ def _why_no_restart(last_steps: Sequence[int | None], restarts: int) -> str:
 
 
 def attach(folder: Path) -> int:
-    """Watch a running run until it ends; it does not depend on this process."""
+    """Watch a run that is already running until it ends; the run outlives this process."""
     deadline = time.monotonic() + WatchConfig().setup
     while True:
         state: FolderState = disk_of(folder).call("check", {})
@@ -152,7 +154,7 @@ def attach(folder: Path) -> int:
     if supervisor.beats:
         log(f"{folder}: watching ranks {', '.join(map(str, supervisor.beats))}")
         return supervisor.run()
-    unfinished = [number for number, beat in beats.items() if beat["event"] != "end"]
+    unfinished = [rank for rank, beat in beats.items() if beat["event"] != "end"]
     hosts = {str(beat.get("host")) for beat in beats.values()} - {platform.node()}
     if unfinished and hosts:
         raise ValueError(f"{folder}: its ranks run on {', '.join(sorted(hosts))}; watch them there")
@@ -164,7 +166,7 @@ def attach(folder: Path) -> int:
     return 1 if unfinished else 0
 
 
-def existing(folder: Path) -> Path:
+def existing_folder(folder: Path) -> Path:
     """Return the absolute path of a folder; raise ValueError if there is none."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give the folder of a run")
@@ -174,8 +176,8 @@ def existing(folder: Path) -> Path:
 def status_lines(folder: Path) -> list[str]:
     """Return a table of the ranks' last heartbeats."""
     rows = [_HEADER]
-    for number, beat in newest_heartbeats(existing(folder)).items():
-        path = folder.resolve() / f"heartbeat_rank{number}.jsonl"
+    for rank, beat in last_beats(existing_folder(folder)).items():
+        path = folder.resolve() / f"heartbeat_rank{rank}.jsonl"
         process = find_writer(int(beat["pid"]), path)
         age = time.monotonic() - beat["mono"] if process else time.time() - beat["time"]
         loss, memory, host = beat.get("loss"), beat.get("memory_gb"), beat.get("host")
@@ -186,6 +188,6 @@ def status_lines(folder: Path) -> list[str]:
             state = f"{beat['pid']:.0f} {state}"
         loss = "-" if loss is None else f"{loss:.4f}"
         memory = "-" if memory is None else f"{memory:.2f} GB"
-        row = [str(number), beat["phase"], f"{beat['since']:.0f} s", f"{beat['step']:,.0f}"]
+        row = [str(rank), beat["phase"], f"{beat['since']:.0f} s", f"{beat['step']:,.0f}"]
         rows.append([*row, f"{age:.0f} s ago", loss, memory, state])
     return align(rows) if rows[1:] else [f"{folder}: no heartbeats"]

@@ -19,7 +19,7 @@ LIMIT_SECONDS = 5.0  # until a call counts as hanging
 
 
 class DiskHangs(OSError):
-    """The worker returned nothing in time, or has not yet returned an earlier result."""
+    """The worker did not return in time, is still in an earlier call, or was killed."""
 
 
 class DiskWorker:
@@ -59,22 +59,22 @@ class DiskWorker:
 
     def _start(self) -> None:
         self.hangs_since = None
-        self._connection, theirs = multiprocessing.Pipe()
+        self._connection, child_end = multiprocessing.Pipe()
         pid = os.fork()
         if pid == 0:
             self._connection.close()
-            _serve(self._target, theirs)
-        theirs.close()
+            _execute_calls(self._target, child_end)
+        child_end.close()
         self.pids.add(pid)
 
 
-def _serve(target: object, connection: Connection) -> NoReturn:
-    """Execute calls and send their results until the watchdog's end of the pipe closes."""
+def _execute_calls(target: object, connection: Connection) -> NoReturn:
+    """Execute calls and send back their results, until the watchdog closes its end of the pipe."""
     try:
         for number in SIGNALS:  # a terminal and a scheduler send them to every process
             signal.signal(number, signal.SIG_IGN)
         null = os.open(os.devnull, os.O_RDWR)
-        for descriptor in range(3):  # a reader of the watchdog's output must not wait for this
+        for descriptor in range(3):  # do not keep pipes of the watchdog's output open
             os.dup2(null, descriptor)
         while True:
             method, args = connection.recv()

@@ -27,7 +27,8 @@ from nsa.watchdog.disk import LIMIT_SECONDS
 # Phase of a heartbeat -> the setting of `monitor.watch` that limits it; the others: `compute`.
 LIMIT_OF_PHASE = {"setup": "setup", "data": "data", "eval": "evaluation", "save": "save"}
 WINDOW = 10  # logged steps that a collapse or a dead gate has to last
-CONFIRM_SECONDS = 2.0  # on a disk that takes writes; enough for heartbeats that it held up
+# A hang must last this long while the disk takes writes: heartbeats that it held up arrive first.
+CONFIRM_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class HangReport:
 
 @dataclass(frozen=True)
 class FolderState:
-    """What the run's folder shows."""
+    """What a check of the run's folder has found."""
 
-    beats: dict[int, dict[str, Any]]  # newest heartbeat of each rank that ever ran
+    beats: dict[int, dict[str, Any]]  # last heartbeat of each rank that ever ran
     lock_problem: str  # why this watchdog may not end the run; empty: it may
     report: HangReport | None  # why the run has to be halted
     messages: list[str]  # for the log
@@ -60,9 +61,9 @@ class HangDetector:
         self.limits = WatchConfig()
         self.folder = folder
         self._interval = 0.0  # seconds between two heartbeats
-        self._disk_ok_since = float("-inf")  # no hang and no refused write since then
+        self._disk_ok_since = float("-inf")  # since then, no hang of the disk and no refused write
         self._is_writable = True
-        self._suspected_at: float | None = None  # since then each check has found a hang
+        self._suspected_at: float | None = None  # since then, each check has found a hanging rank
         self._file_versions: dict[str, tuple[int, int]] = {}
         self._ongoing: dict[str, set[str]] = {}  # problems that were reported and have not ended
         self._messages: list[str] = []
@@ -71,7 +72,7 @@ class HangDetector:
     def check(self, running: Mapping[int, int]) -> FolderState:
         """Read the folder and judge the `running` ranks, given with their pids."""
         now, lock_problem = time.monotonic(), self._take_lock()
-        beats = newest_heartbeats(self.folder)
+        beats = last_beats(self.folder)
         report = None
         self._record_disk_hang(now)
         if not lock_problem:
@@ -88,9 +89,9 @@ class HangDetector:
         return FolderState(beats, lock_problem, report, messages, self.limits.grace)
 
     def find_hang(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> HangReport | None:
-        """Report the first running rank above its limit, if the disk takes heartbeats.
+        """Report the first running rank above its limit, unless the disk takes no writes.
 
-        `beats`: the newest heartbeats; `now`: the time before they were read, so that a slow read
+        `beats`: the last heartbeats; `now`: the time before they were read, so that a slow read
         does not count as silence. A disk that has just hung or been full holds old heartbeats: a
         hang is reported only if it is still there after CONFIRM_SECONDS of successful writes.
         """
@@ -125,14 +126,14 @@ class HangDetector:
         atomic_write_text(path, json.dumps({**read_json(path), **changes}, indent=2) + "\n")
 
     def add_restart(self, entry: Mapping[str, Any]) -> bool:
-        """Record a restart in halt.json; return whether the run had begun and can be resumed."""
+        """Record a restart in halt.json; return whether the run can be resumed."""
         with contextlib.suppress(OSError):  # a full disk costs only the record
             earlier = read_json(self.folder / "halt.json").get("restarts", [])
             self.update_halt({"restarts": [*earlier, entry]})
-        return (self.folder / "config.yaml").exists()  # recipes refuse --resume without it
+        return (self.folder / "config.yaml").exists()  # else a recipe refuses --resume
 
     def _take_lock(self) -> str:
-        """Become the only watchdog that may end this run; return why not, or ""."""
+        """Become the only watchdog that may end this run; return "", or why that failed."""
         if self._lock is not None:
             return ""
         try:
@@ -231,13 +232,13 @@ class HangDetector:
         return changed
 
 
-def newest_heartbeats(folder: Path) -> dict[int, dict[str, Any]]:
+def last_beats(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the last heartbeat of each rank, by rank."""
     beats = {}
     for path in folder.glob("heartbeat_rank*.jsonl"):
-        number = path.stem.removeprefix("heartbeat_rank")
-        if number.isdecimal() and (beat := last_beat(path)) is not None:
-            beats[int(number)] = beat
+        rank = path.stem.removeprefix("heartbeat_rank")
+        if rank.isdecimal() and (beat := last_beat(path)) is not None:
+            beats[int(rank)] = beat
     return dict(sorted(beats.items()))
 
 

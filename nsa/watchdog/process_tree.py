@@ -20,13 +20,13 @@ _PAUSE = 0.05
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants: ranks of a killed launcher stay in our tree."""
+    """Become the parent of orphaned descendants, so that a killed launcher's ranks are found."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class ProcessTree:
-    """The launched processes, or the ranks of a running run; orphans remain members.
+    """The processes of a launched command, or of the ranks of a running run, orphans included.
 
     psutil compares start times, so a later process with the same pid is never signalled.
     """

@@ -33,13 +33,13 @@ HALTED = 4  # exit code of a run that the watchdog has ended
 EXIT_CODE_OF_STATUS = {"finished": 0, "stopped": 0, "preempted": 0, "no-go": 3}  # any other: 1
 POLL_SECONDS = 0.1  # between two checks until a process writes heartbeats
 CHECK_SECONDS = 0.5  # between two checks of heartbeats and processes
-PEER_SECONDS = 5.0  # how long processes may outlive a failed rank, or launcher and ranks
+PEER_SECONDS = 5.0  # how long processes may outlive a failed rank, or launcher and all ranks
 LAUNCHER_SECONDS = 3.0  # how long a launcher may outlive its killed ranks
 STACKS_SECONDS = 2.0  # how long ranks may take to write their stacks
 
 
 class SignalState:
-    """The first signal to this process; a second one, a second or more later, is urgent."""
+    """The first signal received; `urgent` after another one more than a second later."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -52,7 +52,7 @@ class SignalState:
     def _handle(self, number: int, _frame: object) -> None:
         if self.signal is None:
             self.signal, self._received = number, time.monotonic()
-        # A terminal and a scheduler may both send the first.
+        # Within that second, a terminal and a scheduler may send the same signal.
         self.urgent = time.monotonic() - self._received > 1.0
 
 
@@ -100,10 +100,10 @@ class Supervisor:
         self._processes: dict[int, psutil.Process | None] = {}  # None: it exited before it was seen
         self._signals, self._launcher = signals, launcher
         self._tree = ProcessTree(launcher.pid if launcher is not None else None)
-        self._hangs_since = 0.0  # when the disk stopped answering; 0: it answers
+        self._hangs_since = 0.0  # when the disk stopped responding; 0: it responds
         self._signalled: set[int] = set()  # ranks that got SIGTERM
         self._kill_at = float("inf")  # when to kill what is left
-        self._succeeded = False  # every rank had ended well when the run was halted
+        self._succeeded = False  # every rank had exit code 0 when the run was halted
         self._logged: set[str] = set()
         self._start = time.monotonic()
 
@@ -144,9 +144,8 @@ class Supervisor:
 
     def running(self) -> dict[int, psutil.Process]:
         """Return the processes of the running ranks, by rank."""
-        return {
-            n: process for n, process in self._processes.items() if process and is_alive(process)
-        }
+        processes = self._processes.items()
+        return {rank: process for rank, process in processes if process and is_alive(process)}
 
     @property
     def last_step(self) -> int | None:
@@ -157,42 +156,42 @@ class Supervisor:
         """Return the ranks' exit code if it is known, else the launcher's."""
         if self.report is not None:
             return 0 if self._succeeded else HALTED
-        codes = [self._exit_code_of(number) for number in self.beats]
+        codes = [self._exit_code_of(rank) for rank in self.beats]
         if codes and all(code == 0 for code in codes):
             return 0
         launcher_code = self._launcher.returncode if self._launcher is not None else 0
         if self._signals.signal is not None and not any(codes):
-            # With a disk that hangs, only the launcher knows how its ranks ended.
+            # With a disk that hangs, only the launcher's code shows how its ranks ended.
             return 128 + self._signals.signal if launcher_code or not codes else 0
-        if launcher_code > 192:  # sys.exit(-9) of a launcher whose rank was killed
+        if launcher_code > 192:  # 256 - n, from sys.exit(-n): signal n killed a rank
             return 128 + 256 - launcher_code
         if launcher_code <= 0 and codes:
             return next((code for code in codes if code), 1)
         return launcher_code if launcher_code >= 0 else 128 - launcher_code
 
-    def _exit_code_of(self, number: int) -> int | None:
+    def _exit_code_of(self, rank: int) -> int | None:
         """Return a rank's exit code, or what its last heartbeat implies; None: unknown."""
-        code = self._tree.exit_codes.get(self._processes[number])
+        code = self._tree.exit_codes.get(self._processes[rank])
         if code is not None:
             return code if code >= 0 else 128 - code
-        beat = self.beats[number]
+        beat = self.beats[rank]
         status = re.split("[: ]", str(beat.get("status")))[0]
         return EXIT_CODE_OF_STATUS.get(status, 1) if beat["event"] == "end" else None
 
     def _read_folder(self) -> FolderState | None:
-        """Update the ranks of this host; return None if the disk does not answer in time."""
+        """Update the ranks of this host; return None if the disk does not respond in time."""
         if self.folder is None:
             return None
-        now, pids = time.monotonic(), {n: self.beats[n]["pid"] for n in self.running()}
+        now, pids = time.monotonic(), {rank: self.beats[rank]["pid"] for rank in self.running()}
         try:
             state: FolderState = disk_of(self.folder).call("check", pids)
         except DiskHangs as error:
             if not self._hangs_since:
-                log(f"{error}; until it answers, no rank is judged by old heartbeats")
+                log(f"{error}; until it responds, no rank is judged by old heartbeats")
             self._hangs_since = self._hangs_since or now
             return None
         if self._hangs_since:
-            log(f"{self.folder}: the disk answers again after {now - self._hangs_since:.0f} s")
+            log(f"{self.folder}: the disk responds again after {now - self._hangs_since:.0f} s")
             self._hangs_since = 0.0
         if state.lock_problem:
             self._log_once(
@@ -207,23 +206,24 @@ class Supervisor:
         """Set the newest heartbeats; ignore those of earlier runs in the folder."""
         assert self.folder is not None
         now = time.monotonic()
-        for number, beat in beats.items():
-            if number in self.beats and self.beats[number]["pid"] == beat["pid"]:
-                self.beats[number] = beat
+        for rank, beat in beats.items():
+            if rank in self.beats and self.beats[rank]["pid"] == beat["pid"]:
+                self.beats[rank] = beat
             elif beat.get("host") == platform.node():
-                path = self.folder / f"heartbeat_rank{number}.jsonl"
+                path = self.folder / f"heartbeat_rank{rank}.jsonl"
                 process = self._tree.find(int(beat["pid"]), path)
                 # A rank that exited at once has no process left, but a heartbeat of this attempt.
                 if process or self._start <= beat["mono"] <= now:
-                    self.beats[number], self._processes[number] = beat, process
+                    self.beats[rank], self._processes[rank] = beat, process
 
     def _forward_signal(self, name: str) -> None:
-        """SIGTERM the ranks alone, which save; the launcher would kill them after 30 s."""
+        """SIGTERM the ranks, which save and exit, not the launcher: it kills them after 30 s."""
         if self._signals.urgent:
             self._kill_at = time.monotonic()
         if self._kill_at < float("inf"):
             return
-        ranks = {n: rank for n, rank in self.running().items() if n not in self._signalled}
+        running = self.running().items()
+        ranks = {rank: process for rank, process in running if rank not in self._signalled}
         if not self.beats:
             log(f"{name}: no rank writes heartbeats yet; ending the command")
             send(self._tree.running(), signal.SIGTERM)
@@ -235,7 +235,7 @@ class Supervisor:
 
     def _schedule_kill(self, exited: list[int]) -> None:
         """Schedule SIGKILL after a rank has failed, or after launcher and ranks have exited."""
-        failed = next((number for number in exited if self._exit_code_of(number) != 0), None)
+        failed = next((rank for rank in exited if self._exit_code_of(rank) != 0), None)
         launcher_exited = self._launcher is not None and self._launcher.poll() is not None
         if failed is not None:
             beat, how = self.beats[failed], "exited without a last heartbeat"
@@ -257,11 +257,11 @@ class Supervisor:
         ranks = self.running()
         log(f"HALT: {report.reason}; dumping stacks, then SIGTERM, SIGKILL after {grace:g} s")
         self.report = report
-        self._succeeded = all(self._exit_code_of(number) == 0 for number in self.beats)
+        self._succeeded = all(self._exit_code_of(rank) == 0 for rank in self.beats)
         keys = ("phase", "since", "step", "pid", "host")
         positions = {  # before SIGTERM, which moves the ranks
-            str(number): {key: beat.get(key) for key in keys}
-            for number, beat in sorted(self.beats.items())
+            str(rank): {key: beat.get(key) for key in keys}
+            for rank, beat in sorted(self.beats.items())
         }
         done = [f"SIGUSR1 to {_names(ranks)} for stacks", f"SIGTERM to {_names(ranks)}"]
         send(ranks.values(), signal.SIGUSR1)
@@ -284,5 +284,5 @@ class Supervisor:
 
 
 def _names(ranks: Iterable[int]) -> str:
-    numbers = [str(number) for number in sorted(ranks)]  # heartbeats arrive in any order
-    return f"rank{'s' if numbers[1:] else ''} {', '.join(numbers)}" if numbers else "no rank"
+    names = [str(rank) for rank in sorted(ranks)]  # heartbeats arrive in any order
+    return f"rank{'s' if names[1:] else ''} {', '.join(names)}" if names else "no rank"

@@ -81,7 +81,7 @@ def test_topology_is_parsed_with_and_without_terminal_underlining() -> None:
     [
         (TOPO_PHB, OK, "8 to 20 GB/s"),
         (TOPO_NVLINK, OK, "NV12, NVLink"),
-        (TOPO_SYS, WARN, "3 pairs more"),
+        (TOPO_SYS, WARN, "3 more pairs"),
         ("", SKIP, "not readable"),
     ],
 )

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from nsa.monitor.history import read_rank
 from nsa.report.report import draw_plots
 from nsa.report.summary import summarise
-from nsa.watchdog.hang_detector import HangDetector, newest_heartbeats
+from nsa.watchdog.hang_detector import HangDetector, last_beats
 from tests.fuzz.hostile import ESCAPE, damaged, files, mutated, run, time_limit, to_json
-from tests.monitor.heartbeats import a_line, write_limits
+from tests.monitor.heartbeats import make_beat, write_limits
 
 PID = 2**22  # of no process
 CSV = "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds\n"
@@ -37,7 +37,7 @@ def look(folder: Path) -> None:
     """What a watchdog does twice a second."""
     with time_limit():
         detector = HangDetector(folder)
-        detector.find_hang(newest_heartbeats(folder), time.monotonic())
+        detector.find_hang(last_beats(folder), time.monotonic())
         list(detector.find_degradation())
 
 
@@ -45,7 +45,7 @@ def test_any_heartbeat_is_read_in_time(fuzz: Callable[..., None], tmp_path: Path
     write_limits(tmp_path)
     names = [tmp_path / f"heartbeat_rank0{part}.jsonl" for part in ("", ".1")]
     events = st.sampled_from(("start", "progress", "step_end", "end"))
-    good = a_line(0, loss=1.5, memory_gb=1.5, gpu_busy=0.5, backend="nccl", status=ESCAPE)
+    good = make_beat(0, loss=1.5, memory_gb=1.5, gpu_busy=0.5, backend="nccl", status=ESCAPE)
     lines = st.one_of(
         mutated(good).map(to_json),
         mutated(good).map(to_json),
@@ -67,7 +67,7 @@ def test_any_heartbeat_is_read_in_time(fuzz: Callable[..., None], tmp_path: Path
 
 def test_any_watchdog_limits_are_read_in_time(fuzz: Callable[..., None], tmp_path: Path) -> None:
     write_limits(tmp_path)
-    (tmp_path / "heartbeat_rank0.jsonl").write_bytes(to_json(a_line(0, pid=PID)) + b"\n")
+    (tmp_path / "heartbeat_rank0.jsonl").write_bytes(to_json(make_beat(0, pid=PID)) + b"\n")
     tree = {"monitor": {"heartbeat": 1.0, "watch": {"compute": 20.0, "grace": 0.5}}}
 
     def check(content: bytes) -> None:

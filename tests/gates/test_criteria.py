@@ -14,7 +14,7 @@ from nsa.gates.schedule import Gate
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.config import LadderConfig
 from tests.gates.files import gate_at, judge_files
-from tests.monitor.written import (
+from tests.monitor.run_folders import (
     CONFIG,
     beats,
     write_beats,

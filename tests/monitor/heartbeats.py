@@ -15,7 +15,7 @@ from nsa.monitor.artifacts import valid_beats
 LIMITS = {"compute": 20, "silence": 10, "save": 1_000, "grace": 0.5}
 
 
-def a_line(number: int, **changes: object) -> dict[str, object]:
+def make_beat(number: int, **changes: object) -> dict[str, object]:
     """A line of a rank's heartbeat."""
     line = {"event": "progress", "rank": number, "pid": 2**22, "host": platform.node()}
     line |= {"phase": "forward", "since": 0.0, "time": time.time(), "mono": time.monotonic()}

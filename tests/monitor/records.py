@@ -61,7 +61,7 @@ def make_layer(index: int, **changes: Any) -> dict[str, Any]:
 
 
 # Statistics of a layer whose queries all read every block.
-NO_FREE_PICKS: dict[str, Any] = {
+NO_FREE_BLOCKS: dict[str, Any] = {
     **dict.fromkeys(("entropy", "overlap", "distance")),
     **{f"distance_from_{edge}": None for edge in DISTANCES},
 }

@@ -24,7 +24,7 @@ from nsa.monitor.observer import StepRecord
 from nsa.monitor.writer import BackgroundWriter, Observers
 from nsa.spec import NSASpec
 from tests.monitor.records import (
-    NO_FREE_PICKS,
+    NO_FREE_BLOCKS,
     files_no_longer_than,
     make_health,
     make_info,
@@ -106,7 +106,7 @@ def test_a_file_with_other_columns_is_never_overwritten(
 
 
 def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) -> None:
-    unchosen = make_health(1, **NO_FREE_PICKS)
+    unchosen = make_health(1, **NO_FREE_BLOCKS)
     log(SelectionCsv(), tmp_path, [healthy(1), make_record(7, health=unchosen)])
     rows = read_table(tmp_path / "selection.csv").rows
     assert [(row["step"], row["layer"]) for row in rows] == [(1, 0), (1, 1), (7, 0)]

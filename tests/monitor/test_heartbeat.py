@@ -51,7 +51,7 @@ def test_each_step_has_a_start_and_an_end_line_and_the_last_line_holds_the_statu
         beat.enter("forward", micro_step=1)
         beat.enter("step")
         beat.step_end(step, tokens=step * 4096, skipped=step - 1)
-        beat.logged(5.0 / step)
+        beat.set_loss(5.0 / step)
     beat.close("finished")
     beats = read_heartbeats(tmp_path)[3]
     recorded = [(beat["event"], beat["step"], beat["tokens"], beat["skipped"]) for beat in beats]

@@ -13,7 +13,7 @@ from nsa.monitor.heartbeat import Heartbeat
 from nsa.monitor.history import HistoryRecorder, RunHistory, read_rank
 from tests.gates.files import judge_files
 from tests.monitor.records import make_health, make_info, make_record
-from tests.monitor.written import CONFIG, beats, write_beats, write_metrics
+from tests.monitor.run_folders import CONFIG, beats, write_beats, write_metrics
 
 
 def beating(folder: Path, history: HistoryRecorder, **changes: Any) -> Heartbeat:
@@ -28,9 +28,9 @@ def test_a_step_is_in_the_history_at_once_though_no_line_is_on_disk(tmp_path: Pa
         heartbeat.step_start(step)
         heartbeat.enter("forward")
         heartbeat.step_end(step, tokens=64 * step, skipped=step // 2)
-    assert (history.up_to(2).step, history.up_to(2).done) == (2, [(0, 2)])
+    assert (history.up_to(2).step, history.up_to(2).spans) == (2, [(0, 2)])
     later = history.up_to(4)
-    assert (later.step, later.done, later.skipped, later.processes) == (3, [(0, 3)], 1, 1)
+    assert (later.step, later.spans, later.skipped, later.processes) == (3, [(0, 3)], 1, 1)
     heartbeat.close("finished")
 
 
@@ -46,7 +46,7 @@ def test_a_resumed_process_continues_the_history_that_earlier_ones_wrote(tmp_pat
         heartbeat.close("finished")
     stored = HistoryRecorder(tmp_path, 0, [(0, 4)]).up_to(4)
     assert stored == history.up_to(4)
-    assert (stored.done, stored.processes, stored.status) == ([(0, 2), (2, 4)], 2, "finished")
+    assert (stored.spans, stored.processes, stored.status) == ([(0, 2), (2, 4)], 2, "finished")
     assert stored.backend == "deepspeed-zero1"
     result = judge_files(tmp_path, Gate("smoke", 4), CONFIG)
     criteria = {criterion.name: criterion for criterion in result.criteria}
@@ -60,14 +60,14 @@ def test_a_process_that_only_wrote_where_it_resumes_has_done_nothing(tmp_path: P
     late = beats(300, start=200, pid=900)
     late[0]["step"] = 0
     write_beats(tmp_path, beats(100), late)
-    assert read_rank(tmp_path, 0).done == [(0, 100), (200, 300)]
+    assert read_rank(tmp_path, 0).spans == [(0, 100), (200, 300)]
 
 
 def test_a_rollback_within_a_process_is_not_another_process(tmp_path: Path) -> None:
     lines = beats(100) + [line for line in beats(300, start=60, mono=100.0) if line["step"]][1:]
     write_beats(tmp_path, lines)
     history = read_rank(tmp_path, 0)
-    assert (history.processes, history.done, history.step) == (1, [(0, 100), (60, 300)], 300)
+    assert (history.processes, history.spans, history.step) == (1, [(0, 100), (60, 300)], 300)
 
 
 def test_a_history_of_fifty_thousand_steps_stays_small(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_history_of_fifty_thousand_steps_stays_small(tmp_path: Path) -> None:
         moved = {"event": "step_end", "step": step, "mono": float(step)}
         history.add({**line, **moved, "phase": "step", "gpu_busy": step % 100 / 100})
     full = history.up_to(50_000)
-    assert full.done == [(0, 50_000)]
+    assert full.spans == [(0, 50_000)]
     assert sum(full.gpu_busy.values()) == 50_000
     assert len(pickle.dumps(full)) < 50_000
 

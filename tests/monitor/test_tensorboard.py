@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from nsa.monitor.tensorboard import BackgroundMonitor, Event, TrackerObserver
 from nsa.monitor.writer import BackgroundWriter
-from tests.monitor.records import NO_FREE_PICKS, PATIENCE, make_health, make_info, make_record
+from tests.monitor.records import NO_FREE_BLOCKS, PATIENCE, make_health, make_info, make_record
 from tests.ranks import launch
 
 RANK = Path(__file__).with_name("tensorboard_rank.py")
@@ -228,7 +228,7 @@ class KeptEvents:
 def test_every_tenth_logged_step_has_histograms_and_missing_values_have_no_scalar() -> None:
     board = KeptEvents()
     observer = TrackerObserver(board, {}, {})
-    silent = make_health(1, **NO_FREE_PICKS)
+    silent = make_health(1, **NO_FREE_BLOCKS)
     for step in range(1, 22):
         observer.on_step(make_record(step, health=silent if step == 11 else make_health(1)))
     assert set(board.histograms) == {

@@ -144,9 +144,9 @@ def one_pass(
     )  # computed by the loss in the forward pass
     held = config.model.layers * acts.kept_layer + acts.shared + acts.final
     held += gradients - 2 * config.model.width * batch.tokens  # the head's input is not kept
-    planned = memory(model, Zero(0), batch, 1, fused=False).moments
-    passes = [moment for moment in planned if not moment.startswith("while")]
-    peak = max(sum(planned[moment].values()) for moment in passes)
+    planned = memory(model, Zero(0), batch, 1, fused=False).phases
+    passes = [phase for phase in planned if not phase.startswith("while")]
+    peak = max(sum(planned[phase].values()) for phase in passes)
     return held / seen.left["forward"], peak / seen.most["passes"]
 
 

@@ -12,7 +12,7 @@ from nsa.monitor.config import LadderConfig
 from nsa.report.compare import compare_runs, read_runs
 from nsa.report.report import write_report
 from tests.gates.files import gate_at, judge_files
-from tests.monitor.written import write_metrics, write_run
+from tests.monitor.run_folders import write_metrics, write_run
 from tests.report.pictures import BLUE, ORANGE, pixels
 
 

@@ -10,7 +10,7 @@ from nsa.monitor.config import LadderConfig
 from nsa.monitor.environment import cpu_model, write_env
 from nsa.report.report import write_report
 from tests.gates.files import gate_at, judge_files
-from tests.monitor.written import beats, write_beats, write_metrics, write_run, write_selection
+from tests.monitor.run_folders import beats, write_beats, write_metrics, write_run, write_selection
 from tests.report.pictures import BLUE, ORANGE, pixels, size
 
 

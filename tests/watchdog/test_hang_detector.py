@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nsa.watchdog.hang_detector import HangDetector, HangReport
-from tests.monitor.heartbeats import a_line, write_limits
+from tests.monitor.heartbeats import make_beat, write_limits
 
 CONFIRM = 0.2  # seconds
 
@@ -31,7 +31,7 @@ def find_hang(
 def test_silence_is_no_hang_while_the_disk_takes_no_heartbeats(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_limits(folder)
-    detector, silent = HangDetector(folder), {0: a_line(0, mono=time.monotonic() - 100)}
+    detector, silent = HangDetector(folder), {0: make_beat(0, mono=time.monotonic() - 100)}
     report = find_hang(detector, silent)
     assert report is not None
     assert report.reason == (
@@ -52,17 +52,17 @@ def test_a_rank_that_writes_again_after_a_hang_of_the_disk_is_not_judged_by_old_
     tmp_path: Path,
 ) -> None:
     write_limits(tmp_path)
-    detector, silent = HangDetector(tmp_path), {0: a_line(0, mono=time.monotonic() - 60)}
+    detector, silent = HangDetector(tmp_path), {0: make_beat(0, mono=time.monotonic() - 60)}
     assert detector.find_hang(silent, time.monotonic()) is None
     time.sleep(1.5 * CONFIRM)
-    assert detector.find_hang({0: a_line(0)}, time.monotonic()) is None
+    assert detector.find_hang({0: make_beat(0)}, time.monotonic()) is None
     assert detector.find_hang(silent, time.monotonic()) is None, "each hang has to last"
 
 
 def test_a_rank_stuck_for_longer_is_named_as_a_possible_cause(tmp_path: Path) -> None:
     write_limits(tmp_path, compute=10, data=1_000)
     ranks = {
-        number: a_line(number, phase=phase, since=since)
+        number: make_beat(number, phase=phase, since=since)
         for number, phase, since in ((0, "forward", 11.0), (1, "data", 60.0))
     }
     report = find_hang(HangDetector(tmp_path), ranks)

@@ -88,7 +88,7 @@ def test_a_run_outlives_a_disk_that_hangs_for_longer_than_the_limit_of_silence(
             log = read_until(run, "the disk hangs")
             time.sleep(1)
         thawed = time.monotonic()
-        log += read_until(run, "answers again after")
+        log += read_until(run, "responds again after")
         assert "HALT" not in log
         while time.monotonic() - thawed < 2.5:
             assert run.process.poll() is None, "a healthy run was ended"
@@ -129,7 +129,7 @@ def test_a_reader_that_is_killed_is_replaced(tmp_path: Path) -> None:
         (reader,) = (child for child in own.children() if child.cmdline() == own.cmdline())
         reader.kill()
         read_until(run, "the process that reads it was killed")
-        read_until(run, "answers again after")
+        read_until(run, "responds again after")
         hung = ranks_of(run)[0]
         os.kill(hung.pid, signal.SIGSTOP)
         assert run.exit_code() == 4

@@ -20,7 +20,7 @@ import pytest
 from nsa.cli import main
 from nsa.watchdog.supervisor import _names
 from tests.launch.test_ranks import alive
-from tests.monitor.heartbeats import a_line, write_limits
+from tests.monitor.heartbeats import make_beat, write_limits
 from tests.ranks import ROOT
 
 TOY = Path(__file__).with_name("toy_run.py")
@@ -130,7 +130,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Watched
     root, started = tmp_path_factory.mktemp("runs"), dict[str, WatchedRun]()
     (root / "old heartbeats").mkdir()
     for number in range(3):
-        beat = a_line(0, since=9_000.0, time=0.0, mono=0.0)
+        beat = make_beat(0, since=9_000.0, time=0.0, mono=0.0)
         path = root / f"old heartbeats/heartbeat_rank{number}.jsonl"
         path.write_text(json.dumps(beat) + '\n{"torn": \n\0\0\n[1]\n')
     for name, (faults, flags, limits) in SCENARIOS.items():
@@ -312,7 +312,7 @@ def test_a_process_that_only_has_the_pid_of_a_rank_is_left_alone(tmp_path: Path)
     write_limits(tmp_path / "run")
     bystander = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
     try:
-        beat = a_line(0, pid=bystander.pid, since=9_000.0)
+        beat = make_beat(0, pid=bystander.pid, since=9_000.0)
         (tmp_path / "run/heartbeat_rank0.jsonl").write_text(json.dumps(beat) + "\n")
         process = call(tmp_path / "run")
         assert "exited without a last heartbeat" in process.communicate(timeout=60)[1]
@@ -325,7 +325,7 @@ def test_a_process_that_only_has_the_pid_of_a_rank_is_left_alone(tmp_path: Path)
 def test_a_run_that_has_ended_is_reported_and_shown_by_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    beat = a_line(0, event="end", status="preempted", step=1_234, loss=2.5, memory_gb=1.0)
+    beat = make_beat(0, event="end", status="preempted", step=1_234, loss=2.5, memory_gb=1.0)
     (tmp_path / "heartbeat_rank0.jsonl").write_text(json.dumps(beat) + "\n")
     process = call(tmp_path)
     assert "has ended: preempted" in process.communicate(timeout=60)[1]
@@ -350,7 +350,7 @@ def test_a_heartbeat_with_impossible_values_is_no_heartbeat(tmp_path: Path) -> N
         {"since": 1e999},
     ]
     for number, changes in enumerate(forged):
-        lines = [json.dumps(a_line(number, **change)) for change in ({"step": 5}, changes)]
+        lines = [json.dumps(make_beat(number, **change)) for change in ({"step": 5}, changes)]
         (tmp_path / f"heartbeat_rank{number}.jsonl").write_text("\n".join(lines) + "\n")
     os.mkfifo(tmp_path / "heartbeat_rank8.jsonl")  # opening it would block
     status = call("--status", tmp_path)
@@ -365,7 +365,7 @@ def test_a_heartbeat_with_impossible_values_is_no_heartbeat(tmp_path: Path) -> N
 def test_terminal_escapes_in_a_heartbeat_reach_no_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    beat = a_line(0, event="end", status="\x1b]0;owned\x07\x1b[2J\r\x9b31m", host="\x1b[1m")
+    beat = make_beat(0, event="end", status="\x1b]0;owned\x07\x1b[2J\r\x9b31m", host="\x1b[1m")
     (tmp_path / "heartbeat_rank0.jsonl").write_text(json.dumps(beat) + "\n")
     assert main(["watch", "--status", str(tmp_path)]) == 0
     shown = capsys.readouterr().out + call(tmp_path).communicate(timeout=60)[1]
