@@ -180,9 +180,9 @@ def _histograms(health: Health, step: int) -> Iterator[dict[str, Any]]:
         for branch, fractions in bins.items():
             yield _histogram(f"gate_values/layer{index:02}/{branch}", step, fractions, _GATE_EDGES)
         distances = [layer[f"distance_from_{edge}"] for edge in DISTANCES]
-        if picks := [fraction for fraction in distances if fraction is not None]:
+        if measured := [fraction for fraction in distances if fraction is not None]:
             tag = f"selection_distance_log2/layer{index:02}"
-            yield _histogram(tag, step, picks, _DISTANCE_EDGES)
+            yield _histogram(tag, step, measured, _DISTANCE_EDGES)
 
 
 def _histogram(

@@ -209,7 +209,7 @@ def test_skipped_steps_may_have_non_finite_losses_and_others_may_not(tmp_path: P
     assert criterion(run_dir, "non-finite losses").ok is False
 
 
-def test_in_a_few_steps_memory_has_no_growth_to_judge_files(tmp_path: Path) -> None:
+def test_memory_growth_is_not_judged_in_a_run_of_a_few_steps(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, steps=60)
     assert criterion(run_dir, "growth", gate_at("production", 60)).ok is None
 

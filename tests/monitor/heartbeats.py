@@ -15,9 +15,9 @@ from nsa.monitor.artifacts import valid_beats
 LIMITS = {"compute": 20, "silence": 10, "save": 1_000, "grace": 0.5}
 
 
-def make_beat(number: int, **changes: object) -> dict[str, object]:
-    """A line of a rank's heartbeat."""
-    line = {"event": "progress", "rank": number, "pid": 2**22, "host": platform.node()}
+def make_beat(rank: int, **changes: object) -> dict[str, object]:
+    """Return a line of a rank's heartbeat file."""
+    line = {"event": "progress", "rank": rank, "pid": 2**22, "host": platform.node()}
     line |= {"phase": "forward", "since": 0.0, "time": time.time(), "mono": time.monotonic()}
     return {**line, "step": 7, "micro_step": 0, "tokens": 0, "skipped": 0, **changes}
 

@@ -9,14 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nsa.monitor.observer import (
-    BRANCHES,
-    DISTANCES,
-    GATE_BINS,
-    Health,
-    RunInfo,
-    StepRecord,
-)
+from nsa.constants import BRANCHES
+from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, RunInfo, StepRecord
 from nsa.monitor.writer import BackgroundWriter
 
 PATIENCE = 60.0  # seconds until a wait that should be short has failed
@@ -43,7 +37,7 @@ def make_record(step: int, **changes: Any) -> StepRecord:
 
 
 def make_health(layers: int = 2, **changes: Any) -> Health:
-    """Return layers with different gates, and free picks near and far."""
+    """Return layers with different gates, and free blocks near and far."""
     bins = dict.fromkeys(BRANCHES, [1 / GATE_BINS] * GATE_BINS)
     return Health([make_layer(index, **changes) for index in range(layers)], [bins] * layers)
 

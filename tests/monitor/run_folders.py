@@ -1,4 +1,4 @@
-"""Run folders as their writers leave them, with chosen faults."""
+"""Run folders for tests, written by the writers of a real run, optionally with faults."""
 
 from __future__ import annotations
 
@@ -51,8 +51,11 @@ def beats(
     waits: dict[int, tuple[str, float]] | None = None,
     **values: Any,
 ) -> list[Beat]:
-    """The lines of one process: half a second a step; `waits` = {step: (phase, seconds)} are spent
-    in a phase after that step, with a line every 5 seconds."""
+    """Return the heartbeats of one process whose steps take half a second.
+
+    `waits` = {step: (phase, seconds)}: after that step, it stays in the phase for so long, with a
+    line every 5 seconds.
+    """
     lines: list[Beat] = []
 
     def line(event: str, phase: str, step: int, since: float) -> None:

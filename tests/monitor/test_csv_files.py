@@ -106,8 +106,8 @@ def test_a_file_with_other_columns_is_never_overwritten(
 
 
 def test_each_logged_step_has_one_row_per_layer_that_reads_back(tmp_path: Path) -> None:
-    unchosen = make_health(1, **NO_FREE_BLOCKS)
-    log(SelectionCsv(), tmp_path, [healthy(1), make_record(7, health=unchosen)])
+    without_free = make_health(1, **NO_FREE_BLOCKS)
+    log(SelectionCsv(), tmp_path, [healthy(1), make_record(7, health=without_free)])
     rows = read_table(tmp_path / "selection.csv").rows
     assert [(row["step"], row["layer"]) for row in rows] == [(1, 0), (1, 1), (7, 0)]
     second, last = rows[1], rows[2]

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa.atomic_io import atomic_write_text
 from nsa.monitor.environment import driver_version, git_commit, write_env
-from tests.monitor.records import files_no_longer_than
 
 
 def test_env_json_records_hardware_and_code_but_no_secrets(
@@ -60,13 +58,3 @@ def test_the_commit_is_read_from_the_checkout_of_the_code(tmp_path: Path) -> Non
     assert git_commit(installed) is None, "an untracked copy inside a checkout"
     source.write_text("2\n")
     assert git_commit(source) == f"{head}+changes"
-
-
-def test_a_failed_atomic_write_keeps_the_old_file_and_leaves_no_draft(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    atomic_write_text(path, "old")
-    with files_no_longer_than(2), pytest.raises(OSError, match="too large"):
-        atomic_write_text(path, "new and longer")
-    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("file", "old")]
-    atomic_write_text(path, "new and longer")
-    assert path.read_text() == "new and longer"

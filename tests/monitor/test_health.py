@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nsa.constants import BRANCHES
 from nsa.monitor import health
 from nsa.monitor.health import HealthRecorder
-from nsa.monitor.observer import BRANCHES, DISTANCES, GATE_BINS, LAYER_STATISTICS, Health
+from nsa.monitor.observer import DISTANCES, GATE_BINS, LAYER_STATISTICS, Health
 from nsa.spec import NSASpec
 from tests.model.models import packed
 
@@ -217,7 +218,7 @@ def test_closed_and_open_gates_count_as_saturated() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 3, 20])
-def test_without_free_picks_their_statistics_are_none(length: int) -> None:
+def test_without_free_blocks_their_statistics_are_none(length: int) -> None:
     recorder, (layer,) = armed_recorder(1)
     layer.observer(make_gates(1, length), make_blocks(1, length, SPEC), None)
     (layer_health,) = recorder.read().layers

@@ -33,8 +33,8 @@ def test_snapshots_are_taken_around_the_first_step_and_every_tenth(tmp_path: Pat
         memory.take(step, "before")
         memory.take(step, "after")
     memory.close()
-    advice = [(line["step"], line["when"]) for line in lines(tmp_path, rank=2)]
-    assert advice == [(step, when) for step in (7, 10, 20) for when in ("before", "after")]
+    taken = [(line["step"], line["when"]) for line in lines(tmp_path, rank=2)]
+    assert taken == [(step, when) for step in (7, 10, 20) for when in ("before", "after")]
     for line in lines(tmp_path, rank=2):
         assert 0.01 < line["resident_gb"] < line["resident_gb"] + line["available_gb"] < 1e5
         assert {"time", "allocated_gb", "reserved_gb", "peak_gb"} <= line.keys()

@@ -26,16 +26,14 @@ def traced(path: Path) -> set[str]:
     return {event["name"] for event in events} & {f"aten::{op.__name__}" for op in STEPS.values()}
 
 
-def test_only_the_chosen_steps_are_traced(tmp_path: Path) -> None:
+def test_only_the_given_steps_are_traced(tmp_path: Path) -> None:
     run(StepProfiler(tmp_path, rank=1, steps=(2, 3)))
     (path,) = (tmp_path / "profile").iterdir()
     assert path.name == "rank1_steps2-3.json.gz"
     assert traced(path) == {"aten::cos", "aten::tan"}
 
 
-def test_a_run_inside_the_chosen_steps_traces_its_steps(
-    tmp_path: Path,
-) -> None:
+def test_a_run_within_the_given_steps_traces_all_of_its_steps(tmp_path: Path) -> None:
     run(StepProfiler(tmp_path, rank=0, steps=(1, 50)), first=3)
     (path,) = (tmp_path / "profile").iterdir()
     assert path.name == "rank0_steps3-4.json.gz"
@@ -43,7 +41,7 @@ def test_a_run_inside_the_chosen_steps_traces_its_steps(
 
 
 @pytest.mark.parametrize("steps", [None, (9, 9)])
-def test_without_chosen_steps_nothing_is_written(
+def test_without_a_step_to_trace_nothing_is_written(
     tmp_path: Path, steps: tuple[int, int] | None
 ) -> None:
     run(StepProfiler(tmp_path, rank=0, steps=steps))

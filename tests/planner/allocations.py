@@ -15,11 +15,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class Allocations:
-    """Allocated bytes and collectives of each span."""
+    """Bytes allocated since the start of each span, and its collectives."""
 
     def __init__(self) -> None:
-        self.most: dict[str, int] = {}  # peak
-        self.left: dict[str, int] = {}  # at the end of the span
+        self.peak: dict[str, int] = {}
+        self.held: dict[str, int] = {}  # at the end of the span
         self.collectives: dict[str, int] = {}
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
@@ -32,12 +32,12 @@ class Allocations:
         started = [e.start_ns() for e in events if e.name().startswith("c10d::")]
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
         for name, (start, end) in spans.items():
-            used = most = 0
+            used = peak = 0
             for when, change in changes:
                 if start <= when <= end:
                     used += change
-                    most = max(most, used)
-            self.most[name[5:]], self.left[name[5:]] = most, used
+                    peak = max(peak, used)
+            self.peak[name[5:]], self.held[name[5:]] = peak, used
             self.collectives[name[5:]] = sum(start <= when <= end for when in started)
 
     @staticmethod

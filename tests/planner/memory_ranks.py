@@ -71,15 +71,15 @@ def measured(
             zero[key] = BUCKET
     gc.collect()
     before = live_bytes()
-    seen = Allocations()
-    with seen.recording():
+    recorded = Allocations()
+    with recorded.recording():
         engine = initialise(build_model(config, torch.device("cpu")), config, resolved)
         step(config, engine)
         gc.collect()
         between = live_bytes() - before
         for span in SPANS:
             exchanges.sent = 0
-            with seen.span(span):
+            with recorded.span(span):
                 step(config, engine)
         engine.destroy()
         del engine
@@ -87,8 +87,8 @@ def measured(
     return {
         "between": between,
         # Frees by gloo's threads are not seen: peaks come out high, more so on a busy machine.
-        "most": between + min(seen.most[span] for span in SPANS),
-        "collectives": seen.collectives[SPANS[0]],
+        "peak": between + min(recorded.peak[span] for span in SPANS),
+        "collectives": recorded.collectives[SPANS[0]],
         "exchanged": exchanges.sent,
     }
 

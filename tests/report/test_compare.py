@@ -41,7 +41,7 @@ def test_a_validation_loss_of_an_earlier_step_names_the_step(tmp_path: Path) -> 
     assert "| final validation loss | 3.1600 (step 50) |" in text
 
 
-def test_what_makes_runs_no_like_for_like_is_a_warning_with_its_meaning(
+def test_a_difference_that_makes_runs_incomparable_is_a_warning_with_its_meaning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = RunConfig()

@@ -106,20 +106,20 @@ def wait_until(condition: Callable[[], bool]) -> None:
 RESTART_ONCE = ("--restart", 1, "--backoff", 0)
 # Runs that need no help from a test: faults, flags and limits.
 SCENARIOS: dict[str, tuple[tuple[str, ...], tuple[object, ...], dict[str, Any]]] = {
-    "hang": (("0:train", "0:deaf", "0:worker", "1:hang", "1:stacks"), (), {}),
-    "silent": (("0:train", "1:stop"), (), {"silence": 2}),
+    "hang": (("0:train", "0:ignore-sigterm", "0:worker", "1:hang", "1:stacks"), (), {}),
+    "silent": (("0:train", "1:sigstop"), (), {"silence": 2}),
     "slow save": (("0:slow-save", "1:slow-save"), (), {}),
     "finished": (("0:finished", "1:finished"), RESTART_ONCE, {}),
     "failed": (("0:failed", "1:failed"), RESTART_ONCE, {}),
-    "mistake": (("0:mistake", "1:mistake"), RESTART_ONCE, {}),
+    "exit-2": (("0:exit-2", "1:exit-2"), RESTART_ONCE, {}),
     "no-go": (("0:no-go", "1:no-go"), RESTART_ONCE, {}),
-    "rank killed": (("0:train", "0:deaf", "1:killed"), (), {}),
+    "rank killed": (("0:train", "0:ignore-sigterm", "1:sigkill"), (), {}),
     "orphans finish": (("launcher:die", "0:slow-save", "1:slow-save"), (), {}),
-    "orphans fail": (("launcher:die", "0:slow-save", "1:slow-save", "1:mistake"), (), {}),
+    "orphans fail": (("launcher:die", "0:slow-save", "1:slow-save", "1:exit-2"), (), {}),
     "crash once": (("1:crash-once",), ("--restart", 3, "--backoff", 0.1), {}),
     "crash loop": (("1:failed",), ("--restart", 9, "--backoff", 0.1), {}),
-    "gets further": (("0:further", "1:further", "1:failed"), RESTART_ONCE, {}),
-    "old heartbeats": (("0:slow-save", "0:clock", "1:slow-save", "1:clock"), (), {}),
+    "gets further": (("0:extra-step", "1:extra-step", "1:failed"), RESTART_ONCE, {}),
+    "old heartbeats": (("0:slow-save", "0:clock-jump", "1:slow-save", "1:clock-jump"), (), {}),
     "linger": (("0:linger",), (), {"compute": 0.5}),
 }
 
@@ -192,7 +192,7 @@ def test_each_phase_has_its_own_limit(runs: Runs) -> None:
 
 
 def test_the_exit_code_is_the_ranks_and_only_a_crash_is_restarted(runs: Runs) -> None:
-    codes = {"finished": 0, "failed": 1, "mistake": 2, "no-go": 3}
+    codes = {"finished": 0, "failed": 1, "exit-2": 2, "no-go": 3}
     assert {name: runs[name].exit_code() for name in codes} == codes
     assert [name for name in codes if len(runs[name].calls()) > 1] == ["failed"]
 
@@ -267,7 +267,7 @@ def test_a_signal_reaches_the_ranks_alone_so_that_they_save(watch: Watch) -> Non
 
 
 def test_a_second_signal_kills_the_run(watch: Watch) -> None:
-    run = watch(*TRAIN, "0:deaf", "1:deaf")
+    run = watch(*TRAIN, "0:ignore-sigterm", "1:ignore-sigterm")
     run.wait_for_phase("backward")
     while run.process.poll() is None:
         run.process.send_signal(signal.SIGTERM)

@@ -2,8 +2,9 @@
 
     python toy_run.py FOLDER FAULT ... [--resume] [--run-dir FOLDER]
 
-A FAULT is `0:hang` for rank 0, or `launcher:die`. Only the standard library is imported, so that
-it starts fast.
+A FAULT is `0:hang` for rank 0, or `launcher:die`; `run_rank` lists them. `train`: stay in
+the backward pass. `extra-step`: after a resume take 4 steps, not 3. `linger`: do not exit after the
+last heartbeat. Only the standard library is imported, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def run_rank(folder: Path, number: int, faults: list[str], resumed: bool) -> Non
     rank = ToyRank(folder, number)
     signal.signal(signal.SIGTERM, lambda *_: rank.end("preempted: SIGTERM", 0))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a real rank writes its stacks
-    if "deaf" in faults:
+    if "ignore-sigterm" in faults:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "stacks" in faults:
         stacks = folder / "stacks" / f"rank{number}.txt"
@@ -93,8 +94,8 @@ def run_rank(folder: Path, number: int, faults: list[str], resumed: bool) -> Non
     while not (folder / ".watch.lock").exists() and time.monotonic() < deadline:
         time.sleep(INTERVAL)
     rank.wait(0.4)  # long enough for a busy watchdog to find the ranks after a restart
-    rank.steps(4 if "further" in faults and resumed else 3)
-    if "clock" in faults:
+    rank.steps(4 if "extra-step" in faults and resumed else 3)
+    if "clock-jump" in faults:
         rank.clock = -86_400.0
     if "hang" in faults:
         peer = folder / "heartbeat_rank0.jsonl"
@@ -105,19 +106,19 @@ def run_rank(folder: Path, number: int, faults: list[str], resumed: bool) -> Non
     if "slow-save" in faults:
         rank.enter("save", ago=100)
         rank.wait(1.2)
-    if "stop" in faults:
+    if "sigstop" in faults:
         os.kill(os.getpid(), signal.SIGSTOP)
     if "train" in faults:
         rank.enter("backward")
         rank.wait()
-    if "killed" in faults:
+    if "sigkill" in faults:
         os.kill(os.getpid(), signal.SIGKILL)
     if "crash-once" in faults and not resumed:
         rank.end("failed", 1)
     if "linger" in faults:
         rank.write("end", status="stopped at --until 3 of 9 steps")
         time.sleep(FOREVER)
-    for fault, status, code in (("failed", "failed", 1), ("mistake", "failed", 2)):
+    for fault, status, code in (("failed", "failed", 1), ("exit-2", "failed", 2)):
         if fault in faults:
             rank.end(status, code)
     if "no-go" in faults:
