@@ -1,10 +1,10 @@
-"""Opens TensorBoard over finished runs in a real browser and keeps what its pages show.
+"""Screenshots of TensorBoard for the docs, taken in a real browser from finished runs.
 
     python docs/make_screenshots.py RUNS      writes docs/img/tensorboard_<page>.png
 
 RUNS is a folder of runs, as for `tensorboard --logdir`. Needs Chromium (Debian, Ubuntu: apt install
-chromium) and Playwright (the extra `docs`). Waits until the page shows what the monitoring guide
-names; exits with code 1 if it does not appear.
+chromium) and Playwright (the extra `docs`). Waits until each page shows the texts of its View; exits
+with code 1 if one does not appear.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from urllib.parse import quote
 
 from playwright.sync_api import Page, TimeoutError, sync_playwright
 
-PATIENCE = 60_000  # milliseconds until what a page should show is there
+TIMEOUT_MS = 60_000  # until a page shows a text
 IMAGES = Path(__file__).with_name("img")
 
 
 @dataclass(frozen=True)
 class View:
-    """A page of TensorBoard: where it is, what is clicked, and what it must then show."""
+    """A page of TensorBoard, the element to click there, and the texts that it must then show."""
 
     name: str
-    address: str  # behind the server's own
-    shows: tuple[str, ...]
+    path: str  # query and fragment of its URL
+    texts: tuple[str, ...]
     height: int
     width: int = 1400
     click: str | None = None
 
 
 CURVES = "?smoothing=0&tagFilter={}#timeseries"
-CLOSE = "[aria-label='Toggle settings side pane']"
+SETTINGS_PANE = "[aria-label='Toggle settings side pane']"  # a click closes it
 VIEWS = (
     View(
         "scalars",
         CURVES.format(quote("train/loss|bits_per_byte|^gates/(cmp|sel|win)$|tokens_per_s")),
         ("eval/bits_per_byte", "gates/cmp", "gates/sel", "gates/win", "speed/tokens_per_s"),
         1000,
-        click=CLOSE,
+        click=SETTINGS_PANE,
     ),
     View(
         "histograms",
         CURVES.format(quote("(gate_values|selection_distance_log2)/layer00")),
         ("gate_values/layer00/sel", "gate_values/layer00/win", "selection_distance_log2/layer00"),
         860,
-        click=CLOSE,
+        click=SETTINGS_PANE,
     ),
     View(
         "selection",
         CURVES.format(quote("selection/layer0[03]/(entropy|overlap|distance)")),
-        tuple(f"selection/layer00/{figure}" for figure in ("entropy", "overlap", "distance")),
+        tuple(f"selection/layer00/{metric}" for metric in ("entropy", "overlap", "distance")),
         1000,
-        click=CLOSE,
+        click=SETTINGS_PANE,
     ),
     View("text", "#text", ("run/config.yaml", "run/ds_config.json", "vocab_size: 320"), 1000),
     View(
@@ -74,19 +74,19 @@ VIEWS = (
 
 
 def main() -> int:
-    """Take all pictures; the exit code says whether every page showed what it should."""
+    """Take all screenshots; exit with code 1 if a page lacks a text."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", type=Path, help="folder of runs")
     parser.add_argument("--out", type=Path, default=IMAGES, help="default: docs/img")
     flags = parser.parse_args()
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        parser.error("finds no chromium; install it (Debian, Ubuntu: apt install chromium)")
+        parser.error("chromium not found; install it (Debian, Ubuntu: apt install chromium)")
     with tensorboard(flags.runs) as server, sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         for view in VIEWS:
             page = chromium.new_page(viewport={"width": view.width, "height": view.height})
-            take(page, f"{server}{view.address}", view, flags.out / f"tensorboard_{view.name}.png")
+            take(page, f"{server}{view.path}", view, flags.out / f"tensorboard_{view.name}.png")
             page.close()
         chromium.close()
     return 0
@@ -94,32 +94,31 @@ def main() -> int:
 
 @contextlib.contextmanager
 def tensorboard(runs: Path) -> Iterator[str]:
-    """A server of its own on a free port; gives its address."""
+    """Start TensorBoard on a free port; yield its URL."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(runs), "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         for line in process.stderr or ():
-            found = re.search(r"at (http://\S+)", line)
-            if found:
-                yield found[1]
+            if url := re.search(r"at (http://\S+)", line):
+                yield url[1]
                 return
-        raise SystemExit(f"tensorboard did not start over {runs}")
+        raise SystemExit(f"tensorboard --logdir {runs} did not start")
     finally:
         process.terminate()
         process.wait()
 
 
-def take(page: Page, address: str, view: View, to: Path) -> None:
-    """Wait until the page shows what it must, then keep it."""
-    page.goto(address)
+def take(page: Page, url: str, view: View, to: Path) -> None:
+    """Wait until the page shows the view's texts, then save a screenshot."""
+    page.goto(url)
     if view.click is not None:
         page.locator(view.click).click()
-    for text in view.shows:
+    for text in view.texts:
         try:
-            page.get_by_text(text).filter(visible=True).first.wait_for(timeout=PATIENCE)
+            page.get_by_text(text).filter(visible=True).first.wait_for(timeout=TIMEOUT_MS)
         except TimeoutError:
-            raise SystemExit(f"{view.name}: {text} is not to be seen at {address}") from None
-    page.wait_for_timeout(3_000)  # curves are drawn behind their titles
+            raise SystemExit(f"{view.name}: {url} does not show {text!r}") from None
+    page.wait_for_timeout(3_000)  # curves appear after their titles
     page.screenshot(path=to)
     print(f"{to}: {to.stat().st_size / 1e3:.0f} kB")
 

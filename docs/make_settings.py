@@ -1,4 +1,4 @@
-"""Writes docs/reference/settings.md: every setting with its default and the comment on its field.
+"""Generator of docs/reference/settings.md: every setting, its default and its field's comment.
 
 python docs/make_settings.py
 """
@@ -30,7 +30,7 @@ the dataclasses by `docs/make_settings.py`.
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page."""
     sections = "".join(
         f"\n## {name}\n\n| setting | default | |\n| --- | --- | --- |\n" + "".join(rows(cls))
         for name, cls in tables("", RunConfig)
@@ -40,7 +40,7 @@ def page() -> str:
 
 
 def tables(prefix: str, cls: type) -> Iterator[tuple[str, type]]:
-    """Each dataclass of the tree with its dotted name, parents first."""
+    """Yield each dataclass of the tree with its dotted name, parents first."""
     yield prefix, cls
     for field in fields(cls):
         if is_dataclass(kind := type(default(field))):
@@ -48,7 +48,7 @@ def tables(prefix: str, cls: type) -> Iterator[tuple[str, type]]:
 
 
 def rows(cls: type) -> Iterator[str]:
-    """A row per setting of one dataclass."""
+    """Yield a row per setting of one dataclass."""
     comments = field_comments(cls)
     for field in fields(cls):
         value = default(field)
@@ -64,7 +64,7 @@ def default(field: Field) -> object:
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """The comment behind or above each field."""
+    """Return each field's comment, from its line or the lines above."""
     comments: dict[str, str] = {}
     above: list[str] = []
     for line in inspect.getsource(cls).splitlines():

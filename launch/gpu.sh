@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in three groups of at most ten minutes:
+# Run everything that needs a GPU, in three groups of at most ten minutes:
 #   1  correct, and where the time goes: GPU tests, a profiled step, training steps, tile sizes
 #   2  against dense attention and peers: whole attention, training, compiled, kernels, decoding
 #   3  end to end: the recipe under DeepSpeed with ZeRO-1 (killed and resumed) and ZeRO-2;
@@ -10,22 +10,28 @@
 #   bash launch/gpu.sh --build-wheels DIR
 # Each stage has a time limit, and the next one runs even if it fails or hangs. Results are saved
 # case by case, as JSON, in --out (docs/benchmarks/gpu, or runs/gpu-rehearsal with --rehearse). A
-# group ends with one archive of them, --out/group-N.tar.gz, which also holds the tuned tiles
-# (cache/). Copy that cache/ into a new --out and later groups use the tiles.
-# --stage runs one stage, --limit sets its seconds, --rehearse runs tiny sizes on the CPU, --dry-run
-# only prints the commands. Two stages run only by name: sanitizer checks every memory access, which
-# takes minutes; learn trains M7C with NSA and dense attention on the files of torch, five seeds, and
-# tests the difference. By estimate learn takes an hour: give --limit 3600, or repeat the call, which
-# resumes. --set, repeatable, adds NSA with these settings to it. Nothing is downloaded or installed: --build-wheels fills a folder with what a machine
-# without network lacks (about 10 MB, for Python 3.12), --wheels unpacks it for this call, --peers
-# names a folder with other NSA implementations. Python is $PYTHON, else .venv if it exists, else
-# python3.
+# group ends with one archive of them, --out/group-N.tar.gz, which also holds the tuned tile sizes
+# (cache/). Copy that cache/ into a new --out and later groups use them.
+#   --stage NAME         run one stage; repeatable. Two stages run only by name:
+#                          sanitizer checks every memory access, which takes minutes;
+#                          learn trains M7C on the files of torch with NSA and dense attention, five
+#                          seeds, and tests the difference. It takes an hour (estimate): give
+#                          --limit 3600, or repeat the call, which resumes
+#   --set KEY=VALUE      learn: also train NSA with this setting; repeat it for several at once
+#   --limit SECONDS      time limit of each stage
+#   --rehearse           tiny sizes on the CPU
+#   --dry-run            only print the commands
+#   --build-wheels DIR   download wheels for a machine without network: about 10 MB, Python 3.12.
+#                        Nothing else here downloads or installs anything
+#   --wheels DIR         make these wheels importable for this call
+#   --peers DIR          folder with other NSA implementations
+# Python is $PYTHON, else .venv if it exists, else python3.
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 # Kernels are compiled first, on all CPU cores. A group's limits add up to nine minutes.
 declare -A groups=(
-    [0]="" # the stages that are named
+    [0]="" # the stages of --stage
     [1]="aot tests tests-bench profile step-nsa step-nsa-reentrant step-dense step-dense-reentrant tune"
     [2]="module peers train train-compiled kernels flex decode"
     [3]="recipe-zero1 recipe-zero2 ncu"
@@ -44,11 +50,13 @@ die() {
 }
 
 flags='--group --stage --limit --out --wheels --peers --set --build-wheels --rehearse --dry-run'
-out='' numbers=() named=() settings='' limit='' wheels='' peers='' build='' rehearse='' dry=''
+group_numbers=() named_stages=()
+out='' settings='' limit='' wheels='' peers='' build='' rehearse='' dry=''
 while [ $# -gt 0 ]; do
-    case $1 in
-    --group) numbers+=("${2-}") && shift ;;
-    --stage) named+=("${2-}") && shift ;;
+    flag=$1
+    case $flag in
+    --group) group_numbers+=("${2-}") && shift ;;
+    --stage) named_stages+=("${2-}") && shift ;;
     --limit) limit=${2-} && shift ;;
     --out) out=${2-} && shift && { [ -n "$out" ] || die "--out needs a value"; } ;;
     --wheels) wheels=${2-} && shift ;;
@@ -58,23 +66,23 @@ while [ $# -gt 0 ]; do
     --rehearse) rehearse=yes ;;
     --dry-run) dry=yes ;;
     --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0" && exit ;;
-    *) die "$1: unknown; there are $flags" ;;
+    *) die "$flag: unknown flag; choose from $flags" ;;
     esac
-    shift || die "the last flag needs a value"
+    shift || die "$flag needs a value"
 done
 [ -n "$out" ] || { [ -n "$rehearse" ] && out=runs/gpu-rehearsal || out=docs/benchmarks/gpu; }
 [[ $limit =~ ^[0-9]*$ ]] || die "--limit $limit: give whole seconds"
-for number in "${numbers[@]}"; do
+for number in "${group_numbers[@]}"; do
     [[ $number =~ ^[123]$ ]] || die "--group $number: choose from 1 2 3"
 done
-for stage in "${named[@]}"; do
+for stage in "${named_stages[@]}"; do
     [ -n "${limits[$stage]-}" ] ||
         die "--stage $stage: choose from ${groups[1]} ${groups[2]} ${groups[3]} sanitizer learn"
 done
 for folder in "$wheels" "$peers"; do
     [ -d "${folder:-/}" ] || die "$folder: no such folder"
 done
-[ ${#numbers[@]} -gt 0 ] || [ ${#named[@]} -gt 0 ] || numbers=(1 2 3)
+[ ${#group_numbers[@]} -gt 0 ] || [ ${#named_stages[@]} -gt 0 ] || group_numbers=(1 2 3)
 absolute() { case $1 in '' | /*) printf %s "$1" ;; *) printf %s "$PWD/$1" ;; esac; }
 out=$(absolute "$out") wheels=$(absolute "$wheels") peers=$(absolute "$peers")
 build=$(absolute "$build")
@@ -110,7 +118,7 @@ for package in torch triton; do
     has "$package" || die "$python lacks $package: install it, or name another Python in PYTHON"
 done
 for package in pytest numpy; do
-    has "$package" || say "$python lacks $package: the stage tests will fail, the others will not"
+    has "$package" || say "$python lacks $package: the stages tests and tests-bench will fail"
 done
 [ -n "$dry$rehearse" ] || "$python" -c 'import os, shutil, sys, sysconfig
 compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -129,7 +137,7 @@ if [ -n "$rehearse" ]; then
     limits[train-compiled]=400 limits[recipe-zero1]=400 # minutes on a busy CPU
     export DS_ACCELERATOR=cpu
 elif [ -z "$dry" ]; then
-    # The chip whose tiles this GPU runs: sm_80 on an sm_86.
+    # The chip whose tile sizes this GPU uses: sm_80 on an sm_86.
     arch=$("$python" -c 'import torch
 from nsa.ops.triton.configs import chip_of
 print(chip_of(torch.device("cuda")))') ||
@@ -188,7 +196,7 @@ command_of() {
         bench profile "$2" "$1" "${size[@]}" "${layers[@]}"
         ;;
     step-*)
-        # A process each: peak memory is this step's alone.
+        # One process per step: peak memory is its own.
         local kind=${1#step-}
         size=(--kinds "${kind%-reentrant}" --lengths 2k --tokens 16384)
         [ "$kind" = "${kind%-reentrant}" ] || size+=(--checkpointing reentrant)
@@ -228,7 +236,7 @@ command_of() {
             done
         fi
         [ -z "$settings" ] || size+=(--variant "$settings")
-        # A minute and a half to start, to save what --limit stops, and to evaluate
+        # 90 s to start, to save what --limit stops, and to evaluate.
         command=("$python" -m nsa.bench ablations --variants "nsa,dense" --jobs 1
             --limit "$(($2 - 90))" --runs "$out/runs/learn" --out "$out/learn.json" "${size[@]}")
         ;;
@@ -266,7 +274,7 @@ run_stages() {
 child='' site=''
 if [ -z "$dry" ]; then
     mkdir -p "$out" || die "--out $out: cannot be created"
-    export XDG_CACHE_HOME=$out/cache # tuned tiles
+    export XDG_CACHE_HOME=$out/cache # tuned tile sizes
     if [ -n "$wheels" ]; then
         site=$(mktemp -d) || exit
         "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" \
@@ -279,15 +287,16 @@ fi
 trap '[ -z "$site" ] || rm -rf "$site"' EXIT
 trap '[ -z "$child" ] || kill -TERM "$child"; exit 130' INT TERM HUP
 summary=() failed=0
-[ ${#named[@]} -eq 0 ] || numbers=("${numbers[@]:-0}") # 0: stages alone, no archive
-for number in "${numbers[@]}"; do
+# Stages without a group are group 0, which has no archive.
+[ ${#named_stages[@]} -eq 0 ] || group_numbers=("${group_numbers[@]:-0}")
+for number in "${group_numbers[@]}"; do
     read -ra stages <<< "${groups[$number]}"
-    [ ${#named[@]} -eq 0 ] || stages=("${named[@]}")
+    [ ${#named_stages[@]} -eq 0 ] || stages=("${named_stages[@]}")
     run_stages "${stages[@]}"
     [ -z "$dry" ] && [ "$number" != 0 ] || continue
     printf 'gpu: %s\n' "${summary[@]}" > "$out/summary-$number.txt"
     archive=$(mktemp) || exit
-    # 1: a file changed meanwhile, such as the log of a process that a stage has left behind
+    # Exit code 1: a file changed meanwhile, such as the log of a process that a stage left behind.
     tar -C "$out" -czf "$archive" --exclude=checkpoints --exclude='*.tar.gz' . || [ $? -eq 1 ] ||
         die "no archive: tar failed"
     mv "$archive" "$out/group-$number.tar.gz"

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Train M7C on two ranks: on two GPUs, or on the CPU if there is no GPU.
 #   bash launch/m7c.sh [--restart N] [arguments of recipes/m7c.py ...]
-# Runs under the watchdog (docs/guides/debug-a-hang.md): returns the ranks' exit code, forwards signals
-# to the ranks so that they save, leaves no process behind. --restart N resumes a run that crashed.
+# Runs under the watchdog (docs/guides/debug-a-hang.md), which returns the ranks' exit code, forwards
+# signals so that the ranks save, and leaves no process behind. --restart N resumes a run that crashed
+# or hung, N times at most.
 # What differs from bare deepspeed: docs/reference/cli.md, "Script or launcher".
 set -euo pipefail
 
@@ -42,8 +43,8 @@ case $gpus in
 0) say "no GPU here: two ranks on the CPU" ;;
 1)
     ranks=1
-    say "WARNING: only ONE GPU here, so only ONE rank, with --num_gpus 1: each step sees half the"
-    say "WARNING: sequences of two ranks; double train.accumulation to keep the batch"
+    say "WARNING: only ONE GPU here, so ONE rank (--num_gpus 1): a step has half the sequences;"
+    say "WARNING: double train.accumulation to keep the batch of two ranks"
     ;;
 2) say "two GPUs, a rank on each" ;;
 *) say "two of $gpus GPUs; for more: deepspeed --num_gpus $gpus recipes/m7c.py" ;;

@@ -4,10 +4,10 @@
 #       on the first node of the hostfile; starts the others by ssh (with --srun by Slurm)
 #   bash launch/multinode.sh HOSTFILE --no_ssh --node_rank K --master_addr ADDRESS [flags] [...]
 #       on every node; K counts from 0 in the hostfile's order, ADDRESS is the first node's
-# Flags: --master_port PORT (29500), and --restart N, which resumes a run that crashed.
-# The repository, the hostfile and --run-dir need the same path everywhere, the run folder on a shared disk.
-# Each node has its own watchdog (docs/guides/multi-node.md); a signal to the first node makes all ranks
-# save and exit.
+# Flags: --master_port PORT (29500), and --restart N, which resumes a run that crashed or hung.
+# The repository, the hostfile and --run-dir need the same path on all nodes, and the run folder a
+# shared disk. Each node has its own watchdog (docs/guides/multi-node.md); a signal to the first node
+# makes all ranks save and exit.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
@@ -57,7 +57,8 @@ if [ "$start" = no_ssh ]; then
 fi
 
 [ -z "$rank" ] || die "--node_rank $rank: only with --no_ssh; else the hostfile's order decides"
-# The address of the interface that reaches the second node: the own name often resolves to loopback.
+# The address of the interface that reaches the second node. This node's own name often resolves to
+# the loopback address.
 [ -n "$address" ] || address=$(
     python -I -c '
 import socket, sys
@@ -65,7 +66,7 @@ family, *_, where = socket.getaddrinfo(sys.argv[1], 9, type=socket.SOCK_DGRAM)[0
 with socket.socket(family, socket.SOCK_DGRAM) as probe:
     probe.connect(where)
     print(probe.getsockname()[0])' "${hosts[1]-${hosts[0]}}" 2>/dev/null
-) || die "${hosts[1]-${hosts[0]}}: this name in $hostfile cannot be resolved; or give --master_addr"
+) || die "${hosts[1]-${hosts[0]}} cannot be resolved: correct $hostfile, or give --master_addr"
 
 # Run command $2 on node $1.
 on() {
@@ -83,7 +84,7 @@ forward_signal() {
     interrupted=yes
     kill -TERM "${child[0]}" 2>/dev/null || true
 }
-# Wait for a child to end; a signal only interrupts the wait and has been forwarded by then.
+# Wait for a child to end. A signal, which the trap has forwarded by then, only interrupts `wait`.
 await() {
     local code
     while :; do

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Create .venv in the repository's root and install the pinned packages into it.
-# Safe to call at any time, from any folder: a finished .venv costs nothing, a broken one is rebuilt.
+# Call it at any time, from any folder: it keeps a finished .venv and rebuilds a broken one.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv=$root/.venv
-installed=$venv/.nsa-installed # what was installed; written last
-unfinished=$venv/.nsa-unfinished # exists while pip writes; an interrupted install is rebuilt
+installed=$venv/.nsa-installed # fingerprint of a finished .venv; written last
+unfinished=$venv/.nsa-unfinished # exists while pip writes: after an interruption .venv is rebuilt
 packages=("$root/pyproject.toml" "$root/launch/constraints.txt")
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -15,20 +15,20 @@ die() {
     exit 1
 }
 
-# Identity of a finished .venv: packages and path, since scripts inside .venv name the path.
-wanted() { printf '%s %s\n' "$root" "$(cat "${packages[@]}" | cksum)"; }
+# The required packages and the path, because scripts inside .venv contain the path.
+fingerprint() { printf '%s %s\n' "$root" "$(cat "${packages[@]}" | cksum)"; }
 
 is_ready() {
-    [ "$(cat "$installed" 2>/dev/null)" = "$(wanted)" ] && "$venv/bin/python" -c '' 2>/dev/null
+    [ "$(cat "$installed" 2>/dev/null)" = "$(fingerprint)" ] && "$venv/bin/python" -c '' 2>/dev/null
 }
 
-# True if pip can continue in the existing .venv.
-is_sound() {
+# Whether pip can install into the existing .venv.
+pip_can_continue() {
     [ ! -e "$unfinished" ] && grep -qsF "$venv/bin/python" "$venv/bin/pip" &&
         "$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
 }
 
-# torch.compile and Triton call it at run time: fail now rather than an hour in.
+# torch.compile and Triton need a compiler at run time: fail now rather than an hour into a run.
 find_compiler() {
     local name
     for name in ${CXX:-c++ g++ clang++}; do
@@ -54,7 +54,7 @@ find_python() {
     return 1
 }
 
-# Two calls at once would write into one .venv: the second waits for the first.
+# Of two calls at once the second waits: both would write into one .venv.
 take_lock() {
     command -v flock >/dev/null || return 0
     exec 9>"$root/.venv.lock"
@@ -86,7 +86,7 @@ pip_install() {
 }
 
 install() {
-    is_sound || make_venv
+    pip_can_continue || make_venv
     rm -f "$installed"
     touch "$unfinished"
     # Torch first and alone: together with packages that require "torch", pip may pick another build.
@@ -95,7 +95,7 @@ install() {
     say "installing DeepSpeed, the other packages, and this project (editable)"
     pip_install -e "${root}[dev]"
     rm -f "$unfinished"
-    wanted >"$installed"
+    fingerprint >"$installed"
     say "done in $SECONDS s"
 }
 

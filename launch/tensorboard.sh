@@ -20,10 +20,11 @@ esac
 bash "$here/setup.sh" >&2
 root=$(dirname "$here")
 export PATH="$root/.venv/bin:$PATH"
-printf 'tensorboard: %s; on this machine only; --bind_all serves the network\n' "$(realpath "$runs")"
+printf 'tensorboard: serving %s on this machine only; --bind_all serves the network\n' \
+    "$(realpath "$runs")"
 
-# TensorBoard names a run after the folder of its event files: mine/tensorboard. Here it is shown
-# links to them in folders named mine, which a loop adds to until the server ends.
+# TensorBoard names a run after the folder of its event files: mine/tensorboard. To name it mine, the
+# server gets a folder mine of links to them; a loop adds new runs and files until the server ends.
 base=$(realpath "$runs")
 links=$(mktemp -d)
 add_links() {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check format, lint and types, then run the tests; continue after a failure, report it at the end.
-# Two workers run a file of tests each at a time. Arguments go to pytest; -n 0 runs one process.
+# Check format, lint and types, then run the tests. A failure does not stop the checks after it; the
+# exit code reports it. Arguments go to pytest, which has two workers; -n 0 runs one process.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)

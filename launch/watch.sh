@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Supervise a run from outside: end it if it hangs, restart it on request.
-#   bash launch/watch.sh [--status] RUN                      a running one
-#   bash launch/watch.sh [--restart N] -- deepspeed ...      start it, then supervise
+# Watchdog (`nsa watch`): supervise a run from outside, end it if it hangs, restart it with --restart.
+#   bash launch/watch.sh RUN                                 supervise a run that is running
+#   bash launch/watch.sh --status RUN                        print where its ranks are, then exit
+#   bash launch/watch.sh [--restart N] -- deepspeed ...      start a run and supervise it
 # launch/m7c.sh does this automatically. Details and exit codes: docs/guides/debug-a-hang.md.
 set -euo pipefail
 

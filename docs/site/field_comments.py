@@ -1,4 +1,4 @@
-"""Shows the comment on a dataclass's field as its documentation, which it is."""
+"""Griffe extension: document a dataclass field by its comment."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import griffe
 
 
 class FieldComments(griffe.Extension):
-    """For fields that have no docstring."""
+    """Use the comment on a field's line, or above it, as its docstring if it has none."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **kwargs: object) -> None:
         if attr.docstring is None and attr.lineno is not None:
-            comment = _behind(attr.lines) or _above(attr)
+            comment = _comment_on_line(attr.lines) or _comment_above(attr)
             if comment:
                 attr.docstring = griffe.Docstring(comment, parent=attr)
 
 
-def _behind(lines: list[str]) -> str:
+def _comment_on_line(lines: list[str]) -> str:
     return "\n".join(lines).partition("  # ")[2].partition("\n")[0]
 
 
-def _above(attr: griffe.Attribute) -> str:
-    found: list[str] = []
+def _comment_above(attr: griffe.Attribute) -> str:
+    comment: list[str] = []
     for line in reversed(attr.lines_collection[attr.filepath][: attr.lineno - 1]):
         if not line.strip().startswith("# "):
             break
-        found.insert(0, line.strip().removeprefix("# "))
-    return "\n".join(found)
+        comment.insert(0, line.strip().removeprefix("# "))
+    return "\n".join(comment)

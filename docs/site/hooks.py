@@ -1,4 +1,4 @@
-"""Builds the site from the repository's own tree, so that links work as on GitHub."""
+"""MkDocs hook: keep the repository's paths on the site, so that links work as on GitHub."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTSIDE = ("README.md", "ds_configs/README.md")  # pages outside docs/
+PAGES_OUTSIDE_DOCS = ("README.md", "ds_configs/README.md")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Pages of docs/ below docs/, plus those outside; the first is the index."""
-    ours = [file for file in files if file.src_dir == config.docs_dir]
-    for file in ours:
+    """Put pages of docs/ below docs/, and add those outside; the first is the index."""
+    docs = [file for file in files if file.src_dir == config.docs_dir]
+    for file in docs:
         files.remove(file)
-    for path in (*OUTSIDE, *(f"docs/{file.src_uri}" for file in ours)):
+    for path in (*PAGES_OUTSIDE_DOCS, *(f"docs/{file.src_uri}" for file in docs)):
         files.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
