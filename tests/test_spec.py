@@ -35,7 +35,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(c) for c, _ in REFUSED])
-def test_a_pattern_that_cannot_work_is_refused_with_the_mend(
+def test_a_pattern_that_cannot_work_is_refused_with_the_fix(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -81,7 +81,7 @@ def test_counts_of_blocks_are_those_of_a_list_of_them(
         assert spec.visible_compressed(t) == len(ended)
 
 
-def test_so_many_compressed_blocks_overlap_a_selection_block() -> None:
+def test_the_number_of_compressed_blocks_that_overlap_a_selection_block() -> None:
     """Counted one by one over all small patterns; none for nothing where the stride divides it."""
     for length, size in ((length, size) for length in range(1, 14) for size in range(1, 14)):
         for stride in range(1, length + 1):

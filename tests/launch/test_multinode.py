@@ -160,7 +160,7 @@ def test_a_signal_to_one_machine_has_all_of_them_save_and_end(
         ("a slots=2\n", ["--master_port"], ["--master_port needs a value"]),
     ],
 )
-def test_a_mistake_is_one_line_that_names_the_mend(
+def test_a_mistake_is_one_line_that_names_the_fix(
     installed_clone: Path, tmp_path: Path, hosts: str | None, flags: list[str], words: list[str]
 ) -> None:
     """DeepSpeed itself takes a hostfile that is not there for one machine, and trains on that."""
