@@ -3,8 +3,8 @@
     python docs/make_screenshots.py RUNS      writes docs/img/tensorboard_<page>.png
 
 RUNS is a folder of runs, as for `tensorboard --logdir`. Needs Chromium (Debian, Ubuntu: apt install
-chromium) and Playwright (the extra `docs`). Waits until each page shows the texts of its View; exits
-with code 1 if one does not appear.
+chromium) and Playwright (the extra `docs`). Waits until each page shows the texts of its View;
+exits with code 1 if one does not appear.
 """
 
 from __future__ import annotations

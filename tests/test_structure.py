@@ -34,7 +34,7 @@ FOLDERS = ("nsa", "recipes", "launch", "docs", "tests", "ds_configs")
 
 
 def imports(module: str) -> set[str]:
-    """Return the modules of `nsa` that a module imports, late and type-checking imports included."""
+    """Return the modules of `nsa` that a module imports, also late or for type checking alone."""
     names = set()
     for node in ast.walk(ast.parse(SOURCES[module].read_text())):
         if isinstance(node, ast.Import):
