@@ -1,4 +1,4 @@
-"""The pages that people read, cut into what a test can check."""
+"""Documentation pages, split into code blocks, commands and prose for the tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INDENTED = re.compile(r"^    ((?:bash|deepspeed|nsa|python|tensorboard) .*)$", r
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `output` is the `text` block right below it: what it prints."""
+    """A fenced block; `output` is the `text` block right below it, which shows what it prints."""
 
     page: Path
     line: int
@@ -35,35 +35,35 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, and its indented commands."""
+    """Return the fenced blocks of a page, and its indented commands."""
     text = page.read_text()
-    found = []
+    result = []
     for fence in FENCE.finditer(text):
         below = re.match(r"\n\n```text\n(.*?)^```$", text[fence.end() :], re.M | re.S)
         line = text.count("\n", 0, fence.start()) + 1
         output = below[1] if below else None
-        found.append(Block(page, line, fence[1], fence[2], output))
+        result.append(Block(page, line, fence[1], fence[2], output))
     unfenced = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
     for command in INDENTED.finditer(unfenced):
         line = unfenced.count("\n", 0, command.start()) + 1
-        found.append(Block(page, line, "bash", command[1], None))
-    return found
+        result.append(Block(page, line, "bash", command[1], None))
+    return result
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return FENCE.sub("", page.read_text())
 
 
 def commands(block: Block) -> list[list[str]]:
-    """The commands of a `bash` block as words, without comments and leading NAME=value."""
+    """Return the commands of a `bash` block as words, without comments and leading NAME=value."""
     lines = block.text.replace("\\\n", " ").replace("&&", "\n").splitlines()
     split = [shlex.split(line, comments=True) for line in lines]
     return [_without_variables(words) for words in split if words]
 
 
 def name(path: Path) -> str:
-    """A file as a reader calls it."""
+    """Return a file's path from the repository's root."""
     return path.relative_to(ROOT).as_posix()
 
 

@@ -15,22 +15,22 @@ ROW = re.compile(
 
 
 def package(module: str) -> str | None:
-    """The package or top-level module below nsa/ that a module belongs to."""
+    """Return the package or top-level module of `nsa` that a module belongs to."""
     top, _, rest = module.partition(".")
     return rest.split(".")[0] or None if top == "nsa" else None
 
 
 def imported(source: Path) -> set[str]:
-    """The packages that a file imports from, late imports included."""
-    found: set[str | None] = set()
+    """Return the packages that a file imports from, late imports included."""
+    packages: set[str | None] = set()
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Import):
-            found |= {package(alias.name) for alias in node.names}
+            packages |= {package(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module == "nsa":
-            found |= {alias.name for alias in node.names}
+            packages |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(package(node.module))
-    return {other for other in found if other}
+            packages.add(package(node.module))
+    return {other for other in packages if other}
 
 
 def test_packages_import_only_what_the_page_allows() -> None:
@@ -45,7 +45,7 @@ def test_packages_import_only_what_the_page_allows() -> None:
 
 
 def test_the_code_reads_the_variables_that_the_page_lists_and_no_others() -> None:
-    """F9: runs of the earlier system depended on six of their own."""
+    """Runs of the earlier system depended on six variables of its own."""
     page = (ROOT / "docs/reference/cli.md").read_text()
     section = page.partition("## Environment variables\n")[2].partition("\n## ")[0]
     read = set()

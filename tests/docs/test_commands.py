@@ -1,4 +1,4 @@
-"""Every command and every piece of Python in the pages does what the page says."""
+"""Every command and every Python block of the pages does what the page says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.docs.commands import check
 from tests.docs.pages import FRAMEWORKS, PAGES, Block, blocks, commands, name, prose
 from tests.ranks import ROOT
 
-# A block that a reader would type but that is not checked must not hide behind its language.
+# A block in another language would not be checked.
 LANGUAGES = {"bash", "python", "text", "yaml", "json", "diff"}  # diff: test_variant.py
 CLIENTS = {"peft", "trl"}  # TRL needs Python 3.11
 SHELL = [block for page in PAGES for block in blocks(page) if block.language == "bash"]
@@ -28,7 +28,7 @@ PYTHON = [
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder of a reader who has just cloned the repository: no runs in it."""
+    """A fresh clone as the working folder, without runs."""
     for path in ROOT.iterdir():
         if path.name != "runs":
             (tmp_path / path.name).symlink_to(path)
@@ -36,11 +36,11 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def place(block: Block) -> str:
+def location(block: Block) -> str:
     return f"{name(block.page)}:{block.line}"
 
 
-@pytest.mark.parametrize("block", SHELL, ids=place)
+@pytest.mark.parametrize("block", SHELL, ids=location)
 def test_the_commands_of_the_pages_work(block: Block, clone: Path) -> None:
     for other in blocks(block.page):
         title, _, rest = other.text.partition("\n")
@@ -53,7 +53,7 @@ def test_the_commands_of_the_pages_work(block: Block, clone: Path) -> None:
 
 @pytest.mark.parametrize("page", PYTHON, ids=name)
 def test_the_python_of_the_pages_prints_what_they_say(page: Path) -> None:
-    """Functions that a page defines under the names of ours have our parameters."""
+    """A function that a page defines under a name of `nsa.ops` has the same parameters."""
     namespace: dict[str, object] = {"__name__": "page"}
     for block in blocks(page):
         if block.language != "python":
@@ -65,23 +65,23 @@ def test_the_python_of_the_pages_prints_what_they_say(page: Path) -> None:
             except ModuleNotFoundError as error:
                 if error.name not in CLIENTS:
                     raise
-                pytest.skip(f"{place(block)} needs {error.name}: pip install -e '.[eval]'")
-        assert printed.getvalue() == (block.output or ""), place(block)
+                pytest.skip(f"{location(block)} needs {error.name}: pip install -e '.[eval]'")
+        assert printed.getvalue() == (block.output or ""), location(block)
         for function in namespace.values():
             if isinstance(function, FunctionType) and function.__module__ == "page":
                 ours = getattr(nsa.ops, function.__name__, function)
-                assert parameters(function) == parameters(ours), place(block)
+                assert parameters(function) == parameters(ours), location(block)
 
 
 def parameters(function: FunctionType) -> list[tuple[str, object, object]]:
-    found = inspect.signature(function).parameters.values()
-    return [(parameter.name, parameter.kind, parameter.default) for parameter in found]
+    values = inspect.signature(function).parameters.values()
+    return [(parameter.name, parameter.kind, parameter.default) for parameter in values]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_every_block_says_what_it_is(page: Path) -> None:
+def test_every_block_has_a_known_language(page: Path) -> None:
     for block in blocks(page):
-        assert block.language in LANGUAGES, place(block)
+        assert block.language in LANGUAGES, location(block)
     assert "```" not in prose(page), "a fence that is not closed, or not at the line's start"
 
 
@@ -104,6 +104,6 @@ def test_every_block_says_what_it_is(page: Path) -> None:
         "python -m nsa.bench nowhere",
     ],
 )
-def test_a_command_that_would_not_work_is_found(command: str, clone: Path) -> None:
+def test_a_command_that_would_fail_is_refused(command: str, clone: Path) -> None:
     with pytest.raises((ValueError, OSError)):
         check(command.split())

@@ -1,4 +1,4 @@
-"""What the pages refer to is there: links, files, tests, names in the code, settings, pictures."""
+"""References in the pages exist: links, files, tests, names in the code, settings."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from nsa.engine.resolve import resolve_config
 from tests.docs.pages import PAGES, name, prose
 from tests.ranks import ROOT
 
-ROOMS = ("nsa", "ds_configs", "recipes", "launch", "tests", "docs", ".ci")
+FOLDERS = ("nsa", "ds_configs", "recipes", "launch", "tests", "docs", ".ci")
 SECTIONS = ("model", "data", "train", "monitor", "checkpoint")
 CHANGELOG = ROOT / "docs/CHANGELOG.md"  # names what was renamed or removed
 PICTURES = sorted((ROOT / "docs").rglob("*.svg"))
 
 
 def quoted(page: Path) -> Iterator[str]:
-    """The words between backticks."""
+    """Yield the words between backticks."""
     for code in re.findall(r"`([^`\n]+)`", prose(page)):
         yield from code.split()
 
 
 @cache
 def files() -> list[str]:
-    """Every file and folder of the rooms, and the files beside them."""
-    inside = (path for room in ROOMS for path in (ROOT / room).rglob("*"))
+    """Return every path below FOLDERS, and every path in the repository's root."""
+    inside = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))
     return [name(path) for path in (*inside, *ROOT.glob("*"))]
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page."""
+    """Return the anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -54,20 +54,20 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_files_and_tests_that_are_named_exist(page: Path) -> None:
+def test_named_files_and_tests_exist(page: Path) -> None:
     """`nsa/ops/` from the root, `loop.py` anywhere, `<name>` and `*` for anything."""
     for word in quoted(page):
         path, _, test = word.partition("::")
         if re.fullmatch(r"[\w.\-/<>*]+", path) is None:
             continue
-        in_a_room = path.split("/")[0] in ROOMS and "/" in path
-        if not in_a_room and not path.endswith((".py", ".sh")):
+        in_a_folder = path.split("/")[0] in FOLDERS and "/" in path
+        if not in_a_folder and not path.endswith((".py", ".sh")):
             continue
         pattern = re.sub(r"<\w+>", "*", path).rstrip("/")
-        found = fnmatch.filter(files(), pattern if in_a_room else f"*/{pattern}")
-        assert found, word
+        matches = fnmatch.filter(files(), pattern if in_a_folder else f"*/{pattern}")
+        assert matches, word
         if test:
-            assert re.search(rf"^def {test}\(", (ROOT / found[0]).read_text(), re.M), word
+            assert re.search(rf"^def {test}\(", (ROOT / matches[0]).read_text(), re.M), word
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != CHANGELOG], ids=name)

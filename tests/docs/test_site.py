@@ -1,4 +1,4 @@
-"""The pages build without warnings, explain every setting, and stay few."""
+"""The site builds without warnings, every setting is explained, and the pages stay few."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     to = tmp_path_factory.mktemp("site")
     config = load_config(str(SITE), site_dir=str(to), strict=True)
     config.plugins.run_event("startup", command="build", dirty=False)
-    build(config)  # raises where there was a warning
+    build(config)  # raises after a warning
     config.plugins.run_event("shutdown")
     return to
 

@@ -25,9 +25,9 @@ def test_the_diffs_of_the_guide_apply_and_their_tests_pass(tmp_path: Path) -> No
             done = subprocess.run(apply, cwd=tmp_path, input=block.text, text=True,
                                   capture_output=True)  # fmt: skip
             assert done.returncode == 0, f"line {block.line}: {done.stderr}"
-    chosen = ["tests/model/test_weighted.py", "tests/model/test_config.py"]
+    files = ["tests/model/test_weighted.py", "tests/model/test_config.py"]
     tests = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,

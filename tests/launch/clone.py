@@ -1,4 +1,4 @@
-"""Small stand-ins for the repository in which the real scripts of `launch/` run."""
+"""Small stand-ins for the repository, in which tests run the real scripts of `launch/`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NSA = {
 
 
 def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
-    """The smallest wheel that pip installs."""
+    """Write the smallest wheel that pip installs."""
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nProvides-Extra: dev\n"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
@@ -56,7 +56,7 @@ def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) ->
 
 
 def make_clone(folder: Path) -> Path:
-    """The real scripts around a project whose packages install in a second, without a network."""
+    """Create a clone with the real scripts and toy packages that install in a second, offline."""
     clone = folder / "a clone"  # people's folders have spaces
     shutil.copytree(ROOT / "launch", clone / "launch")
     (clone / "launch/constraints.txt").write_text("torch==2.13.0\n")
@@ -70,9 +70,9 @@ def make_clone(folder: Path) -> Path:
 
 
 def environment(clone: Path, **changes: str) -> dict[str, str]:
-    """Ours without what names a compiler, a Python or GPUs; pip sees the clone's wheels alone."""
-    named = ("CXX", "PYTHON", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
-    env = {key: value for key, value in os.environ.items() if key not in named}
+    """Return os.environ without a selected compiler, Python or GPU; pip finds only the wheels."""
+    selectors = ("CXX", "PYTHON", "CUDA_VISIBLE_DEVICES", "PYTHONPATH")
+    env = {key: value for key, value in os.environ.items() if key not in selectors}
     pip = {
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": (clone / "wheels").as_uri(),
@@ -82,7 +82,7 @@ def environment(clone: Path, **changes: str) -> dict[str, str]:
 
 
 def start(clone: Path, script: str, *args: str, **changes: str) -> subprocess.Popen[str]:
-    """Start a script of the clone from another folder, at the head of a group of its own."""
+    """Start a script of the clone from another folder, in a new process group."""
     return subprocess.Popen(
         ["bash", str(clone / "launch" / script), *args],
         cwd="/",

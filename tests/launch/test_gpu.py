@@ -42,7 +42,7 @@ GROUPS = {
 }
 
 
-LIMIT = r"(?<!limits)\[([a-z0-9-]+)\]=(\d+)"  # without those of a rehearsal
+LIMIT = r"(?<!limits)\[([a-z0-9-]+)\]=(\d+)"  # not the limits[...] of a rehearsal
 
 
 def commands(*arguments: str) -> list[list[str]]:
@@ -65,7 +65,7 @@ def test_the_script_only_runs_benchmarks_and_flags_that_exist(tmp_path: Path) ->
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_group_takes_at_most_ten_minutes(group: str) -> None:
-    """Its stages' limits, and five seconds to end each; minutes are left to start and archive."""
+    """The limits of its stages, with five seconds to end each, and ten to start and archive."""
     script = (ROOT / "launch/gpu.sh").read_text()
     limits = {name: int(value) for name, value in re.findall(LIMIT, script)}
     (stages,) = re.findall(rf'\[{group}\]="([^"]+)"', script)
@@ -73,7 +73,7 @@ def test_a_group_takes_at_most_ten_minutes(group: str) -> None:
     assert sum(limits[stage] + 5 for stage in stages.split()) <= 590
 
 
-def test_m7c_comes_first_and_a_step_has_a_process_of_its_own() -> None:
+def test_m7c_is_measured_first_and_each_training_step_in_its_own_process() -> None:
     for words in commands():
         if "--shapes" in words:
             assert words[words.index("--shapes") + 1].startswith("m7c")
@@ -83,7 +83,7 @@ def test_m7c_comes_first_and_a_step_has_a_process_of_its_own() -> None:
     }
 
 
-def test_learn_compares_nsa_and_dense_and_settings_of_the_command() -> None:
+def test_learn_compares_nsa_dense_and_the_settings_of_set() -> None:
     """Five seeds of M7C at the recipe's length, on text that needs no download."""
     settings = ["--set", "attention.shared_kv=true", "--set", "attention.compressor=mlp"]
     (words,) = commands("--stage", "learn", "--limit", "3600", *settings)
@@ -106,7 +106,7 @@ def test_learn_compares_nsa_and_dense_and_settings_of_the_command() -> None:
     assert "--variant" not in default
 
 
-NEEDED_FOR_TRAINING = """
+COLLECT_WITHOUT_TRAINING_PACKAGES = """
 import sys
 for name in ("deepspeed", "datasets", "transformers", "tensorboard", "flash_attn", "matplotlib",
              "yaml", "psutil", "zstandard", "aiohttp", "tqdm", "safetensors", "tokenizers"):
@@ -130,7 +130,7 @@ def test_its_tests_are_all_gpu_tests_and_import_without_training_packages() -> N
     }
     roots = [ROOT / word for word in words if word.startswith("tests/")]
     assert all(any(path.is_relative_to(root) for root in roots) for path in marked)
-    done = subprocess.run([sys.executable, "-c", NEEDED_FOR_TRAINING, *words[1:]],
+    done = subprocess.run([sys.executable, "-c", COLLECT_WITHOUT_TRAINING_PACKAGES, *words[1:]],
                           capture_output=True, text=True, cwd=ROOT)  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert "test_the_loss_of_precision" in done.stdout

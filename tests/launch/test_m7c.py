@@ -16,7 +16,7 @@ from tests.launch.test_ranks import alive
 
 
 @pytest.mark.parametrize(
-    ("gpus", "visible", "devices", "said"),
+    ("gpus", "visible", "devices", "message"),
     [
         ("0", None, "--num_gpus 2", "no GPU here"),
         ("1", None, "--num_gpus 1", "only ONE GPU"),
@@ -27,14 +27,14 @@ from tests.launch.test_ranks import alive
         ("0", "", "--num_gpus 2", "no GPU here"),
     ],
 )
-def test_the_ranks_go_to_the_gpus_that_there_are(
-    installed_clone: Path, gpus: str, visible: str | None, devices: str, said: str
+def test_ranks_run_on_the_visible_gpus_or_on_the_cpu(
+    installed_clone: Path, gpus: str, visible: str | None, devices: str, message: str
 ) -> None:
-    """The clone's torch counts as many GPUs as it is told, and its launcher says what it got."""
+    """The clone's torch reports TOY_GPUS GPUs, and its launcher prints its arguments."""
     changes = {"TOY_GPUS": gpus} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     call = run(installed_clone, "m7c.sh", "--set", "a b", **changes)
     assert call.returncode == 0, call.stderr
-    assert said in call.stdout
+    assert message in call.stdout
     recipe = str(installed_clone / "recipes/m7c.py")
     launched = call.stdout.splitlines()[-1]
     port = re.findall(r"'--master_port', '(\d+)'", launched)[0]
@@ -43,7 +43,7 @@ def test_the_ranks_go_to_the_gpus_that_there_are(
     assert call.stdout.splitlines()[-2] == f"called with {['watch', '--', 'deepspeed', *expected]}"
 
 
-def test_restarts_are_the_watchdogs_business_and_not_the_recipes(installed_clone: Path) -> None:
+def test_restart_goes_to_the_watchdog_and_not_to_the_recipe(installed_clone: Path) -> None:
     call = run(installed_clone, "m7c.sh", "--restart", "3", "--steps", "5")
     assert call.returncode == 0, call.stderr
     called, launched = call.stdout.splitlines()[-2:]
@@ -61,7 +61,7 @@ def write_recipe(folder: Path, code: str) -> None:
     )
 
 
-def test_deepspeed_runs_two_ranks_and_the_exit_code_of_a_failed_one_comes_back(
+def test_the_script_runs_two_ranks_and_returns_the_exit_code_of_a_failed_one(
     real_packages: Path,
 ) -> None:
     write_recipe(
@@ -74,7 +74,7 @@ def test_deepspeed_runs_two_ranks_and_the_exit_code_of_a_failed_one_comes_back(
     assert "rank 1 of 2 ['--set', 'a b']" in call.stdout.splitlines()
 
 
-def test_the_ranks_get_the_same_as_from_deepspeed_itself(
+def test_ranks_get_the_environment_and_arguments_that_deepspeed_alone_gives_them(
     real_packages: Path, tmp_path: Path
 ) -> None:
     write_recipe(
@@ -104,7 +104,7 @@ def test_the_ranks_get_the_same_as_from_deepspeed_itself(
         ).returncode,
     ]
     assert codes == [7, 7]
-    # The port differs; a script changes the others, which no library reads.
+    # The port differs; the script changes the other variables, which no library reads.
     for rank in "01":
         facts = [json.loads((tmp_path / f"{way}{rank}").read_text()) for way in ("script", "bare")]
         for one in facts:

@@ -1,6 +1,6 @@
-"""`launch/multinode.sh`: two machines train as one, and none waits for one that has vanished.
+"""`launch/multinode.sh`: two nodes train as one, and neither waits for the other once it is lost.
 
-A machine is a network namespace with an address, a name and processes of its own.
+A node is a network namespace with its own address, name and processes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tests.launch.clone import run
 from tests.ranks import ROOT, Ranks, free_port, start_ranks, user_environment
 
 SECONDS = 90.0  # far below any time-out of a collective
-SHORT = 3  # seconds without an answer, after which a machine is gone
+UNREACHABLE_SECONDS = 3  # without an answer, after which a node is lost
 SETTINGS = [*TINY, "--set=train.eval_every=0", "--set=checkpoint.every=0", "--steps=10000"]
-MACHINE = "unshare --uts --pid --fork --mount-proc --kill-child bash -c"
+NODE = "unshare --uts --pid --fork --mount-proc --kill-child bash -c"
 RECIPE = f"""\
 import runpy, sys
 from nsa.engine import peer_hosts, process_group, shutdown
-peer_hosts.UNREACHABLE_SECONDS = {SHORT}
+peer_hosts.UNREACHABLE_SECONDS = {UNREACHABLE_SECONDS}
 shutdown.PEER_LOSS_GRACE_SECONDS = process_group.ROOT_CAUSE_GRACE_SECONDS = 1
 sys.path.insert(0, "{ROOT}/recipes")
 runpy.run_path("{ROOT}/recipes/m7c.py", run_name="__main__")
 """
-# A rank that was forked elsewhere moves to its machine.
+# Moves a forked rank to its node.
 MOVE = """\
 import ctypes, os, socket
 rank, libc = int(os.environ["RANK"]), ctypes.CDLL(None, use_errno=True)
@@ -46,12 +46,12 @@ os.environ.update(MASTER_ADDR="{address}", LOCAL_RANK="0", LOCAL_SIZE="1")
 def link() -> Iterator[netns.Link]:
     if reason := netns.missing():
         pytest.skip(reason)
-    with netns.link() as made:
-        yield made
+    with netns.link() as link:
+        yield link
 
 
 def cut(link: netns.Link) -> None:
-    """What both machines see when the switch between them loses its power."""
+    """Set both ends of the link down, as when the switch between two nodes loses power."""
     for name in link.namespaces:
         down = ["ip", "-n", name, "link", "set", netns.INTERFACE, "down"]
         subprocess.run(down, check=True)
@@ -63,20 +63,20 @@ def wait_for_step(folder: Path, step: int) -> None:
         if (folder / "metrics.csv").exists() and step in losses(folder):
             return
         time.sleep(0.1)
-    raise AssertionError(f"the run did not come to step {step}")
+    raise AssertionError(f"the run did not reach step {step}")
 
 
-def test_two_machines_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
+def test_two_nodes_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
     real_packages: Path, link: netns.Link
 ) -> None:
-    """Through the script, DeepSpeed's launchers and two watchdogs; ssh alone is a stand-in."""
+    """With the script, DeepSpeed's launchers and two watchdogs; only ssh is a stand-in."""
     folder = real_packages
     (folder / "recipes").mkdir()
     (folder / "recipes/m7c.py").write_text(RECIPE)
     (folder / "hosts").write_text("".join(f"{one} slots=1\n" for one in link.addresses))
     (folder / "bin").mkdir()
     ssh = folder / "bin/ssh"
-    second = f"ip netns exec {link.namespaces[1]} {MACHINE}"
+    second = f"ip netns exec {link.namespaces[1]} {NODE}"
     ssh.write_text(
         f"#!/usr/bin/env bash\n[ ${{@: -2:1}} = {link.addresses[1]} ] || exit 255\n"
         f'exec {second} "hostname node1; ${{@: -1}}"\n'
@@ -85,11 +85,11 @@ def test_two_machines_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
     environment = user_environment() | {"OMP_NUM_THREADS": "1"}
     environment["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
     script = "hostname node0; exec bash launch/multinode.sh hosts --run-dir run "
-    with (folder / "said").open("w") as said:
+    with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            ["ip", "netns", "exec", link.namespaces[0], *MACHINE.split(),
+            ["ip", "netns", "exec", link.namespaces[0], *NODE.split(),
              script + " ".join(SETTINGS)],
-            cwd=folder, env=environment, stdout=said, stderr=said,
+            cwd=folder, env=environment, stdout=log, stderr=log,
         )  # fmt: skip
     try:
         wait_for_step(folder / "run", 5)
@@ -98,10 +98,10 @@ def test_two_machines_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
     finally:
         process.kill()
         process.wait()
-    text = (folder / "said").read_text()
+    text = (folder / "log").read_text()
     assert code == 1, text[-3_000:]
-    assert f"host node0 has not answered for {SHORT} s" in text
-    assert f"host node1 has not answered for {SHORT} s" in text
+    assert f"host node0 has not answered for {UNREACHABLE_SECONDS} s" in text
+    assert f"host node1 has not answered for {UNREACHABLE_SECONDS} s" in text
 
     succeed(on_two_ranks("m7c.py", *SETTINGS, "--until=5", "--run-dir=one", folder=folder))
     both = losses(folder / "run")
@@ -109,7 +109,7 @@ def test_two_machines_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
 
 
 def start_moved(folder: Path, link: netns.Link) -> Ranks:
-    """Two forked ranks, each on its machine, in the first steps of a long run."""
+    """Start two forked ranks, each on its node; return in the first steps of a long run."""
     program = folder / "moved.py"
     address = link.addresses[0]
     program.write_text(MOVE.format(namespaces=link.namespaces, address=address) + RECIPE)
@@ -122,7 +122,7 @@ def start_moved(folder: Path, link: netns.Link) -> Ranks:
     return ranks
 
 
-def test_a_machine_whose_processes_are_killed_is_missed_at_once(
+def test_the_loss_of_all_processes_of_a_node_is_detected_at_once(
     tmp_path: Path, link: netns.Link
 ) -> None:
     ranks = start_moved(tmp_path, link)
@@ -133,7 +133,7 @@ def test_a_machine_whose_processes_are_killed_is_missed_at_once(
         ranks.end()
 
 
-def test_a_signal_to_one_machine_has_all_of_them_save_and_end(
+def test_a_signal_to_one_node_makes_all_ranks_save_and_exit(
     tmp_path: Path, link: netns.Link
 ) -> None:
     ranks = start_moved(tmp_path, link)
@@ -163,7 +163,7 @@ def test_a_signal_to_one_machine_has_all_of_them_save_and_end(
 def test_a_mistake_is_one_line_that_names_the_fix(
     installed_clone: Path, tmp_path: Path, hosts: str | None, flags: list[str], words: list[str]
 ) -> None:
-    """DeepSpeed itself takes a hostfile that is not there for one machine, and trains on that."""
+    """Without a hostfile DeepSpeed itself would train on one node."""
     if hosts is not None:
         (tmp_path / "hosts").write_text(hosts)
     call = run(installed_clone, "multinode.sh", str(tmp_path / "hosts"), *flags)
@@ -172,7 +172,7 @@ def test_a_mistake_is_one_line_that_names_the_fix(
     assert all(word in line for word in words), line
 
 
-def test_every_machine_is_started_with_its_own_number_and_what_it_is_given(
+def test_each_node_starts_with_its_own_rank_and_the_given_arguments(
     installed_clone: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "hosts").write_text("# two each\n\na slots=2\nb slots=2\n")

@@ -1,4 +1,4 @@
-"""The helper that other tests launch their ranks with."""
+"""`tests.ranks.launch`, with which other tests start ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def write(folder: Path, code: str) -> Path:
 
 
 def alive(pid: int) -> bool:
-    """True while the process runs; one that is only waiting to be reaped does not."""
+    """Return whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-def test_each_rank_knows_its_place_and_its_stdout_comes_back_in_rank_order(tmp_path: Path) -> None:
+def test_each_rank_gets_its_number_and_stdout_comes_back_in_rank_order(tmp_path: Path) -> None:
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"
     code = write(
         tmp_path, f"import os, sys\nprint(*(os.environ[name] for name in {names}), sys.argv[1:])"

@@ -1,4 +1,4 @@
-"""`launch/setup.sh`: one call makes .venv, the next costs nothing, and what is missing is named."""
+"""`launch/setup.sh`: the first call creates .venv, later ones return at once; errors name fixes."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_every_script_parses_and_can_be_executed(script: Path) -> None:
     assert os.access(script, os.X_OK)
 
 
-def test_two_calls_at_once_make_one_venv(first_set_ups: tuple[Path, list[str]]) -> None:
-    clone, said = first_set_ups
-    assert sum("creating .venv with Python" in text for text in said) == 1
-    assert all(text.endswith(READY) for text in said)
+def test_two_calls_at_once_make_one_venv(concurrent_setups: tuple[Path, list[str]]) -> None:
+    clone, outputs = concurrent_setups
+    assert sum("creating .venv with Python" in text for text in outputs) == 1
+    assert all(text.endswith(READY) for text in outputs)
     assert torch_version(clone) == "2.13.0"
 
 
@@ -59,7 +59,7 @@ def test_a_second_call_does_not_need_pip(installed_clone: Path) -> None:
     assert (call.returncode, call.stdout, call.stderr) == (0, READY, "")
 
 
-def test_new_pins_are_installed_into_the_venv_that_is_there(installed_clone: Path) -> None:
+def test_new_pins_are_installed_into_the_existing_venv(installed_clone: Path) -> None:
     constraints = installed_clone / "launch/constraints.txt"
     mark = installed_clone / ".venv/mark"
     mark.touch()
@@ -99,7 +99,7 @@ def test_an_install_that_was_killed_is_repaired_and_a_failed_one_says_why(tmp_pa
 
 
 def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
-    # A stand-in: what setup.sh asks of an old Python fails in it.
+    # A stand-in in which every check fails, as setup.sh's do in an old Python.
     old = executable(tmp_path / "python3.8", "#!/bin/sh\necho 'Python 3.8.20'\nexit 1\n")
     clone = make_clone(tmp_path)
     assert_refused(run(clone, "setup.sh", PYTHON=str(old)), "Python 3.10 or newer", str(old))
@@ -127,8 +127,8 @@ def test_a_machine_without_a_compiler_is_refused_in_one_line(tmp_path: Path) -> 
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("bash", "dirname", "cat", "cksum", "find", "grep", "rm", "touch", "flock"):
-        if found := shutil.which(name):
-            (tools / name).symlink_to(found)
+        if path := shutil.which(name):
+            (tools / name).symlink_to(path)
     clone = make_clone(tmp_path)
     assert_refused(run(clone, "setup.sh", PATH=str(tools)), "C++ compiler", "g++")
     assert_refused(run(clone, "setup.sh", CXX="no-such-c++"), "C++ compiler", "no-such-c++")

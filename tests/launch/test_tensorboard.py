@@ -29,26 +29,26 @@ def test_it_serves_the_runs_of_a_folder_under_their_names(
     process = start(real_packages, "tensorboard.sh", str(tmp_path / "runs"), "--port", str(port),
                     "--load_fast=false", "--reload_interval=1", TMPDIR=str(tmp_path))  # fmt: skip
     try:
-        found = {}
+        tags = {}
         deadline = time.monotonic() + 120
-        while len(found) < 2 and time.monotonic() < deadline and process.poll() is None:
+        while len(tags) < 2 and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.2)
             try:
                 url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
                 with urllib.request.urlopen(url) as page:
-                    found = json.load(page)
+                    tags = json.load(page)
             except OSError:
                 continue
-            if list(found) == ["mine"]:  # a run that starts while the server runs
+            if list(tags) == ["mine"]:  # a run that starts while the server runs
                 write_event(tmp_path / "runs/sweep/other")
-        assert sorted(found) == ["mine", "sweep/other"], process.poll()
-        assert list(found["mine"]) == ["train/loss"]
+        assert sorted(tags) == ["mine", "sweep/other"], process.poll()
+        assert list(tags["mine"]) == ["train/loss"]
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
-def test_a_folder_that_is_not_there_is_said_before_anything_starts(installed_clone: Path) -> None:
+def test_a_missing_folder_is_reported_before_anything_starts(installed_clone: Path) -> None:
     call = run(installed_clone, "tensorboard.sh", "nowhere", "--port", "1")
     assert call.returncode == 2
     assert call.stderr == "tensorboard: nowhere: no such folder\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.launch.clone import run
 
 
-def test_what_it_is_given_goes_to_the_watchdog_and_its_exit_code_comes_back(
+def test_arguments_go_to_the_watchdog_and_its_exit_code_comes_back(
     installed_clone: Path,
 ) -> None:
     call = run(installed_clone, "watch.sh", "--restart", "2", "--", "sh", "-c", "echo a b; exit 3")

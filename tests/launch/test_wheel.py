@@ -1,4 +1,4 @@
-"""The wheel holds what a reader without a clone needs, and finds it where pip puts it."""
+"""The wheel contains recipes and DeepSpeed configs, and the package finds them without a clone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUILD = "import os; from setuptools.build_meta import build_wheel; build_wheel(o
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Built as pip does it, but with the packages that are here, from a copy of what it takes."""
+    """Build as pip does, but with the installed packages and from a copy of the sources."""
     source, to = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in ("nsa", "recipes", "ds_configs"):
         unwanted = shutil.ignore_patterns("__pycache__")
@@ -75,7 +75,7 @@ def test_without_a_clone_the_files_are_found_where_pip_puts_them(
         "for name in ('recipes/m7c.py', 'ds_configs', 'ds_configs/zero1_pcie.json'):\n"
         "    print(resource_path(name))\n"
     )
-    found = subprocess.run(
+    paths = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(tmp_path / packages)},
@@ -83,12 +83,11 @@ def test_without_a_clone_the_files_are_found_where_pip_puts_them(
         text=True,
         check=True,
     ).stdout.split()
-    assert all(Path(path).exists() for path in found)
-    assert all(Path(path).is_relative_to(tmp_path / share / "share") for path in found)
+    assert all(Path(path).exists() for path in paths)
+    assert all(Path(path).is_relative_to(tmp_path / share / "share") for path in paths)
 
 
-def test_no_module_looks_for_them_beside_the_package_by_itself() -> None:
-    """It would find them in a clone, and nothing where only the wheel is installed."""
+def test_no_module_looks_for_files_outside_the_package_by_its_own_path() -> None:
+    """That works in a clone, but not with only the wheel; `resource_path` works with both."""
     for source in (ROOT / "nsa").rglob("*.py"):
-        if source.name != "shipped.py":
-            assert not re.search(r"__file__.*parents\[[2-9]", source.read_text()), source
+        assert not re.search(r"__file__.*parents\[[2-9]", source.read_text()), source
