@@ -42,7 +42,7 @@ _UNUSED_LOSS = (
 
 
 class Attention(nn.Module):
-    """Base class: the projections, and the order of steps.
+    """Base class: the projections, and the steps of a forward pass.
 
         x -> project      q, keys and values by branch, and gate logits side by side
           -> rotary_pool  RoPE, gates and mean-pooled keys and values
@@ -55,7 +55,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        # Of the last forward pass, until `take_selector_loss`.
+        # Of the last forward pass; `take_selector_loss` clears it.
         self.selector_loss: Tensor | None = None
         attention, dense = config.attention, config.attention.kind == "dense"
         self.branches = ("all",) if dense else attention.branch_names
@@ -82,7 +82,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Map [B, T, width] to [B, T, width]; cu_seqlens packs documents into a batch of 1.
 
-        `metadata`: what all layers of a model share, instead of cu_seqlens.
+        `metadata`, built once for all layers of a model, replaces cu_seqlens.
         """
         if metadata is None:
             width = self.config.width
@@ -119,16 +119,17 @@ class Attention(nn.Module):
         return packed
 
     def rotary_pool(
-        self, packed: Tensor, metadata: AttentionMetadata, by_token: bool = False
+        self, packed: Tensor, metadata: AttentionMetadata, all_copies: bool = False
     ) -> RotaryPooled:
-        """Split a projection.
+        """Split a projection [B, T, P] and apply RoPE, the gates' sigmoid and the mean φ to it.
 
-        `by_token`: also return the keys and values that only the compressor reads.
+        `all_copies`: also return each token's keys and values that only the compressor reads, for
+        the cache.
         """
         layout = self.layout
         if metadata.sequence is not None:
             layout = metadata.sequence.shard(layout)
-        if by_token:
+        if all_copies:
             layout = layout._replace(first_copy=0)
         return rotary_pool(
             packed,
@@ -141,7 +142,7 @@ class Attention(nn.Module):
         )
 
     def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
-        """Keys and values by branch; shared_kv has one copy for all."""
+        """Return the keys and values that each branch reads; with shared_kv all read one copy."""
         copies = parts.copies[:1] * len(self.branches) if self.layout.copies == 1 else parts.copies
         return dict(zip(self.branches, copies, strict=False))
 
@@ -151,9 +152,10 @@ class Attention(nn.Module):
         return None
 
     def take_selector_loss(self) -> Tensor | None:
-        """Return the last forward pass's selector loss once; None: not configured or not training.
+        """Return the last forward pass's selector loss, and clear it.
 
-        Multiply it by `selector_loss` of the settings and add it to the training loss.
+        None if it is not configured, in evaluation, or if already taken. Multiply it by
+        `selector_loss` of the settings and add it to the training loss.
         """
         loss, self.selector_loss = self.selector_loss, None
         return loss
@@ -175,12 +177,13 @@ class NSAttention(Attention):
     `observer`, if set, receives gates [B, T, Hq, 3], selected blocks [B, T, Hkv, n], cu_seqlens and
     the selector loss of every forward pass, including recomputed ones. It must not modify them.
 
-    With `selector_loss`, a layer outside of `LanguageModel` adds nothing to your loss by itself:
-    after each forward pass in training add `selector_loss * layer.take_selector_loss()`.
+    With `selector_loss`, outside of `LanguageModel`: after each forward pass in training add
+    `selector_loss * layer.take_selector_loss()` to your loss, or it trains nothing.
     """
 
     observer: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None = None
-    compiled: bool = False  # `observed` keeps what the observer receives, until `call_observer`
+    compiled: bool = False  # `compile_blocks` sets it: an observer cannot be traced
+    # In compiled code, what the observer receives, until `call_observer`.
     observed: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None
 
     def __init__(
@@ -232,7 +235,7 @@ class NSAttention(Attention):
         )
 
     def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
-        """Without a compressed branch, compressed keys only select blocks and get no gradient."""
+        """Add compressed keys and values: without a compressed branch they only select blocks."""
         kv = super().branch_kv(parts, metadata)
         if self.layout.mean:
             assert parts.compressed is not None
@@ -258,7 +261,7 @@ class NSAttention(Attention):
             backend=self.backend,
         )
         loss = None if self.selector_loss is None else self.selector_loss.detach()
-        if self.compiled:  # an observer cannot be traced
+        if self.compiled:
             self.observed = gates.detach(), block_index, metadata.cu_seqlens, loss
         elif self.observer is not None:
             self.observer(gates, block_index, metadata.cu_seqlens, loss)
@@ -267,11 +270,11 @@ class NSAttention(Attention):
     def compute_selector_loss(
         self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
     ) -> Tensor | None:
-        """Compress keys again, from detached hidden states.
+        """Return the selector loss, from keys compressed again from detached hidden states.
 
-        So the loss trains only the ranking, not the hidden states that other layers read.
+        So it trains only the ranking, not the hidden states that other layers read.
         """
-        if metadata.compared is None:
+        if metadata.sampled is None:
             return None
         x, rows = x.detach(), self.kv_heads * self.key_dim  # rows of the first copy of keys
         plain = is_plain(self.k, nn.Linear)
@@ -280,10 +283,10 @@ class NSAttention(Attention):
         if self.compress.rotate_first:
             k = apply_rotary(k, metadata.rotary)
         k_cmp, _ = self.compress(k, k.new_zeros(*k.shape[:3], self.value_dim), metadata)
-        return selector_loss(q, k_cmp, kv["sel"][0], self.spec, metadata.compared)
+        return selector_loss(q, k_cmp, kv["sel"][0], self.spec, metadata.sampled)
 
     def call_observer(self) -> None:
-        """Call the observer with what compiled code has observed."""
+        """Call the observer with what compiled code has kept in `observed`."""
         observed, self.observed = self.observed, None
         if self.observer is not None and observed is not None:
             self.observer(*observed)
@@ -291,7 +294,10 @@ class NSAttention(Attention):
     def _attend_subset(
         self, q: Tensor, gates: Tensor, kv: BranchKV, cu_seqlens: Tensor | None
     ) -> Tensor:
-        """Call one op per branch, without fusion or observer."""
+        """Call one op per branch, without fusion or observer.
+
+        Without a compressed branch, compressed keys only select blocks and get no gradient.
+        """
         common: dict[str, Any] = {"cu_seqlens": cu_seqlens, "backend": self.backend}
         outputs: dict[str, Tensor] = {}
         if "cmp" in kv:

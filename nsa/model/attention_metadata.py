@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa.model.config import ModelConfig
 from nsa.model.rotary import Rotary
-from nsa.model.selector_loss import ComparedQueries, sampled_queries
+from nsa.model.selector_loss import SampledQueries, sample_queries
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.documents import block_starts, repeat_per_document
 from nsa.spec import NSASpec
@@ -17,7 +17,7 @@ from nsa.spec import NSASpec
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Inputs of attention that all layers share; for full sequences, even if ranks split them."""
+    """Inputs of attention that all layers share; of the full sequence, even if ranks split it."""
 
     cu_seqlens: Tensor | None
     rotary: Rotary  # RoPE at each token's position, which restarts with each document
@@ -25,7 +25,7 @@ class AttentionMetadata:
     token_blocks: Tensor | None = None  # [T, ⌈l/d⌉] the blocks that cover each token, else -1
     block_rotary: Rotary | None = None  # RoPE at each block's last position; dense: None
     sequence: SequenceParallel | None = None  # the ranks that split each sequence
-    compared: ComparedQueries | None = None  # by the selector loss; None: there is no such loss
+    sampled: SampledQueries | None = None  # of the selector loss; None: do not compute it
 
     @classmethod
     def build(
@@ -39,7 +39,7 @@ class AttentionMetadata:
     ) -> AttentionMetadata:
         """Build the metadata of a step; positions and blocks restart with each document.
 
-        `loss_offset`: where the queries of the selector loss begin; None: do not compute it.
+        `loss_offset` shifts the queries of the selector loss; None: do not compute it.
         """
         spec, head_dim, theta = config.attention.spec, config.head_dim, config.rope_theta
         position = torch.arange(seq_len, device=device)
@@ -50,21 +50,21 @@ class AttentionMetadata:
             return cls(cu_seqlens, rotary, sequence=sequence)
         first = block_starts(seq_len, cu_seqlens, spec, device)  # [N]
         inside = torch.arange(spec.block_len, device=device)
-        last = Rotary.at(position[first] + spec.block_len - 1, head_dim, theta)
+        block_rotary = Rotary.at(position[first] + spec.block_len - 1, head_dim, theta)
         tables = first[:, None] + inside, _covering_blocks(first, spec, seq_len)
-        compared = None
+        sampled = None
         if loss_offset is not None:
-            queries = sampled_queries(seq_len, loss_offset)
+            queries = sample_queries(seq_len, loss_offset)
             packed = cu_seqlens is not None
-            compared = ComparedQueries.build(spec, queries, position, tables[0], packed)
-        return cls(cu_seqlens, rotary, *tables, last, sequence, compared)
+            sampled = SampledQueries.build(spec, queries, position, tables[0], packed)
+        return cls(cu_seqlens, rotary, *tables, block_rotary, sequence, sampled)
 
 
 def _covering_blocks(first: Tensor, spec: NSASpec, seq_len: int) -> Tensor:
     """Return the blocks that cover each token, [T, ⌈l/d⌉], from their first tokens [N].
 
-    A block that covers t begins after t - l and not after t. Blocks of other documents never do,
-    because they end before t's document or begin after it.
+    A block that covers t begins after t - l and not after t. No block of another document does:
+    it ends before t's document or begins after it.
     """
     token = torch.arange(seq_len, device=first.device)
     after = torch.searchsorted(first, token, right=True)

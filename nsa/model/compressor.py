@@ -18,26 +18,29 @@ from nsa.model.rotary import Rotary, apply_rotary
 class Compressor(nn.Module):
     """Base class of all φ: cuts keys and values into blocks. Subclasses pool a block."""
 
-    rotate_first = True  # pool rotated keys; False: the subclass applies RoPE to its result
+    rotate_first = True  # pools keys after RoPE; False: the subclass applies RoPE to its result
 
     def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
         """Compress keys, rotated if `rotate_first`, and values [B, T, K, D] to [B, N, K, D]."""
-        last = metadata.block_rotary
-        assert last is not None
-        return self.compress_blocks(cut_blocks(k, metadata), cut_blocks(v, metadata), last)
+        blocks = cut_blocks(k, metadata), cut_blocks(v, metadata)
+        assert metadata.block_rotary is not None
+        return self.compress_blocks(*blocks, metadata.block_rotary)
 
-    def compress_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
-        """Pool blocks [B, N, l, K, D] to [B, N, K, D]; `last`: RoPE at their last positions."""
+    def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Pool blocks [B, N, l, K, D] to [B, N, K, D].
+
+        `block_rotary`: RoPE at the blocks' last positions, for subclasses without `rotate_first`.
+        """
         raise NotImplementedError
 
 
 def cut_blocks(x: Tensor, metadata: AttentionMetadata) -> Tensor:
     """Cut keys or values [B, T, K, D] into compressed blocks [B, N, l, K, D], which may overlap."""
-    return _Blocks.apply(x, metadata.block_tokens, metadata.token_blocks)
+    return _CutBlocks.apply(x, metadata.block_tokens, metadata.token_blocks)
 
 
-class _Blocks(torch.autograd.Function):
-    """x[:, block_tokens]; its backward pass gathers; that of indexing sorts and scatters."""
+class _CutBlocks(torch.autograd.Function):
+    """x[:, block_tokens] with a backward pass that gathers; indexing's would sort and scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block_tokens: Tensor, token_blocks: Tensor) -> Tensor:
@@ -59,7 +62,7 @@ class _Blocks(torch.autograd.Function):
 class MeanCompressor(Compressor):
     """The mean of the rotated keys, and of the values. It has no parameters."""
 
-    def compress_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
+    def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
         return k.mean(2), v.mean(2)
 
 
@@ -90,5 +93,5 @@ class MLPCompressor(Compressor):
         self.key = BlockMLP(block_len, key_size, hidden)
         self.value = BlockMLP(block_len, value_size, hidden)
 
-    def compress_blocks(self, k: Tensor, v: Tensor, last: Rotary) -> tuple[Tensor, Tensor]:
-        return apply_rotary(self.key(k), last), self.value(v)
+    def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
+        return apply_rotary(self.key(k), block_rotary), self.value(v)

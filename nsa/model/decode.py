@@ -184,7 +184,7 @@ def _prefill_attention(
     slots: Slots, cache: LayerCache, layer: Attention, x: Tensor, metadata: AttentionMetadata
 ) -> Tensor:
     """Attention of all prompts' tokens; stores their keys and values in the cache."""
-    parts = layer.rotary_pool(layer.project(x, metadata), metadata, by_token=True)
+    parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_copies=True)
     kv = layer.branch_kv(parts, metadata)
     cache.fill(_token_entries(cache, layer, parts), slots)
     cache.fill(_block_entries(cache, kv.get("cmp", ())), slots)
@@ -200,7 +200,7 @@ def _step_attention(
 ) -> Tensor:
     """Attention of the newest token of each sequence, after storing its keys and values."""
     lengths = cache.lengths
-    parts = layer.rotary_pool(layer.project(x, metadata), metadata, by_token=True)
+    parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_copies=True)
     layer_cache.append(_token_entries(layer_cache, layer, parts), lengths - 1)
     if not isinstance(layer, NSAttention):
         return layer.o(_dense_attention(parts.q[0], layer_cache, cache).flatten(-2))[None]

@@ -23,8 +23,9 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
     False with hooks (ZeRO-3 gathers weights in them), a `forward` replaced on the instance
     (accelerate), another class (LoRA adapters, parametrizations, FSDP2, quantized modules), or
-    parameters of a tensor subclass (DTensor, torchao). Hooks with the attribute `observes` do not
-    count: a report of the first step must not choose another product, which rounds differently.
+    parameters of a tensor subclass (DTensor, torchao). Hooks with the attribute `observes` only
+    record and do not count: without fusion products round differently, and a recorder of the first
+    step must not change it.
     """
     return (
         type(module) is kind
@@ -43,17 +44,17 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 def parallel_linear(x: Tensor, linears: Sequence[nn.Linear], pad_to: int = 8) -> Tensor:
     """Return the outputs of bias-free linears on x [.., in] side by side: [.., sum of out + pad].
 
-    Columns of any finite value fill the width up to a multiple of `pad_to`: cuBLAS is fast with
-    rows of 16 bytes. The gradient of these columns must be 0. Weights that lie side by side in
-    memory, as in the flat buffers of ZeRO-1 and 2, are read where they are. Others are concatenated
-    on each pass, which copies about 0.2 GB per micro-batch of M7C (estimated from tensor sizes).
+    The width is padded to a multiple of `pad_to`, because cuBLAS is fast if rows are a multiple of
+    16 bytes. The padding's values are finite and arbitrary; its gradient must be 0. Weights that
+    are adjacent in memory, as in the flat buffers of ZeRO-1 and 2, are not copied. Others are
+    concatenated on each pass: about 0.2 GB per micro-batch of M7C, estimated from tensor sizes.
     """
     if all(is_plain(linear, nn.Linear) and linear.bias is None for linear in linears):
         weights: list[Tensor] = [linear.weight for linear in linears]
         width = sum(len(weight) for weight in weights)
         rows = width + -width % pad_to
-        if not torch.compiler.is_compiling() and lie_side_by_side(weights, rows):
-            return F.linear(x, _SideBySide.apply(rows, *weights))
+        if not torch.compiler.is_compiling() and are_adjacent(weights, rows):
+            return F.linear(x, _AdjacentView.apply(rows, *weights))
         # With few rows, as in decoding, reading the weights dominates: a copy would triple it.
         if x.numel() // x.shape[-1] >= width // 8:
             pad = [weights[0].new_zeros(rows - width, x.shape[-1])] if rows > width else []
@@ -62,8 +63,8 @@ def parallel_linear(x: Tensor, linears: Sequence[nn.Linear], pad_to: int = 8) ->
     return F.pad(outputs, (0, -outputs.shape[-1] % pad_to))
 
 
-def lie_side_by_side(weights: Sequence[Tensor], rows: int) -> bool:
-    """Whether matrices follow each other in one storage, which holds at least `rows` rows."""
+def are_adjacent(weights: Sequence[Tensor], rows: int) -> bool:
+    """Whether matrices follow each other in one storage that holds `rows` rows from the first."""
     first, start = weights[0], weights[0].storage_offset()
     at = start
     for weight in weights:
@@ -76,8 +77,8 @@ def lie_side_by_side(weights: Sequence[Tensor], rows: int) -> bool:
     return end * first.element_size() <= first.untyped_storage().nbytes()
 
 
-class _SideBySide(torch.autograd.Function):
-    """One view [rows, in] of weights that lie side by side, and of what follows them."""
+class _AdjacentView(torch.autograd.Function):
+    """One view [rows, in] of adjacent weights, and of what follows them in memory."""
 
     @staticmethod
     def forward(ctx: Any, rows: int, *weights: Tensor) -> Tensor:

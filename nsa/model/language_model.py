@@ -70,7 +70,7 @@ class LanguageModel(nn.Module):
         loss = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), self.sequence)
         if selector_loss is None:
             return loss
-        # Add the gradient, not the value, so that losses can be compared with other models'.
+        # Add the gradient, not the value: the loss stays comparable with that of other models.
         weighted = self.config.attention.selector_loss * selector_loss
         return loss + (weighted - weighted.detach())
 
@@ -81,7 +81,7 @@ class LanguageModel(nn.Module):
     def _hidden(
         self, input_ids: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the head's input and weight, and the sum of selector losses, if they train."""
+        """Return the head's input and weight, and in training the sum of selector losses."""
         if input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
         seq_len = input_ids.shape[1] * (1 if self.sequence is None else self.sequence.size)
@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
             cu_seqlens,
             input_ids.device,
             self.sequence,
-            # From the data: other queries each step, the same when a segment is recomputed.
+            # From the data: other queries in each step, without a random generator.
             loss_offset=input_ids.sum() if with_loss else None,
         )
         x, selector_loss = self.run_blocks(x, metadata)
@@ -104,15 +104,15 @@ class LanguageModel(nn.Module):
     def run_blocks(
         self, x: Tensor, metadata: AttentionMetadata, inputs: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the head's input and the sum of the layers' selector losses, from embeddings x.
+        """Run all blocks on embeddings x [B, T, width].
 
-        x is [B, T, width]. Without `metadata.compared` there is no selector loss. Each block's
-        input is appended to `inputs`.
+        Return the head's input and the sum of the layers' selector losses, or None without
+        `metadata.sampled`. Each block's input is appended to `inputs`.
         """
         recompute = torch.is_grad_enabled() and x.requires_grad
         run = checkpoint_function(self.config.activation_checkpointing if recompute else "none")
         delta: Tensor | None = None
-        selector_loss = None if metadata.compared is None else torch.zeros((), device=x.device)
+        selector_loss = None if metadata.sampled is None else torch.zeros((), device=x.device)
         for block in self.blocks:
             if inputs is not None:
                 inputs.append(x if delta is None else x + delta)

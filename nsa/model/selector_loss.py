@@ -1,17 +1,18 @@
-"""Selector loss: trains compressed keys to rank blocks as the selected branch would attend to them.
+"""Selector loss: trains compressed keys to rank blocks by the selected branch's attention.
 
 The selection of blocks has no gradient. With separate keys per branch, compressed keys learn which
 blocks matter only from the compressed branch's own output, which is slow and often fails. This loss
-compares two distributions over selection blocks, at some queries of each sequence:
+compares two distributions over selection blocks, at a sample of queries of each sequence:
 
     target[j]   attention that block j would get from the selected branch's keys, without selection
     p[j]        attention that it gets from the compressed keys, as `select_blocks` ranks it
     loss        mean over queries of Σ_j target[j] · log(target[j] / p[j])
 
-j runs over the blocks that are not always selected. Inside the logarithm, target and p are
-normalized over these blocks; the factor before it is not, so a query weighs as much as its
-attention to them. Only compressed keys get a gradient; the attention layer passes keys of detached
-hidden states. Few queries are enough: the noise averages out over steps.
+j runs over the ranked blocks: those before the query that are not always selected. Inside the
+logarithm, target and p are normalized to a sum of 1 over them. The first factor is not, so a query
+counts by how much it attends to ranked blocks. Only compressed keys get a gradient, and only up to
+the hidden states, which the attention layer detaches. A few queries are enough: their noise
+averages out over steps.
 """
 
 from __future__ import annotations
@@ -24,33 +25,39 @@ from torch.nn import functional as F
 
 from nsa.spec import NSASpec
 
-QUERIES = 32  # compared in each sequence, at least, if it has them
+QUERIES = 32  # sampled from each sequence, at least; all queries of a shorter one
 
 
-def sampled_queries(seq_len: int, offset: Tensor) -> Tensor:
-    """Return evenly spaced tokens [S]; `offset`, any 0-dim integer, decides where they begin."""
+def sample_queries(seq_len: int, offset: Tensor) -> Tensor:
+    """Return evenly spaced tokens [S]; `offset`, any 0-dim integer, shifts them."""
     stride = max(1, seq_len // QUERIES)
     return torch.arange(0, seq_len - stride + 1, stride, device=offset.device) + offset % stride
 
 
 @dataclass(frozen=True)
-class ComparedQueries:
-    """The compared queries and what they see; all layers share it."""
+class SampledQueries:
+    """The sampled queries [S] and their masks, over N compressed and M selection blocks.
+
+    All layers share them. Selection blocks are those of each query's own document.
+    """
 
     queries: Tensor  # [S] tokens
     keys: Tensor | None  # [S, M · l'] tokens of each query's document; None: there is one document
-    hidden: Tensor  # [S, M · l'] -inf for those that the query does not see, else 0
-    free: Tensor  # [S, M] the blocks before the query that are not always selected
-    seen: Tensor  # [S, N] the compressed blocks that the query sees
+    causal_mask: Tensor  # [S, M · l'] -inf for keys after the query, else 0
+    ranked: Tensor  # [S, M] true for the blocks before the query that are not always selected
+    visible: Tensor  # [S, N] true for the compressed blocks that the query sees
     overlap: Tensor  # [N, M] positions that a compressed block and a selection block share
 
     @classmethod
     def build(
         cls, spec: NSASpec, queries: Tensor, position: Tensor, block_tokens: Tensor, packed: bool
-    ) -> ComparedQueries:
-        """`position` [T]: each token's in its document; `block_tokens` [N, l]: of each block."""
+    ) -> SampledQueries:
+        """Build the masks from `AttentionMetadata`'s tables.
+
+        `position` [T] of each token in its document; `block_tokens` [N, l] of compressed blocks.
+        """
         at = position[queries][:, None]  # [S, 1]
-        start = queries[:, None] - at  # of the queries' documents
+        start = queries[:, None] - at  # first tokens of the queries' documents
         blocks = torch.arange(spec.select_blocks_len(len(position)), device=queries.device)  # [M]
         last = at // spec.select_len - spec.local_blocks
         offset = torch.arange(len(blocks) * spec.select_len, device=queries.device)
@@ -60,37 +67,39 @@ class ComparedQueries:
         return cls(
             queries,
             keys=(start + offset).clamp(max=len(position) - 1) if packed else None,
-            hidden=torch.where(offset <= at, 0.0, -torch.inf),
-            free=(blocks >= spec.init_blocks) & (blocks <= last),
-            seen=(end <= queries[:, None]) & (first >= start),
+            causal_mask=torch.where(offset <= at, 0.0, -torch.inf),
+            ranked=(blocks >= spec.init_blocks) & (blocks <= last),
+            visible=(end <= queries[:, None]) & (first >= start),
             overlap=one.new_zeros(len(block), len(blocks)).scatter_add(1, block, one),
         )
 
 
 def selector_loss(
-    q: Tensor, k_cmp: Tensor, k_sel: Tensor, spec: NSASpec, compared: ComparedQueries
+    q: Tensor, k_cmp: Tensor, k_sel: Tensor, spec: NSASpec, sampled: SampledQueries
 ) -> Tensor:
     """Return the loss, 0-dim in at least float32.
 
     q [B, T, Hq, D], k_cmp [B, N, Hkv, D], k_sel [B, T, Hkv, D].
     """
-    q = q.detach()[:, compared.queries].unflatten(2, (k_cmp.shape[2], -1)).transpose(1, 2)
+    q = q.detach()[:, sampled.queries].unflatten(2, (k_cmp.shape[2], -1)).transpose(1, 2)
     with torch.no_grad():
-        score, tokens = _scores(q, k_sel), compared.hidden.shape[1]  # [B, K, S, G, T]
-        if compared.keys is not None:
-            keys = compared.keys[:, None].expand(*score.shape[:-1], tokens)
+        score, tokens = _scores(q, k_sel), sampled.causal_mask.shape[1]  # [B, K, S, G, T]
+        if sampled.keys is not None:
+            keys = sampled.keys[:, None].expand(*score.shape[:-1], tokens)
             score = score.gather(-1, keys)
         elif tokens > score.shape[-1]:
             score = F.pad(score, (0, tokens - score.shape[-1]))
-        # Each query sees itself. In place: these are the largest tensors.
-        attention = score.add_(compared.hidden[:, None]).softmax(-1).mean(3)  # [B, K, S, M · l']
-        target = attention.unflatten(-1, (-1, spec.select_len)).sum(-1) * compared.free
+        # In place: these are the largest tensors. No row is all -inf: a query sees itself.
+        score.add_(sampled.causal_mask[:, None])
+        attention = score.softmax(-1).mean(3)  # [B, K, S, M · l']
+        target = attention.unflatten(-1, (-1, spec.select_len)).sum(-1) * sampled.ranked
         log_target = _log_normalized(target)
-    score, seen = _scores(q, k_cmp), compared.seen  # [B, K, S, G, N], [S, N]
-    any_seen = seen.any(-1)[:, None, None]
+    score, visible = _scores(q, k_cmp), sampled.visible  # [B, K, S, G, N], [S, N]
+    any_visible = visible.any(-1)[:, None, None]
     # Without `where` the gradient of a softmax over nothing would be NaN.
-    score = score.masked_fill(~seen[:, None], -torch.inf).where(any_seen, 0.0)
-    p = (score.softmax(-1) * any_seen).mean(3) @ compared.overlap.to(score.dtype) * compared.free
+    score = score.masked_fill(~visible[:, None], -torch.inf).where(any_visible, 0.0)
+    compressed = (score.softmax(-1) * any_visible).mean(3)  # [B, K, S, N]
+    p = compressed @ sampled.overlap.to(score.dtype) * sampled.ranked  # [B, K, S, M]
     return (target * (log_target - _log_normalized(p))).sum(-1).mean()
 
 

@@ -25,7 +25,7 @@ from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import LanguageModel, ModelConfig
-from nsa.model.fused import lie_side_by_side
+from nsa.model.fused import are_adjacent
 
 DS_CONFIGS = Path(__file__).parents[2] / "ds_configs"
 STEPS, WIDTH = 4, 16
@@ -99,7 +99,7 @@ def joint_products(name: str) -> list[bool]:
         attention, mlp = block.attention, block.mlp
         products += [[attention.q, attention.k, attention.v, attention.gates], [mlp.gate, mlp.up]]
     weights = [[linear.weight for linear in linears] for linears in products]
-    return [lie_side_by_side(x, -(-sum(map(len, x)) // 8) * 8) for x in weights]
+    return [are_adjacent(x, -(-sum(map(len, x)) // 8) * 8) for x in weights]
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.model.fused import add_norm, is_plain, lie_side_by_side, parallel_linear
+from nsa.model.fused import add_norm, are_adjacent, is_plain, parallel_linear
 from nsa.monitor.dtypes import DtypeReport
 
 WIDTHS = (12, 5, 4)  # their sum, 21, is padded to 24
@@ -64,7 +64,7 @@ def test_outputs_and_gradients_are_those_of_separate_calls_with_one_product() ->
         torch.testing.assert_close(a, b)
 
 
-def side_by_side(modules: list[nn.Linear]) -> list[nn.Linear]:
+def adjacent(modules: list[nn.Linear]) -> list[nn.Linear]:
     """The same weights in one buffer, as ZeRO-1 and 2 keep them; other weights follow."""
     flat = torch.cat([*(module.weight.detach().flatten() for module in modules), torch.ones(40)])
     at = 7  # not the buffer's beginning
@@ -76,9 +76,9 @@ def side_by_side(modules: list[nn.Linear]) -> list[nn.Linear]:
     return modules
 
 
-def test_weights_side_by_side_are_not_copied_and_give_the_same_bits() -> None:
+def test_adjacent_weights_are_not_copied_and_give_the_same_bits() -> None:
     results = []
-    for modules in (linears(), side_by_side(linears())):
+    for modules in (linears(), adjacent(linears())):
         x = rows().requires_grad_()
         with products([torch.ops.aten.cat]) as copied:
             fused = parallel_linear(x, modules)
@@ -93,10 +93,10 @@ def test_weights_side_by_side_are_not_copied_and_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("change", ["order", "gap", "end", "storage", "transposed"])
-def test_weights_that_do_not_follow_each_other_are_copied(change: str) -> None:
-    modules = side_by_side(linears())
+def test_weights_in_another_order_or_with_a_gap_are_not_adjacent(change: str) -> None:
+    modules = adjacent(linears())
     weights: list[Tensor] = [module.weight for module in modules]
-    assert lie_side_by_side(weights, 24)
+    assert are_adjacent(weights, 24)
     if change == "order":
         weights.reverse()
     elif change == "gap":
@@ -105,7 +105,7 @@ def test_weights_that_do_not_follow_each_other_are_copied(change: str) -> None:
         weights[2] = weights[2].clone()
     elif change == "transposed":
         weights = [torch.empty(10, 10).T] * 1
-    assert not lie_side_by_side(weights, 26 if change == "end" else 24)
+    assert not are_adjacent(weights, 26 if change == "end" else 24)
 
 
 def test_gradients_land_in_each_weight() -> None:

@@ -16,7 +16,7 @@ from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.compile import compile_blocks
 from nsa.model.compressor import cut_blocks
 from nsa.model.config import ACTIVATION_CHECKPOINTING
-from nsa.model.selector_loss import QUERIES, sampled_queries, selector_loss
+from nsa.model.selector_loss import QUERIES, sample_queries, selector_loss
 from nsa.spec import NSASpec
 
 SPEC = NSASpec(8, 4, 8, select_top=4, init_blocks=1, local_blocks=1, window=16)
@@ -100,14 +100,14 @@ def test_it_is_the_divergence_of_the_two_rankings(name: str) -> None:
     k_cmp = ops.compress_mean(k, SPEC, cu_seqlens).requires_grad_()
     offset = torch.tensor(1_234_567)
     metadata = AttentionMetadata.build(CONFIG, 128, cu_seqlens, q.device, loss_offset=offset)
-    compared = metadata.compared
-    assert compared is not None
-    loss = selector_loss(q, k_cmp, k_sel, SPEC, compared)
+    sampled = metadata.sampled
+    assert sampled is not None
+    loss = selector_loss(q, k_cmp, k_sel, SPEC, sampled)
     starts = [0] if cu_seqlens is None else cu_seqlens[:-1].tolist()
-    expected = defined(q, k_cmp, k_sel, compared.queries, starts)
+    expected = defined(q, k_cmp, k_sel, sampled.queries, starts)
     assert loss.item() == pytest.approx(expected, rel=1e-9)
     assert torch.autograd.gradcheck(
-        lambda keys: selector_loss(q, keys, k_sel, SPEC, compared), k_cmp, fast_mode=True
+        lambda keys: selector_loss(q, keys, k_sel, SPEC, sampled), k_cmp, fast_mode=True
     )
 
 
@@ -116,10 +116,10 @@ def test_it_falls_when_compressed_keys_follow_its_gradient() -> None:
     q, k_sel = (torch.randn(2, 128, heads, 8, generator=generator) for heads in (4, 2))
     metadata = AttentionMetadata.build(CONFIG, 128, None, q.device, loss_offset=torch.tensor(0))
     k_cmp = torch.randn(2, SPEC.compressed_len(128), 2, 8, generator=generator).requires_grad_()
-    assert metadata.compared is not None
+    assert metadata.sampled is not None
     losses = []
     for _ in range(30):
-        loss = selector_loss(q, k_cmp, k_sel, SPEC, metadata.compared)
+        loss = selector_loss(q, k_cmp, k_sel, SPEC, metadata.sampled)
         (gradient,) = torch.autograd.grad(loss, k_cmp)
         losses.append(loss.item())
         k_cmp = (k_cmp - 30 * gradient).detach().requires_grad_()
@@ -130,7 +130,7 @@ def test_it_falls_when_compressed_keys_follow_its_gradient() -> None:
 def test_queries_are_spread_over_the_sequence_and_differ_by_offset(seq_len: int) -> None:
     seen = set()
     for offset in range(1_000):
-        queries = sampled_queries(seq_len, torch.tensor(offset)).tolist()
+        queries = sample_queries(seq_len, torch.tensor(offset)).tolist()
         assert queries[0] >= 0
         assert queries[-1] < seq_len
         assert len(queries) >= min(seq_len, QUERIES)
@@ -172,8 +172,8 @@ def test_it_ranks_by_the_keys_that_the_compressed_branch_reads(
     parts = layer.rotary_pool(layer.project(x, metadata), metadata)
     kv = layer.branch_kv(parts, metadata)
     loss = layer.compute_selector_loss(x, parts.q, kv, metadata)
-    assert metadata.compared is not None
-    expected = selector_loss(parts.q, kv["cmp"][0], kv["sel"][0], SPEC, metadata.compared)
+    assert metadata.sampled is not None
+    expected = selector_loss(parts.q, kv["cmp"][0], kv["sel"][0], SPEC, metadata.sampled)
     torch.testing.assert_close(loss, expected)
 
 
