@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-# The residual stream, what is still to be added to it and, if configured, the selector loss.
+# A block's inputs and outputs: x, delta and, if configured, the selector loss.
 Stream = tuple[Tensor, ...]
 Segment = Callable[..., Stream]
 

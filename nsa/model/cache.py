@@ -123,8 +123,8 @@ class LayerCache:
 class KVCache:
     """The cache of a batch of sequences, each with its own length.
 
-    `lengths` int64 [B] stays on the device; `host_lengths` is its copy for decisions about growth,
-    so that a step never synchronizes with the host.
+    `lengths` int64 [B] is on the device; `host_lengths`, its copy on the host, decides when buffers
+    grow, so a step never synchronizes.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ class AttentionConfig:
     compressor_hidden: int | None = None  # width of the mlp φ's hidden layer; None: head_dim
     branches: str = "cmp+sel+win"  # a subset for ablations: "win", "cmp+sel" …
     shared_kv: bool = False  # one key/value projection for all branches
-    # Weight of the loss that trains compressed keys to rank blocks as the selected branch attends
-    # to them; 0: off, as in the paper. Adds its gradient, not its value, to the loss
+    # Weight of the loss that trains compressed keys to rank blocks by the selected branch's
+    # attention; 0: off, as in the paper. It changes gradients, not the value of the training loss
     selector_loss: float = 0.0
     spec: NSASpec = field(default_factory=NSASpec)  # the sparse pattern
     backend: str = "auto"  # of nsa.ops: "auto", "triton", "blockwise" or "reference"

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from nsa.model.attention import Attention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
-from nsa.model.cache import Buffer, KVCache, LayerCache, Slots
+from nsa.model.cache import Content, KVCache, LayerCache, Slots
 from nsa.model.language_model import LanguageModel
 from nsa.model.rotary import Rotary
 from nsa.ops.decode import decode_attention
@@ -116,7 +116,7 @@ def generate(
         return sample(logits, uniform.to(logits.device), temperature, top_p)
 
     def decode() -> Iterator[Tensor]:
-        # At most what the first doubling would add, and at most what is needed.
+        # No more than is needed, and no more than the first doubling would add.
         reserve = min(max_new_tokens, max(len(row) for row in rows))
         logits, cache = prefill(model, rows, reserve=reserve)
         ended = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
@@ -225,9 +225,7 @@ def _step_attention(
     return layer.o(o.flatten(-2))[None]
 
 
-def _token_entries(
-    cache: LayerCache, layer: Attention, parts: RotaryPooled
-) -> dict[Buffer, Tensor]:
+def _token_entries(cache: LayerCache, layer: Attention, parts: RotaryPooled) -> Content:
     """The keys and values to store in each buffer that has one entry per token."""
     content = {}
     for buffer in cache.buffers:
@@ -240,7 +238,7 @@ def _token_entries(
     return content
 
 
-def _block_entries(cache: LayerCache, compressed: Sequence[Tensor]) -> dict[Buffer, Tensor]:
+def _block_entries(cache: LayerCache, compressed: Sequence[Tensor]) -> Content:
     """Compressed keys and values by buffer; without a compressed branch only keys are stored."""
     buffers = [buffer for buffer in cache.buffers if buffer.entries == "blocks"]
     return dict(zip(buffers, compressed, strict=False))

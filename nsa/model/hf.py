@@ -86,7 +86,7 @@ class NSACache(Cache):
 
 
 class NSAPreTrainedModel(PreTrainedModel):
-    """Base class: what transformers needs to know of all models, and their initialization."""
+    """Base class: transformers' settings of all models, gradient checkpointing, initialization."""
 
     config_class = NSAConfig
     base_model_prefix = "model"
@@ -145,8 +145,8 @@ class NSAModel(NSAPreTrainedModel):
         super().__init__(config)
         self.gradient_checkpointing = False
         core = LanguageModel(config.model_config())
-        # Both have the same submodules, and one registry: weights keep the trainer's names, and a
-        # module that is replaced in one (by an adapter, or a larger vocabulary) is so in the other.
+        # self and core share one registry of submodules: weights keep the trainer's names, and
+        # replacing a module in one (by an adapter, a larger vocabulary) replaces it in the other.
         self._modules = core._modules
         self.__dict__["core"] = core
         if not core.embed.weight.is_meta:  # LanguageModel initialized it: post_init must not
@@ -184,7 +184,9 @@ class NSAModel(NSAPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds: pass one of them")
         if "cache" in kwargs:
-            raise ValueError("generate_batch: its paged cache has no place for NSA; use generate()")
+            raise ValueError(
+                "generate_batch: its paged cache does not fit NSA; use generate()"
+            )
         tokens: Any = input_ids if inputs_embeds is None else inputs_embeds
         if tokens.dim() != (2 if inputs_embeds is None else 3) or tokens.shape[1] < 1:
             raise ValueError(
@@ -199,7 +201,9 @@ class NSAModel(NSAPreTrainedModel):
             output_hidden_states = bool(self.config.output_hidden_states)
         if cache is not None:
             if output_hidden_states:
-                raise ValueError("output_hidden_states: none with a cache; set use_cache=False")
+                raise ValueError(
+                    "output_hidden_states = True: not available with a cache; set use_cache=False"
+                )
             if cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2:
                 raise ValueError(
                     "cu_seq_lens_q: with a cache a sequence is one document; set use_cache=False"

@@ -52,24 +52,24 @@ class NSAConfig(PreTrainedConfig):
         for name in SHAPE:
             value = kwargs.pop(name, getattr(default, name))
             setattr(self, name, kwargs.pop(self.attribute_map.get(name, name), value))
-        self.attention = asdict(_attention(attention or {}))
+        self.attention = asdict(_attention_config(attention or {}))
         self.max_position_embeddings = max_position_embeddings
         self.tie_word_embeddings = tie_word_embeddings
         self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
         self.pad_token_id = pad_token_id
-        self.auto_map: dict[str, str] = {}  # without remote code; TRL reads it of any custom model
+        self.auto_map: dict[str, str] = {}  # TRL reads it; empty without remote code
         super().__init__(**kwargs)
         self.model_config().validate()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Load a saved configuration; kwargs override it, `attention` key by key."""
-        given = kwargs.get("attention")
-        if given is not None:
-            saved = asdict(_attention(config_dict.get("attention") or {}))
-            given = _check_names(AttentionConfig, given, "attention")
-            spec = saved["spec"] | (given.get("spec") or {})
-            kwargs["attention"] = asdict(_attention({**saved, **given, "spec": spec}))
+        overrides = kwargs.get("attention")
+        if overrides is not None:
+            saved = asdict(_attention_config(config_dict.get("attention") or {}))
+            overrides = _check_names(AttentionConfig, overrides, "attention")
+            spec = saved["spec"] | (overrides.get("spec") or {})
+            kwargs["attention"] = asdict(_attention_config({**saved, **overrides, "spec": spec}))
         loaded = super().from_dict(config_dict, **kwargs)
         config = loaded[0] if isinstance(loaded, tuple) else loaded
         config.model_config().validate()  # kwargs were applied after __init__
@@ -84,7 +84,7 @@ class NSAConfig(PreTrainedConfig):
 
     def model_config(self) -> ModelConfig:
         shape = {name: getattr(self, name) for name in SHAPE if name != "attention"}
-        return ModelConfig(**shape, attention=_attention(self.attention))
+        return ModelConfig(**shape, attention=_attention_config(self.attention))
 
     def to_dict(self) -> dict[str, Any]:
         """Drop auto_map from config.json unless the model's code is saved with it."""
@@ -94,22 +94,23 @@ class NSAConfig(PreTrainedConfig):
         return tree
 
 
-def _attention(tree: dict[str, Any]) -> AttentionConfig:
-    tree = _check_names(AttentionConfig, tree, "attention")
-    spec = NSASpec(**_check_names(NSASpec, tree.get("spec") or {}, "attention.spec"))
-    if tree.get("selector_loss"):
+def _attention_config(settings: dict[str, Any]) -> AttentionConfig:
+    settings = _check_names(AttentionConfig, settings, "attention")
+    spec = NSASpec(**_check_names(NSASpec, settings.get("spec") or {}, "attention.spec"))
+    if settings.get("selector_loss"):
         raise ValueError(
-            f"attention.selector_loss = {tree['selector_loss']}: the Hugging Face model does not "
-            "compute it; leave it 0"
+            f"attention.selector_loss = {settings['selector_loss']}: the Hugging Face model does "
+            "not compute it; leave it 0"
         )
-    return AttentionConfig(**{**tree, "spec": spec})
+    return AttentionConfig(**{**settings, "spec": spec})
 
 
-def _check_names(kind: type, tree: dict[str, Any], path: str) -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path} = {tree!r}: must be a dict of settings")
+def _check_names(kind: type, settings: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the settings, or raise a ValueError for a name that `kind` does not have."""
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} = {settings!r}: must be a dict of settings")
     names = [field.name for field in fields(kind)]
-    for name in tree:
+    for name in settings:
         if name not in names:
             raise ValueError(f"{path}.{name}: no such setting; choose one of {', '.join(names)}")
-    return tree
+    return settings

@@ -24,12 +24,12 @@ def pack(
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> Packed:
-    """Return the tokens to compute, where they belong, and their attention metadata.
+    """Return the tokens to compute, a mask for `unpack`, and their attention metadata.
 
     `tokens` are ids [B, T] or embeddings [B, T, width]; a batch with padding or several documents
-    in a row becomes [1, tokens]. The second result is [B, T], true for tokens and false for
-    padding, or None if nothing was packed: `unpack` reads it. Documents start where `position_ids`
-    restart at 0; if they never do, or without them, at `cu_seqlens`.
+    in a row becomes [1, tokens]. The mask is [B, T], true for tokens and false for padding, or None
+    if nothing was packed. Documents start where `position_ids` restart at 0; if they never do, or
+    without them, at `cu_seqlens`.
     """
     real = real_tokens(attention_mask, tokens)
     starts = document_starts(position_ids, tokens, real)
@@ -51,7 +51,7 @@ def pack(
 
 
 def unpack(packed: Tensor, real: Tensor | None) -> Tensor:
-    """Return [B, T, width] from what `pack` made of it, with 0 for padding."""
+    """Return packed states [1, tokens, width] as [B, T, width], with 0 for padding."""
     if real is None:
         return packed
     padded = packed.new_zeros(*real.shape, packed.shape[-1])
@@ -81,7 +81,7 @@ def real_tokens(mask: Tensor | None, tokens: Tensor, cached: int | None = None) 
 
 
 def check_rows(real: Tensor) -> None:
-    """Require a token in each row [B, T]."""
+    """Raise a ValueError if a row of `real` [B, T] has no token."""
     empty = ~real.any(1)
     if empty.any():
         row = int(empty.nonzero()[0])
