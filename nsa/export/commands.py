@@ -14,7 +14,7 @@ def add_export_parser(verbs: Any) -> None:
     about = "a run, one of its checkpoints, or a folder that `nsa import` wrote"
     add("run_path", type=Path, metavar="run", help=about)
     add("--to", type=Path, required=True, metavar="DIR", help="a new folder")
-    about = "of the weights; fp32: the optimizer's master weights (default: as trained)"
+    about = "dtype of the weights; fp32: the optimizer's master weights (default: as trained)"
     add("--dtype", choices=("bf16", "fp32"), help=about)
     parser.set_defaults(run=_export)
 
@@ -37,8 +37,8 @@ def add_import_parser(verbs: Any) -> None:
     about = "convert an export, a Llama or a dense run into a folder that training can start from"
     parser = verbs.add_parser("import", help=about, description=about)
     add = parser.add_argument
-    about = "an output of `nsa export` or of transformers' save_pretrained (model_type nsa or "
-    about += "llama), or a run or checkpoint"
+    about = "an export, a folder of transformers' save_pretrained (model_type nsa or llama), a run "
+    about += "or a checkpoint"
     add("source", type=Path, metavar="dir", help=about)
     add("--to", type=Path, required=True, metavar="RUN", help="a new folder")
     about = "kind of attention (default: nsa for a Llama, else unchanged)"
@@ -49,7 +49,7 @@ def add_import_parser(verbs: Any) -> None:
     about = "each branch's share of the dense output at the start (default: 0,0.5,0.5; see "
     about += "docs/guides/hugging-face.md)"
     add("--shares", metavar="S,S,S", help=about)
-    about = "compare the result with the dense model on the validation split of this data.source"
+    about = "compare logits with the dense model's on the validation split of this data.source"
     add("--gap", metavar="SOURCE", help=about)
     parser.set_defaults(run=_import)
 

@@ -46,10 +46,10 @@ class SourceModel:
     """A model to import."""
 
     config: RunConfig
-    read_weights: Callable[[], dict[str, Tensor]]  # slow; under this package's names
+    read_weights: Callable[[], dict[str, Tensor]]  # under this package's names; slow
     tokenizer_files: list[Path]
     default_attention: str  # attention kind of the import without --attention
-    has_run_config: bool  # False: its training and tokenizer are not recorded
+    has_run_config: bool  # False: settings of training and tokenizer are unknown
 
 
 def read_model(folder: Path) -> SourceModel:
@@ -58,7 +58,7 @@ def read_model(folder: Path) -> SourceModel:
     if not path.is_file():
         weights = find_weights(folder)
         config = read_config(weights)
-        return _source(weights, config, config.model.attention.kind)
+        return _source_model(weights, config, config.model.attention.kind)
     if not has_safetensors(folder):
         raise ValueError(
             f"{folder}: {CONFIG} without model.safetensors; save the model with transformers' "
@@ -75,7 +75,7 @@ def read_model(folder: Path) -> SourceModel:
         model = _read_nsa(folder, tree) if model_type == "nsa" else _read_llama(folder)
     except ValueError:
         raise
-    except Exception as error:  # transformers' configurations raise any, for values of other types
+    except Exception as error:  # what transformers raises depends on the wrong value
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{path}: not a configuration of {model_type}: {reason}") from error
     if model.tokenizer_files and not model.has_run_config:
@@ -92,7 +92,7 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
     model.attention.backend = config.model.attention.backend
     model.activation_checkpointing = config.model.activation_checkpointing
     config.model, config.data.seq_len = model, saved.max_position_embeddings
-    return _source(folder, config, model.attention.kind, has_run_config)
+    return _source_model(folder, config, model.attention.kind, has_run_config)
 
 
 def _read_llama(folder: Path) -> SourceModel:
@@ -124,7 +124,7 @@ def _read_llama(folder: Path) -> SourceModel:
         head_dim=llama.head_dim,
         attention=AttentionConfig(kind="dense"),
     )
-    source = _source(folder, config, "nsa", has_run_config=False)
+    source = _source_model(folder, config, "nsa", has_run_config=False)
     source.read_weights = lambda: rename_llama_weights(
         read_weights(folder), folder, llama.tie_word_embeddings
     )
@@ -160,7 +160,7 @@ def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -
     return renamed
 
 
-def _source(
+def _source_model(
     folder: Path, config: RunConfig, attention: str, has_run_config: bool = True
 ) -> SourceModel:
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]

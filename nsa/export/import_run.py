@@ -17,24 +17,25 @@ from nsa.export.logit_gap import logit_gaps, read_samples
 from nsa.export.to_hf import output_folder, write_weights
 from nsa.untrusted import printable
 
-LARGEST_SHARE = 100  # more than is useful, and finite in every dtype
+LARGEST_SHARE = 100  # more than is useful; values scaled by it are finite in every dtype
 
 
 def import_run(args: argparse.Namespace) -> int:
+    """Run `nsa import`; the folder appears before the logit gap is measured."""
     with output_folder(args.to) as draft:
         source = read_model(args.source)
-        before = source.config.model.attention.kind
-        after = args.attention or source.default_attention
-        _check_kinds(args, before, after)
-        config = _new_config(args, source, after)
+        old_kind = source.config.model.attention.kind
+        new_kind = args.attention or source.default_attention
+        _check_kinds(args, old_kind, new_kind)
+        config = _new_config(args, source, new_kind)
         shares = _parse_shares(args.shares, config)
-        if before != after:
+        if old_kind != new_kind:
             widen_mlp_compressor(config.model)
         # Before the weights are read: a missing dataset is refused in seconds.
         samples = _gap_samples(args, source, config) if args.gap else []
         old_model = model_with(source.read_weights(), source.config, args.source)
         weights = dict(old_model.state_dict())
-        if before != after:
+        if old_kind != new_kind:
             weights = dense_to_nsa(weights, config.model, shares)
         model = model_with(weights, config, args.source)
         for file in source.tokenizer_files:
@@ -42,7 +43,7 @@ def import_run(args: argparse.Namespace) -> int:
         write_weights(weights, draft)
         (draft / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{args.to}: {parameters:,} parameters, {after} attention")
+    print(f"{args.to}: {parameters:,} parameters, {new_kind} attention")
     if not source.has_run_config and not source.tokenizer_files:
         tokenizer = printable(config.data.tokenizer)
         print(f"{args.source} has no tokenizer.json: data.tokenizer = {tokenizer}")
@@ -53,22 +54,22 @@ def import_run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_kinds(args: argparse.Namespace, before: str, after: str) -> None:
-    if (before, after) == ("nsa", "dense"):
+def _check_kinds(args: argparse.Namespace, old: str, new: str) -> None:
+    if (old, new) == ("nsa", "dense"):
         raise ValueError(
             f"--attention dense: {args.source} is an NSA model, which cannot become dense; omit "
             "the flag"
         )
     for flag, value in (("--shares", args.shares), ("--gap", args.gap)):
-        if value and before == after:
+        if value and old == new:
             raise ValueError(
-                f"{flag} {value}: {args.source} keeps its {after} attention; omit the flag, or "
+                f"{flag} {value}: {args.source} keeps its {new} attention; omit the flag, or "
                 "convert a dense model (--attention nsa)"
             )
 
 
 def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> RunConfig:
-    """The source's config with the new folder as its start, overridden by --config and --set."""
+    """Return the source's config, overridden by --config and --set, with the new folder's path."""
     folder, base = args.to.absolute(), deepcopy(source.config)
     if source.tokenizer_files and base.data.tokenizer != "byte":
         base.data.tokenizer = f"hf:{folder}"

@@ -33,28 +33,31 @@ def read_samples(data: DataConfig, attention: AttentionConfig) -> list[Batch]:
 def logit_gaps(dense: LanguageModel, sparse: LanguageModel, samples: list[Batch]) -> Iterator[str]:
     """Yield the lines of a table: both models on the samples, cut to each length.
 
-    Columns: mean losses, their difference, KL(dense ‖ NSA) of the next-token distributions in
-    nats, and the fraction of tokens for which both models have the same most likely token.
+    Columns: both mean losses, the increase, KL(dense ‖ NSA) of the next-token distributions in
+    nats, and the fraction of positions at which both models predict the same token.
     """
     highest = max(int(batch.input_ids.max()) for batch in samples)
     if highest >= dense.config.vocab_size:
         raise ValueError(
-            f"--gap: the text has token ids up to {highest}, but the model's vocabulary is "
+            f"--gap: the dataset has token ids up to {highest}, but the model's vocabulary is "
             f"{dense.config.vocab_size}; set data.tokenizer to the model's"
         )
-    columns = ("dense loss", 12), ("NSA loss", 12), ("more", 10), ("KL", 10), ("same first", 12)
+    columns = ("dense loss", 12), ("NSA loss", 12), ("increase", 10), ("KL", 10), ("same top-1", 12)
     yield f"{'tokens':>10}" + "".join(f"{name:>{width}}" for name, width in columns)
     for length in _lengths(sparse.config.attention):
         sums = torch.zeros(5, dtype=torch.float64)
         for batch in samples:
             sums += _compare_batch(dense, sparse, batch, length)
         dense_loss, loss, kl, same = (sums[:4] / sums[4]).tolist()
-        more, kl = (round(x, 4) + 0.0 for x in (loss - dense_loss, kl))  # no -0
-        yield f"{length:>10,}{dense_loss:>12.4f}{loss:>12.4f}{more:>+10.4f}{kl:>10.4f}{same:>12.1%}"
+        increase, kl = (round(x, 4) + 0.0 for x in (loss - dense_loss, kl))  # no -0
+        yield (
+            f"{length:>10,}{dense_loss:>12.4f}{loss:>12.4f}{increase:>+10.4f}{kl:>10.4f}"
+            f"{same:>12.1%}"
+        )
 
 
 def _lengths(attention: AttentionConfig) -> list[int]:
-    """From texts that every branch sees completely to twice what the sparse branches see."""
+    """Double half of the window, which no branch cuts, to at least twice what a branch can see."""
     spec = attention.spec
     lengths = [max(1, spec.window // 2)]
     while lengths[-1] < 2 * max(spec.window, spec.select_top * spec.select_len):
@@ -66,7 +69,7 @@ def _lengths(attention: AttentionConfig) -> list[int]:
 def _compare_batch(
     dense: LanguageModel, sparse: LanguageModel, batch: Batch, length: int
 ) -> Tensor:
-    """Sum `compare` over a sample cut into pieces of `length` tokens."""
+    """Sum `compare` over a batch cut into sequences of `length` tokens."""
     rows = max(1, CHUNK_LOGITS // dense.config.vocab_size)
     total = torch.zeros(5, dtype=torch.float64)
     for ids, labels in zip(
@@ -83,7 +86,7 @@ def _compare_batch(
 
 
 def compare(dense: Tensor, sparse: Tensor, labels: Tensor) -> Tensor:
-    """Sum both losses, the KL divergence, equal predictions and 1 over the labels that count.
+    """Sum both losses, KL, equal predictions and 1 over the labels that are not ignored.
 
     `dense` and `sparse` are log-probabilities [tokens, V].
     """

@@ -1,6 +1,6 @@
 """Model card: the README.md of an exported model, from its run's records.
 
-The Hub reads its metadata, between the ---: license, language, datasets and held-out figures. No
+The Hub reads its metadata, between the ---: license, language, datasets and validation figures. No
 local path is written: of a local file or folder only its name.
 """
 
@@ -37,8 +37,8 @@ CARD = """\
 {facts}
 
 All settings are in `config.yaml`, which a recipe takes as `--config`. Before you publish this
-folder, see which local paths that file names, and check the license at the top: it is the code's,
-and the dataset may ask for another.
+folder, check that file for local paths, and the license at the top: it is the code's, and the
+dataset may require another.
 
 ## Loading
 
@@ -59,12 +59,12 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
 prompt = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 """
-NO_TOKENIZER = "# The run's tokenizer was not available to the export: AutoTokenizer fails.\n"
+NO_TOKENIZER = "# No tokenizer files: the run's tokenizer was not available to the export.\n"
 FIGURES = {  # label: column of metrics.csv, format
     "tokens seen": ("tokens", ",.0f"),
-    "training loss (nats a token)": ("loss", ".4f"),
-    "held-out loss (nats a token)": ("val_loss", ".4f"),
-    "held-out bits per byte": ("bits_per_byte", ".4f"),
+    "training loss (nats per token)": ("loss", ".4f"),
+    "validation loss (nats per token)": ("val_loss", ".4f"),
+    "validation bits per byte": ("bits_per_byte", ".4f"),
 }
 LANGUAGES = {"fineweb_edu": "en", "embedded": "code"}  # by source; others have none
 RECORDED = (  # in env.json
@@ -76,8 +76,8 @@ RECORDED = (  # in env.json
 def model_card(run: LoadedRun) -> str:
     """Return Markdown with the figures that were logged up to the exported step."""
     names = _source_names(run.config.data)
-    latest = _latest(run)
-    facts = [("dataset", ", ".join(_public(name) for name in names)), *_facts(run, latest)]
+    latest = _last_rows(run)
+    facts = [("dataset", ", ".join(_without_path(name) for name in names)), *_facts(run, latest)]
     step = "" if run.step is None else f", step {run.step:,}"
     return CARD.format(
         metadata=_metadata(run, names, latest).to_yaml(),
@@ -106,8 +106,9 @@ def _metadata(
     run: LoadedRun, names: list[str], latest: dict[str, dict[str, float]]
 ) -> ModelCardData:
     """Return license, tags, languages, the datasets on the Hub, and figures as its model-index."""
-    ids = [FINEWEB_EDU[0] if name == "fineweb_edu" else name.removeprefix("hf:") for name in names]
-    hub = [id for id, name in zip(ids, names, strict=True) if _local(name) is None and "/" in id]
+    public = [name for name in names if _local_path(name) is None]
+    ids = [FINEWEB_EDU[0] if name == "fineweb_edu" else name.removeprefix("hf:") for name in public]
+    hub = [id for id in ids if "/" in id]
     kinds = [name.partition(":")[0] for name in names]
     languages = {LANGUAGES[kind] for kind in kinds if kind in LANGUAGES}
     figures = {}  # name on the Hub: value and step
@@ -119,8 +120,8 @@ def _metadata(
         EvalResult(
             task_type="text-generation",
             dataset_type=hub[0] if len(names) == len(hub) == 1 else "custom",
-            dataset_name=", ".join(_public(name) for name in names),
-            dataset_split="held out from training",
+            dataset_name=", ".join(_without_path(name) for name in names),
+            dataset_split="validation",
             metric_type=metric,
             metric_value=round(figure, 4),
             metric_name=f"{metric.replace('_', ' ')} at step {step:.0f}",
@@ -153,11 +154,11 @@ def _facts(run: LoadedRun, latest: dict[str, dict[str, float]]) -> Iterator[tupl
     yield from ((name, recorded[name]) for name in RECORDED if recorded.get(name) is not None)
 
 
-def _latest(run: LoadedRun) -> dict[str, dict[str, float]]:
+def _last_rows(run: LoadedRun) -> dict[str, dict[str, float]]:
     """Return for each column of metrics.csv the last row that has it, up to the exported step."""
-    rows = read_table(run.folder / "metrics.csv").rows
-    before = [row for row in rows if row["step"] <= (run.step or -1)]
-    return {column: row for row in before for column in row}
+    logged = read_table(run.folder / "metrics.csv").rows
+    rows = [row for row in logged if row["step"] <= (run.step or -1)]
+    return {column: row for row in rows for column in row}
 
 
 def _source_names(data: DataConfig) -> list[str]:
@@ -168,13 +169,14 @@ def _source_names(data: DataConfig) -> list[str]:
     ]
 
 
-def _local(name: str) -> Path | None:
+def _local_path(name: str) -> Path | None:
     """Return the local path in a source's name, if it is one."""
     path = Path(name.removeprefix("hf:")).expanduser()
     hub = name.startswith("hf:") and not path.is_absolute() and not path.exists()
     return path if not hub and (name.startswith("hf:") or is_path(name)) else None
 
 
-def _public(name: str) -> str:
-    path = _local(name)
+def _without_path(name: str) -> str:
+    """Return a source's name, or only the file or folder name of a local path."""
+    path = _local_path(name)
     return name if path is None else f"{path.name} (local)"

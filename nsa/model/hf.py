@@ -184,9 +184,7 @@ class NSAModel(NSAPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds: pass one of them")
         if "cache" in kwargs:
-            raise ValueError(
-                "generate_batch: its paged cache does not fit NSA; use generate()"
-            )
+            raise ValueError("generate_batch: its paged cache does not fit NSA; use generate()")
         tokens: Any = input_ids if inputs_embeds is None else inputs_embeds
         if tokens.dim() != (2 if inputs_embeds is None else 3) or tokens.shape[1] < 1:
             raise ValueError(

@@ -105,10 +105,10 @@ def test_the_cards_figures_belong_to_the_exported_step(run: Path, tmp_path: Path
     figures, last = card(tmp_path / "third"), rows[-1]
     assert figures["steps"] == "3 of 6"
     assert figures["tokens seen"].split()[0] == f"{last['tokens']:,.0f}"
-    assert figures["training loss (nats a token)"].split()[0] == f"{last['loss']:.4f}"
+    assert figures["training loss (nats per token)"].split()[0] == f"{last['loss']:.4f}"
     assert figures["dataset"] == "embedded"
     assert figures["torch"] == torch.__version__
-    assert "held-out loss (nats a token)" not in figures  # the first is at step 4
+    assert "validation loss (nats per token)" not in figures  # the first is at step 4
 
 
 def test_the_cards_metadata_is_what_the_hub_reads(run: Path, exported: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_perplexity_that_overflows_is_left_out_of_the_card(run: Path, tmp_path
     (folder / "metrics.csv").write_text("\n".join([header, ",".join(cells.values()), ""]))
     assert main(["export", str(folder), "--to", str(tmp_path / "export")]) == 0
     assert ModelCard.load(tmp_path / "export" / "README.md").data.metrics == ["bits_per_byte"]
-    assert card(tmp_path / "export")["held-out loss (nats a token)"].startswith("710.5000 ")
+    assert card(tmp_path / "export")["validation loss (nats per token)"].startswith("710.5000 ")
 
 
 def test_the_card_names_datasets_of_the_hub_and_no_local_path(

@@ -54,8 +54,8 @@ def llama(folder: Path, shard: str = "1GB", **changes: Any) -> LlamaForCausalLM:
     return model
 
 
-def further(*values: object) -> Any:
-    """Parameters of the full matrix."""
+def full(*values: object) -> Any:
+    """Parameters of a case that only the full test run has."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
@@ -111,11 +111,11 @@ def test_an_imported_llama_computes_the_same_logits(shard: str, tmp_path: Path) 
     ("settings", "shares"),
     [
         ([], None),
-        further([], "0,1,0"),
+        full([], "0,1,0"),
         ([], "0,0.25,0.75"),
         (["compressor=mlp"], None),
-        further(["branches=sel+win"], None),
-        further(["branches=cmp+sel"], None),
+        full(["branches=sel+win"], None),
+        full(["branches=cmp+sel"], None),
         (["branches=win"], None),
     ],
 )
@@ -332,8 +332,8 @@ def test_the_logit_gap_is_measured_on_short_and_long_texts(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert [row[0] for row in rows] == ["16", "32", "64"]
     assert [row[3:] for row in rows[:2]] == [["+0.0000", "0.0000", "100.0%"]] * 2
-    dense, start, more, kl = map(float, rows[2][1:5])
-    assert more == pytest.approx(start - dense, abs=2e-4)
+    dense, sparse, increase, kl = map(float, rows[2][1:5])
+    assert increase == pytest.approx(sparse - dense, abs=2e-4)
     assert kl > 0.01
 
 

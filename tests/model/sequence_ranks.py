@@ -26,11 +26,11 @@ ATTENTIONS = {
 }
 
 
-def labels_of(ids: Tensor, text: str) -> Tensor:
+def labels_of(ids: Tensor, batch: str) -> Tensor:
     """The next tokens, most of the first rank's ignored, so that the ranks' means differ."""
     labels = ids.roll(-1, 1)
     labels[:, : int(0.45 * ids.shape[1])] = -100
-    if text == "all ignored":
+    if batch == "all ignored":
         labels[:] = -100
     return labels
 
@@ -43,13 +43,13 @@ def step(model: LanguageModel, ids: Tensor, labels: Tensor, cu_seqlens: Tensor |
 
 
 def compare(
-    attention: str, mode: str, text: str, length: int, sequence: SequenceParallel
+    attention: str, mode: str, batch: str, length: int, sequence: SequenceParallel
 ) -> dict[str, object]:
     """The largest relative error of loss and gradients against a single rank."""
     config = replace(tiny(ATTENTIONS[attention]), init_std=0.3)
-    cu_seqlens = DOCUMENTS[length] if text == "documents" else None
-    ids = tokens(length, batch=2 if text == "rows" else 1)
-    labels = labels_of(ids, text)
+    cu_seqlens = DOCUMENTS[length] if batch == "documents" else None
+    ids = tokens(length, batch=2 if batch == "rows" else 1)
+    labels = labels_of(ids, batch)
     alone = build(config)
     expected = step(alone, ids, labels, cu_seqlens)
     shared = LanguageModel(replace(config, activation_checkpointing=mode), sequence).double()
@@ -63,20 +63,20 @@ def compare(
         dist.all_reduce(parameter.grad)
         gradient, size = wanted[name].grad, 1.0
         assert gradient is not None
-        if text != "all ignored":
+        if batch != "all ignored":
             size = float(gradient.norm())
             assert size > 0, name
         errors[name] = float((parameter.grad / 2 - gradient).norm()) / size  # as ZeRO averages
     worst = max(errors, key=lambda name: errors[name])
-    case = [attention, mode, text, length]
+    case = [attention, mode, batch, length]
     return {"case": case, "worst": worst, "error": errors[worst]}
 
 
 def main() -> None:
     start_ranks(Ranks.from_environment())
     sequence = SequenceParallel(dist.new_group())
-    for attention, mode, text, length in json.loads(sys.argv[1]):
-        print(json.dumps(compare(attention, mode, text, length, sequence)), flush=True)
+    for attention, mode, batch, length in json.loads(sys.argv[1]):
+        print(json.dumps(compare(attention, mode, batch, length, sequence)), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ from nsa.model.config import SUBSETS
 from tests.model.models import SPEC, build, packed, tiny, tokens
 from tests.model.test_count import counted
 
-FEWER = [subset for subset in SUBSETS if subset != "cmp+sel+win"]
+INCOMPLETE = [subset for subset in SUBSETS if subset != "cmp+sel+win"]
 LENGTH = 37
 
 
-def few(branches: str, **changes: object) -> AttentionConfig:
+def subset_of(branches: str, **changes: object) -> AttentionConfig:
     return AttentionConfig(spec=SPEC, branches=branches, **changes)
 
 
@@ -32,14 +32,14 @@ def randomize_gates(model: LanguageModel) -> list[NSAttention]:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "shared"])
-@pytest.mark.parametrize("branches", FEWER)
+@pytest.mark.parametrize("branches", INCOMPLETE)
 @torch.no_grad()
 def test_a_subset_equals_all_branches_with_the_others_gated_to_zero(
     branches: str, shared: bool
 ) -> None:
-    subset = build(tiny(few(branches, shared_kv=shared)))
+    subset = build(tiny(subset_of(branches, shared_kv=shared)))
     layer, names = randomize_gates(subset)[0], branches.split("+")
-    full = build(tiny(few("cmp+sel+win", shared_kv=shared))).blocks[0].attention
+    full = build(tiny(subset_of("cmp+sel+win", shared_kv=shared))).blocks[0].attention
     full.q, full.o = layer.q, layer.o
     # Without a compressed branch blocks are selected by the means of the selected branch's keys.
     source = [name if name in names else "sel" for name in BRANCHES]
@@ -48,57 +48,59 @@ def test_a_subset_equals_all_branches_with_the_others_gated_to_zero(
         weight = getattr(layer, name).weight.unflatten(0, (1 if shared else len(names), -1))
         getattr(full, name).weight.copy_(weight[rows].flatten(0, 1))
 
-    open_gates: list[Tensor] = []
+    gate_logits: list[Tensor] = []
 
-    def gated_away(module: torch.nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    def close_missing_gates(
+        module: torch.nn.Module, inputs: tuple[Tensor], output: Tensor
+    ) -> Tensor:
         logits = layer.gates(inputs[0]).unflatten(-1, (-1, len(names)))
-        missing = torch.full_like(logits[..., 0], -torch.inf)  # sigmoid 0
-        open_gates.append(logits)
-        each = [logits[..., names.index(n)] if n in names else missing for n in BRANCHES]
+        closed = torch.full_like(logits[..., 0], -torch.inf)  # sigmoid 0
+        gate_logits.append(logits)
+        each = [logits[..., names.index(n)] if n in names else closed for n in BRANCHES]
         return torch.stack(each, -1).flatten(-2)
 
-    full.gates.register_forward_hook(gated_away)
+    full.gates.register_forward_hook(close_missing_gates)
     for cu_seqlens in (None, packed(16, 1, 20)):
         model_of = {"layer": layer, "full": full}
         x = torch.randn(1, LENGTH, 24, dtype=torch.float64)
         metadata = AttentionMetadata.build(subset.config, LENGTH, cu_seqlens, x.device)
         out = {name: attention(x, metadata=metadata) for name, attention in model_of.items()}
         torch.testing.assert_close(out["layer"], out["full"], rtol=0, atol=1e-12)
-    assert len(open_gates) == 2
+    assert len(gate_logits) == 2
 
 
-@pytest.mark.parametrize("branches", FEWER)
+@pytest.mark.parametrize("branches", INCOMPLETE)
 def test_every_parameter_of_a_subset_has_a_gradient_at_any_length(branches: str) -> None:
     compressors = ["mean", "mlp"] if "cmp" in branches else ["mean"]
     for compressor in compressors:
         for length in (1, LENGTH):
-            model = build(tiny(few(branches, compressor=compressor)))
+            model = build(tiny(subset_of(branches, compressor=compressor)))
             randomize_gates(model)
             model(tokens(length), labels=tokens(length, seed=1)).backward()
             missing = [name for name, p in model.named_parameters() if p.grad is None]
             assert not missing, (compressor, length)
 
 
-@pytest.mark.parametrize("branches", FEWER)
+@pytest.mark.parametrize("branches", INCOMPLETE)
 def test_flops_of_a_subset_are_what_pytorch_counts(branches: str) -> None:
     """For three tokens no block is complete, so selected and window branches see all pairs.
 
     The reference also computes the pairs above the diagonal, which are subtracted.
     """
-    config, length = tiny(few(branches)), 3
+    config, length = tiny(subset_of(branches)), 3
     inside = len([name for name in branches.split("+") if name != "cmp"])
     masked = 3 * 2 * config.heads * (config.head_dim + 5) * inside * (length**2 - 6)
-    executed = counted(config, length) - config.layers * masked
-    assert flops_per_token(config, length) * length == pytest.approx(executed, rel=1e-12)
-    full = replace(config, attention=few("cmp+sel+win"))
+    expected = counted(config, length) - config.layers * masked
+    assert flops_per_token(config, length) * length == pytest.approx(expected, rel=1e-12)
+    full = replace(config, attention=subset_of("cmp+sel+win"))
     assert flops_per_token(config, LENGTH) < flops_per_token(full, LENGTH)
 
 
 def test_selection_without_a_compressed_branch_still_costs_its_softmax() -> None:
     """Unmasked pairs only: scores and values of the compressed keys forward, scores once more."""
-    config = tiny(few("sel"))
+    config = tiny(subset_of("sel"))
     pairs = sum(map(SPEC.visible_compressed, range(LENGTH)))
-    without = replace(config, attention=few("win"))
+    without = replace(config, attention=subset_of("win"))
     spec = config.attention.spec
     selected = sum(map(spec.visible_selected, range(LENGTH)))
     window = sum(map(spec.visible_window, range(LENGTH)))
@@ -110,15 +112,15 @@ def test_selection_without_a_compressed_branch_still_costs_its_softmax() -> None
 
 
 def test_layers_without_all_branches_are_not_observed() -> None:
-    assert not build(tiny(few("cmp+sel"))).sparse_layers()
+    assert not build(tiny(subset_of("cmp+sel"))).sparse_layers()
 
 
 @pytest.mark.parametrize("branches", ["sel+cmp", "", "window", "cmp+cmp"])
 def test_an_unknown_set_of_branches_is_refused(branches: str) -> None:
     with pytest.raises(ValueError, match=r"^model\.attention\.branches = .*: choose one of cmp"):
-        tiny(few(branches)).validate()
+        tiny(subset_of(branches)).validate()
 
 
 def test_an_mlp_compressor_without_a_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match=r"branches = 'sel\+win'; add cmp, or set it to mean$"):
-        tiny(few("sel+win", compressor="mlp")).validate()
+        tiny(subset_of("sel+win", compressor="mlp")).validate()

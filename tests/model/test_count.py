@@ -62,14 +62,14 @@ def test_flops_are_what_pytorch_counts_without_the_masked_pairs(
     """
     config = tiny(attention)
     score, pair = 2 * config.heads * config.head_dim, 2 * config.heads * (config.head_dim + 5)
-    everything, seen = _pairs(length, attention)
-    attended = 3 * pair * (sum(everything) - sum(seen)) + score * (everything[0] - seen[0])
-    executed = counted(config, length) - config.layers * attended
-    assert flops_per_token(config, length) * length == pytest.approx(executed, rel=1e-12)
+    computed, visible = _pairs(length, attention)
+    masked = 3 * pair * (sum(computed) - sum(visible)) + score * (computed[0] - visible[0])
+    expected = counted(config, length) - config.layers * masked
+    assert flops_per_token(config, length) * length == pytest.approx(expected, rel=1e-12)
 
 
 def _pairs(length: int, attention: str) -> tuple[list[int], list[int]]:
-    """(query, key) pairs by branch, compressed first: all, and the visible ones."""
+    """(query, key) pairs by branch, compressed first: those that are computed, and the visible."""
     causal = length * (length + 1) // 2
     if attention == "dense":
         # PyTorch counts causal attention as if all pairs were seen.
@@ -79,12 +79,12 @@ def _pairs(length: int, attention: str) -> tuple[list[int], list[int]]:
     selected = naive.select_blocks(np.zeros((1, length, 1, -(-length // SPEC.select_len))), SPEC)[
         0, :, 0
     ]
-    seen = [
+    visible = [
         sum(len(naive.compressed_seen(t, length, SPEC)) for t in range(length)),
         sum(len(naive.selected_seen(t, length, selected[t], SPEC)) for t in range(length)),
         sum(len(naive.window_seen(t, length, SPEC.window)) for t in range(length)),
     ]
-    return [length * blocks, length**2, length**2], seen
+    return [length * blocks, length**2, length**2], visible
 
 
 @attentions

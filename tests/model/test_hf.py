@@ -98,7 +98,7 @@ def test_documents_packed_by_position_ids_are_independent() -> None:
     never_restart = {"position_ids": torch.arange(24)[None]}
     offsets = torch.tensor([0, 10, 24], dtype=torch.int32)
     assert torch.equal(model(ids, cu_seq_lens_q=offsets, **never_restart).logits[0], logits)
-    ids, mask = tokens(24, batch=3), MASK  # the first row has tokens from column 9 on
+    ids, mask = tokens(24, batch=3), MASK  # the first row's tokens start at column 9
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)
     plain = model(ids, attention_mask=mask)
     ordinary = model(ids, attention_mask=mask, position_ids=positions)
@@ -315,7 +315,7 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-def test_trainer_fine_tunes_it(tmp_path: Path) -> None:
+def test_trainer_fine_tunes_a_model(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
     from transformers import Trainer, TrainingArguments
 

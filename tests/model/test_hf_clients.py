@@ -81,7 +81,7 @@ def sft_trainer(tokenizer: Any, folder: Path, peft_config: Any = None, **setting
 # TRL's default, gradient checkpointing, has a new name in transformers.
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-def test_trl_trains_it(packing: bool, tokenizer: Any, tmp_path: Path) -> None:
+def test_trl_trains_a_model(packing: bool, tokenizer: Any, tmp_path: Path) -> None:
     trainer = sft_trainer(tokenizer, tmp_path, packing=packing)
     trainer.train()
     losses = [float(line["loss"]) for line in trainer.state.log_history if "loss" in line]
@@ -120,12 +120,14 @@ def test_trl_trains_a_lora_adapter_and_nothing_else(tokenizer: Any, tmp_path: Pa
     ("method", "targets"),
     [("LoraConfig", {"q", "v"}), ("IA3Config", {"k", "v", "down"}), ("OSFConfig", None)],
 )
-def test_peft_knows_what_to_adapt(method: str, targets: set[str] | None) -> None:
+def test_peft_adapts_the_same_projections_as_in_a_llama(
+    method: str, targets: set[str] | None
+) -> None:
     model, ids = wrapped(dtype=torch.float32), tokens(24)
     before = model(ids).logits
     adapted = peft().get_peft_model(model, getattr(peft(), method)(task_type="CAUSAL_LM"))
-    chosen = adapted.peft_config["default"].target_modules
-    assert chosen == (targets or {"q", "k", "v", "o", "gate", "up", "down"})
+    adapted_names = adapted.peft_config["default"].target_modules
+    assert adapted_names == (targets or {"q", "k", "v", "o", "gate", "up", "down"})
     torch.testing.assert_close(adapted(ids).logits, before)  # adapters start without effect
     adapted(ids, labels=ids).loss.backward()
     trained = {n.split(".")[-1] for n, p in adapted.named_parameters() if p.requires_grad}
@@ -249,6 +251,6 @@ def test_an_old_export_loads(tmp_path: Path) -> None:
     assert '"width"' not in saved
 
 
-def test_continuous_batching_is_refused_rather_than_wrong() -> None:
+def test_continuous_batching_is_refused() -> None:
     with pytest.raises(ValueError, match="generate_batch: its paged cache"):
         wrapped()(tokens(8), cache=object(), position_ids=torch.arange(8)[None])

@@ -18,8 +18,8 @@ from tests.model.models import ATTENTIONS, build, packed, tiny, tokens
 attentions = pytest.mark.parametrize("attention", ATTENTIONS)
 
 
-def further(*values: object) -> Any:
-    """Parameters of the full matrix."""
+def full(*values: object) -> Any:
+    """Parameters of a case that only the full test run has."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
@@ -68,7 +68,7 @@ def test_the_blockwise_model_is_the_reference_model(attention: str) -> None:
 
 
 @attentions
-@pytest.mark.parametrize("length", [1, further(5), 31, 32, further(33), 200])
+@pytest.mark.parametrize("length", [1, full(5), 31, 32, full(33), 200])
 @pytest.mark.parametrize("documents", ["one", "packed"])
 def test_every_parameter_gets_a_gradient_whatever_the_length(
     attention: str, length: int, documents: str
@@ -117,9 +117,9 @@ def test_gradients_of_the_loss_are_those_through_the_logits(attention: str) -> N
 @pytest.mark.parametrize(
     ("attention", "checkpointing", "documents"),
     [
-        further("dense", "none", (40,)),
-        further("mlp", "non_reentrant", (40,)),
-        further("mlp", "none", (9, 0, 2, 29)),
+        full("dense", "none", (40,)),
+        full("mlp", "non_reentrant", (40,)),
+        full("mlp", "none", (9, 0, 2, 29)),
         ("mean", "selective", (9, 0, 2, 29)),
     ],
 )

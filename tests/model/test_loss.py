@@ -67,9 +67,9 @@ def test_loss_and_gradients_are_those_of_the_plain_loss(chunks: int, tokens: int
         torch.testing.assert_close(a, e, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("product", [loss.CHUNK_LOGITS_CPU, 40])
-def test_gradcheck(monkeypatch: pytest.MonkeyPatch, product: int) -> None:
-    monkeypatch.setattr(loss, "CHUNK_LOGITS_CPU", product)
+@pytest.mark.parametrize("chunk_logits", [loss.CHUNK_LOGITS_CPU, 40])
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch, chunk_logits: int) -> None:
+    monkeypatch.setattr(loss, "CHUNK_LOGITS_CPU", chunk_logits)
     hidden, weight, labels = inputs(torch.float64, 9, 4, 11)
     assert torch.autograd.gradcheck(
         lambda hidden, weight: linear_cross_entropy(hidden, weight, labels), (hidden, weight)
@@ -162,7 +162,7 @@ def test_the_flop_counter_includes_the_op() -> None:
     assert counts[0] == counts[1]
 
 
-def test_it_is_deterministic(chunks: int) -> None:
+def test_loss_and_gradients_are_deterministic(chunks: int) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         first, second = (
@@ -191,7 +191,7 @@ def test_opcheck(chunks: int, dtype: torch.dtype) -> None:
     torch.library.opcheck(loss_and_gradients, fixed, test_utils=kinds)
 
 
-def test_it_compiles_as_one_graph_with_the_same_results() -> None:
+def test_the_loss_compiles_as_one_graph_with_the_same_results() -> None:
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     for dtype in (torch.float32, torch.bfloat16):
         arguments = inputs(dtype)
@@ -212,12 +212,12 @@ def kilobytes(name):
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 torch.set_num_threads(1)
-for function, dtype, product in (
+for function, dtype, chunk_logits in (
     (loss.linear_cross_entropy, torch.float32, 2**22),
     (loss.linear_cross_entropy, torch.bfloat16, loss.CHUNK_LOGITS_CPU),
     (plain, torch.bfloat16, loss.CHUNK_LOGITS_CPU),
 ):
-    loss.CHUNK_LOGITS_CPU = product
+    loss.CHUNK_LOGITS_CPU = chunk_logits
     function(*inputs(dtype, 8, 8, 8)).backward()
     arguments = inputs(dtype, 2_048, 16, 8_192)
     before = kilobytes("VmRSS")

@@ -48,7 +48,7 @@ def gradients(model: LanguageModel, ids: Tensor, cu_seqlens: Tensor | None) -> d
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def defined(q: Tensor, k_cmp: Tensor, k_sel: Tensor, queries: Tensor, starts: list[int]) -> float:
+def loop_loss(q: Tensor, k_cmp: Tensor, k_sel: Tensor, queries: Tensor, starts: list[int]) -> float:
     """The loss by loops over Python numbers, as the module's docstring defines it."""
     batch, seq_len, heads, size = q.shape
     groups = k_sel.shape[2]
@@ -63,34 +63,36 @@ def defined(q: Tensor, k_cmp: Tensor, k_sel: Tensor, queries: Tensor, starts: li
         for t in queries.tolist():
             start = max(s for s in starts if s <= t)
             own = (t - start) // SPEC.select_len
-            free = range(SPEC.init_blocks, own - SPEC.local_blocks + 1)
+            ranked_blocks = range(SPEC.init_blocks, own - SPEC.local_blocks + 1)
             for g in range(groups):
                 target, p = [0.0] * (own + 1), [0.0] * (own + 1)
                 for h in range(g * heads // groups, (g + 1) * heads // groups):
                     scores = q[b, t, h] @ k_sel[b, start : t + 1, g].T / size**0.5
-                    for s, share in enumerate(scores.softmax(-1).tolist()):
-                        target[s // SPEC.select_len] += share * groups / heads
-                    seen = [
+                    for s, weight in enumerate(scores.softmax(-1).tolist()):
+                        target[s // SPEC.select_len] += weight * groups / heads
+                    visible = [
                         i
                         for i, (first, of) in enumerate(blocks)
                         if of == start and first + SPEC.block_len <= t + 1
                     ]
-                    if not seen:
+                    if not visible:
                         continue
-                    scores = q[b, t, h] @ k_cmp[b, seen, g].T / size**0.5
-                    for i, share in zip(seen, scores.softmax(-1).tolist(), strict=True):
+                    scores = q[b, t, h] @ k_cmp[b, visible, g].T / size**0.5
+                    for i, weight in zip(visible, scores.softmax(-1).tolist(), strict=True):
                         first = blocks[i][0] - start
                         for s in range(first, first + SPEC.block_len):
-                            p[s // SPEC.select_len] += share
-                attended, ranked = sum(target[j] for j in free), sum(p[j] for j in free)
+                            p[s // SPEC.select_len] += weight
+                target_sum = sum(target[j] for j in ranked_blocks)
+                p_sum = sum(p[j] for j in ranked_blocks)
                 total += sum(
-                    target[j] * math.log(target[j] / attended / (p[j] / ranked)) for j in free
+                    target[j] * math.log(target[j] / target_sum / (p[j] / p_sum))
+                    for j in ranked_blocks
                 )
     return total / (batch * len(queries) * groups)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_it_is_the_divergence_of_the_two_rankings(name: str) -> None:
+def test_the_loss_is_the_divergence_of_the_two_distributions(name: str) -> None:
     cu_seqlens = DOCUMENTS[name]
     generator = torch.Generator().manual_seed(3)
     q, k, k_sel = (
@@ -104,14 +106,14 @@ def test_it_is_the_divergence_of_the_two_rankings(name: str) -> None:
     assert sampled is not None
     loss = selector_loss(q, k_cmp, k_sel, SPEC, sampled)
     starts = [0] if cu_seqlens is None else cu_seqlens[:-1].tolist()
-    expected = defined(q, k_cmp, k_sel, sampled.queries, starts)
+    expected = loop_loss(q, k_cmp, k_sel, sampled.queries, starts)
     assert loss.item() == pytest.approx(expected, rel=1e-9)
     assert torch.autograd.gradcheck(
         lambda keys: selector_loss(q, keys, k_sel, SPEC, sampled), k_cmp, fast_mode=True
     )
 
 
-def test_it_falls_when_compressed_keys_follow_its_gradient() -> None:
+def test_the_loss_falls_when_compressed_keys_follow_its_gradient() -> None:
     generator = torch.Generator().manual_seed(3)
     q, k_sel = (torch.randn(2, 128, heads, 8, generator=generator) for heads in (4, 2))
     metadata = AttentionMetadata.build(CONFIG, 128, None, q.device, loss_offset=torch.tensor(0))
@@ -139,7 +141,7 @@ def test_queries_are_spread_over_the_sequence_and_differ_by_offset(seq_len: int)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_it_changes_gradients_and_not_the_value_of_the_loss(name: str) -> None:
+def test_the_selector_loss_changes_gradients_and_not_the_training_losss_value(name: str) -> None:
     ids, cu_seqlens = torch.randint(64, (1, 128)), DOCUMENTS[name]
     with_loss, without = build(1.0), build(0.0)
     args = {"labels": ids, "cu_seqlens": cu_seqlens}
@@ -150,15 +152,15 @@ def test_it_changes_gradients_and_not_the_value_of_the_loss(name: str) -> None:
         rows = 16 if name in trained else 0  # of compressed keys
         assert torch.equal(mine[name][rows:], plain[name][rows:]), name
         assert not rows or not torch.allclose(mine[name][:rows], plain[name][:rows], atol=1e-5)
-    keys = trained[-1]
-    doubled = gradients(build(2.0), ids, cu_seqlens)[keys] - plain[keys]
-    assert torch.allclose(doubled, 2 * (mine[keys] - plain[keys]), atol=1e-5)
+    name = trained[-1]
+    doubled = gradients(build(2.0), ids, cu_seqlens)[name] - plain[name]
+    assert torch.allclose(doubled, 2 * (mine[name] - plain[name]), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize("settings", [{}, {"compressor": "mlp"}, {"shared_kv": True}], ids=str)
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "hooked"])
-def test_it_ranks_by_the_keys_that_the_compressed_branch_reads(
+def test_the_selector_loss_uses_the_keys_that_the_compressed_branch_reads(
     name: str, settings: dict[str, Any], plain: bool
 ) -> None:
     torch.manual_seed(0)
@@ -208,7 +210,7 @@ def test_a_compiled_model_has_the_same_gradients() -> None:
         torch.testing.assert_close(compiled[name], gradient, atol=1e-5, rtol=1e-4)
 
 
-def test_evaluation_and_inference_do_not_compute_it() -> None:
+def test_evaluation_and_inference_do_not_compute_the_selector_loss() -> None:
     model, ids = build(1.0), torch.randint(64, (1, 128))
     model.eval()(ids, labels=ids)
     with torch.no_grad():
@@ -216,7 +218,7 @@ def test_evaluation_and_inference_do_not_compute_it() -> None:
     assert all(layer.take_selector_loss() is None for layer in model.sparse_layers().values())
 
 
-def test_the_layer_alone_offers_it_once() -> None:
+def test_a_layer_returns_its_selector_loss_once_per_forward_pass() -> None:
     layer = NSAttention(32, 4, kv_heads=2, spec=SPEC, selector_loss=0.5)
     layer(torch.randn(2, 128, 32))
     loss = layer.take_selector_loss()
@@ -243,7 +245,7 @@ def test_a_model_takes_the_loss_of_each_layer() -> None:
 
 
 @pytest.mark.parametrize("change", [{"branches": "cmp+sel"}, {"kind": "dense"}])
-def test_it_is_refused_where_nothing_would_be_trained(change: dict[str, str]) -> None:
+def test_a_selector_loss_that_would_train_nothing_is_refused(change: dict[str, str]) -> None:
     config = replace(CONFIG, attention=replace(CONFIG.attention, **change))
     with pytest.raises(ValueError, match=r"selector_loss = 1\.0: needs kind nsa with all branches"):
         config.validate()
