@@ -1,3 +1,3 @@
-"""One thread: the models of these tests are small."""
+"""Fixture for all model tests: one thread, because their models are small."""
 
 from tests.ops.cases import one_thread as one_thread

@@ -50,18 +50,18 @@ def compare(
     cu_seqlens = DOCUMENTS[length] if batch == "documents" else None
     ids = tokens(length, batch=2 if batch == "rows" else 1)
     labels = labels_of(ids, batch)
-    alone = build(config)
-    expected = step(alone, ids, labels, cu_seqlens)
-    shared = LanguageModel(replace(config, activation_checkpointing=mode), sequence).double()
-    shared.load_state_dict(alone.state_dict())
+    single = build(config)
+    expected = step(single, ids, labels, cu_seqlens)
+    split = LanguageModel(replace(config, activation_checkpointing=mode), sequence).double()
+    split.load_state_dict(single.state_dict())
     part = slice(sequence.rank * length // 2, (sequence.rank + 1) * length // 2)
-    loss = step(shared, ids[:, part], labels[:, part], cu_seqlens)
+    loss = step(split, ids[:, part], labels[:, part], cu_seqlens)
     errors = {"loss": float((loss - expected).abs())}
-    wanted = dict(alone.named_parameters())
-    for name, parameter in shared.named_parameters():
+    single_parameters = dict(single.named_parameters())
+    for name, parameter in split.named_parameters():
         assert parameter.grad is not None, name
         dist.all_reduce(parameter.grad)
-        gradient, size = wanted[name].grad, 1.0
+        gradient, size = single_parameters[name].grad, 1.0
         assert gradient is not None
         if batch != "all ignored":
             size = float(gradient.norm())

@@ -1,4 +1,4 @@
-"""`compile_blocks`: the same numbers and names as eager, and packed documents compile once."""
+"""`compile_blocks`: the same numbers and names as eager, and few compilations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from nsa.model import LanguageModel
 from nsa.model.compile import compile_blocks
 from nsa.monitor.dtypes import DtypeReport
-from tests.model.models import build, tiny
+from tests.model.models import build, packed, tiny, tokens
 
 LENGTH = 40
 # Every mode that compiles, and every attention.
@@ -23,15 +23,6 @@ CASES += [("mlp", "reentrant"), ("dense", "none")]
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> None:
     torch.compiler.reset()
-
-
-def tokens(seed: int) -> Tensor:
-    return torch.randint(61, (1, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-
-def documents(*lengths: int) -> Tensor:
-    assert sum(lengths) == LENGTH
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 def twins(
@@ -47,7 +38,7 @@ def twins(
 def step(model: LanguageModel, seed: int, cu_seqlens: Tensor | None = None) -> list[Tensor]:
     """The loss and all gradients."""
     model.zero_grad()
-    ids = tokens(seed)
+    ids = tokens(LENGTH, seed=seed)
     loss = model(ids, labels=ids.roll(-1, 1), cu_seqlens=cu_seqlens)
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -85,7 +76,7 @@ def test_packed_documents_of_any_number_and_length_compile_twice_and_never_again
     batches = [(9, 31), (20, 7, 13), (5, 5, 5, 25), (11, 29), (30, 1, 2, 3, 4), (17, 10, 13)]
     counts = []
     for seed, lengths in enumerate(batches):
-        results = [step(model, seed, documents(*lengths)) for model in (compiled, eager)]
+        results = [step(model, seed, packed(*lengths)) for model in (compiled, eager)]
         for actual, expected in zip(*results, strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
         counts.append(counter.frame_count)

@@ -16,11 +16,8 @@ from nsa.model.config import SUBSETS
 from nsa.model.decode import extend, generate, prefill, sample, step
 from nsa.spec import NSASpec
 from tests.model.models import ATTENTIONS, SPEC, build, tiny, tokens
-from tests.ops.cases import one_thread
 from tests.ops.test_decode import HostWaits
 from tests.ranks import ROOT
-
-__all__ = ["one_thread"]
 
 ODD = NSASpec(7, 3, 5, 4, 0, 2, 3)  # l, d, l' without common divisors; l > w
 M7C = NSASpec(8, 4, 16, 4, 1, 2, 24)  # as M7C's 32/16/64, smaller

@@ -216,9 +216,9 @@ def test_autocast_does_not_change_generated_text() -> None:
 def test_one_forward_pass_gives_all_logits_and_the_cache() -> None:
     model, ids = wrapped(), tokens(24, batch=3)
     read: list[torch.Size] = []
-    seen = model.model.embed.register_forward_pre_hook(lambda _, given: read.append(given[0].shape))
+    hook = model.model.embed.register_forward_pre_hook(lambda _, args: read.append(args[0].shape))
     out = model(ids, attention_mask=MASK, use_cache=True)
-    seen.remove()
+    hook.remove()
     assert read == [(int(MASK.sum()),)]  # once
     assert torch.equal(out.logits, model(ids, attention_mask=MASK).logits)
     assert out.past_key_values.get_seq_length() == 24
