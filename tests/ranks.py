@@ -21,7 +21,7 @@ from tests.fork_server import Forked, Server
 
 ROOT = Path(__file__).parents[1]
 TAIL = 4_000  # characters of a rank's stderr and stdout that a failure shows
-GRACE = 3.0  # seconds for the other ranks to end by themselves after one failed
+GRACE = 3.0  # seconds for the other ranks to end after one failed
 SET_BY_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -40,13 +40,13 @@ def free_port() -> int:
 
 def user_environment() -> dict[str, str]:
     """Return a user's shell environment: ours without the launcher's and Triton's variables."""
-    ours = ("TRITON_INTERPRET", *SET_BY_LAUNCHER)
-    return {name: value for name, value in os.environ.items() if name not in ours}
+    excluded = ("TRITON_INTERPRET", *SET_BY_LAUNCHER)
+    return {name: value for name, value in os.environ.items() if name not in excluded}
 
 
 @dataclass
-class Ranks:
-    """The processes of a run, in the order of the ranks."""
+class SpawnedRanks:
+    """Started processes, in the order of the ranks."""
 
     started: list[Forked]
 
@@ -98,14 +98,14 @@ def _outputs() -> tempfile.TemporaryDirectory[str]:
 _numbers = itertools.count()
 
 
-def start_ranks(
+def spawn_ranks(
     program: Path,
     *arguments: str,
     folder: Path | None = None,
     ranks: int = 2,
     port: int | None = None,
     environment: dict[str, str] | None = None,
-) -> Ranks:
+) -> SpawnedRanks:
     """Start a program on `ranks` processes; 0: on one, without a launcher's variables."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port())}
     common |= {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
@@ -122,12 +122,12 @@ def start_ranks(
                 env=user_environment() | variables,
             )
         )
-    return Ranks(started)
+    return SpawnedRanks(started)
 
 
 def launch(program: Path, *arguments: str, world_size: int = 2, timeout: float = 300) -> list[str]:
     """Run a program on `world_size` ranks and return each one's stdout."""
-    ranks = start_ranks(program, *arguments, ranks=world_size)
+    ranks = spawn_ranks(program, *arguments, ranks=world_size)
     try:
         failed = ranks.wait_for_failure(time.monotonic() + timeout)
         codes = ranks.codes(0 if failed is None else GRACE)

@@ -22,7 +22,7 @@ from nsa.model import LanguageModel
 from nsa.model.compile import compile_blocks
 from nsa.model.sequence_parallel import SequenceParallel
 
-# What Muon updates.
+# Weights that Muon updates.
 HIDDEN_MATRIX = re.compile(r"blocks\.\d+\.(attention\.[qkvo]|mlp\.(gate|up|down))\.weight")
 CHECK_TOKENS = 256  # of the gradient check: enough for every branch, cheap on a CPU
 
@@ -66,11 +66,12 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 def build_muon(
     model: torch.nn.Module, params: dict[str, Any], groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """Return Muon for the hidden matrices, and AdamW for the rest; `params`: of DeepSpeed's JSON.
+    """Return Muon for the hidden matrices, and AdamW for the rest.
 
-    Muon makes all directions of an update equally large, which suits maps between hidden vectors.
-    It does not suit the embedding (each row is one token), gates (one number per head) or φ (which
-    pools positions); DeepSpeed by itself would exclude only the embedding.
+    `params` are optimizer.params of DeepSpeed's JSON. Muon makes all directions of an update
+    equally large, which suits maps between hidden vectors. It does not suit the embedding (each row
+    is one token), gates (one number per head) or φ (which pools positions); DeepSpeed alone would
+    exclude only the embedding.
     """
     # Imported here: it prepares compiled functions.
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam

@@ -75,11 +75,11 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         base = resolve_config(base, saved / "config.yaml")
     steps = [] if flags.steps is None else [f"train.steps={flags.steps}"]
     config = resolve_config(base, flags.config, [*flags.set, *steps])
-    # Absolute, so that the run resumes from any folder. A resumed run keeps its spelling: cursors
-    # of streams are stored under it.
+    # Absolute, so that the run resumes from any folder. A resumed run keeps the path as its config
+    # spells it, because checkpoints store the cursors of streams under that.
     source = absolute_source(config.data.source)
-    same = saved is not None and source == absolute_source(base.data.source)
-    config.data.source = base.data.source if same else source
+    unchanged = saved is not None and source == absolute_source(base.data.source)
+    config.data.source = base.data.source if unchanged else source
     changes: dict[str, tuple[Any, Any]] = {}
     if saved is not None:
         changes = _changes(base, config)
@@ -100,8 +100,8 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     ds_config = resolve_ds_config(
         ds_config, config, world_size=world_size, source=str(ds_config_path)
     )
-    config, reasons = resolve_checkpointing(config, ds_config, world_size, _gpu_memory())
-    notes += reasons
+    config, mode_notes = resolve_checkpointing(config, ds_config, world_size, _gpu_memory())
+    notes += mode_notes
     if has_muon(ds_config):
         notes.append("Muon: the first step compiles its update, a minute or more without output")
     if config.train.compile:
@@ -148,7 +148,7 @@ def _gpu_memory() -> float | None:
 
 
 def _warnings(config: RunConfig) -> Iterator[str]:
-    """Yield a line for the log for each setting that is probably not meant."""
+    """Yield a line for the log for each setting that is probably a mistake."""
     train, attention, seq_len = config.train, config.model.attention, config.data.seq_len
     if train.warmup_steps >= train.steps:
         yield (
@@ -177,7 +177,7 @@ def _changes(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
 
 
 def _check_change(name: str, before: Any, after: Any, run_dir: Path) -> None:
-    """Refuse to resume with a change that does not fit the checkpoints or the data cursor."""
+    """Refuse to resume with a change that does not fit the checkpoints."""
     fixed = name.startswith("model.") or name == "train.sequence_parallel"
     if fixed and name not in ("model.activation_checkpointing", "model.attention.backend"):
         raise ValueError(

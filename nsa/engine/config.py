@@ -62,7 +62,7 @@ class TrainConfig:
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Return the rate of step `step`, counted from 0: linear warm-up, then cosine, never 0."""
+    """Return the rate of step `step`, counted from 0: linear warmup, then cosine, never 0."""
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
     progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)

@@ -26,7 +26,7 @@ class Data:
     loader: BatchLoader
     validation: ValidationData
     notes: list[str]  # for the log
-    open_loader: Callable[..., BatchLoader]  # (consumed=samples of all ranks, state=rank state)
+    open_loader: Callable[..., BatchLoader]  # (consumed=samples of all ranks, state=loader state)
     data_ranks: Ranks  # this rank among those that read different samples
     sequence_part: tuple[int, int] = (0, 1)  # (index, count) of this rank's part of a sequence
 
@@ -39,10 +39,10 @@ class Data:
         batches = self.validation.batches(self.data_ranks.rank)
         return [batch.sequence_part(*self.sequence_part) for batch in batches]
 
-    def rewind(self, consumed: int, rank_state: dict[str, Any] | None) -> None:
+    def rewind(self, consumed: int, loader_state: dict[str, Any] | None) -> None:
         """Reopen the training data after `consumed` samples of all ranks."""
         self.loader.close()
-        self.loader = self.open_loader(consumed=consumed, state=rank_state)
+        self.loader = self.open_loader(consumed=consumed, state=loader_state)
 
     def close(self) -> None:
         """Stop the prefetching threads and worker processes."""
@@ -54,23 +54,23 @@ def open_data(
     config: RunConfig,
     ranks: Ranks,
     state: TrainState,
-    rank_state: dict[str, Any] | None = None,
-    new_data: bool = False,
+    loader_state: dict[str, Any] | None = None,
+    data_changed: bool = False,
 ) -> Data:
     """Open the data after `state.samples` samples; record its fingerprint in `state`.
 
-    `new_data`: a resumed run has changed its data settings, so the data starts at its first sample.
+    `data_changed`: the run resumes with other data settings, so data starts at its first sample.
     """
     notes = []
     group = config.train.sequence_parallel  # adjacent ranks that share each sequence
     data_ranks = Ranks(ranks.rank // group, ranks.local_rank, ranks.world_size // group)
     resumed = bool(state.data)
-    if resumed and new_data:
+    if resumed and data_changed:
         notes.append(
             "--resume: data.* or train.seed changed since the run started; the new data starts at "
             "its first sample"
         )
-        state.samples, rank_state = 0, None
+        state.samples, loader_state = 0, None
 
     open_at = partial(
         open_loader,
@@ -81,10 +81,10 @@ def open_data(
         accumulation=config.train.accumulation,
         seed=config.train.seed,
     )
-    loader = open_at(consumed=state.samples, state=rank_state)
+    loader = open_at(consumed=state.samples, state=loader_state)
     try:
-        expected = state.data if resumed and not new_data else loader.source.fingerprint
-        _check(config, loader.source, expected)
+        expected = state.data if resumed and not data_changed else loader.source.fingerprint
+        _check_source(config, loader.source, expected)
         loader.wait_until_ready()  # errors of the first documents surface here
         state.data = loader.source.fingerprint
         validation = ValidationData(
@@ -101,7 +101,10 @@ def open_data(
     return Data(loader, validation, notes, open_at, data_ranks, (ranks.rank % group, group))
 
 
-def _check(config: RunConfig, source: IndexedBatches | StreamingBatches, expected: str) -> None:
+def _check_source(
+    config: RunConfig, source: IndexedBatches | StreamingBatches, expected: str
+) -> None:
+    """Refuse a source whose fingerprint is not `expected`, or whose ids exceed the vocabulary."""
     if source.fingerprint != expected:
         raise ValueError(
             f"data.source = {config.data.source!r}: its content changed since the run started "

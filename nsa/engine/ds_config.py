@@ -51,7 +51,9 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
     """Read a DeepSpeed JSON file; refuse comments, NaN and duplicate keys."""
     try:
         raw = parse_json(
-            read_text(Path(path)), object_pairs_hook=_unique, parse_constant=_refuse_constant
+            read_text(Path(path)),
+            object_pairs_hook=_refuse_duplicates,
+            parse_constant=_refuse_constant,
         )
     except json.JSONDecodeError as error:
         raise ValueError(
@@ -68,7 +70,7 @@ def load_ds_config(path: str | Path) -> dict[str, Any]:
     return raw
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     block: dict[str, Any] = {}
     for key, value in pairs:
         if key in block:
@@ -103,7 +105,7 @@ def resolve_ds_config(
     for path, problem in _problems(raw, resolved, config, owned):
         parents = accumulate(path.split("."), "{}.{}".format)
         covered = any(parent in problems for parent in parents)  # one line for a block
-        if path not in present:  # its misspelling was named
+        if path not in present:  # one line for a missing key and its misspelling
             suggestion = f'{path.rpartition(".")[2]}"?'
             covered |= any(suggestion in problem for problem in problems.values())
         if not covered:
@@ -245,15 +247,15 @@ def _fill(raw: dict[str, Any], owned: dict[str, Owned]) -> dict[str, Any]:
 
 
 def _refused_values(resolved: dict[str, Any], source: str) -> Iterator[tuple[str, str]]:
-    """Let DeepSpeed parse the result; yield the keys whose values it refuses."""
+    """Let DeepSpeed parse the resolved config; yield the keys whose values it refuses."""
     # Without train_batch_size, which DeepSpeed would compare with the current process group.
     parsed = {key: value for key, value in resolved.items() if key != "train_batch_size"}
     try:
         DeepSpeedConfig(deepcopy(parsed))
     except ValidationError as error:
         block = next((name for name, model in MODELS.items() if model.__name__ == error.title), "")
-        for one in error.errors():
-            yield ".".join((block, *map(str, one["loc"]))).strip("."), f": {one['msg']}"
+        for detail in error.errors():
+            yield ".".join((block, *map(str, detail["loc"]))).strip("."), f": {detail['msg']}"
     except (ValueError, AssertionError, DeepSpeedConfigError) as error:
         raise ValueError(f"{source}: DeepSpeed refuses it: {error}") from error
 
@@ -270,8 +272,8 @@ def _parent(tree: dict[str, Any], path: str) -> tuple[dict[str, Any], str]:
 
 def _at(raw: dict[str, Any], path: str) -> str:
     """Return "key = value" for an error's line, or "key is missing"."""
-    found = dict(walk(raw))
-    value = f"= {_as_json(found[path])}" if path in found else "is missing"
+    values = dict(walk(raw))
+    value = f"= {_as_json(values[path])}" if path in values else "is missing"
     return f"{printable(path)} {value}"
 
 

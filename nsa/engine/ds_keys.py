@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, get_args
 
 import deepspeed
@@ -36,8 +36,8 @@ MODELS: dict[str, type[BaseModel]] = {
     "comet": CometConfig,
     "csv_monitor": CSVConfig,
 }
-UNMODELLED = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
-MUON = "muon_lr momentum ns_method"  # what only Muon reads
+WITHOUT_MODEL = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
+MUON = "muon_lr momentum ns_method"  # parameters that only Muon reads
 REMOVED: dict[str, str] = getattr(runtime_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})
 
 
@@ -92,7 +92,7 @@ class _Recorder(dict[str, Any]):
 @cache
 def known_keys() -> dict[str, Any]:
     """Return every key that DeepSpeed reads, with its default or its nested keys."""
-    blocks = {name: _Recorder() for name in UNMODELLED}
+    blocks = {name: _Recorder() for name in WITHOUT_MODEL}
     blocks["optimizer"] = _Recorder({"type": "adamw"})
     minimal = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     config = _Recorder(minimal | blocks)
@@ -157,14 +157,12 @@ def refusal_of(path: str, mode: ZeroMode) -> str | None:
     return None
 
 
-def _zero(names: str, block: str = "zero_optimization") -> str:
+def _in_block(block: str, names: str) -> str:
     return " ".join(f"{block}.{name}" for name in names.split())
 
 
-def _params(names: str) -> str:
-    return _zero(names, "optimizer.params")
-
-
+_zero = partial(_in_block, "zero_optimization")
+_params = partial(_in_block, "optimizer.params")
 NOT_STARTED = (
     "autotuning compile data_efficiency dataloader_drop_last datastates_ckpt expert_parallel "
     "hybrid_engine pipeline tensor_parallel seq_parallel_communication_data_type "

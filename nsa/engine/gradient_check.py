@@ -39,7 +39,7 @@ FIX_MISSING = (
     "make the loss depend on every parameter for any input, or use ds_configs/zero0_debug.json, "
     "which tolerates it"
 )
-SPACED = 8  # parameters whose reduction is checked, by size and by number: at most 16
+SPACED = 8  # ReductionCheck compares so many parameters spaced by size, and as many by number
 FIX_REDUCTION = (
     "install the DeepSpeed of launch/constraints.txt, or train with ds_configs/zero1_pcie.json"
 )
@@ -95,7 +95,10 @@ def check_gradients(report: GradientReport, mode: ZeroMode) -> list[str]:
 
 
 def _spread(sizes: list[int]) -> list[int]:
-    """Return indices evenly spaced by size, so that no bucket is missed, and by number."""
+    """Return indices of parameters, SPACED of them evenly by size and SPACED evenly by number.
+
+    By size, so that no bucket of a large parameter is missed; by number, so that small ones occur.
+    """
     ends = list(accumulate(sizes))
     by_size = {bisect_right(ends, ends[-1] * (2 * k + 1) // (2 * SPACED)) for k in range(SPACED)}
     by_number = {k * (len(sizes) - 1) // (SPACED - 1) for k in range(SPACED)}
@@ -105,9 +108,9 @@ def _spread(sizes: list[int]) -> list[int]:
 class ReductionCheck:
     """Compares DeepSpeed's reduced gradients of one step with a plain fp32 all-reduce.
 
-    It only reads gradients, so the digits of the step do not change. DeepSpeed adds micro-batches
-    and ranks in its own dtype. Each addition rounds by at most half an eps of what is added so far,
-    at random, so that the root of their number bounds the sum's error (measured: a third of it).
+    It only reads gradients, so the step stays bit-exact. DeepSpeed adds micro-batches and ranks in
+    its own dtype. An addition rounds by at most eps/2 of the sum so far, with random sign, so n
+    additions are allowed sqrt(n) · eps/2 of the summed norms (measured: a third of that).
     """
 
     def __init__(self, engine: Any) -> None:
@@ -123,7 +126,7 @@ class ReductionCheck:
         self._reset()
 
     def _reset(self) -> None:
-        """Start again with sums of 0, which a parameter without a gradient on this rank keeps."""
+        """Set all sums to 0; that of a parameter without a gradient on this rank stays 0."""
         self._sums, self._norms = {}, {}
         for name, p in self._checked.items():
             shape = getattr(p, "ds_shape", p.shape)  # of ZeRO-3's partitioned parameters
@@ -138,7 +141,7 @@ class ReductionCheck:
     def compare(self) -> None:
         """Raise RunAborted on all ranks if a gradient differs; call after each backward pass.
 
-        A gradient that is not finite shows nothing: the next step is compared instead.
+        If a gradient is not finite, the next step is compared instead.
         """
         if not self._hooks or not self._engine.is_gradient_accumulation_boundary():
             return
@@ -156,11 +159,11 @@ class ReductionCheck:
             actual.append(reduced.norm())
             errors.append((reduced - plain).norm())
         figures = torch.stack([norms / ranks, *map(torch.stack, (expected, actual, errors))])
-        figures.nan_to_num_(math.inf, math.inf)
-        dist.all_reduce(figures, op=dist.ReduceOp.MAX)  # the ranks decide alike
+        figures.nan_to_num_(math.inf, math.inf)  # [4, checked]; MAX may drop NaN
+        dist.all_reduce(figures, op=dist.ReduceOp.MAX)  # so that all ranks decide alike
         dtype = self._engine.communication_data_type
         fp16 = torch.float16 in (dtype, *(p.dtype for p in self._checked.values()))
-        must_be_finite = figures[: 3 if fp16 else 2]  # a reduced sum may exceed fp16
+        must_be_finite = figures[: 3 if fp16 else 2]  # in fp16 DeepSpeed's sum may overflow
         if not must_be_finite.isfinite().all():
             self._reset()
             return

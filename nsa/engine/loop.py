@@ -58,7 +58,7 @@ def train(run: Run) -> str:
 def _train_steps(run: Run) -> str | None:
     """Run the remaining steps; return the reason for stopping early."""
     config, stop_step, first_step = run.config, run.request.stop_step, run.state.step
-    _judge_if_due(run)  # a run resumed at a gate is judged again
+    _judge_if_due(run)  # a run resumed at a gate's step is judged again
     while run.state.step < stop_step:
         step = run.state.step + 1
         evaluates = _is_due(step, config.train.eval_every, stop_step)
@@ -92,7 +92,7 @@ def _judge_if_due(run: Run) -> None:
     for gate in run.gates:
         if gate.step == run.state.step:
             with run.throughput.paused():
-                histories = run.consensus.gather(run.telemetry.history.up_to(gate.step))
+                histories = run.consensus.gather(run.telemetry.rank_history.up_to(gate.step))
                 no_go = _judge(run, gate, histories) if run.ranks.rank == 0 else None
                 no_go = run.consensus.broadcast(no_go)
             if no_go is not None:
@@ -194,7 +194,8 @@ def evaluate(run: Run) -> float | None:
     run.engine.eval()
     try:
         for batch in batches:
-            # After a signal DeepSpeed's launcher leaves 30 seconds, and the checkpoint comes after.
+            # DeepSpeed's launcher kills its ranks 30 seconds after a signal; until then the run
+            # has to save.
             if run.consensus.barrier(None, run.shutdown.reason) is not None:
                 return None
             batch = batch.to(run.device)

@@ -85,7 +85,7 @@ def connect_hosts(
                 raise OSError("it refused the connection")
             connections[hosts[0]] = connection
         except OSError as error:
-            _not_connected(hosts[0], str(error))
+            _warn_not_connected(hosts[0], str(error))
     for connection in connections.values():
         _enable_keep_alive(connection)
     return connections
@@ -119,12 +119,12 @@ def _accept(
                 connection.settimeout(READ_TIMEOUT)
                 received, _, rank = connection.recv(64).decode().partition(" ")
                 if received == token and int(rank) in expected:
-                    connection.sendall(ACCEPTED)  # the other side keeps no other connection
+                    connection.sendall(ACCEPTED)  # the rank waits for it
                     connections[expected.pop(int(rank))] = connection
                 else:
                     connection.close()
     for host in expected.values():
-        _not_connected(host, "it did not connect")
+        _warn_not_connected(host, "it did not connect")
     return connections
 
 
@@ -138,6 +138,6 @@ def _enable_keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
 
 
-def _not_connected(host: str, reason: str) -> None:
+def _warn_not_connected(host: str, reason: str) -> None:
     loss = "its loss is noticed only by a collective's time-out"
     warn(f"no connection to host {host} ({reason}): {loss}")

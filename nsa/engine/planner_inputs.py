@@ -18,9 +18,9 @@ from nsa.planner.inputs import BatchShape, Model, Zero
 def resolve_checkpointing(
     config: RunConfig, ds_config: Mapping[str, Any], ranks: int, gpu_memory: float | None
 ) -> tuple[RunConfig, list[str]]:
-    """Return the config without `auto`, and a line for the log if it was set.
+    """Replace model.activation_checkpointing=auto by a mode; return the config and log lines.
 
-    `gpu_memory` is None without a GPU.
+    `gpu_memory` is in bytes, None without a GPU.
     """
     if config.model.activation_checkpointing != "auto":
         return config, []

@@ -118,8 +118,8 @@ def _loopback_store(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[An
         wait_for_workers=False,
         master_listen_fd=None if listener is None else listener.detach(),
     )
-    # A rank of another run that was started on the same port reaches this store before it ends.
-    # Ranks of one launcher have one parent, and wait for each other only.
+    # A rank of another run with the same port may reach this store before that run fails. The
+    # prefix, the launcher's process id, keeps it from being counted as a rank of this one.
     launcher = str(os.getppid()) if "CROSS_RANK" in os.environ else "run"
     yield dist.PrefixStore(launcher, store), ranks.rank, ranks.world_size
     raise RuntimeError("rendezvous ran twice; a run joins its ranks once")

@@ -19,7 +19,7 @@ def recover(run: Run) -> bool:
     """
     train = run.config.train
     bad_losses = run.consensus.gather(run.guard.pop())
-    cause = describe(bad_losses)
+    cause = _describe(bad_losses)
     if cause is None and train.precision == "fp16":
         return False  # DeepSpeed lowers the loss scale
     spike_only = cause is not None and not any(losses.not_finite for losses in bad_losses)
@@ -42,7 +42,7 @@ def recover(run: Run) -> bool:
     return False
 
 
-def describe(bad_losses: list[BadLosses]) -> str | None:
+def _describe(bad_losses: list[BadLosses]) -> str | None:
     """Return which ranks had which bad losses; None if there are none."""
     not_finite = [str(rank) for rank, losses in enumerate(bad_losses) if losses.not_finite]
     spikes = [str(rank) for rank, losses in enumerate(bad_losses) if losses.spikes]

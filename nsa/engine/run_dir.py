@@ -24,7 +24,7 @@ from nsa.engine.run_request import RunRequest
 from nsa.untrusted import parse_yaml, printable, read_text
 
 LOCK = ".lock"
-SETTINGS = ("config.yaml", "ds_config.json")  # of a run's folder, and of each checkpoint
+CONFIG_FILES = ("config.yaml", "ds_config.json")  # of a run's folder, and of each checkpoint
 
 
 def choose_run_dir(requested: Path | None, name: str, resume: bool) -> Path:
@@ -89,9 +89,9 @@ def find_saved_settings(run_dir: Path) -> Path | None:
     earlier versions, it is the run's folder, or None without a config.yaml.
     """
     for path in list_checkpoints(run_dir / "checkpoints"):
-        if holds_intact(path, SETTINGS):
+        if holds_intact(path, CONFIG_FILES):
             return path
-    file = run_dir / SETTINGS[0]
+    file = run_dir / CONFIG_FILES[0]
     if not file.exists():
         return None
     try:
@@ -144,11 +144,10 @@ class FolderLock:
 
     def _open(self, private: bool) -> None:
         if self._run_dir.is_symlink():
-            self._run_dir.stat()  # the error of a loop says more than mkdir's
+            self._run_dir.stat()  # for a broken link or a loop its error is clearer than mkdir's
         path = self._run_dir / LOCK
-        self._created = [
-            it for it in (path, self._run_dir, *self._run_dir.parents) if not it.exists()
-        ]
+        candidates = (path, self._run_dir, *self._run_dir.parents)
+        self._created = [candidate for candidate in candidates if not candidate.exists()]
         self._run_dir.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
         if private:  # the folder may have existed
             self._run_dir.chmod(0o700)
@@ -172,7 +171,7 @@ class FolderLock:
         assert self._file is not None
         file, path = self._file, self._run_dir / LOCK
 
-        def look() -> None:
+        def poll() -> None:
             while self._lost is None:
                 time.sleep(1.0)
                 with contextlib.suppress(OSError):
@@ -185,7 +184,7 @@ class FolderLock:
                             "held; this step is saved there, so continue with --resume"
                         )
 
-        threading.Thread(target=look, name="run folder", daemon=True).start()
+        threading.Thread(target=poll, name="run folder", daemon=True).start()
 
     def check(self) -> None:
         """Raise ValueError if the folder was deleted, RuntimeError if another run has taken it."""

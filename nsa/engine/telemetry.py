@@ -47,8 +47,8 @@ class RankTelemetry:
         dump_stacks_on_signal(run_dir, rank)
         gates = schedule(monitor.ladder, request.config.train.steps)
         windows = [(gate.previous_step, gate.step) for gate in gates]
-        self.history = HistoryRecorder(run_dir, rank, windows)
-        self.run_history = RunHistory()  # used by rank 0
+        self.rank_history = HistoryRecorder(run_dir, rank, windows)
+        self.run_history = RunHistory()  # filled on rank 0 only
         self.heartbeat = Heartbeat(
             run_dir,
             rank=rank,
@@ -57,7 +57,7 @@ class RankTelemetry:
             step=state.step,
             tokens=state.tokens,
             skipped=state.skipped,
-            history=self.history,
+            history=self.rank_history,
         )
         self.memory = MemorySnapshots(run_dir, rank, monitor.memory_every)
         self.profiler = StepProfiler(run_dir, rank, request.profile_steps)

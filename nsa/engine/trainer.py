@@ -141,7 +141,7 @@ def build(run: Run) -> None:
 
 
 def _create_parts(run: Run) -> None:
-    """Create what the training loop reports to, saves with and is stopped by."""
+    """Create the loop's parts: observers, loss guard, shutdown monitor, gates, saver and others."""
     request, config, device = run.request, run.config, run.device
     rank, world_size = run.ranks.rank, run.ranks.world_size
     run.info = RunInfo(

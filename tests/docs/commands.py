@@ -27,7 +27,7 @@ from nsa.bench.__main__ import main as bench_main
 from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.recipe import Recipe
 from nsa.watchdog.command import split_command
-from tests.ranks import ROOT, start_ranks
+from tests.ranks import ROOT, spawn_ranks
 
 # Programs that are neither run nor parsed, and why.
 NOT_RUN = {
@@ -155,7 +155,7 @@ def _collect(*flags: str) -> None:
     if not flags:
         return
     collect = ["--collect-only", "-q", *flags, "tests/test_spec.py"]
-    run = start_ranks(Path(sys.executable).with_name("pytest"), *collect, folder=ROOT, ranks=0)
+    run = spawn_ranks(Path(sys.executable).with_name("pytest"), *collect, folder=ROOT, ranks=0)
     codes = run.codes(120)
     run.end()
     if codes not in ([0], [5]):  # 5: valid flags that select no test

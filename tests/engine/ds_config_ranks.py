@@ -1,9 +1,11 @@
 """Worker of test_ds_config_engine.py: DeepSpeed's engine with a tiny stack of layers.
 
-`steps` trains each config on one process, with the middle layer used once and twice; `once` only
-in bf16 with the layer used once, and configs may be paths without `.json`; `missing` leaves one
-rank of two without its gradient; `layout` says which weights of a language model lie side by side.
-Prints one JSON list per case.
+    steps      trains in bf16 and fp32 on one process, with the middle layer used once and twice
+    once       trains in bf16 with the middle layer used once; a config may be a path without .json
+    missing    takes a step in which one rank of two does not use the middle layer
+    layout     whether the weights of each joint product of a language model lie side by side
+
+Arguments: one of these, and names of configs. Prints one JSON list per case.
 """
 
 from __future__ import annotations
@@ -58,13 +60,13 @@ def build(name: str, precision: str) -> Any:
         load_ds_config(DS_CONFIGS / f"{name}.json"), config, world_size=world_size
     )
     model = Stack()
-    built, *_ = deepspeed.initialize(
+    engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=list(model.parameters()),
         config=resolved,
         dist_init_required=False,
     )
-    return built
+    return engine
 
 
 def step(engine: Any, precision: str, middle: str) -> float:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from nsa.monitor.csv_files import read_metrics
-from tests.ranks import ROOT, start_ranks
+from tests.ranks import ROOT, spawn_ranks
 
 BIN = Path(sys.executable).parent
 LIMIT = 300.0  # seconds until a run counts as hung
@@ -57,7 +57,7 @@ def _run(
     port: int | None = None,
     environment: dict[str, str] | None = None,
 ) -> Finished:
-    run = start_ranks(
+    run = spawn_ranks(
         ROOT / "recipes" / recipe,
         *arguments,
         folder=folder,

@@ -55,7 +55,7 @@ def resolve(raw: dict[str, Any], world_size: int = 2, **train: Any) -> dict[str,
     return resolve_ds_config(raw, run_config(**train), world_size=world_size, source="mine.json")
 
 
-def refusal_of(raw: dict[str, Any], **train: Any) -> str:
+def error_message(raw: dict[str, Any], **train: Any) -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011 - callers check the message
         resolve(raw, **train)
     return str(error.value)
@@ -141,7 +141,7 @@ def test_the_recipe_fills_auto_and_missing_keys(key: str) -> None:
 @pytest.mark.parametrize("key", OWNED)
 def test_a_json_that_contradicts_the_recipe_is_refused_naming_both(key: str) -> None:
     _, other, origin = OWNED[key]
-    message = refusal_of(json_with(**{key: other}), **RECIPE)
+    message = error_message(json_with(**{key: other}), **RECIPE)
     assert f"{key.replace('__', '.')} = {json.dumps(other)} in mine.json" in message
     assert origin in message
     assert 'write "auto" in the JSON or set' in message
@@ -158,7 +158,7 @@ def test_only_the_stage_is_required() -> None:
 
 
 def test_auto_is_refused_for_keys_that_the_recipe_does_not_own() -> None:
-    message = refusal_of(json_with(zero_optimization__reduce_bucket_size="auto"))
+    message = error_message(json_with(zero_optimization__reduce_bucket_size="auto"))
     assert 'zero_optimization.reduce_bucket_size = "auto" in mine.json' in message
     assert "write a value or remove it" in message
 
@@ -270,7 +270,7 @@ REFUSED = [  # shipped config, key, value, precision, what the message must say
 def test_a_misleading_key_is_refused_with_a_fix(
     name: str, key: str, value: Any, precision: str, words: str
 ) -> None:
-    message = refusal_of(json_with(name, **{key: value}), precision=precision)
+    message = error_message(json_with(name, **{key: value}), precision=precision)
     assert words in message
     assert "mine.json" in message
     if key != "checkpoint__tag_validation" and key != "communication_data_type":
@@ -279,7 +279,7 @@ def test_a_misleading_key_is_refused_with_a_fix(
 
 def test_dynamic_scale_keys_are_refused_with_a_fixed_loss_scale() -> None:
     raw = json_with("zero2_pcie", fp16__loss_scale=128.0, fp16__hysteresis=2)
-    assert "fp16.hysteresis = 2 in mine.json" in refusal_of(raw, precision="fp16")
+    assert "fp16.hysteresis = 2 in mine.json" in error_message(raw, precision="fp16")
 
 
 def test_every_refusal_has_a_case_above() -> None:
@@ -292,7 +292,7 @@ def test_every_refusal_has_a_case_above() -> None:
 def test_a_missing_zero_block_is_refused() -> None:
     raw = json_with()
     del raw["zero_optimization"]
-    message = refusal_of(raw)
+    message = error_message(raw)
     assert (
         message
         == 'zero_optimization is missing in mine.json; write a block: "zero_optimization": {…}'
@@ -301,7 +301,7 @@ def test_a_missing_zero_block_is_refused() -> None:
 
 def test_a_misspelt_key_is_not_reported_as_missing_too() -> None:
     misspelt = json_with(zero_optimization={"stagee": 1})
-    message = refusal_of(misspelt)
+    message = error_message(misspelt)
     assert message.startswith("zero_optimization.stagee = 1 in mine.json: ")
     assert message.endswith('did you mean "stage"? If not, remove it')
 
@@ -313,7 +313,7 @@ def test_a_misspelt_key_is_not_reported_as_missing_too() -> None:
 def test_a_stock_config_of_another_project_gets_one_line_per_key_and_is_accepted_once_fixed(
     name: str,
 ) -> None:
-    first, *lines = refusal_of(STOCK[name]).splitlines()
+    first, *lines = error_message(STOCK[name]).splitlines()
     assert first == f"mine.json: {len(lines)} keys to change:"
     paths = [re.fullmatch(r"  ([\w.]+)( = .+?| is missing): .+", line)[1] for line in lines]
     assert len(set(paths)) == len(lines)
@@ -324,7 +324,7 @@ def test_a_stock_config_of_another_project_gets_one_line_per_key_and_is_accepted
 
 
 def test_a_scheduler_without_parameters_is_one_line_too() -> None:
-    message = refusal_of(json_with(scheduler={"type": "OneCycle"}))
+    message = error_message(json_with(scheduler={"type": "OneCycle"}))
     assert message.count("\n") == 0
     assert "train.warmup_steps" in message
 
@@ -355,7 +355,7 @@ def test_activation_checkpointing_is_allowed_with_deepspeeds_checkpointing() -> 
 
 @pytest.mark.parametrize(("name", "fused"), [("zero1_pcie", True), ("zero1_muon", False)])
 def test_the_fix_for_deepspeeds_adam_leads_to_no_other_refusal(name: str, fused: bool) -> None:
-    error = refusal_of(json_with(name, optimizer__params__torch_adam=False))
+    error = error_message(json_with(name, optimizer__params__torch_adam=False))
     assert error.endswith('"torch_adam": true' + ', and "fused": true for speed' * fused)
     resolve(json_with(name, **dict.fromkeys(["optimizer__params__fused"] * fused, True)))
 
@@ -428,7 +428,7 @@ def test_every_shipped_config_is_covered() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_deepspeed_parses_a_shipped_config_as_intended(name: str, precision: str) -> None:
     if name == "zero1_muon" and precision != "bf16":
-        assert "with train.precision=bf16" in refusal_of(json_with(name), precision=precision)
+        assert "with train.precision=bf16" in error_message(json_with(name), precision=precision)
         return
     resolved = resolve(json_with(name), world_size=1, precision=precision, clip=0.5)
     assert "auto" not in [value for _, value in walk(resolved)]

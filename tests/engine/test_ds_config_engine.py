@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from nsa.engine.config import RunConfig
-from nsa.engine.ds_config import load_ds_config, resolve_ds_config, zero_mode
+from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+from nsa.engine.zero_mode import zero_mode
 from tests.engine.stock_configs import STOCK, fixed
 from tests.ranks import launch
 
@@ -71,7 +72,7 @@ def test_the_engine_trains_with_the_fixed_configs_of_other_projects(tmp_path: Pa
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", TOLERATED)
-def test_a_second_gradient_is_tolerated_exactly_where_tolerance_says_so(
+def test_a_second_gradient_is_tolerated_exactly_where_zero_mode_says_so(
     trained: Results, name: str, precision: str
 ) -> None:
     mode = zero_mode(resolved(name, precision))

@@ -1,4 +1,4 @@
-"""F1 and F2: what crashed or hung under DDP is refused before training starts."""
+"""Gradient check: what crashed or hung under DDP (F1, F2 in docs/design/security.md) is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from nsa.engine.gradient_check import GradientReport
 from tests.engine.runs import TINY
-from tests.ranks import ROOT, launch, start_ranks
+from tests.ranks import ROOT, launch, spawn_ranks
 
 PROGRAM = Path(__file__).with_name("gradient_check_ranks.py")
 
@@ -95,7 +95,7 @@ def test_a_run_with_a_dropped_bucket_ends_in_one_line_without_a_checkpoint(tmp_p
     program = PROGRAM.with_name("reduction_ranks.py")
     config = f"--deepspeed_config={ROOT}/ds_configs/zero2_pcie.json"
     flags = ["--profile=demo", "--steps=3", "--run-dir=run", config, *TINY]
-    ranks = start_ranks(program, f"{ROOT}/recipes/m7c.py", *flags, folder=tmp_path)
+    ranks = spawn_ranks(program, f"{ROOT}/recipes/m7c.py", *flags, folder=tmp_path)
     try:
         codes = ranks.codes(120)
     finally:

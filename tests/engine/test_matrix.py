@@ -1,4 +1,4 @@
-"""F1: ZeRO stage x activation checkpointing x accumulation x dtype against a single process."""
+"""ZeRO stage x activation checkpointing x accumulation x dtype against a single process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EVERYTHING: list[Cell] = list(
 )
 # Every stage with every checkpointing mode; accumulation and dtype alternate so that each pair of
 # values of any two dimensions occurs.
-COVERING: list[Cell] = [
+PAIRWISE: list[Cell] = [
     (zero, checkpointing, 1 + (row + column) % 2, ("fp32", "bf16")[(row + column // 2) % 2])
     for row, zero in enumerate(ZERO)
     for column, checkpointing in enumerate(ACTIVATION_CHECKPOINTING)
 ]
 # Every stage with reentrant checkpointing, and with one other mode.
-REENTRANT = [cell for cell in COVERING if cell[1] == "reentrant"]
-OTHERS = [COVERING[5 * row + (0, 2, 3, 4)[row % 4]] for row in range(len(ZERO))]
+REENTRANT = [cell for cell in PAIRWISE if cell[1] == "reentrant"]
+OTHERS = [PAIRWISE[5 * row + (0, 2, 3, 4)[row % 4]] for row in range(len(ZERO))]
 # A block that two segments share, which crashes DDP (test_gradient_check.py).
 SHARED: list[Cell] = [
     *((zero, "shared reentrant", 2, "fp32") for zero in ("0", "1", "1-fp32acc")),
@@ -39,7 +39,7 @@ BOUND = 3  # in multiples of the rounding error, see matrix_ranks.worst_error
     "cells",
     [
         pytest.param([*REENTRANT, *OTHERS, *SHARED], id="every stage"),
-        pytest.param(COVERING, id="every pair", marks=pytest.mark.full),
+        pytest.param(PAIRWISE, id="every pair", marks=pytest.mark.full),
         pytest.param(EVERYTHING, id="everything", marks=pytest.mark.full),
     ],
 )
@@ -59,4 +59,4 @@ def test_the_cells_cover_what_they_claim() -> None:
     assert {cell[1] for cell in OTHERS} == set(ACTIVATION_CHECKPOINTING) - {"reentrant"}
     for first, second in itertools.combinations(range(4), 2):
         pairs = {(cell[first], cell[second]) for cell in EVERYTHING}
-        assert {(cell[first], cell[second]) for cell in COVERING} == pairs
+        assert {(cell[first], cell[second]) for cell in PAIRWISE} == pairs

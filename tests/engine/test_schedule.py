@@ -1,4 +1,4 @@
-"""Learning-rate schedule: linear warm-up, cosine, never 0."""
+"""Learning-rate schedule: linear warmup, cosine, never 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nsa.engine.config import TrainConfig, learning_rate
 TRAIN = TrainConfig(steps=1_000, warmup_steps=100, learning_rate=1.0, min_learning_rate=0.1)
 
 
-def test_warm_up_is_linear_and_starts_above_0() -> None:
+def test_warmup_is_linear_and_starts_above_0() -> None:
     rates = [learning_rate(step, TRAIN) for step in range(100)]
     assert rates[0] == pytest.approx(0.01)
     assert rates[99] == pytest.approx(1.0)

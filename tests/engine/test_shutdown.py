@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 
 from nsa.engine.shutdown import parse_time
-from tests.ranks import ROOT, Ranks, start_ranks
+from tests.ranks import ROOT, SpawnedRanks, spawn_ranks
 
 PROGRAM = Path(__file__).with_name("shutdown_rank.py")
 LIMIT = 30.0  # seconds
 
 
 @contextmanager
-def ready_rank(time_limit: float = 0, peer: int = 0, waits_in: str = "step") -> Iterator[Ranks]:
-    rank = start_ranks(PROGRAM, str(time_limit), str(peer), waits_in, ranks=0)
+def ready_rank(
+    time_limit: float = 0, peer: int = 0, waits_in: str = "step"
+) -> Iterator[SpawnedRanks]:
+    rank = spawn_ranks(PROGRAM, str(time_limit), str(peer), waits_in, ranks=0)
     try:
         deadline = time.monotonic() + LIMIT
         while "ready\n" not in rank.text("out"):
@@ -33,7 +35,7 @@ def ready_rank(time_limit: float = 0, peer: int = 0, waits_in: str = "step") -> 
         rank.end(signal.SIGKILL)
 
 
-def output(rank: Ranks, code: int = 0) -> str:
+def output(rank: SpawnedRanks, code: int = 0) -> str:
     """Wait for the end; return what the rank printed after "ready"."""
     assert rank.codes(LIMIT) == [code], rank.text("err")
     return rank.text("out").removeprefix("ready\n")

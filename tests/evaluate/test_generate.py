@@ -25,7 +25,7 @@ from nsa.model import LanguageModel
 from nsa.model.decode import generate
 from tests.engine.small import small
 from tests.ops.cases import one_thread
-from tests.ranks import ROOT, Ranks, start_ranks
+from tests.ranks import ROOT, SpawnedRanks, spawn_ranks
 
 __all__ = ["one_thread"]
 PROMPTS = ("It was", "Zoë's")
@@ -184,27 +184,29 @@ def test_wrong_flags_are_one_line_before_anything_is_loaded(
 
 
 @pytest.fixture
-def started() -> Iterator[list[Ranks]]:
+def started() -> Iterator[list[SpawnedRanks]]:
     """Processes that end with the test."""
-    processes: list[Ranks] = []
+    processes: list[SpawnedRanks] = []
     yield processes
     for process in processes:
         process.end(signal.SIGKILL)
 
 
-def test_it_ends_quietly_when_its_reader_closes_the_pipe(run: Path, started: list[Ranks]) -> None:
+def test_it_ends_quietly_when_its_reader_closes_the_pipe(
+    run: Path, started: list[SpawnedRanks]
+) -> None:
     program = ROOT / "tests/evaluate/generate_into_head.py"
     flags = ("--prompt", PROMPTS[0], "--max-new-tokens", "100000")
-    started.append(start_ranks(program, "generate", str(run), *flags, ranks=0))
+    started.append(spawn_ranks(program, "generate", str(run), *flags, ranks=0))
     assert started[0].codes(timeout=120) == [0]
     assert started[0].text("err") == ""
     assert len(started[0].text("out")) >= 5  # 20 bytes, some of which are incomplete characters
 
 
-def test_it_ends_quietly_on_ctrl_c(run: Path, started: list[Ranks]) -> None:
+def test_it_ends_quietly_on_ctrl_c(run: Path, started: list[SpawnedRanks]) -> None:
     flags = ("--prompt", PROMPTS[0], "--max-new-tokens", "100000")
     arguments = ("generate", str(run), *flags)
-    started.append(start_ranks(ROOT / "nsa/__main__.py", *arguments, ranks=0))
+    started.append(spawn_ranks(ROOT / "nsa/__main__.py", *arguments, ranks=0))
     deadline = time.monotonic() + 120
     out = started[0].started[0].output.with_suffix(".out")
     while not (out.exists() and out.stat().st_size) and time.monotonic() < deadline:

@@ -48,7 +48,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     ),
     "disk-hangs": (
         "a disk that hangs (`fsfreeze`) for longer than the watchdog's limits",
-        "The run waits and continues, `nsa watch` says so; no step or row is lost.",
+        "The run waits and continues, `nsa watch` reports it; no step or row is lost.",
     ),
     "read-only": ("a disk that turns read-only during training", "As for a full disk."),
     "deleted": (

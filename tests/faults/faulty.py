@@ -1,4 +1,4 @@
-"""recipes/m7c.py with one fault planted: which action, where, at which step, on which ranks.
+"""recipes/m7c.py with one planted fault: which action, where, at which step, on which ranks.
 
     FAULT='{"action": "kill", "where": "backward", "step": 5, "ranks": [1], "mark": "/tmp/x"}'
 
@@ -27,13 +27,13 @@ SLOW = 0.4  # seconds
 class Fault:
     """The planted fault; `reach` is called wherever it could happen."""
 
-    def __init__(self, action: str, where: str, step: int, mark: Path, number: int = 1) -> None:
+    def __init__(self, action: str, where: str, step: int, mark: Path, call: int = 1) -> None:
         self.action, self.where, self.step, self.mark = action, where, step, mark
         self.steps = 0  # started by this process
-        self.calls_left = number  # until it happens
+        self.calls_left = call  # until it happens
 
     def reach(self, where: str) -> bool:
-        """Act if this is the place; return True if the caller has to act."""
+        """Act if the fault is due here; return True if the caller has to act."""
         if where != self.where or self.steps < self.step or self.mark.exists():
             return False
         if self.action == "slow":  # at every step
@@ -68,7 +68,7 @@ def call_before(owner: Any, name: str, hook: Callable[..., object]) -> None:
 
 
 def plant(fault: Fault) -> None:
-    """Hook into every place where a fault can happen."""
+    """Patch every place where a fault can happen."""
     import deepspeed
     import torch
 
@@ -94,7 +94,7 @@ def plant(fault: Fault) -> None:
     plant_in_forward(LanguageModel, fault, float("nan" if fault.action == "nan" else "inf"))
 
 
-def plant_in_forward(model: Any, fault: Fault, number: float) -> None:
+def plant_in_forward(model: Any, fault: Fault, bad_value: float) -> None:
     """Faults of the forward pass, its inputs and its outputs."""
     original = model.forward
 
@@ -104,9 +104,9 @@ def plant_in_forward(model: Any, fault: Fault, number: float) -> None:
             input_ids = input_ids + 10_000
         out = original(self, input_ids, labels=labels, cu_seqlens=cu_seqlens)
         if self.training and fault.reach("loss"):
-            out = out * number
+            out = out * bad_value
         if self.training and fault.reach("gradient"):
-            out.register_hook(lambda gradient: gradient * number)
+            out.register_hook(lambda gradient: gradient * bad_value)
         return out
 
     model.forward = forward

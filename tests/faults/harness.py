@@ -16,7 +16,7 @@ import torch
 from nsa import checkpoint
 from tests.engine.runs import BIN, LIMIT, TINY, losses, on_two_ranks, succeed
 from tests.monitor.heartbeats import read_heartbeats
-from tests.ranks import ROOT, Ranks, start_ranks
+from tests.ranks import ROOT, SpawnedRanks, spawn_ranks
 
 STEPS, EVERY = 12, 4  # of a run, and between its checkpoints
 FAULTY = Path(__file__).with_name("faulty.py")
@@ -35,7 +35,7 @@ class Run:
     """The ranks of a run, running or ended; its run folder is `folder`/run."""
 
     folder: Path
-    ranks: Ranks
+    ranks: SpawnedRanks
     codes: list[int | None] = field(default_factory=list)
 
     @property
@@ -87,7 +87,7 @@ def start(folder: Path, *arguments: str, program: Path | None = None, **environm
     """Start the run in `folder` on two ranks."""
     program = program or ROOT / "recipes/m7c.py"
     arguments = (*SETTINGS, *arguments)
-    return Run(folder, start_ranks(program, *arguments, folder=folder, environment=environment))
+    return Run(folder, spawn_ranks(program, *arguments, folder=folder, environment=environment))
 
 
 def start_faulty(
@@ -97,10 +97,10 @@ def start_faulty(
     *arguments: str,
     step: int = 6,
     ranks: Sequence[int] = (1,),
-    number: int = 1,
+    call: int = 1,
 ) -> Run:
-    """Start the run with a fault planted; see faulty.py."""
-    fault = {"action": action, "where": where, "step": step, "number": number}
+    """Start the run with a fault planted at the `call`-th call of `where`; see faulty.py."""
+    fault = {"action": action, "where": where, "step": step, "call": call}
     fault |= {"ranks": list(ranks), "mark": str(folder / "happened")}
     return start(folder, *arguments, program=FAULTY, FAULT=json.dumps(fault))
 
@@ -112,10 +112,10 @@ def fault_time(run: Run) -> float:
     return min(float(mark.read_text()) for mark in marks)
 
 
-def watch(run: Run) -> Ranks:
+def watch(run: Run) -> SpawnedRanks:
     """Start `nsa watch` on a running run."""
     run.wait_for(lambda: run.beats(0) and run.beats(1), "no heartbeat")
-    return start_ranks(BIN / "nsa", "watch", str(run.dir), folder=run.folder, ranks=0)
+    return spawn_ranks(BIN / "nsa", "watch", str(run.dir), folder=run.folder, ranks=0)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from tests.ranks import ROOT, free_port, user_environment
 
 SETTINGS = [
     *TINY,
-    "--steps=1000000",  # of the schedule; ended by time
+    "--steps=1000000",  # length of the schedule; not reached
     "--set=train.eval_every=100",
     "--set=checkpoint.every=10",
     "--set=checkpoint.keep=4",
@@ -41,12 +41,12 @@ SETTINGS = [
     "--set=monitor.watch.on_collapse=ignore",
 ]
 RESUMABLE = (0, 1, 4, 137)  # exit codes of the watchdog
-COMPUTED = ("tokens", "loss", "val_loss", "bits_per_byte", "lr", "grad_norm")  # the others: speed
+COMPUTED = ("tokens", "loss", "val_loss", "bits_per_byte", "lr", "grad_norm")  # not speed
 Rows = dict[int, list[float | None]]  # by step
 
 
 class Soak:
-    """One run and the faults that it suffers."""
+    """A run under `nsa watch`, and the faults injected into it."""
 
     def __init__(self, folder: Path, seed: int, disk: Path | None) -> None:
         """`disk`: a file system of its own, which may be frozen and filled."""
@@ -63,7 +63,7 @@ class Soak:
             while time.monotonic() < end:
                 self._progress()
                 time.sleep(self._rng.uniform(0, 6))
-                fault = self._rng.choice(FAULTS + (FAULTS_OF_DISKS if self.disk else []))
+                fault = self._rng.choice(FAULTS + (DISK_FAULTS if self.disk else []))
                 try:
                     fault(self)
                 except (LookupError, OSError, psutil.Error) as error:  # no such process or file
@@ -114,8 +114,7 @@ class Soak:
 
     def process(self, name: str) -> int:
         """Return the pid of a rank or of the launcher."""
-        assert self._watchdog is not None
-        return find(self._watchdog.pid, name)
+        return find(self.watchdog().pid, name)
 
     def watchdog(self) -> subprocess.Popen[bytes]:
         assert self._watchdog is not None
@@ -124,13 +123,12 @@ class Soak:
     def random_rank(self) -> int:
         return self.process(self._rng.choice("01"))
 
-    def newest_file(self) -> Path:
-        """Return a random file of the newest checkpoint."""
+    def random_checkpoint_file(self) -> Path:
+        """Return a random file of the newest checkpoint; LookupError if there is none."""
         folders = sorted((self.run_dir / "checkpoints").glob("step*"))
         if not folders:
             raise LookupError("no checkpoint yet")
-        folder = folders[-1]
-        return self._rng.choice(sorted(folder.iterdir()))
+        return self._rng.choice(sorted(folders[-1].iterdir()))
 
 
 def kill_one_rank(soak: Soak) -> None:
@@ -167,13 +165,13 @@ def terminate_one_rank(soak: Soak) -> None:
 
 
 def truncate_a_checkpoint_file(soak: Soak) -> None:
-    path = soak.newest_file()
+    path = soak.random_checkpoint_file()
     os.truncate(path, path.stat().st_size // 2)
     kill_one_rank(soak)
 
 
 def flip_a_bit_of_a_checkpoint_file(soak: Soak) -> None:
-    path = soak.newest_file()
+    path = soak.random_checkpoint_file()
     position = path.stat().st_size // 2
     with path.open("r+b") as file:
         byte = os.pread(file.fileno(), 1, position)[0]
@@ -182,7 +180,7 @@ def flip_a_bit_of_a_checkpoint_file(soak: Soak) -> None:
 
 
 def delete_a_checkpoint_file(soak: Soak) -> None:
-    soak.newest_file().unlink()
+    soak.random_checkpoint_file().unlink()
     kill_one_rank(soak)
 
 
@@ -226,7 +224,7 @@ FAULTS: list[Callable[[Soak], None]] = [
     delete_a_checkpoint_file,
     corrupt_a_heartbeat,
 ]
-FAULTS_OF_DISKS: list[Callable[[Soak], None]] = [freeze_the_disk, fill_the_disk]
+DISK_FAULTS: list[Callable[[Soak], None]] = [freeze_the_disk, fill_the_disk]
 
 
 def launcher() -> list[str]:
@@ -261,7 +259,7 @@ def main() -> None:
         try:
             disk = stack.enter_context(freezable_disk(folder / "disk", megabytes=4_096))
         except pytest.skip.Exception as reason:
-            print(f"no faults of disks: {reason}")
+            print(f"no disk faults: {reason}")
         run_and_compare(Soak(folder, seed, disk), minutes)
     shutil.rmtree(folder)
 
@@ -272,7 +270,7 @@ def run_and_compare(soak: Soak, minutes: float) -> None:
     rows = read_rows(soak.run_dir)
     print(f"{max(rows)} steps and {soak.faults.total()} faults: {json.dumps(soak.faults)}")
     print("now the same steps without faults", flush=True)
-    # One step more: the last one is validated.
+    # One step more, because the last step of a run is evaluated.
     arguments = [*SETTINGS, "--run-dir=golden", f"--until={max(rows) + 1}"]
     with (soak.folder / "golden.txt").open("wb") as output:
         subprocess.run(

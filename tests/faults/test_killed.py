@@ -15,13 +15,13 @@ full = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    ("where", "number", "rank"),
+    ("where", "call", "rank"),
     [
         ("backward", 1, 1),
         ("file", 14, 0),  # the 14th of a save's fsync and rename calls
         *(
-            pytest.param(where, number, rank, marks=full)
-            for where, number, rank in (
+            pytest.param(where, call, rank, marks=full)
+            for where, call, rank in (
                 ("data", 1, 1),
                 ("forward", 1, 0),
                 ("step", 1, 0),
@@ -29,21 +29,21 @@ full = pytest.mark.full
                 ("eval", 1, 1),
                 ("save", 1, 0),
                 ("file", 3, 1),
-                *(("file", number, 0) for number in (1, 6, 9, 12, 13, 15, 16)),
+                *(("file", call, 0) for call in (1, 6, 9, 12, 13, 15, 16)),
             )
         ),
     ],
 )
 def test_a_killed_rank_ends_the_run_and_loses_only_the_steps_since_the_last_save(
-    where: str, number: int, rank: int, tmp_path: Path, check_resumed: CheckResumed
+    where: str, call: int, rank: int, tmp_path: Path, check_resumed: CheckResumed
 ) -> None:
     step = 8 if where in ("file", "save") else 6
-    run = start_faulty(tmp_path, "kill", where, step=step, ranks=[rank], number=number).end()
+    run = start_faulty(tmp_path, "kill", where, step=step, ranks=[rank], call=call).end()
     ended = time.time()
     assert run.codes[rank] == -9
     assert run.codes[1 - rank] not in (0, None)
     last_saved = max(int(path.name[4:]) for path in (run.dir / "checkpoints").glob("step*"))
-    resumed = check_resumed("kill-rank", f"{where} {number}", run, fault_time(run), ended)
+    resumed = check_resumed("kill-rank", f"{where} {call}", run, fault_time(run), ended)
     assert resumed.step == last_saved
     assert resumed.step >= EVERY
 

@@ -16,7 +16,7 @@ import pytest
 from nsa.bench import netns
 from tests.engine.runs import LIMIT, TINY, losses, on_two_ranks, succeed
 from tests.launch.clone import run
-from tests.ranks import ROOT, Ranks, free_port, start_ranks, user_environment
+from tests.ranks import ROOT, SpawnedRanks, free_port, spawn_ranks, user_environment
 
 SECONDS = 90.0  # far below any time-out of a collective
 UNREACHABLE_SECONDS = 3  # without an answer, after which a node is lost
@@ -108,12 +108,12 @@ def test_two_nodes_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
     assert {step: both[step] for step in range(1, 6)} == losses(folder / "one")
 
 
-def start_moved(folder: Path, link: netns.Link) -> Ranks:
+def start_moved(folder: Path, link: netns.Link) -> SpawnedRanks:
     """Start two forked ranks, each on its node; return in the first steps of a long run."""
     program = folder / "moved.py"
     address = link.addresses[0]
     program.write_text(MOVE.format(namespaces=link.namespaces, address=address) + RECIPE)
-    ranks = start_ranks(program, *SETTINGS, "--run-dir=run", folder=folder, port=free_port())
+    ranks = spawn_ranks(program, *SETTINGS, "--run-dir=run", folder=folder, port=free_port())
     try:
         wait_for_step(folder / "run", 2)
     except BaseException:

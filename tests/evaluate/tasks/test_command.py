@@ -23,7 +23,7 @@ from nsa.evaluate.tasks.report import lines, summary_json
 from nsa.evaluate.tasks.train import VARIANTS
 from tests.data.processes import ends_soon
 from tests.engine.runs import BIN
-from tests.ranks import start_ranks
+from tests.ranks import spawn_ranks
 
 PNG = b"\x89PNG\r\n"
 DEPTHS = (0.0, 0.5, 1.0)
@@ -124,7 +124,7 @@ def test_parallel_jobs_give_the_same_results() -> None:
 def test_a_signal_ends_all_workers_at_once_and_quietly(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    started = start_ranks(BIN / "nsa", "tasks", "--jobs", "2", "--out", str(tmp_path), ranks=0)
+    started = spawn_ranks(BIN / "nsa", "tasks", "--jobs", "2", "--out", str(tmp_path), ranks=0)
     try:
         workers = _workers(started.pids[0])
         if number == signal.SIGINT:

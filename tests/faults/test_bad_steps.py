@@ -1,4 +1,4 @@
-"""NaN and inf on one rank: all ranks skip the step, abort or roll back, as configured."""
+"""Bad steps on one rank: NaN and inf skip, abort or roll back all ranks; an exception ends them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BAD_STEP = 6
 full = pytest.mark.full
 
 
-def run_with(folder: Path, policy: str, number: str, where: str, rank: int) -> Run:
-    """Run to the end, with a bad number at BAD_STEP."""
+def run_with(folder: Path, policy: str, value: str, where: str, rank: int) -> Run:
+    """Run to the end, with a bad value at BAD_STEP."""
     settings = [
         f"--set=train.on_bad_step={policy}",
         "--set=monitor.log_every=5",  # a logged loss that is not finite is a No-Go
         "--set=monitor.ladder.max_skipped=0.1",  # of all steps; one of twelve is skipped
     ]
-    run = start_faulty(folder, number, where, *settings, step=BAD_STEP, ranks=[rank]).end()
+    run = start_faulty(folder, value, where, *settings, step=BAD_STEP, ranks=[rank]).end()
     fault_time(run)
     return run
 
@@ -34,7 +34,7 @@ def assert_differs_after_bad_step(by_step: dict[int, float], golden: Golden) -> 
 
 
 @pytest.mark.parametrize(
-    ("number", "where", "rank"),
+    ("value", "where", "rank"),
     [
         ("inf", "gradient", 0),
         pytest.param("nan", "loss", 1, marks=full),
@@ -42,22 +42,22 @@ def assert_differs_after_bad_step(by_step: dict[int, float], golden: Golden) -> 
         pytest.param("nan", "gradient", 1, marks=full),
     ],
 )
-def test_a_bad_number_on_one_rank_is_skipped_by_all_or_aborts_before_the_update(
-    number: str, where: str, rank: int, tmp_path: Path, golden: Golden, outcomes: Outcomes
+def test_a_bad_value_on_one_rank_is_skipped_by_all_or_aborts_before_the_update(
+    value: str, where: str, rank: int, tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
     folders = {policy: tmp_path / policy for policy in ("skip", "abort")}
     for folder in folders.values():
         folder.mkdir()
-    skipped = run_with(folders["skip"], "skip", number, where, rank)
+    skipped = run_with(folders["skip"], "skip", value, where, rank)
     assert skipped.codes == [0, 0], skipped.output[-3_000:]
     assert f"step {BAD_STEP}: " in skipped.output
     assert "not finite" in skipped.output
     assert skipped.beats(0)[-1]["skipped"] == 1
     by_step = losses(skipped.dir)
     assert_differs_after_bad_step(by_step, golden)
-    outcomes.record("nan-skip", f"{number} {where}", codes=skipped.codes, lost=0)
+    outcomes.record("nan-skip", f"{value} {where}", codes=skipped.codes, lost=0)
 
-    aborted = run_with(folders["abort"], "abort", number, where, rank)
+    aborted = run_with(folders["abort"], "abort", value, where, rank)
     assert aborted.codes == [3, 3]
     ended = time.time()
     resumed = resume(folders["abort"])
@@ -66,7 +66,7 @@ def test_a_bad_number_on_one_rank_is_skipped_by_all_or_aborts_before_the_update(
     assert resumed.weights == weights(skipped.dir)
     outcomes.record(
         "nan-abort",
-        f"{number} {where}",
+        f"{value} {where}",
         codes=aborted.codes,
         lost=0,
         seconds=round(ended - fault_time(aborted), 1),
@@ -75,17 +75,17 @@ def test_a_bad_number_on_one_rank_is_skipped_by_all_or_aborts_before_the_update(
 
 
 @pytest.mark.parametrize(
-    ("number", "where", "rank"),
+    ("value", "where", "rank"),
     [("nan", "loss", 1), pytest.param("inf", "gradient", 0, marks=full)],
 )
 def test_a_rollback_returns_to_the_last_save_and_skips_the_bad_samples(
-    number: str, where: str, rank: int, tmp_path: Path, golden: Golden, outcomes: Outcomes
+    value: str, where: str, rank: int, tmp_path: Path, golden: Golden, outcomes: Outcomes
 ) -> None:
-    run = run_with(tmp_path, "rollback", number, where, rank)
+    run = run_with(tmp_path, "rollback", value, where, rank)
     assert run.codes == [0, 0], run.output[-3_000:]
     assert f"rolled back to step {EVERY}" in run.output
     assert_differs_after_bad_step(losses(run.dir), golden)
-    outcomes.record("nan-rollback", f"{number} {where}", codes=run.codes, lost=BAD_STEP - EVERY)
+    outcomes.record("nan-rollback", f"{value} {where}", codes=run.codes, lost=BAD_STEP - EVERY)
 
 
 def test_an_exception_on_one_rank_is_reported_and_ends_the_run(
