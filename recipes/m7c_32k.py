@@ -1,4 +1,4 @@
-"""M7C on 32,768 tokens: continues from the weights of a 2,048-token run, two ranks per sequence.
+"""M7C on 32,768 tokens: starts from the weights of a 2,048-token run, two ranks per sequence.
 
     deepspeed --num_gpus 2 recipes/m7c.py
     deepspeed --num_gpus 2 recipes/m7c_32k.py
@@ -22,8 +22,8 @@ from nsa.engine.recipe import Recipe, main
 def production() -> RunConfig:
     """2,000 steps of two sequences, one per micro-batch, each split over two GPUs."""
     config = m7c.production()
-    # RoPE pairs whose period exceeded 2,048 tokens rotate over 32,768 tokens, with this base, about
-    # as far as they did over 2,048, or less. The weights need some steps to adapt.
+    # RoPE pairs that rotated less than once in 2,048 tokens rotate about as far, or less, in 32,768
+    # tokens with this base. The weights need some steps to adapt.
     config.model.rope_theta = 500_000.0
     config.model.activation_checkpointing = "reentrant"
     config.data.seq_len = 32_768

@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 2 recipes/m7c_classic.py
 
-That system took minutes per step. At a fast system's speed PCIe traffic dominates so small a step,
-hence the larger batch of m7c.py; docs/guides/zero-and-pcie.md has the numbers.
+Those runs took minutes per step. At full speed PCIe traffic takes a third or more of so small a
+step, so m7c.py has a larger batch. The numbers: docs/guides/zero-and-pcie.md.
 """
 
 from __future__ import annotations
