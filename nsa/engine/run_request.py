@@ -23,7 +23,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """Config, folder, first and last step of one run."""
+    """Config, folder and last step of one run."""
 
     recipe: str
     profile: str

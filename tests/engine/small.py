@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from nsa.engine.command_line import build_parser, resolve_request
 from nsa.engine.config import RunConfig
+from nsa.engine.run_request import Recipe, RunRequest
 from nsa.spec import NSASpec
 
 
@@ -15,3 +17,9 @@ def small(checkpointing: str = "reentrant") -> RunConfig:
     config.model.attention.spec = NSASpec(8, 4, 8, 4, 1, 1, 12)
     config.model.activation_checkpointing = checkpointing
     return config
+
+
+def small_request(*flags: str) -> RunRequest:
+    """Resolve the flags of a recipe whose profile `demo` is `small`."""
+    recipe = Recipe("small", "", {"demo": small})
+    return resolve_request(recipe, build_parser(recipe).parse_args(["--profile=demo", *flags]))

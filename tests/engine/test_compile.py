@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa.engine.command_line import build_parser, resolve_request
-from nsa.engine.recipe import Recipe
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
-from tests.engine.small import small
+from tests.engine.small import small_request
 from tests.ranks import ROOT
 
 MODES = ["none", "reentrant", "non_reentrant", "deepspeed"]
@@ -30,11 +28,10 @@ def test_what_cannot_be_compiled_is_refused_with_the_fix(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = ROOT / "ds_configs" / ("zero3.json" if zero == 3 else f"zero{zero}_pcie.json")
-    recipe = Recipe("small", "", {"demo": small})
-    words = [f"--set={setting}" for setting in ("train.compile=true", *settings)]
-    words += ["--profile", "demo", "--run-dir", str(tmp_path), "--deepspeed_config", str(config)]
+    flags = [f"--set={setting}" for setting in ("train.compile=true", *settings)]
+    flags += [f"--run-dir={tmp_path}", f"--deepspeed_config={config}"]
     with pytest.raises(ValueError, match=re.escape("train.compile = true: not with")) as refused:
-        resolve_request(recipe, build_parser(recipe).parse_args(words))
+        small_request(*flags)
     assert fix in str(refused.value)
 
 

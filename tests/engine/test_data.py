@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from nsa.data import builtin
-from nsa.engine.command_line import build_parser, resolve_request
-from nsa.engine.recipe import Recipe
 from nsa.engine.run_request import RunRequest
 from nsa.monitor.csv_files import read_metrics
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
-from tests.engine.small import small
+from tests.engine.small import small_request
 from tests.ranks import free_port
 
 
@@ -187,15 +185,13 @@ def test_a_dry_run_without_the_hub_reports_unchecked_data(tmp_path: Path) -> Non
 
 
 def request(run_dir: Path, *settings: str, resume: bool = False) -> RunRequest:
-    """A run with a model of 8-token selection blocks, 4 per query."""
-    recipe = Recipe("small", "", {"demo": small})
-    words = ["--profile=demo", f"--run-dir={run_dir}", *(f"--set={one}" for one in settings)]
-    words += ["--resume"] if resume else []
-    return resolve_request(recipe, build_parser(recipe).parse_args(words))
+    """Request a run with a model of 8-token selection blocks, 4 per query."""
+    flags = [f"--set={setting}" for setting in settings] + ["--resume"] * resume
+    return small_request(f"--run-dir={run_dir}", *flags)
 
 
 def notes(run_dir: Path, *settings: str) -> list[str]:
-    """What the run logs at its start."""
+    """Return what the run logs at its start."""
     return request(run_dir, *settings).notes
 
 

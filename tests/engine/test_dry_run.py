@@ -8,23 +8,19 @@ from unittest.mock import Mock
 import pytest
 
 from nsa.engine import dry_run
-from nsa.engine.command_line import build_parser, resolve_request
-from nsa.engine.recipe import Recipe
-from tests.engine.small import small
+from tests.engine.small import small_request
 
 
 def test_notes_and_settings_are_printed_before_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = Recipe("small", "", {"demo": small})
-    flags = ["--profile=demo", f"--run-dir={tmp_path}", "--set=data.seq_len=64"]
     engine = Mock(side_effect=TimeoutError)
     monkeypatch.setattr(dry_run, "start_ranks", lambda ranks: "cpu")
     monkeypatch.setattr(dry_run, "build_engine", lambda *_: (engine, ["a note"]))
     monkeypatch.setattr(dry_run, "ReductionCheck", Mock())
     monkeypatch.setattr(dry_run, "_check_data", lambda *_: ["about the data"])
     with pytest.raises(TimeoutError):
-        dry_run.dry_run(resolve_request(recipe, build_parser(recipe).parse_args(flags)))
+        dry_run.dry_run(small_request(f"--run-dir={tmp_path}", "--set=data.seq_len=64"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "taking one step of 2,048 tokens …"
     for line in ("a note", "about the data", "# configuration (demo)", "# DeepSpeed"):

@@ -38,8 +38,8 @@ def test_a_run_resumed_gate_by_gate_repeats_the_uninterrupted_one(tmp_path: Path
     checks = {check["name"]: check for check in gates["preflight"]["criteria"]}
     assert checks["config"]["evidence"] == "the same on every rank"
     assert checks["gradient check"]["ok"]
-    succeed(on_two_ranks("m7c.py", *settings, "--run-dir=whole", folder=tmp_path))
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    succeed(on_two_ranks("m7c.py", *settings, "--run-dir=uninterrupted", folder=tmp_path))
+    assert losses(tmp_path / "run") == losses(tmp_path / "uninterrupted")
 
 
 def test_a_no_go_ends_every_rank_with_3_a_reason_and_a_checkpoint(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     """The first loss after the change is the one that the old number of ranks would have had."""
     same_batch = {2: "--set=train.accumulation=1", 1: "--set=train.accumulation=2"}
     settings = [*TINY, same_batch[2], "--steps=6"]
-    succeed(on_two_ranks("m7c.py", *settings, "--run-dir=whole", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *settings, "--run-dir=uninterrupted", folder=tmp_path))
     succeed(on_two_ranks("m7c.py", *settings, "--until=3", "--run-dir=run", folder=tmp_path))
     refused = on_one_rank("m7c.py", "--run-dir=run", "--resume", same_batch[1], folder=tmp_path)
     assert refused.returncode == 2
@@ -95,10 +95,10 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     resume = ["--run-dir=run", "--resume", "--universal"]
     succeed(on_one_rank("m7c.py", *resume, same_batch[1], "--until=4", folder=tmp_path))
     succeed(on_two_ranks("m7c.py", *resume, same_batch[2], folder=tmp_path))
-    whole, changed = losses(tmp_path / "whole"), losses(tmp_path / "run")
-    assert sorted(changed) == sorted(whole)
-    assert all(abs(changed[step] - whole[step]) < 0.01 for step in whole)
-    assert all(changed[step] == whole[step] for step in (1, 2, 3))
+    expected, changed = losses(tmp_path / "uninterrupted"), losses(tmp_path / "run")
+    assert sorted(changed) == sorted(expected)
+    assert all(abs(changed[step] - expected[step]) < 0.01 for step in expected)
+    assert all(changed[step] == expected[step] for step in (1, 2, 3))
 
 
 def test_resuming_a_run_at_its_last_step_finishes_it(tmp_path: Path) -> None:

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from nsa.engine.build import build_muon, parameter_groups
-from nsa.engine.command_line import build_parser, resolve_request
-from nsa.engine.run_request import Recipe
 from nsa.model import LanguageModel
-from tests.engine.small import small
+from tests.engine.small import small, small_request
 from tests.ranks import ROOT, launch
 
 PARAMS = {"lr": 1e-3, "muon_lr": 0.02, "betas": [0.9, 0.95], "eps": 1e-8, "momentum": 0.9}
@@ -42,11 +40,9 @@ def test_muon_updates_the_hidden_matrices_and_adamw_all_else() -> None:
 
 
 def test_the_log_explains_the_silence_of_the_first_step(tmp_path: Path) -> None:
-    recipe = Recipe("small", "", {"demo": small})
-    words = ["--profile=demo", f"--run-dir={tmp_path}", "--deepspeed_config"]
     for name, lines in (("zero1_muon", 1), ("zero1_pcie", 0)):
-        flags = [*words, str(ROOT / f"ds_configs/{name}.json")]
-        notes = resolve_request(recipe, build_parser(recipe).parse_args(flags)).notes
+        config = f"--deepspeed_config={ROOT}/ds_configs/{name}.json"
+        notes = small_request(f"--run-dir={tmp_path}", config).notes
         assert sum("compiles its update" in note for note in notes) == lines
 
 

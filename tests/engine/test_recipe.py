@@ -133,18 +133,20 @@ def test_a_run_started_from_anothers_files_repeats_it(
 @pytest.mark.parametrize("config", ["zero1_pcie", pytest.param("zero2_overlap", marks=full)])
 def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(config: str, tmp_path: Path) -> None:
     arguments = [*TINY, ds_config(config), "--steps=6"]
-    succeed(on_two_ranks("m7c.py", *arguments, "--run-dir=whole", folder=tmp_path))
-    succeed(on_two_ranks("m7c.py", *arguments, "--until=3", "--run-dir=parts", folder=tmp_path))
-    assert set(losses(tmp_path / "parts")) == {1, 2, 3}
+    succeed(on_two_ranks("m7c.py", *arguments, "--run-dir=uninterrupted", folder=tmp_path))
+    succeed(on_two_ranks("m7c.py", *arguments, "--until=3", "--run-dir=resumed", folder=tmp_path))
+    assert set(losses(tmp_path / "resumed")) == {1, 2, 3}
     # Settings and the DeepSpeed config come from the run's folder.
-    succeed(on_two_ranks("m7c.py", "--run-dir=parts", "--resume", folder=tmp_path))
-    whole, parts = (read_metrics(tmp_path / name / "metrics.csv") for name in ("whole", "parts"))
+    succeed(on_two_ranks("m7c.py", "--run-dir=resumed", "--resume", folder=tmp_path))
+    expected, resumed = (
+        read_metrics(tmp_path / name / "metrics.csv") for name in ("uninterrupted", "resumed")
+    )
     for column in ("step", "tokens", "loss", "val_loss", "lr", "grad_norm"):
-        left, right = ([row[column] for row in rows] for rows in (whole, parts))
+        left, right = ([row[column] for row in rows] for rows in (expected, resumed))
         if column == "val_loss":  # the stop at step 3 evaluates, too
             left, right = left[3:], right[3:]
         assert left == right, column
-    stage = json.loads((tmp_path / "parts/ds_config.json").read_text())["zero_optimization"]
+    stage = json.loads((tmp_path / "resumed/ds_config.json").read_text())["zero_optimization"]
     assert stage["stage"] == int(config[4])
 
 
@@ -297,18 +299,19 @@ def test_a_refused_resume_leaves_the_run_as_it_was(
     assert {path: path.read_bytes() for path in stopped.rglob("*.[jy]*")} == before
 
 
-@pytest.mark.parametrize("attack", ["deleted", "cut"])
+@pytest.mark.parametrize("damage", ["deleted", "cut"])
 def test_resuming_takes_the_settings_of_the_checkpoint(
-    stopped: Path, tmp_path: Path, attack: str
+    stopped: Path, tmp_path: Path, damage: str
 ) -> None:
     """Not those of a config.yaml that is missing or damaged; what changes is logged."""
     run = tmp_path / "run"
     shutil.copytree(stopped, run)
     for name in ("config.yaml", "ds_config.json"):
         text = (run / name).read_text()
-        (run / name).write_text(text[: len(text) // 2]) if attack == "cut" else (
-            run / name
-        ).unlink()
+        if damage == "cut":
+            (run / name).write_text(text[: len(text) // 2])
+        else:
+            (run / name).unlink()
     changed = ["--resume", f"--run-dir={run}", "--set=train.clip=0.5"]
     output = succeed(on_one_rank("m7c.py", *changed, folder=tmp_path))
     assert "changed since step00000001: train.clip: 1.0 -> 0.5" in output

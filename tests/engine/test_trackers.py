@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from nsa.monitor.csv_files import read_metrics
-from tests.engine.runs import TINY, Finished, on_one_rank, succeed
+from tests.engine.runs import TINY, Finished, losses, on_one_rank, succeed
 from tests.ranks import ROOT
 
 PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
@@ -44,15 +43,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def written(run: Path) -> dict[int, float]:
-    return {int(row["step"]): row["loss"] for row in read_metrics(run / "metrics.csv")}
-
-
 def test_csv_monitor_writes_a_file_per_scalar_into_the_run_folder(run: Path) -> None:
     header, *rows = (run / "csv_monitor/train_loss.csv").read_text().splitlines()
     assert header == "step,loss"
-    losses = {int(step): float(loss) for step, loss in (row.split(",") for row in rows)}
-    assert losses == pytest.approx(written(run), rel=1e-6)
+    sent = {int(step): float(loss) for step, loss in (row.split(",") for row in rows)}
+    assert sent == pytest.approx(losses(run), rel=1e-6)
     assert not list((run / "csv_monitor").glob("deepspeed_lr*"))
 
 
@@ -82,13 +77,13 @@ def test_wandb_has_the_name_the_settings_the_steps_and_the_end_of_a_run(run: Pat
     assert (started.display_name, started.project) == ("run", "m7c")
     config = {item.key: item.value_json for one in records for item in one.config.update}
     assert json.loads(config["train"])["steps"] == 3
-    losses = {
+    sent = {
         one.history.step.num: float(item.value_json)
         for one in records
         for item in one.history.item
         if "train/loss" in (item.key, *item.nested_key)
     }
-    assert losses == pytest.approx(written(run), rel=1e-6)
+    assert sent == pytest.approx(losses(run), rel=1e-6)
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
 
 
@@ -98,10 +93,8 @@ def test_comet_has_the_settings_and_every_logged_step(run: Path) -> None:
     with zipfile.ZipFile(archive) as files, files.open("messages.json") as lines:
         payloads = [json.loads(line)["payload"] for line in lines]
     metrics = [payload["metric"] for payload in payloads if "metric" in payload]
-    losses = {
-        one["step"]: one["metricValue"] for one in metrics if one["metricName"] == "train/loss"
-    }
-    assert losses == pytest.approx(written(run), rel=1e-6)
+    sent = {one["step"]: one["metricValue"] for one in metrics if one["metricName"] == "train/loss"}
+    assert sent == pytest.approx(losses(run), rel=1e-6)
     assert '"train.steps"' in json.dumps(payloads)
 
 
