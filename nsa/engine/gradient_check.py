@@ -39,7 +39,7 @@ FIX_MISSING = (
     "make the loss depend on every parameter for any input, or use ds_configs/zero0_debug.json, "
     "which tolerates it"
 )
-SPACED = 8  # ReductionCheck compares so many parameters spaced by size, and as many by number
+SPACED = 8  # ReductionCheck compares 8 parameters spaced evenly by size, and 8 by index
 FIX_REDUCTION = (
     "install the DeepSpeed of launch/constraints.txt, or train with ds_configs/zero1_pcie.json"
 )
@@ -95,9 +95,9 @@ def check_gradients(report: GradientReport, mode: ZeroMode) -> list[str]:
 
 
 def _spread(sizes: list[int]) -> list[int]:
-    """Return indices of parameters, SPACED of them evenly by size and SPACED evenly by number.
+    """Return indices of parameters, SPACED of them evenly by size and SPACED by index.
 
-    By size, so that no bucket of a large parameter is missed; by number, so that small ones occur.
+    By size, so that no bucket of a large parameter is missed; by index, so that small ones occur.
     """
     ends = list(accumulate(sizes))
     by_size = {bisect_right(ends, ends[-1] * (2 * k + 1) // (2 * SPACED)) for k in range(SPACED)}
