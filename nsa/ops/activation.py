@@ -15,9 +15,9 @@ from nsa.ops.backend import dispatch
 def swiglu(gate_up: Tensor, width: int | None = None, *, backend: str = "auto") -> Tensor:
     """Return silu(gate) · up, [.., width], of gate_up [.., gate | up | padding].
 
-    `width` is the columns of gate and of up; None: half of gate_up's. Kernels compute in float32
-    and round once. There is no second derivative. The backends "blockwise" and "reference" both
-    run PyTorch.
+    `width` is the columns of gate and of up, by default half of gate_up's. Kernels compute in
+    float32 and round once. There is no second derivative. The backends "blockwise" and
+    "reference" both run PyTorch.
     """
     columns = gate_up.shape[-1]
     if width is None and columns % 2 == 0:
@@ -38,7 +38,7 @@ def _swiglu(gate_up: Tensor, width: int) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps gate_up alone: autograd would also keep silu(gate), and concatenate two gradients."""
+    """Saves only gate_up: autograd would also save silu(gate), and concatenate two gradients."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, width: int) -> Tensor:

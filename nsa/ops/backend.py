@@ -11,7 +11,7 @@ from torch import Tensor
 from nsa.ops import blockwise, reference, triton
 
 BACKENDS = ("auto", "triton", "blockwise", "reference")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _fallbacks: Counter[tuple[str, str, str]] = Counter()
 
@@ -26,11 +26,11 @@ def dispatch(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")
-    if x.dtype not in DTYPES:
+    if x.dtype not in SUPPORTED_DTYPES:
         name, kind = ("q", "attention") if attention else ("its input", "it")
         raise ValueError(
             f"{operation}: {name} has dtype {x.dtype}; {kind} takes "
-            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in SUPPORTED_DTYPES)}"
         )
     if backend == "reference":
         return reference

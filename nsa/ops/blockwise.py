@@ -30,7 +30,7 @@ from nsa.spec import NSASpec
 
 
 def _by_head(x: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """q · scale [B*K, T, G, Dk], k [B*K, N, Dk] and v, in the accumulator's dtype."""
+    """q · scale [B*K, T, G, Dk], k [B*K, N, Dk] and v, in the dtype of sums."""
     q = by_group(x.q, x.k.shape[2]).mul(x.scale)
     return q, by_group(x.k)[:, :, 0], by_group(x.v)[:, :, 0]
 
@@ -43,19 +43,19 @@ def _tiles(
     count, group = batch * x.k.shape[2], heads // x.k.shape[2]
     step = queries_per_tile(min(count, HEADS), group)
     keys = documents = document_slices(seq_len, x.cu_seqlens)
-    if x.name == "compressed":
+    if x.branch == "compressed":
         keys = compressed_slices(seq_len, x.cu_seqlens, spec)
     elif x.block_index is not None:
         index = x.block_index.transpose(1, 2).flatten(0, 1)  # [B*K, T, n]
     for rows, run in zip(documents, keys, strict=True):
         length = rows.stop - rows.start
         tiles: Iterable[Tile] = []
-        if x.name == "compressed":
+        if x.branch == "compressed":
             tiles = compressed_tiles(length, spec, step, device)
-        elif x.name == "window":
+        elif x.branch == "window":
             tiles = window_tiles(length, spec.window, step, device)
         for kv_heads in head_slices(count):
-            if x.name == "selected":
+            if x.branch == "selected":
                 tiles = selected_tiles(index[kv_heads, rows], spec, group)
             yield (kv_heads, rows), (kv_heads, run), tiles
 
@@ -67,7 +67,7 @@ def head_slices(count: int) -> list[slice]:
 
 def by_group(x_BTHD: Tensor, groups: int | None = None) -> Tensor:
     """[B, T, H, D] to contiguous [B*K, T, G, D] in float32 (float64 stays float64)."""
-    dtype = torch.float64 if x_BTHD.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(x_BTHD.dtype, torch.float32)
     x = x_BTHD.unflatten(2, (groups or x_BTHD.shape[2], -1)).permute(0, 2, 1, 3, 4)
     return x.to(dtype).contiguous().flatten(0, 1)
 
@@ -116,7 +116,7 @@ def _backward(
 
 
 def _fake(x: AttentionInputs) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(x.q.dtype, torch.float32)
     return x.q.new_empty(*x.q.shape[:3], x.v.shape[-1]), x.q.new_empty(x.q.shape[:3], dtype=dtype)
 
 
@@ -131,7 +131,7 @@ blockwise_attention = register(
 
 
 def _select(x: SelectionInputs) -> Tensor:
-    """The blocks that each query attends to, int32 [B, T, K, n]."""
+    """The blocks that each query selects: int32 [B, T, K, n]."""
     groups, (batch, queries) = x.k_cmp.shape[2], x.q.shape[:2]
     with torch.autocast(x.q.device.type, enabled=False):
         q, k = by_group(x.q, groups).mul(x.scale), by_group(x.k_cmp)[:, :, 0]
@@ -225,8 +225,8 @@ blockwise_select_blocks = register(
 
 def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     """One branch's attention: (o, lse)."""
-    q, k, v, block_index, cu_seqlens, name, spec, scale = x
-    return blockwise_attention(q, k, v, block_index, cu_seqlens, name, spec.to_ints(), scale)
+    q, k, v, block_index, cu_seqlens, branch, spec, scale = x
+    return blockwise_attention(q, k, v, block_index, cu_seqlens, branch, spec.to_ints(), scale)
 
 
 def select_blocks(x: SelectionInputs) -> Tensor:

@@ -23,8 +23,8 @@ def cross_entropy_(
     """Return −log softmax(logits)[label], [N] in at least float32; 0 for label −100.
 
     logits [N, vocabulary], contiguous; labels [N]. `with_gradients` overwrites the logits with the
-    gradient: p, minus 1 at the label; 0 for label −100. Labels outside the vocabulary raise on
-    a CPU, assert on a GPU; with the kernel the loss is NaN and the gradient is p.
+    gradient: p, minus 1 at the label; 0 for label −100. For a label outside the vocabulary PyTorch
+    raises (on a GPU a device-side assert); the kernel returns NaN, and p as the gradient.
     """
     if dispatch(backend, "cross_entropy", logits, attention=False) is triton:
         return triton.cross_entropy_(logits, labels, with_gradients)

@@ -27,8 +27,7 @@ _SCHEMA_TYPES = {
     str: "str",
 }
 
-
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # by name; what an op runs on its device
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # by op name: the function behind the op
 
 
 class Gradient(NamedTuple):
@@ -41,8 +40,8 @@ class Gradient(NamedTuple):
     inputs: int  # number of inputs with a gradient; they come first
     outputs: int  # number of differentiable outputs; they come first
     saved: slice = slice(None)  # the outputs that `backward` reads
-    result_of: tuple[int, ...] = ()  # per input, the result that is its gradient, if some share one
-    unread: int = 0  # number of first inputs of which `backward` reads only shape and dtype
+    result_of: tuple[int, ...] = ()  # per input, which result is its gradient; default: its own
+    unread: int = 0  # how many first inputs are not saved: `backward` reads only shape and dtype
     zeros: bool = True  # `backward` gets zeros for an output without a gradient, otherwise None
 
 
@@ -73,7 +72,7 @@ def _define(
     setup_context: Callable[..., None] | None = None,
     autograd: Callable[..., Any] | None = None,
 ) -> Any:
-    """As `torch.library.custom_op` and `register_autograd`, for half of their host time a call."""
+    """`torch.library.custom_op` and `register_autograd`, with half their host time per call."""
     namespace, _, short = name.partition("::")
     library = get_library_allowing_overwrite(namespace, short)
     library.define(short + schema, tags=torch.Tag.pt2_compliant_tag)
@@ -112,7 +111,7 @@ def _autograd(
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
     """Register the op `<name>_backward`; return its `setup_context` and its autograd function."""
     build, count, length = _builder(inputs), gradient.outputs, len(inputs._fields)
-    # Zeros are filled in only if all outputs are differentiable. A single gradient always exists.
+    # Autograd fills in zeros only if all outputs are differentiable. A single one has a gradient.
     assert not gradient.zeros or count in (1, outputs), f"{name}: set zeros=False"
     tensors = sum(hint in (Tensor, Tensor | None) for hint in get_type_hints(inputs).values())
     result_of = gradient.result_of or tuple(range(gradient.inputs))

@@ -56,7 +56,7 @@ def decode_attention(
         return triton.decode_attention(
             q, *tensors, spec=spec, branches="+".join(branches), scale=scale
         )
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(q.dtype, torch.float32)
     heads = next(iter(pairs.values()))[0].shape[2]
     q_BKGD = (q.to(dtype) * scale).unflatten(1, (heads, -1))
     outputs: dict[str, Tensor] = {}

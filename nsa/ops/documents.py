@@ -25,11 +25,11 @@ def compressed_cu_seqlens(cu_seqlens: Tensor, spec: NSASpec) -> Tensor:
 def block_starts(
     seq_len: int, cu_seqlens: Tensor | None, spec: NSASpec, device: torch.device
 ) -> Tensor:
-    """First tokens of all documents' compressed blocks, int64 [N]; N is read from the device."""
+    """First token of each compressed block, int64 [N]; with documents, reads N from the device."""
     if cu_seqlens is None:
         return torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
     blocks = compressed_cu_seqlens(cu_seqlens, spec)
-    count = int(blocks[-1])  # the step's only host synchronization
+    count = int(blocks[-1])  # the step's only host sync
     number = torch.arange(count, device=device) - repeat_per_document(blocks[:-1], blocks, count)
     return repeat_per_document(cu_seqlens[:-1], blocks, count) + number * spec.block_stride
 

@@ -18,8 +18,8 @@ def tied_embedding(
     """Return (weight[tokens], weight); the head must read the returned weight.
 
     So the head's gradient passes through here, and on a GPU the tokens' gradient is added to it in
-    place. Autograd would build another tensor of the vocabulary's size for the tokens, and a third
-    for the sum. There is no second derivative.
+    place. Autograd would allocate two more tensors of the weight's size: the tokens' gradient and
+    the sum. There is no second derivative.
     """
     if torch.compiler.is_compiling():
         return F.embedding(tokens, weight), weight

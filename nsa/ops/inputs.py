@@ -19,7 +19,7 @@ class AttentionInputs(NamedTuple):
     v: Tensor  # [B, N, Hkv, Dv]
     block_index: Tensor | None  # int32 [B, T, Hkv, n]; only in the selected branch
     cu_seqlens: Tensor | None
-    name: str  # compressed, selected or window
+    branch: str  # compressed, selected or window
     spec: NSASpec
     scale: float
 

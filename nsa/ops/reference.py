@@ -19,7 +19,7 @@ def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     parts = []
     documents = document_slices(x.q.shape[1], x.cu_seqlens)
     keys = documents
-    if x.name == "compressed":
+    if x.branch == "compressed":
         keys = compressed_slices(x.q.shape[1], x.cu_seqlens, x.spec)
     for rows, cols in zip(documents, keys, strict=True):
         seen = _visible(x, rows)
@@ -28,9 +28,9 @@ def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
 
 
 def _visible(x: AttentionInputs, rows: slice) -> Tensor:
-    """The keys that each query of one document sees in the branch: bool [B or 1, T, K or 1, N]."""
+    """The keys that each query of one document sees in its branch: bool [B or 1, T, K or 1, N]."""
     length = rows.stop - rows.start
-    if x.name == "compressed":
+    if x.branch == "compressed":
         return visible_blocks(length, x.spec, x.q.device)
     position = torch.arange(length, device=x.q.device)
     distance = position[:, None] - position
@@ -76,12 +76,12 @@ def overlap(seq_len: int, spec: NSASpec, device: torch.device | None = None) -> 
 def importance(
     q: Tensor, k_cmp: Tensor, lse: Tensor, spec: NSASpec, *, seq_len: int, scale: float
 ) -> Tensor:
-    """How much each query's KV group attends to each selection block of a document: [B, T, K, M].
+    """Return the importance of each selection block to each query and KV head: [B, T, K, M].
 
-    The queries are the document's last ones. Block i's probability in the compressed softmax is
-    divided among the selection blocks that i overlaps, and summed over the group's heads.
+    The queries are the document's last ones. Σ p[i] · overlap(i, j)/d over the compressed blocks i
+    and the query heads of a group; p is the compressed softmax.
     """
-    dtype = _accumulator(q)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     groups, queries = k_cmp.shape[2], q.shape[1]
     q = q.to(dtype).unflatten(2, (groups, -1))
     score = torch.einsum("btkgd,bnkd->btkgn", q, k_cmp.to(dtype)) * scale
@@ -98,7 +98,7 @@ def importance(
     first = (weight > 0).int().argmax(0)
     for i in range(int((weight > 0).sum(0).max())):
         rows = (first + i).clamp(max=len(weight) - 1)
-        inside = (first + i < len(weight)).to(dtype)  # a last row must not be added twice
+        inside = (first + i < len(weight)).to(dtype)  # 0 where `rows` was clamped
         total += p[..., rows] * (weight[rows, blocks] * inside)
     return total
 
@@ -118,21 +118,17 @@ def top_blocks(score: Tensor, spec: NSASpec, *, seq_len: int) -> Tensor:
     return torch.nn.functional.pad(index, (0, spec.select_top - index.shape[-1]), value=-1)
 
 
-def _accumulator(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax attention masked by `seen` [B or 1, T, K or 1, N]; no key gives o = 0, lse = -inf."""
-    dtype = _accumulator(q)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     sizes = q.shape[2] // k.shape[2], q.shape[1]  # G, T
     rows = q.to(dtype).unflatten(2, (-1, sizes[0])).permute(0, 2, 3, 1, 4)  # [B, K, G, T, D]
     score = rows.flatten(2, 3) @ k.to(dtype).permute(0, 2, 3, 1) * scale
     score = score.unflatten(2, sizes)  # [B, K, G, T, N]
     seen = seen.transpose(1, 2)[:, :, None]
     blind = ~seen.any(-1, keepdim=True)
-    # A row without visible keys sees all of them, and its result is masked: its gradient is then
-    # 0, not NaN.
+    # A softmax over no keys would be NaN, and so would its gradient. So a row without visible keys
+    # sees all of them, and its result is set to 0.
     score = score.masked_fill(~(seen | blind), -torch.inf)
     lse = score.logsumexp(-1).masked_fill(blind[..., 0], -torch.inf)
     p = score.softmax(-1).masked_fill(blind, 0.0)

@@ -3,8 +3,8 @@
     packed [B, T, P]   q heads | k copies × heads | v copies × heads | gate logits | padding
       -> q, gates, k_cmp, v_cmp, and rotated keys and values of each copy; all contiguous
 
-One op reads each column once, and its backward pass writes one gradient, each column once. Blocks
-overlap, so the gradient of pooling is a gather: a token reads the few blocks that cover it.
+One op reads each column once; its backward pass writes the gradient of `packed`, each column once.
+Blocks overlap, so the gradient of pooling is a gather: a token reads the few blocks that cover it.
 """
 
 from __future__ import annotations
@@ -126,24 +126,22 @@ def _pool(x: RotaryPoolInputs, tokens_BTKD: Tensor) -> Tensor:
     """Means over each block, [B, N, K, D], summed in at least float32."""
     assert x.block_tokens is not None
     blocks = tokens_BTKD[:, x.block_tokens]
-    return blocks.mean(2, dtype=_sum_dtype(x)).to(x.packed.dtype)
+    dtype = torch.promote_types(x.packed.dtype, torch.float32)
+    return blocks.mean(2, dtype=dtype).to(x.packed.dtype)
 
 
 def _unpool(x: RotaryPoolInputs, gradient_BNKD: Tensor) -> Tensor:
     """The gradient of `_pool`'s input, [B, T, K, D]: a sum over the blocks that cover a token."""
     assert x.block_tokens is not None
     assert x.token_blocks is not None
-    each = gradient_BNKD.to(_sum_dtype(x)) / x.block_tokens.shape[1]
+    dtype = torch.promote_types(x.packed.dtype, torch.float32)
+    each = gradient_BNKD.to(dtype) / x.block_tokens.shape[1]
     padded = F.pad(each, (0, 0, 0, 0, 0, 1))  # index -1 reads these zeros
     return padded[:, x.token_blocks].sum(2)
 
 
-def _sum_dtype(x: RotaryPoolInputs) -> torch.dtype:
-    return torch.float64 if x.packed.dtype == torch.float64 else torch.float32
-
-
 def _backward(*gradients_inputs_gates: Any) -> Tensor:
-    """The gradient of `packed`; every column is written once."""
+    """The gradient of `packed`."""
     *gradients, x, gates = gradients_inputs_gates
     layout = x.read_layout()
     packed = torch.empty_like(x.packed, memory_format=torch.contiguous_format)

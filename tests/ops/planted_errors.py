@@ -1,8 +1,10 @@
-"""Planted errors: one-line mutations of the code under test, to prove that a check fails."""
+"""Planted errors: mutations of the code under test, to prove that a check notices them."""
 
 from __future__ import annotations
 
 import inspect
+import linecache
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,47 +13,41 @@ from typing import Any
 
 import pytest
 
-import nsa.ops
-from nsa.model import attention, compressor
-from nsa.ops import blockwise, checks, documents, reference, tiles
-from tests.ops import cases
-
-HOLDERS = (nsa.ops, blockwise, checks, documents, reference, tiles, attention, compressor, cases)
-
-
-def mutated(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    """Return the function with `old` replaced in its source; its globals stay its module's."""
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, f"{old!r} is in {function.__name__} {source.count(old)} times"
-    module = inspect.getmodule(function)
-    assert module is not None
-    namespace: dict[str, Any] = {}
-    exec(
-        compile(source.replace(old, new), f"<mutated {function.__name__}>", "exec"),
-        vars(module),
-        namespace,
-    )
-    return namespace[function.__name__]
-
 
 @dataclass(frozen=True)
 class Plant:
-    """One text replacement in one function."""
+    """One text replacement in a function or `Class.method`, and the check that has to notice it.
+
+    A planted kernel must not write out of bounds, which would crash the process sooner or later.
+    """
 
     module: ModuleType
     function: str
     old: str
     new: str
+    check: Callable[..., None]
 
     def into(self, patch: pytest.MonkeyPatch) -> None:
         """Replace the function by its mutation in every module that holds it."""
         owner, _, name = self.function.rpartition(".")
-        if owner:
-            original = getattr(getattr(self.module, owner), name)
-            patch.setattr(getattr(self.module, owner), name, mutated(original, self.old, self.new))
-            return
-        original = getattr(self.module, name)
-        mutation = mutated(original, self.old, self.new)
-        for holder in HOLDERS:
-            if vars(holder).get(name) is original:
-                patch.setattr(holder, name, mutation)
+        holder = getattr(self.module, owner) if owner else self.module
+        original = getattr(holder, name)
+        mutation = self._mutated(original, name, patch)
+        patch.setattr(holder, name, mutation)
+        for module_name, module in [*sys.modules.items()]:
+            if module_name.startswith(("nsa.", "tests.")) and vars(module).get(name) is original:
+                patch.setattr(module, name, mutation)
+
+    def _mutated(self, original: Any, name: str, patch: pytest.MonkeyPatch) -> Any:
+        """Compile the function with `old` replaced; its globals stay its module's."""
+        source = textwrap.dedent(inspect.getsource(getattr(original, "fn", original)))
+        assert source.count(self.old) == 1, (
+            f"{self.old!r}: {source.count(self.old)} times in {name}"
+        )
+        source, file = source.replace(self.old, self.new), f"<planted in {name}>"
+        # Triton's interpreter reads a kernel's source again.
+        lines = source.splitlines(keepends=True)
+        patch.setitem(linecache.cache, file, (len(source), None, lines, file))
+        namespace: dict[str, Any] = {}
+        exec(compile(source, file, "exec"), vars(self.module), namespace)
+        return namespace[name]

@@ -1,9 +1,7 @@
 """Triton backend: its entry points, and the inputs that its kernels support.
 
-Kernels and their launchers are in one file per operation (`select.py`, `gated.py`) or in several:
-`band.py` and `band_op.py`, `selected*.py`, `decode_parts.py` and `decode.py`; `rotary.py`,
-`activation.py`, `normalization.py`, `cross_entropy.py` and `embedding.py` are for the step around
-attention. Entry points import them at the first call, because importing Triton is slow.
+docs/design/kernels.md lists the files. Entry points import kernels at the first call, because
+importing Triton is slow.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ def unsupported_reason(
 ) -> str | None:
     """Why the kernels cannot run on these tensors, or None.
 
-    `by_name`: the caller requested Triton by name, which also allows its CPU interpreter. Tensors
-    on `meta` stand for tensors on a GPU: fake kernels give their results' shapes. `attention`: x
-    is q [B, T, Hq, Dk]; otherwise it may have any shape.
+    `by_name`: the caller requested Triton by name, which also allows its CPU interpreter.
+    `attention`: x is q [B, T, Hq, Dk]; otherwise it may have any shape. Tensors on `meta` count as
+    tensors on a GPU.
     """
     if x.device.type not in ("cuda", "meta") and not (by_name and interpreted()):
         return f"tensors are on {x.device.type}, and it needs a CUDA device"
@@ -48,8 +46,8 @@ def unsupported_reason(
 def constant_result(function: Function) -> Function:
     """Let compiled code call `function` once, when it is compiled, and keep the result.
 
-    torch.compiler.assume_constant_result sets the same mark, and imports all of torch._dynamo for
-    it: a second at the start of every command.
+    `torch.compiler.assume_constant_result` sets the same attribute but imports torch._dynamo, which
+    would add a second to the start of every command.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -74,11 +72,11 @@ def attention(x: AttentionInputs) -> tuple[Tensor, Tensor]:
     from nsa.ops.triton.band_op import triton_band
     from nsa.ops.triton.selected_op import triton_selected
 
-    q, k, v, block_index, cu_seqlens, name, spec, scale = x
-    if name == "selected":
+    q, k, v, block_index, cu_seqlens, branch, spec, scale = x
+    if branch == "selected":
         return triton_selected(q, k, v, block_index, cu_seqlens, spec.to_ints(), scale)
     compressed = [spec.block_len, spec.block_stride, 0]
-    band = compressed if name == "compressed" else [1, 1, spec.window]
+    band = compressed if branch == "compressed" else [1, 1, spec.window]
     return triton_band(q, k, v, cu_seqlens, band, scale)
 
 

@@ -1,9 +1,9 @@
 """Triton kernels of attention over a band of keys: the window, the compressed branch, or both.
 
-A query at t sees key n iff n * STRIDE + LEN - 1 <= t and, with a window, n > t - WINDOW. The
-compressed branch has the block's length and stride and no window (0); the window branch has 1 and
-1. A launch computes one branch, or both from one tile of queries; the arguments of a missing branch
-are None. Rows are laid out as common.py says.
+A query at t sees key n iff n * STRIDE + LEN - 1 <= t and, with a window, n > t - WINDOW. For the
+compressed branch LEN and STRIDE are a block's and WINDOW is 0, none; for the window branch LEN and
+STRIDE are 1. A launch computes one branch, or both from one tile of queries; the arguments of a
+missing branch are None. common.py defines the layout of rows.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _row_tile(cu, documents, seq_len, C: tl.constexpr):
     """A program's tile of rows, those with the most keys first.
 
     Returns its document, the document's first position over all batches and its length; the tile's
-    first row in the document; the first row in memory of that row's query; and of each row the
-    offset from there, the position and whether it exists.
+    first row in the document; the first row in memory of that row's query; and for each row: its
+    offset from there, its position, and whether it exists.
     """
     head = tl.program_id(1).to(tl.int64)
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -56,7 +56,7 @@ def _row_tile(cu, documents, seq_len, C: tl.constexpr):
 
 @triton.jit
 def _first_key(cu, document, token, batch, key_len, C: tl.constexpr):
-    """A document's first key over all batches; `token`: its first position over all batches."""
+    """Index of a document's first key over all batches; `token` is that of its first position."""
     if C.LEN == 1 and C.STRIDE == 1:
         return token
     else:
@@ -65,7 +65,7 @@ def _first_key(cu, document, token, batch, key_len, C: tl.constexpr):
 
 @triton.jit
 def _bounds(first_row, length, C: tl.constexpr):
-    """The keys that a tile sees: some rows from `low` on, all rows from a to b, some to `high`."""
+    """Key ranges of a tile: all its rows see a to b; only some see low to a, and b to high."""
     t_first = first_row // C.GROUP
     t_last = (tl.minimum(first_row + C.ROWS, length * C.GROUP) - 1) // C.GROUP
     high = visible(t_last, C)
@@ -82,8 +82,8 @@ def _bounds(first_row, length, C: tl.constexpr):
 def _scores(q, k, v, first, high, far_end, future, C: tl.constexpr, PHASE: tl.constexpr):
     """Keys and values [KEYS, ..] from `first` on, and their scores [ROWS, KEYS], -inf where hidden.
 
-    A query sees far_end < n < future. Only the first phase has keys beyond the far end. If the
-    window is longer than a tile (KEYS plus its queries), all of its keys are in the past.
+    A query sees far_end < n < future. Phase 0 masks the far end and phase 2 the future. If the
+    window is no longer than KEYS plus the tile's queries, phase 0 masks both.
     """
     FAR: tl.constexpr = PHASE == 0
     FUTURE: tl.constexpr = PHASE == 2 or (PHASE == 0 and C.WINDOW <= C.KEYS + C.ROWS // C.GROUP)
@@ -102,15 +102,14 @@ def _scores(q, k, v, first, high, far_end, future, C: tl.constexpr, PHASE: tl.co
 def _forward(
     q_tile, k, v, o, lse, key, first_row, row, at, t, valid, length, scale, C: tl.constexpr
 ):  # fmt: skip
-    """Store one branch's o and lse of a tile of rows; `key`: its document's first, of all heads."""
+    """Store one branch's o and lse of a tile of rows; `key`: the document's first in k and v."""
     far_end, future = t - C.WINDOW, visible(t, C)
     m, total, acc = start_softmax(C.ROWS, C.VALUE_P)
     low, a, b, high = _bounds(first_row, length, C)
     for phase in tl.static_range(3):
         if phase > 0 or C.WINDOW > 0:
             begin, end = span(phase, low, a, b, high)
-            # Pointers advance, instead of an index into them: it would need 64 bits, and so would
-            # every comparison with it.
+            # Advance pointers: an index would need 64 bits, and so would each comparison with it.
             k_at = k + key * C.KEY + tl.cast(begin, tl.int64) * (C.HEADS * C.KEY)
             v_at = v + key * C.VALUE + tl.cast(begin, tl.int64) * (C.HEADS * C.VALUE)
             for first in range(begin, end, C.KEYS):
@@ -150,39 +149,39 @@ def band_forward_kernel(
 
 @triton.jit
 def _branch_rows(
-    do, o, gates, lse, dgates, sums, lse2, first, at, rows, valid,
+    do, o, gates, lse, dgates, delta, lse2, first, at, rows, valid,
     BRANCH: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One branch's lse / ln 2 - log2(gate), and its row sums Σ do·o, [ROWS].
+    """One branch's lse / ln 2 - log2(gate) and delta = Σ do·o, [ROWS].
 
-    Without gates both are given; otherwise they are computed and stored, and the sums are the
-    gates' gradients too.
+    Without gates both are loaded; with gates they are computed and stored, and delta is stored as
+    the gate's gradient too.
     """
     row = first + at
     if gates is None:
         row_lse = tl.load(lse2 + row, mask=valid, other=float("inf"))
-        return row_lse, tl.load(sums + row, mask=valid, other=0.0)
+        return row_lse, tl.load(delta + row, mask=valid, other=0.0)
     else:
         o_tile = load_rows(o + first * C.VALUE, at, C.VALUE, C.VALUE, C.VALUE_P, valid)
         total = tl.sum(o_tile.to(tl.float32) * do.to(tl.float32), 1)
         gate = tl.load(gates + row * 3 + BRANCH, mask=valid, other=0.0).to(tl.float32)
         row_lse = tl.load(lse + row, mask=valid, other=float("-inf"))
-        # A closed gate gives +inf and so p = 0, as for a row that saw nothing.
+        # A gate of 0 gives +inf and so p = 0, as for a row that saw nothing.
         closed = gate == 0.0
         shifted = binary_lse(row_lse) - tl.log2(tl.where(closed, 1.0, gate))
         shifted = tl.where(closed, float("inf"), shifted)
         tl.store(dgates + row * 3 + BRANCH, total.to(dgates.dtype.element_ty), mask=valid)
-        tl.store(sums + BRANCH * rows + row, total, mask=valid)
+        tl.store(delta + BRANCH * rows + row, total, mask=valid)
         tl.store(lse2 + BRANCH * rows + row, shifted, mask=valid)
         return shifted, total
 
 
 @triton.jit
 def _query_gradient(
-    q_tile, k, v, do_tile, row_lse, row_sum, acc, key, first_row, t, length, scale,
+    q_tile, k, v, do_tile, row_lse, row_delta, acc, key, first_row, t, length, scale,
     C: tl.constexpr,
 ):  # fmt: skip
-    """acc [ROWS, KEY_P] plus dq of a tile of rows from one branch; `key` as for `_forward`."""
+    """Add a tile's dq from one branch to acc [ROWS, KEY_P]; `key` as for `_forward`."""
     far_end, future = t - C.WINDOW, visible(t, C)
     low, a, b, high = _bounds(first_row, length, C)
     for phase in tl.static_range(3):
@@ -194,7 +193,7 @@ def _query_gradient(
                 k_tile, v_tile, s = _scores(
                     q_tile, k_at, v_at, first, high, far_end, future, C, phase
                 )
-                acc = add_query_gradient(s, k_tile, v_tile, do_tile, row_lse, row_sum, acc, scale)
+                acc = add_query_gradient(s, k_tile, v_tile, do_tile, row_lse, row_delta, acc, scale)
                 k_at += C.KEYS * C.HEADS * C.KEY
                 v_at += C.KEYS * C.HEADS * C.VALUE
     return acc
@@ -203,7 +202,7 @@ def _query_gradient(
 @kernel
 def band_queries_kernel(
     q, k_win, v_win, k_cmp, v_cmp, do, o_cmp, o_sel, o_win, gates, lse_cmp, lse_sel, lse_win,
-    dgates, sums, lse2, dq, cu, seq_len, key_len, documents, rows, scale, scale_out,
+    dgates, delta, lse2, dq, cu, seq_len, key_len, documents, rows, scale, scale_out,
     WIN: tl.constexpr, CMP: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of rows; with gates also what `_branch_rows` stores, of all three branches."""
@@ -216,37 +215,37 @@ def band_queries_kernel(
         do_tile = load_rows(do + row * C.VALUE, at, C.VALUE, C.VALUE, C.VALUE_P, valid)
         total = tl.cast(rows, tl.int64)
         if gates is not None:
-            _branch_rows(do_tile, o_sel, gates, lse_sel, dgates, sums, lse2, row, at, total, valid,
+            _branch_rows(do_tile, o_sel, gates, lse_sel, dgates, delta, lse2, row, at, total, valid,
                          1, C)  # fmt: skip
         if k_cmp is not None:
-            cmp_lse, cmp_sum = _branch_rows(
-                do_tile, o_cmp, gates, lse_cmp, dgates, sums, lse2, row, at, total, valid, 0, C
+            cmp_lse, cmp_delta = _branch_rows(
+                do_tile, o_cmp, gates, lse_cmp, dgates, delta, lse2, row, at, total, valid, 0, C
             )
         if k_win is not None:
-            win_lse, win_sum = _branch_rows(
-                do_tile, o_win, gates, lse_win, dgates, sums, lse2, row, at, total, valid, 2, C
+            win_lse, win_delta = _branch_rows(
+                do_tile, o_win, gates, lse_win, dgates, delta, lse2, row, at, total, valid, 2, C
             )
         q_tile = load_rows(q + row * C.KEY, at, C.KEY, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
         acc = tl.zeros([ROWS, KEY_P], tl.float32)
         if k_win is not None:
             key = token * C.HEADS + head
-            acc = _query_gradient(q_tile, k_win, v_win, do_tile, win_lse, win_sum, acc, key,
+            acc = _query_gradient(q_tile, k_win, v_win, do_tile, win_lse, win_delta, acc, key,
                                   first_row, t, length, scale, WIN)  # fmt: skip
         if k_cmp is not None:
             key = _first_key(cu, document, token, batch, key_len, CMP) * C.HEADS + head
-            acc = _query_gradient(q_tile, k_cmp, v_cmp, do_tile, cmp_lse, cmp_sum, acc, key,
+            acc = _query_gradient(q_tile, k_cmp, v_cmp, do_tile, cmp_lse, cmp_delta, acc, key,
                                   first_row, t, length, scale, CMP)  # fmt: skip
         store_query_gradient(dq + row * C.KEY, at, acc, scale_out, valid, C, False)
 
 
 @triton.jit
 def _keys_step(
-    k_tile, v_tile, dk, dv, q, do, lse2, sums, first_key, first_row, end_row, scale,
+    k_tile, v_tile, dk, dv, q, do, lse2, delta, first_key, first_row, end_row, scale,
     C: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients from one tile of rows to dk and dv."""
-    # Rows of the last phase see every key except those that left their window; so may rows of the
-    # first phase, if the window is no longer than a tile.
+    # Phase 0 masks the future, phase 2 the window's far end. If the window is no longer than KEYS
+    # plus the tile's queries, phase 0 masks both.
     FUTURE: tl.constexpr = PHASE == 0
     FAR: tl.constexpr = C.WINDOW > 0 and (
         PHASE == 2 or (PHASE == 0 and C.WINDOW <= C.KEYS + C.ROWS // C.GROUP)
@@ -258,10 +257,10 @@ def _keys_step(
     q_tile, do_tile = load_pair(q, do, row, at, 1, C, valid)  # [ROWS, ..]
     if PHASE != 1:
         row_lse = tl.load(lse2 + row + at, mask=valid, other=float("inf"))
-        row_sum = tl.load(sums + row + at, mask=valid, other=0.0)
+        row_delta = tl.load(delta + row + at, mask=valid, other=0.0)
     else:
         row_lse = tl.load(lse2 + row + at)
-        row_sum = tl.load(sums + row + at)
+        row_delta = tl.load(delta + row + at)
     s = dot(k_tile, tl.trans(q_tile))  # [KEYS, ROWS]
     n = tl.arange(0, C.KEYS)[:, None]
     if FUTURE:
@@ -269,7 +268,7 @@ def _keys_step(
         s = tl.where(n < end[None, :], s, float("-inf"))
     if FAR:
         s = tl.where(n > (t0 + local - C.WINDOW - first_key)[None, :], s, float("-inf"))
-    return add_key_gradients(s, v_tile, q_tile, do_tile, row_lse, row_sum, dk, dv, scale)
+    return add_key_gradients(s, v_tile, q_tile, do_tile, row_lse, row_delta, dk, dv, scale)
 
 
 @triton.jit
@@ -277,9 +276,9 @@ def _single_tile_step(
     k_tile, v_tile, dk, dv, q, do, gates, lse, dgates, dq, first_row, end_row, scale, scale_out,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of rows, which see no other keys, to dk and dv, and these keys to the rows' dq.
+    """Add one tile of rows to dk and dv, and its dq to memory; the rows see no other keys.
 
-    So Σ p·dp is complete. It is Σ do·o and the gate's gradient, without o.
+    So Σ p·dp over this tile is the rows' Σ do·o, which is also the gate's gradient: o is not read.
     """
     valid = first_row + tl.arange(0, C.ROWS) < end_row
     t0 = first_row // C.GROUP
@@ -305,13 +304,13 @@ def _single_tile_step(
 
 @triton.jit
 def _key_gradients(
-    q, k, v, do, lse2, sums, dk, dv, gates, dgates, dq, cu, slot, split,
+    q, k, v, do, lse2, delta, dk, dv, gates, dgates, dq, cu, slot, split,
     seq_len, key_len, documents, split_len, scale, scale_out, C: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of one branch's keys, from one split of the queries.
 
-    With dq, to which this adds, one tile holds all compressed keys of a document, and dgates is
-    written. Then lse2 is the natural lse, without gates, and sums are unused.
+    If dq is given, one tile holds all compressed keys of a document: dq is added to, dgates is
+    written, lse2 is the natural-log lse without gates, and delta is not read.
     """
     head = (tl.program_id(1) % C.HEADS).to(tl.int64)
     batch = (tl.program_id(1) // C.HEADS).to(tl.int64)
@@ -356,12 +355,12 @@ def _key_gradients(
                     first_row, r3, scale, scale_out, C,
                 )  # fmt: skip
         else:
-            sums += row
+            delta += row
             for phase in tl.static_range(3):
                 from_row, to_row = span(phase, r0, r1, r2, r3)
                 for first_row in range(from_row, to_row, C.ROWS):
                     dk_acc, dv_acc = _keys_step(
-                        k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, sums,
+                        k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta,
                         first_key, first_row, r3, scale, C, phase,
                     )  # fmt: skip
         batches = tl.num_programs(1) // C.HEADS
@@ -372,27 +371,27 @@ def _key_gradients(
 
 @kernel
 def band_keys_kernel(
-    q, k_win, v_win, k_cmp, v_cmp, do, lse2_win, sums_win, lse2_cmp, sums_cmp,
+    q, k_win, v_win, k_cmp, v_cmp, do, lse2_win, delta_win, lse2_cmp, delta_cmp,
     dk_win, dv_win, dk_cmp, dv_cmp, gates, dgates, dq, cu,
     seq_len, key_len, documents, split_len, cmp_tiles, cmp_programs, scale, scale_out,
     WIN: tl.constexpr, CMP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of compressed keys or of the window's; dq as `_key_gradients` says.
+    """dk and dv of one tile of compressed keys or of the window's; dq as in `_key_gradients`.
 
-    Programs of both branches run at the same time and share q and do in L2. The compressed ones,
-    which see the most queries, begin.
+    Programs of both branches run at the same time and share q and do in L2. Those of compressed
+    keys start first: they read the most queries.
     """
     i = tl.program_id(0)
     if i < cmp_programs:
         if k_cmp is not None:
             _key_gradients(
-                q, k_cmp, v_cmp, do, lse2_cmp, sums_cmp, dk_cmp, dv_cmp, gates, dgates, dq,
+                q, k_cmp, v_cmp, do, lse2_cmp, delta_cmp, dk_cmp, dv_cmp, gates, dgates, dq,
                 cu, i % cmp_tiles, i // cmp_tiles,
                 seq_len, key_len, documents, split_len, scale, scale_out, CMP,
             )  # fmt: skip
     elif k_win is not None:
         _key_gradients(
-            q, k_win, v_win, do, lse2_win, sums_win, dk_win, dv_win, None, None, None,
+            q, k_win, v_win, do, lse2_win, delta_win, dk_win, dv_win, None, None, None,
             cu, i - cmp_programs, 0,
             seq_len, seq_len, documents, seq_len, scale, scale_out, WIN,
         )  # fmt: skip

@@ -21,14 +21,14 @@ from nsa.ops.triton.configs import Config, choose_config
 from nsa.ops.triton.flash_window import flash_forward, is_faster
 from nsa.ops.triton.launch import cdiv, launch, padded_size
 
-# Few tiles of compressed keys see many queries each. Several programs share one, and their float32
-# parts are added up in a fixed order.
+# A document has few tiles of compressed keys, each seen by very many queries. So several programs
+# share a tile, and their float32 parts are added up in a fixed order.
 QUERIES_PER_SPLIT = 4096
 MAX_SPLITS = 8
 
 
 class Band(NamedTuple):
-    """Inputs of the op; `band` is [LEN, STRIDE, WINDOW], where WINDOW 0 is none."""
+    """Inputs of the op; `band` is [LEN, STRIDE, WINDOW] of band.py."""
 
     q: Tensor  # [B, T, Hq, Dk]
     k: Tensor  # [B, N, Hkv, Dk]
@@ -53,18 +53,18 @@ class Bands(NamedTuple):
 
     @classmethod
     def alone(cls, x: Band) -> Bands:
-        """One branch by itself."""
+        """One branch alone."""
         return cls("window", x, None) if x.band[2] else cls("compressed", None, x)
 
-    def either(self) -> Band:
-        """A branch that there is; both have the same queries, documents and scale."""
+    def present(self) -> Band:
+        """A branch that is not None; both have the same queries, documents and scale."""
         x = self.cmp if self.win is None else self.win
         assert x is not None
         return x
 
     def config(self, kernel: str) -> Config:
         """The tile sizes of a kernel."""
-        x = self.either()
+        x = self.present()
         sizes = padded_size(x.q.shape[3]), padded_size(x.v.shape[3])
         return choose_config(f"{self.name}_{kernel}", sizes, x.q, x.q.shape[1])
 
@@ -80,7 +80,7 @@ class Bands(NamedTuple):
 
         `cmp_tile`: rows and keys of the compressed branch's tiles, where they are not `config`'s.
         """
-        x, constants = self.either(), dict[str, Constants | None](WIN=None, CMP=None)
+        x, constants = self.present(), dict[str, Constants | None](WIN=None, CMP=None)
         arguments = dict.fromkeys(kernel.arg_names) | arguments
         for name, y, tile in (("win", self.win, None), ("cmp", self.cmp, cmp_tile)):
             if y is not None:
@@ -100,22 +100,22 @@ class Bands(NamedTuple):
         self._launch_rows(band_forward_kernel, outputs, self.config("forward"))
         return tuple(outputs.values())
 
-    def query_gradients(self, rows: dict[str, Tensor]) -> None:
-        """Write dq, and with gates what `_branch_rows` stores; `rows`: the arguments by query."""
-        self._launch_rows(band_queries_kernel, rows, self.config("queries"))
+    def query_gradients(self, per_query: dict[str, Tensor]) -> None:
+        """Write dq, and with gates what `_branch_rows` stores; `per_query`: its other arguments."""
+        self._launch_rows(band_queries_kernel, per_query, self.config("queries"))
 
     def _launch_rows(self, kernel: Any, arguments: dict[str, Tensor], config: Config) -> None:
-        x = self.either()
+        x = self.present()
         batch, seq_len, heads, _ = x.q.shape
         tiles = slots(seq_len * (heads // x.k.shape[2]), config.rows, x.cu_seqlens)
-        counted = {"rows": batch * seq_len * heads}
-        self.launch(kernel, (tiles, x.k.shape[2], batch), arguments | counted, config)
+        rows = {"rows": batch * seq_len * heads}
+        self.launch(kernel, (tiles, x.k.shape[2], batch), arguments | rows, config)
 
     def key_gradients(
-        self, rows: dict[str, Tensor], cmp_tile: tuple[int, int] | None = None
+        self, per_query: dict[str, Tensor], cmp_tile: tuple[int, int] | None = None
     ) -> list[Tensor]:
-        """dk, dv of the window, then of the compressed branch; `rows`: the arguments by query."""
-        x, config = self.either(), self.config("keys")
+        """dk, dv of the window, then of the compressed branch; `per_query`: arguments by query."""
+        x, config = self.present(), self.config("keys")
         seq_len, gradients = x.q.shape[1], dict[str, Tensor]()
         counts = {"split_len": seq_len, "cmp_tiles": 1, "cmp_programs": 0}
         window_tiles = 0
@@ -130,14 +130,14 @@ class Bands(NamedTuple):
             counts |= {"cmp_programs": tiles * splits}
             gradients |= _parts("cmp", self.cmp, splits)
         grid = counts["cmp_programs"] + window_tiles, x.k.shape[2] * x.q.shape[0]
-        self.launch(band_keys_kernel, grid, rows | gradients | counts, config, cmp_tile)
+        self.launch(band_keys_kernel, grid, per_query | gradients | counts, config, cmp_tile)
         return [y[0] if y.shape[0] == 1 else y.sum(0).to(x.k.dtype) for y in gradients.values()]
 
 
 def _parts(name: str, x: Band, splits: int) -> dict[str, Tensor]:
     """Uninitialised dk and dv of a branch, [splits, B, N, Hkv, ..]."""
-    # Packed documents may have fewer compressed keys than k has rows. No kernel writes to the rest,
-    # and no check counts them where cu_seqlens is on a device.
+    # k may have more rows than the documents have compressed keys: cu_seqlens on a device is not
+    # checked. No kernel writes the gradients of those rows.
     empty = torch.zeros if x.cu_seqlens is not None and not x.band[2] else torch.empty
     dtype = torch.float32 if splits > 1 else x.k.dtype
     return {
@@ -160,11 +160,11 @@ def band_backward(
     """The gradients of q, k and v; the same from run to run."""
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     do = do.contiguous()
-    sums, lse2 = backward_rows(do, o, lse, dlse)
-    Bands.alone(x).query_gradients({"do": do, "sums": sums, "lse2": lse2, "dq": dq})
+    delta, lse2 = backward_rows(do, o, lse, dlse)
+    Bands.alone(x).query_gradients({"do": do, "delta": delta, "lse2": lse2, "dq": dq})
     branch = "win" if x.band[2] else "cmp"
-    rows = {"do": do, f"sums_{branch}": sums, f"lse2_{branch}": lse2}
-    dk, dv = Bands.alone(x).key_gradients(rows)
+    per_query = {"do": do, f"delta_{branch}": delta, f"lse2_{branch}": lse2}
+    dk, dv = Bands.alone(x).key_gradients(per_query)
     return dq, dk, dv
 
 

@@ -34,12 +34,12 @@ kernel = partial(triton.jit, do_not_specialize=VARYING)
 class Constants(NamedTuple):
     """The compile-time constants of attention kernels, as one argument `C`.
 
-    A kernel compiles again for every difference, so launchers leave those that it does not read at
-    their defaults. Shapes of tiles need a constexpr of their own: `ROWS: tl.constexpr = C.ROWS`.
+    Each distinct value compiles a kernel again, so launchers keep the defaults of fields that it
+    does not read. Shapes of tiles need a constexpr of their own: `ROWS: tl.constexpr = C.ROWS`.
     """
 
     HEADS: int  # key/value heads
-    GROUP: int  # query heads of each
+    GROUP: int  # query heads per key/value head
     KEY: int  # size of a query or key
     VALUE: int
     KEY_P: int  # as `padded_size` returns
@@ -51,16 +51,16 @@ class Constants(NamedTuple):
     STRIDE: int = 1
     WINDOW: int = 0  # 0: none
     SELECT: int = 0  # positions of a selection block
-    COUNT: int = 0  # most compressed blocks that overlap one
-    TOP: int = 0  # blocks to select
-    INIT: int = 0  # of these always the first ones
-    LOCAL: int = 0  # and the last ones
+    COUNT: int = 0  # `NSASpec.max_overlaps`
+    TOP: int = 0  # `NSASpec.select_top`
+    INIT: int = 0  # `NSASpec.init_blocks`
+    LOCAL: int = 0  # `NSASpec.local_blocks`
     BLOCKS: int = 0  # selection blocks that a tile ranks
-    CHUNK: int = 0  # queries of a block's list that one program adds up
+    CHUNK: int = 0  # most queries of a block's list that one program sums over
 
     @property
     def padded(self) -> tuple[int, int]:
-        """The sizes that tiles are chosen by."""
+        """The head sizes that `choose_config` takes."""
         return self.KEY_P, self.VALUE_P
 
 
@@ -68,8 +68,9 @@ class Constants(NamedTuple):
 def locate(offsets, count, slot, MUL: tl.constexpr, TILE: tl.constexpr):
     """Find the run of ascending `offsets` that a slot is in: (run, begin, end, tile of the run).
 
-    Run i gets the slots from offsets[i] * MUL // TILE + i on: always enough for its tiles, so a
-    grid of total * MUL // TILE + count needs neither a table nor the host to wait for one.
+    An entry is MUL rows, a tile TILE rows. Run i gets the slots from offsets[i] * MUL // TILE + i
+    on, always enough for its tiles. So a grid of total * MUL // TILE + count programs suffices,
+    and the host need not read `offsets`.
     """
     run = -1
     for first in range(0, count, 64):
@@ -83,7 +84,7 @@ def locate(offsets, count, slot, MUL: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def document_tile(cu, documents, slot, seq_len, MUL: tl.constexpr, TILE: tl.constexpr):
-    """A slot's tile: (document, tile within it, the document's first position, its length)."""
+    """Find a slot's tile: (document, tile within it, the document's first position, its length)."""
     if cu is None:
         return 0, slot, 0, seq_len
     else:
@@ -127,9 +128,9 @@ def group_rows(first_row, C: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def load_rows(base, at, row_stride, SIZE: tl.constexpr, PADDED: tl.constexpr, mask):
-    """[rows, PADDED] from rows at `base + at * row_stride`; 0 outside of SIZE and `mask` (or None).
+    """Load [rows, PADDED] from `base + at * row_stride`; 0 outside of SIZE and of `mask`, if any.
 
-    No mask where none is needed: masks cost registers.
+    Loads have no mask where none is needed: masks cost registers.
     """
     d = tl.arange(0, PADDED)
     rows = base + (at * row_stride)[:, None] + d[None, :]
@@ -157,9 +158,9 @@ def store_rows(base, at, row_stride, x, SIZE: tl.constexpr, PADDED: tl.constexpr
 
 @triton.jit
 def load_pair(a, b, first, at, HEADS: tl.constexpr, C: tl.constexpr, mask):
-    """Rows of keys and values, [rows, KEY_P] and [rows, VALUE_P], or of queries and outputs.
+    """Load rows of keys and values, [rows, KEY_P] and [rows, VALUE_P], or of queries and outputs.
 
-    Rows `first + at * HEADS`: a position has HEADS rows.
+    The rows are `first + at * HEADS`: a position has HEADS rows.
     """
     return (
         load_rows(a + first * C.KEY, at, HEADS * C.KEY, C.KEY, C.KEY_P, mask),
@@ -169,7 +170,7 @@ def load_pair(a, b, first, at, HEADS: tl.constexpr, C: tl.constexpr, mask):
 
 @triton.jit
 def zero_pair(C: tl.constexpr):
-    """Zero accumulators of the gradients of keys and values: [KEYS, KEY_P] and [KEYS, VALUE_P]."""
+    """Zeros for the gradients of keys and values: [KEYS, KEY_P] and [KEYS, VALUE_P]."""
     KEYS: tl.constexpr = C.KEYS
     KEY_P: tl.constexpr = C.KEY_P
     VALUE_P: tl.constexpr = C.VALUE_P
@@ -192,14 +193,14 @@ def gated_rows(o, at, gate, mask, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc=None):
-    """a·b (+ acc). float32 takes tensor cores three passes, which loses next to nothing."""
+    """a·b (+ acc). float32 takes three TF32 passes, which are nearly as precise as float32."""
     PRECISION: tl.constexpr = "tf32x3" if a.dtype == tl.float32 else "tf32"
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def span(PHASE: tl.constexpr, low, a, b, high):
-    """The bounds of a loop's phase: 0 masked, below a; 1 unmasked, a to b; 2 masked, from b on."""
+    """Bounds of a loop's phase: low to a, masked; a to b, unmasked; b to high, masked."""
     if PHASE == 0:
         return low, tl.minimum(a, high)
     elif PHASE == 1:
@@ -219,15 +220,15 @@ def start_softmax(ROWS: tl.constexpr, VALUE_P: tl.constexpr):
 def softmax_step(s, v, m, total, acc, scale):
     """Add scores [ROWS, KEYS] (-inf where hidden) and values to a running softmax.
 
-    Scores come as the product left them: `scale`, which is above 0 and leads to base 2, and the
-    maximum are one multiply-add on the way to the exponential.
+    Scores are not scaled yet: `scale` (above 0, log2(e) included) and the maximum are applied in
+    one multiply-add before exp2.
     """
     m_new = tl.maximum(m, tl.max(s, 1))
     # A row that saw nothing yet stays at -inf, and -inf - -inf must not become NaN.
     top = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * scale - (top * scale)[:, None])
-    # Exactly 1 where the maximum stays. As one multiply-add this would be off by the rounding of
-    # top * scale, by the same at every tile.
+    # Exactly 1 where the maximum stays the same. A multiply-add, m * scale - top * scale, would be
+    # off by the rounding of top * scale, and by the same factor at every tile.
     old = tl.exp2((m - top) * scale)
     total = total * old + tl.sum(p, 1)
     acc = acc * old[:, None]
@@ -246,19 +247,19 @@ def finish_softmax(m, total, acc, scale):
 
 @triton.jit
 def probabilities(s, lse):
-    """Softmax from base-2 scores and the natural-log lse (broadcastable); 0 where lse is -inf."""
+    """Softmax of base-2 scores, given the natural-log lse (broadcastable); 0 where lse is -inf."""
     return tl.exp2(s - binary_lse(lse))
 
 
 @triton.jit
 def binary_lse(lse):
-    """A natural-log lse in base 2; +inf, which leaves no probability, where nothing was seen."""
+    """A natural-log lse in base 2; +inf where nothing was seen, so that p = 0 there."""
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
 
 @triton.jit
 def add_query_gradient(s, k, v, do, lse2, delta, dq, scale):
-    """Add the gradient from one tile of keys to dq [ROWS, KEY_P], from its scores [ROWS, KEYS]."""
+    """Add the gradient from one tile of keys to dq [ROWS, KEY_P]; scores s [ROWS, KEYS]."""
     p = tl.exp2(s * scale - lse2[:, None])
     dp = dot(do, tl.trans(v))
     ds = p * (dp - delta[:, None])
@@ -267,7 +268,7 @@ def add_query_gradient(s, k, v, do, lse2, delta, dq, scale):
 
 @triton.jit
 def add_key_gradients(s, v, q, do, lse2, delta, dk, dv, scale):
-    """Add one tile of rows' gradients to dk and dv [KEYS, ..], from its scores [KEYS, ROWS]."""
+    """Add the gradients from one tile of rows to dk and dv [KEYS, ..]; scores s [KEYS, ROWS]."""
     p = tl.exp2(s * scale - lse2[None, :])
     dv = dot(p.to(do.dtype), do, dv)
     dp = dot(v, tl.trans(do))
@@ -303,9 +304,9 @@ def _backward_rows_kernel(
 def backward_rows(
     do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What backward kernels read of each row, computed once: Σ do·o less dlse, and lse in base 2.
+    """Return (delta, lse2), float32 [B, T, Hq], for backward kernels: Σ do·o - dlse; lse in base 2.
 
-    Both float32 [B, T, H], without float32 copies of do and o.
+    In one kernel: PyTorch would make float32 copies of do and o.
     """
     do, o = do.contiguous(), o.contiguous()
     delta, lse2 = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(2))
@@ -325,7 +326,7 @@ def backward_rows(
 
 
 def constants_of(q: Tensor, k: Tensor, v: Tensor, **fields: int) -> Constants:
-    """The heads and sizes of these tensors, [B, T or N, heads, size], and other fields."""
+    """Constants with the heads and sizes of these [B, T or N, heads, size], and other fields."""
     return _constants(q.shape[2], k.shape[2], q.shape[3], v.shape[3], **fields)
 
 
@@ -345,7 +346,7 @@ def pattern(spec: NSASpec) -> dict[str, int]:
 
 
 def document_arguments(seq_len: int, cu_seqlens: Tensor | None) -> dict[str, Any]:
-    """The sequence length, and document offsets as int32; None and 1 where nothing is packed."""
+    """Arguments for `document_tile`: the length, int32 document offsets or None, their number."""
     if cu_seqlens is None:
         return {"seq_len": seq_len, "cu": None, "documents": 1}
     cu = cu_seqlens.to(torch.int32).contiguous()
@@ -353,7 +354,7 @@ def document_arguments(seq_len: int, cu_seqlens: Tensor | None) -> dict[str, Any
 
 
 def slots(total: int, tile: int, cu_seqlens: Tensor | None) -> int:
-    """The most programs that `locate` needs for `total` rows in tiles of `tile`."""
+    """Programs that `document_tile` needs for `total` rows in tiles of `tile`, an upper bound."""
     if cu_seqlens is None:
         return cdiv(total, tile)
     return total // tile + len(cu_seqlens) - 1

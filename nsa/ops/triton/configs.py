@@ -1,8 +1,8 @@
 """Tile sizes: at most four candidates for each kernel, and the choice that a launch takes.
 
 Nothing is tuned during a run. A launch takes the first candidate, or the one that
-`python -m nsa.bench tune` measured to be the fastest on this GPU and stored on disk. Where an
-operation has several implementations, the one to take is chosen in the same way, by name.
+`python -m nsa.bench tune` measured to be the fastest on this GPU and stored on disk. Between two
+implementations of an operation (flash_window.py) it chooses in the same way, by name.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Config(NamedTuple):
 Option = TypeVar("Option", Config, str)
 Choice = Callable[[str, list[Any]], Any]
 SHORT = 4096  # tokens; shorter and longer sequences are tuned separately
-# By the dtype's bytes: rows and keys of a tile that holds all compressed keys in the backward pass,
-# of heads up to this size. In bf16 these are the keys of 2,063 tokens.
+# Rows and keys, by the dtype's bytes, of a backward tile that holds all compressed keys: in bf16
+# those of up to 2,063 tokens.
 ONE_TILE = {2: (32, 128), 4: (16, 32)}
-ONE_TILE_HEAD = 64
-KEY_SPACES = 3  # in a tuning key; earlier versions' keys had no length and one space fewer
+ONE_TILE_HEAD = 64  # the largest head size that takes it
+KEY_SPACES = 3  # spaces in a tuning key; keys of earlier versions lacked the length and had two
 _override: Choice | None = None
 _chip: str | None = None
 
@@ -60,15 +60,15 @@ def choose_config(operation: str, sizes: tuple[int, int], like: Tensor, seq_len:
     chip = _chip or chip_of(like.device)
     if _override is not None:
         return _override(operation, candidates(operation, sizes, like.dtype, chip))
-    return _remembered(operation, sizes, like.dtype, seq_len <= SHORT, chip)
+    return _cached_config(operation, sizes, like.dtype, seq_len <= SHORT, chip)
 
 
 @lru_cache(maxsize=1024)
-def _remembered(
+def _cached_config(
     operation: str, sizes: tuple[int, int], dtype: torch.dtype, short: bool, chip: str
 ) -> Config:
     key = tuning_key(operation, sizes, dtype, 1 if short else SHORT + 1)
-    return _measured(key, candidates(operation, sizes, dtype, chip))
+    return _tuned_or_first(key, candidates(operation, sizes, dtype, chip))
 
 
 def choose(
@@ -77,22 +77,23 @@ def choose(
     """The option that was measured to be the fastest, or the first."""
     if _override is not None:
         return _override(operation, options)
-    return _measured(tuning_key(operation, sizes, dtype, seq_len), options)
+    return _tuned_or_first(tuning_key(operation, sizes, dtype, seq_len), options)
 
 
-def _measured(key: str, options: list[Option]) -> Option:
+def _tuned_or_first(key: str, options: list[Option]) -> Option:
     tuned = _tuned().get(key)
     return next((option for option in options if _as_json(option) == tuned), options[0])
 
 
 # By kind of kernel, then by the larger head size: (rows, keys, warps, stages), the likeliest first.
 # `forward`, `queries` and `keys` are shared by several branches; a row `window_forward` would
-# override `forward` for the window. 192 is for keys of up to 256 with values of up to 128, as in
-# the paper.
+# override `forward` for the window. `gathered` is the selected branch with small tiles, for long
+# sequences (selected_op.py), `gathered_decode` decoding. 192 is for keys of up to 256 with values
+# of up to 128, as in the paper.
 # All of them compile within the limits of sm_80, sm_90 and sm_100 (python -m nsa.bench aot --full).
-# The rows of `select` are queries alone, and its keys are selection blocks. A step over one block
-# has no more keys than the block.
-_NARROW: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # bf16, fp16
+# In `select` rows are queries and keys are selection blocks. A step over one block takes no more
+# keys than the block has.
+_HALF_PRECISION: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # bf16, fp16
     "forward": {
         64: [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 4, 3)],
         128: [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 3)],
@@ -132,7 +133,7 @@ _NARROW: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # bf16, fp16
         256: [(32, 32, 4, 2)],
     },
 }
-_WIDE: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in three passes
+_FLOAT32: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in three passes
     "forward": {
         64: [(64, 32, 8, 2), (32, 32, 4, 2)],
         128: [(16, 64, 8, 1), (16, 32, 4, 1)],
@@ -144,11 +145,11 @@ _WIDE: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in thr
     "select": {64: [(32, 32, 8, 2)], 128: [(16, 64, 8, 1)], 256: [(16, 32, 8, 1)]},
 }
 
-# The tile with all compressed keys spills with four warps.
-_NARROW["gated_keys"] = _NARROW["keys"] | {64: [(64, 128, 8, 3)]}
+# With four warps the tile of all compressed keys (ONE_TILE) spills.
+_HALF_PRECISION["gated_keys"] = _HALF_PRECISION["keys"] | {64: [(64, 128, 8, 3)]}
 
-# What a chip tries before these, by operation or kind of kernel and head size. Reasons and compiled
-# figures: docs/design/kernels.md. Chips ascend.
+# Candidates of a chip that come before these, by operation or kind of kernel, and head size.
+# Reasons and compiled figures: docs/design/kernels.md. Chips ascend.
 _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
     "sm_80": {
         ("window_forward", 64): [(128, 32, 4, 2), (128, 32, 4, 3)],
@@ -186,9 +187,9 @@ CHIPS = tuple(_BY_CHIP)
 def candidates(
     operation: str, sizes: tuple[int, int], dtype: torch.dtype, chip: str = "sm_80"
 ) -> list[Config]:
-    """At most four, the likeliest for this chip first."""
+    """Return at most four tile sizes, the likeliest for this chip first."""
     branch, _, kernel = operation.partition("_")
-    table, by_chip = (_WIDE, {}) if dtype.itemsize > 2 else (_NARROW, _BY_CHIP[chip])
+    table, by_chip = (_FLOAT32, {}) if dtype.itemsize > 2 else (_HALF_PRECISION, _BY_CHIP[chip])
     kind = next(name for name in (operation, branch, kernel) if name in table)
     size = 192 if max(sizes) > 128 >= sizes[1] > 0 else max(sizes)
     size = min(limit for limit in table[kind] if limit >= size)
@@ -197,7 +198,7 @@ def candidates(
 
 
 def one_tile(keys: int, head: int, itemsize: int) -> tuple[int, int] | None:
-    """(rows, keys) of a tile that holds this many compressed keys, or None."""
+    """(rows, keys) of a backward tile that holds all of `keys` compressed keys, or None."""
     rows, limit = ONE_TILE[itemsize]
     return (rows, limit) if keys <= limit and head <= ONE_TILE_HEAD else None
 
@@ -222,7 +223,7 @@ def nearest_chip(capability: int) -> str:
 
 @contextmanager
 def choosing_for(chip: str) -> Iterator[None]:
-    """Choose for a chip that this machine may not have, to compile for it."""
+    """Choose tile sizes for this chip, which the machine may lack, to compile for it."""
     global _chip
     before, _chip = _chip, nearest_chip(int(chip.removeprefix("sm_")))
     try:
@@ -239,7 +240,7 @@ def tuning_key(operation: str, sizes: tuple[int, int], dtype: torch.dtype, seq_l
 
 @contextmanager
 def override_choices(choice: Choice) -> Iterator[None]:
-    """Let `choice(operation, options)` decide for a while, for tuning and compile checks."""
+    """Let `choice(operation, options)` choose inside the block, for tuning and compile checks."""
     global _override
     before, _override = _override, choice
     try:
@@ -269,7 +270,7 @@ def save_tuned(choices: Mapping[str, Config | str]) -> Path:
 def forget_tuned() -> None:
     """Read the file again at the next launch."""
     _tuned.cache_clear()
-    _remembered.cache_clear()
+    _cached_config.cache_clear()
 
 
 def _as_json(option: Config | str) -> list[int | None] | str:

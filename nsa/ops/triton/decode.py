@@ -24,7 +24,7 @@ from nsa.spec import NSASpec
 
 PART = 128  # compressed keys, or positions of the window, that one program attends to
 BLOCKS = 64  # selection blocks that one program ranks
-ELEMENTS = 2048  # of the outputs that are joined at a time
+ELEMENTS = 2048  # elements of o that the last kernel joins at a time
 
 
 class DecodeInputs(NamedTuple):
@@ -49,7 +49,7 @@ class DecodeInputs(NamedTuple):
 
 
 def decode_forward(x: DecodeInputs) -> Tensor:
-    """Five launches, fewer where a branch is missing or there are no blocks to select among."""
+    """Run five kernels, fewer without a branch or with at most TOP blocks."""
     (batch, heads, _), spec, branches = x.q.shape, x.spec, x.branches.split("+")
     k, v = x.pair(branches[0])
     constants, config = _constants(x, k, v, branches)
@@ -107,9 +107,9 @@ def _constants(
 
 
 def _buffers(x: DecodeInputs, branches: Sequence[str]) -> dict[str, Any]:
-    """Keys, values and the strides of their sequences by the names that kernels have for them.
+    """Keys and values by the kernels' argument names, and the stride between sequences.
 
-    A cache may pass the first rows of larger buffers, so that sequences are apart.
+    The stride may exceed a sequence's size: a cache may pass the first rows of larger buffers.
     """
     arguments: dict[str, Any] = {}
     for branch in BRANCHES:
@@ -126,12 +126,12 @@ def _buffers(x: DecodeInputs, branches: Sequence[str]) -> dict[str, Any]:
 
 
 def _capacity(count: int) -> int:
-    """A multiple of 16 for rows that grow with the buffers: Triton compiles again for others."""
+    """Round up to a multiple of 16: Triton compiles again for sizes that are not."""
     return cdiv(count, 16) * 16
 
 
 def _fake(x: DecodeInputs) -> Tensor:
-    return x.q.new_empty(*x.q.shape[:2], x.pair(x.branches[:3])[1].shape[-1])
+    return x.q.new_empty(*x.q.shape[:2], x.pair(x.branches.split("+")[0])[1].shape[-1])
 
 
 triton_decode = register("nsa::triton_decode", DecodeInputs, decode_forward, fake=_fake)

@@ -1,14 +1,14 @@
 """Triton kernels of decoding: attention of one new token of each sequence over its cache.
 
-A token has G rows a key/value head and thousands of keys, so its keys are cut into parts, a program
-each, whatever branch they belong to: PART compressed keys, one selected block, PART positions of
-the window. Each part stores its own softmax, and a last kernel joins them under the gates.
+One token has G rows per key/value head but thousands of keys. So the keys of every branch are split
+into parts, a program each: PART compressed keys, one selected block, or PART positions of the
+window. Each part stores its own softmax, and a last kernel joins them and applies the gates.
 
     compressed parts -> scores -> importance -> rank -> selected blocks and window -> mix
 
-Lengths are read on the device and grids follow the buffers' capacity, so nothing waits for the host
-and a step can be captured as a CUDA graph. How keys are cut depends on neither batch nor capacity:
-a sequence's token is the same to the bit whatever is decoded beside it.
+Lengths are read on the device and grids follow the buffers' capacity, so the host does not wait for
+the device and a step can be captured as a CUDA graph. How keys are split depends on neither batch
+nor capacity: a token's result is bitwise the same in any batch.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from nsa.ops.triton.select import first_overlap, overlap
 
 @triton.jit
 def _attend(
-    q, k, v, o, lse, scores, place, row_o, row_scores, begin, end, ring, scale, rows,
+    q, k, v, o, lse, scores, out, out_stride, row_scores, begin, end, ring, scale, rows,
     C: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of `rows` query heads over the keys from `begin` to `end`, stored at `place`.
+    """Store o and lse of `rows` query heads over the keys from `begin` to `end`, from row `out` on.
 
-    Position p is in row p, or p % `ring` where RING. Scores are stored where there is a buffer for
-    them; without values only lse is.
+    Position p is in row p, or with RING in row p % `ring`. Scores are stored if there is a buffer
+    for them; without values only lse is stored.
     """
     h = tl.arange(0, C.ROWS)
     valid = h < rows
@@ -58,10 +58,10 @@ def _attend(
             m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
         else:
             m, total = _sum_step(s, m, total, scale)
-    out, logsum = finish_softmax(m, total, acc, scale)
-    at = place + h * row_o
+    o_tile, logsum = finish_softmax(m, total, acc, scale)
+    at = out + h * out_stride
     if v is not None:
-        store_rows(o, at, C.VALUE, out, C.VALUE, C.VALUE_P, valid)
+        store_rows(o, at, C.VALUE, o_tile, C.VALUE, C.VALUE_P, valid)
     tl.store(lse + at, logsum, mask=valid)
 
 
@@ -92,7 +92,7 @@ def decode_compressed_kernel(
     q, k_cmp, v_cmp, lengths, o, lse, scores, k_cmp_b, v_cmp_b, parts, row_scores, scale,
     C: tl.constexpr, PART: tl.constexpr, FIRST_PART: tl.constexpr,
 ):  # fmt: skip
-    """A part of the compressed keys; scores for selection, o only where the branch is mixed in."""
+    """Attend to a part of the compressed keys; stores scores for selection, o if mixed in."""
     part = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     head, row, rows = _program_rows(batch, C)
@@ -111,7 +111,7 @@ def decode_compressed_kernel(
 
 @triton.jit
 def _logsum(lse, first, stop, row, valid, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """The lse of a softmax whose parts from `first` to `stop` are in rows of `lse`: [ROWS]."""
+    """Join the parts from `first` to `stop` of each row of `lse`: [ROWS]."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for begin in range(first, stop, TILE):
@@ -130,7 +130,7 @@ def decode_importance_kernel(
 ):  # fmt: skip
     """The importance of blocks, as in select.py; +inf for those that are always selected.
 
-    Nothing is stored where there are no more than TOP blocks.
+    Stores nothing if there are at most TOP blocks: all are selected.
     """
     BLOCKS: tl.constexpr = C.BLOCKS
     head = tl.program_id(1).to(tl.int64)
@@ -155,7 +155,7 @@ def decode_importance_kernel(
             s = tl.load(scores + at, mask=inside, other=float("-inf"))  # [GROUP_P, C.BLOCKS]
             weight = overlap(i, j, C)
             total += tl.sum(probabilities(s, row_lse[:, None]), 0) * weight
-        # A NaN has no rank and would leave entries unwritten; the output is NaN anyway.
+        # A NaN has no rank and would leave `index` partly unwritten; the output is NaN anyway.
         total = tl.where(total >= 0.0, total, 0.0)
         total = tl.where((j < C.INIT) | (j >= candidates - C.LOCAL), float("inf"), total)
         tl.store(importance + group * blocks + j, total, mask=j < candidates)
@@ -163,9 +163,9 @@ def decode_importance_kernel(
 
 @triton.jit
 def decode_rank_kernel(importance, lengths, index, blocks, C: tl.constexpr):
-    """Each block's rank among all; the first TOP are selected, of equals the lower.
+    """Select the TOP blocks of highest importance, ties to the lower index.
 
-    A block counts those before it: no sorting, no rounds, and programs are independent.
+    A block's rank is the number of blocks before it: no sorting, and programs are independent.
     """
     BLOCKS: tl.constexpr = C.BLOCKS
     group = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -189,13 +189,13 @@ def decode_parts_kernel(
     k_sel_b, v_sel_b, k_win_b, v_win_b, parts, ring, scale,
     C: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """A selected block, or a part of the window; TOP or WINDOW is 0 without that branch."""
+    """Attend to a selected block, or a part of the window; TOP or WINDOW is 0 if unused."""
     part = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     head, row, rows = _program_rows(batch, C)
     length = tl.load(lengths + batch).to(tl.int32)
     q += row * C.KEY
-    place = row * parts + part
+    out = row * parts + part
     if C.TOP > 0:
         candidates = tl.cdiv(length, C.SELECT)
         if part < tl.minimum(candidates, C.TOP):
@@ -204,7 +204,7 @@ def decode_parts_kernel(
                 j = tl.load(index + row // C.GROUP * C.TOP + part)
             _attend(
                 q, k_sel + batch * k_sel_b + head * C.KEY,
-                v_sel + batch * v_sel_b + head * C.VALUE, o, lse, None, place, parts, 0,
+                v_sel + batch * v_sel_b + head * C.VALUE, o, lse, None, out, parts, 0,
                 j * C.SELECT, tl.minimum(length, (j + 1) * C.SELECT), 1, scale, rows, C, False,
             )  # fmt: skip
     if C.WINDOW > 0:
@@ -212,7 +212,7 @@ def decode_parts_kernel(
         if (part >= C.TOP) & (begin < length):
             _attend(
                 q, k_win + batch * k_win_b + head * C.KEY,
-                v_win + batch * v_win_b + head * C.VALUE, o, lse, None, place, parts, 0,
+                v_win + batch * v_win_b + head * C.VALUE, o, lse, None, out, parts, 0,
                 begin, tl.minimum(length, begin + PART), ring, scale, rows, C, True,
             )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Add the gradients of embedded tokens to the gradient of the head's weight, in place.
 
-Tokens are sorted, so that the positions of one token are a run. The program of a run's first
-position adds up the run in float32 and rounds once; the others do nothing. Without atomics, so the
-result is the same in every run.
+Tokens are sorted, so that equal tokens are adjacent. The program of a token's first position sums
+all of its rows in float32 and rounds once; the other programs do nothing. No atomics: gradients are
+the same from run to run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def add_token_gradients_kernel(
     d_weight, d_x, tokens, order, rows,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """`tokens` ascend, and `order` has the row of d_x of each."""
+    """`tokens` ascend; `order` holds each one's row in d_x."""
     first = tl.program_id(0)
     token = tl.load(tokens + first)
     if (first == 0) | (tl.load(tokens + tl.maximum(first - 1, 0)) != token):

@@ -1,7 +1,7 @@
 """The window branch's forward pass by flash-attn, where tuning measured it to be the faster one.
 
-Forward only. The backward pass of the gated op enters the gates into the kernels' lse, and
-flash-attn computes its row sums itself; so the kernels here go backward, from flash-attn's lse.
+The backward pass stays with band.py's kernels, which read flash-attn's lse. They take gates through
+lse and delta (gated.py), and flash-attn's backward pass would compute its own delta.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def _installed() -> bool:
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse) as `band_forward` returns them.
+    """Return (o, lse) as `band_forward` does.
 
-    flash-attn counts the keys on either side of the query's own, without it.
+    flash-attn's `window_size` counts the keys to the left and right of the query, without its own.
     """
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
@@ -58,7 +58,7 @@ def flash_forward(
     if cu_seqlens is None:
         o, lse, _ = flash_attn_func(q, k, v, **options)
         return o.contiguous(), lse.transpose(1, 2).contiguous()
-    # No document is longer than all of them. Its true length would make the host wait.
+    # An upper bound of the longest document; the exact length would be a host sync.
     cu, longest = cu_seqlens.int(), q.shape[1]
     o, lse, _ = flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, longest, longest, **options)
     return o[None].contiguous(), lse.t()[None].contiguous()

@@ -3,12 +3,12 @@
 Forward: one kernel computes the compressed branch and the window, which read the same queries; the
 selected branch's kernel also adds up the gated branches.
 
-Backward: no branch's gradient g · do is stored. With p a branch's softmax, g its gate and the row
-sums e = Σ do · o, which are also the gate's gradient, the branch's scores get the gradient
-(g·p) · (dp - e) and its values (g·p) · do. Since g·p = exp(s - (lse - ln g)), the kernels that a
-branch has without gates compute this, given lse - ln g as lse and e as the row sums. One kernel
-computes lse - ln g and e of all branches, and dq of the compressed branch and the window; so
-queries and do are read once and dq is written once.
+Backward: no branch's gradient g · do is stored. With a branch's softmax p, gate g and row sums
+delta = Σ do · o, which are also the gate's gradient, its scores get the gradient (g·p) · (dp -
+delta) and its values (g·p) · do. Since g·p = exp(s - (lse - ln g)), the same kernels as without
+gates compute this, given lse - ln g instead of lse. One kernel computes lse - ln g and delta of all
+branches, and dq of the compressed branch and the window; so queries and do are read once and dq is
+written once.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def gated_forward(x: Gated) -> tuple[Tensor, ...]:
         o_win, lse_win, o_cmp, lse_cmp = Bands("gated", win, cmp).forward()
     index = select_forward(x.selection(lse_cmp))
     o = torch.empty_like(o_cmp)
-    rows = {"o_cmp": o_cmp, "o_win": o_win, "gates": x.gates.contiguous(), "gated_sum": o}
-    o_sel, lse_sel = selected_forward(x.selected(index), rows)
+    gated = {"o_cmp": o_cmp, "o_win": o_win, "gates": x.gates.contiguous(), "gated_sum": o}
+    o_sel, lse_sel = selected_forward(x.selected(index), gated)
     o_cmp = o_cmp.new_empty(0) if x.one_tile() else o_cmp
     return o, index, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win
 
@@ -92,21 +92,22 @@ def gated_backward(do: Tensor, x: Gated, index: Tensor, *saved: Tensor) -> tuple
     do, gates, tile = do.contiguous(), x.gates.contiguous(), x.one_tile()
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     dgates = torch.empty_like(gates)
-    # Σ do·o, and (lse - ln gate) / ln 2, by branch.
-    sums, lse2 = (do.new_empty(3, *x.q.shape[:3], dtype=torch.float32) for _ in range(2))
+    # [3, B, T, Hq], by branch: Σ do·o, and (lse - ln gate) / ln 2.
+    delta, lse2 = (do.new_empty(3, *x.q.shape[:3], dtype=torch.float32) for _ in range(2))
     names = "o_cmp", "lse_cmp", "o_sel", "lse_sel", "o_win", "lse_win"
-    rows = dict(zip(names, saved, strict=True)) | {"do": do, "gates": gates, "dgates": dgates}
-    # The selected branch adds its part of dq later, as the compressed one does if it has one tile.
+    per_query = dict(zip(names, saved, strict=True)) | {"delta": delta, "lse2": lse2, "dq": dq}
+    per_query |= {"do": do, "gates": gates, "dgates": dgates}
+    # The selected branch adds to dq later, and so does the compressed branch if it has one tile.
     first = Bands("gated", x.window(), None if tile else x.compressed())
-    first.query_gradients(rows | {"sums": sums, "lse2": lse2, "dq": dq})
-    rows = {"do": do, "lse2_win": lse2[2], "sums_win": sums[2]}
+    first.query_gradients(per_query)
+    per_query = {"do": do, "lse2_win": lse2[2], "delta_win": delta[2]}
     if tile:
-        rows |= {"lse2_cmp": saved[1].contiguous(), "gates": gates, "dgates": dgates, "dq": dq}
+        per_query |= {"lse2_cmp": saved[1].contiguous(), "gates": gates, "dgates": dgates, "dq": dq}
     else:
-        rows |= {"lse2_cmp": lse2[0], "sums_cmp": sums[0]}
+        per_query |= {"lse2_cmp": lse2[0], "delta_cmp": delta[0]}
     both = Bands("gated", x.window(), x.compressed())
-    dk_win, dv_win, dk_cmp, dv_cmp = both.key_gradients(rows, tile)
-    dk_sel, dv_sel = selected_gradients(do, x.selected(index), lse2[1], sums[1], dq, add=True)
+    dk_win, dv_win, dk_cmp, dv_cmp = both.key_gradients(per_query, tile)
+    dk_sel, dv_sel = selected_gradients(do, x.selected(index), lse2[1], delta[1], dq, add=True)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 

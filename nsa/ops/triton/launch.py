@@ -32,11 +32,11 @@ class Launch:
 _recorded: list[Launch] | None = None
 _dry = False
 _compiled: dict[tuple[Any, ...], Any] = {}
-# By kernel: what puts its values in order, and how many come before its constants.
+# Of a kernel: a getter of its values in order, and how many of them are not constants.
 Signature = tuple[Callable[[dict[str, Any]], tuple[Any, ...]], int]
 _signatures: dict[Any, Signature] = {}
 SCALARS = {int, float, bool, type(None)}  # `isinstance(x, Tensor)` takes several times as long
-MAX_COMPILED = 4096  # keys; integers that differ from batch to batch are part of them
+MAX_COMPILED = 4096  # entries; keys contain integers that differ from batch to batch
 
 
 def launch(
@@ -46,7 +46,7 @@ def launch(
     constants: dict[str, Any],
     config: Config,
 ) -> None:
-    """Run `kernel` over `grid` with what its signature names; an empty grid runs nothing."""
+    """Run `kernel` over `grid` with the values that its signature names; skip an empty grid."""
     if _recorded is not None:
         named, fixed = (
             {name: x for name, x in given.items() if name in kernel.arg_names}
@@ -75,8 +75,8 @@ def _read_signature(kernel: Any) -> Signature:
 def _run(kernel: Any, grid: Sequence[int], values: tuple, runtime: int, config: Config) -> None:
     """Run the binary cached for these values; on a miss, Triton finds or compiles it.
 
-    Finding it takes Triton 10 us, more than the rest of a launch. The key here is finer than its
-    own, in which an integer is only 1, a multiple of 16, or neither.
+    Triton's own look-up takes 10 us, more than the rest of a launch. The key here is finer than
+    Triton's, which only distinguishes integers that are 1, a multiple of 16, or neither.
     """
     traits = [
         x if type(x) in SCALARS else (x.dtype, 0) if x.data_ptr() % 16 else x.dtype
@@ -107,12 +107,12 @@ def recording(dry: bool = True) -> Iterator[list[Launch]]:
 
 
 def cdiv(total: int, size: int) -> int:
-    """As `triton.cdiv`, whose calls from the host cost 1 us: it also runs in kernels."""
+    """`triton.cdiv`, which takes 1 us when called from the host."""
     return -(-total // size)
 
 
 def next_power_of_2(n: int) -> int:
-    """As `triton.next_power_of_2`, for the same reason."""
+    """`triton.next_power_of_2`, written here for the same reason."""
     return 1 << (n - 1).bit_length()
 
 

@@ -18,8 +18,8 @@ from nsa.ops.triton.common import kernel, load_rows, store_rows
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 
-ELEMENTS = 2048  # of rows that a program holds at a time: 16 per thread of four warps
-ROWS_PER_PART = 32  # that one program of the backward kernel adds up
+ELEMENTS = 2048  # that a program holds at a time: 16 per thread of four warps
+ROWS_PER_PART = 32  # rows that one program of the backward kernel sums over
 PARTS = Config(32, 32, 4, 1)  # rows and columns of partial sums that are added at a time
 
 
@@ -213,16 +213,16 @@ triton_add_rms_norm = register(
 
 
 def rms_norm_of(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x, its norm times weight); one kernel adds up both outputs' gradients, as for `AddNorm`."""
+    """(x, its norm times weight); `add_rms_norm`'s backward kernel sums both outputs' gradients."""
     if torch.compiler.is_compiling():  # the compiler fuses the sum of two gradients
         return x, triton_rms_norm(x, weight, eps)
     return _NormOf.apply(x, weight, eps)
 
 
 class _NormOf(torch.autograd.Function):
-    """Not a custom op, which cannot return its input.
+    """x is returned too, so that autograd need not add its two gradients in another kernel.
 
-    Without it autograd would add x's two gradients in a separate kernel.
+    A custom op cannot return its input.
     """
 
     @staticmethod
@@ -239,6 +239,6 @@ class _NormOf(torch.autograd.Function):
         if d_normed is None:
             return d_x, None, None
         x, weight = ctx.saved_tensors
-        like = x.new_empty(()).expand(x.shape)  # in place of x and delta, which are not read
+        like = x.new_empty(()).expand(x.shape)  # for x and delta, of which only shapes are read
         arguments = d_x, d_normed, like, like, weight, ctx.eps, x
         return *torch.ops.nsa.triton_add_rms_norm_backward(*arguments), None

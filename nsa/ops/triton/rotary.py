@@ -97,7 +97,7 @@ def rotary_kernel(
     HALF: tl.constexpr, VALUE: tl.constexpr, GATES: tl.constexpr, HALF_P: tl.constexpr,
     VALUE_P: tl.constexpr, REST_P: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """All outputs by token; k_raw and v_raw are the first copy without RoPE."""
+    """All outputs by token; k_raw and v_raw are the pre-RoPE first copy."""
     t, row, valid = _tile(seq_len, TOKENS)
     c, s = _tables(cos, sin, t, valid, HALF, HALF_P)
     packed += row * WIDTH  # [TOKENS]
@@ -125,7 +125,7 @@ def pool_kernel(
     WIDTH: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, VALUE: tl.constexpr,
     HALF_P: tl.constexpr, VALUE_P: tl.constexpr, LEN: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The means of one block's rotated keys and of its values; both are columns of `packed`."""
+    """The means of one block's rotated keys and of its values, both columns of the projection."""
     block, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     out = batch * key_len + block
     k_cmp += out * (KV_HEADS * 2 * HALF)
@@ -152,12 +152,12 @@ def pool_kernel(
 
 
 @triton.jit
-def _pooled(
+def _unpool(
     gradient, token_blocks, t, batch, column, key_len, valid,
     STRIDE: tl.constexpr, LEN: tl.constexpr, COVER: tl.constexpr,
     SIZE: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """A token's part in the means of the blocks that cover it, [TOKENS, PADDED]."""
+    """The tokens' gradient from the means of the blocks that cover them, [TOKENS, PADDED]."""
     total = tl.zeros([TOKENS, PADDED], tl.float32)
     for c in range(COVER):
         block = tl.load(token_blocks + t.to(tl.int64) * COVER + c, mask=valid, other=-1)
@@ -176,8 +176,8 @@ def _copy_gradients(
 ):  # fmt: skip
     """One copy's columns of the gradient.
 
-    Each source may be absent: by token (dk, dv), without RoPE (dk_raw, dv_raw), by block (LEN 0).
-    The sum is float32, and its rotation back is the only one.
+    Each source may be absent: by token (dk, dv None), pre-RoPE (dk_raw, dv_raw None), by block (LEN
+    0). Keys' gradients are summed in float32 and rotated back once.
     """
     KEYS: tl.constexpr = KV_HEADS * 2 * HALF
     VALUES: tl.constexpr = KV_HEADS * VALUE
@@ -192,11 +192,11 @@ def _copy_gradients(
             b += _load(dk + row * KEYS, at + HALF, valid, HALF, HALF_P)
             value += _load(dv + row * VALUES, h * VALUE, valid, VALUE, VALUE_P)
         if LEN > 0:
-            a += _pooled(dk_cmp, token_blocks, t, batch, at, key_len, valid, KEYS, LEN, COVER,
+            a += _unpool(dk_cmp, token_blocks, t, batch, at, key_len, valid, KEYS, LEN, COVER,
                          HALF, HALF_P, TOKENS)  # fmt: skip
-            b += _pooled(dk_cmp, token_blocks, t, batch, at + HALF, key_len, valid, KEYS, LEN,
+            b += _unpool(dk_cmp, token_blocks, t, batch, at + HALF, key_len, valid, KEYS, LEN,
                          COVER, HALF, HALF_P, TOKENS)  # fmt: skip
-            value += _pooled(dv_cmp, token_blocks, t, batch, h * VALUE, key_len, valid, VALUES,
+            value += _unpool(dv_cmp, token_blocks, t, batch, h * VALUE, key_len, valid, VALUES,
                              LEN, COVER, VALUE, VALUE_P, TOKENS)  # fmt: skip
         low, high = a * cos + b * sin, b * cos - a * sin
         if dk_raw is not None:
@@ -217,7 +217,7 @@ def rotary_backward_kernel(
     VALUE_P: tl.constexpr, REST_P: tl.constexpr, LEN: tl.constexpr, COVER: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the projection, here `packed`: every column once, padding too."""
+    """Write the projection's gradient to `packed`: every column once, padding too."""
     t, row, valid = _tile(seq_len, TOKENS)
     batch = tl.program_id(1).to(tl.int64)
     c, s = _tables(cos, sin, t, valid, HALF, HALF_P)

@@ -1,9 +1,9 @@
 """Block selection in one Triton kernel: importance and top-n; only the selected indices are stored.
 
-Selection block j gathers the compressed blocks that overlap it. There are at most COUNT of them,
-and number c of block j is low(j) + c. So for each c one tile of keys, a row for each j of a tile,
-gives that overlap's softmax for all j at once: heads and overlaps add up in registers, whatever
-the sizes. Each tile of importance is merged into a running top-n.
+Selection block j overlaps at most COUNT compressed blocks, first_overlap(j) + c for c < COUNT. So
+for each c, one tile of keys with a row per j gives the c-th overlap's probabilities for all j at
+once: heads and overlaps add up in registers, whatever the sizes. Each tile of importance is merged
+into a running top-n.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def overlap(i, j, C: tl.constexpr):
 def _importance(q, k, lse, t, j, valid, scale, C: tl.constexpr, MASKED: tl.constexpr):
     """Σ over heads and overlapping visible blocks i of p[i] · overlap(i, j): [QUERIES, BLOCKS].
 
-    Not divided by the stride: a common factor ranks nothing. Summed in the order of i, so
-    that two blocks with the same overlaps get bitwise equal importance.
+    Not divided by the stride: a common factor does not change the ranking. Summed in the order of
+    i, so that two blocks with the same overlaps get bitwise equal importance.
     """
     QUERIES: tl.constexpr = C.QUERIES
     BLOCKS: tl.constexpr = C.BLOCKS
@@ -69,7 +69,7 @@ def _importance(q, k, lse, t, j, valid, scale, C: tl.constexpr, MASKED: tl.const
         inside = ((i >= 0) & (i < high)) if MASKED else None
         # [BLOCKS, KEY_P]
         k_tile = load_rows(k, i.to(tl.int64), C.HEADS * C.KEY, C.KEY, C.KEY_P, inside)
-        if C.SELECT % C.STRIDE == 0:  # then number c of every block overlaps it alike
+        if C.SELECT % C.STRIDE == 0:  # then the c-th overlap is the same for every j
             weight = overlap(first_overlap(0, C) + c, 0, C)
         else:
             weight = overlap(i, j, C)[None, :]
@@ -86,9 +86,9 @@ def _importance(q, k, lse, t, j, valid, scale, C: tl.constexpr, MASKED: tl.const
 
 @triton.jit
 def _keep_best(score, j, best, index):
-    """Merge a tile of scores into the running best of each row; of equals the lower index stays.
+    """Merge a tile of scores into the running top-n of each row: (scores, indices), unsorted.
 
-    Tiles come in the order of j, so an equal score later never replaces one that is there.
+    Tiles come in ascending j and an equal score never replaces one, so ties go to the lower index.
     """
     least = tl.min(best, 1)
     top = tl.max(score, 1)
@@ -110,7 +110,7 @@ def select_kernel(
     q, k, lse, out, cu, q_len, seq_len, key_len, documents, scale,
     C: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of one tile of queries; `q` may hold the last positions alone."""
+    """Select the blocks of one tile of queries; `q` may hold only a document's last positions."""
     QUERIES: tl.constexpr = C.QUERIES
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -128,20 +128,20 @@ def select_kernel(
         lse += token * C.GROUP
         k += (first_key * C.HEADS + head) * C.KEY
 
-        place = tl.arange(0, TOP_P)[None, :]
+        entry = tl.arange(0, TOP_P)[None, :]
         last = tl.max(own, 0)
-        # All candidates, which is right where there are no more than TOP.
-        index = tl.where(place <= own[:, None], place, NONE)
+        # Select all candidates, where there are no more than TOP.
+        index = tl.where(entry <= own[:, None], entry, NONE)
         if last >= C.TOP:
-            best = tl.where(place < C.TOP, -1.0, float("inf")) + tl.zeros([QUERIES, 1], tl.float32)
-            index = tl.where(place < C.TOP, NONE + place, NONE) + tl.zeros([QUERIES, 1], tl.int32)
-            # From `inner` on no compressed block begins before the document, and up to `every` all
-            # queries see every compressed block that is read (one more than overlaps, at the most).
-            inner = tl.cdiv(tl.cdiv(C.LEN - C.STRIDE, C.SELECT), C.BLOCKS) * C.BLOCKS
-            every = tl.maximum(tl.min(visible(t, C), 0) - 1, 0) * C.STRIDE // C.SELECT
-            every = tl.maximum(every // C.BLOCKS * C.BLOCKS, inner)
+            best = tl.where(entry < C.TOP, -1.0, float("inf")) + tl.zeros([QUERIES, 1], tl.float32)
+            index = tl.where(entry < C.TOP, NONE + entry, NONE) + tl.zeros([QUERIES, 1], tl.int32)
+            # Blocks from `low` to `high` need no mask: the compressed blocks read for them (at most
+            # one more than overlap) begin inside the document, and all queries see them.
+            low = tl.cdiv(tl.cdiv(C.LEN - C.STRIDE, C.SELECT), C.BLOCKS) * C.BLOCKS
+            high = tl.maximum(tl.min(visible(t, C), 0) - 1, 0) * C.STRIDE // C.SELECT
+            high = tl.maximum(high // C.BLOCKS * C.BLOCKS, low)
             for phase in tl.static_range(3):
-                begin, stop = span(phase, 0, inner, every, last + 1)
+                begin, stop = span(phase, 0, low, high, last + 1)
                 for first in range(begin, stop, C.BLOCKS):
                     j = first + tl.arange(0, C.BLOCKS)
                     score = _importance(q, k, lse, t, j, valid, scale, C, phase != 1)
@@ -149,18 +149,18 @@ def select_kernel(
                     score = tl.where(always, float("inf"), score)
                     score = tl.where(j[None, :] <= own[:, None], score, -2.0)
                     best, index = _keep_best(score, j, best, index)
-            index = tl.where(place < C.TOP, index, NONE)
+            index = tl.where(entry < C.TOP, index, NONE)
             if TOP_P > 1:
                 index = tl.sort(index, 1)
         tl.store(
-            out + token * C.TOP + (row * (C.HEADS * C.TOP))[:, None] + place,
+            out + token * C.TOP + (row * (C.HEADS * C.TOP))[:, None] + entry,
             tl.where(index < NONE, index, -1),
-            mask=valid[:, None] & (place < C.TOP),
+            mask=valid[:, None] & (entry < C.TOP),
         )
 
 
 def select_forward(x: SelectionInputs) -> Tensor:
-    """The blocks that each query attends to: int32 [B, T, Hkv, n]."""
+    """The blocks that each query selects: int32 [B, T, Hkv, n]."""
     (batch, queries, heads, size), groups, spec = x.q.shape, x.k_cmp.shape[2], x.spec
     out = x.empty_index()
     config = choose_config("select", (padded_size(size), 0), x.q, x.seq_len)

@@ -1,8 +1,8 @@
 """Triton kernels of attention over selected blocks: forward, and the gradient of queries.
 
-A tile of neighbouring queries walks the union of their blocks, and a bit for each query says
-whether a block is its own. With one query a tile this is plain gathering; with many, where most
-blocks are selected by some query anyway, it is dense attention that skips the rest.
+A tile of neighbouring queries loops over the union of their blocks; a bit per query and block says
+whether the query selected it. With few queries per tile this is gathering; with many, which
+together select most blocks, it is dense attention that skips the rest.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _query_tile(cu, documents, seq_len, C: tl.constexpr):
     """A program's tile of queries, those with the longest lists first.
 
     Returns its slot, its first position and its document's length; the document's first position
-    over all batches; the tile's first row in memory; and of each row the query in the tile, the
-    offset in memory and whether it exists.
+    over all batches; the tile's first row in memory; and for each row: its query in the tile, its
+    offset from the first row, and whether it exists.
     """
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -49,17 +49,17 @@ def _query_tile(cu, documents, seq_len, C: tl.constexpr):
 @triton.jit
 def _block_list(counts, slot, list_len, C: tl.constexpr):
     """Where a tile's list of blocks begins, and its steps of at most KEYS keys."""
-    place = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + slot
-    place = place * tl.num_programs(1) + tl.program_id(1)
-    return place * list_len, tl.load(counts + place) * ((C.SELECT + C.KEYS - 1) // C.KEYS)
+    list_id = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + slot
+    list_id = list_id * tl.num_programs(1) + tl.program_id(1)
+    return list_id * list_len, tl.load(counts + list_id) * ((C.SELECT + C.KEYS - 1) // C.KEYS)
 
 
 @triton.jit
 def _scores(q, k, v, blocks, members, step, t, local, token, length, C: tl.constexpr):
     """Keys and values [KEYS, ..] of one step of a tile's list, and their scores [ROWS, KEYS].
 
-    A bound for each row says both whether the block is its own and what of it is in the past, so
-    a mask costs one comparison a score.
+    One bound per row masks later positions, or all if the row did not select the block: a single
+    comparison per score.
     """
     PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
     first = tl.load(blocks + step // PARTS) * C.SELECT + step % PARTS * C.KEYS
@@ -67,7 +67,7 @@ def _scores(q, k, v, blocks, members, step, t, local, token, length, C: tl.const
     i = tl.arange(0, C.KEYS)
     inside = i < length - first
     seen = tl.where(((bits >> local) & 1) == 1, t - first, -1)
-    if C.SELECT % C.KEYS != 0:  # the rest of the last part belongs to the next block
+    if C.SELECT % C.KEYS != 0:  # keys of the last step may belong to the next block
         left = C.SELECT - step % PARTS * C.KEYS
         inside = inside & (i < left)
         seen = tl.minimum(seen, left - 1)
@@ -85,12 +85,12 @@ def selected_forward_kernel(
     """o and lse of one tile of queries; with `gates` also the gated sum of all branches."""
     slot, t0, length, token, row, local, at, valid = _query_tile(cu, documents, seq_len, C)
     if t0 < length:
-        place, steps = _block_list(counts, slot, list_len, C)
+        list_at, steps = _block_list(counts, slot, list_len, C)
         q_tile = load_rows(q + row * C.KEY, at, C.KEY, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
         m, total, acc = start_softmax(C.ROWS, C.VALUE_P)
         for step in range(0, steps):
             _, v_tile, s = _scores(
-                q_tile, k, v, blocks + place, members + place, step, t0 + local, local, token,
+                q_tile, k, v, blocks + list_at, members + list_at, step, t0 + local, local, token,
                 length, C,
             )  # fmt: skip
             m, total, acc = softmax_step(s, v_tile, m, total, acc, scale)
@@ -107,7 +107,7 @@ def selected_forward_kernel(
 
 @kernel
 def selected_queries_kernel(
-    q, k, v, do, lse2, sums, dq, cu, blocks, members, counts,
+    q, k, v, do, lse2, delta, dq, cu, blocks, members, counts,
     seq_len, documents, list_len, scale, scale_out, C: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries."""
@@ -115,15 +115,15 @@ def selected_queries_kernel(
     KEY_P: tl.constexpr = C.KEY_P
     slot, t0, length, token, row, local, at, valid = _query_tile(cu, documents, seq_len, C)
     if t0 < length:
-        place, steps = _block_list(counts, slot, list_len, C)
+        list_at, steps = _block_list(counts, slot, list_len, C)
         q_tile, do_tile = load_pair(q, do, row, at, 1, C, valid)  # [ROWS, ..]
         row_lse = tl.load(lse2 + row + at, mask=valid, other=float("inf"))
-        row_sum = tl.load(sums + row + at, mask=valid, other=0.0)
+        row_delta = tl.load(delta + row + at, mask=valid, other=0.0)
         acc = tl.zeros([ROWS, KEY_P], tl.float32)
         for step in range(0, steps):
             k_tile, v_tile, s = _scores(
-                q_tile, k, v, blocks + place, members + place, step, t0 + local, local, token,
+                q_tile, k, v, blocks + list_at, members + list_at, step, t0 + local, local, token,
                 length, C,
             )  # fmt: skip
-            acc = add_query_gradient(s, k_tile, v_tile, do_tile, row_lse, row_sum, acc, scale)
+            acc = add_query_gradient(s, k_tile, v_tile, do_tile, row_lse, row_delta, acc, scale)
         store_query_gradient(dq + row * C.KEY, at, acc, scale_out, valid, C, ADD)

@@ -1,9 +1,9 @@
 """Triton kernels of attention over selected blocks: the gradients of keys and values.
 
 Each block has a list of the queries that selected it (`offsets`, `queries`: compressed sparse
-rows). A program accumulates one block's gradients over at most CHUNK queries, so that blocks which
-every query selected do not dominate the run time. Longer lists give float32 parts, which are
-summed in a fixed order: no atomics, and bitwise reproducible gradients.
+rows). A program sums one block's gradients over at most CHUNK queries, so that blocks which every
+query selected do not dominate the run time. Longer lists give float32 parts, which a second kernel
+sums in a fixed order: no atomics, and bitwise reproducible gradients.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from nsa.ops.triton.common import (
 def _part_slot(begin, chunk, CHUNK: tl.constexpr):
     """Index of the buffer slot for one part of a long list.
 
-    A list of more than CHUNK has at most 2 · length // CHUNK chunks, so lists never share a slot.
+    A list longer than CHUNK has at most 2 · length // CHUNK chunks, so no two lists share a slot.
     """
     return begin * 2 // CHUNK + chunk
 
 
 @triton.jit
 def _keys_step(
-    k_tile, v_tile, dk, dv, q, do, lse2, sums, n, t, h, valid, scale,
+    k_tile, v_tile, dk, dv, q, do, lse2, delta, n, t, h, valid, scale,
     C: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Add the rows of queries t and heads h to dk and dv; CAUSAL masks keys n after t."""
-    # Offsets of tiles and of single numbers have different layouts, and are computed separately:
-    # converting one to the other takes registers and shared memory.
+    # Offsets of tiles and of single numbers are computed separately: they have different layouts,
+    # and converting one to the other takes registers and shared memory.
     at = t.to(tl.int64) * (C.HEADS * C.GROUP)
     q_tile = load_rows(q, at * C.KEY + h * C.KEY, 1, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
     do_tile = load_rows(do, at * C.VALUE + h * C.VALUE, 1, C.VALUE, C.VALUE_P, valid)
     row_lse = tl.load(lse2 + at + h, mask=valid, other=float("inf"))
-    row_sum = tl.load(sums + at + h, mask=valid, other=0.0)
+    row_delta = tl.load(delta + at + h, mask=valid, other=0.0)
     s = dot(k_tile, tl.trans(q_tile))  # [KEYS, ROWS]
     if CAUSAL:
         s = tl.where(n[:, None] <= t[None, :], s, float("-inf"))
-    return add_key_gradients(s, v_tile, q_tile, do_tile, row_lse, row_sum, dk, dv, scale)
+    return add_key_gradients(s, v_tile, q_tile, do_tile, row_lse, row_delta, dk, dv, scale)
 
 
 @kernel
 def selected_keys_kernel(
-    q, k, v, do, lse2, sums, dk, dv, dk_part, dv_part, cu, offsets, queries,
+    q, k, v, do, lse2, delta, dk, dv, dk_part, dv_part, cu, offsets, queries,
     seq_len, documents, total_blocks, list_len, part_rows, scale, scale_out, C: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of KEYS positions of a block, from one chunk of its list of queries."""
@@ -76,7 +76,7 @@ def selected_keys_kernel(
         q += row_at * C.KEY
         do += row_at * C.VALUE
         lse2 += row_at
-        sums += row_at
+        delta += row_at
         first, key_at = token * C.HEADS + head, n.to(tl.int64)
         k_tile, v_tile = load_pair(k, v, first, key_at, C.HEADS, C, inside)  # [KEYS, ..]
         dk_acc, dv_acc = zero_pair(C)
@@ -97,7 +97,7 @@ def selected_keys_kernel(
                 after = row + C.ROWS + i_row
                 next_t = tl.load(queries + after // C.GROUP, mask=after < rows, other=0)
                 dk_acc, dv_acc = _keys_step(
-                    k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, sums, n, t, h, valid, scale,
+                    k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta, n, t, h, valid, scale,
                     C, phase == 0,
                 )  # fmt: skip
         dk_acc *= scale_out

@@ -1,4 +1,4 @@
-"""Lists that the selected branch walks: the blocks of a tile of queries, the queries of a block.
+"""Lists for the selected branch: the blocks of a tile of queries, the queries of a block.
 
     block_index [.., T, n]  ->  union:   per tile, blocks ascending, each with its queries as bits
                             ->  members: per block and 32 queries, a word with a bit per query
@@ -23,7 +23,7 @@ from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 from nsa.spec import NSASpec
 
 WORD = 32  # queries of one word of `members`
-STEP = 1024  # queries that a step of a block's list reads
+STEP = 1024  # words or queries that a step of a block's list reads
 
 
 @triton.jit
@@ -33,8 +33,8 @@ def _members(
 ):  # fmt: skip
     """Blocks from `first` on, [WORDS, 32], and the queries that selected each as bits.
 
-    One word per query and 32 blocks, transposed: 32 times fewer comparisons than one per query,
-    selected block and block.
+    Builds one word per query and 32 blocks, then transposes. Comparing each selected block with
+    each block would take 32 times as many comparisons.
     """
     word = first // 32 + tl.arange(0, WORDS)
     words = tl.zeros([row.shape[0], WORDS], tl.int32)
@@ -120,7 +120,7 @@ def totals_kernel(
     members, totals, cu, seq_len, documents, words,
     SELECT: tl.constexpr, WORD: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The length of each block's list."""
+    """Count the queries of each block."""
     block = tl.program_id(0)
     list_id = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + block
     document, j, start, length = document_tile(cu, documents, block, seq_len, 1, SELECT)
@@ -138,7 +138,7 @@ def lists_kernel(
     members, totals, offsets, queries, cu, seq_len, documents, words, list_len,
     SELECT: tl.constexpr, WORD: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The list of one block, and where it begins: after those of the blocks before it."""
+    """Write one block's list after those of earlier blocks, and its offset."""
     block = tl.program_id(0)
     total_blocks = tl.num_programs(0)
     head = tl.program_id(1).to(tl.int64)
@@ -164,10 +164,10 @@ def lists_kernel(
         tl.store(offsets + total_blocks, begin)
 
 
-def unite(
+def blocks_by_tile(
     block_index: Tensor, cu_seqlens: Tensor | None, spec: NSASpec, queries: int
 ) -> dict[str, Any]:
-    """The union of blocks of each tile of `queries`, as arguments of the kernels that walk it."""
+    """Unite the blocks of each tile of `queries`; return arguments for selected.py's kernels."""
     batch, seq_len, groups, top = block_index.shape
     tiles = slots(seq_len, queries, cu_seqlens)
     list_len = min(queries * top, spec.select_blocks_len(seq_len))
@@ -219,5 +219,5 @@ def queries_by_block(
 
 
 def _words(blocks: int, queries: int) -> int:
-    """Words of 32 blocks per step: no more than there are, and at most 4,096 bits per tile."""
+    """Words of 32 blocks per step: no more than exist, and at most 4,096 bits per tile."""
     return min(next_power_of_2(cdiv(blocks, 32)), max(1, 4096 // (32 * queries)))

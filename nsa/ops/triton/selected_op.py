@@ -14,12 +14,12 @@ from nsa.ops.triton.configs import Config, choose_config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 from nsa.ops.triton.selected import selected_forward_kernel, selected_queries_kernel
 from nsa.ops.triton.selected_keys import add_parts_kernel, selected_keys_kernel
-from nsa.ops.triton.selected_lists import queries_by_block, unite
+from nsa.ops.triton.selected_lists import blocks_by_tile, queries_by_block
 from nsa.spec import NSASpec
 
 CHUNK = 2048  # queries of one block's list that one program adds up
-# Up to this many times `select_top` blocks, neighbouring queries together select most of them, and
-# large tiles over nearly all blocks are faster. An estimate, derived in docs/design/kernels.md.
+# A sequence of at most this many times `select_top` blocks takes large tiles: neighbouring queries
+# together select most of its blocks. An estimate, derived in docs/design/kernels.md.
 DENSE_BLOCKS = 4
 MAX_QUERIES = 32  # of a tile: a bit each
 
@@ -36,11 +36,11 @@ class Selected(NamedTuple):
     scale: float
 
 
-def selected_forward(x: Selected, gated: dict[str, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """(o, lse); also writes `gated_sum`, if it is given with gates and the other branches' o."""
+def selected_forward(x: Selected, gated: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
+    """(o, lse). `gated`: gates and the other branches' o, and `gated_sum`, which is written."""
     o, lse = outputs_like(x)
-    rows = dict.fromkeys(("o_cmp", "o_win", "gates", "gated_sum")) | (gated or {})
-    _launch_by_query("forward", x, rows | {"o": o, "lse": lse})
+    gated = gated or dict.fromkeys(("o_cmp", "o_win", "gates", "gated_sum"))
+    _launch_by_query("forward", x, gated | {"o": o, "lse": lse})
     return o, lse
 
 
@@ -49,21 +49,21 @@ def selected_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; the same from run to run."""
     dq = torch.empty_like(x.q, memory_format=torch.contiguous_format)
-    sums, lse2 = backward_rows(do, o, lse)
-    return dq, *selected_gradients(do, x, lse2, sums, dq)
+    delta, lse2 = backward_rows(do, o, lse)
+    return dq, *selected_gradients(do, x, lse2, delta, dq)
 
 
 def selected_gradients(
-    do: Tensor, x: Selected, lse2: Tensor, sums: Tensor, dq: Tensor, add: bool = False
+    do: Tensor, x: Selected, lse2: Tensor, delta: Tensor, dq: Tensor, add: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(dk, dv) from what `backward_rows` returned; dq is written, or with `add` added to."""
-    rows = {"do": do.contiguous(), "lse2": lse2, "sums": sums}
-    _launch_by_query("queries", x, rows | {"dq": dq}, add)
-    return _key_gradients(x, rows)
+    per_query = {"do": do.contiguous(), "lse2": lse2, "delta": delta}
+    _launch_by_query("queries", x, per_query | {"dq": dq}, add)
+    return _key_gradients(x, per_query)
 
 
 def _arguments(x: Selected) -> dict[str, Any]:
-    """What all kernels but the union take."""
+    """Arguments of all kernels that attend."""
     return {
         **{"q": x.q.contiguous(), "k": x.k.contiguous(), "v": x.v.contiguous()},
         **document_arguments(x.q.shape[1], x.cu_seqlens),
@@ -71,8 +71,8 @@ def _arguments(x: Selected) -> dict[str, Any]:
     }
 
 
-def _launch_by_query(name: str, x: Selected, rows: dict[str, Any], add: bool = False) -> None:
-    """A kernel over tiles of queries: large ones that share most of their blocks, or small ones."""
+def _launch_by_query(name: str, x: Selected, per_query: dict[str, Any], add: bool = False) -> None:
+    """Launch over tiles of queries: large ones where they share most blocks, else small ones."""
     kernel = {"forward": selected_forward_kernel, "queries": selected_queries_kernel}[name]
     constants, seq_len, spec = constants_of(x.q, x.k, x.v), x.q.shape[1], x.spec
     dense = spec.select_blocks_len(seq_len) <= DENSE_BLOCKS * spec.select_top
@@ -86,13 +86,13 @@ def _launch_by_query(name: str, x: Selected, rows: dict[str, Any], add: bool = F
     launch(
         kernel,
         (slots(seq_len, queries, x.cu_seqlens), x.k.shape[2], x.q.shape[0]),
-        _arguments(x) | rows | unite(x.block_index, x.cu_seqlens, spec, queries),
+        _arguments(x) | per_query | blocks_by_tile(x.block_index, x.cu_seqlens, spec, queries),
         {"C": constants, "ADD": add},
         config,
     )
 
 
-def _key_gradients(x: Selected, rows: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _key_gradients(x: Selected, per_query: dict[str, Any]) -> tuple[Tensor, Tensor]:
     (batch, seq_len, groups, _), spec = x.k.shape, x.spec
     constants = constants_of(x.q, x.k, x.v)
     config = choose_config("selected_keys", constants.padded, x.k, seq_len)
@@ -102,7 +102,7 @@ def _key_gradients(x: Selected, rows: dict[str, Any]) -> tuple[Tensor, Tensor]:
     # No list is longer than the sequence, so short ones leave no parts.
     parts = seq_len > CHUNK
     part_rows = (2 * seq_len * spec.select_top // CHUNK + 1) * spec.select_len if parts else 1
-    arguments = _arguments(x) | rows
+    arguments = _arguments(x) | per_query
     for name, y in (("dk", x.k), ("dv", x.v)):
         part = y.new_empty(batch, part_rows, groups, y.shape[-1], dtype=torch.float32)
         gradient = torch.empty_like(y, memory_format=torch.contiguous_format)

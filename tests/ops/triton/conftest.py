@@ -1,4 +1,4 @@
-"""Triton's interpreter at twice its speed, and with bfloat16."""
+"""Patches of Triton's interpreter: twice as fast, and correct in bfloat16."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.ops.triton.parity import DEVICE
 
 @pytest.fixture(autouse=True, scope="module")
 def interpreter() -> Iterator[None]:
-    """Where kernels are interpreted, the results are the same but for bfloat16.
+    """Patch the interpreter, if kernels are interpreted; results change only in bfloat16.
 
-    Triton patches its language at each call of a function, where once a kernel will do, and checks
-    each sum of two indices for overflow, which test_addresses.py does on a larger scale. It keeps
-    bfloat16 as the integers of the same bits, multiplies matrices of those, and truncates.
+    Triton patches its language at each call of a function, where once per kernel is enough, and
+    checks each sum of two indices for overflow, which test_addresses.py covers. It stores bfloat16
+    as integers of the same bits, multiplies matrices of these integers, and truncates casts.
     """
     if DEVICE.type == "cuda":
         yield

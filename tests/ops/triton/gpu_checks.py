@@ -1,4 +1,4 @@
-"""Checks of what is proved on a GPU, as functions of sizes: the interpreter is given small ones."""
+"""Checks for test_gpu.py as functions of sizes: real ones on a GPU, small ones when interpreted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # In half precision plain attention rounds probabilities as the kernels do, so twice is enough.
 TIMES_OF_PLAIN = {torch.float32: TIMES, torch.float16: 2, torch.bfloat16: 2}
 
-WATCHED = 150, (torch.float16, torch.float32)
+SANITIZED = 150, (torch.float16, torch.float32)  # sizes of the calls under compute-sanitizer
 
 
 def seen_by(case: Case, branch: str, index: Tensor) -> Tensor:
@@ -66,29 +66,29 @@ def seen_by(case: Case, branch: str, index: Tensor) -> Tensor:
         elif branch == "window":
             seen[:, :, doc, doc] = (distance >= 0) & (distance < spec.window)
         else:
-            chosen = _one_hot(index[:, doc], spec.select_blocks_len(length))
-            by_key = chosen[..., position // spec.select_len].transpose(1, 2) & (distance >= 0)
+            selected = _one_hot(index[:, doc], spec.select_blocks_len(length))
+            by_key = selected[..., position // spec.select_len].transpose(1, 2) & (distance >= 0)
             seen[:, :, doc, doc] = by_key.repeat_interleave(case.group, 1)
     return seen
 
 
 def _one_hot(index: Tensor, blocks: int) -> Tensor:
-    """Who chose each block: bool [B, T, K, blocks]."""
-    chosen = torch.zeros(*index.shape[:3], blocks + 1, dtype=torch.bool, device=index.device)
-    place = torch.where(index < 0, blocks, index).long()
-    return chosen.scatter_(-1, place, True)[..., :-1]
+    """Whether a query selected each block: bool [B, T, K, blocks]."""
+    selected = torch.zeros(*index.shape[:3], blocks + 1, dtype=torch.bool, device=index.device)
+    column = torch.where(index < 0, blocks, index).long()
+    return selected.scatter_(-1, column, True)[..., :-1]
 
 
 def plain(seen: Tensor) -> Attend:
     """PyTorch's own attention under a mask; 0 where nothing is seen."""
-    some = seen.any(-1, keepdim=True)
-    mask = seen | ~some
+    sees_any = seen.any(-1, keepdim=True)
+    mask = seen | ~sees_any
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         o = scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return torch.where(some, o, 0).transpose(1, 2)
+        return torch.where(sees_any, o, 0).transpose(1, 2)
 
     return attend
 
@@ -170,18 +170,18 @@ def runs_are_the_same_to_the_bit(case: Case, dtype: torch.dtype, times: int) -> 
 def the_ends_of_long_outputs_are_right(
     seq_len: int, heads: int, size: int, dtype: torch.dtype
 ) -> None:
-    """A few tokens at the end, whose neighbourhood is all that they see, computed alone."""
+    """The last tokens equal those of a short sequence: they see only their neighbourhood."""
     spec = NSASpec(32, 32, 32, 2, 0, 2, 32)
     near, last = slice(seq_len - 128, None), slice(-64, None)
     q, k, v, do = (
         torch.randn(1, seq_len, heads, size, dtype=dtype, device=DEVICE) for _ in range(4)
     )
     for local in (_window(spec), _own_and_previous_block(spec)):
-        whole = _with_gradient(local, (q, k, v), do)
+        full = _with_gradient(local, (q, k, v), do)
         alone = _with_gradient(local, (q[:, near], k[:, near], v[:, near]), do[:, near])
-        for a, b in zip(whole, alone, strict=True):
+        for a, b in zip(full, alone, strict=True):
             torch.testing.assert_close(a[:, last], b[:, last], rtol=0.02, atol=0.02)
-        del whole, alone
+        del full, alone
     k, v = (x[:, : spec.compressed_len(seq_len)].contiguous() for x in (k, v))
 
     def compressed(*given: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _with_gradient(attend: Attend, given: Sequence[Tensor], do: Tensor) -> list[
 
 
 def small_calls(longest: int, dtypes: Sequence[torch.dtype]) -> None:
-    """Every kernel in every way of cutting its work up, for tools that watch what it touches."""
+    """Run every attention kernel with every tiling and split, for compute-sanitizer."""
     spec = NSASpec(8, 4, 16, 3, 1, 1, 24)
     one = Case(spec, (longest,), kv_heads=2, group=3, key_dim=16, value_dim=16)
     packed = Case(spec, (1, longest // 2, 0, 11), kv_heads=1, group=6, key_dim=24, value_dim=16)
@@ -224,8 +224,8 @@ def small_calls(longest: int, dtypes: Sequence[torch.dtype]) -> None:
                 computed(case, branch, "triton", inputs(case, dtype))
 
 
-def watched_calls(longest: int, dtypes: Sequence[torch.dtype]) -> None:
-    """Operands 32 wide and four warps first: Triton has read beyond some of those (issue 11366)."""
+def sanitized_calls(longest: int, dtypes: Sequence[torch.dtype]) -> None:
+    """Also with 32 keys and four warps: Triton read such operands out of bounds (issue 11366)."""
     with override_choices(_narrow):
         small_calls(longest, dtypes[:1])
     small_calls(longest, dtypes)
@@ -237,7 +237,7 @@ def _narrow(_: str, options: list[Any]) -> Any:
 
 
 def races(output: str) -> list[str]:
-    """What racecheck calls an error, but for two writes of one place: Triton's sums have those.
+    """Racecheck's errors other than two writes of one address, which Triton's reductions have.
 
     Lanes that hold the same partial sum all write it, and its last bit may differ (issue 7264).
     """
@@ -245,6 +245,6 @@ def races(output: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    watched_calls(*WATCHED)
+    sanitized_calls(*SANITIZED)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()

@@ -1,13 +1,12 @@
-"""Parity of the Triton backend with the definition: where it runs, and by which rule.
+"""Parity of the Triton backend with `reference`: inputs, and how large an error may be.
 
-On a machine with a GPU the kernels run there, else in Triton's interpreter, in float32: its matrix
-products of bfloat16 are garbage.
+Kernels run on a GPU if there is one, else in Triton's interpreter, on float32 inputs.
 
-The rule. Against float64 on the same inputs, a kernel in float32 may lose TIMES what `reference`
-itself loses in float32. Four, because it rounds where `reference` does not: scores are scaled into
-base 2, a running softmax rescales what it has at every tile, and probabilities are made a second
-time from lse. FLOOR is for what `reference` happens to compute exactly, such as a softmax over one
-key: some roundings of numbers about 1, which is what all inputs are.
+Compared with float64 on the same inputs, a kernel's error in float32 may be TIMES that of
+`reference` in float32, plus FLOOR. Four times, because it rounds where `reference` does not: scores
+are scaled into base 2, a running softmax is rescaled at every tile, and probabilities are
+recomputed from lse. FLOOR, a few roundings of numbers about 1, is for results that `reference`
+happens to compute exactly, such as a softmax over one key.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ KERNELS = (
     "select",
 )
 
-# What the rule compares: the kernels, what is allowed a multiple of, and what is true.
+# Backend and dtype of `assert_exact_enough`'s arguments: actual, usual, exact.
 RULE = (("triton", torch.float32), ("reference", torch.float32), ("reference", torch.float64))
 
 Run = Callable[[Function, Sequence[Tensor]], list[Tensor]]
@@ -59,7 +58,7 @@ def defined(case: Case, branch: str, dtype: torch.dtype, run: Run = with_gradien
 def computed(
     case: Case, branch: str, backend: str, x: Inputs, run: Run = with_gradients
 ) -> list[Tensor]:
-    """The results of `run` on a branch, or on `mixed`, all three with their gates."""
+    """The results of `run` on a branch, or on "mixed", the gated sum of all three."""
     if branch == "mixed":
         options = {"cu_seqlens": case.offsets_on(DEVICE), "backend": backend}
         return run(lambda *y: nsa_attention(*y, case.spec, **options), x.tensors())
@@ -69,7 +68,7 @@ def computed(
 def assert_parity(
     case: Case, branch: str, x: Inputs | None = None, run: Run = with_gradients
 ) -> None:
-    """Outputs, lse and gradients of a branch are those of the definition; x is laid out anyhow."""
+    """Require that outputs, lse and gradients equal the definition's; x may have any strides."""
     actual = computed(case, branch, "triton", inputs(case) if x is None else x, run)
     usual, exact = (defined(case, branch, dtype, run) for dtype in (torch.float32, torch.float64))
     assert_exact_enough(actual, usual, exact)
@@ -85,7 +84,7 @@ def assert_exact_enough(
 
 
 def error(actual: Tensor, exact: Tensor) -> float:
-    """The largest difference; NaN where there is one, infinite where an infinity is not matched."""
+    """The largest difference; NaN if there is a NaN, inf if only one value is infinite."""
     difference = torch.where(actual == exact, 0.0, (actual.double() - exact).abs())
     return float(difference.max()) if difference.numel() else 0.0
 
@@ -97,7 +96,7 @@ def settings(
     queries_per_split: int | None = None,
     one_tile_head: int | None = None,
 ) -> Iterator[None]:
-    """Force a tiling of the selected branch, or sums of key gradients that are split in parts."""
+    """Force a tiling of the selected branch, or key gradients that are summed in parts."""
     with ExitStack() as stack:
         for module, name, value in (
             (selected_op, "DENSE_BLOCKS", dense_blocks),

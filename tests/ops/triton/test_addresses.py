@@ -1,4 +1,4 @@
-"""Rows may lie further apart than 32 bits can count, in everything that is read."""
+"""64-bit addresses: inputs whose rows are more than 2³¹ elements apart."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def memory() -> Tensor:
     return torch.frombuffer(pages, dtype=torch.float32)
 
 
-def far_apart(x: Tensor, memory: Tensor, place: int) -> Tensor:
-    """A copy of x [1, T, H, D] whose last row starts beyond 2³¹."""
+def far_apart(x: Tensor, memory: Tensor, index: int) -> Tensor:
+    """A copy of x [1, T, H, D] in `memory` whose last row starts beyond 2³¹."""
     step = 2**31 // (x.shape[1] - 1) + 1
-    rows = torch.as_strided(memory.data, x.shape, (0, step, x.shape[3], 1), 64 * place)
+    rows = torch.as_strided(memory.data, x.shape, (0, step, x.shape[3], 1), 64 * index)
     return rows.copy_(x)
 
 

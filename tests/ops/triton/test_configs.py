@@ -1,4 +1,4 @@
-"""Tile sizes: few candidates, the first or the measured one, and nothing that stops a run."""
+"""Tile sizes: the candidates, the choice between them, and the file of measured choices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEY = tuning_key("window_forward", SIZES, BF16, 2048)
 
 
 @pytest.fixture(autouse=True)
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A cache folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     forget_tuned()
@@ -40,7 +40,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget_tuned()
 
 
-def chosen() -> Config:
+def taken() -> Config:
     return choose_config("window_forward", SIZES, LIKE, 2048)
 
 
@@ -48,26 +48,26 @@ def chosen() -> Config:
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_there_are_one_to_four_candidates_and_every_one_another(
+def test_there_are_one_to_four_distinct_candidates(
     kernel: str, chip: str, size: int, dtype: torch.dtype
 ) -> None:
     options = candidates(kernel, (16, size), dtype, chip)
     wide_keys = candidates(kernel, (size, 16), dtype, chip)
-    for some in (options, wide_keys):
-        assert 1 <= len(some) <= 4
-        assert len(set(some)) == len(some)
+    for group in (options, wide_keys):
+        assert 1 <= len(group) <= 4
+        assert len(set(group)) == len(group)
     assert wide_keys == options or size == 256  # small values leave room for larger tiles
 
 
 def test_the_first_candidate_is_taken_where_nothing_was_measured() -> None:
-    assert chosen() == FIRST
+    assert taken() == FIRST
 
 
-def test_a_kept_choice_is_what_the_next_launch_takes() -> None:
-    assert chosen() == FIRST  # read before it was written
+def test_the_next_launch_takes_a_stored_choice() -> None:
+    assert taken() == FIRST  # read before it was written
     path = save_tuned({KEY: SECOND})
     assert path.is_relative_to(configs.tuned_path().parent)
-    assert chosen() == SECOND
+    assert taken() == SECOND
     assert (
         choose_config("window_keys", SIZES, LIKE, 2048) == candidates("window_keys", SIZES, BF16)[0]
     )
@@ -75,37 +75,37 @@ def test_a_kept_choice_is_what_the_next_launch_takes() -> None:
     assert choose_config("window_forward", SIZES, LIKE.half(), 2048) == FIRST
 
 
-def test_keeping_a_choice_leaves_the_others_that_were_kept() -> None:
+def test_storing_a_choice_keeps_the_other_stored_ones() -> None:
     save_tuned({KEY: SECOND})
     other = candidates("select", (64, 0), BF16)[-1]
     save_tuned({tuning_key("select", (64, 0), BF16, 2048): other})
-    assert (chosen(), choose_config("select", (64, 0), LIKE, 2048)) == (SECOND, other)
+    assert (taken(), choose_config("select", (64, 0), LIKE, 2048)) == (SECOND, other)
 
 
-def test_a_choice_that_is_no_candidate_any_more_falls_back_to_the_first() -> None:
+def test_a_stored_choice_that_is_no_longer_a_candidate_falls_back_to_the_first() -> None:
     save_tuned(
         {
             KEY: Config(48, 48, 3, 9),
             tuning_key("an_operation_of_another_version", SIZES, BF16, 2048): SECOND,
         }
     )
-    assert chosen() == FIRST
+    assert taken() == FIRST
 
 
-def test_an_entry_that_is_none_falls_back_to_the_first() -> None:
+def test_a_malformed_entry_falls_back_to_the_first() -> None:
     path = save_tuned({KEY: SECOND})
     path.write_text(json.dumps({KEY: [64, 64]}))
     forget_tuned()
-    assert chosen() == FIRST
+    assert taken() == FIRST
 
 
 @pytest.mark.parametrize("text", ["", '{"band'])
-def test_a_file_that_was_cut_off_is_passed_over_with_a_warning(text: str) -> None:
+def test_a_truncated_file_is_ignored_with_a_warning(text: str) -> None:
     path = configs.tuned_path()
     path.parent.mkdir(parents=True)
     path.write_text(text)
     with pytest.warns(UserWarning, match="is ignored.* tune again or delete it"):
-        assert chosen() == FIRST
+        assert taken() == FIRST
 
 
 def test_choices_of_an_earlier_version_are_ignored_with_one_warning() -> None:
@@ -115,16 +115,16 @@ def test_choices_of_an_earlier_version_are_ignored_with_one_warning() -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | old))
     forget_tuned()
     with pytest.warns(UserWarning, match="2 choices of an earlier version are ignored") as caught:
-        chosen()
+        taken()
     select = choose_config("select", (64, 0), LIKE, 2048)
-    assert (chosen(), select) == (SECOND, candidates("select", (64, 0), BF16)[0])
+    assert (taken(), select) == (SECOND, candidates("select", (64, 0), BF16)[0])
     assert len(caught) == 1
     with pytest.warns(UserWarning, match="earlier version"):
         save_tuned({KEY: FIRST})
     assert json.loads(path.read_text()) == {KEY: [*FIRST]}
 
 
-def test_short_and_long_sequences_have_choices_of_their_own() -> None:
+def test_short_and_long_sequences_have_separate_choices() -> None:
     save_tuned({KEY: SECOND})
     assert choose_config("window_forward", SIZES, LIKE, SHORT) == SECOND
     assert choose_config("window_forward", SIZES, LIKE, SHORT + 1) == FIRST
@@ -135,8 +135,8 @@ def test_a_chip_has_its_own_first_candidate() -> None:
     assert firsts["sm_80"] != firsts["sm_90"]
     for chip, first in firsts.items():
         with choosing_for(chip):
-            assert chosen() == first
-    assert chosen() == firsts["sm_80"]  # on a machine without a GPU
+            assert taken() == first
+    assert taken() == firsts["sm_80"]  # on a machine without a GPU
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_an_unknown_chip_takes_the_tiles_of_the_nearest_older_one(
 ) -> None:
     assert nearest_chip(capability) == chip
     with choosing_for(f"sm_{capability}"):
-        assert chosen() == candidates("window_forward", SIZES, BF16, chip)[0]
+        assert taken() == candidates("window_forward", SIZES, BF16, chip)[0]
 
 
 def test_a_limit_on_registers_is_a_compile_option_and_is_stored() -> None:
@@ -159,23 +159,23 @@ def test_a_limit_on_registers_is_a_compile_option_and_is_stored() -> None:
         options = candidates("window_forward", SIZES, BF16, "sm_90")
         assert limited in options
         save_tuned({KEY: limited})
-        assert chosen() == limited
+        assert taken() == limited
 
 
-def test_writing_leaves_one_whole_file() -> None:
+def test_the_file_is_written_atomically() -> None:
     path = save_tuned({KEY: SECOND})
     assert list(path.parent.iterdir()) == [path]
     assert json.loads(path.read_text()) == {KEY: [*SECOND]}
 
 
-def test_a_forced_choice_goes_before_a_kept_one_and_ends_with_its_block() -> None:
+def test_an_override_precedes_a_stored_choice_and_ends_with_its_block() -> None:
     save_tuned({KEY: SECOND})
     forced = Config(16, 16, 1, 1)
     with override_choices(lambda operation, options: forced):
-        assert chosen() == forced
-    assert chosen() == SECOND
+        assert taken() == forced
+    assert taken() == SECOND
 
 
-def test_home_is_where_choices_are_kept_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_are_stored_under_home_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert configs.tuned_path().parent == Path.home() / ".cache" / "nsa-m7c"

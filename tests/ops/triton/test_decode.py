@@ -1,4 +1,4 @@
-"""A token behind a cache is the last position of the whole sequence, from kernels that split it."""
+"""Decoding kernels: a token decoded from a cache equals the full sequence's last position."""
 
 from __future__ import annotations
 
@@ -29,42 +29,44 @@ from tests.ops.triton.test_addresses import memory as memory
 
 SPEC = NSASpec(4, 2, 5, 3, 1, 1, 7)
 LENGTHS = (1, 61, 3, 26)
-# Sizes that divide one another or not; groups of any size; a part for every few keys.
+# Sizes that divide one another or not; groups of any size.
 PATTERNS = {
     "small": Case(SPEC, LENGTHS, group=3, key_dim=6, value_dim=4),
     "one head each": Case(NSASpec(3, 3, 4, 3, 0, 1, 5), (50, 2), group=1, value_dim=3),
     "stride 1": Case(NSASpec(3, 1, 5, 2, 0, 1, 40), (70, 9), kv_heads=1, group=2),
     "wide blocks": Case(NSASpec(20, 2, 2, 4, 0, 2, 5), (113, 19), kv_heads=1, group=6),
-    "blocks wider than chosen ones": Case(NSASpec(9, 7, 5, 7, 2, 1, 9), (80, 36), kv_heads=1),
-    "long chosen blocks": Case(NSASpec(2, 1, 40, 2, 0, 1, 17), (150, 41), kv_heads=1, group=2),
+    "compressed blocks longer than selection blocks": Case(
+        NSASpec(9, 7, 5, 7, 2, 1, 9), (80, 36), kv_heads=1
+    ),
+    "long selection blocks": Case(NSASpec(2, 1, 40, 2, 0, 1, 17), (150, 41), kv_heads=1, group=2),
     "a group of more than 16": Case(NSASpec(4, 4, 4, 3, 0, 2, 5), (47,), group=20, key_dim=16),
     "the window is the token itself": Case(NSASpec(4, 4, 4, 2, 1, 1, 1), (33, 5)),
-    "nothing to choose": Case(NSASpec(4, 2, 4, 16, 1, 2, 8), (40, 64), kv_heads=1, group=2),
+    "all blocks selected": Case(NSASpec(4, 2, 4, 16, 1, 2, 8), (40, 64), kv_heads=1, group=2),
     "the paper's": Case(NSASpec(select_top=4), (620, 31), kv_heads=1, group=4, key_dim=16),
 }
 
 
 @pytest.fixture(autouse=True)
 def small_parts() -> Iterator[None]:
-    """Several parts to join, of more than one tile, on sequences that the interpreter can take."""
+    """Several parts to join and several tiles per part, on sequences short enough to interpret."""
     with mock.patch.multiple(decode, PART=24, BLOCKS=16, ELEMENTS=32):
         yield
 
 
 @cache
 def sequences(case: Case, dtype: torch.dtype = torch.float32) -> list[Inputs]:
-    """One for each length: all positions of a sequence of its own."""
+    """All positions of one sequence of each length."""
     cases = (replace(case, lengths=(n,), seed=n) for n in case.lengths)
     return [inputs(one, torch.float64).to(dtype) for one in cases]
 
 
-def buffers(case: Case, whole: Sequence[Inputs], room: int = 5, ring: int | None = None) -> Inputs:
-    """What a cache holds at the last token of each, and NaN wherever nothing has to be."""
-    window, longest = case.spec.window, max(case.lengths) + room
+def buffers(case: Case, full: Sequence[Inputs], spare: int = 5, ring: int | None = None) -> Inputs:
+    """A cache at each sequence's last token, NaN beyond its length and before its window."""
+    window, longest = case.spec.window, max(case.lengths) + spare
     rows = {"cmp": case.spec.compressed_len(longest), "sel": longest, "win": ring or window}
 
     def buffer(name: str) -> Tensor:
-        length, parts = rows[name[2:]], [getattr(x, name)[0] for x in whole]
+        length, parts = rows[name[2:]], [getattr(x, name)[0] for x in full]
         out = parts[0].new_full((len(parts), length, *parts[0].shape[1:]), torch.nan)
         for i, part in enumerate(parts):
             position = torch.arange(len(part), device=part.device)
@@ -74,34 +76,34 @@ def buffers(case: Case, whole: Sequence[Inputs], room: int = 5, ring: int | None
         return out
 
     kept = {f"{kind}_{branch}": buffer(f"{kind}_{branch}") for branch in BRANCHES for kind in "kv"}
-    q, gates = (torch.stack([getattr(x, name)[0, -1] for x in whole]) for name in ("q", "gates"))
+    q, gates = (torch.stack([getattr(x, name)[0, -1] for x in full]) for name in ("q", "gates"))
     return Inputs(q=q, gates=gates, **kept)
 
 
 def decoded(
     case: Case, x: Inputs, names: Sequence[str] = BRANCHES, lengths: Sequence[int] | None = None
 ) -> Tensor:
-    """From the kernels, given no more than `names` ask for."""
+    """The kernels' output; buffers that the branches `names` do not read are None."""
     given = list(x.tensors())
-    for place, branch in enumerate(BRANCHES):
+    for i, branch in enumerate(BRANCHES):
         if branch not in names:
-            given[2 * place + 2] = None
+            given[2 * i + 2] = None
             if branch != "cmp" or "sel" not in names:
-                given[2 * place + 1] = None
+                given[2 * i + 1] = None
     given[7] = given[7][..., [BRANCHES.index(name) for name in names]]
     counts = torch.tensor(lengths or case.lengths, device=x.q.device)
     return decode_attention(*given, counts, case.spec, branches=names, backend="triton")
 
 
 def defined(
-    case: Case, whole: Sequence[Inputs], dtype: torch.dtype, names: Sequence[str] = BRANCHES
+    case: Case, full: Sequence[Inputs], dtype: torch.dtype, names: Sequence[str] = BRANCHES
 ) -> Tensor:
-    """The definition's last position: a branch that is missing has its gate shut."""
-    shut = torch.tensor([float(branch in names) for branch in BRANCHES], device=DEVICE)
+    """The last position by the definition; branches not in `names` have gate 0."""
+    used = torch.tensor([float(branch in names) for branch in BRANCHES], device=DEVICE)
     tokens = []
-    for x in whole:
+    for x in full:
         *rest, gates = x.to(dtype).tensors()
-        o = nsa_attention(*rest, gates * shut.to(dtype), case.spec, backend="reference")
+        o = nsa_attention(*rest, gates * used.to(dtype), case.spec, backend="reference")
         tokens.append(o[0, -1])
     return torch.stack(tokens)
 
@@ -113,50 +115,50 @@ def small_batch() -> Tensor:
 
 
 def assert_is_the_last_position(
-    case: Case, x: Inputs, whole: Sequence[Inputs], names: Sequence[str] = BRANCHES
+    case: Case, x: Inputs, full: Sequence[Inputs], names: Sequence[str] = BRANCHES
 ) -> None:
-    usual, exact = (defined(case, whole, dtype, names) for dtype in (torch.float32, torch.float64))
+    usual, exact = (defined(case, full, dtype, names) for dtype in (torch.float32, torch.float64))
     assert_exact_enough([decoded(case, x, names)], [usual], [exact])
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_each_token_is_the_last_position_of_its_whole_sequence(name: str) -> None:
+def test_a_decoded_token_is_the_last_position_of_its_full_sequence(name: str) -> None:
     case = PATTERNS[name]
-    whole = sequences(case)
-    assert_is_the_last_position(case, buffers(case, whole), whole)
+    full = sequences(case)
+    assert_is_the_last_position(case, buffers(case, full), full)
 
 
 @pytest.mark.parametrize("branches", SUBSETS[1:])
-def test_a_model_with_fewer_branches_has_their_sum(branches: str) -> None:
+def test_a_subset_of_branches_gives_their_sum(branches: str) -> None:
     case = PATTERNS["small"]
-    whole = sequences(case)
-    assert_is_the_last_position(case, buffers(case, whole), whole, branches.split("+"))
+    full = sequences(case)
+    assert_is_the_last_position(case, buffers(case, full), full, branches.split("+"))
 
 
-def test_a_ring_may_have_more_room_than_the_window() -> None:
+def test_a_ring_may_be_larger_than_the_window() -> None:
     case = Case(replace(SPEC, window=30), (4, 31, 50), kv_heads=1, value_dim=3)
-    whole = sequences(case)
-    exact, roomy = (buffers(case, whole, ring=ring) for ring in (30, 64))
-    assert_is_the_last_position(case, roomy, whole, ["win"])
-    assert torch.equal(decoded(case, roomy, ["win"]), decoded(case, exact, ["win"]))
+    full = sequences(case)
+    exact, larger = (buffers(case, full, ring=ring) for ring in (30, 64))
+    assert_is_the_last_position(case, larger, full, ["win"])
+    assert torch.equal(decoded(case, larger, ["win"]), decoded(case, exact, ["win"]))
 
 
-def test_a_ring_may_have_less_room_while_no_sequence_fills_it() -> None:
+def test_a_ring_may_be_smaller_than_the_window_while_no_sequence_fills_it() -> None:
     case = Case(replace(SPEC, window=30), (1, 8, 5), kv_heads=1)
-    whole = sequences(case)
-    assert_is_the_last_position(case, buffers(case, whole, ring=8), whole, ["win"])
+    full = sequences(case)
+    assert_is_the_last_position(case, buffers(case, full, ring=8), full, ["win"])
 
 
-def test_a_sequence_is_the_same_to_the_bit_in_any_batch_and_room() -> None:
+def test_a_sequence_gives_the_same_bits_in_any_batch_and_capacity() -> None:
     case = PATTERNS["small"]
-    whole = sequences(case)
+    full = sequences(case)
     for i, length in list(enumerate(LENGTHS))[1::2]:
         alone = replace(case, lengths=(length,))
-        x = buffers(alone, whole[i : i + 1], room=100)
+        x = buffers(alone, full[i : i + 1], spare=100)
         assert torch.equal(decoded(alone, x), small_batch()[i : i + 1])
 
 
-def test_a_place_in_the_batch_that_holds_no_sequence_gives_zeros() -> None:
+def test_a_sequence_of_length_0_gives_zeros() -> None:
     case = PATTERNS["small"]
     x = buffers(case, sequences(case))
     expected = small_batch().clone()
@@ -164,38 +166,38 @@ def test_a_place_in_the_batch_that_holds_no_sequence_gives_zeros() -> None:
     assert torch.equal(decoded(case, x, lengths=(1, 0, 3, 26)), expected)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what NumPy says of NaN
-def test_what_a_nan_chooses_stays_inside_the_buffers_and_its_sequence() -> None:
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's warnings of NaN
+def test_a_nan_query_selects_blocks_inside_its_own_sequence() -> None:
     case = PATTERNS["small"]
     x = buffers(case, sequences(case))
     x.q[1, 0, 0] = torch.nan
     with mock.patch.object(decode, "launch", wraps=decode.launch) as launched:
-        found = decoded(case, x)
+        o = decoded(case, x)
     index = launched.mock_calls[-1].args[2]["index"]
     assert sorted(index[1, 0].tolist()) == [0, 1, 12]
-    assert found[1, 0].isnan().all()
+    assert o[1, 0].isnan().all()
     others = [0, 2, 3]
-    assert torch.equal(found[others], small_batch()[others])
+    assert torch.equal(o[others], small_batch()[others])
 
 
-def test_equal_importance_goes_to_the_lower_index() -> None:
-    """Every compressed key is the same; the values of the chosen blocks tell which they were."""
+def test_ties_go_to_the_lower_index() -> None:
+    """Every compressed key is the same; the output's values show which blocks were selected."""
     case = Case(NSASpec(4, 4, 4, 4, 1, 1, 5), (140, 43), kv_heads=1, group=3)
-    whole = [replace(x) for x in sequences(case)]
-    for x in whole:
+    full = [replace(x) for x in sequences(case)]
+    for x in full:
         x.k_cmp = x.k_cmp[:, :1].expand_as(x.k_cmp)
-    assert_is_the_last_position(case, buffers(case, whole), whole, ["sel"])
+    assert_is_the_last_position(case, buffers(case, full), full, ["sel"])
 
 
 def test_large_logits_neither_overflow_nor_underflow() -> None:
     case = PATTERNS["one head each"]
-    whole = [replace(x, q=100 * x.q) for x in sequences(case)]
-    assert_is_the_last_position(case, buffers(case, whole), whole)
+    full = [replace(x, q=100 * x.q) for x in sequences(case)]
+    assert_is_the_last_position(case, buffers(case, full), full)
 
 
 def loses_what_pytorch_loses(case: Case, dtype: torch.dtype) -> None:
-    whole = sequences(case, dtype)
-    x, lengths = buffers(case, whole), torch.tensor(case.lengths, device=DEVICE)
+    full = sequences(case, dtype)
+    x, lengths = buffers(case, full), torch.tensor(case.lengths, device=DEVICE)
     plain = decode_attention(*x.tensors(), lengths, case.spec, backend="blockwise")
     wide = x.to(torch.float64)
     exact = decode_attention(*wide.tensors(), lengths, case.spec, backend="blockwise")
@@ -209,7 +211,7 @@ def test_half_precision_loses_what_pytorch_loses_in_it(dtype: torch.dtype) -> No
     loses_what_pytorch_loses(case, dtype)
 
 
-def test_rows_may_lie_further_apart_than_32_bits_can_count(memory: Tensor) -> None:
+def test_offsets_may_exceed_32_bits(memory: Tensor) -> None:
     case = Case(SPEC, (61,), kv_heads=1, group=2, key_dim=4, value_dim=3)
     x = buffers(case, sequences(case), ring=20)
     names = [f"{kind}_{branch}" for branch in BRANCHES for kind in "kv"]
@@ -224,32 +226,32 @@ def test_buffers_need_not_be_contiguous() -> None:
     assert torch.equal(decoded(case, by_head), small_batch())
 
 
-def test_launches_follow_the_room_and_ask_the_lengths_nothing() -> None:
-    """Tensors without memory have no lengths to read: such a step can be captured and replayed."""
+def test_launches_depend_on_the_capacity_and_read_no_length() -> None:
+    """On `meta` tensors reading a value would raise; so a step can be captured as a CUDA graph."""
     case = PATTERNS["small"]
     x = buffers(case, sequences(case)).to("meta")
     lengths = torch.empty(len(LENGTHS), dtype=torch.int64, device="meta")
-    with recording() as started:
+    with recording() as launches:
         decode.decode_forward(
             decode.DecodeInputs(*x.tensors(), lengths, SPEC, "+".join(BRANCHES), 0.5)
         )
-    names = [launched.kernel.fn.__name__.split("_")[1] for launched in started]
+    names = [launch.kernel.fn.__name__.split("_")[1] for launch in launches]
     assert names == ["compressed", "importance", "rank", "parts", "mix"]
-    assert started[0].grid == (-(-x.k_cmp.shape[1] // 24), 2, len(LENGTHS))
-    assert started[3].grid == (SPEC.select_top + 1, 2, len(LENGTHS))
+    assert launches[0].grid == (-(-x.k_cmp.shape[1] // 24), 2, len(LENGTHS))
+    assert launches[3].grid == (SPEC.select_top + 1, 2, len(LENGTHS))
 
 
-def test_the_op_is_what_it_declares_with_and_without_each_branch() -> None:
+def test_the_op_matches_its_declaration_with_and_without_each_branch() -> None:
     case = replace(PATTERNS["small"], lengths=(30, 2), group=1, kv_heads=1)
     *tensors, gates = buffers(case, sequences(case)).tensors()
     lengths, pattern = torch.tensor(case.lengths, device=DEVICE), SPEC.to_ints()
-    declared = ("test_schema", "test_faketensor")
-    for names, given, wanted in (
+    tests = ("test_schema", "test_faketensor")
+    for names, given, used_gates in (
         ("cmp+sel+win", tensors, gates),
         ("sel", [*tensors[:2], None, *tensors[3:5], None, None], gates[..., :1]),
     ):
-        arguments = (*given, wanted, lengths, pattern, names, 0.5)
-        torch.library.opcheck(decode.triton_decode, arguments, test_utils=declared)
+        arguments = (*given, used_gates, lengths, pattern, names, 0.5)
+        torch.library.opcheck(decode.triton_decode, arguments, test_utils=tests)
 
 
 def test_it_compiles_as_one_graph() -> None:
@@ -264,7 +266,7 @@ def test_it_compiles_as_one_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         {},
         {"shared_kv": True, "compressor": "mlp"},
@@ -273,10 +275,10 @@ def test_it_compiles_as_one_graph() -> None:
     ids=str,
 )
 @torch.no_grad()
-def test_a_model_goes_on_with_it_as_with_pytorch(how: dict[str, Any]) -> None:
-    """Behind the model's own cache: shared buffers, growing ones, blocks that get complete."""
+def test_a_model_decodes_as_with_pytorch(options: dict[str, Any]) -> None:
+    """With the model's own cache: shared buffers, growing ones, blocks that get complete."""
     torch.manual_seed(0)
-    attention = AttentionConfig(spec=SPEC, backend="blockwise", **how)
+    attention = AttentionConfig(spec=SPEC, backend="blockwise", **options)
     config = ModelConfig(
         vocab_size=40, layers=1, width=16, heads=6, kv_heads=2, head_dim=4, value_dim=6,
         mlp_width=8, init_std=0.5, attention=attention,
@@ -312,7 +314,6 @@ def test_real_sizes_lose_what_pytorch_loses(name: str, dtype: torch.dtype) -> No
 
 @pytest.mark.gpu
 def test_a_captured_step_is_right_for_other_tokens_and_lengths() -> None:
-    """What the host knew when the graph was captured is not in it."""
     case = REAL["M7C"]
     x = buffers(case, sequences(case, torch.bfloat16))
     lengths = torch.tensor(case.lengths, device=DEVICE)

@@ -1,7 +1,7 @@
-"""flash-attn for the window branch: what we call is what it published, and means our window.
+"""flash-attn for the window branch: we call its published signatures, for the same window.
 
-flash-attn needs a GPU and a build of its own. Its signatures are recorded here, with its mask as
-its docstrings state it; where it is installed, it is held to the record.
+flash-attn needs a GPU and its own build. So its signatures are copied here, with PyTorch bodies
+that mask as its docstrings say; an installed flash-attn is compared with the copies.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ by_case = pytest.mark.parametrize("name", CASES)
 BF16 = torch.bfloat16
 
 
-# As flash-attn 2.8.3.post2 has them in flash_attn/flash_attn_interface.py: names, order, defaults.
+# Signatures of flash-attn 2.8.3.post2, flash_attn/flash_attn_interface.py.
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """The query at i sees the keys from i - left to i + right, both included; -1 is no bound."""
+    """Query i sees the keys from i - left to i + right, inclusive; -1 is no bound."""
     assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
     left, right = window_size
     ahead = (
@@ -93,7 +93,7 @@ def flash_attn_varlen_func(
 
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`import flash_attn` gives the functions above."""
+    """Let `import flash_attn` return the functions above."""
     module = ModuleType("flash_attn")
     module.__spec__ = ModuleSpec("flash_attn", None)
     for function in (flash_attn_func, flash_attn_varlen_func):
@@ -115,9 +115,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 @by_case
 @pytest.mark.parametrize("window", [1, 2, 5, 64])
 @pytest.mark.usefixtures("published")
-def test_its_output_and_lse_are_those_of_our_kernel_for_the_same_window(
-    name: str, window: int
-) -> None:
+def test_its_output_and_lse_equal_our_kernels_for_the_same_window(name: str, window: int) -> None:
     case = CASES[name]
     x, cu = inputs(case), case.offsets_on(DEVICE)
     by_head = x.q.transpose(1, 2).contiguous().transpose(1, 2)
@@ -132,11 +130,11 @@ def test_its_output_and_lse_are_those_of_our_kernel_for_the_same_window(
 @by_case
 @pytest.mark.parametrize("function", [window_attention, nsa_attention])
 @pytest.mark.usefixtures("published")
-def test_both_functions_take_it_and_give_the_definitions_gradients(
+def test_both_functions_use_it_and_give_the_definitions_gradients(
     name: str, function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The backward pass is ours, from flash-attn's lse."""
-    case, asked = CASES[name], []
+    case, calls = CASES[name], []
     x, options = inputs(case), {"cu_seqlens": case.offsets_on(DEVICE)}
     tensors = x.tensors() if function is nsa_attention else (x.q, x.k_win, x.v_win)
     pattern = case.spec if function is nsa_attention else case.spec.window
@@ -146,15 +144,15 @@ def test_both_functions_take_it_and_give_the_definitions_gradients(
 
     expected = results("reference")
     for module in (band_op, gated):
-        monkeypatch.setattr(module, "is_faster", lambda *_: asked.append(True) or True)
+        monkeypatch.setattr(module, "is_faster", lambda *_: calls.append(True) or True)
     for a, b in zip(results("triton"), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    # By the window branch alone; nsa_attention asks before it joins that branch to another.
-    assert asked == [True] * (2 if function is nsa_attention else 1)
+    # The window branch calls it once; nsa_attention also before, to choose separate kernels.
+    assert calls == [True] * (2 if function is nsa_attention else 1)
 
 
 def fake(size: int = 64, value: int = 64, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
-    """q and v as if on a GPU."""
+    """Fake q and v on a GPU."""
     with FakeTensorMode():
         return tuple(
             torch.empty(1, 8, 2, width, dtype=dtype, device="cuda") for width in (size, value)
@@ -162,7 +160,7 @@ def fake(size: int = 64, value: int = 64, dtype: torch.dtype = BF16) -> tuple[Te
 
 
 @pytest.mark.usefixtures("published")
-def test_it_is_taken_only_where_it_was_measured_to_be_faster() -> None:
+def test_it_is_used_only_where_it_was_measured_to_be_faster() -> None:
     assert not is_faster(*fake())
     save_tuned({tuning_key(OPERATION, (64, 64), BF16, 8): FLASH})
     assert is_faster(*fake())
@@ -173,7 +171,7 @@ def test_it_is_taken_only_where_it_was_measured_to_be_faster() -> None:
 
 
 @pytest.mark.usefixtures("published")
-def test_it_is_never_asked_for_what_it_cannot_compute() -> None:
+def test_it_is_never_used_for_unsupported_inputs() -> None:
     for dtype in (BF16, torch.float32):
         for sizes in ((64, 64), (64, 128)):
             save_tuned({tuning_key(OPERATION, sizes, dtype, 8): FLASH})
@@ -183,7 +181,7 @@ def test_it_is_never_asked_for_what_it_cannot_compute() -> None:
     assert not is_faster(*(x.to(BF16) for x in (torch.empty(1, 8, 2, 64),) * 2))
 
 
-def test_ours_serves_where_it_is_gone_since_it_was_measured(
+def test_our_kernel_runs_if_flash_attn_was_removed_after_tuning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(flash_window, "find_spec", lambda name: None)
@@ -193,18 +191,18 @@ def test_ours_serves_where_it_is_gone_since_it_was_measured(
     flash_window._installed.cache_clear()
 
 
-def test_the_installed_flash_attn_has_the_signatures_that_are_recorded_here() -> None:
+def test_an_installed_flash_attn_has_the_copied_signatures() -> None:
     installed = pytest.importorskip("flash_attn", reason="flash-attn is not installed")
     for function in (flash_attn_func, flash_attn_varlen_func):
-        known = inspect.signature(function).parameters
-        there = inspect.signature(getattr(installed, function.__name__)).parameters
-        assert list(there)[: len(known)] == list(known)
-        assert [there[name].default for name in known] == [p.default for p in known.values()]
+        copied = inspect.signature(function).parameters
+        actual = inspect.signature(getattr(installed, function.__name__)).parameters
+        assert list(actual)[: len(copied)] == list(copied)
+        assert [actual[name].default for name in copied] == [p.default for p in copied.values()]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [(4096,), (1000, 1, 0, 2047)], ids=str)
-def test_the_installed_flash_attn_loses_no_more_than_pytorchs_attention(
+def test_an_installed_flash_attn_loses_no_more_than_pytorchs_attention(
     lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("flash_attn", reason="flash-attn is not installed")

@@ -135,7 +135,7 @@ def test_runs_at_small_sizes_give_the_same_bits() -> None:
 
 @pytest.mark.gpu
 def test_outputs_may_reach_beyond_32_bits() -> None:
-    """Of q, k, v, o and their gradients each has 2.2·10⁹ numbers; 45 GB in all."""
+    """q, k, v, o and their gradients have 2.2·10⁹ elements each, 45 GB in all."""
     seq_len, heads, size = 270_336, 32, 256
     assert (seq_len - 64) * heads * size > 2**31
     gpu_checks.the_ends_of_long_outputs_are_right(seq_len, heads, size, torch.bfloat16)
@@ -178,15 +178,15 @@ def test_a_step_never_waits_for_the_gpu(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def watched() -> None:
-    """Compile every kernel that the tools run, on all CPU cores."""
+def sanitized_compiled() -> None:
+    """Compile every kernel that compute-sanitizer will run, on all CPU cores."""
     with recording() as launches:
-        gpu_checks.watched_calls(*gpu_checks.WATCHED)
+        gpu_checks.sanitized_calls(*gpu_checks.SANITIZED)
     compile_all((calls_of(M7C, torch.float16)[0], launch) for launch in launches)
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("watched")
+@pytest.mark.usefixtures("sanitized_compiled")
 @pytest.mark.parametrize(
     ("tool", "flags"),
     [
@@ -203,7 +203,7 @@ def test_compute_sanitizer_finds_nothing(tool: str, flags: list[str]) -> None:
     process = subprocess.run(
         [sanitizer, "--tool", tool, *flags, *calls],
         cwd=ROOT,
-        # Every tensor is an allocation of its own, so that the first byte beyond one is noticed.
+        # Allocate each tensor separately, so that the first byte beyond one is noticed.
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         capture_output=True,
         text=True,

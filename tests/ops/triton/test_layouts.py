@@ -1,4 +1,4 @@
-"""Neither inputs nor the gradients of outputs need be contiguous."""
+"""Strides: neither inputs nor the gradients of outputs need be contiguous."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def by_size(x: Tensor) -> Tensor:
 
 
 def interleaved(x: Tensor) -> Tensor:
-    """One of three in each token, as in a projection to the values of three branches."""
+    """Every third [H, D] of a token, as in a packed projection of three branches."""
     rows = torch.full((*x.shape[:2], 3, *x.shape[2:]), torch.nan, device=x.device)
     rows[:, :, 1] = x
     return rows[:, :, 1]
 
 
 def padded(x: Tensor) -> Tensor:
-    """With padding after each row, head and number."""
+    """With padding after each dimension."""
     buffer = torch.full([size + 1 for size in x.shape], torch.nan, device=x.device)
     part = buffer[tuple(slice(size) for size in x.shape)]
     return part.copy_(x)
@@ -72,7 +72,7 @@ def _numbers(x: Tensor) -> Tensor:
 
 
 def one_for_all(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
-    """As of Σ o: a single number, expanded."""
+    """The gradient of Σ o: a single number, expanded."""
     return _gradients(function, given, lambda o: torch.ones_like(o[:1, :1, :1, :1]).expand_as(o))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -34,8 +35,9 @@ from tests.ops.cases import (
     with_gradients,
 )
 from tests.ops.cases import one_thread as one_thread
-from tests.ops.packed import DOCUMENTS as PACKED_DOCUMENTS
-from tests.ops.packed import LAYOUTS
+from tests.ops.planted_errors import Plant
+from tests.ops.projections import DOCUMENTS as PACKED_DOCUMENTS
+from tests.ops.projections import LAYOUTS
 from tests.ops.triton.parity import (
     DEVICE,
     RULE,
@@ -46,17 +48,17 @@ from tests.ops.triton.parity import (
     reference_blocks,
     settings,
 )
-from tests.ops.triton.planting import Check, Plant
 from tests.ops.triton.test_activation import assert_swiglu_parity
 from tests.ops.triton.test_cross_entropy import assert_cross_entropy_parity
 from tests.ops.triton.test_embedding import TOKENS, assert_tied_embedding_parity
 from tests.ops.triton.test_normalization import assert_norm_parity, fused, tensors
 from tests.ops.triton.test_rotary import assert_rotary_pool_parity
 
+Check = Callable[[], None]
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (24,), kv_heads=1, group=2, key_dim=4, value_dim=3)
 PACKED = replace(CASE, lengths=(9, 0, 1, 13))
 pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cuda", reason="a compiled kernel does not see what is planted into its helpers"
+    DEVICE.type == "cuda", reason="compiled kernels do not see errors planted in their helpers"
 )
 
 
@@ -105,7 +107,7 @@ def the_last_positions_select_as_in_the_full_sequence() -> None:
 def any_block_index_is_valid() -> None:
     index = torch.full((1, 24, 1, 2), -1, dtype=torch.int32)
     index[:, ::2], index[:, 5], index[:, 9] = 1, 3, 30
-    index[:, :8, :, 1] = index[:, 15:, :, 1] = 3  # by more queries before it than it has positions
+    index[:, :8, :, 1] = index[:, 15:, :, 1] = 3  # eight queries before it: more than its five
     x = inputs(CASE)
     with settings(chunk=2):
         assert_exact_enough(
@@ -304,7 +306,7 @@ PLANTS = {
         selected, "selected_forward_kernel", "gate + 2, valid", "gate, valid", MIXED
     ),
     "the compressed branch's gradient of queries is left out": Plant(
-        band, "band_queries_kernel", "cmp_lse, cmp_sum, acc,", "cmp_lse + 99, cmp_sum, acc,",
+        band, "band_queries_kernel", "cmp_lse, cmp_delta, acc,", "cmp_lse + 99, cmp_delta, acc,",
         SEVERAL_TILES,
     ),
     "the same where one tile has all compressed keys": Plant(
@@ -320,8 +322,8 @@ PLANTS = {
     "compressed keys of the future count where one tile has them all": Plant(
         band, "_single_tile_step", "visible(t0 + local,", "visible(t0 + local + 2,", MIXED
     ),
-    "the window's keys get the compressed branch's row sums": Plant(
-        band, "band_keys_kernel", "lse2_win, sums_win, dk_win", "lse2_win, sums_cmp, dk_win",
+    "the window's keys get the compressed branch's delta": Plant(
+        band, "band_keys_kernel", "lse2_win, delta_win, dk_win", "lse2_win, delta_cmp, dk_win",
         SEVERAL_TILES,
     ),
     "a gate enters its branch's gradients upside down": Plant(
@@ -382,11 +384,11 @@ PLANTS = {
         rotary_pool_is_that_of_pytorch,
     ),
     "a token's gradient is that of one block": Plant(
-        rotary, "_pooled", "range(COVER)", "range(1)",
+        rotary, "_unpool", "range(COVER)", "range(1)",
         rotary_pool_is_that_of_pytorch,
     ),
     "the gradient of a mean is that of a sum": Plant(
-        rotary, "_pooled", "total / LEN", "total",
+        rotary, "_unpool", "total / LEN", "total",
         rotary_pool_is_that_of_pytorch,
     ),
     "the gradient of a gate lacks the sigmoid's slope": Plant(

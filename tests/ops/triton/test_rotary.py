@@ -18,7 +18,7 @@ from nsa.ops.triton.rotary import (
 )
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.cases import with_gradients
-from tests.ops.packed import DOCUMENTS, LAYOUTS, Documents, computed
+from tests.ops.projections import DOCUMENTS, LAYOUTS, Documents, computed
 from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough
 
 ALL = LAYOUTS["all branches"]
@@ -53,7 +53,7 @@ def assert_rotary_pool_parity(layout: PackedLayout, documents: Documents) -> Non
 def test_results_and_gradients_are_those_of_pytorch(
     layout: PackedLayout, documents: Documents
 ) -> None:
-    """Memory that nothing was written to is NaN here: every column must be written."""
+    """Uninitialised memory is NaN here, so every column must be written."""
     assert_rotary_pool_parity(layout, documents)
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa.ops.documents import document_slices
 from nsa.ops.triton import selected_lists
 from nsa.ops.triton.launch import recording
-from nsa.ops.triton.selected_lists import queries_by_block, unite
+from nsa.ops.triton.selected_lists import blocks_by_tile, queries_by_block
 from nsa.spec import NSASpec
 from tests.ops.cases import Case
 from tests.ops.cases import one_thread as one_thread
@@ -117,7 +117,7 @@ def test_the_union_of_a_tile_has_each_block_once_with_its_queries(name: str, que
     """In ascending order, and a bit for every query of the tile that selected it."""
     case = CASES[name]
     index, cu = random_index(case), case.offsets_on(DEVICE)
-    lists = unite(index.to(DEVICE), cu, case.spec, queries)
+    lists = blocks_by_tile(index.to(DEVICE), cu, case.spec, queries)
     select_len = case.spec.select_len
     for number, document in enumerate(document_slices(case.seq_len, case.cu_seqlens)):
         for begin in range(0, document.stop - document.start, queries):

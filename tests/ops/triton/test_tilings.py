@@ -1,4 +1,4 @@
-"""Parity however the work is cut into tiles, lists and parts."""
+"""Parity for every tile size, and for lists and sums that are split in parts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ branches_of_all = pytest.mark.parametrize("branch", BRANCHES)
 
 
 def all_tile_sizes() -> list[dict[str, tuple[int, int]]]:
-    """Rows and keys for each kernel, until each of its candidates is there once."""
-    wanted = {
+    """Dicts of (rows, keys) per kernel that together contain every candidate."""
+    by_kernel = {
         kernel: sorted(
             {
                 (config.rows, config.keys)
@@ -42,9 +42,9 @@ def all_tile_sizes() -> list[dict[str, tuple[int, int]]]:
         )
         for kernel in KERNELS
     }
-    most = max(len(sizes) for sizes in wanted.values())
+    most = max(len(sizes) for sizes in by_kernel.values())
     return [
-        {kernel: sizes[min(i, len(sizes) - 1)] for kernel, sizes in wanted.items()}
+        {kernel: sizes[min(i, len(sizes) - 1)] for kernel, sizes in by_kernel.items()}
         for i in range(most)
     ]
 
@@ -56,13 +56,13 @@ def assert_parity_with(sizes: dict[str, tuple[int, int]], case: Case, branch: st
 
 @branches_of_all
 @pytest.mark.parametrize("i", default(1, range(len(all_tile_sizes()))))
-def test_every_candidate_computes_the_same_thing(i: int, branch: str) -> None:
+def test_every_candidate_passes_parity(i: int, branch: str) -> None:
     assert_parity_with(all_tile_sizes()[i], LONG, branch)
 
 
 @tilings
 @pytest.mark.parametrize("case", default(1, [PACKED, CASE]), ids=["packed", "one document"])
-def test_small_tiles_of_both_ways_over_the_selected_blocks(
+def test_small_tiles_of_the_selected_branch_gathered_and_dense(
     case: Case, tiling: dict[str, int]
 ) -> None:
     with settings(**tiling):

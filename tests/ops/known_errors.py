@@ -1,4 +1,4 @@
-"""Checks for errors found in public NSA implementations, one check per error.
+"""Checks for known errors of public NSA implementations, one check per error.
 
 A check takes a backend's name and raises if the backend has the error. `test_known_errors.py` runs
 each check on the unchanged code, and again with the error planted.

@@ -1,4 +1,4 @@
-"""Packed projections for the tests of rotary_pool, and what it computes, stated plainly."""
+"""Packed projections for tests of `rotary_pool`, and its definition head by head."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Documents:
         return torch.tensor(blocks, dtype=torch.int64).view(-1, self.l), torch.tensor(padded)
 
     def packed(self, layout: PackedLayout, dtype: torch.dtype = torch.float64) -> Tensor:
-        """A projection, padded to a multiple of 8 columns with what must have no effect."""
+        """A random projection; columns of padding up to a multiple of 8 must have no effect."""
         columns = -(-sum(layout.columns) // 8) * 8
         draw = torch.Generator().manual_seed(self.tokens)
         shape = self.batch, self.tokens, columns
@@ -95,7 +95,7 @@ def flat(parts: RotaryPooled, layout: PackedLayout) -> tuple[Tensor, ...]:
 
 
 def defined(packed: Tensor, layout: PackedLayout, documents: Documents) -> tuple[Tensor, ...]:
-    """The same, head by head and block by block."""
+    """The same by the definition: head by head and block by block."""
     cos, sin = (x[:, 0].to(packed.device) for x in documents.angles(layout))
     column = 0
 
