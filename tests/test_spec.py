@@ -1,4 +1,4 @@
-"""The sparse pattern: what it refuses, and how many blocks it has at every length."""
+"""NSASpec: patterns that raise, and its counts of blocks at every length."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(c) for c, _ in REFUSED])
-def test_a_pattern_that_cannot_work_is_refused_with_the_fix(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_pattern_raises_and_names_the_fix(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NSASpec(**changes)
 
@@ -46,13 +44,13 @@ def test_the_default_is_the_papers_pattern() -> None:
     assert astuple(NSASpec()) == (32, 16, 64, 16, 1, 2, 512)
 
 
-def test_the_smallest_and_the_fullest_pattern_are_allowed() -> None:
+def test_patterns_at_the_limits_are_valid() -> None:
     NSASpec(1, 1, 1, 1, 0, 1, 1)
     NSASpec(select_top=3, init_blocks=1, local_blocks=2)
     NSASpec(block_len=32, block_stride=32)
 
 
-def test_a_pattern_never_changes_and_can_be_a_key() -> None:
+def test_a_pattern_is_frozen_and_hashable() -> None:
     spec = NSASpec()
     with pytest.raises(FrozenInstanceError):
         spec.window = 3  # type: ignore[misc]
@@ -68,21 +66,21 @@ def test_a_pattern_never_changes_and_can_be_a_key() -> None:
     length=st.integers(0, 300),
 )
 @settings(max_examples=200, deadline=None)
-def test_counts_of_blocks_are_those_of_a_list_of_them(
+def test_counts_of_blocks_equal_the_length_of_their_list(
     block_len: int, stride: int, select_len: int, length: int
 ) -> None:
     spec = NSASpec(block_len, min(stride, block_len), select_len)
     starts = range(0, length, spec.block_stride)
-    whole = [start for start in starts if start + block_len <= length]
-    assert spec.compressed_len(length) == len(whole)
+    complete = [start for start in starts if start + block_len <= length]
+    assert spec.compressed_len(length) == len(complete)
     assert spec.select_blocks_len(length) == len({t // select_len for t in range(length)})
     for t in range(0, length, 7):
-        ended = [start for start in whole if start + block_len - 1 <= t]
+        ended = [start for start in complete if start + block_len - 1 <= t]
         assert spec.visible_compressed(t) == len(ended)
 
 
-def test_the_number_of_compressed_blocks_that_overlap_a_selection_block() -> None:
-    """Counted one by one over all small patterns; none for nothing where the stride divides it."""
+def test_max_overlaps_is_exact_where_the_stride_divides_select_len_else_an_upper_bound() -> None:
+    """Counted one by one for all small patterns."""
     for length, size in ((length, size) for length in range(1, 14) for size in range(1, 14)):
         for stride in range(1, length + 1):
             most = max(
@@ -92,5 +90,5 @@ def test_the_number_of_compressed_blocks_that_overlap_a_selection_block() -> Non
                 )
                 for j in range(13, 19)
             )
-            found = NSASpec(length, stride, size).max_overlaps
-            assert found == most if size % stride == 0 else found >= most, (length, stride, size)
+            actual = NSASpec(length, stride, size).max_overlaps
+            assert actual == most if size % stride == 0 else actual >= most, (length, stride, size)

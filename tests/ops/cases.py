@@ -44,14 +44,14 @@ def threads(count: int) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """For modules that import it: on tensors this small a second thread only waits for a core."""
+    """For modules that import it: on tensors this small a second thread only costs time."""
     with threads(1):
         yield
 
 
 @dataclass(frozen=True)
 class Case:
-    """A sparse pattern and the shapes that it is tried on; several lengths are packed documents."""
+    """A sparse pattern and shapes of inputs; several lengths are packed documents."""
 
     spec: NSASpec
     lengths: tuple[int, ...]
@@ -83,7 +83,7 @@ class Case:
         return None if self.offsets is None else torch.tensor(self.offsets, dtype=torch.int32)
 
     def offsets_on(self, device: torch.device) -> Tensor | None:
-        """`cu_seqlens` beside the other inputs."""
+        """`cu_seqlens` on this device."""
         return None if self.cu_seqlens is None else self.cu_seqlens.to(device)
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ def random_spec(draw: random.Random) -> NSASpec:
 
 
 def random_cases(count: int, longest: int, seed: int = 0) -> list[Case]:
-    """The same list every time; a third of it packed, with empty and very short documents."""
+    """Return the same cases every time; a third packed, with empty and very short documents."""
     draw = random.Random(seed)
     cases = []
     for i in range(count):
@@ -136,7 +136,7 @@ def random_cases(count: int, longest: int, seed: int = 0) -> list[Case]:
 
 @dataclass
 class Inputs:
-    """What the public functions take, named as they name it."""
+    """Arguments of the public functions, by their names."""
 
     q: Tensor
     k_cmp: Tensor
@@ -178,7 +178,7 @@ Function = Callable[..., Tensor | tuple[Tensor, Tensor]]
 def branches(
     x: Inputs, case: Case, block_index: Tensor, backend: str
 ) -> dict[str, tuple[Function, tuple[Tensor, ...]]]:
-    """Each attention as a function of the tensors that it gets gradients for."""
+    """Each branch's attention as a function of its differentiable inputs, and these inputs."""
     common = {"cu_seqlens": case.offsets_on(x.q.device), "backend": backend}
     spec = case.spec
     return {
@@ -198,7 +198,7 @@ def branches(
 
 
 def with_gradients(function: Function, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs, then the inputs' gradients of a fixed random projection (without lse's -inf)."""
+    """Outputs, then gradients of the inputs from a fixed random projection of the outputs."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

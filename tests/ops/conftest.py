@@ -1,4 +1,4 @@
-"""Uninitialised memory is NaN in every test of the ops: what reads it cannot look right."""
+"""Fill uninitialised memory with NaN in every test of nsa.ops, so that reading it shows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A naive Native Sparse Attention, from its definition alone: one query at a time, in float64.
 
-Slow and dumb on purpose, and free of everything in `nsa.ops`: what agrees with it agrees with the
-text. Arrays are NumPy's, with sizes as in the public functions; `cu_seqlens` is a list or None.
+Slow on purpose, and independent of `nsa.ops`. Arrays are NumPy's, with sizes as in the public
+functions; `cu_seqlens` is a list or None.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def attend(q: Array, k: Array, v: Array, seen: Seen, scale: float) -> tuple[Arra
 
 
 def spans(seq_len: int, cu_seqlens: Documents) -> list[tuple[int, int]]:
-    """Where each document starts and where the next one does."""
+    """(start, stop) of each document."""
     ends = [0, seq_len] if cu_seqlens is None else list(cu_seqlens)
     return [(ends[i], ends[i + 1]) for i in range(len(ends) - 1)]
 
@@ -140,7 +140,7 @@ def importance(
             continue
         logits = [scale * float(np.dot(q[b, t, i], k_cmp[b, key, h])) for key in seen]
         weight = [math.exp(s - max(logits)) for s in logits]
-        for block, w in zip(blocks, weight, strict=False):  # the ones seen are the first ones
+        for block, w in zip(blocks, weight, strict=False):  # the first blocks are those seen
             for position in block:
                 score[b, t, h, position // spec.select_len] += (
                     w / math.fsum(weight) / spec.block_stride
@@ -149,7 +149,7 @@ def importance(
 
 
 def select_blocks(score: Array, spec: NSASpec, cu_seqlens: Documents = None) -> Array:
-    """[B, T, Hkv, n] from `importance`: the forced ones, then the best, ties to the lower index."""
+    """[B, T, Hkv, n] from `importance`: forced blocks, then the best, ties to the lower index."""
     batch, seq_len, groups, _ = score.shape
     index = np.full((batch, seq_len, groups, spec.select_top), -1)
     for b, t, h in np.ndindex(batch, seq_len, groups):

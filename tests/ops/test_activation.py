@@ -53,7 +53,7 @@ def test_it_compiles_as_one_graph_with_the_same_results() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_a_cpu_counts_as_a_fallback_unless_pytorch_is_requested_by_name() -> None:
+def test_auto_on_a_cpu_counts_a_fallback_and_a_backend_by_name_none() -> None:
     reset_fallback_counts()
     swiglu(packed(1, 4))
     swiglu(packed(1, 4), backend="blockwise")

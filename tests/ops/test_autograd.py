@@ -1,4 +1,4 @@
-"""Gradients are the derivatives of the outputs, and the same to the last bit from run to run."""
+"""Gradients pass gradcheck, and are bitwise the same from run to run."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ backends = pytest.mark.parametrize("backend", ["blockwise", "reference"])
 cases = pytest.mark.parametrize("case", SMALL, ids=str)
 
 
-def differentiates_right(
+def passes_gradcheck(
     function: Callable[..., Tensor | tuple[Tensor, ...]], backend: str, *inputs: Tensor
 ) -> bool:
-    """Every derivative for `blockwise`, a random projection of them for the plain `reference`."""
+    """Check every derivative of `blockwise`, a random projection of those of `reference`."""
     inputs = tuple(x.detach().requires_grad_() for x in inputs)
     return gradcheck(function, inputs, fast_mode=backend == "reference")
 
 
 @backends
 @cases
-def test_compressed_attention_and_its_lse_differentiate_right(case: Case, backend: str) -> None:
+def test_compressed_attention_and_its_lse_pass_gradcheck(case: Case, backend: str) -> None:
     x = Inputs.of(case)
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         o, lse = compressed_attention(q, k, v, SPEC, cu_seqlens=case.cu_seqlens, backend=backend)
         return o, lse[lse != -torch.inf]
 
-    assert differentiates_right(function, backend, x.q, x.k_cmp, x.v_cmp)
+    assert passes_gradcheck(function, backend, x.q, x.k_cmp, x.v_cmp)
 
 
 @backends
 @cases
-def test_selected_attention_differentiates_right(case: Case, backend: str) -> None:
+def test_selected_attention_passes_gradcheck(case: Case, backend: str) -> None:
     x = Inputs.of(case)
     index = selection(x, case, backend)
     index[:, 2::4] = -1
@@ -67,32 +67,32 @@ def test_selected_attention_differentiates_right(case: Case, backend: str) -> No
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return selected_attention(q, k, v, index, SPEC, cu_seqlens=case.cu_seqlens, backend=backend)
 
-    assert differentiates_right(function, backend, x.q, x.k_sel, x.v_sel)
+    assert passes_gradcheck(function, backend, x.q, x.k_sel, x.v_sel)
 
 
 @backends
 @cases
-def test_window_attention_differentiates_right(case: Case, backend: str) -> None:
+def test_window_attention_passes_gradcheck(case: Case, backend: str) -> None:
     x = Inputs.of(case)
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return window_attention(q, k, v, 3, cu_seqlens=case.cu_seqlens, backend=backend)
 
-    assert differentiates_right(function, backend, x.q, x.k_win, x.v_win)
+    assert passes_gradcheck(function, backend, x.q, x.k_win, x.v_win)
 
 
 @backends
-def test_the_gated_sum_differentiates_right_by_every_input_gates_included(backend: str) -> None:
+def test_the_gated_sum_passes_gradcheck_for_all_inputs(backend: str) -> None:
     case = Case(SPEC, (8,), kv_heads=1, group=2, key_dim=1, value_dim=1)
     x = Inputs.of(case)
-    assert differentiates_right(
+    assert passes_gradcheck(
         lambda *y: nsa_attention(*y, SPEC, backend=backend), backend, *x.tensors()
     )
 
 
 @backends
-def test_a_head_that_sees_no_key_gets_gradients_of_exactly_zero(backend: str) -> None:
-    """Shorter than a compressed block: the gradients are zeros, not missing and not NaN."""
+def test_queries_that_see_no_key_get_gradients_of_zero(backend: str) -> None:
+    """In a sequence shorter than a compressed block: zeros, not None and not NaN."""
     case = Case(SPEC, (2,))
     x = Inputs.of(case)
     o, _, dq, dk, dv = with_gradients(*branches(x, case, torch.empty(0), backend)["compressed"])
@@ -104,7 +104,7 @@ def test_a_head_that_sees_no_key_gets_gradients_of_exactly_zero(backend: str) ->
 
 @pytest.fixture
 def nondeterminism_allowed() -> Iterator[None]:
-    """As in training: without PyTorch's deterministic algorithms."""
+    """As in training: PyTorch's deterministic algorithms are off."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     yield
@@ -128,7 +128,7 @@ def test_five_runs_give_the_same_bits(dtype: torch.dtype) -> None:
                 assert torch.equal(a, b)
 
 
-def test_a_second_derivative_is_an_error_and_not_a_wrong_number() -> None:
+def test_a_second_derivative_raises() -> None:
     x = Inputs.of(SMALL[0])
     q, k, v = (y.detach().requires_grad_() for y in (x.q, x.k_win, x.v_win))
     o = window_attention(q, k, v, 3, backend="blockwise")

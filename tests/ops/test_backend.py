@@ -39,7 +39,7 @@ def counted_from_zero() -> Iterator[None]:
 
 @dataclass
 class Call:
-    """One valid call of each function, to be spoiled one argument at a time."""
+    """One valid call of each function; tests replace one argument at a time by a wrong one."""
 
     x: Inputs
     lse: Tensor
@@ -100,7 +100,7 @@ def test_every_fallback_is_counted_by_operation_backend_and_reason() -> None:
     assert fallback_counts() == expected
 
 
-def test_a_fallback_inside_compiled_code_is_counted_when_that_is_compiled() -> None:
+def test_a_fallback_in_compiled_code_is_counted_once_at_compilation() -> None:
     x = Call.valid().x
     reset_fallback_counts()
 
@@ -113,7 +113,7 @@ def test_a_fallback_inside_compiled_code_is_counted_when_that_is_compiled() -> N
     assert fallback_counts() == {("window_attention", "triton", ON_CPU): 1}
 
 
-def test_a_backend_requested_by_name_is_no_fallback() -> None:
+def test_a_backend_requested_by_name_counts_no_fallback() -> None:
     call = Call.valid()
     reset_fallback_counts()
     for backend in ("blockwise", "reference"):
@@ -121,7 +121,7 @@ def test_a_backend_requested_by_name_is_no_fallback() -> None:
     assert fallback_counts() == {}
 
 
-def test_a_reset_leaves_counts_that_were_returned_before() -> None:
+def test_a_reset_does_not_change_counts_returned_before() -> None:
     Call.valid().function("window_attention")()
     before = fallback_counts()
     reset_fallback_counts()
@@ -204,8 +204,8 @@ def three_heads(x: Tensor) -> Tensor:
     return torch.cat([x, x[:, :, :1]], 2)
 
 
-# A function, the arguments that are spoiled, and the message.
-SPOILED: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
+# A function, its wrong arguments, and the message.
+WRONG: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
     ("compressed_attention", {"q": lambda c: c.x.q[0]}, r"^q has shape \(20, 4, 8\).*\[B, T"),
     ("compressed_attention", {"k_cmp": lambda c: c.x.k_cmp[..., 0]}, r"^k_cmp has shape"),
     ("compressed_attention", {"v_cmp": lambda c: c.x.v_cmp.half()}, r"^v_cmp is torch.float16"),
@@ -261,14 +261,14 @@ SPOILED: list[tuple[str, dict[str, Callable[[Call], Any]], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"), SPOILED, ids=[f"{n}-{'+'.join(c)}" for n, c, _ in SPOILED]
+    ("name", "changes", "message"), WRONG, ids=[f"{n}-{'+'.join(c)}" for n, c, _ in WRONG]
 )
 def test_an_error_names_the_wrong_argument(
     name: str, changes: dict[str, Callable[[Call], Any]], message: str
 ) -> None:
     call = Call.valid()
     with pytest.raises(ValueError, match=message):
-        call.function(name)(**{argument: spoil(call) for argument, spoil in changes.items()})
+        call.function(name)(**{argument: wrong(call) for argument, wrong in changes.items()})
 
 
 @pytest.mark.parametrize(

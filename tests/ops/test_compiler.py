@@ -48,7 +48,7 @@ def test_attention_ops_match_their_declaration(case: Case, branch: str) -> None:
 
 
 def test_attention_ops_match_their_declaration_for_inputs_laid_out_by_head() -> None:
-    """Queries and keys that are [B, H, T, D] in memory, as other attentions want them."""
+    """Queries and keys that are [B, H, T, D] in memory, as PyTorch's attention takes them."""
     x = Inputs.of(CASES[0], torch.float32)
     inputs = tuple(y.transpose(1, 2).contiguous().transpose(1, 2) for y in (x.q, x.k_win, x.v_win))
     check_declarations(inputs, None, None, "window", PATTERN, CASES[0].scale)

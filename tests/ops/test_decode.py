@@ -135,7 +135,7 @@ def test_tokens_at_many_positions_of_a_small_version_of_the_papers_pattern() -> 
 
 
 @pytest.mark.parametrize("branches", ["cmp", "sel", "win", "cmp+sel", "cmp+win", "sel+win"])
-def test_fewer_branches_read_only_their_own_buffers(branches: str) -> None:
+def test_a_subset_of_branches_reads_only_their_buffers(branches: str) -> None:
     sequences = random_sequences(3)
     names = tuple(branches.split("+"))
     needed = {name for name in sequences.buffers if name[2:] in names}
@@ -182,7 +182,7 @@ def test_low_precision_loses_no_more_than_the_parallel_pass(dtype: torch.dtype) 
     assert low.decoded().dtype == dtype
 
 
-class HostWaits(TorchDispatchMode):
+class HostSyncs(TorchDispatchMode):
     """Record the operations that make the host wait for a device."""
 
     def __init__(self) -> None:
@@ -194,19 +194,19 @@ class HostWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     @property
-    def waited(self) -> set[str]:
-        waiting = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "item"}
-        return waiting & set(self.counts)
+    def syncs(self) -> set[str]:
+        syncing = {"_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "item"}
+        return syncing & set(self.counts)
 
 
-def test_nothing_waits_for_the_device() -> None:
+def test_decoding_makes_no_host_sync() -> None:
     sequences = random_sequences(1)
-    with HostWaits() as mode:
+    with HostSyncs() as mode:
         sequences.decoded()
-    assert not mode.waited
-    with HostWaits() as mode:
+    assert not mode.syncs
+    with HostSyncs() as mode:
         torch.ones(1).item()
-    assert mode.waited
+    assert mode.syncs
 
 
 WRONG = {

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Peaks are relative to a first call of this length: long enough for every kind of tile, it pays for
-# what is allocated once.
+# Peaks are relative to that of a first call of this length, which makes all one-time allocations:
+# it is long enough for every kind of tile.
 FIRST = 300
 
 # VmHWM and not ru_maxrss: a new process starts with the ru_maxrss of the one that spawned it.
@@ -46,7 +46,7 @@ print(peak() - before)
 
 @cache
 def peaks_kb(backend: str, *seq_lens: int) -> list[int]:
-    """What one call needs beyond its inputs and the first call's peak, each in its own process."""
+    """Peak of one call above its inputs and the first call's peak; a process for each length."""
     # Blocks above 64 KiB go back to the system when they are freed, so peaks are not blurred.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": str(ROOT)}
     running = [
@@ -66,10 +66,7 @@ def peaks_kb(backend: str, *seq_lens: int) -> list[int]:
 
 
 def test_peak_memory_grows_at_most_as_the_sequence_does() -> None:
-    """Needing a + b·T, the peaks above that of FIRST are as b·(T − FIRST): 10.9-fold at most.
-
-    With T² they would be 70-fold.
-    """
+    """With memory a + b·T, peaks are proportional to T − FIRST: 10.9-fold. With T²: 70-fold."""
     short, long = peaks_kb("blockwise", 1024, 8192)
     assert short > 1_000, "too little to measure"
     assert long <= (8192 - FIRST) / (1024 - FIRST) * short

@@ -12,7 +12,7 @@ from nsa.ops import PackedLayout, fallback_counts, reset_fallback_counts, rotary
 from nsa.ops.rotary import torch_rotary_pool
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.cases import with_gradients
-from tests.ops.packed import DOCUMENTS, LAYOUTS, Documents, computed, defined
+from tests.ops.projections import DOCUMENTS, LAYOUTS, Documents, computed, defined
 
 ALL = LAYOUTS["all branches"]
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -24,7 +24,7 @@ documents = pytest.mark.parametrize("documents", DOCUMENTS, ids=str)
 def test_outputs_and_gradients_are_those_of_the_definition(
     layout: PackedLayout, documents: Documents
 ) -> None:
-    """Memory that nothing was written to is NaN here: every column must be written."""
+    """Uninitialised memory is NaN here, so every column must be written."""
     x = documents.packed(layout)
     actual, expected = (
         with_gradients(partial(f, layout=layout, documents=documents), [x])
@@ -65,20 +65,20 @@ def test_a_projection_may_be_laid_out_in_any_way() -> None:
         assert torch.equal(a, b)
 
 
-def test_the_projection_is_not_kept_for_the_backward_pass() -> None:
+def test_the_projection_is_not_saved_for_the_backward_pass() -> None:
     documents = DOCUMENTS[0]
     x = documents.packed(ALL).requires_grad_()
     projection = x * 1
-    kept: list[int] = []
+    saved_storages: list[int] = []
 
     def pack(saved: Tensor) -> Tensor:
-        kept.append(saved.untyped_storage().data_ptr())
+        saved_storages.append(saved.untyped_storage().data_ptr())
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         computed(projection, ALL, documents)
-    assert kept
-    assert projection.untyped_storage().data_ptr() not in kept
+    assert saved_storages
+    assert projection.untyped_storage().data_ptr() not in saved_storages
 
 
 @pytest.mark.parametrize("name", ["all branches", "mlp, shared"])
@@ -109,7 +109,7 @@ def test_it_compiles_as_one_graph_with_the_same_results() -> None:
         assert torch.equal(a, b)
 
 
-def test_a_cpu_counts_as_a_fallback_unless_pytorch_is_requested_by_name() -> None:
+def test_auto_on_a_cpu_counts_a_fallback_and_a_backend_by_name_none() -> None:
     reset_fallback_counts()
     for backend in ("auto", "blockwise"):
         computed(DOCUMENTS[0].packed(ALL), ALL, DOCUMENTS[0], backend)
