@@ -44,7 +44,7 @@ os.environ.update(MASTER_ADDR="{address}", LOCAL_RANK="0", LOCAL_SIZE="1")
 
 @pytest.fixture
 def link() -> Iterator[netns.Link]:
-    if reason := netns.missing():
+    if reason := netns.link_obstacle():
         pytest.skip(reason)
     with netns.link() as link:
         yield link
