@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-FULL = 50  # times the examples, with --full
+FULL = 100  # times the examples, with --full
 
 
 @pytest.fixture

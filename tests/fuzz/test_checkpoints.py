@@ -92,7 +92,7 @@ def test_any_manifest_loads_or_is_refused_in_one_line(
             newest_valid(checkpoint.parent)
         generate(run_dir)
 
-    fuzz(check, 150, content=files(tree), rehash=st.booleans())
+    fuzz(check, 75, content=files(tree), rehash=st.booleans())
 
 
 def test_any_state_json_loads_or_is_refused_in_one_line(
@@ -107,7 +107,7 @@ def test_any_state_json_loads_or_is_refused_in_one_line(
         with time_limit(), contextlib.suppress(ValueError):
             read_state(read_state_file(checkpoint), Ranks(rank=0, world_size=1, local_rank=0))
 
-    fuzz(check, 100, content=files(STATE))
+    fuzz(check, 50, content=files(STATE))
 
 
 def test_any_rank_state_that_is_accepted_can_be_restored(
@@ -139,10 +139,10 @@ def test_any_rank_state_that_is_accepted_can_be_restored(
 
     check(to_json(state))
     assert outcomes == {"read", "restored"}
-    fuzz(check, 150, content=files(state))
-    fuzz(check, 150, content=mutated(feed).map(lambda feed: to_json(state | {"feed": feed})))
+    fuzz(check, 75, content=files(state))
+    fuzz(check, 75, content=mutated(feed).map(lambda feed: to_json(state | {"feed": feed})))
     guards = mutated(state["guard"])
-    fuzz(check, 100, content=guards.map(lambda guard: to_json(state | {"guard": guard})))
+    fuzz(check, 50, content=guards.map(lambda guard: to_json(state | {"guard": guard})))
 
 
 def test_any_config_of_a_checkpoint_loads_or_is_refused_in_one_line(
@@ -158,7 +158,7 @@ def test_any_config_of_a_checkpoint_loads_or_is_refused_in_one_line(
         write_manifest(checkpoint)
         generate(run_dir)
 
-    fuzz(check, 50, content=files(tree))
+    fuzz(check, 25, content=files(tree))
 
 
 def test_any_weights_load_or_are_refused_in_one_line(

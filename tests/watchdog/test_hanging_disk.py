@@ -124,7 +124,7 @@ def test_signals_pass_on_while_a_read_hangs(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_is_killed_is_replaced(tmp_path: Path) -> None:
-    with training(tmp_path / "run", compute=1_000) as run:
+    with training(tmp_path / "run", compute=1_000, silence=3) as run:
         own = psutil.Process(run.process.pid)
         (reader,) = (child for child in own.children() if child.cmdline() == own.cmdline())
         reader.kill()
