@@ -52,13 +52,16 @@ def write_env(run_dir: Path, **facts: Any) -> dict[str, Any]:
 
 
 def git_commit(source: Path) -> str | None:
-    """Return the commit of this code, "+changes" if it was edited; None outside a checkout."""
+    """Return the commit of this code, "+changes" if edited; None without git or a checkout."""
     git = partial(output_of, "git", "-C", str(source.parent))
-    head = git("rev-parse", "HEAD").strip()
     # An installed copy may lie in a checkout.
-    if not head or not git("ls-files", "--error-unmatch", source.name):
+    if not git("ls-files", "--error-unmatch", source.name):
         return None
-    return head + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    status = git("status", "--porcelain=v2", "--branch", "-uno").splitlines()
+    head = re.match(r"# branch\.oid ([0-9a-f]+)$", status[0] if status else "")
+    if head is None:
+        return None
+    return head[1] + ("+changes" if any(line[0] != "#" for line in status) else "")
 
 
 def cpu_model() -> str:
