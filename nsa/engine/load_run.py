@@ -18,6 +18,7 @@ from nsa.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from nsa.engine.config import RunConfig
 from nsa.engine.resolve import resolve_config
 from nsa.model import LanguageModel
+from nsa.model.language_model import meta_model
 from nsa.untrusted import printable
 
 CONFIG = "config.yaml"
@@ -84,8 +85,7 @@ def load_run(
 
 def model_with(weights: dict[str, torch.Tensor], config: RunConfig, source: Path) -> LanguageModel:
     """Return the model in eval mode, with these tensors as its parameters."""
-    with torch.device("meta"):
-        model = LanguageModel(config.model)
+    model = meta_model(config.model)
     set_weights(model, weights, source, assign=True)
     return model.eval()
 

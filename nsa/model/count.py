@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-
 from nsa.model.config import ModelConfig
 
 
 def parameter_sizes(config: ModelConfig) -> list[int]:
     """Elements of each parameter, without allocating them; the tied embedding counts once."""
-    from nsa.model.language_model import LanguageModel
+    from nsa.model.language_model import meta_model
 
-    with torch.device("meta"):
-        return [parameter.numel() for parameter in LanguageModel(config).parameters()]
+    return [parameter.numel() for parameter in meta_model(config).parameters()]
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from nsa.constants import BRANCHES
 from nsa.model.activation_checkpointing import checkpoint_function
@@ -154,3 +156,19 @@ class LanguageModel(nn.Module):
             for name, module in self.named_modules()
             if isinstance(module, NSAttention) and module.branches == BRANCHES
         }
+
+
+class _WithoutInit(TorchFunctionMode):
+    """Skips torch.nn.init: its first call on meta would import torch._dynamo, over a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+def meta_model(config: ModelConfig) -> LanguageModel:
+    """Build a model on the meta device: shapes, without storage or initialization."""
+    with torch.device("meta"), _WithoutInit():
+        return LanguageModel(config)
