@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,19 +54,31 @@ class ListSource:
 
 def embedded(package: str | Path = "deepspeed") -> ListSource:
     """Return the Python files of an installed package, or a folder, ordered by relative path."""
-    root = package if isinstance(package, Path) else _folder_of(package)
-    names = sorted(
+    if isinstance(package, Path):
+        return _python_files(package, f"embedded:{package}")
+    return _installed(package)
+
+
+@cache
+def _installed(package: str) -> ListSource:
+    """A run opens it three times: for both splits, and to compare the hash."""
+    name = "embedded" if package == "deepspeed" else f"embedded:{package}"
+    return _python_files(_folder_of(package), name)
+
+
+def _python_files(root: Path, name: str) -> ListSource:
+    paths = sorted(
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
         if path.name != WRITTEN_BY_SETUP and path.stat().st_size
     )
     digest = hashlib.sha256()
-    for name in names:
-        digest.update(f"{name}\0".encode() + (root / name).read_bytes() + b"\0")
+    for path in paths:
+        digest.update(f"{path}\0".encode() + (root / path).read_bytes() + b"\0")
     return ListSource(
-        "embedded" if package == "deepspeed" else f"embedded:{package}",
-        range(len(names)),
-        lambda number: Document((root / names[number]).read_bytes(), names[number]),
+        name,
+        range(len(paths)),
+        lambda number: Document((root / paths[number]).read_bytes(), paths[number]),
         digest.hexdigest(),
     )
 
