@@ -100,6 +100,8 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     ds_config = resolve_ds_config(
         ds_config, config, world_size=world_size, source=str(ds_config_path)
     )
+    if saved is not None and flags.deepspeed_config:
+        notes += _changed_zero(saved, ds_config)
     config, mode_notes = resolve_checkpointing(config, ds_config, world_size, _gpu_memory())
     notes += mode_notes
     if has_muon(ds_config):
@@ -176,10 +178,18 @@ def _changes(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
+def _changed_zero(saved: Path, ds_config: dict[str, Any]) -> Iterator[str]:
+    before = load_ds_config(saved / "ds_config.json").get("zero_optimization", {}).get("stage", 0)
+    after = ds_config["zero_optimization"]["stage"]
+    if before != after:
+        yield f"changed since {saved.name}: ZeRO stage: {before} -> {after}"
+
+
 def _check_change(name: str, before: Any, after: Any, run_dir: Path) -> None:
     """Refuse to resume with a change that does not fit the checkpoints."""
     fixed = name.startswith("model.") or name == "train.sequence_parallel"
-    if fixed and name not in ("model.activation_checkpointing", "model.attention.backend"):
+    free = "activation_checkpointing", "attention.backend", "attention.selector_loss"
+    if fixed and name.removeprefix("model.") not in free:
         raise ValueError(
             f"{name} = {after!r}: {run_dir} was created with {before!r}; drop the change, or start "
             "a fresh run in another folder"

@@ -97,7 +97,7 @@ def open_data(
         loader.close()
         raise
     steps_left = config.train.steps - state.step
-    notes += loader.source.describe(steps_left * loader.samples_per_step)
+    notes += loader.source.describe(state.samples + steps_left * loader.samples_per_step)
     return Data(loader, validation, notes, open_at, data_ranks, (ranks.rank % group, group))
 
 

@@ -56,8 +56,9 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[SavedState | 
         train = request.config.train
         per_rank = train.micro_batch * train.accumulation // train.sequence_parallel
         notes.append(
-            f"{world_size} ranks instead of {ranks}: a step has {per_rank * world_size} "
-            f"sequences instead of {per_rank * ranks}; train.accumulation can restore that"
+            f"{world_size} rank{'s' * (world_size > 1)} instead of {ranks}: a step has "
+            f"{per_rank * world_size} sequences instead of {per_rank * ranks}; "
+            "train.accumulation can restore that"
         )
     return saved, notes
 

@@ -30,6 +30,7 @@ _SETTINGS = (
     "model.width",
     "model.attention.kind",
     "model.attention.compressor",
+    "model.attention.selector_loss",
     "model.activation_checkpointing",
     "data.source",
     "data.tokenizer",

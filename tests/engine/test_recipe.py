@@ -324,6 +324,18 @@ def test_resuming_takes_the_settings_of_the_checkpoint(
     assert after == before
 
 
+def test_a_resumed_run_logs_another_zero_stage_and_all_samples_of_the_run(
+    stopped: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    flags = ["--resume", "--run-dir=run", f"--deepspeed_config={ROOT}/ds_configs/zero2_pcie.json"]
+    output = succeed(on_one_rank("m7c.py", *flags, folder=tmp_path))
+    assert "changed since step00000001: ZeRO stage: 1 -> 2" in output
+    settings = yaml.safe_load((stopped / "config.yaml").read_text())["train"]
+    samples = 2 * settings["micro_batch"] * settings["accumulation"]  # of both steps
+    assert f"the run consumes {samples}:" in output
+
+
 def test_a_cut_config_without_a_checkpoint_is_refused(stopped: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
