@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import re
 from functools import partial
@@ -115,8 +114,6 @@ def initialise(model: torch.nn.Module, config: RunConfig, ds_config: dict[str, A
         deepspeed.checkpointing.configure(
             None, deepspeed_config=deepspeed.DeepSpeedConfig(dict(ds_config))
         )
-    # DeepSpeed runs full garbage collections; scanning all imported modules takes 0.2 s each.
-    gc.freeze()
     muon = has_muon(ds_config)
     optimizer = partial(build_muon, model, ds_config["optimizer"]["params"]) if muon else None
     try:
