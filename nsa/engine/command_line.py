@@ -100,8 +100,6 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     ds_config = resolve_ds_config(
         ds_config, config, world_size=world_size, source=str(ds_config_path)
     )
-    if saved is not None and flags.deepspeed_config:
-        notes += _changed_zero(saved, ds_config)
     config, mode_notes = resolve_checkpointing(config, ds_config, world_size, _gpu_memory())
     notes += mode_notes
     if has_muon(ds_config):
@@ -176,13 +174,6 @@ def _changes(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     )
     pairs = {name: (before.get(name), after.get(name)) for name in sorted(before | after)}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _changed_zero(saved: Path, ds_config: dict[str, Any]) -> Iterator[str]:
-    before = load_ds_config(saved / "ds_config.json").get("zero_optimization", {}).get("stage", 0)
-    after = ds_config["zero_optimization"]["stage"]
-    if before != after:
-        yield f"changed since {saved.name}: ZeRO stage: {before} -> {after}"
 
 
 def _check_change(name: str, before: Any, after: Any, run_dir: Path) -> None:

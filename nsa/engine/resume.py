@@ -12,11 +12,12 @@ from nsa.checkpoint.state_file import Topology, check_loadable, layout_of
 from nsa.checkpoint.weights import find_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.consensus import Consensus
+from nsa.engine.ds_config import load_ds_config
 from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
-from nsa.engine.zero_mode import has_muon
+from nsa.engine.zero_mode import has_muon, zero_mode
 from nsa.untrusted import matches, short_repr
 
 NONE = type(None)
@@ -52,6 +53,11 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[SavedState | 
     check_loadable(path, saved.topology, required)
     if notes:
         notes.append(f"resuming from {path.name}")
+    if (path / "ds_config.json").exists():  # a universal checkpoint has none
+        before = zero_mode(load_ds_config(path / "ds_config.json")).stage
+        after = request.zero_stage
+        if before != after:
+            notes.append(f"changed since {path.name}: ZeRO stage: {before} -> {after}")
     if isinstance(ranks, int) and ranks != world_size:
         train = request.config.train
         per_rank = train.micro_batch * train.accumulation // train.sequence_parallel
