@@ -83,10 +83,11 @@ class RankHistory:
         self._add_values(line, step, phase)
 
     def end_process(self) -> None:
-        """End a process; a hang before its end counts as a pause."""
+        """End a process; a hang before it failed or was killed counts as a pause."""
+        failed = not self.status or self.status.startswith("failed")
         if self._first is not None:
             self.spans.append((self._first, self._done))
-            if self._done < self.to_step:
+            if failed and self._done < self.to_step:
                 self._end_pause()
         self._pid, self._mono, self._waited, self._first = None, None, None, None
 

@@ -42,6 +42,18 @@ def test_a_report_begins_with_the_gate_results_and_their_evidence(tmp_path: Path
     assert "Not judged: preflight, extended, production." in text
 
 
+def test_the_longest_pause_includes_a_hang_before_a_failure_but_not_the_end_of_a_run(
+    tmp_path: Path,
+) -> None:
+    waiting = beats(300, waits={300: ("idle", 60.0)})
+    for status, pause in (("failed: TimeoutError", "60.0 s"), ("finished", "0.5 s")):
+        folder = tmp_path / status
+        write_metrics(folder)
+        write_beats(folder, [*waiting, {**waiting[-1], "event": "end", "status": status}])
+        run = table(write_report(folder).read_text(), "Run")
+        assert run["longest pause"][0].startswith(pause), status
+
+
 def test_a_report_holds_facts_settings_and_a_comparison_with_the_earlier_system(
     tmp_path: Path,
 ) -> None:
