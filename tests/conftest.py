@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -20,6 +21,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Collecting 5,000 tests makes no garbage; see pytest_collection_finish.
+gc.disable()
 
 # One thread on any machine: sums split alike everywhere, and two workers share two cores.
 torch.set_num_threads(1)
@@ -40,6 +44,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in reasons.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from here on, but skip the imported modules and tests: a million objects."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
