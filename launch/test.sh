@@ -8,6 +8,9 @@ bash "$here/setup.sh"
 cd "$here/.."
 export PATH="$PWD/.venv/bin:$PATH"
 
+# Hundreds of processes import the project: the first one caches its bytecode.
+unset PYTHONDONTWRITEBYTECODE
+
 failed=0
 check() {
     printf 'test: %s\n' "$*"
