@@ -25,8 +25,10 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 # Collecting 5,000 tests makes no garbage; see pytest_collection_finish.
 gc.disable()
 
-# One thread on any machine: sums split alike everywhere, and two workers share two cores.
+# One thread on any machine, also in started programs: sums split alike everywhere, and threads of
+# two workers that wait for each other on two cores take four times the CPU time.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

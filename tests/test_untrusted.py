@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pty
-import subprocess
-import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from nsa.untrusted import parse_json, parse_yaml, printable, read_text
 from tests.evaluate.models import write_model
-from tests.ranks import ROOT
+from tests.ranks import ROOT, spawn_ranks
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
@@ -59,31 +58,42 @@ def test_control_characters_become_escapes(text: str, expected: str | None) -> N
 def test_an_error_that_quotes_a_file_is_printable(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"\x1b]0;owned\x07\nnsa: fine": 1}))
-    command = [sys.executable, "-m", "nsa", "check", str(file)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert r"  \x1b]0;owned\x07\nnsa: fine = 1" in result.stderr
-    assert "\x1b" not in result.stderr
-    assert "\nnsa: fine" not in result.stderr
+    check = spawn_ranks(ROOT / "nsa/__main__.py", "check", str(file), ranks=0)
+    assert check.codes(60) == [2]
+    assert check.text("out") == ""
+    assert r"  \x1b]0;owned\x07\nnsa: fine = 1" in check.text("err")
+    assert "\x1b" not in check.text("err")
+    assert "\nnsa: fine" not in check.text("err")
+
+
+def generate_into(descriptor: int, model: Path) -> None:
+    """Write generated text to one of our pipes or terminals."""
+    flags = ("--prompt=a", "--device=cpu", "--max-new-tokens=150", "--temperature=9", "--seed=3")
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    program = ROOT / "tests/evaluate/generate_into.py"
+    generate = spawn_ranks(program, path, "generate", str(model), *flags, ranks=0)
+    assert generate.codes(60) == [0], generate.text("err")
+    os.close(descriptor)
+
+
+def read_to_end(descriptor: int) -> bytes:
+    data = b""
+    with suppress(OSError):  # a terminal's other end is closed
+        while chunk := os.read(descriptor, 4096):
+            data += chunk
+    os.close(descriptor)
+    return data
 
 
 def test_generated_text_is_exact_in_a_pipe_and_printable_on_a_terminal(tmp_path: Path) -> None:
     """Any byte is likely from random weights."""
     model = write_model(tmp_path / "model")
-    command = [sys.executable, "-m", "nsa", "generate", str(model), "--prompt=a", "--device=cpu"]
-    command += ["--max-new-tokens=150", "--temperature=9", "--seed=3"]
-    exact = subprocess.run(command, capture_output=True, cwd=ROOT, check=True).stdout
-    controls = {code for code in exact if code < 32 and code not in b"\n\t"}
+    reader, pipe = os.pipe()
+    generate_into(pipe, model)
+    controls = {code for code in read_to_end(reader) if code < 32 and code not in b"\n\t"}
     assert controls, "else this test proves nothing"
-    parent, child = pty.openpty()
-    subprocess.run(command, stdout=child, stderr=subprocess.DEVNULL, cwd=ROOT, check=True)
-    os.close(child)
-    shown = b""
-    while True:
-        try:
-            shown += os.read(parent, 4096)
-        except OSError:  # the other end is closed
-            break
-    os.close(parent)
+    parent, terminal = pty.openpty()
+    generate_into(terminal, model)
+    shown = read_to_end(parent)
     assert not {code for code in shown if code < 32 and code not in b"\r\n\t"}
     assert b"\\x" in shown
