@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,15 +18,13 @@ import pytest
 import nsa.watchdog.disk
 from nsa.cli import main
 from tests.disks import freezable_disk, frozen
-from tests.watchdog.test_watchdog import TRAIN, WatchedRun, wait_until
-
-HANGS = 5.0  # seconds after which the watchdog says that the disk hangs
+from tests.watchdog.test_watchdog import IMPATIENT, TRAIN, WatchedRun, wait_until
 
 
 @contextmanager
-def training(folder: Path, **limits: object) -> Iterator[WatchedRun]:
+def training(folder: Path, **limits: Any) -> Iterator[WatchedRun]:
     """Two ranks that train under a watchdog."""
-    run = WatchedRun(folder, *TRAIN, **limits)
+    run = WatchedRun(folder, *TRAIN, program=IMPATIENT, **limits)
     try:
         run.wait_for_phase("backward")
         yield run
@@ -82,15 +81,15 @@ def test_a_run_outlives_a_disk_that_hangs_for_longer_than_the_limit_of_silence(
 ) -> None:
     with (
         freezable_disk(tmp_path / "disk") as disk,
-        training(disk / "run", silence=1, compute=3) as run,
+        training(disk / "run", silence=2, compute=3) as run,
     ):
         with frozen(disk):
             log = read_until(run, "the disk hangs")
-            time.sleep(1)
+            time.sleep(2)  # for longer than the limit of the phase, too
         thawed = time.monotonic()
         log += read_until(run, "responds again after")
         assert "HALT" not in log
-        while time.monotonic() - thawed < 2.5:
+        while time.monotonic() - thawed < 1.5:
             assert run.process.poll() is None, "a healthy run was ended"
             time.sleep(0.1)
         run.process.send_signal(signal.SIGTERM)
@@ -124,7 +123,7 @@ def test_signals_pass_on_while_a_read_hangs(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_is_killed_is_replaced(tmp_path: Path) -> None:
-    with training(tmp_path / "run", compute=1_000, silence=3) as run:
+    with training(tmp_path / "run", compute=1_000, silence=1) as run:
         own = psutil.Process(run.process.pid)
         (reader,) = (child for child in own.children() if child.cmdline() == own.cmdline())
         reader.kill()

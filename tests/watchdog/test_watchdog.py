@@ -24,6 +24,8 @@ from tests.monitor.heartbeats import make_beat, write_limits
 from tests.ranks import ROOT
 
 TOY = Path(__file__).with_name("toy_run.py")
+WATCH = ("-m", "nsa", "watch")
+IMPATIENT = ("-m", "tests.watchdog.impatient_watch")  # for tests that wait for a time limit
 TRAIN = ("0:train", "1:train")
 
 
@@ -31,11 +33,17 @@ class WatchedRun:
     """A toy run under `nsa watch`, and its folder."""
 
     def __init__(
-        self, folder: Path, *faults: str, flags: tuple[object, ...] = (), **limits: object
+        self,
+        folder: Path,
+        *faults: str,
+        flags: tuple[object, ...] = (),
+        program: tuple[str, ...] = WATCH,
+        **limits: object,
     ) -> None:
         self.folder, self.stderr = folder, ""
         write_limits(folder, **limits)
-        self.process = call(*flags, "--", sys.executable, "-S", TOY, folder, *faults)
+        command = (*flags, "--", sys.executable, "-S", TOY, folder, *faults)
+        self.process = call(*command, program=program)
 
     def exit_code(self) -> int:
         """Wait for the exit code, and read stderr."""
@@ -84,10 +92,10 @@ class WatchedRun:
         assert not left
 
 
-def call(*arguments: object) -> subprocess.Popen[str]:
+def call(*arguments: object, program: tuple[str, ...] = WATCH) -> subprocess.Popen[str]:
     """Start `nsa watch` as a process."""
     return subprocess.Popen(
-        [sys.executable, "-m", "nsa", "watch", *map(str, arguments)],
+        [sys.executable, *program, *map(str, arguments)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -145,7 +153,7 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., WatchedRun]]:
     """Start a run that the test interferes with."""
     started: list[WatchedRun] = []
 
-    def start(*faults: str, **limits: object) -> WatchedRun:
+    def start(*faults: str, **limits: Any) -> WatchedRun:
         started.append(WatchedRun(tmp_path / "run", *faults, **limits))
         return started[-1]
 
@@ -247,7 +255,7 @@ def test_a_finished_rank_that_does_not_exit_is_ended_and_the_run_has_succeeded(r
 
 
 def test_a_throughput_collapse_halts_the_run_if_configured(watch: Watch) -> None:
-    run = watch(*TRAIN, on_collapse="halt")
+    run = watch(*TRAIN, program=IMPATIENT, on_collapse="halt")
     run.wait_for_phase("backward")
     rows = [f"{number},{1000 if number < 30 else 1}\n" for number in range(1, 41)]
     (run.folder / "metrics.csv").write_text("step,tokens_per_s\n" + "".join(rows))
@@ -302,7 +310,7 @@ def test_a_run_survives_its_watchdog_and_another_one_takes_over(watch: Watch) ->
     assert third.returncode == 143
     assert all(map(alive, run.pids()))
     write_limits(run.folder)
-    fourth = call(run.folder)
+    fourth = call(run.folder, program=IMPATIENT)
     fourth.communicate(timeout=60)
     assert fourth.returncode == 4
     assert run.halt()["rank"] == 1
