@@ -56,7 +56,7 @@ class Run:
 
     # Progress of the training loop.
     loader_state: dict[str, Any] | None  # of this rank, after the last step
-    saved_step: int  # of the newest checkpoint
+    saved_step = 0  # of the newest checkpoint; 0: none
     bad_steps = 0  # since launch
     validation_note_logged = False
 

@@ -10,6 +10,7 @@ Cheap and likely failures come first. A run that prepare() or build() refuses le
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 
 import torch
@@ -204,6 +205,8 @@ def train(run: Run) -> None:
         out_of_memory = run.telemetry.memory.out_of_memory(error)
         if out_of_memory is not None:
             warn(out_of_memory)
+        if run.saved_step and sys.version_info >= (3, 11):  # the traceback ends with it
+            error.add_note(f"resume: --run-dir {run.request.run_dir} --resume")
         raise
     finally:
         run.shutdown.stop_watching()

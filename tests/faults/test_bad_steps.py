@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -95,7 +96,10 @@ def test_an_exception_on_one_rank_is_reported_and_ends_the_run(
     ended = time.time()
     assert run.codes[1] == 1
     assert run.codes[0] not in (0, None)
-    assert "RuntimeError: planted in backward" in run.ranks.started[1].text("err")
+    errors = run.ranks.started[1].text("err")
+    assert "RuntimeError: planted in backward" in errors
+    if sys.version_info >= (3, 11):
+        assert errors.endswith("\nresume: --run-dir run --resume\n")
     check_resumed("crash", "backward", run, fault_time(run), ended)
 
 
