@@ -30,16 +30,18 @@ def demo():
 if __name__ == "__main__":
     main(Recipe("m7c", "", {{"production": demo, "demo": demo}}))
 """
+VARIANT = "attention.branches=cmp,attention.compressor=mlp"
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A tiny demo measured with one variant and one seed: the folder, and the command."""
+    """A tiny demo with one seed, a variant and one of the command: the folder, and the command."""
     folder = tmp_path_factory.mktemp("ablations")
     settings = [flag.removeprefix("--set=") for flag in TINY]
     text = TINY_RECIPE.format(recipes=str(ROOT / "recipes"), settings=settings)
     (folder / "tiny.py").write_text(text)
-    command = ["ablations", "--variants=win,win", "--seeds=7", "--steps=2"]
+    command = ["ablations", "--variants=win,win", f"--variant={VARIANT}", "--set=data.held_out=0.1"]
+    command += ["--seeds=7", "--steps=2"]
     command += [f"--runs={folder / 'runs'}", f"--out={folder / 'figures.json'}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "RECIPE", folder / "tiny.py")
@@ -49,12 +51,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
 
 
 @pytest.fixture
-def tiny_command(measured: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The same command, with the tiny recipe."""
+def tiny_command(
+    measured: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> list[str]:
+    """The same command, with the tiny recipe and another file of figures."""
     folder, command = measured
     monkeypatch.setattr(recipe, "RECIPE", folder / "tiny.py")
     monkeypatch.setattr(ablations, "COMMON", (*ablations.COMMON, "train.eval_samples=8"))
-    return command
+    return [*command, f"--out={tmp_path / 'figures.json'}"]
 
 
 def test_a_variant_is_trained_by_the_recipe_and_reported_at_its_last_evaluation(
@@ -62,7 +66,7 @@ def test_a_variant_is_trained_by_the_recipe_and_reported_at_its_last_evaluation(
 ) -> None:
     folder, _ = measured
     row = read_metrics(folder / "runs/win-seed7/metrics.csv")[-1]
-    (result,) = json.loads((folder / "figures.json").read_text())["rows"]
+    result, _ = json.loads((folder / "figures.json").read_text())["rows"]
     assert result["variant"] == "win"
     assert row["step"] == 2
     assert result["val_loss"] == {"7": row["val_loss"]}
@@ -157,20 +161,13 @@ def test_differences_to_the_first_variant_are_tested_seed_by_seed() -> None:
 
 
 def test_settings_of_the_command_are_a_variant_and_reach_every_run(
-    measured: tuple[Path, list[str]], tiny_command: list[str], tmp_path: Path
+    measured: tuple[Path, list[str]],
 ) -> None:
-    words = [
-        word for word in tiny_command if not word.startswith(("--runs", "--out", "--variants"))
-    ]
-    main([*words, f"--runs={tmp_path}", f"--out={tmp_path / 'figures.json'}", "--variants=win",
-          "--variant=attention.branches=cmp,attention.compressor=mlp", "--set=data.held_out=0.1",
-          "--jobs=1"])  # fmt: skip
-    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == [
-        "win", "attention.branches=cmp,attention.compressor=mlp"
-    ]  # fmt: skip
+    folder, _ = measured
+    rows = json.loads((folder / "figures.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["win", VARIANT]
     assert all(row["val_loss"] for row in rows)
-    configs = [(path.read_text()) for path in sorted(tmp_path.glob("*-seed7/config.yaml"))]
+    configs = [(path.read_text()) for path in sorted(folder.glob("runs/*-seed7/config.yaml"))]
     assert all("held_out: 0.1" in config for config in configs)
     assert "branches: cmp" in configs[0]
     assert "compressor: mlp" in configs[0]
