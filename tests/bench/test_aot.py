@@ -69,9 +69,9 @@ def test_products_without_tensor_cores_are_a_failure(results: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("kernel", "named"),
     [
-        ("deep", ["64/128/4/4", "bytes of shared memory a block, limit 166,912"]),
+        ("deep", ["16/128/4/4", "bytes of shared memory a block, limit 166,912"]),
         ("crowded", ["64/64/1/1", "bytes spilled a thread, limit"]),
-        ("without tensor cores", ["64/32/4/1", "matrix products without tensor cores, limit 0"]),
+        ("without tensor cores", ["16/32/4/1", "matrix products without tensor cores, limit 0"]),
         ("not a power of two", ["64/48/4/1", "does not compile", "power of 2"]),
     ],
 )

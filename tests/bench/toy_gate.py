@@ -36,9 +36,9 @@ def main() -> None:
     """Write the gate's results by name."""
     single = torch.float32
     plain = partial(toys.attention, Config(64, 64, 4, 2))
-    crowded = partial(toys.attention, Config(64, 64, 1, 1), size=128)
-    three = partial(toys.attention, Config(64, 32, 4, 1), single, precision="tf32x3")
-    ieee = partial(toys.attention, Config(64, 32, 4, 1), single, precision="ieee")
+    crowded = partial(toys.attention, Config(64, 64, 1, 1))
+    three = partial(toys.attention, Config(16, 32, 4, 1), single, precision="tf32x3")
+    ieee = partial(toys.attention, Config(16, 32, 4, 1), single, precision="ieee")
     odd = partial(toys.attention, Config(64, 48, 4, 1))
     blind = partial(toys.attention, Config(64, 64, 4, 2), keys=1)
     results = {

@@ -80,7 +80,7 @@ def overwritten() -> None:
 
 def too_deep() -> None:
     """Four stages of 128 keys of 256 two-byte numbers: 192 KB, too much for sm_80 only."""
-    attention(Config(64, 128, 4, 4), size=256)
+    attention(Config(16, 128, 4, 4), size=256)
 
 
 def every_kind_of_argument(device: str) -> dict[str, Any]:
