@@ -22,6 +22,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "m7c.py"
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM", "int": "SIGINT"}
 CLOCK_JUMPS = {"clock back": -3_600.0, "clock forward": 3_600.0}
 SLOW = 0.4  # seconds
+GRACE = 1  # seconds that the peers of a lost rank wait
 
 
 class Fault:
@@ -114,6 +115,9 @@ def plant_in_forward(model: Any, fault: Fault, bad_value: float) -> None:
 
 def main() -> None:
     """Plant the fault on its ranks, then run the recipe."""
+    from nsa.engine import process_group, shutdown
+
+    shutdown.PEER_LOSS_GRACE_SECONDS = process_group.ROOT_CAUSE_GRACE_SECONDS = GRACE
     settings = json.loads(os.environ["FAULT"])
     rank = int(os.environ.get("RANK", 0))
     ranks, mark = settings.pop("ranks"), settings.pop("mark")
