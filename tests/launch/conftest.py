@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch.clone import make_clone, start
-from tests.ranks import ROOT
+from tests.launch.clone import make_clone, start, with_real_packages
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +28,4 @@ def installed_clone(concurrent_setups: tuple[Path, list[str]]) -> Path:
 @pytest.fixture
 def real_packages(tmp_path: Path) -> Path:
     """A clone whose .venv is the environment of this test, and whose setup.sh does nothing."""
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    (tmp_path / "launch/setup.sh").write_text("")
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    return tmp_path
+    return with_real_packages(tmp_path)

@@ -8,10 +8,11 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.launch.clone import environment, make_clone, run, start
+from tests.launch.clone import environment, make_clone, run, start, with_real_packages
 from tests.launch.test_ranks import alive
 
 
@@ -61,25 +62,17 @@ def write_recipe(folder: Path, code: str) -> None:
     )
 
 
-def test_the_script_runs_two_ranks_and_returns_the_exit_code_of_a_failed_one(
-    real_packages: Path,
-) -> None:
-    write_recipe(
-        real_packages,
-        "say('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[2:])\n"
-        "sys.exit(7 if os.environ['RANK'] == '1' else 0)\n",
-    )
-    call = run(real_packages, "m7c.sh", "--set", "a b")
-    assert call.returncode == 7, call.stderr
-    assert "rank 1 of 2 ['--set', 'a b']" in call.stdout.splitlines()
+Launches = dict[str, tuple[int, str, list[dict[str, Any]]]]
 
 
-def test_ranks_get_the_environment_and_arguments_that_deepspeed_alone_gives_them(
-    real_packages: Path, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    """Exit code, stdout and what each rank found, of the script and of deepspeed alone."""
+    folder = with_real_packages(tmp_path_factory.mktemp("launches"))
     write_recipe(
-        real_packages,
+        folder,
         "import json\n"
+        "say('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], sys.argv[3:])\n"
         "facts = {'cwd': os.getcwd(), 'python': sys.executable, 'environment': dict(os.environ)}\n"
         "facts['arguments'] = sys.argv[1:2] + sys.argv[3:]\n"
         "mine, other = (sys.argv[2] + str(rank) for rank in (0, 1))\n"
@@ -90,27 +83,49 @@ def test_ranks_get_the_environment_and_arguments_that_deepspeed_alone_gives_them
         "os.rename(mine + '.part', mine)\n"
         "while not os.path.exists(other):\n"
         "    time.sleep(0.01)\n"
-        "sys.exit(7)\n",
+        "sys.exit(7 if os.environ['RANK'] == '1' else 0)\n",
     )
-    recipe = str(real_packages / "recipes/m7c.py")
-    bare = [str(real_packages / ".venv/bin/deepspeed"), "--num_gpus", "2", recipe]
-    codes = [
-        run(real_packages, "m7c.sh", str(tmp_path / "script"), "--set", "a b").returncode,
-        subprocess.run(
-            [*bare, str(tmp_path / "bare"), "--set", "a b"],
+    bare = [str(folder / ".venv/bin/deepspeed"), "--num_gpus", "2", str(folder / "recipes/m7c.py")]
+    calls = {
+        "script": run(folder, "m7c.sh", str(folder / "script"), "--set", "a b"),
+        "bare": subprocess.run(
+            [*bare, str(folder / "bare"), "--set", "a b"],
             cwd="/",
-            env=environment(real_packages),
+            env=environment(folder),
             stdin=subprocess.DEVNULL,
-        ).returncode,
-    ]
-    assert codes == [7, 7]
+            capture_output=True,
+            text=True,
+        ),
+    }
+    return {
+        way: (
+            call.returncode,
+            call.stdout,
+            [json.loads((folder / f"{way}{rank}").read_text()) for rank in "01"],
+        )
+        for way, call in calls.items()
+    }
+
+
+def test_the_script_runs_two_ranks_and_returns_the_exit_code_of_a_failed_one(
+    launches: Launches,
+) -> None:
+    code, stdout, _ = launches["script"]
+    assert code == 7
+    for rank in (0, 1):
+        assert f"rank {rank} of 2 ['--set', 'a b']" in stdout.splitlines()
+
+
+def test_ranks_get_the_environment_and_arguments_that_deepspeed_alone_gives_them(
+    launches: Launches,
+) -> None:
+    (script_code, _, script_facts), (bare_code, _, bare_facts) = launches.values()
+    assert script_code == bare_code
     # The port differs; the script changes the other variables, which no library reads.
-    for rank in "01":
-        facts = [json.loads((tmp_path / f"{way}{rank}").read_text()) for way in ("script", "bare")]
-        for one in facts:
-            for name in ("MASTER_PORT", "PATH", "PWD", "OLDPWD", "SHLVL", "_"):
-                one["environment"].pop(name, None)
-        assert facts[0] == facts[1]
+    for facts in (*script_facts, *bare_facts):
+        for name in ("MASTER_PORT", "PATH", "PWD", "OLDPWD", "SHLVL", "_"):
+            facts["environment"].pop(name, None)
+    assert script_facts == bare_facts
 
 
 @pytest.mark.parametrize("script", ["m7c.sh", "m7c_pcie.sh"])

@@ -74,8 +74,11 @@ def test_new_pins_are_installed_into_the_existing_venv(installed_clone: Path) ->
         assert run(installed_clone, "setup.sh").returncode == 0
 
 
-def test_an_install_that_was_killed_is_repaired_and_a_failed_one_says_why(tmp_path: Path) -> None:
-    clone = make_clone(tmp_path)
+def test_an_install_that_was_killed_is_repaired_and_a_failed_one_says_why(
+    installed_clone: Path,
+) -> None:
+    clone, constraints = installed_clone, installed_clone / "launch/constraints.txt"
+    constraints.write_text("torch==2.13.1\n")
     first = start(clone, "setup.sh")
     assert first.stdout
     for line in first.stdout:
@@ -83,15 +86,16 @@ def test_an_install_that_was_killed_is_repaired_and_a_failed_one_says_why(tmp_pa
             break
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
+    constraints.write_text("torch==2.13.0\n")
 
     wheel = next(clone.glob("wheels/nsa*"))
     hidden = wheel.rename(clone / "hidden")
     failed = run(clone, "setup.sh")
+    hidden.rename(wheel)
     assert "rebuilding it" in failed.stdout
     assert failed.returncode == 1
     assert failed.stderr.splitlines()[-1].startswith("setup: pip could not install")
 
-    hidden.rename(wheel)
     repaired = run(clone, "setup.sh")
     assert repaired.returncode == 0, repaired.stderr
     assert "rebuilding" not in repaired.stdout
