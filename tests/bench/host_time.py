@@ -1,4 +1,4 @@
-"""`python -m tests.bench.host_time`: what the CPU does for a layer's attention on a GPU.
+"""`python -m tests.bench.host_time [STEPS]`: what the CPU does for a layer's attention on a GPU.
 
 The gated op of a few layers, forward and backward: dispatch, autograd, launchers, small PyTorch
 operations and Triton's launch code, with M7C's heads. Kernels are not compiled, and nothing starts
@@ -24,7 +24,8 @@ from triton.runtime.jit import JITFunction
 from nsa.ops.triton.gated import triton_gated
 from nsa.spec import NSASpec
 
-TOKENS, LAYERS, WARM_UP, STEPS = 64, 4, 20, 200
+TOKENS, LAYERS, WARM_UP = 64, 4, 20
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 200
 SPEC = NSASpec()
 
 

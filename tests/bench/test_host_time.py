@@ -16,7 +16,7 @@ def test_a_layers_launches_take_few_python_calls() -> None:
     pytest.importorskip("triton")
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     process = subprocess.run(
-        [sys.executable, "-m", "tests.bench.host_time"],
+        [sys.executable, "-m", "tests.bench.host_time", "1"],
         cwd=Path(__file__).parents[2],
         env=environment,
         capture_output=True,

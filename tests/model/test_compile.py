@@ -15,9 +15,10 @@ from nsa.monitor.dtypes import DtypeReport
 from tests.model.models import build, packed, tiny, tokens
 
 LENGTH = 40
-# Every mode that compiles, and every attention.
-CASES = [("mean", mode) for mode in ("none", "reentrant", "non_reentrant", "deepspeed")]
+# Every mode that compiles, and every attention; packed documents below are mean and reentrant.
+CASES: list[Any] = [("mean", mode) for mode in ("none", "non_reentrant", "deepspeed")]
 CASES += [("mlp", "reentrant"), ("dense", "none")]
+CASES += [pytest.param("mean", "reentrant", marks=pytest.mark.full)]
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +108,8 @@ def test_the_observer_receives_what_it_receives_in_eager_mode() -> None:
 
 def test_the_dtype_report_of_the_first_step_changes_no_number() -> None:
     """Compiled code must see that its hooks observe only, else projections are not fused."""
-    compiled, plain = (twins("aot_eager", dtype=torch.bfloat16)[0] for _ in range(2))
+    model = {"dtype": torch.bfloat16, "layers": 1, "activation_checkpointing": "none"}
+    compiled, plain = (twins("aot_eager", **model)[0] for _ in range(2))
     DtypeReport(compiled)
     for actual, expected in zip(step(compiled, 1), step(plain, 1), strict=True):
         assert torch.equal(actual, expected)
