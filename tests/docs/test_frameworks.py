@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import FRAMEWORKS, blocks
-from tests.ranks import launch
+from tests.ranks import ROOT, launch
 
 SCRIPTS = {}  # name: (text, what it prints)
 for _block in blocks(FRAMEWORKS):
@@ -25,11 +28,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(script: Path, *arguments: str) -> str:
-    """Run a script in one process, without a launcher's variables; return its stdout."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        (printed,) = launch(script, *arguments, world_size=0)
-    return printed
+    """Run a script in one process; return its stdout."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4_000:]
+    return done.stdout
 
 
 def test_each_script_of_the_page_has_a_test() -> None:
