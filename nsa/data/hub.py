@@ -116,7 +116,7 @@ class Hub:
     def _load(self, revision: str | None) -> tuple[Any, str]:
         import datasets
 
-        _limit_retries(self._remote)
+        _configure_client(self._remote)
         builder = datasets.load_dataset_builder(
             self._path,
             self._subset,
@@ -214,13 +214,15 @@ class Hub:
             before, consumed = stream.state_dict(), 0
 
 
-def _limit_retries(hub: bool) -> None:
+def _configure_client(hub: bool) -> None:
     """Limit the retries of `datasets` to half a minute; its defaults last a quarter of an hour.
 
     One read from the hub includes six tries of huggingface_hub, over 23 seconds.
     """
     import datasets
 
+    # Even local files are counted, by a request that takes seconds without a network.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     datasets.config.STREAMING_READ_MAX_RETRIES = 1 if hub else READ_TRIES
     datasets.config.STREAMING_READ_RETRY_INTERVAL = 1
     datasets.config.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 1

@@ -152,9 +152,16 @@ def test_empty_records_are_skipped_and_compressed_files_read(tmp_path: Path) -> 
     assert [document.location[-1] for document in source.read()] == ["1", "4"]
 
 
-def test_a_local_folder_is_a_dataset_and_needs_no_hub(tmp_path: Path) -> None:
+def test_local_files_need_no_hub_and_send_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = write(tmp_path, "parquet", 3, 4)
-    assert texts(open_hub(DataConfig(), f"hf:{tmp_path}")) == written
+    with serving(tmp_path) as server:
+        monkeypatch.setattr("datasets.config.HF_UPDATE_DOWNLOAD_COUNTS", True)
+        monkeypatch.setattr("datasets.config.S3_DATASETS_BUCKET_PREFIX", server.address)
+        assert texts(open_hub(DataConfig(), f"hf:{tmp_path}")) == written
+        assert texts(source_of("parquet", tmp_path / "*")) == written
+        assert server.requests == []
 
 
 @pytest.mark.parametrize(
@@ -217,8 +224,7 @@ def test_short_failures_of_a_mirror_lose_no_document(tmp_path: Path) -> None:
         assert server.bad_left == 0
 
 
-# (mode, ok responses before it). Each takes as long as the timeouts, so all run in parallel, and
-# beside the tests in between.
+# (mode, ok responses before it). Each takes as long as the timeouts: they run beside other tests.
 HUBS = {
     "a hub that is silent after its first responses": ("silent", 3),
     "a hub that is silent once it is read": ("silent", 7),

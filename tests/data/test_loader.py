@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import closing
@@ -38,6 +36,7 @@ from tests.data.texts import (
     write_parquet,
     write_to_pipe,
 )
+from tests.ranks import spawn_ranks
 
 STREAMING_RUN = Path(__file__).parent / "streaming_run.py"
 
@@ -139,17 +138,18 @@ def test_a_killed_run_resumes_without_a_lost_or_repeated_row(
     tmp_path: Path, source: str, kills: tuple[int, ...]
 ) -> None:
     log, steps = tmp_path / "rows.txt", 90
-    command = [sys.executable, str(STREAMING_RUN), source, str(tmp_path), str(steps), "7"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    arguments = (source, str(tmp_path), str(steps), "7")
     for kill_at in kills:
-        run = subprocess.Popen(command, env=environment)
-        while run.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < kill_at):
-            time.sleep(0.001)
+        (run,) = spawn_ranks(STREAMING_RUN, *arguments, ranks=0).started
+        while run.wait(0.001) is None:
+            if log.exists() and log.read_bytes().count(b"\n") >= kill_at:
+                break
         workers = workers_of(run.pid)
         run.kill()
-        run.wait()
+        assert run.wait(10) == -signal.SIGKILL
         assert all(ends_soon(worker) for worker in workers)
-    subprocess.run(command, env=environment, check=True)
+    finished = spawn_ranks(STREAMING_RUN, *arguments, ranks=0)
+    assert finished.codes(60) == [0], finished.text("err")
     with closing(loader_of(configure(source, workers=2), rank=1, world_size=2)) as uninterrupted:
         expected = [str(rows) for rows in read(uninterrupted, steps)]
     assert log.read_text().splitlines() == expected
@@ -210,8 +210,9 @@ def test_the_error_of_a_broken_document_passes_through(tmp_path: Path) -> None:
         read(loader, 1_000)
 
 
-def test_a_process_ends_with_open_loaders(source: str) -> None:
-    program = (
+def test_a_process_ends_with_open_loaders(source: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
         "import sys\nfrom nsa.data.config import DataConfig\n"
         "from nsa.data.loader import open_loader\n"
         "from nsa.data.validation_data import ValidationData\n"
@@ -222,10 +223,8 @@ def test_a_process_ends_with_open_loaders(source: str) -> None:
         "indexed = open_loader(DataConfig(seq_len=16), rank=0, accumulation=1, seed=1, **shape)\n"
         "for each in (loader, indexed): each.next_batch()\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program, source]
-    run = subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True)
-    assert (run.returncode, run.stderr) == (0, "")
+    run = spawn_ranks(program, source, ranks=0)
+    assert (run.codes(60), run.text("err")) == ([0], "")
 
 
 def test_close_ends_the_workers_and_may_be_called_twice(source: str) -> None:

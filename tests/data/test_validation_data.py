@@ -78,12 +78,12 @@ def test_validation_reports_fewer_samples_than_requested(tmp_path: Path, ranks: 
 def test_validation_waits_while_its_source_yields_documents(pipe: tuple[str, Any]) -> None:
     name, writer = pipe
     train, documents = split(texts(200))
-    seconds = 3.0
+    seconds = 2.0
 
     def write_slowly() -> None:
         for number, text in enumerate([*train[:20], *documents]):
             write_to_pipe(writer, [text])
-            time.sleep(seconds / 12 if number < 20 else 0)
+            time.sleep(seconds / 12 if number < 14 else 0)
 
     config = configure(name, timeout=seconds)
     writing = Thread(target=write_slowly, daemon=True)
