@@ -23,6 +23,15 @@ class Golden:
     seconds: float  # of all steps
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_grace(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Let peers of a lost rank wait for 1 second, not 5; --full measures the time to the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not pytestconfig.getoption("--full"):
+            patch.setenv("FAULT_GRACE", "1")
+        yield
+
+
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
     run = start(tmp_path_factory.mktemp("golden")).end()

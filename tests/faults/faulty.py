@@ -22,7 +22,6 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "m7c.py"
 SIGNALS = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM", "int": "SIGINT"}
 CLOCK_JUMPS = {"clock back": -3_600.0, "clock forward": 3_600.0}
 SLOW = 0.4  # seconds
-GRACE = 1  # seconds that the peers of a lost rank wait
 
 
 class Fault:
@@ -115,9 +114,11 @@ def plant_in_forward(model: Any, fault: Fault, bad_value: float) -> None:
 
 def main() -> None:
     """Plant the fault on its ranks, then run the recipe."""
-    from nsa.engine import process_group, shutdown
+    if "FAULT_GRACE" in os.environ:
+        from nsa.engine import process_group, shutdown
 
-    shutdown.PEER_LOSS_GRACE_SECONDS = process_group.ROOT_CAUSE_GRACE_SECONDS = GRACE
+        grace = float(os.environ["FAULT_GRACE"])
+        shutdown.PEER_LOSS_GRACE_SECONDS = process_group.ROOT_CAUSE_GRACE_SECONDS = grace
     settings = json.loads(os.environ["FAULT"])
     rank = int(os.environ.get("RANK", 0))
     ranks, mark = settings.pop("ranks"), settings.pop("mark")
