@@ -100,12 +100,14 @@ if [ -n "$build" ]; then
     for platform in manylinux_2_28 manylinux_2_17 manylinux2014 manylinux1; do
         target+=(--platform "${platform}_x86_64")
     done
-    DS_BUILD_OPS=0 "$python" -m pip wheel --no-deps --no-build-isolation \
+    run=()
+    [ -z "$dry" ] || run=(echo)
+    "${run[@]}" env DS_BUILD_OPS=0 "$python" -m pip wheel --no-deps --no-build-isolation \
         --no-binary deepspeed --wheel-dir "$build" "deepspeed==$version" &&
-        "$python" -m pip download "${target[@]}" --dest "$build" \
+        "${run[@]}" "$python" -m pip download "${target[@]}" --dest "$build" \
             einops hjson msgpack ninja py-cpuinfo pydantic 'setuptools<81' &&
-        "$python" -m pip download "${target[@]}" --no-deps --dest "$build" fla-core &&
-        say "$(du -sh "$build" | cut -f1) in $build"
+        "${run[@]}" "$python" -m pip download "${target[@]}" --no-deps --dest "$build" fla-core &&
+        { [ -n "$dry" ] || say "$(du -sh "$build" | cut -f1) in $build"; }
     exit
 fi
 
