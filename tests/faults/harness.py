@@ -112,10 +112,11 @@ def fault_time(run: Run) -> float:
     return min(float(mark.read_text()) for mark in marks)
 
 
-def watch(run: Run) -> SpawnedRanks:
-    """Start `nsa watch` on a running run."""
+def watch(run: Run, *program: str | Path) -> SpawnedRanks:
+    """Start `nsa watch` on a running run, or another program that watches it."""
     run.wait_for(lambda: run.beats(0) and run.beats(1), "no heartbeat")
-    return spawn_ranks(BIN / "nsa", "watch", str(run.dir), folder=run.folder, ranks=0)
+    path, *arguments = program or (BIN / "nsa", "watch")
+    return spawn_ranks(Path(path), *map(str, arguments), str(run.dir), folder=run.folder, ranks=0)
 
 
 @dataclass

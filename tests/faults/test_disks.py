@@ -29,6 +29,7 @@ from tests.faults.harness import (
     weights,
 )
 from tests.faults.outcomes import Outcomes
+from tests.ranks import ROOT
 
 full = pytest.mark.full
 DISK_SIZE = "4g"  # enough for the preflight checks
@@ -162,7 +163,7 @@ def test_a_disk_that_hangs_costs_neither_the_run_nor_a_row(
     limits = [f"--set=monitor.watch.{name}=3" for name in ("silence", "save", "compute", "data")]
     with freezable_disk(tmp_path / "disk", megabytes=4_096) as folder:
         run = start(folder, *limits)
-        watchdog = watch(run)
+        watchdog = watch(run, ROOT / "tests/watchdog/impatient_watch.py")
         run.wait_for(lambda: (run.dir / "checkpoints/step00000004").exists(), "no checkpoint")
         with frozen(folder):
             failed = time.time()
@@ -170,7 +171,7 @@ def test_a_disk_that_hangs_costs_neither_the_run_nor_a_row(
             while "the disk hangs" not in watchdog.text("err"):
                 assert time.monotonic() < deadline, watchdog.text("err")
                 time.sleep(0.1)
-            time.sleep(2)
+            time.sleep(3)  # with the wait above, for longer than the limits
         run.end()
         assert run.codes == [0, 0], run.output[-3_000:]
         assert watchdog.codes(60) == [0]
