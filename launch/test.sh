@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Check format, lint and types, then run the tests. A failure does not stop the checks after it; the
-# exit code reports it. Arguments go to pytest, which has two workers; -n 0 runs one process.
+# exit code reports it. Arguments go to pytest, which has three workers, as tests also wait for
+# processes; -n 0 runs one process.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
@@ -19,5 +20,5 @@ check() {
 check ruff format --check .
 check ruff check .
 check mypy
-check python -m pytest -n 2 --dist loadfile "$@"
+check python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
 exit "$failed"

@@ -25,10 +25,14 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 # Collecting 5,000 tests makes no garbage; see pytest_collection_finish.
 gc.disable()
 
-# One thread on any machine, also in started programs: sums split alike everywhere, and threads of
-# two workers that wait for each other on two cores take four times the CPU time.
+# One thread on any machine, also in started programs: sums split alike everywhere, and threads that
+# wait for each other while all cores are busy take four times the CPU time.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+# Directories whose tests start whole runs; some take half a minute.
+SLOW = ("faults", "launch", "bench", "docs", "engine", "watchdog")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip `full` tests without --full and `gpu` tests without a CUDA device."""
+    """Skip `full` tests without --full and `gpu` tests without a CUDA device; run slow ones first.
+
+    So no worker of pytest-xdist runs a slow file at the end while the others have no work.
+    """
+    items.sort(key=lambda item: item.path.parent.name not in SLOW)
     reasons = {}
     if not config.getoption("--full"):
         reasons["full"] = "part of the full matrix: run with --full"
