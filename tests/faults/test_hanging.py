@@ -11,8 +11,7 @@ import pytest
 from tests.faults.conftest import CheckResumed
 from tests.faults.harness import fault_time, start_faulty, watch
 
-LIMITS = {"data": 3.0, "compute": 3.0, "silence": 3.0}
-SETTINGS = [f"--set=monitor.watch.{name}={seconds:g}" for name, seconds in LIMITS.items()]
+LIMITS = {"data": 3.0, "compute": 3.0, "silence": 3.0}  # seconds
 HALTED = 4
 full = pytest.mark.full
 
@@ -29,8 +28,10 @@ full = pytest.mark.full
 def test_a_rank_that_hangs_is_reported_and_the_run_is_ended(
     action: str, where: str, phase: str | None, tmp_path: Path, check_resumed: CheckResumed
 ) -> None:
-    grace = 3 if where == "data" else 1  # only there it is enough for the ranks to save
-    settings = [*SETTINGS, f"--set=monitor.watch.grace={grace}"]
+    limits = LIMITS | {"grace": 3 if where == "data" else 1}  # only there it suffices to save
+    if action == "stop":  # its silence must be noticed before its peer's wait for it
+        limits |= {"data": 6.0, "compute": 6.0}
+    settings = [f"--set=monitor.watch.{name}={seconds:g}" for name, seconds in limits.items()]
     run = start_faulty(tmp_path, action, where, *settings, ranks=[1])
     watchdog = watch(run)
     run.ranks.codes(120)
