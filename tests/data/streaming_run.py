@@ -1,6 +1,8 @@
 """A run that reads a stream: it logs the rows that it consumes and saves its state regularly.
 
-python streaming_run.py SOURCE FOLDER STEPS SAVE_EVERY
+python streaming_run.py SOURCE FOLDER STEPS SAVE_EVERY PAUSE_AT
+
+After the row PAUSE_AT it waits to be killed.
 """
 
 from __future__ import annotations
@@ -8,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from nsa.data.config import DataConfig
 from nsa.data.loader import open_loader
 
 
-def main(source: str, folder: Path, steps: int, save_every: int) -> None:
+def main(source: str, folder: Path, steps: int, save_every: int, pause_at: int) -> None:
     config = DataConfig(
         source=source, seq_len=16, shuffle_documents=8, workers=2, held_out=0.2, timeout=30
     )
@@ -41,8 +44,10 @@ def main(source: str, folder: Path, steps: int, save_every: int) -> None:
                 state = {"step": step, "bytes": log.stat().st_size, "loader": loader.state()}
                 (folder / "draft.json").write_text(json.dumps(state))
                 os.replace(folder / "draft.json", checkpoint)
+            if step == pause_at:
+                time.sleep(60)
     loader.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

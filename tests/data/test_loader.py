@@ -140,15 +140,14 @@ def test_a_killed_run_resumes_without_a_lost_or_repeated_row(
     log, steps = tmp_path / "rows.txt", 90
     arguments = (source, str(tmp_path), str(steps), "7")
     for kill_at in kills:
-        (run,) = spawn_ranks(STREAMING_RUN, *arguments, ranks=0).started
-        while run.wait(0.001) is None:
-            if log.exists() and log.read_bytes().count(b"\n") >= kill_at:
-                break
+        (run,) = spawn_ranks(STREAMING_RUN, *arguments, str(kill_at), ranks=0).started
+        while not log.exists() or log.read_bytes().count(b"\n") < kill_at:
+            assert run.wait(0.01) is None, run.text("err")
         workers = workers_of(run.pid)
         run.kill()
         assert run.wait(10) == -signal.SIGKILL
         assert all(ends_soon(worker) for worker in workers)
-    finished = spawn_ranks(STREAMING_RUN, *arguments, ranks=0)
+    finished = spawn_ranks(STREAMING_RUN, *arguments, "0", ranks=0)
     assert finished.codes(60) == [0], finished.text("err")
     with closing(loader_of(configure(source, workers=2), rank=1, world_size=2)) as uninterrupted:
         expected = [str(rows) for rows in read(uninterrupted, steps)]
