@@ -215,7 +215,7 @@ class Hub:
 
 
 def _configure_client(hub: bool) -> None:
-    """Limit the retries of `datasets` to half a minute; its defaults last a quarter of an hour.
+    """Make `datasets` retry for half a minute, not a quarter of an hour, and count no downloads.
 
     One read from the hub includes six tries of huggingface_hub, over 23 seconds.
     """

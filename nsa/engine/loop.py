@@ -48,7 +48,7 @@ def train(run: Run) -> str:
         raise
     _save(run)
     if stop_reason is not None:
-        return f"preempted: {stop_reason}; resume: --run-dir {run.request.run_dir} --resume"
+        return f"preempted: {stop_reason}; {run.request.resume_hint}"
     steps, total = run.state.step, run.config.train.steps
     if steps < total:
         return f"stopped at --until {steps or 'preflight'} of {total} steps; continue with --resume"

@@ -42,6 +42,10 @@ class RunRequest:
     def zero_stage(self) -> int:
         return int(self.ds_config["zero_optimization"]["stage"])
 
+    @property
+    def resume_hint(self) -> str:
+        return f"resume: --run-dir {self.run_dir} --resume"
+
     def config_files(self) -> dict[str, str]:
         """Return file contents by name, enough to start the same run again."""
         return {

@@ -206,7 +206,7 @@ def train(run: Run) -> None:
         if out_of_memory is not None:
             warn(out_of_memory)
         if run.saved_step and sys.version_info >= (3, 11):  # the traceback ends with it
-            error.add_note(f"resume: --run-dir {run.request.run_dir} --resume")
+            error.add_note(run.request.resume_hint)
         raise
     finally:
         run.shutdown.stop_watching()

@@ -20,7 +20,7 @@ def run(*arguments: str | Path, cache: Path, **env: str) -> subprocess.Completed
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**inherited, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", **env},
+        env={**inherited, "TRITON_CACHE_DIR": str(cache), **env},
         capture_output=True,
         text=True,
         timeout=1200,

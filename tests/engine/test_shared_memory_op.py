@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,53 +13,68 @@ from types import ModuleType
 import pytest
 
 from nsa.engine.shared_memory_op import BUILD_SECONDS, limit_build_wait
-from tests.ranks import SpawnedRanks, spawn_ranks
 
-PROGRAM = Path(__file__).with_name("shared_memory_op_rank.py")
+SCRIPT = """
+import os, sys
+import deepspeed, torch
+from nsa.engine import disable_shared_memory_op
+from nsa.model import LanguageModel, ModelConfig
+
+if "skip" in sys.argv:
+    disable_shared_memory_op()
+sizes = dict(layers=1, width=16, heads=2, kv_heads=1, head_dim=8, mlp_width=16)
+model = LanguageModel(ModelConfig(vocab_size=31, **sizes))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+ids = torch.arange(20)[None]
+engine.backward(engine(ids[:, :-1], labels=ids[:, 1:]))
+engine.step()
+print("trained", flush=True)
+os._exit(0)
+"""
 
 
 @pytest.fixture
-def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The lock of a build by another process that was killed."""
+def environment(tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """One rank that another process's build of the operation keeps waiting."""
     folder = tmp_path / "deepspeed_shm_comm"
     folder.mkdir()
     lock = folder / "lock"
     lock.touch()
     started = time.time() - BUILD_SECONDS - 1
     os.utime(lock, (started, started))
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    return lock
+    return {**os.environ, **ranks, **address}
 
 
-def run(*arguments: str) -> tuple[int | None, SpawnedRanks]:
-    """Return the exit code of a user's script, and its process for the output."""
-    ranks = spawn_ranks(PROGRAM, *arguments, ranks=1)
-    try:
-        (code,) = ranks.codes(120)
-    finally:
-        ranks.end()
-    return code, ranks
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", SCRIPT, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_the_helper_skips_the_operation(lock: Path) -> None:
-    code, ranks = run("skip")
-    assert code == 0, ranks.text("err")
-    assert "trained" in ranks.text("out")
-    assert "deepspeed_shm_comm" not in ranks.text("err")
+def test_the_helper_skips_the_operation(environment: dict[str, str]) -> None:
+    done = run(environment, "skip")
+    assert done.returncode == 0, done.stderr
+    assert "trained" in done.stdout
+    assert "deepspeed_shm_comm" not in done.stderr
 
 
-def test_a_killed_build_is_an_error_that_names_its_lock(lock: Path) -> None:
-    code, ranks = run()
-    assert code == 1
-    errors = ranks.text("err")
-    error = errors.strip().splitlines()[-1]
+def test_a_killed_build_is_an_error_that_names_its_lock(environment: dict[str, str]) -> None:
+    done = run(environment)
+    assert done.returncode == 1
+    lock = f"{environment['TORCH_EXTENSIONS_DIR']}/deepspeed_shm_comm/lock"
+    error = done.stderr.strip().splitlines()[-1]
     assert error.startswith(f"TimeoutError: {lock}: left by a build")
     assert f"rm {lock}" in error
     assert "nsa.engine.disable_shared_memory_op()" in error
-    assert "about a minute; nsa.engine.disable_shared_memory_op()" in errors
+    assert "about a minute; nsa.engine.disable_shared_memory_op()" in done.stderr
 
 
-def test_a_running_build_is_waited_for(lock: Path) -> None:
+def test_a_running_build_is_waited_for(environment: dict[str, str], tmp_path: Path) -> None:
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
     os.utime(lock)
     comm = ModuleType("deepspeed.comm.torch")
     comm.build_shm_op = lock.exists  # type: ignore[attr-defined]

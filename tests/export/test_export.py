@@ -304,7 +304,7 @@ def test_an_export_works_without_this_package(exported: Path, tmp_path: Path) ->
         # -I and -S: neither the working directory nor site-packages is on the path.
         [sys.executable, "-I", "-S", "-c", WITHOUT_THE_PACKAGE, *arguments],
         cwd=tmp_path,
-        env={**os.environ, "HF_HOME": str(tmp_path / "hub"), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "HF_HOME": str(tmp_path / "hub")},
         capture_output=True,
         text=True,
         timeout=300,

@@ -82,7 +82,7 @@ def test_two_nodes_train_as_two_ranks_of_one_and_end_when_their_link_is_cut(
         f'exec {second} "hostname node1; ${{@: -1}}"\n'
     )
     ssh.chmod(0o755)
-    environment = user_environment() | {"OMP_NUM_THREADS": "1"}
+    environment = user_environment()
     environment["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
     script = "hostname node0; exec bash launch/multinode.sh hosts --run-dir run "
     with (folder / "log").open("w") as log:
