@@ -282,7 +282,8 @@ if [ -z "$dry" ]; then
         "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" \
             "$wheels"/*.whl || die "--wheels $wheels: could not be unpacked"
     fi
-    for folder in "$peers" "$site"; do
+    # Recipes run as files: an `nsa` that is not installed is found here.
+    for folder in "$peers" "$site" "$root"; do
         [ -z "$folder" ] || export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}"
     done
 fi

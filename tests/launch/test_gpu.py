@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import time
+import venv
 import zipfile
 from pathlib import Path
 
@@ -214,7 +216,7 @@ def test_a_group_ends_with_one_archive_of_its_results(tmp_path: Path) -> None:
     assert all(line.endswith("done") for line in lines)
 
 
-def test_wheels_and_peers_are_importable_in_stages_and_not_installed(tmp_path: Path) -> None:
+def test_wheels_peers_and_nsa_are_importable_in_stages_and_not_installed(tmp_path: Path) -> None:
     wheels, peers = tmp_path / "wheels", tmp_path / "peers"
     wheels.mkdir()
     peers.mkdir()
@@ -228,8 +230,9 @@ def test_wheels_and_peers_are_importable_in_stages_and_not_installed(tmp_path: P
     python = tmp_path / "python"
     python.write_text(
         "#!/usr/bin/env bash\n"
-        f'case "$*" in *nsa.bench*) exec {sys.executable} -c '
-        '"import carried, a_peer; print(carried.__file__, a_peer.__file__)" ;; '
+        f'case "$*" in *nsa.bench*) cd / && exec {sys.executable} -S -c '
+        '"import carried, a_peer, importlib.util as u; '
+        "print(carried.__file__, a_peer.__file__, u.find_spec('nsa').origin)\" ;; "
         f'*) exec {sys.executable} "$@" ;; esac\n'
     )
     python.chmod(0o755)
@@ -238,6 +241,7 @@ def test_wheels_and_peers_are_importable_in_stages_and_not_installed(tmp_path: P
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = (line for line in done.stdout.splitlines() if "carried.py" in line)
     assert str(peers) in line
+    assert str(ROOT / "nsa" / "__init__.py") in line
     assert not Path(line.split()[0]).exists()  # removed with the call
     refused = gpu_sh("--stage", "train", "--wheels", str(tmp_path / "none"))
     assert refused.returncode == 2
@@ -247,13 +251,18 @@ def test_wheels_and_peers_are_importable_in_stages_and_not_installed(tmp_path: P
 @pytest.mark.full
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_group_runs_at_tiny_sizes_on_a_cpu(tmp_path: Path, group: str) -> None:
-    done = gpu_sh("--rehearse", "--group", group, "--out", str(tmp_path), timeout=1_800,
-                  PYTHON=sys.executable)  # fmt: skip
+    """In a Python that has the packages but not `nsa`, as on a machine that only got a clone."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (bare,) = tmp_path.glob("venv/lib/python3*/site-packages")
+    (bare / "packages.pth").write_text(sysconfig.get_path("purelib"))  # not its own .pth files
+    out = tmp_path / "out"
+    done = gpu_sh("--rehearse", "--group", group, "--out", str(out), timeout=1_800,
+                  PYTHON=str(tmp_path / "venv/bin/python"))  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    for file in tmp_path.glob("*.json"):
+    for file in out.glob("*.json"):
         assert json.loads(file.read_text()).get("finished", True), file
     if group == "3":
-        killed = json.loads((tmp_path / "recipe-zero1.json").read_text())
+        killed = json.loads((out / "recipe-zero1.json").read_text())
         assert [launch["outcome"] for launch in killed["launches"]] == ["killed", "ended"]
         assert killed["logged_twice"] > 0
         assert killed["largest_loss_difference"] == 0
