@@ -37,8 +37,8 @@ declare -A groups=(
     [3]="recipe-zero1 recipe-zero2 ncu"
 )
 declare -A limits=(
-    [aot]=50 [tests]=120 [tests-bench]=50 [profile]=60 [step-nsa]=40 [step-nsa-reentrant]=40
-    [step-dense]=30 [step-dense-reentrant]=30 [tune]=120
+    [aot]=70 [tests]=120 [tests-bench]=45 [profile]=60 [step-nsa]=40 [step-nsa-reentrant]=40
+    [step-dense]=30 [step-dense-reentrant]=30 [tune]=105
     [module]=120 [peers]=110 [train]=60 [train-compiled]=90 [kernels]=40 [flex]=80 [decode]=40
     [recipe-zero1]=230 [recipe-zero2]=150 [ncu]=160
     [sanitizer]=540 [learn]=570

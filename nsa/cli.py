@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 from nsa.constants import INTERRUPTED
@@ -23,6 +22,7 @@ from nsa.export.commands import add_export_parser, add_import_parser
 from nsa.planner.command import add_parser as add_plan_parser
 from nsa.report.compare import add_parser as add_compare_parser
 from nsa.report.report import add_parser as add_report_parser
+from nsa.system import package_version
 from nsa.untrusted import printable
 from nsa.validation import positive_flags, reject_unknown_flags
 from nsa.watchdog.command import add_parser as add_watch_parser
@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     about = "Tools around training. To train: deepspeed --num_gpus 2 recipes/m7c.py"
     parser = argparse.ArgumentParser(prog="nsa", description=about)
-    parser.add_argument("--version", action="version", version=f"nsa {version('nsa-m7c')}")
+    version = package_version("nsa-m7c") or "(not installed)"
+    parser.add_argument("--version", action="version", version=f"nsa {version}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
 
     about = "run benchmarks; all arguments go to nsa.bench (see nsa bench --help)"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,19 @@ def test_help_lists_the_verbs(command: list[str]) -> None:
     result = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
     for verb in VERBS:
         assert f"\n    {verb} " in result.stdout
+
+
+def test_a_clone_that_is_not_installed_has_the_verbs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def version(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == "nsa (not installed)\n"
 
 
 def test_help_does_not_import_torch() -> None:
