@@ -42,7 +42,8 @@ class NSASpec:
 
     def to_ints(self) -> list[int]:
         """The seven integers in field order, as custom ops take them."""
-        return [*vars(self).values()]
+        blocks = self.block_len, self.block_stride, self.select_len, self.select_top
+        return [*blocks, self.init_blocks, self.local_blocks, self.window]
 
     @classmethod
     def from_ints(cls, numbers: Sequence[int]) -> NSASpec:

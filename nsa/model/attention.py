@@ -131,9 +131,11 @@ class Attention(nn.Module):
             layout = metadata.sequence.shard(layout)
         if all_copies:
             layout = layout._replace(first_copy=0)
+        if layout.mean and metadata.block_tokens is None:
+            layout = layout._replace(mean=False)
         return rotary_pool(
             packed,
-            layout._replace(mean=layout.mean and metadata.block_tokens is not None),
+            layout,
             metadata.rotary.cos,
             metadata.rotary.sin,
             metadata.block_tokens,
