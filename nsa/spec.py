@@ -42,6 +42,7 @@ class NSASpec:
 
     def to_ints(self) -> list[int]:
         """The seven integers in field order, as custom ops take them."""
+        # Not vars(self): torch.compile of torch 2.8 and 2.11 does not trace it.
         blocks = self.block_len, self.block_stride, self.select_len, self.select_top
         return [*blocks, self.init_blocks, self.local_blocks, self.window]
 
