@@ -1,4 +1,4 @@
-"""Patches of Triton's interpreter: several times as fast, and correct in bfloat16."""
+"""Patches of Triton's interpreter: several times as fast, right in bfloat16, last program first."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ Patch = tuple[Any, str, Any]  # owner, attribute, new value
 def interpreter() -> Iterator[None]:
     """Patch the interpreter, if kernels are interpreted; results change only in bfloat16.
 
+    A grid's last program runs first, as on a GPU no program may need what another one wrote.
     Triton patches its language at each call of a function, where once per kernel is enough, and
     checks each sum of two indices for overflow, which test_addresses.py covers. It computes names
     and sizes of a type again for each tensor. It stores bfloat16 as integers of the same bits,
@@ -39,6 +40,7 @@ def interpreter() -> Iterator[None]:
         for owner, name, value in (
             (builder, "options", options),
             *_patching_once(interpreter),
+            *_in_reverse(interpreter),
             *_with_known_types(interpreter),
             *_with_bfloat16(interpreter),
         ):
@@ -79,6 +81,17 @@ def _patching_once(interpreter: Any) -> list[Patch]:
         (interpreter, "_patch_attr", patch_attr),
         (interpreter.GridExecutor, "__call__", run_kernel),
     ]
+
+
+def _in_reverse(interpreter: Any) -> list[Patch]:
+    """Run a grid's last program first."""
+    builder = interpreter.interpreter_builder
+    set_index = builder.set_grid_idx
+
+    def set_reversed(*index: int) -> None:
+        set_index(*(size - 1 - i for size, i in zip(builder.grid_dim, index, strict=True)))
+
+    return [(builder, "set_grid_idx", set_reversed)]
 
 
 def _with_known_types(interpreter: Any) -> list[Patch]:
