@@ -260,7 +260,12 @@ def test_a_group_runs_at_tiny_sizes_on_a_cpu(tmp_path: Path, group: str) -> None
                   PYTHON=str(tmp_path / "venv/bin/python"))  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     for file in out.glob("*.json"):
-        assert json.loads(file.read_text()).get("finished", True), file
+        results = json.loads(file.read_text())
+        assert results.get("finished", True), file
+        for row in results.get("rows", []):
+            for name, figures in row.get("implementations", {}).items():
+                if name == "dense" or name.startswith("nsa"):  # others may lack a package or a GPU
+                    assert not figures["errors"], (file, figures["errors"])
     if group == "3":
         killed = json.loads((out / "recipe-zero1.json").read_text())
         assert [launch["outcome"] for launch in killed["launches"]] == ["killed", "ended"]
