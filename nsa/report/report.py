@@ -170,7 +170,8 @@ def _heartbeat_facts(run: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _fallbacks(run_dir: Path) -> str:
-    rows = csv.DictReader((try_read_text(run_dir / FALLBACKS_FILE) or "").splitlines())
+    text = (try_read_text(run_dir / FALLBACKS_FILE) or "").replace("\0", "")  # csv of Python 3.10
+    rows = csv.DictReader(text.splitlines())
     calls: dict[str, list[str]] = {}  # by backend and reason
     for row in rows:
         if all(row.get(column) for column in FALLBACK_COLUMNS):
