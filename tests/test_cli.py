@@ -48,7 +48,7 @@ def test_help_lists_the_verbs(command: list[str]) -> None:
         assert f"\n    {verb} " in result.stdout
 
 
-def test_a_clone_that_is_not_installed_has_the_verbs(
+def test_a_clone_that_is_not_installed_has_no_version(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def version(package: str) -> str:

@@ -170,7 +170,8 @@ def _heartbeat_facts(run: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _fallbacks(run_dir: Path) -> str:
-    text = (try_read_text(run_dir / FALLBACKS_FILE) or "").replace("\0", "")  # csv of Python 3.10
+    # Python 3.10's csv refuses zero bytes, which a crash of the machine may leave.
+    text = (try_read_text(run_dir / FALLBACKS_FILE) or "").replace("\0", "")
     rows = csv.DictReader(text.splitlines())
     calls: dict[str, list[str]] = {}  # by backend and reason
     for row in rows:
