@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa import ops
 from nsa.bench.options import SHAPES
 from nsa.dtypes import DTYPES
-from nsa.ops import decode
+from nsa.ops import decode, pooling
 from nsa.ops.cross_entropy import cross_entropy_
 from nsa.ops.custom_op import IMPLEMENTATIONS
+from nsa.ops.triton import pool_limit
 from nsa.ops.triton.configs import choosing_for, override_choices
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
@@ -171,6 +172,21 @@ def rotary_pool(case: Case) -> Iterable[Tensor]:
     ):
         packed = case.empty(1, tokens, -(-sum(layout.columns) // 8) * 8)
         yield ops.rotary_pool(packed, layout, cos, sin, blocks, covers, backend="triton").q
+
+
+@_operation
+def pool(case: Case) -> Iterable[Tensor]:
+    """Keys, which are rotated, and values; only of the sizes that a program can hold."""
+    length, tokens = case.spec.block_len, case.seq_len
+    blocks = case.empty(case.spec.compressed_len(tokens), length, dtype=torch.int64)
+    covers = case.empty(tokens, -(-length // case.spec.block_stride), dtype=torch.int64)
+    rotary = case.empty(2, len(blocks), 1, case.key // 2, dtype=torch.float32)
+    for x, angles in zip(case.tokens, (rotary.unbind(0), None), strict=True):
+        heads, size = x.shape[2:]
+        if pool_limit(length, size) is None:
+            parameters = ((heads, size, size), (heads, length, size), (heads * size,))
+            phi = (case.empty(*shape) for shape in parameters)
+            yield pooling.pool(x, *phi, angles, blocks, covers, backend="triton")
 
 
 @_operation

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa.model.compressor import BlockPool
 from nsa.model.config import AttentionConfig, ModelConfig
 
 Weights = dict[str, Tensor]
@@ -61,6 +62,12 @@ def dense_to_nsa(
             for part, size in sizes.items():
                 for name, value in _mean_mlp(attention, size, v).items():
                     converted[f"{layer}.compress.{part}.{name}"] = value
+        elif attention.compressor == "pool":  # starts as the mean
+            sizes = {"key": config.head_dim, "value": config.value_dim or config.head_dim}
+            for part, size in sizes.items():
+                start = BlockPool(attention.spec.block_len, config.kv_heads, size).state_dict()
+                for name, value in start.items():
+                    converted[f"{layer}.compress.{part}.{name}"] = value.to(v.dtype)
     return converted
 
 

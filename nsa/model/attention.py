@@ -13,7 +13,12 @@ from torch.nn import functional as F
 
 from nsa.constants import BRANCHES
 from nsa.model.attention_metadata import AttentionMetadata
-from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor
+from nsa.model.compressor import (
+    Compressor,
+    MeanCompressor,
+    MLPCompressor,
+    PoolCompressor,
+)
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.fused import is_plain, parallel_linear
 from nsa.model.rotary import apply_rotary
@@ -227,6 +232,9 @@ class NSAttention(Attention):
         if attention.compressor == "mlp":
             hidden = attention.compressor_hidden or self.key_dim
             self.compress = MLPCompressor(self.spec.block_len, self.key_dim, self.value_dim, hidden)
+        elif attention.compressor == "pool":
+            sizes = self.kv_heads, self.key_dim, self.value_dim
+            self.compress = PoolCompressor(self.spec.block_len, *sizes, self.backend)
         if self.branches == ("win",):  # nothing to compress
             return
         mean, pre_rope = isinstance(self.compress, MeanCompressor), not self.compress.rotate_first

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.rotary import Rotary, apply_rotary
+from nsa.ops.pooling import pool, pool_blocks, sum_covering
 
 
 class Compressor(nn.Module):
@@ -50,13 +51,7 @@ class _CutBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """[B, N, l, K, D] to [B, T, K, D]: a token adds up the blocks that cover it."""
-        block_tokens, token_blocks = ctx.saved_tensors
-        first = F.pad(block_tokens[:, 0], (0, 1))  # index -1 reads the last entry
-        token = torch.arange(len(token_blocks), device=first.device)[:, None]
-        row = token_blocks * block_tokens.shape[1] + token - first[token_blocks]  # [T, ⌈l/d⌉]
-        row = row.where(token_blocks >= 0, -1)
-        padded = F.pad(gradient.flatten(1, 2), (0, 0, 0, 0, 0, 1))
-        return padded[:, row].sum(2), None, None
+        return sum_covering(gradient, *ctx.saved_tensors), None, None
 
 
 class MeanCompressor(Compressor):
@@ -95,3 +90,62 @@ class MLPCompressor(Compressor):
 
     def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
         return apply_rotary(self.key(k), block_rotary), self.value(v)
+
+
+class BlockPool(nn.Module):
+    """A weighted mean of a block's vectors, one weight per token and channel; starts as the mean.
+
+    Each KV head has parameters of its own. nsa/ops/pooling.py has the definition.
+    """
+
+    def __init__(self, block_len: int, kv_heads: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(kv_heads, size, size))
+        self.position = nn.Parameter(torch.empty(kv_heads, block_len, size))
+        self.scale = nn.Parameter(torch.empty(kv_heads * size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.zero_()
+        self.position.zero_()
+        self.scale.fill_(1)
+
+    def forward(
+        self, x: Tensor, rotary: Rotary | None, metadata: AttentionMetadata, backend: str
+    ) -> Tensor:
+        """Pool x [B, T, K, D] to [B, N, K, D], and apply `rotary`, if any, to the result."""
+        weight, position, scale = self.weight, self.position, self.scale
+        heads, sequence = x.shape[2], metadata.sequence
+        if sequence is not None:  # this rank has some of the heads
+            own = slice(sequence.rank * heads, (sequence.rank + 1) * heads)
+            weight, position = weight[own], position[own]
+            scale = scale.view(-1, x.shape[3])[own].flatten()
+        assert metadata.block_tokens is not None
+        assert metadata.token_blocks is not None
+        tables = metadata.block_tokens, metadata.token_blocks
+        angles = None if rotary is None else (rotary.cos, rotary.sin)
+        return pool(x, weight, position, scale, angles, *tables, backend=backend)
+
+    def pool_blocks(self, blocks_BNlKD: Tensor) -> Tensor:
+        """The same of blocks that are cut already, without RoPE: [B, N, K, D]."""
+        return pool_blocks(blocks_BNlKD, self.weight, self.position, self.scale)
+
+
+class PoolCompressor(Compressor):
+    """Learned weighted means of pre-RoPE keys, then RoPE is applied, and of values."""
+
+    rotate_first = False
+
+    def __init__(self, block_len: int, kv_heads: int, key: int, value: int, backend: str) -> None:
+        super().__init__()
+        self.key = BlockPool(block_len, kv_heads, key)
+        self.value = BlockPool(block_len, kv_heads, value)
+        self.backend = backend
+
+    def forward(self, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
+        k = self.key(k, metadata.block_rotary, metadata, self.backend)
+        return k, self.value(v, None, metadata, self.backend)
+
+    def compress_blocks(self, k: Tensor, v: Tensor, block_rotary: Rotary) -> tuple[Tensor, Tensor]:
+        return apply_rotary(self.key.pool_blocks(k), block_rotary), self.value.pool_blocks(v)

@@ -11,7 +11,7 @@ from nsa.spec import NSASpec
 from nsa.validation import at_least, at_most, one_of, whole_numbers
 
 ATTENTION_KINDS = ("nsa", "dense")
-COMPRESSORS = ("mean", "mlp")
+COMPRESSORS = ("mean", "pool", "mlp")
 SUBSETS = tuple("+".join(names) for count in (3, 2, 1) for names in combinations(BRANCHES, count))
 ACTIVATION_CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "selective")
 
@@ -21,7 +21,7 @@ class AttentionConfig:
     """The attention layers' settings, equal for all layers."""
 
     kind: str = "nsa"  # "nsa", or "dense": plain causal attention, the baseline
-    compressor: str = "mean"  # φ: "mean", or "mlp" with learned intra-block positions
+    compressor: str = "mean"  # φ: "mean", "pool" (a learned weighted mean) or "mlp" (the paper's)
     compressor_hidden: int | None = None  # width of the mlp φ's hidden layer; None: head_dim
     branches: str = "cmp+sel+win"  # a subset for ablations: "win", "cmp+sel" …
     shared_kv: bool = False  # one key/value projection for all branches
@@ -53,9 +53,9 @@ class AttentionConfig:
                 f"model.attention.selector_loss = {self.selector_loss}: needs kind nsa with all "
                 f"branches, not {self.kind} with {self.branches}; set it to 0"
             )
-        if self.compressor == "mlp" and "cmp" not in self.branch_names:
+        if self.compressor != "mean" and "cmp" not in self.branch_names:
             raise ValueError(
-                "model.attention.compressor = 'mlp': gets no gradient from "
+                f"model.attention.compressor = {self.compressor!r}: gets no gradient from "
                 f"model.attention.branches = {self.branches!r}; add cmp, or set it to mean"
             )
 

@@ -40,6 +40,8 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, dense_equivalent: bool
         if attention.compressor == "mlp":
             hidden = attention.compressor_hidden or config.head_dim
             products += kv_size * hidden * (spec.block_len + 1) * blocks
+        elif attention.compressor == "pool":
+            products += config.kv_heads * (config.head_dim**2 + value_dim**2)
         pairs = spec.visible_pairs(seq_len)
         visible = {branch: pairs[branch] / seq_len for branch in pairs}
         keys = sum(visible[branch] for branch in branches)

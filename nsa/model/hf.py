@@ -35,7 +35,7 @@ from transformers.utils import can_return_tuple
 
 from nsa.constants import IGNORE_INDEX
 from nsa.model.cache import KVCache
-from nsa.model.compressor import BlockMLP
+from nsa.model.compressor import BlockMLP, BlockPool
 from nsa.model.decode import extend_states, prefill_states
 from nsa.model.hf_config import NSAConfig
 from nsa.model.hf_inputs import (
@@ -126,6 +126,8 @@ class NSAPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, BlockMLP):
             nn.init.normal_(module.position, std=self.config.init_std)
+        elif isinstance(module, BlockPool):
+            module.reset_parameters()
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

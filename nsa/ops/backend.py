@@ -17,11 +17,17 @@ _fallbacks: Counter[tuple[str, str, str]] = Counter()
 
 
 def dispatch(
-    backend: str, operation: str, x: Tensor, *others: Tensor, attention: bool = True
+    backend: str,
+    operation: str,
+    x: Tensor,
+    *others: Tensor,
+    attention: bool = True,
+    limit: str | None = None,
 ) -> ModuleType:
     """Return the backend module for a call; raise if a backend requested by name cannot run.
 
-    With `attention=False`, x may have any shape. Operations with a single PyTorch implementation
+    With `attention=False`, x may have any shape. `limit` is a reason of the operation's own why its
+    kernels cannot run. Operations with a single PyTorch implementation
     only compare the result with `triton`.
     """
     if backend not in BACKENDS:
@@ -37,7 +43,7 @@ def dispatch(
     if backend == "blockwise":
         return blockwise
     by_name = backend == "triton"
-    reason = triton.unsupported_reason(x, *others, by_name=by_name, attention=attention)
+    reason = triton.unsupported_reason(x, *others, by_name=by_name, attention=attention) or limit
     if reason is None:
         return triton
     if backend == "triton":

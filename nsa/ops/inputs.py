@@ -1,4 +1,4 @@
-"""Inputs of attention, block selection and `rotary_pool`, as every backend receives them."""
+"""Inputs of attention, block selection and pooling, as every backend receives them."""
 
 from __future__ import annotations
 
@@ -108,3 +108,20 @@ class RotaryPoolInputs(NamedTuple):
                 lengths, (q, gates, *(k, v) * 4), layout.present, strict=True
             )
         )
+
+
+class PoolInputs(NamedTuple):
+    """Inputs of `pool`; also the arguments of its custom ops."""
+
+    x: Tensor  # [B, T, K, D] keys before RoPE, or values
+    weight: Tensor  # [K, D, D]
+    position: Tensor  # [K, l, D]
+    scale: Tensor  # [K · D]
+    cos: Tensor | None  # float32 [N, 1, D / 2]: RoPE at each block's last position; values: None
+    sin: Tensor | None
+    block_tokens: Tensor  # int64 [N, l]: the tokens of each compressed block
+    token_blocks: Tensor  # int64 [T, ⌈l/d⌉]: the blocks that cover each token, else -1
+
+    def empty_output(self) -> Tensor:
+        """Uninitialised y: [B, N, K, D]."""
+        return self.x.new_empty(len(self.x), len(self.block_tokens), *self.x.shape[2:])

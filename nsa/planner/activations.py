@@ -80,6 +80,10 @@ def _attention(model: Model, batch: BatchShape, fused: bool) -> int:
             hidden = model.config.attention.compressor_hidden or model.config.head_dim
             compressed += model.spec.block_len * (key + value)
             compressed += 4 * hidden * model.config.kv_heads
+        elif model.config.attention.compressor == "pool":
+            elements += batch.tokens * (key + value)  # the first copy, before RoPE
+            if fused:  # in fp32: means before scale and RoPE, and the softmax's lse
+                compressed += (key + value) * 2 * 4 // model.weight_bytes
         blocks = _blocks(model, batch.seq_len) * batch.micro_batch
         elements += blocks * compressed // batch.ranks_per_sequence
     return model.weight_bytes * elements + _branch_outputs(model, batch, fused)

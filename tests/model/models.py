@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
+from nsa.model.compressor import BlockPool
 from nsa.spec import NSASpec
 
 SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)  # one block of three is selected by importance
@@ -18,6 +19,8 @@ ATTENTIONS = {
     "dense": AttentionConfig(kind="dense"),
     "mean": AttentionConfig(spec=SPEC),
     "mean, shared": AttentionConfig(spec=SPEC, shared_kv=True),
+    "pool": AttentionConfig(spec=SPEC, compressor="pool"),
+    "pool, shared": AttentionConfig(spec=SPEC, compressor="pool", shared_kv=True),
     "mlp": AttentionConfig(spec=SPEC, compressor="mlp", compressor_hidden=5),
     "mlp, shared": AttentionConfig(spec=SPEC, compressor="mlp", shared_kv=True),
 }
@@ -40,11 +43,18 @@ def tiny(attention: str | AttentionConfig = "mean", **changes: Any) -> ModelConf
 
 
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> LanguageModel:
-    """Build a reproducible model whose gates differ from ½, so that their order matters."""
+    """Build a reproducible model without parameters whose start would hide an error.
+
+    Gates differ from ½, so that their order matters, and φ `pool` is not the mean.
+    """
     torch.manual_seed(seed)
     model = LanguageModel(config)
     for layer in model.sparse_layers().values():
         torch.nn.init.normal_(layer.gates.weight, std=0.3)
+    for module in model.modules():
+        if isinstance(module, BlockPool):
+            for parameter in module.parameters():
+                torch.nn.init.normal_(parameter, std=0.3)
     return model.to(dtype)
 
 

@@ -22,6 +22,7 @@ ATTENTIONS = {
     "mean": AttentionConfig(spec=SPEC),
     "mean, shared": AttentionConfig(spec=SPEC, shared_kv=True),
     "mlp": AttentionConfig(spec=SPEC, compressor="mlp", compressor_hidden=5),
+    "pool": AttentionConfig(spec=SPEC, compressor="pool"),
     "dense": AttentionConfig(kind="dense"),
 }
 

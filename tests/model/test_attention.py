@@ -38,9 +38,9 @@ def compressed(attention: NSAttention, k: Tensor, v: Tensor, kind: str) -> tuple
         pooled = [(k[:, list(b)].mean(1), v[:, list(b)].mean(1)) for b in blocks]
     else:
         phi_k, phi_v = attention.compress.key, attention.compress.value
+        phi = perceptron if kind == "mlp" else weighted_mean
         pooled = [
-            (by_hand(perceptron(phi_k, k[:, list(b)]), b[-1]), perceptron(phi_v, v[:, list(b)]))
-            for b in blocks
+            (by_hand(phi(phi_k, k[:, list(b)]), b[-1]), phi(phi_v, v[:, list(b)])) for b in blocks
         ]
     return torch.stack([k for k, _ in pooled], 1), torch.stack([v for _, v in pooled], 1)
 
@@ -51,6 +51,15 @@ def perceptron(phi: torch.nn.Module, block: Tensor) -> Tensor:
     for h in range(block.shape[2]):
         x = (block[:, :, h] + phi.position).flatten(1)
         heads.append(F.gelu(x @ phi.up.weight.T) @ phi.down.weight.T)
+    return torch.stack(heads, 1)
+
+
+def weighted_mean(phi: torch.nn.Module, block: Tensor) -> Tensor:
+    """φ of one block [B, l, K, D]: a softmax over its tokens in each channel weighs them."""
+    heads = []
+    for h, scale in enumerate(phi.scale.chunk(block.shape[2])):
+        x = block[:, :, h]
+        heads.append((((x @ phi.weight[h]) + phi.position[h]).softmax(1) * x).sum(1) * scale)
     return torch.stack(heads, 1)
 
 

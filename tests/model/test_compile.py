@@ -17,7 +17,7 @@ from tests.model.models import build, packed, tiny, tokens
 LENGTH = 40
 # Every mode that compiles, and every attention; packed documents below are mean and reentrant.
 CASES: list[Any] = [("mean", mode) for mode in ("none", "non_reentrant", "deepspeed")]
-CASES += [("mlp", "reentrant"), ("dense", "none")]
+CASES += [("mlp", "reentrant"), ("pool", "none"), ("dense", "none")]
 CASES += [pytest.param("mean", "reentrant", marks=pytest.mark.full)]
 
 

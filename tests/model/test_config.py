@@ -37,7 +37,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"attention": AttentionConfig(compressor="max")},
-        r"^model\.attention\.compressor = 'max': choose one of mean, mlp$",
+        r"^model\.attention\.compressor = 'max': choose one of mean, pool, mlp$",
     ),
     (
         {"attention": AttentionConfig(backend="cuda")},

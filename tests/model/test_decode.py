@@ -52,6 +52,7 @@ CONFIGS |= {
     "M7C's pattern, G=6": tiny(sparse(M7C), heads=6, kv_heads=1, value_dim=None),
     "odd": tiny(sparse(ODD), heads=3, kv_heads=1),
     "odd, mlp, G=1": tiny(sparse(ODD, compressor="mlp"), heads=2, kv_heads=2, value_dim=8),
+    "odd, pool": tiny(sparse(ODD, compressor="pool"), heads=3, kv_heads=1, value_dim=8),
     "odd, shared": tiny(sparse(ODD, shared_kv=True), heads=10),
     "odd, mlp, shared, cmp+win": tiny(
         sparse(ODD, compressor="mlp", shared_kv=True, branches="cmp+win"), heads=8

@@ -25,7 +25,7 @@ def batch(packing: str) -> Batch:
     return Samples([store], seq_len=40, seed=0, packing=packing).batch(range(2))
 
 
-@pytest.mark.parametrize("attention", ["mean", "mlp", "dense"])
+@pytest.mark.parametrize("attention", ["mean", "pool", "mlp", "dense"])
 def test_documents_of_a_packed_batch_do_not_affect_each_other(attention: str) -> None:
     """A document's logits have a gradient for its own token embeddings only."""
     packed = batch("documents")

@@ -168,6 +168,7 @@ def test_activations_match_a_models(checkpointing: str, kind: str) -> None:
     ("changes", "mode"),
     [
         pytest.param({"compressor": "mlp"}, "none", marks=pytest.mark.full),
+        ({"compressor": "pool"}, "none"),
         pytest.param({"shared": True}, "none", marks=pytest.mark.full),
         pytest.param({"branches": "sel+win", "shared": True}, "none", marks=pytest.mark.full),
         ({"branches": "sel"}, "selective"),
@@ -194,12 +195,17 @@ def saved_on_a_gpu(config: ModelConfig, tokens: Tensor) -> int:
     return sum(x.untyped_storage().nbytes() for name, x in saved.items() if name not in weights)
 
 
-@pytest.mark.parametrize("kind", ["nsa", "dense"])
+@pytest.mark.parametrize(
+    ("kind", "compressor"), [("nsa", "mean"), ("nsa", "pool"), ("dense", "mean")]
+)
 @pytest.mark.parametrize("mode", ["none", "reentrant"])
-def test_activations_are_the_tensors_that_autograd_saves_on_a_gpu(mode: str, kind: str) -> None:
+def test_activations_are_the_tensors_that_autograd_saves_on_a_gpu(
+    mode: str, kind: str, compressor: str
+) -> None:
     """The production run's micro-batch; `selective` saves tensors elsewhere."""
     config = RunConfig()
     config.model.attention.kind, config.model.activation_checkpointing = kind, mode
+    config.model.attention.compressor = compressor
     model, batch = model_of(config), batch_of(config)
     tokens = torch.empty(batch.micro_batch, batch.seq_len, dtype=torch.long, device="meta")
     acts = activations(model, batch)

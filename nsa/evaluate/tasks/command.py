@@ -12,7 +12,8 @@ from typing import Any
 from nsa.atomic_io import atomic_write_text
 from nsa.validation import positive_flags
 
-# The keys of train.VARIANTS, which imports torch.
+# The keys of train.VARIANTS, and model.config's, which import torch.
+COMPRESSORS = ("mean", "pool", "mlp")
 MODELS = ("dense", "nsa", "selector loss", "shared keys", "cmp+win", "win")
 
 
@@ -31,7 +32,7 @@ def add_parser(verbs: Any) -> None:
     add("--hops", type=int, choices=(1, 2), default=1, help="facts needed for an answer (1)")
     about = "sizes of blocks, windows and heads: small (blocks of 4) or M7C's (%(default)s)"
     add("--pattern", choices=("small", "recipe"), default="small", help=about)
-    add("--compressor", choices=("mean", "mlp"), default="mean", help="φ of NSA (%(default)s)")
+    add("--compressor", choices=COMPRESSORS, default="mean", help="φ of NSA (%(default)s)")
     add("--jobs", type=int, default=1, help="models trained in parallel (%(default)s)")
     add("--out", type=Path, default=Path("runs/tasks"), help="folder for the results (%(default)s)")
     parser.set_defaults(run=_tasks)

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nsa.ops.inputs import AttentionInputs, RotaryPoolInputs, SelectionInputs
+from nsa.ops.inputs import AttentionInputs, PoolInputs, RotaryPoolInputs, SelectionInputs
 from nsa.spec import NSASpec
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 MAX_HEAD_SIZE = 256
+MAX_POOL_SIZE = 128  # of a head, and tokens of a block, that a program of `pool` holds
 MAX_PROGRAMS = 65_535  # of the second and third dimension of a grid
 MIN_CAPABILITY = (8, 0)  # bf16 matrix products need it
 
@@ -93,6 +94,22 @@ def rotary_pool(x: RotaryPoolInputs) -> tuple[Tensor, ...]:
     from nsa.ops.triton.rotary import triton_rotary_pool
 
     return triton_rotary_pool(*x)
+
+
+def pool_limit(block_len: int, size: int) -> str | None:
+    """Why the kernels of φ `pool` cannot take these sizes, or None: a program holds all of them."""
+    if size > MAX_POOL_SIZE:
+        return f"a head is larger than {MAX_POOL_SIZE}"
+    if block_len > MAX_POOL_SIZE:
+        return f"compressed blocks are longer than {MAX_POOL_SIZE}"
+    return None
+
+
+def pool(x: PoolInputs) -> Tensor:
+    """Learned means of compressed blocks: [B, N, K, D]."""
+    from nsa.ops.triton.pooling import triton_pool
+
+    return triton_pool(*x)[0]
 
 
 def nsa_attention(

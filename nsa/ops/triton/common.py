@@ -157,6 +157,17 @@ def store_rows(base, at, row_stride, x, SIZE: tl.constexpr, PADDED: tl.constexpr
 
 
 @triton.jit
+def sum_parts(parts, col, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Sum columns `col` [COLS] of float32 parts [rows, WIDTH], in ascending order."""
+    total = tl.zeros([COLS], tl.float32)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & (col < WIDTH)[None, :]
+        total += tl.sum(tl.load(parts + row[:, None] * WIDTH + col[None, :], mask, other=0.0), 0)
+    return total
+
+
+@triton.jit
 def load_pair(a, b, first, at, HEADS: tl.constexpr, C: tl.constexpr, mask):
     """Load rows of keys and values, [rows, KEY_P] and [rows, VALUE_P], or of queries and outputs.
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.triton.common import kernel, load_rows, store_rows
+from nsa.ops.triton.common import kernel, load_rows, store_rows, sum_parts
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 
@@ -91,11 +91,7 @@ def add_weight_parts_kernel(
 ):  # fmt: skip
     """The weight's gradient: the sum of the programs' parts, in ascending order."""
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    total = tl.zeros([COLS], tl.float32)
-    for first in range(0, rows, ROWS):
-        row = first + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & (col < WIDTH)[None, :]
-        total += tl.sum(tl.load(parts + row[:, None] * WIDTH + col[None, :], mask, other=0.0), 0)
+    total = sum_parts(parts, col, rows, WIDTH, ROWS, COLS)
     tl.store(out + col, total.to(out.dtype.element_ty), mask=col < WIDTH)
 
 

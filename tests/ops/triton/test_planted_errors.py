@@ -17,6 +17,7 @@ from nsa.ops.triton import (
     cross_entropy,
     embedding,
     normalization,
+    pooling,
     rotary,
     select,
     selected,
@@ -37,7 +38,7 @@ from tests.ops.cases import (
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.planted_errors import Plant
 from tests.ops.projections import DOCUMENTS as PACKED_DOCUMENTS
-from tests.ops.projections import LAYOUTS
+from tests.ops.projections import LAYOUTS, Documents
 from tests.ops.triton.parity import (
     DEVICE,
     RULE,
@@ -52,6 +53,7 @@ from tests.ops.triton.test_activation import assert_swiglu_parity
 from tests.ops.triton.test_cross_entropy import assert_cross_entropy_parity
 from tests.ops.triton.test_embedding import TOKENS, assert_tied_embedding_parity
 from tests.ops.triton.test_normalization import assert_norm_parity, fused, tensors
+from tests.ops.triton.test_pooling import assert_pool_parity
 from tests.ops.triton.test_rotary import assert_rotary_pool_parity
 
 Check = Callable[[], None]
@@ -122,6 +124,10 @@ def gates_may_be_closed() -> None:
     x = inputs(CASE)
     x.gates[:, ::2] = 0
     assert_exact_enough(*(computed(CASE, "mixed", backend, x.to(dtype)) for backend, dtype in RULE))
+
+
+def pool_is_that_of_pytorch() -> None:
+    assert_pool_parity(Documents((21, 9), l=7, d=3), heads=2, size=6, rotates=True)
 
 
 def rotary_pool_is_that_of_pytorch() -> None:
@@ -390,6 +396,26 @@ PLANTS = {
     "the gradient of a mean is that of a sum": Plant(
         rotary, "_unpool", "total / LEN", "total",
         rotary_pool_is_that_of_pytorch,
+    ),
+    "the last token of a block has no weight": Plant(
+        pooling, "pool_forward_kernel", "valid = i < LEN", "valid = i < LEN - 1",
+        pool_is_that_of_pytorch,
+    ),
+    "a pooled key is rotated backwards": Plant(
+        pooling, "pool_forward_kernel", "a * c - b * s", "a * c + b * s",
+        pool_is_that_of_pytorch,
+    ),
+    "a score has no gradient": Plant(
+        pooling, "pool_backward_kernel", "dk = dot(ds.to(k.dtype), tl.trans(w), dk)", "dk += 0.0",
+        pool_is_that_of_pytorch,
+    ),
+    "a position's gradient is that of the next": Plant(
+        pooling, "pool_backward_kernel", "== i[None, :]", "== i[None, :] + 1",
+        pool_is_that_of_pytorch,
+    ),
+    "the scale's gradient counts a block for each of its tokens": Plant(
+        pooling, "pool_backward_kernel", "covered & (i == 0)", "covered",
+        pool_is_that_of_pytorch,
     ),
     "the gradient of a gate lacks the sigmoid's slope": Plant(
         rotary, "rotary_backward_kernel", "g * (1 - g)", "g",

@@ -1,0 +1,129 @@
+"""Learned pooling of compressed blocks (φ = `pool`): a weighted mean in each channel.
+
+    scores   x_i · weight + position[i]         of a block's token i, one per channel
+    p        softmax over the block's l tokens, in each channel
+    pooled   Σ_i p_i · x_i
+    y        scale · pooled, and for keys RoPE at the block's last position
+
+With weight and position 0 and scale 1 it is the mean. Blocks overlap, so gradients of tokens are
+gathered: a token reads the few blocks that cover it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from nsa.ops import triton
+from nsa.ops.backend import dispatch
+from nsa.ops.custom_op import Gradient, register
+from nsa.ops.inputs import PoolInputs
+from nsa.ops.rotary import rotate
+
+
+def pool(
+    x: Tensor,
+    weight: Tensor,
+    position: Tensor,
+    scale: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    block_tokens: Tensor,
+    token_blocks: Tensor,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Pool x [B, T, K, D] to [B, N, K, D]; `rotary` are cos and sin at blocks' last positions."""
+    cos, sin = (None, None) if rotary is None else rotary
+    inputs = PoolInputs(x, weight, position, scale, cos, sin, block_tokens, token_blocks)
+    kv_heads, size = x.shape[2:]
+    expected = (kv_heads, size, size), (kv_heads, block_tokens.shape[1], size), (kv_heads * size,)
+    for name, shape in zip(("weight", "position", "scale"), expected, strict=True):
+        actual = getattr(inputs, name).shape
+        if actual != shape:
+            raise ValueError(f"{name} has shape {tuple(actual)}; it must be {shape}")
+    if dispatch(backend, "pool", x, limit=triton.pool_limit(*position.shape[1:])) is triton:
+        return triton.pool(inputs)
+    return torch_pool(*inputs)
+
+
+def pool_blocks(blocks: Tensor, weight: Tensor, position: Tensor, scale: Tensor) -> Tensor:
+    """The definition, without RoPE: pool blocks [B, N, l, K, D] to [B, N, K, D]."""
+    dtype = torch.promote_types(blocks.dtype, torch.float32)
+    scores = _scores(blocks.to(dtype), weight) + position.transpose(0, 1)
+    pooled = (scores.softmax(2) * blocks).sum(2)
+    return (pooled * scale.view(pooled.shape[2:])).to(blocks.dtype)
+
+
+def sum_covering(blocks: Tensor, block_tokens: Tensor, token_blocks: Tensor) -> Tensor:
+    """[B, N, l, K, D] to [B, T, K, D]: each token's sum over the blocks that cover it."""
+    first = F.pad(block_tokens[:, 0], (0, 1))  # index -1 reads the last entry
+    token = torch.arange(len(token_blocks), device=first.device)[:, None]
+    row = token_blocks * block_tokens.shape[1] + token - first[token_blocks]  # [T, ⌈l/d⌉]
+    row = row.where(token_blocks >= 0, -1)
+    padded = F.pad(blocks.flatten(1, 2), (0, 0, 0, 0, 0, 1))
+    return padded[:, row].sum(2)
+
+
+def _scores(x: Tensor, weight: Tensor) -> Tensor:
+    """x [.., K, D] times weight, [.., K, D]."""
+    return torch.einsum("...kd,kde->...ke", x, weight.to(x.dtype))
+
+
+def _weights(inputs: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(x [B, T, K, D], its blocks, their weights [B, N, l, K, D]), in at least float32."""
+    x = inputs.x.to(torch.promote_types(inputs.x.dtype, torch.float32))
+    scores = _scores(x, inputs.weight)[:, inputs.block_tokens] + inputs.position.transpose(0, 1)
+    return x, x[:, inputs.block_tokens], scores.softmax(2)
+
+
+def _forward(inputs: PoolInputs) -> Tensor:
+    _, blocks, p = _weights(inputs)
+    y = (p * blocks).sum(2)
+    y = y * inputs.scale.view(y.shape[2:])
+    if inputs.cos is not None:
+        y = rotate(y, inputs.cos, inputs.sin)
+    return y.to(inputs.x.dtype)
+
+
+def _backward(dy: Tensor, inputs: PoolInputs) -> tuple[Tensor, ...]:
+    """The gradients of x, weight, position and scale."""
+    x, blocks, p = _weights(inputs)
+    dy = dy.to(x.dtype)
+    if inputs.cos is not None:
+        assert inputs.sin is not None
+        dy = rotate(dy, inputs.cos, -inputs.sin)
+    pooled = (p * blocks).sum(2)
+    d_scale = (dy * pooled).sum((0, 1)).flatten()
+    weighted = p * (dy * inputs.scale.view(dy.shape[2:]))[:, :, None]  # [B, N, l, K, D]
+    d_scores = weighted * (blocks - pooled[:, :, None])
+    d_position = d_scores.sum((0, 1)).transpose(0, 1)
+    tables = inputs.block_tokens, inputs.token_blocks
+    by_token = sum_covering(d_scores, *tables)  # [B, T, K, D]
+    d_weight = torch.einsum("btkd,btke->kde", x, by_token)
+    dx = sum_covering(weighted, *tables) + _scores(by_token, inputs.weight.mT)
+    of = zip((dx, d_weight, d_position, d_scale), inputs[:4], strict=True)
+    return tuple(gradient.to(given.dtype).contiguous() for gradient, given in of)
+
+
+torch_pool = register(
+    "nsa::pool",
+    PoolInputs,
+    _forward,
+    PoolInputs.empty_output,
+    gradient=Gradient(_backward, inputs=4, outputs=1, saved=slice(0)),
+)
+
+
+@register_flop_formula(torch.ops.nsa.pool)
+def _forward_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
+    return 2 * x.numel() * weight[-1]
+
+
+@register_flop_formula(torch.ops.nsa.pool_backward)
+def _backward_flops(
+    dy: torch.Size, x: torch.Size, weight: torch.Size, *_: object, **__: object
+) -> int:
+    """Two products; the scores that it computes again do not count."""
+    return 4 * x.numel() * weight[-1]

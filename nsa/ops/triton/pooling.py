@@ -1,0 +1,253 @@
+"""Learned pooling of compressed blocks (φ = `pool`): kernels and launchers.
+
+A forward program pools one block of one KV head. A backward program takes a run of tokens of one
+head: it writes their gradient, and its part of the parameters' gradients to one row. A second
+kernel adds these rows in ascending order, so gradients are the same from run to run.
+
+The two halves of a head that RoPE rotates are padded separately: columns [0, HALF_P) are the first
+half, [HALF_P, 2 · HALF_P) the second. Values, which are not rotated, have HALF = 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.custom_op import Gradient, register
+from nsa.ops.inputs import PoolInputs
+from nsa.ops.triton.common import dot, kernel, sum_parts
+from nsa.ops.triton.configs import Config
+from nsa.ops.triton.launch import cdiv, launch, padded_size
+
+ROWS = 32  # tokens that a program reads at once
+TOKENS_PER_PART = 256  # tokens of a backward program
+PARTS = Config(32, 32, 4, 1)  # rows and columns of partial sums that are added at a time
+
+
+@triton.jit
+def _columns(SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr):
+    """Columns of a head and whether they exist, [PADDED]; the halves of keys begin at PADDED/2."""
+    c = tl.arange(0, PADDED)
+    if HALF > 0:
+        HALF_P: tl.constexpr = PADDED // 2
+        return (c // HALF_P) * HALF + c % HALF_P, c % HALF_P < HALF
+    else:
+        return c, c < SIZE
+
+
+@triton.jit
+def _load_weight(weight, col, inside, SIZE: tl.constexpr):
+    """The weight of one head, [PADDED, PADDED]."""
+    at = col[:, None] * SIZE + col[None, :]
+    return tl.load(weight + at, mask=inside[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _load(base, row, col, mask):
+    """float32 [ROWS, PADDED]: columns of the rows that begin at base + row."""
+    return tl.load(base + row[:, None] + col[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@kernel
+def pool_forward_kernel(
+    x, weight, position, scale, cos, sin, block_tokens, y, pooled, lse, seq_len, key_len,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    LEN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One block's y; `pooled` (before scale and RoPE) and the softmax's lse are for backward."""
+    block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    col, inside = _columns(SIZE, HALF, PADDED)
+    w = _load_weight(weight + head * SIZE * SIZE, col, inside, SIZE).to(x.dtype.element_ty)
+    top = tl.full([PADDED], float("-inf"), tl.float32)
+    total, acc = tl.zeros([PADDED], tl.float32), tl.zeros([PADDED], tl.float32)
+    for first in range(0, LEN, ROWS):
+        i = first + tl.arange(0, ROWS)
+        valid = i < LEN
+        mask = valid[:, None] & inside[None, :]
+        t = tl.load(block_tokens + block.to(tl.int64) * LEN + i, mask=valid, other=0)
+        row = ((batch * seq_len + t) * HEADS + head) * SIZE
+        k = tl.load(x + row[:, None] + col[None, :], mask=mask, other=0.0)  # [ROWS, PADDED]
+        s = dot(k, w) + _load(position, (head * LEN + i) * SIZE, col, mask)
+        s = tl.where(valid[:, None], s, float("-inf"))
+        top_new = tl.maximum(top, tl.max(s, 0))  # finite: a step has at least one token
+        p, old = tl.exp(s - top_new[None, :]), tl.exp(top - top_new)
+        total = total * old + tl.sum(p, 0)
+        acc = acc * old + tl.sum(p * k.to(tl.float32), 0)
+        top = top_new
+    acc /= total
+    out = ((batch * key_len + block) * HEADS + head) * SIZE
+    tl.store(pooled + out + col, acc, mask=inside)
+    tl.store(lse + out + col, top + tl.log(total), mask=inside)
+    acc *= tl.load(scale + head * SIZE + col, mask=inside, other=0.0).to(tl.float32)
+    if HALF > 0:
+        HALF_P: tl.constexpr = PADDED // 2
+        d = tl.arange(0, HALF_P)
+        a, b = tl.split(tl.trans(tl.reshape(acc, [2, HALF_P])))  # [HALF_P]
+        c = tl.load(cos + block * HALF + d, mask=d < HALF, other=0.0)
+        s = tl.load(sin + block * HALF + d, mask=d < HALF, other=0.0)
+        low, high = (a * c - b * s).to(y.dtype.element_ty), (b * c + a * s).to(y.dtype.element_ty)
+        tl.store(y + out + d, low, mask=d < HALF)
+        tl.store(y + out + HALF + d, high, mask=d < HALF)
+    else:
+        tl.store(y + out + col, acc.to(y.dtype.element_ty), mask=inside)
+
+
+@kernel
+def pool_backward_kernel(
+    dy, x, weight, position, scale, cos, sin, block_tokens, token_blocks, pooled, lse, dx, parts,
+    seq_len, key_len,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
+    LEN: tl.constexpr, LEN_P: tl.constexpr, COVER: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """dx of a run of tokens, and the run's part of the gradients of weight, position and scale."""
+    run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    col, inside = _columns(SIZE, HALF, PADDED)
+    w = _load_weight(weight + head * SIZE * SIZE, col, inside, SIZE).to(x.dtype.element_ty)
+    factor = tl.load(scale + head * SIZE + col, mask=inside, other=0.0).to(tl.float32)[None, :]
+    d_weight = tl.zeros([PADDED, PADDED], tl.float32)
+    d_position = tl.zeros([LEN_P, PADDED], tl.float32)
+    d_scale = tl.zeros([PADDED], tl.float32)
+    for first in range(0, TOKENS, ROWS):
+        t = run * TOKENS + first + tl.arange(0, ROWS)
+        valid = t < seq_len
+        row = ((batch * seq_len + t) * HEADS + head) * SIZE
+        mask = valid[:, None] & inside[None, :]
+        k = tl.load(x + row[:, None] + col[None, :], mask=mask, other=0.0)  # [ROWS, PADDED]
+        s = dot(k, w)
+        dk, ds = tl.zeros([ROWS, PADDED], tl.float32), tl.zeros([ROWS, PADDED], tl.float32)
+        for c in range(COVER):
+            block = tl.load(token_blocks + t.to(tl.int64) * COVER + c, mask=valid, other=-1)
+            covered = block >= 0
+            mask = covered[:, None] & inside[None, :]
+            i = t - tl.load(block_tokens + block * LEN, mask=covered, other=0)  # place in the block
+            at = ((batch * key_len + block) * HEADS + head) * SIZE
+            g = _load(dy, at, col, mask)
+            if HALF > 0:  # rotate back
+                HALF_P: tl.constexpr = PADDED // 2
+                n = tl.arange(0, PADDED)
+                sign = tl.where(n < HALF_P, 1.0, -1.0)[None, :]
+                partner = (1 - n // HALF_P) * HALF + n % HALF_P
+                angle = block * HALF
+                g = g * _load(cos, angle, n % HALF_P, mask) + sign * _load(
+                    dy, at, partner, mask
+                ) * _load(sin, angle, n % HALF_P, mask)
+            mean = _load(pooled, at, col, mask)
+            d_scale += tl.sum(tl.where((covered & (i == 0))[:, None], g * mean, 0.0), 0)
+            g *= factor
+            score = s + _load(position, (head * LEN + i) * SIZE, col, mask)
+            p = tl.where(mask, tl.exp(score - _load(lse, at, col, mask)), 0.0)
+            part = p * (k.to(tl.float32) - mean) * g
+            dk += p * g
+            ds += part
+            place = (tl.arange(0, LEN_P)[:, None] == i[None, :]) & covered[None, :]
+            d_position = dot(place.to(k.dtype), part.to(k.dtype), d_position)
+        d_weight = dot(tl.trans(k), ds.to(k.dtype), d_weight)
+        dk = dot(ds.to(k.dtype), tl.trans(w), dk)
+        mask = valid[:, None] & inside[None, :]
+        tl.store(dx + row[:, None] + col[None, :], dk.to(dx.dtype.element_ty), mask=mask)
+    POSITIONS: tl.constexpr = HEADS * SIZE * SIZE  # of a part: weight, position, scale
+    SCALES: tl.constexpr = POSITIONS + HEADS * LEN * SIZE
+    parts += (batch * tl.num_programs(0) + run) * (SCALES + HEADS * SIZE)
+    at = head * SIZE * SIZE + col[:, None] * SIZE + col[None, :]
+    tl.store(parts + at, d_weight, mask=inside[:, None] & inside[None, :])
+    i = tl.arange(0, LEN_P)
+    at = POSITIONS + ((head * LEN + i) * SIZE)[:, None] + col[None, :]
+    tl.store(parts + at, d_position, mask=(i < LEN)[:, None] & inside[None, :])
+    tl.store(parts + SCALES + head * SIZE + col, d_scale, mask=inside)
+
+
+@kernel
+def add_pool_parts_kernel(
+    parts, weight, position, scale, rows,
+    WEIGHT: tl.constexpr, POSITION: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of weight, position and scale: sums of the runs' parts."""
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    total = sum_parts(parts, col, rows, WIDTH, ROWS, COLS).to(weight.dtype.element_ty)
+    tl.store(weight + col, total, mask=col < WEIGHT)
+    at = col - WEIGHT
+    tl.store(position + at, total, mask=(at >= 0) & (at < POSITION))
+    at -= POSITION
+    tl.store(scale + at, total, mask=(at >= 0) & (col < WIDTH))
+
+
+def pool_forward(x: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, pooled, lse), the last two in float32 for the backward pass."""
+    y = x.empty_output()
+    pooled, lse = (y.new_empty(y.shape, dtype=torch.float32) for _ in range(2))
+    arguments, constants = _arguments(x)
+    arguments |= {"y": y, "pooled": pooled, "lse": lse}
+    grid = len(x.block_tokens), x.x.shape[2], len(x.x)
+    launch(pool_forward_kernel, grid, arguments, constants, _config(x))
+    return y, pooled, lse
+
+
+def pool_backward(dy: Tensor, x: PoolInputs, pooled: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of x, weight, position and scale."""
+    batch, seq_len, heads, _ = x.x.shape
+    runs = cdiv(seq_len, TOKENS_PER_PART)
+    sizes = [parameter.numel() for parameter in x[1:4]]
+    parts = x.x.new_empty(batch * runs, sum(sizes), dtype=torch.float32)
+    dx = torch.empty_like(x.x, memory_format=torch.contiguous_format)
+    arguments, constants = _arguments(x)
+    arguments |= {"dy": dy.contiguous(), "pooled": pooled, "lse": lse, "dx": dx, "parts": parts}
+    arguments["token_blocks"] = x.token_blocks.contiguous()
+    constants |= {"LEN_P": padded_size(constants["LEN"]), "TOKENS": TOKENS_PER_PART}
+    constants |= {"COVER": x.token_blocks.shape[1]}
+    launch(pool_backward_kernel, (runs, heads, batch), arguments, constants, _config(x))
+    gradients = [torch.empty_like(parameter) for parameter in x[1:4]]
+    launch(
+        add_pool_parts_kernel,
+        (cdiv(sum(sizes), PARTS.keys),),
+        {"parts": parts, "rows": len(parts)}
+        | dict(zip(("weight", "position", "scale"), gradients, strict=True)),
+        {"WEIGHT": sizes[0], "POSITION": sizes[1], "WIDTH": sum(sizes)}
+        | {"ROWS": PARTS.rows, "COLS": PARTS.keys},
+        PARTS,
+    )
+    return dx, *gradients
+
+
+def _arguments(x: PoolInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments and constants that both kernels take."""
+    size, rotates = x.x.shape[3], x.cos is not None
+    half = size // 2 if rotates else 0
+    inputs = {
+        name: None if tensor is None else tensor.contiguous()
+        for name, tensor in x._asdict().items()
+    }
+    lengths = {"seq_len": x.x.shape[1], "key_len": len(x.block_tokens)}
+    constants = {
+        "HEADS": x.x.shape[2],
+        "SIZE": size,
+        "HALF": half,
+        "PADDED": 2 * padded_size(half) if rotates else padded_size(size),
+        "LEN": x.block_tokens.shape[1],
+        "ROWS": ROWS,
+    }
+    return inputs | lengths, constants
+
+
+def _config(x: PoolInputs) -> Config:
+    return Config(ROWS, 0, 8 if x.x.shape[3] > 64 else 4, 1)
+
+
+def _fake(x: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
+    y = x.empty_output()
+    return y, y.new_empty(y.shape, dtype=torch.float32), y.new_empty(y.shape, dtype=torch.float32)
+
+
+triton_pool = register(
+    "nsa::triton_pool",
+    PoolInputs,
+    pool_forward,
+    _fake,
+    outputs=3,
+    gradient=Gradient(pool_backward, inputs=4, outputs=1, saved=slice(1, 3)),
+)
