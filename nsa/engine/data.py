@@ -31,8 +31,8 @@ class Data:
     sequence_part: tuple[int, int] = (0, 1)  # (index, count) of this rank's part of a sequence
 
     def next_batch(self) -> Batch:
-        """Return this rank's next micro-batch."""
-        return self.loader.next_batch().sequence_part(*self.sequence_part)
+        """Return this rank's next micro-batch, with its labels counted."""
+        return self.loader.next_batch().with_label_count().sequence_part(*self.sequence_part)
 
     def validation_batches(self) -> list[Batch]:
         """Return this rank's validation batches; every rank has the same number."""
