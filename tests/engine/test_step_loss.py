@@ -34,7 +34,7 @@ SETTINGS = [
     f"train.steps={STEPS}",
     "monitor.log_every=1",
 ]
-ROUNDING = 5e-6  # relative, of float32 sums in another order
+ROUNDING = 2e-6  # relative, of float32 sums in another order
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_the_documents_give_micro_batches_different_numbers_of_labels(
         (2, 2, 2, "zero3", []),
         (2, 1, 4, "zero0_debug", []),
         (2, 4, 2, "zero1_pcie", ["train.sequence_parallel=2"]),
-        pytest.param(2, 1, 4, "zero2_overlap", ["train.compile=true"], marks=pytest.mark.full),
+        pytest.param(2, 1, 4, "zero2_pcie", ["train.compile=true"], marks=pytest.mark.full),
     ],
 )
 def test_loss_and_gradient_do_not_depend_on_how_a_step_is_divided(
