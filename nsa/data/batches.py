@@ -29,7 +29,7 @@ class Batch:
     input_ids: torch.Tensor  # int64 [B, T], or [1, B·T] for packed documents
     labels: torch.Tensor  # int64, same shape, already shifted; -100: ignored
     cu_seqlens: torch.Tensor | None = None  # int32 [documents + 1]: start of each, and the end
-    label_count: int | None = None  # labels of the complete sequences that are not -100, if counted
+    label_count: int | None = None  # labels that are not -100, of complete sequences; None: all are
 
     @property
     def tokens(self) -> int:
@@ -37,12 +37,6 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
-
-    def with_label_count(self) -> Batch:
-        """Return the batch with its labels counted if it has documents: others ignore no label."""
-        if self.cu_seqlens is None:
-            return self
-        return replace(self, label_count=int((self.labels != IGNORE_INDEX).sum()))
 
     def sequence_part(self, index: int, count: int) -> Batch:
         """Return one of `count` equal parts of each sequence; `cu_seqlens` stays complete."""

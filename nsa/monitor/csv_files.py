@@ -81,8 +81,8 @@ class CsvObserver(Observer):
             and (number := line.partition(",")[0]).isdecimal()
             and int(number) <= step
         ]
-        others = [column for column in columns if column not in self.columns]
-        self._other_columns = tuple(others) if kept else ()
+        others = (column for column in columns if kept and column not in self.columns)
+        self._other_columns = tuple(others)
         merged = (*self.columns, *self._other_columns)
         rows = [_rearranged(line, columns, merged) for line in kept]
         atomic_write_text(path, "\n".join([",".join(merged), *rows]) + "\n")
@@ -90,9 +90,8 @@ class CsvObserver(Observer):
     def _recognises(self, columns: list[str]) -> bool:
         """Return whether a file with these columns is this table: by its key and most others."""
         key = [name for name in self.columns if name in ("step", "layer")]
-        known = len(set(columns) & set(self.columns))
-        unique = len(set(columns)) == len(columns)
-        return columns[: len(key)] == key and unique and 2 * known > len(columns)
+        unique, known = len(set(columns)), len(set(columns) & set(self.columns))
+        return columns[: len(key)] == key and unique == len(columns) < 2 * known
 
     def _append(self, path: Path, rows: list[list[str]]) -> None:
         """Append all rows or none: on a full disk, a part of a row would damage the next one."""
