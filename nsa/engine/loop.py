@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -178,12 +179,11 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
         if run.device.type == "cuda":
             batch = batch.pin_memory()  # for an asynchronous copy
         batch = batch.to(run.device, non_blocking=True)
-        weight = 1.0
+        weight, forward = 1.0, engine
         if batch.label_count is not None:
             weight = batch.label_count * len(batches) * dist.get_world_size() / max(1, labels)
-        loss = engine(
-            batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens, loss_weight=weight
-        )
+            forward = partial(engine, loss_weight=weight)
+        loss = forward(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
         run.telemetry.enter("backward", micro_step)
         engine.backward(run.guard.check(loss, weight))
         run.reduction_check.compare()
