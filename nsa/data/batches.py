@@ -8,7 +8,7 @@ step    micro-step 0: rank 0's rows, rank 1's rows; micro-step 1: ...
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ class Batch:
     input_ids: torch.Tensor  # int64 [B, T], or [1, B·T] for packed documents
     labels: torch.Tensor  # int64, same shape, already shifted; -100: ignored
     cu_seqlens: torch.Tensor | None = None  # int32 [documents + 1]: start of each, and the end
+    label_count: int | None = None  # labels that are not -100, of complete sequences; None: all are
 
     @property
     def tokens(self) -> int:
@@ -41,7 +42,7 @@ class Batch:
         """Return one of `count` equal parts of each sequence; `cu_seqlens` stays complete."""
         length = self.input_ids.shape[1] // count
         part = slice(index * length, (index + 1) * length)
-        return Batch(self.input_ids[:, part], self.labels[:, part], self.cu_seqlens)
+        return replace(self, input_ids=self.input_ids[:, part], labels=self.labels[:, part])
 
     def pin_memory(self) -> Batch:
         """Return a copy in pinned memory, for asynchronous transfer to a GPU."""
@@ -49,7 +50,7 @@ class Batch:
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         cu_seqlens = None if self.cu_seqlens is None else change(self.cu_seqlens)
-        return Batch(change(self.input_ids), change(self.labels), cu_seqlens)
+        return Batch(change(self.input_ids), change(self.labels), cu_seqlens, self.label_count)
 
 
 def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:

@@ -179,7 +179,8 @@ def _changes(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
 def _check_change(name: str, before: Any, after: Any, run_dir: Path) -> None:
     """Refuse to resume with a change that does not fit the checkpoints."""
     fixed = name.startswith("model.") or name == "train.sequence_parallel"
-    if fixed and name not in ("model.activation_checkpointing", "model.attention.backend"):
+    changeable = ("activation_checkpointing", "attention.backend", "attention.selector_loss")
+    if fixed and name.removeprefix("model.") not in changeable:
         raise ValueError(
             f"{name} = {after!r}: {run_dir} was created with {before!r}; drop the change, or start "
             "a fresh run in another folder"

@@ -35,21 +35,27 @@ class Consensus:
 
         Otherwise the other ranks would wait for one that has exited.
         """
+        return self.barrier_and_sum(0, error, stop)[0]
+
+    def barrier_and_sum(
+        self, number: int, error: ValueError | None = None, stop: str | None = None
+    ) -> tuple[str | None, int]:
+        """Return what `barrier` does, and the sum of all ranks' `number`, in one all-reduce."""
         if self._group is None:
             if error is not None:
                 raise AllRanksError(str(error)) from error
-            return stop
-        flags = torch.tensor([error is not None, stop is not None], dtype=torch.int32)
-        dist.all_reduce(flags, group=self._group)
-        if not flags.any():
-            return None
+            return stop, number
+        sums = torch.tensor([error is not None, stop is not None, number])
+        dist.all_reduce(sums, group=self._group)
+        failed, stopped, total = sums.tolist()
+        if not failed and not stopped:
+            return None, total
         messages = self.gather((error and str(error), stop))
         errors = [message for message, _ in messages if message]
         if errors:
             raise AllRanksError("; ".join(dict.fromkeys(errors))) from error
-        return next(
-            f"{reason} on rank {rank}" for rank, (_, reason) in enumerate(messages) if reason
-        )
+        reasons = (f"{reason} on rank {r}" for r, (_, reason) in enumerate(messages) if reason)
+        return next(reasons), total
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in the order of the ranks, on every rank."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch
 from nsa.data.loader import BatchLoader, IndexedBatches, StreamingBatches, open_loader
 from nsa.data.validation_data import ValidationData
@@ -31,8 +32,11 @@ class Data:
     sequence_part: tuple[int, int] = (0, 1)  # (index, count) of this rank's part of a sequence
 
     def next_batch(self) -> Batch:
-        """Return this rank's next micro-batch."""
-        return self.loader.next_batch().sequence_part(*self.sequence_part)
+        """Return this rank's next micro-batch; with documents, its labels are counted."""
+        batch = self.loader.next_batch()
+        if batch.cu_seqlens is not None:  # else no label is ignored
+            batch = replace(batch, label_count=int((batch.labels != IGNORE_INDEX).sum()))
+        return batch.sequence_part(*self.sequence_part)
 
     def validation_batches(self) -> list[Batch]:
         """Return this rank's validation batches; every rank has the same number."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,7 @@ def _train_steps(run: Run) -> str | None:
         logs = evaluates or _is_due(step, config.monitor.log_every, stop_step)
         logs = logs or step == 1 or any(gate.step == step for gate in run.gates)
         run.telemetry.step_start(step)
-        stop_reason, batches = next_batches(run)
+        stop_reason, batches, labels = next_batches(run)
         if stop_reason is not None:
             return stop_reason
         waited = run.data.loader.first_batch_seconds or 0.0
@@ -73,7 +74,7 @@ def _train_steps(run: Run) -> str | None:
             run.observers.on_message(f"first batch ready {waited:.1f} s after opening the dataset")
         if logs:
             run.health.arm()
-        loss = train_step(run, batches)
+        loss = train_step(run, batches, labels)
         run.loader_state = run.data.loader.state()
         run.telemetry.step_end(run.state)
         if not run.engine.was_step_applied() and recover(run):
@@ -121,8 +122,11 @@ def _judge(run: Run, gate: Gate, histories: list[RankHistory]) -> str | None:
     return None if decision.go else decision.summary
 
 
-def next_batches(run: Run) -> tuple[str | None, list[Batch]]:
-    """Fetch this step's micro-batches; return a reason instead if any rank has to stop."""
+def next_batches(run: Run) -> tuple[str | None, list[Batch], int]:
+    """Fetch this step's micro-batches, and the sum of all ranks' label counts.
+
+    Return a reason instead if any rank has to stop.
+    """
     run.telemetry.enter("data")
 
     def fetch() -> list[Batch]:
@@ -140,8 +144,11 @@ def next_batches(run: Run) -> tuple[str | None, list[Batch]]:
 
 def _fetch_on_all_ranks(
     run: Run, fetch: Callable[[], list[Batch]]
-) -> tuple[str | None, list[Batch]]:
-    """Return a reason to stop, and the batches; raise on all ranks if `fetch` raises on one."""
+) -> tuple[str | None, list[Batch], int]:
+    """Return a reason to stop, the batches, and the sum of all ranks' label counts.
+
+    Raise on all ranks if `fetch` raises on one.
+    """
     error: ValueError | None = None
     batches: list[Batch] = []
     try:
@@ -151,11 +158,17 @@ def _fetch_on_all_ranks(
         pass
     except ValueError as raised:
         error = raised
-    return run.consensus.barrier(error, run.shutdown.reason), batches
+    count = sum(batch.label_count or 0 for batch in batches)
+    reason, labels = run.consensus.barrier_and_sum(count, error, run.shutdown.reason)
+    return reason, batches, labels
 
 
-def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
-    """Run one optimizer step; return this rank's mean loss, still on the device."""
+def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
+    """Run one optimizer step; return the mean of this rank's losses, still on the device.
+
+    DeepSpeed averages the gradients of micro-batches and ranks. Each loss is weighted by its labels
+    relative to the average, `labels` / (micro-batches · ranks): the step's is a mean over labels.
+    """
     engine, state, config = run.engine, run.state, run.config.train
     lr = learning_rate(state.step, config)
     for group in engine.optimizer.param_groups:
@@ -166,9 +179,13 @@ def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
         if run.device.type == "cuda":
             batch = batch.pin_memory()  # for an asynchronous copy
         batch = batch.to(run.device, non_blocking=True)
-        loss = engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+        weight, forward = 1.0, engine
+        if batch.label_count is not None:
+            weight = batch.label_count * len(batches) * dist.get_world_size() / max(1, labels)
+            forward = partial(engine, loss_weight=weight)
+        loss = forward(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
         run.telemetry.enter("backward", micro_step)
-        engine.backward(run.guard.check(loss))
+        engine.backward(run.guard.check(loss, weight))
         run.reduction_check.compare()
         run.telemetry.enter("step", micro_step)
         engine.step()  # updates the weights after the last micro-batch only
@@ -188,7 +205,7 @@ def evaluate(run: Run) -> float | None:
     """
     run.telemetry.enter("eval")
     total = torch.zeros(2, device=run.device, dtype=torch.float64)  # loss, tokens
-    stop_reason, batches = _fetch_on_all_ranks(run, run.data.validation_batches)
+    stop_reason, batches, _ = _fetch_on_all_ranks(run, run.data.validation_batches)
     if stop_reason is not None:
         return None
     run.engine.eval()

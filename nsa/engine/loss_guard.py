@@ -38,13 +38,17 @@ class LossGuard:
         self._seen = 0
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # not finite, spikes
 
-    def check(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return `loss`, or NaN if it is rejected."""
+    def check(self, loss: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+        """Return `loss`, or NaN if it is rejected.
+
+        `loss` is a micro-batch's mean times `weight`. Means are compared; 0 is no mean.
+        """
         value = loss.detach().float()
         not_finite = ~value.isfinite()
         rejected = not_finite
         spike = torch.zeros_like(not_finite)
-        if self._detects_spikes:
+        if self._detects_spikes and weight:
+            value = value / weight
             if self._seen >= MIN_LOSSES:
                 spike = self._is_spike(value)
             if self._rejects_spikes:

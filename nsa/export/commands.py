@@ -43,6 +43,8 @@ def add_import_parser(verbs: Any) -> None:
     add("--to", type=Path, required=True, metavar="RUN", help="a new folder")
     about = "kind of attention (default: nsa for a Llama, else unchanged)"
     add("--attention", choices=("nsa", "dense"), help=about)
+    about = "tokenizer of a folder without one: byte, or hf:<name or folder>"
+    add("--tokenizer", metavar="NAME", help=about)
     add("--config", type=Path, help="YAML of settings, as for a recipe")
     about = "one setting, such as attention.spec.window=256; may be repeated"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)

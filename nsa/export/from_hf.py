@@ -26,6 +26,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
 )
+VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # each is enough for a tokenizer
 LLAMA_NAMES = {
     "self_attn.q_proj": "attention.q",
     "self_attn.k_proj": "attention.k",
@@ -50,6 +51,10 @@ class SourceModel:
     tokenizer_files: list[Path]
     default_attention: str  # attention kind of the import without --attention
     has_run_config: bool  # False: settings of training and tokenizer are unknown
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any(file.name in VOCABULARIES for file in self.tokenizer_files)
 
 
 def read_model(folder: Path) -> SourceModel:
@@ -78,8 +83,8 @@ def read_model(folder: Path) -> SourceModel:
     except Exception as error:  # what transformers raises depends on the wrong value
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{path}: not a configuration of {model_type}: {reason}") from error
-    if model.tokenizer_files and not model.has_run_config:
-        model.config.data.tokenizer = f"hf:{folder}"
+    if not model.has_run_config:
+        model.config.data.tokenizer = f"hf:{folder}"  # may be missing
     return model
 
 

@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 from nsa.data.batches import Batch
+from nsa.data.tokenizer import ByteTokenizer
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import model_with
 from nsa.engine.resolve import resolve_config, to_yaml
@@ -15,7 +16,6 @@ from nsa.export.dense_to_nsa import dense_to_nsa, widen_mlp_compressor
 from nsa.export.from_hf import SourceModel, read_model
 from nsa.export.logit_gap import logit_gaps, read_samples
 from nsa.export.to_hf import output_folder, write_weights
-from nsa.untrusted import printable
 
 LARGEST_SHARE = 100  # more than is useful; values scaled by it are finite in every dtype
 
@@ -44,9 +44,6 @@ def import_run(args: argparse.Namespace) -> int:
         (draft / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{args.to}: {parameters:,} parameters, {new_kind} attention")
-    if not source.has_run_config and not source.tokenizer_files:
-        tokenizer = printable(config.data.tokenizer)
-        print(f"{args.source} has no tokenizer.json: data.tokenizer = {tokenizer}")
     print(f"start a recipe from it: --config {args.to / 'config.yaml'}", flush=True)
     if args.gap:
         for line in logit_gaps(old_model.float(), model.float(), samples):
@@ -71,10 +68,13 @@ def _check_kinds(args: argparse.Namespace, old: str, new: str) -> None:
 def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> RunConfig:
     """Return the source's config, overridden by --config and --set, with the new folder's path."""
     folder, base = args.to.absolute(), deepcopy(source.config)
-    if source.tokenizer_files and base.data.tokenizer != "byte":
+    if source.has_tokenizer and base.data.tokenizer != "byte":
         base.data.tokenizer = f"hf:{folder}"
+    if args.tokenizer is not None:
+        base.data.tokenizer = args.tokenizer
     base.model.attention.kind, base.train.start_from = kind, str(folder)
     config = resolve_config(base, args.config, args.set)
+    _check_tokenizer(args, source, config)
     other = config.model.attention.kind
     if other != kind:
         raise ValueError(
@@ -82,6 +82,23 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
             f"give --attention {other}, or omit the setting"
         )
     return config
+
+
+def _check_tokenizer(args: argparse.Namespace, source: SourceModel, config: RunConfig) -> None:
+    """Refuse a missing tokenizer, and the byte tokenizer for fewer ids than it has."""
+    if source.has_run_config:
+        return
+    tokenizer, vocab_size = config.data.tokenizer, config.model.vocab_size
+    if tokenizer == f"hf:{args.source}" and not source.has_tokenizer:
+        raise ValueError(
+            f"{args.source}: has no tokenizer.json; save the model's tokenizer there with "
+            "save_pretrained, or name one: --tokenizer byte, or --tokenizer hf:<name or folder>"
+        )
+    if tokenizer == "byte" and vocab_size < ByteTokenizer.vocab_size:
+        raise ValueError(
+            f"--tokenizer byte: has {ByteTokenizer.vocab_size} ids, but the vocabulary of "
+            f"{args.source} has {vocab_size}; name the model's tokenizer"
+        )
 
 
 def _parse_shares(text: str | None, config: RunConfig) -> dict[str, float] | None:
@@ -109,6 +126,6 @@ def _parse_shares(text: str | None, config: RunConfig) -> dict[str, float] | Non
 
 def _gap_samples(args: argparse.Namespace, source: SourceModel, config: RunConfig) -> list[Batch]:
     data = replace(config.data, source=args.gap)
-    if source.tokenizer_files and data.tokenizer == f"hf:{args.to.absolute()}":  # not written yet
+    if source.has_tokenizer and data.tokenizer == f"hf:{args.to.absolute()}":  # not written yet
         data.tokenizer = f"hf:{source.tokenizer_files[0].parent}"
     return read_samples(data, config.model.attention)

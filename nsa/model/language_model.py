@@ -54,12 +54,17 @@ class LanguageModel(nn.Module):
         self._initialize()
 
     def forward(
-        self, input_ids: Tensor, labels: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        loss_weight: float = 1.0,
     ) -> Tensor:
-        """Return logits [B, T, V], or with `labels` [B, T] the mean loss.
+        """Return logits [B, T, V], or with `labels` [B, T] the mean loss times `loss_weight`.
 
         labels are already shifted: labels[b, t] is the token after input_ids[b, t]. The mean is
-        over labels that are not -100, or 0 without any.
+        over labels that are not -100, or 0 without any. The weight does not apply to the selector
+        loss, a mean over queries.
         """
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(
@@ -70,6 +75,8 @@ class LanguageModel(nn.Module):
         if labels is None:
             return F.linear(x, weight)
         loss = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), self.sequence)
+        if loss_weight != 1.0:
+            loss = loss * loss_weight
         if selector_loss is None:
             return loss
         # Add the gradient, not the value: the loss stays comparable with that of other models.

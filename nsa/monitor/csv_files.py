@@ -1,18 +1,27 @@
 """`metrics.csv`, `selection.csv` and `fallbacks.csv`, written while a run trains.
 
-A resumed or rolled back run drops the rows of the steps that run again.
+A resumed or rolled back run drops the rows of the steps that run again. A file with other columns,
+of another version or other settings, keeps them and gets the missing ones; a file that is no such
+table is renamed.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from nsa.atomic_io import append_all_or_nothing, atomic_write_text
 from nsa.monitor.artifacts import read_table
-from nsa.monitor.observer import LAYER_STATISTICS, SELECTOR_LOSS, Observer, RunInfo, StepRecord
+from nsa.monitor.observer import (
+    LAYER_STATISTICS,
+    SELECTOR_LOSS,
+    Observer,
+    RunInfo,
+    StepRecord,
+    warn,
+)
 
 METRICS_FILE, SELECTION_FILE, FALLBACKS_FILE = "metrics.csv", "selection.csv", "fallbacks.csv"
 INTEGERS = ("step", "tokens")
@@ -34,6 +43,7 @@ class CsvObserver(Observer):
 
     file_name: str
     columns: tuple[str, ...]
+    _other_columns: tuple[str, ...] = ()  # of the file's earlier rows; empty in new ones
     _path: Path | None = None  # None before `on_start`, and if that raised
 
     def rows(self, record: StepRecord) -> list[list[str]]:
@@ -57,27 +67,52 @@ class CsvObserver(Observer):
         """Drop the rows after `step` and those that a crash cut off."""
         if not path.exists():
             return
-        header, _, rest = path.read_text().partition("\n")
-        if header and header != ",".join(self.columns):
-            raise ValueError(
-                f"{path}: the columns are {header!r}, not {','.join(self.columns)!r}; "
-                "move the file away"
-            )
-        commas = len(self.columns) - 1
+        header, *lines = path.read_text(errors="replace").split("\n")
+        columns = header.split(",")
+        if header and not self._recognises(columns):
+            aside = _free_name(path)
+            path.rename(aside)
+            warn(f"{path}: has other columns ({header[:80]!r}); moved to {aside.name}")
+            return
         kept = [
             line
-            for line in rest.split("\n")[:-1]
-            if line.count(",") == commas and int(line.partition(",")[0]) <= step
+            for line in lines[:-1]
+            if line.count(",") == len(columns) - 1
+            and (number := line.partition(",")[0]).isdecimal()
+            and int(number) <= step
         ]
-        atomic_write_text(path, "\n".join([",".join(self.columns), *kept]) + "\n")
+        others = (column for column in columns if kept and column not in self.columns)
+        self._other_columns = tuple(others)
+        merged = (*self.columns, *self._other_columns)
+        rows = [_rearranged(line, columns, merged) for line in kept]
+        atomic_write_text(path, "\n".join([",".join(merged), *rows]) + "\n")
+
+    def _recognises(self, columns: list[str]) -> bool:
+        """Return whether a file with these columns is this table: by its key and most others."""
+        key = [name for name in self.columns if name in ("step", "layer")]
+        unique, known = len(set(columns)), len(set(columns) & set(self.columns))
+        return columns[: len(key)] == key and unique == len(columns) < 2 * known
 
     def _append(self, path: Path, rows: list[list[str]]) -> None:
         """Append all rows or none: on a full disk, a part of a row would damage the next one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab", buffering=0) as file:
-            header = [] if file.tell() else [self.columns]
-            lines = "".join(",".join(row) + "\n" for row in (*header, *rows))
+            header = [] if file.tell() else [[*self.columns, *self._other_columns]]
+            padded = [[*row, *("" for _ in self._other_columns)] for row in rows]
+            lines = "".join(",".join(row) + "\n" for row in (*header, *padded))
             append_all_or_nothing(file, lines.encode())
+
+
+def _rearranged(line: str, before: Sequence[str], after: Sequence[str]) -> str:
+    """Return a row with columns `before` as one with columns `after`; new cells are empty."""
+    cells = dict(zip(before, line.split(","), strict=True))
+    return ",".join(cells.get(column, "") for column in after)
+
+
+def _free_name(path: Path) -> Path:
+    """Return metrics.other.csv for metrics.csv, or metrics.other2.csv and so on if it exists."""
+    names = (path.with_suffix(f".other{n}.csv") for n in ("", *range(2, 1_000)))
+    return next(name for name in names if not name.exists())
 
 
 class MetricsCsv(CsvObserver):

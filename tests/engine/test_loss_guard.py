@@ -57,6 +57,18 @@ def test_only_a_loss_far_above_the_recent_ones_is_a_spike() -> None:
     assert trained_guard(losses=MIN_LOSSES - 1).check(torch.tensor(90.0)) == 90, "too few losses"
 
 
+def test_losses_are_compared_without_the_weights_of_their_micro_batches() -> None:
+    """A micro-batch with ten times the labels is no spike; one without any has no mean."""
+    guard = trained_guard()
+    assert guard.check(torch.tensor(30.0), weight=10.0) == 30
+    state = guard.state()
+    assert guard.check(torch.tensor(0.0), weight=0.0) == 0
+    assert guard.state() == state
+    assert guard.check(torch.tensor(0.9), weight=0.1).isnan()
+    assert guard.check(torch.tensor(math.nan), weight=0.0).isnan()
+    assert guard.pop() == BadLosses(1, 1)
+
+
 @pytest.mark.parametrize(("score", "passes"), [(3.0, False), (100.0, True)])
 def test_the_spike_score_sets_the_distance(score: float, passes: bool) -> None:
     assert trained_guard(score=score).check(torch.tensor(3.4)).isfinite() == passes

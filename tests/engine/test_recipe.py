@@ -336,6 +336,24 @@ def test_a_resumed_run_logs_another_zero_stage_and_all_samples_of_the_run(
     assert f"the run consumes {samples}:" in output
 
 
+def test_a_run_resumed_with_the_selector_loss_keeps_its_rows_and_adds_the_column(
+    stopped: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    earlier = (run / "selection.csv").read_text().splitlines()
+    flags = ["--resume", f"--run-dir={run}", "--set=attention.selector_loss=1"]
+    result = on_one_rank("m7c.py", *flags, folder=tmp_path)
+    output = succeed(result)
+    assert "changed since step00000001: model.attention.selector_loss: 0.0 -> 1.0" in output
+    assert "selection.csv" not in result.stderr
+    lines = (run / "selection.csv").read_text().splitlines()
+    assert lines[: len(earlier)] == [f"{earlier[0]},selector_loss", *(f"{x}," for x in earlier[1:])]
+    cells = [line.rpartition(",")[2] for line in lines[len(earlier) :]]
+    assert [float(cell) for cell in cells] == [0, 0], "96 tokens have no blocks to rank"
+    assert list(losses(run)) == [1, 2]
+
+
 def test_a_cut_config_without_a_checkpoint_is_refused(stopped: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

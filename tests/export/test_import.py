@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from nsa.cli import main
 from nsa.data.config import DataConfig
 from nsa.data.factory import open_source
-from nsa.data.tokenizer import train_tokenizer
+from nsa.data.tokenizer import Tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.export import logit_gap
 from nsa.export.to_hf import export
@@ -69,15 +69,21 @@ def tokens(length: int) -> torch.Tensor:
     return torch.randint(270, (2, length), generator=torch.Generator().manual_seed(1))
 
 
+def command(folder: Path, to: Path, *arguments: str) -> list[str]:
+    """An import; with bytes for a folder without a tokenizer."""
+    tokenizer = [] if (folder / "tokenizer.json").exists() else ["--tokenizer=byte"]
+    return ["import", str(folder), "--to", str(to), *tokenizer, *arguments]
+
+
 def imported(folder: Path, to: Path, *arguments: str) -> Any:
-    assert main(["import", str(folder), "--to", str(to), *arguments]) == 0
+    assert main(command(folder, to, *arguments)) == 0
     return load_run(to, device="cpu")
 
 
 def refused(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> str:
     """Return the error, which must be one line; no file may be left."""
     to = folder.parent / "refused"
-    assert main(["import", str(folder), "--to", str(to), *arguments]) == 2
+    assert main(command(folder, to, *arguments)) == 2
     assert [path for path in folder.parent.iterdir() if "refused" in path.name] == []
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -271,9 +277,50 @@ def test_the_target_may_be_a_link_but_not_the_working_directory(
         assert not (tmp_path / target).is_symlink()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert main(["import", str(llama_folder), "--to", "."]) == 2
+    assert main(command(llama_folder, Path("."))) == 2
     assert "--to .: cannot be replaced; name a new folder inside it" in capsys.readouterr().err
     imported(llama_folder, Path("new"), "--attention=dense")
+
+
+def add_tokenizer(folder: Path) -> Tokenizer:
+    """Train a tokenizer of 300 ids and save it in a model's folder."""
+    source = write_lines(folder.parent / "lines.jsonl", texts(40))
+    tokenizer = train_tokenizer(open_source(DataConfig(), source), 300, folder.parent / "bpe")
+    for file in (folder.parent / "bpe").iterdir():
+        file.replace(folder / file.name)
+    return tokenizer
+
+
+def test_a_folder_without_a_tokenizer_is_refused_unless_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, to = tmp_path / "llama", tmp_path / "refused"
+    llama(folder, vocab_size=300)
+    (folder / "tokenizer_config.json").write_text("{}")  # holds no vocabulary
+    capsys.readouterr()
+    for gap in ([], ["--gap=synthetic"]):
+        assert main(["import", str(folder), "--to", str(to), *gap]) == 2
+        error = capsys.readouterr().err
+        assert f"{folder}: has no tokenizer.json; save the model's tokenizer" in error
+        assert error.count("\n") == 1
+        assert not to.exists()
+    assert "data.tokenizer = 'bytes': choose byte" in refused(capsys, folder, "--tokenizer=bytes")
+    for flag in ("--tokenizer=byte", "--set=data.tokenizer=byte"):
+        run = imported(folder, tmp_path / flag[2:5], flag)
+        assert run.config.data.tokenizer == "byte"
+    add_tokenizer(folder.rename(tmp_path / "other"))
+    named = imported(tmp_path / "other", tmp_path / "own")
+    assert named.config.data.tokenizer == f"hf:{tmp_path / 'own'}"
+
+
+def test_the_byte_tokenizer_is_refused_for_a_smaller_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama(tmp_path / "llama", vocab_size=258)
+    capsys.readouterr()
+    error = refused(capsys, tmp_path / "llama", "--tokenizer=byte")
+    assert "--tokenizer byte: has 259 ids, but the vocabulary of" in error
+    assert "has 258" in error
 
 
 def test_a_llamas_tokenizer_is_copied(
@@ -284,10 +331,7 @@ def test_a_llamas_tokenizer_is_copied(
     text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", "--attention=nsa", *SMALL]
     folder = tmp_path / "llama"
     llama(folder, vocab_size=300)
-    source = write_lines(tmp_path / "lines.jsonl", texts(40))
-    expected = train_tokenizer(open_source(DataConfig(), source), 300, tmp_path / "bpe")
-    for file in (tmp_path / "bpe").iterdir():
-        file.replace(folder / file.name)
+    expected = add_tokenizer(folder)
     imported(folder, tmp_path / "dense", "--attention=dense")
     for source, to in ((tmp_path / "dense", "sparse"), (folder, "run")):
         imported(source, tmp_path / to, *text)
@@ -340,9 +384,11 @@ def test_the_logit_gap_is_measured_on_short_and_long_texts(
 def test_a_gap_with_the_wrong_tokenizer_is_refused_after_the_import(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    llama(tmp_path / "llama", vocab_size=60)
+    folder = tmp_path / "llama"
+    llama(folder, vocab_size=60)
+    add_tokenizer(folder)
     text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", *SMALL]
-    assert main(["import", str(tmp_path / "llama"), "--to", str(tmp_path / "run"), *text]) == 2
+    assert main(command(folder, tmp_path / "run", *text)) == 2
     assert "vocabulary is 60; set data.tokenizer" in capsys.readouterr().err
     assert load_run(tmp_path / "run", device="cpu").config.model.vocab_size == 60
 

@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """An export of this package, and a Llama saved by transformers."""
     root = tmp_path_factory.mktemp("exports")
     export(write_model(root / "run"), root / "nsa")
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 259}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
     LlamaForCausalLM(LlamaConfig(**shape, **heads)).save_pretrained(root / "llama")
     return {"nsa": root / "nsa", "llama": root / "llama"}
@@ -38,7 +38,7 @@ def copy(source: Path, folder: Path) -> Path:
 
 
 def import_it(source: Path, to: Path) -> int:
-    code = run("import", source, "--to", to)
+    code = run("import", source, "--to", to, "--tokenizer", "byte")
     assert to.exists() == (code == 0), "complete or not at all"
     shutil.rmtree(to, ignore_errors=True)
     return code

@@ -345,6 +345,29 @@ def test_trainer_fine_tunes_a_model(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
+def test_trainer_gives_each_label_of_a_step_the_same_weight(tmp_path: Path) -> None:
+    """However a step is divided into micro-batches with different numbers of labels."""
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    rows = tokens(24, batch=4)
+    ignored = torch.arange(24) < torch.tensor([[0], [20], [3], [22]])
+    labels = rows.masked_fill(ignored, -100)
+    data = [{"input_ids": x, "labels": y} for x, y in zip(rows, labels, strict=True)]
+    logged = []
+    for size in (4, 1):
+        settings = {"max_steps": 1, "logging_steps": 1, "use_cpu": True, "report_to": []}
+        settings |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
+        settings |= {"save_strategy": "no", "disable_tqdm": True}
+        model = wrapped(dtype=torch.float32)
+        expected = model(rows, labels=labels).loss.item()
+        trainer = Trainer(model, TrainingArguments(str(tmp_path), **settings), train_dataset=data)
+        trainer.train()
+        logged.append(trainer.state.log_history[0])
+        assert float(logged[-1]["loss"]) == pytest.approx(expected, rel=1e-4)
+    assert float(logged[1]["grad_norm"]) == pytest.approx(float(logged[0]["grad_norm"]), rel=1e-4)
+
+
 def test_label_smoothing_uses_shifted_labels(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
     from transformers import Trainer, TrainingArguments

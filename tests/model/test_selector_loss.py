@@ -157,6 +157,22 @@ def test_the_selector_loss_changes_gradients_and_not_the_training_losss_value(na
     assert torch.allclose(doubled, 2 * (mine[name] - plain[name]), atol=1e-5)
 
 
+def test_the_weight_of_a_micro_batch_does_not_apply_to_the_selector_loss() -> None:
+    ids, name = torch.randint(64, (1, 128)), "blocks.1.attention.k.weight"
+    with_loss, without = (
+        gradients(build(selector_weight), ids, None)[name] for selector_weight in (1.0, 0.0)
+    )
+    weighted = []
+    for model in (build(1.0), build(0.0)):
+        loss, mean = model(ids, labels=ids, loss_weight=0.25), model(ids, labels=ids)
+        assert loss == 0.25 * mean
+        loss.backward()
+        weighted.append(model.get_parameter(name).grad)
+    assert torch.allclose(weighted[0] - weighted[1], with_loss - without, atol=1e-6)
+    assert torch.allclose(weighted[1], 0.25 * without, atol=1e-6)
+    assert (with_loss - without).abs().max() > 1e-4
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize("settings", [{}, {"compressor": "mlp"}, {"shared_kv": True}], ids=str)
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "hooked"])
