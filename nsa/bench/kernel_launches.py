@@ -181,12 +181,13 @@ def pool(case: Case) -> Iterable[Tensor]:
     blocks = case.empty(case.spec.compressed_len(tokens), length, dtype=torch.int64)
     covers = case.empty(tokens, -(-length // case.spec.block_stride), dtype=torch.int64)
     rotary = case.empty(2, len(blocks), 1, case.key // 2, dtype=torch.float32)
-    for x, angles in zip(case.tokens, (rotary.unbind(0), None), strict=True):
+    for x, angles in zip(case.tokens, ((rotary[0], rotary[1]), None), strict=True):
         heads, size = x.shape[2:]
         if pool_limit(length, size) is None:
             parameters = ((heads, size, size), (heads, length, size), (heads * size,))
-            phi = (case.empty(*shape) for shape in parameters)
-            yield pooling.pool(x, *phi, angles, blocks, covers, backend="triton")
+            weight, position, scale = (case.empty(*shape) for shape in parameters)
+            tables = angles, blocks, covers
+            yield pooling.pool(x, weight, position, scale, *tables, backend="triton")
 
 
 @_operation

@@ -115,7 +115,9 @@ class BlockPool(nn.Module):
         self, x: Tensor, rotary: Rotary | None, metadata: AttentionMetadata, backend: str
     ) -> Tensor:
         """Pool x [B, T, K, D] to [B, N, K, D], and apply `rotary`, if any, to the result."""
-        weight, position, scale = self.weight, self.position, self.scale
+        weight: Tensor = self.weight
+        position: Tensor = self.position
+        scale: Tensor = self.scale
         heads, sequence = x.shape[2], metadata.sequence
         if sequence is not None:  # this rank has some of the heads
             own = slice(sequence.rank * heads, (sequence.rank + 1) * heads)

@@ -83,6 +83,7 @@ def _forward(inputs: PoolInputs) -> Tensor:
     y = (p * blocks).sum(2)
     y = y * inputs.scale.view(y.shape[2:])
     if inputs.cos is not None:
+        assert inputs.sin is not None
         y = rotate(y, inputs.cos, inputs.sin)
     return y.to(inputs.x.dtype)
 

@@ -23,8 +23,7 @@ from nsa.ops.triton.common import dot, kernel, sum_parts
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, padded_size
 
-ROWS = 32  # tokens that a program reads at once
-TOKENS_PER_PART = 256  # tokens of a backward program
+TOKENS_PER_PART = 128  # tokens of a backward program
 PARTS = Config(32, 32, 4, 1)  # rows and columns of partial sums that are added at a time
 
 
@@ -184,13 +183,14 @@ def pool_forward(x: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
     arguments, constants = _arguments(x)
     arguments |= {"y": y, "pooled": pooled, "lse": lse}
     grid = len(x.block_tokens), x.x.shape[2], len(x.x)
-    launch(pool_forward_kernel, grid, arguments, constants, _config(x))
+    config = Config(32, 0, 8 if x.x.shape[3] > 64 else 4, 1)
+    launch(pool_forward_kernel, grid, arguments, constants | {"ROWS": config.rows}, config)
     return y, pooled, lse
 
 
 def pool_backward(dy: Tensor, x: PoolInputs, pooled: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     """The gradients of x, weight, position and scale."""
-    batch, seq_len, heads, _ = x.x.shape
+    batch, seq_len, heads, size = x.x.shape
     runs = cdiv(seq_len, TOKENS_PER_PART)
     sizes = [parameter.numel() for parameter in x[1:4]]
     parts = x.x.new_empty(batch * runs, sum(sizes), dtype=torch.float32)
@@ -200,7 +200,10 @@ def pool_backward(dy: Tensor, x: PoolInputs, pooled: Tensor, lse: Tensor) -> tup
     arguments["token_blocks"] = x.token_blocks.contiguous()
     constants |= {"LEN_P": padded_size(constants["LEN"]), "TOKENS": TOKENS_PER_PART}
     constants |= {"COVER": x.token_blocks.shape[1]}
-    launch(pool_backward_kernel, (runs, heads, batch), arguments, constants, _config(x))
+    # With 32 rows registers spill, as the weight's gradient stays in them.
+    config = Config(16, 0, 8 if size > 64 else 4, 1)
+    constants["ROWS"] = config.rows
+    launch(pool_backward_kernel, (runs, heads, batch), arguments, constants, config)
     gradients = [torch.empty_like(parameter) for parameter in x[1:4]]
     launch(
         add_pool_parts_kernel,
@@ -229,13 +232,8 @@ def _arguments(x: PoolInputs) -> tuple[dict[str, Any], dict[str, Any]]:
         "HALF": half,
         "PADDED": 2 * padded_size(half) if rotates else padded_size(size),
         "LEN": x.block_tokens.shape[1],
-        "ROWS": ROWS,
     }
     return inputs | lengths, constants
-
-
-def _config(x: PoolInputs) -> Config:
-    return Config(ROWS, 0, 8 if x.x.shape[3] > 64 else 4, 1)
 
 
 def _fake(x: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
