@@ -45,6 +45,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "attention": ("nsa::gated", "aten::_scaled_dot_product_flash_attention"),
     "RoPE and pooling": (
         "nsa::rotary_pool",
+        "nsa::pool",
         *("aten::arange", "aten::pow", "aten::cos", "aten::sin", "aten::_to_copy"),
         *("aten::searchsorted", "aten::lt", "aten::where", "aten::new_zeros"),
     ),

@@ -244,6 +244,20 @@ class NSAttention(Attention):
             first_copy=int(only_compressed), mean=mean, pre_rope=pre_rope
         )
 
+    @torch.no_grad()
+    def start_like_dense(self) -> None:
+        """Start gates at ½, values doubled, and the window's keys and values as the selected ones'.
+
+        So what is learned at short distances, where window and selected branch attend alike, both
+        learn, and the selected branch can do it at long distances too. docs/design/nsa.md.
+        """
+        nn.init.zeros_(self.gates.weight)
+        for projection in (self.k, self.v):
+            if self.layout.copies == len(BRANCHES):
+                _, selected, window = projection.weight.chunk(3)
+                window.copy_(selected)
+        self.v.weight.mul_(2)
+
     def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Add compressed keys and values: without a compressed branch they only select blocks."""
         kv = super().branch_kv(parts, metadata)

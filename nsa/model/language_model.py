@@ -141,7 +141,7 @@ class LanguageModel(nn.Module):
         """Initialize weights with std `init_std`, including the mlp φ's position embeddings.
 
         Projections into the residual stream are scaled by 1/√(2·layers), because 2·layers of them
-        add up. Gate weights start at 0, so every branch has weight ½.
+        add up.
         """
         std, residual_scale = self.config.init_std, (2 * self.config.layers) ** -0.5
         for module in self.modules():
@@ -154,7 +154,7 @@ class LanguageModel(nn.Module):
             block.attention.o.weight.mul_(residual_scale)
             block.mlp.down.weight.mul_(residual_scale)
             if isinstance(block.attention, NSAttention):
-                nn.init.zeros_(block.attention.gates.weight)
+                block.attention.start_like_dense()
 
     def sparse_layers(self) -> dict[str, NSAttention]:
         """Return the attention layers that call an observer, by name: those with all branches."""
