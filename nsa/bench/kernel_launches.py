@@ -121,6 +121,13 @@ def select_blocks(case: Case) -> Iterable[Tensor]:
 
 
 @_operation
+def selector_loss(case: Case) -> Iterable[Tensor]:
+    queries = case.empty(32, dtype=torch.int64)
+    keys = case.blocks[0], case.tokens[0]
+    return [ops.selector_loss(case.q, *keys, queries, case.spec, **case.options)[0]]
+
+
+@_operation
 def selected_attention(case: Case) -> Iterable[Tensor]:
     top = case.spec.select_top
     index = case.empty(1, case.seq_len, case.kv_heads, top, dtype=torch.int32)

@@ -41,7 +41,8 @@ from nsa.ops.triton.launch import Launch, recording
 
 # Ops by name, without `triton_`, `_backward` and the in-place `_`.
 PARTS: dict[str, tuple[str, ...]] = {
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::cat"),
+    "matrix products": ("aten::mm", "aten::bmm", "aten::cat"),
+    "selector loss": ("nsa::selector_loss", "aten::addmm", "aten::stack"),
     "attention": ("nsa::gated", "aten::_scaled_dot_product_flash_attention"),
     "RoPE and pooling": (
         "nsa::rotary_pool",
@@ -159,6 +160,7 @@ def _moved_bytes(func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any)
     """Count the bytes of an op's inputs and outputs, and again of the inputs that it modifies."""
     schema, given = func._schema, dict(kwargs)
     given |= {argument.name: x for argument, x in zip(schema.arguments, args, strict=False)}
+    given = _with_sampled_rows(given)
     modified = {x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write}
     unread = {x.name for x in schema.arguments if x.is_out}
     if schema.name.removeprefix("aten::") in _SELF_UNREAD:
@@ -194,7 +196,7 @@ def _custom_op_launches(
 
 
 def _kernel_cost(x: Launch, flops: Mapping[str, float]) -> LaunchCost:
-    name, arguments = x.kernel.__name__, dict(x.arguments)
+    name, arguments = x.kernel.__name__, _with_sampled_rows(x.arguments)
     if name in _ROWS_MOVED:
         table, rows = _ROWS_MOVED[name]
         arguments[table] = arguments[rows]
@@ -203,6 +205,13 @@ def _kernel_cost(x: Launch, flops: Mapping[str, float]) -> LaunchCost:
     if condition is None or x.constants[condition]:
         moved += _stored_bytes(arguments.get(argument))
     return LaunchCost(name, moved, flops.get(_work_name(x), 0.0))
+
+
+def _with_sampled_rows(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments, with the rows of q that the selector loss reads: its queries'."""
+    if not {"q", "queries"} <= arguments.keys():
+        return dict(arguments)
+    return {**arguments, "q": arguments["q"][:, : len(arguments["queries"])]}
 
 
 def _unread_bytes(kernel: str, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> int:

@@ -26,9 +26,11 @@ SAVED_OPS = {
     "aten::bmm",
     "nsa::blockwise_attention",
     "nsa::blockwise_select_blocks",
+    "nsa::selector_loss",
     "nsa::triton_band",
     "nsa::triton_select",
     "nsa::triton_selected",
+    "nsa::triton_selector_loss",
     "nsa::triton_gated",
     "nsa::exchange",  # sequence parallelism: no second all-to-all
     "aten::_scaled_dot_product_flash_attention",

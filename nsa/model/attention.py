@@ -20,9 +20,8 @@ from nsa.model.compressor import (
     PoolCompressor,
 )
 from nsa.model.config import AttentionConfig, ModelConfig
-from nsa.model.fused import is_plain, parallel_linear
+from nsa.model.fused import is_plain, parallel_linear_with_port
 from nsa.model.rotary import apply_rotary
-from nsa.model.selector_loss import selector_loss
 from nsa.ops import (
     PackedLayout,
     compressed_attention,
@@ -30,11 +29,13 @@ from nsa.ops import (
     rotary_pool,
     select_blocks,
     selected_attention,
+    selector_loss,
     window_attention,
 )
 from nsa.ops.checks import check_documents
 from nsa.ops.documents import document_slices
 from nsa.ops.rotary import RotaryPooled
+from nsa.ops.selector import means_of
 from nsa.spec import NSASpec
 
 # Replaces a layer's forward pass during decoding: (layer, x, metadata) -> output.
@@ -104,9 +105,10 @@ class Attention(nn.Module):
             return cached(self, x, metadata)
         if self.selector_loss is not None:
             warnings.warn(_UNUSED_LOSS, stacklevel=2)
-        parts = self.rotary_pool(self.project(x, metadata), metadata)
+        packed, port = self._project(x, metadata)
+        parts = self.rotary_pool(packed, metadata)
         kv = self.branch_kv(parts, metadata)
-        self.selector_loss = self.compute_selector_loss(x, parts.q, kv, metadata)
+        self.selector_loss = self.compute_selector_loss(x, parts.q, kv, metadata, port)
         o = self.attend(parts.q, parts.gates, kv, metadata)
         if metadata.sequence is not None:
             o = metadata.sequence.heads_to_tokens(o)
@@ -117,11 +119,19 @@ class Attention(nn.Module):
 
         With sequence parallelism this exchanges tokens for heads.
         """
-        gates = [] if self.branches == ("all",) else [self.gates]
-        packed = parallel_linear(x, [self.q, self.k, self.v, *gates])
+        return self._project(x, metadata)[0]
+
+    def _project(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
+        """Return `project`, and for the selector loss a port for the gradient of its keys' rows."""
+        linears = [self.q, self.k, self.v] + ([] if self.branches == ("all",) else [self.gates])
+        port_rows = None
+        if metadata.sampled is not None and metadata.sequence is None and self.layout.mean:
+            first = self.heads * self.key_dim
+            port_rows = slice(first, first + self.kv_heads * self.key_dim)
+        packed, port = parallel_linear_with_port(x, linears, port_rows)
         if metadata.sequence is not None:
             packed = metadata.sequence.tokens_to_heads(packed, self.layout)
-        return packed
+        return packed, port
 
     def rotary_pool(
         self, packed: Tensor, metadata: AttentionMetadata, all_copies: bool = False
@@ -154,7 +164,12 @@ class Attention(nn.Module):
         return dict(zip(self.branches, copies, strict=False))
 
     def compute_selector_loss(
-        self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
+        self,
+        x: Tensor,
+        q: Tensor,
+        kv: BranchKV,
+        metadata: AttentionMetadata,
+        port: Tensor | None = None,
     ) -> Tensor | None:
         return None
 
@@ -190,6 +205,7 @@ class NSAttention(Attention):
 
     observer: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None = None
     compiled: bool = False  # `compile_blocks` sets it: an observer cannot be traced
+    selector_target: Tensor | None = None  # of the last selector loss, [B, Hkv, queries, blocks]
     # In compiled code, what the observer receives, until `call_observer`.
     observed: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None
 
@@ -292,22 +308,54 @@ class NSAttention(Attention):
         return o
 
     def compute_selector_loss(
-        self, x: Tensor, q: Tensor, kv: BranchKV, metadata: AttentionMetadata
+        self,
+        x: Tensor,
+        q: Tensor,
+        kv: BranchKV,
+        metadata: AttentionMetadata,
+        port: Tensor | None = None,
     ) -> Tensor | None:
-        """Return the selector loss, from keys compressed again from detached hidden states.
+        """Return the selector loss of compressed keys, whose gradient does not reach x.
 
-        So it trains only the ranking, not the hidden states that other layers read.
+        So it trains only the ranking, not the hidden states that other layers read. `port`, of
+        `_project`, makes it cheap: compressed keys are not computed again.
         """
         if metadata.sampled is None:
             return None
+        loss, self.selector_target = selector_loss(
+            q,
+            self._ranking_keys(x, kv["cmp"][0], metadata, port),
+            kv["sel"][0],
+            metadata.sampled,
+            self.spec,
+            cu_seqlens=metadata.cu_seqlens,
+            backend=self.backend,
+        )
+        return loss
+
+    def _ranking_keys(
+        self, x: Tensor, k_cmp: Tensor, metadata: AttentionMetadata, port: Tensor | None
+    ) -> Tensor:
+        """Return the values of k_cmp with a gradient for φ and the keys' projection alone."""
+        layout = PackedLayout(0, self.kv_heads, self.key_dim, 0, 1, first_copy=1, mean=True)
+        rotary = metadata.rotary.cos, metadata.rotary.sin
+        tables = metadata.block_tokens, metadata.token_blocks
+        if port is not None:
+            return means_of(port, layout, *rotary, *tables, k_cmp, backend=self.backend)
         x, rows = x.detach(), self.kv_heads * self.key_dim  # rows of the first copy of keys
         plain = is_plain(self.k, nn.Linear)
         k = F.linear(x, self.k.weight[:rows]) if plain else self.k(x)[..., :rows]
-        k = k.unflatten(-1, (self.kv_heads, self.key_dim))
+        if metadata.sequence is not None:
+            k = metadata.sequence.tokens_to_heads(k, layout)
+            layout = metadata.sequence.shard(layout)
+        if self.layout.mean:
+            parts = rotary_pool(k, layout, *rotary, *tables, backend=self.backend)
+            assert parts.compressed is not None
+            return parts.compressed[0]
+        k = k.unflatten(-1, (layout.kv_heads, self.key_dim))
         if self.compress.rotate_first:
             k = apply_rotary(k, metadata.rotary)
-        k_cmp, _ = self.compress(k, k.new_zeros(*k.shape[:3], self.value_dim), metadata)
-        return selector_loss(q, k_cmp, kv["sel"][0], self.spec, metadata.sampled)
+        return self.compress(k, k.new_zeros(*k.shape[:3], self.value_dim), metadata)[0]
 
     def call_observer(self) -> None:
         """Call the observer with what compiled code has kept in `observed`."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa.model.config import ModelConfig
 from nsa.model.rotary import Rotary
-from nsa.model.selector_loss import SampledQueries, sample_queries
+from nsa.model.selector_loss import sample_queries
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.ops.documents import block_starts, repeat_per_document
 from nsa.spec import NSASpec
@@ -25,7 +25,7 @@ class AttentionMetadata:
     token_blocks: Tensor | None = None  # [T, ⌈l/d⌉] the blocks that cover each token, else -1
     block_rotary: Rotary | None = None  # RoPE at each block's last position; dense: None
     sequence: SequenceParallel | None = None  # the ranks that split each sequence
-    sampled: SampledQueries | None = None  # of the selector loss; None: do not compute it
+    sampled: Tensor | None = None  # [S] tokens, queries of the selector loss; None: none
 
     @classmethod
     def build(
@@ -52,11 +52,7 @@ class AttentionMetadata:
         inside = torch.arange(spec.block_len, device=device)
         block_rotary = Rotary.at(position[first] + spec.block_len - 1, head_dim, theta)
         tables = first[:, None] + inside, _covering_blocks(first, spec, seq_len)
-        sampled = None
-        if loss_offset is not None:
-            queries = sample_queries(seq_len, loss_offset)
-            packed = cu_seqlens is not None
-            sampled = SampledQueries.build(spec, queries, position, tables[0], packed)
+        sampled = None if loss_offset is None else sample_queries(seq_len, loss_offset)
         return cls(cu_seqlens, rotary, *tables, block_rotary, sequence, sampled)
 
 

@@ -46,20 +46,17 @@ class Block(nn.Module):
         self,
         x: Tensor,
         delta: Tensor | None,
-        selector_loss: Tensor | None = None,
         *,
         metadata: AttentionMetadata,
         cached: CachedAttention | None = None,
     ) -> tuple[Tensor, ...]:
         """Map (x, delta) to (x, delta), each [B, T, width]; their sum is the residual stream.
 
-        The first block gets no delta. `selector_loss` is the sum of the earlier blocks' losses; if
-        given, it is returned too, with this block's added.
+        The first block gets no delta. With `metadata.sampled`, return this block's selector loss
+        too.
         """
         x, normed = add_norm(x, delta, self.attention_norm, self.backend)
         delta = self.attention(normed, metadata=metadata, cached=cached)
         x, normed = add_norm(x, delta, self.mlp_norm, self.backend)
-        if selector_loss is None:
-            return x, self.mlp(normed)
-        own = self.attention.take_selector_loss()
-        return x, self.mlp(normed), selector_loss if own is None else selector_loss + own
+        loss = self.attention.take_selector_loss()
+        return (x, self.mlp(normed)) if loss is None else (x, self.mlp(normed), loss)

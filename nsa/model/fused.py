@@ -49,18 +49,36 @@ def parallel_linear(x: Tensor, linears: Sequence[nn.Linear], pad_to: int = 8) ->
     are adjacent in memory, as in the flat buffers of ZeRO-1 and 2, are not copied. Others are
     concatenated on each pass: about 0.2 GB per micro-batch of M7C, estimated from tensor sizes.
     """
+    return parallel_linear_with_port(x, linears, None, pad_to)[0]
+
+
+def parallel_linear_with_port(
+    x: Tensor, linears: Sequence[nn.Linear], port_rows: slice | None, pad_to: int = 8
+) -> tuple[Tensor, Tensor | None]:
+    """Return `parallel_linear`, and a port for more gradient of the weights' `port_rows`.
+
+    The port [.., rows] has no values. Its gradient adds to the weights' what x.detach() @ rowsᵀ
+    would, in place and in one product, and x gets none of it. None if the fusion does not apply.
+    """
+    compiling = torch.compiler.is_compiling()
     if all(is_plain(linear, nn.Linear) and linear.bias is None for linear in linears):
         weights: list[Tensor] = [linear.weight for linear in linears]
         width = sum(len(weight) for weight in weights)
         rows = width + -width % pad_to
-        if not torch.compiler.is_compiling() and are_adjacent(weights, rows):
-            return F.linear(x, _AdjacentView.apply(rows, *weights))
+        if not compiling and (port_rows is not None or are_adjacent(weights, rows)):
+            weight, port = _SideBySide.apply(rows, port_rows, x.detach(), *weights)
+            return F.linear(x, weight), port if port_rows is not None else None
         # With few rows, as in decoding, reading the weights dominates: a copy would triple it.
         if x.numel() // x.shape[-1] >= width // 8:
-            pad = [weights[0].new_zeros(rows - width, x.shape[-1])] if rows > width else []
-            return F.linear(x, torch.cat([*weights, *pad]))
+            return F.linear(x, _concatenate(weights, rows)), None
     outputs = torch.cat([linear(x) for linear in linears], -1)
-    return F.pad(outputs, (0, -outputs.shape[-1] % pad_to))
+    return F.pad(outputs, (0, -outputs.shape[-1] % pad_to)), None
+
+
+def _concatenate(weights: Sequence[Tensor], rows: int) -> Tensor:
+    """Return a copy of the matrices below each other, and zeros up to `rows`."""
+    pad = weights[0].new_zeros(rows - sum(map(len, weights)), weights[0].shape[1])
+    return torch.cat([*weights, pad] if len(pad) else list(weights))
 
 
 def are_adjacent(weights: Sequence[Tensor], rows: int) -> bool:
@@ -77,19 +95,40 @@ def are_adjacent(weights: Sequence[Tensor], rows: int) -> bool:
     return end * first.element_size() <= first.untyped_storage().nbytes()
 
 
-class _AdjacentView(torch.autograd.Function):
-    """One view [rows, in] of adjacent weights, and of what follows them in memory."""
+class _SideBySide(torch.autograd.Function):
+    """One matrix [rows, in]: a view of adjacent weights and of what follows them, else a copy."""
 
     @staticmethod
-    def forward(ctx: Any, rows: int, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: int, port_rows: slice | None, x: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         ctx.sizes = [len(weight) for weight in weights]
         ctx.sizes.append(rows - sum(ctx.sizes))
-        first = weights[0].detach()
-        return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
+        ctx.port_rows, first = port_rows, weights[0].detach()
+        if are_adjacent(weights, rows):
+            weight = first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
+        else:
+            weight = _concatenate(weights, rows)
+        if port_rows is None:
+            return weight, x.new_empty(0)
+        ctx.save_for_backward(x)
+        port = x.new_empty(()).expand(*x.shape[:-1], port_rows.stop - port_rows.start)
+        return weight, port
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *gradient.split(ctx.sizes)[:-1]
+    def backward(
+        ctx: Any, gradient: Tensor | None, port_gradient: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if port_gradient is not None:
+            (x,) = ctx.saved_tensors
+            x, port_gradient = x.flatten(0, -2), port_gradient.flatten(0, -2)
+            if gradient is None:
+                gradient = x.new_zeros(sum(ctx.sizes), x.shape[-1])
+            # In place: the product of `F.linear` created it, and nothing else reads it.
+            gradient[ctx.port_rows].addmm_(port_gradient.T, x)
+        parts = [None] * len(ctx.sizes) if gradient is None else gradient.split(ctx.sizes)
+        return None, None, None, *parts[:-1]
 
 
 def add_norm(

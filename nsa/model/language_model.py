@@ -42,11 +42,6 @@ class LanguageModel(nn.Module):
                 f"train.sequence_parallel = {sequence.size}: does not divide model.kv_heads = "
                 f"{config.kv_heads}; set it to a divisor"
             )
-        if sequence is not None and config.attention.selector_loss:
-            raise ValueError(
-                f"model.attention.selector_loss = {config.attention.selector_loss}: not available "
-                "with train.sequence_parallel; set one of them to its default"
-            )
         self.config, self.sequence = config, sequence
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -96,19 +91,27 @@ class LanguageModel(nn.Module):
         seq_len = input_ids.shape[1] * (1 if self.sequence is None else self.sequence.size)
         check_documents(cu_seqlens, input_ids[:, :1].expand(-1, seq_len), "input_ids")
         x, weight = embed_and_head(input_ids, self.embed, self.config.attention.backend)
-        trains = self.training and torch.is_grad_enabled() and x.requires_grad
-        with_loss = trains and self.config.attention.selector_loss > 0
         metadata = AttentionMetadata.build(
             self.config,
             seq_len,
             cu_seqlens,
             input_ids.device,
             self.sequence,
-            # From the data: other queries in each step, without a random generator.
-            loss_offset=input_ids.sum() if with_loss else None,
+            loss_offset=self.loss_offset(input_ids),
         )
         x, selector_loss = self.run_blocks(x, metadata)
         return x, weight, selector_loss
+
+    def loss_offset(self, tokens: Tensor) -> Tensor | None:
+        """Return an integer that shifts the selector loss's queries; None: do not compute it.
+
+        It is from the data: other queries in each step, without a random generator.
+        """
+        if not (self.training and torch.is_grad_enabled() and self.config.attention.selector_loss):
+            return None
+        offset = tokens.detach().sum()  # a sum of embeddings: its digits
+        offset = (offset.float() * 2**16).long() if offset.is_floating_point() else offset
+        return offset if self.sequence is None else self.sequence.sum(offset)
 
     def run_blocks(
         self, x: Tensor, metadata: AttentionMetadata, inputs: list[Tensor] | None = None
@@ -118,19 +121,20 @@ class LanguageModel(nn.Module):
         Return the head's input and the sum of the layers' selector losses, or None without
         `metadata.sampled`. Each block's input is appended to `inputs`.
         """
-        recompute = torch.is_grad_enabled() and x.requires_grad
+        recompute = torch.is_grad_enabled() and (
+            x.requires_grad or any(weight.requires_grad for weight in self.blocks.parameters())
+        )
         run = checkpoint_function(self.config.activation_checkpointing if recompute else "none")
+        if recompute and not x.requires_grad:  # reentrant segments train nothing without
+            x = x.detach().requires_grad_()
         delta: Tensor | None = None
-        selector_loss = None if metadata.sampled is None else torch.zeros((), device=x.device)
+        losses = []
         for block in self.blocks:
             if inputs is not None:
                 inputs.append(x if delta is None else x + delta)
-            segment = partial(block, metadata=metadata)
-            if selector_loss is None:
-                x, delta = run(segment, x, delta)
-            else:
-                x, delta, selector_loss = run(segment, x, delta, selector_loss)
-        return self.final_norm(x, delta), selector_loss
+            x, delta, *loss = run(partial(block, metadata=metadata), x, delta)
+            losses += loss
+        return self.final_norm(x, delta), torch.stack(losses).sum() if losses else None
 
     def final_norm(self, x: Tensor, delta: Tensor | None) -> Tensor:
         """Return the head's input from the last block's output."""

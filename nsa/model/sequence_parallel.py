@@ -52,6 +52,12 @@ class SequenceParallel:
         by_rank = o_BTHD.unflatten(1, (self.size, -1)).transpose(0, 1)
         return exchange(by_rank, self._group.group_name).movedim(0, 2).flatten(2, 3)
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' x, without a gradient."""
+        total = x.detach().clone()
+        dist.all_reduce(total, group=self._group)
+        return total
+
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
         """Return the sum of all ranks' `total` (0-dim) over the sum of their `count`, or 0.
 

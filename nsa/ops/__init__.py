@@ -28,6 +28,7 @@ from nsa.ops.embedding import tied_embedding
 from nsa.ops.inputs import AttentionInputs, PackedLayout, SelectionInputs
 from nsa.ops.normalization import add_rms_norm
 from nsa.ops.rotary import rotary_pool
+from nsa.ops.selector import selector_loss
 from nsa.spec import NSASpec
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "rotary_pool",
     "select_blocks",
     "selected_attention",
+    "selector_loss",
     "swiglu",
     "tied_embedding",
     "window_attention",

@@ -28,6 +28,7 @@ _SCHEMA_TYPES = {
 }
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # by op name: the function behind the op
+_GRADIENTS: dict[str, tuple[Callable[..., Any], ...]] = {}  # setup_context and autograd function
 
 
 class Gradient(NamedTuple):
@@ -96,6 +97,8 @@ def _define(
             raise RuntimeError(f"{name} has no gradient")
         return autograd(ctx, *gradients)
 
+    if setup_context is not None and autograd is not None:
+        _GRADIENTS[name] = setup_context, autograd
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function: Any = type(short, (torch.autograd.Function,), methods)
 
@@ -104,6 +107,23 @@ def _define(
 
     library.impl(short, differentiable, "Autograd")
     return op
+
+
+def with_known_outputs(op: Any, outputs: tuple[Tensor, ...], *args: Any) -> tuple[Tensor, ...]:
+    """`op(*args)`, whose outputs are known: they get the op's gradient, and nothing is computed."""
+    return _KnownOutputs.apply(op.name(), outputs, *args)
+
+
+class _KnownOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, outputs: tuple[Tensor, ...], *args: Any) -> Any:
+        setup_context, ctx.autograd = _GRADIENTS[name]
+        setup_context(ctx, args, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, *ctx.autograd(ctx, *gradients)
 
 
 def _autograd(

@@ -1,4 +1,4 @@
-"""Inputs of attention, block selection and pooling, as every backend receives them."""
+"""Inputs of attention, block selection, its loss and pooling, as every backend receives them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,27 @@ class SelectionInputs(NamedTuple):
         """Uninitialised output of the op: int32 [B, T, Hkv, n]."""
         shape = (*self.q.shape[:2], self.k_cmp.shape[2], self.spec.select_top)
         return self.q.new_empty(shape, dtype=torch.int32)
+
+
+class SelectorInputs(NamedTuple):
+    """Inputs of the selector loss; also the arguments of its custom ops."""
+
+    k_cmp: Tensor  # [B, N, Hkv, Dk]; the only one with a gradient
+    q: Tensor  # [B, T, Hq, Dk]
+    k_sel: Tensor  # [B, T, Hkv, Dk]
+    queries: Tensor  # int64 [S]: tokens, ascending
+    cu_seqlens: Tensor | None
+    spec: NSASpec
+    scale: float
+
+    def empty_outputs(self) -> tuple[Tensor, ...]:
+        """Uninitialised outputs of the op; all but the loss are at least float32 per KV head."""
+        dtype = torch.promote_types(self.q.dtype, torch.float32)
+        (batch, tokens, heads, _), groups = self.q.shape, self.k_cmp.shape[2]
+        per_query = batch, groups, self.queries.shape[0]
+        by_block = (*per_query, self.spec.select_blocks_len(tokens))
+        by_head = (2, *per_query, heads // groups)
+        return tuple(self.q.new_empty(x, dtype=dtype) for x in ((), by_block, by_block, by_head))
 
 
 class PackedLayout(NamedTuple):

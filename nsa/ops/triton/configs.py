@@ -132,6 +132,7 @@ _HALF_PRECISION: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # bf
         128: [(64, 128, 8, 3), (64, 64, 8, 3), (32, 64, 4, 3)],
         256: [(32, 32, 4, 2)],
     },
+    "selector": {64: [(32, 64, 4, 2)], 128: [(32, 32, 4, 2)], 256: [(16, 32, 4, 2)]},
 }
 _FLOAT32: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in three passes
     "forward": {
@@ -143,6 +144,7 @@ _FLOAT32: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in 
     "keys": {64: [(32, 32, 4, 2)], 128: [(16, 16, 8, 1)], 256: [(16, 16, 8, 1)]},
     "gathered": {128: [(16, 64, 8, 1)], 256: [(16, 16, 8, 1)]},
     "select": {64: [(32, 32, 8, 2)], 128: [(16, 64, 8, 1)], 256: [(16, 32, 8, 1)]},
+    "selector": {64: [(32, 32, 4, 2)], 128: [(16, 32, 4, 1)], 256: [(16, 16, 4, 1)]},
 }
 
 # With four warps the tile of all compressed keys (ONE_TILE) spills.

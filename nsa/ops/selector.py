@@ -1,0 +1,204 @@
+"""Selector loss: how far compressed keys rank blocks from the selected branch's attention.
+
+    target[j]   attention that block j would get from the selected branch's keys, without selection
+    p[j]        attention that it gets from the compressed keys, as `select_blocks` ranks it
+    loss        mean over queries of Σ_j target[j] · log(target[j] / p[j])
+
+j runs over the ranked blocks: those before the query that are not always selected. Inside the
+logarithm, target and p are normalized to a sum of 1 over them. The first factor is not, so a query
+counts by how much it attends to ranked blocks. Only compressed keys get a gradient.
+
+The forward pass returns what the gradient needs per query and block, dp[j] = ∂loss/∂p[j], and per
+query and head: the logarithm of its compressed softmax's sum and Σ_j dp[j] · p[j] of that head. The
+backward pass computes the compressed scores again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nsa.ops import triton
+from nsa.ops.backend import dispatch
+from nsa.ops.checks import (
+    check_compressed,
+    check_documents,
+    check_heads,
+    check_length,
+    check_scale,
+)
+from nsa.ops.custom_op import Gradient, register, with_known_outputs
+from nsa.ops.documents import block_starts, repeat_per_document
+from nsa.ops.inputs import PackedLayout, RotaryPoolInputs, SelectorInputs
+from nsa.ops.rotary import torch_rotary_pool
+from nsa.spec import NSASpec
+
+SCORES = 2**24  # scores that the PyTorch implementation holds at a time
+TINY = torch.finfo(torch.float32).tiny  # least argument of a logarithm, in every dtype
+
+
+def selector_loss(
+    q: Tensor,
+    k_cmp: Tensor,
+    k_sel: Tensor,
+    queries: Tensor,
+    spec: NSASpec,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Return (loss, target): 0-dim, and the blocks' target [B, Hkv, S, M], 0 if not ranked.
+
+    `queries` int64 [S] are the tokens, ascending, whose queries count; M blocks cover T tokens, and
+    a query's blocks are those of its document. Both results are float32 (float64 for float64
+    inputs). The backends "blockwise" and "reference" both run PyTorch.
+    """
+    check_heads(q, k_cmp=k_cmp, k_sel=k_sel)
+    check_length("k_sel", k_sel, q.shape[1], "q")
+    check_documents(cu_seqlens, q)
+    check_compressed(k_cmp, q.shape[1], spec, cu_seqlens)
+    if queries.dim() != 1 or queries.dtype != torch.int64 or len(queries) < 1:
+        raise ValueError(
+            f"queries is {queries.dtype} {tuple(queries.shape)}; it must be int64 [S], ascending"
+        )
+    numbers = spec.to_ints(), check_scale(q, scale)
+    inputs = k_cmp, q.detach(), k_sel.detach(), queries, cu_seqlens, *numbers
+    op = torch_selector_loss
+    if dispatch(backend, "selector_loss", q) is triton:
+        from nsa.ops.triton.selector_loss import triton_selector_loss as op
+    loss, target, *_ = op(*inputs)
+    return loss, target
+
+
+def means_of(
+    keys: Tensor,
+    layout: PackedLayout,
+    cos: Tensor,
+    sin: Tensor,
+    block_tokens: Tensor | None,
+    token_blocks: Tensor | None,
+    k_cmp: Tensor,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Return k_cmp, with the gradient of `rotary_pool`'s means of `keys` [B, T, Hkv · Dk].
+
+    The keys' values are not read, and k_cmp gets no gradient.
+    """
+    numbers = [int(number) for number in layout]
+    inputs = RotaryPoolInputs(keys, cos, sin, block_tokens, token_blocks, numbers)
+    op = torch_rotary_pool
+    if dispatch(backend, "rotary_pool", k_cmp) is triton:
+        from nsa.ops.triton.rotary import triton_rotary_pool as op
+    outputs = [k_cmp.new_empty(0) for _ in layout.present]
+    outputs[2] = k_cmp.detach()
+    return with_known_outputs(op, tuple(outputs), *inputs)[2]
+
+
+def _forward(x: SelectorInputs) -> tuple[Tensor, ...]:
+    _, target, dp, by_head = x.empty_outputs()
+    total = target.new_zeros(())
+    position, block, first = _tables(x)
+    number = torch.arange(target.shape[-1], device=block.device)  # [M]
+    overlap = _overlap(x, position, first, len(number), target.dtype)
+    for part in _parts(x):
+        t = x.queries[part][:, None]  # [s, 1]
+        at = position[t]
+        token = torch.arange(len(position), device=t.device)
+        hidden = (token > t) | (token < t - at)  # [s, T]
+        attention = _scores(x, part, x.k_sel).masked_fill_(hidden[:, None], -torch.inf)
+        attention = attention.softmax(-1).mean(3)  # [B, K, s, T]
+        mass = attention.new_zeros(*attention.shape[:3], len(number))
+        ranked = (number >= x.spec.init_blocks) & (
+            number <= at // x.spec.select_len - x.spec.local_blocks
+        )
+        target[:, :, part] = mass.index_add_(3, block, attention) * ranked
+        score, lse = _compressed_scores(x, part, t, at, first)
+        p_head = (score - lse[..., None]).exp_() @ overlap  # [B, K, s, G, M]
+        p, wanted = p_head.mean(3) * ranked, target[:, :, part]
+        wanted_sum, p_sum = (y.sum(-1, keepdim=True) for y in (wanted, p))
+        log_target, log_p = (
+            y.clamp(min=TINY).log() - y_sum.clamp(min=TINY).log()
+            for y, y_sum in ((wanted, wanted_sum), (p, p_sum))
+        )
+        total += (wanted * (log_target - log_p)).sum()
+        dp_part = (wanted_sum / p_sum).where(p_sum > TINY, 0) - (wanted / p).where(p > TINY, 0)
+        dp[:, :, part] = dp_part * ranked
+        by_head[0, :, :, part] = lse
+        by_head[1, :, :, part] = (p_head * dp[:, :, part, None]).sum(-1)
+    return total / target[..., 0].numel(), target, dp, by_head
+
+
+def _backward(dloss: Tensor, x: SelectorInputs, dp: Tensor, by_head: Tensor) -> Tensor:
+    position, _, first = _tables(x)
+    overlap = _overlap(x, position, first, dp.shape[-1], dp.dtype)
+    dk = x.k_cmp.new_zeros(x.k_cmp.shape, dtype=dp.dtype)
+    for part in _parts(x):
+        t = x.queries[part][:, None]
+        score, _ = _compressed_scores(x, part, t, position[t], first)
+        lse, delta = (y[..., None] for y in by_head[:, :, :, part])
+        ds = (score - lse).exp_() * ((dp[:, :, part, None] @ overlap.T) - delta)
+        dk += torch.einsum("bksgn,bksgd->bnkd", ds, _queries(x, part))
+    by_query = dp[..., 0].numel() * by_head.shape[-1]
+    return (dk * (dloss / by_query)).to(x.k_cmp.dtype)
+
+
+def _parts(x: SelectorInputs) -> Iterator[slice]:
+    """Slices of the queries, whose scores are about SCORES at most."""
+    count, step = len(x.queries), max(1, SCORES // (x.q.shape[0] * x.q.shape[1] * x.q.shape[2]))
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def _tables(x: SelectorInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Position and block of each token in its document [T]; compressed blocks' first tokens [N]."""
+    seq_len, device = x.q.shape[1], x.q.device
+    position = torch.arange(seq_len, device=device)
+    if x.cu_seqlens is not None:
+        position = position - repeat_per_document(x.cu_seqlens[:-1], x.cu_seqlens, seq_len)
+    first = block_starts(seq_len, x.cu_seqlens, x.spec, device)
+    return position, position // x.spec.select_len, first
+
+
+def _overlap(
+    x: SelectorInputs, position: Tensor, first: Tensor, blocks: int, dtype: torch.dtype
+) -> Tensor:
+    """Fraction of each compressed block's positions in each selection block, [N, M]."""
+    token = first[:, None] + torch.arange(x.spec.block_len, device=first.device)
+    block = position[token] // x.spec.select_len  # [N, l]
+    fraction = torch.full_like(block, 1 / x.spec.block_len, dtype=dtype)
+    return fraction.new_zeros(len(first), blocks).scatter_add_(1, block, fraction)
+
+
+def _compressed_scores(
+    x: SelectorInputs, part: slice, t: Tensor, at: Tensor, first: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Scores [B, K, s, G, N], -inf where hidden, and their lse; +inf for a query without keys."""
+    seen = (first + x.spec.block_len <= t + 1) & (first >= t - at)  # [s, N]
+    score = _scores(x, part, x.k_cmp).masked_fill_(~seen[:, None], -torch.inf)
+    lse = score.logsumexp(-1)
+    return score, lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def _scores(x: SelectorInputs, part: slice, k: Tensor) -> Tensor:
+    """Scaled products of the sampled queries and k [B, N, K, D], [B, K, s, G, N]."""
+    q = _queries(x, part)
+    return (q.flatten(2, 3) @ k.to(q.dtype).permute(0, 2, 3, 1)).unflatten(2, q.shape[2:4])
+
+
+def _queries(x: SelectorInputs, part: slice) -> Tensor:
+    """Scaled sampled queries in at least float32, [B, K, s, G, D]."""
+    q = x.q[:, x.queries[part]].unflatten(2, (x.k_cmp.shape[2], -1)).transpose(1, 2)
+    return q.to(torch.promote_types(q.dtype, torch.float32)) * x.scale
+
+
+torch_selector_loss = register(
+    "nsa::selector_loss",
+    SelectorInputs,
+    _forward,
+    SelectorInputs.empty_outputs,
+    outputs=4,
+    gradient=Gradient(_backward, inputs=1, outputs=1, saved=slice(2, 4)),
+)

@@ -1,0 +1,332 @@
+"""Selector loss in three kernels: a number per head and block, then per query, then per key.
+
+    mass_kernel      logarithm of each block's softmax mass, from selected and compressed keys
+    divergence_kernel   both softmaxes over blocks, the loss, and dp = ∂loss/∂p by block
+    keys_kernel      the gradient of compressed keys: a program sums over all queries of its keys
+
+Rows are the sampled queries times the heads of a group. The positions of a compressed block are
+divided among the selection blocks, so the sum of a row's masses is l times its softmax's sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.custom_op import Gradient, register
+from nsa.ops.inputs import SelectorInputs
+from nsa.ops.triton.common import (
+    LOG2E,
+    Constants,
+    constants_of,
+    document_arguments,
+    dot,
+    kernel,
+    load_rows,
+    pattern,
+    store_rows,
+    visible,
+)
+from nsa.ops.triton.configs import Config, choose_config
+from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
+from nsa.ops.triton.select import first_overlap, overlap
+
+FAR = tl.constexpr(1 << 30)  # a position that no token has
+STEP = 512  # masses of a row's heads that divergence_kernel reads at a time
+
+
+@triton.jit
+def _documents_of(cu, documents, t, C: tl.constexpr):
+    """First token and first compressed key of the documents of tokens t: int32 [rows]."""
+    start, first_key = t * 0, t * 0
+    if cu is not None:
+        for first in range(0, documents, 64):
+            i = first + tl.arange(0, 64)
+            begin = tl.load(cu + i, mask=i < documents, other=FAR)
+            end = tl.load(cu + i + 1, mask=i < documents, other=FAR)
+            begun, ended = begin[None, :] <= t[:, None], end[None, :] <= t[:, None]
+            start = tl.maximum(start, tl.max(tl.where(begun, begin[None, :], 0), 1))
+            keys = visible(end - begin - 1, C)[None, :]
+            first_key += tl.sum(tl.where(ended, keys, 0), 1)
+    return start, first_key
+
+
+@triton.jit
+def _sampled_rows(queries, q, cu, first, rows, seq_len, documents, batch, head, C: tl.constexpr):
+    """Rows `first` to `first + ROWS`: valid, position, document's token and key, q [ROWS, KEY_P].
+
+    A row that does not exist has position -1, so it sees no key.
+    """
+    row = first + tl.arange(0, C.ROWS)
+    valid = row < rows
+    t = tl.load(queries + row // C.GROUP, mask=valid, other=0)
+    at = ((batch * seq_len + t) * C.HEADS + head) * C.GROUP + row % C.GROUP
+    q_tile = load_rows(q, at, C.KEY, C.KEY, C.KEY_P, valid)
+    t = t.to(tl.int32)
+    start, first_key = _documents_of(cu, documents, t, C)
+    return valid, tl.where(valid, t - start, -1), start, first_key, q_tile
+
+
+@triton.jit
+def _add(s, m, total):
+    """Add base-2 scores [rows, keys] to a running maximum and sum [rows]."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    top = tl.where(m_new == float("-inf"), 0.0, m_new)
+    return m_new, total * tl.exp2(m - top) + tl.sum(tl.exp2(s - top[:, None]), 1)
+
+
+@triton.jit
+def _log_sum(m, total):
+    """The base-2 logarithm of the sum; -inf if nothing was added."""
+    return tl.where(total > 0.0, m + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+
+
+@triton.jit
+def _selected_mass(q_tile, k, block, position, reach, scale, C: tl.constexpr):
+    """A block's mass from its keys at `k`, the first key of the rows' document: [ROWS]."""
+    ROWS: tl.constexpr = C.ROWS
+    m, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    for first in range(0, C.SELECT, C.KEYS):
+        i = first + tl.arange(0, C.KEYS)
+        key = block * C.SELECT + i
+        inside = (i < C.SELECT) & (key <= reach)
+        k_tile = load_rows(k, key.to(tl.int64), C.HEADS * C.KEY, C.KEY, C.KEY_P, inside)
+        s = dot(q_tile, tl.trans(k_tile)) * scale
+        sees = inside[None, :] & (key[None, :] <= position[:, None])
+        m, total = _add(tl.where(sees, s, float("-inf")), m, total)
+    return _log_sum(m, total)
+
+
+@triton.jit
+def _compressed_mass(q_tile, k, j, seen_by, high, scale, C: tl.constexpr):
+    """Masses of blocks j from the document's compressed keys at `k`: [ROWS, BLOCKS]."""
+    ROWS: tl.constexpr = C.ROWS
+    BLOCKS: tl.constexpr = C.BLOCKS
+    low = first_overlap(j, C)
+    m = tl.full([ROWS, BLOCKS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS, BLOCKS], tl.float32)
+    for c in range(C.COUNT):
+        i = low + c
+        weight = overlap(i, j, C)
+        inside = (i >= 0) & (i < high) & (weight > 0.0)
+        k_tile = load_rows(k, i.to(tl.int64), C.HEADS * C.KEY, C.KEY, C.KEY_P, inside)
+        s = dot(q_tile, tl.trans(k_tile)) * scale
+        s = tl.where(inside[None, :] & (i[None, :] < seen_by[:, None]), s, float("-inf"))
+        m_new = tl.maximum(m, s)
+        top = tl.where(m_new == float("-inf"), 0.0, m_new)
+        total = total * tl.exp2(m - top) + tl.exp2(s - top) * weight[None, :]
+        m = m_new
+    return _log_sum(m, total)
+
+
+@kernel
+def mass_kernel(
+    q, k_sel, k_cmp, queries, sel_mass, cmp_mass, cu,
+    seq_len, key_len, documents, rows, total_blocks, scale,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Masses of C.BLOCKS blocks for a tile of rows; blocks after a row's own are not written.
+
+    A tile's rows may be of several documents, which are computed one after another.
+    """
+    BLOCKS: tl.constexpr = C.BLOCKS
+    tiles = tl.cdiv(total_blocks, BLOCKS)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    first_row = tl.program_id(0) // tiles * C.ROWS
+    first_block = tl.program_id(0) % tiles * BLOCKS
+    valid, position, start, first_key, q_tile = _sampled_rows(
+        queries, q, cu, first_row, rows, seq_len, documents, batch, head, C
+    )
+    row = (batch * C.HEADS + head) * rows + first_row + tl.arange(0, C.ROWS)
+    sel_mass += row * total_blocks
+    cmp_mass += row * total_blocks
+    seen_by = visible(position, C)
+    j = first_block + tl.arange(0, BLOCKS)
+    current = tl.min(tl.where(valid, start, FAR), 0)  # first token of a document
+    while current < FAR:
+        mine = valid & (start == current)
+        reach = tl.max(tl.where(mine, position, -1), 0)
+        stop = tl.minimum(first_block + BLOCKS, reach // C.SELECT + 1)
+        k = k_sel + ((batch * seq_len + current) * C.HEADS + head) * C.KEY
+        for block in range(first_block, stop):
+            mass = _selected_mass(q_tile, k, block, position, reach, scale, C)
+            tl.store(sel_mass + block, mass, mask=mine & (block * C.SELECT <= position))
+        if first_block < stop:
+            key = tl.min(tl.where(mine, first_key, FAR), 0)
+            high = tl.max(tl.where(mine, seen_by, 0), 0)
+            k = k_cmp + ((batch * key_len + key) * C.HEADS + head) * C.KEY
+            mass = _compressed_mass(q_tile, k, j, seen_by, high, scale, C)
+            at = cmp_mass[:, None] + j[None, :]
+            tl.store(at, mass, mask=mine[:, None] & (j[None, :] * C.SELECT <= position[:, None]))
+        current = tl.min(tl.where(valid & (start > current), start, FAR), 0)
+
+
+@triton.jit
+def _block_tile(sel_mass, cmp_mass, first, own, C: tl.constexpr, HEADS_P: tl.constexpr):
+    """Blocks from `first` on, and their masses [HEADS_P, BLOCKS]; -inf for those after `own`."""
+    j, g = first + tl.arange(0, C.BLOCKS), tl.arange(0, HEADS_P)
+    inside = (g < C.GROUP)[:, None] & (j <= own)[None, :]
+    a = tl.load(sel_mass[:, None] + j[None, :], mask=inside, other=float("-inf"))
+    b = tl.load(cmp_mass[:, None] + j[None, :], mask=inside, other=float("-inf"))
+    return j, a, b
+
+
+@kernel
+def divergence_kernel(
+    queries, sel_mass, cmp_mass, losses, target, dp, by_head, cu,
+    documents, rows, total_blocks,
+    C: tl.constexpr, HEADS_P: tl.constexpr,
+):  # fmt: skip
+    """The loss of one query and KV head, its target, and what the gradient needs."""
+    TINY: tl.constexpr = 1.1754943508222875e-38
+    s, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    batch, count = tl.program_id(2).to(tl.int64), tl.num_programs(0)
+    t = tl.load(queries + s + tl.arange(0, 1)).to(tl.int32)
+    start, first_key = _documents_of(cu, documents, t, C)
+    own = tl.sum(t - start, 0) // C.SELECT
+    last = own - C.LOCAL  # of the ranked blocks
+    g = tl.arange(0, HEADS_P)
+    row = (batch * C.HEADS + head) * rows + s * C.GROUP + g
+    sel_mass += row * total_blocks
+    cmp_mass += row * total_blocks
+    query = (batch * C.HEADS + head) * count + s
+    target += query * total_blocks
+    dp += query * total_blocks
+    m_a, sum_a = tl.full([HEADS_P], float("-inf"), tl.float32), tl.zeros([HEADS_P], tl.float32)
+    m_b, sum_b = m_a, sum_a
+    for first in range(0, own + 1, C.BLOCKS):
+        j, a, b = _block_tile(sel_mass, cmp_mass, first, own, C, HEADS_P)
+        m_a, sum_a = _add(a, m_a, sum_a)
+        m_b, sum_b = _add(b, m_b, sum_b)
+    # A row that saw nothing has lse +inf, so that its probabilities are 0.
+    lse_a = tl.where(sum_a > 0.0, _log_sum(m_a, sum_a), float("inf"))[:, None]
+    lse_b = tl.where(sum_b > 0.0, _log_sum(m_b, sum_b), float("inf"))[:, None]
+    target_sum, p_sum = 0.0, 0.0
+    for first in range(0, last + 1, C.BLOCKS):
+        j, a, b = _block_tile(sel_mass, cmp_mass, first, own, C, HEADS_P)
+        ranked = (j >= C.INIT) & (j <= last)
+        target_sum += tl.sum(tl.where(ranked, tl.sum(tl.exp2(a - lse_a), 0) / C.GROUP, 0.0), 0)
+        p_sum += tl.sum(tl.where(ranked, tl.sum(tl.exp2(b - lse_b), 0) / C.GROUP, 0.0), 0)
+    log_ratio = tl.log2(tl.maximum(p_sum, TINY)) - tl.log2(tl.maximum(target_sum, TINY))
+    dp_sum = tl.where(p_sum > TINY, target_sum / tl.maximum(p_sum, TINY), 0.0)
+    loss, delta = 0.0, tl.zeros([HEADS_P], tl.float32)
+    for first in range(0, total_blocks, C.BLOCKS):
+        j, a, b = _block_tile(sel_mass, cmp_mass, first, own, C, HEADS_P)
+        ranked = (j >= C.INIT) & (j <= last)
+        by_head_p = tl.exp2(b - lse_b)
+        wanted = tl.where(ranked, tl.sum(tl.exp2(a - lse_a), 0) / C.GROUP, 0.0)
+        p = tl.where(ranked, tl.sum(by_head_p, 0) / C.GROUP, 0.0)
+        log_p = tl.log2(tl.maximum(p, TINY))
+        loss += tl.sum(wanted * (tl.log2(tl.maximum(wanted, TINY)) - log_p + log_ratio), 0)
+        d = tl.where(p > TINY, dp_sum - wanted / tl.maximum(p, TINY), dp_sum)
+        d = tl.where(ranked, d, 0.0)
+        delta += tl.sum(by_head_p * d[None, :], 1)
+        tl.store(target + j, wanted, mask=j < total_blocks)
+        tl.store(dp + j, d, mask=j < total_blocks)
+    tl.store(losses + query, loss * 0.6931471805599453)
+    # The lse over compressed keys, not over positions of their blocks.
+    lse = tl.sum(lse_b, 1) - tl.log2(tl.zeros([HEADS_P], tl.float32) + C.LEN)
+    tl.store(by_head + row, lse, mask=g < C.GROUP)
+    size = tl.num_programs(2) * C.HEADS * rows
+    tl.store(by_head + size.to(tl.int64) + row, delta, mask=g < C.GROUP)
+
+
+@kernel
+def keys_kernel(
+    k_cmp, q, queries, dp, by_head, dloss, dk, cu,
+    seq_len, key_len, documents, rows, total_blocks, scale,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tile of compressed keys; every program sums over rows in their order."""
+    KEYS: tl.constexpr = C.KEYS
+    KEY_P: tl.constexpr = C.KEY_P
+    ROWS: tl.constexpr = C.ROWS
+    OVERLAPS: tl.constexpr = (C.LEN + C.SELECT - 2) // C.SELECT + 1
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    i = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    at, inside = (batch * key_len + i) * C.HEADS + head, i < key_len
+    k_tile = load_rows(k_cmp, at, C.KEY, C.KEY, C.KEY_P, inside)
+    size = (tl.num_programs(2) * C.HEADS * rows).to(tl.int64)
+    by_head += (batch * C.HEADS + head) * rows
+    dp += (batch * C.HEADS + head) * (rows // C.GROUP) * total_blocks
+    total = tl.zeros([KEYS, KEY_P], tl.float32)
+    for first in range(0, rows, ROWS):
+        valid, position, start, first_key, q_tile = _sampled_rows(
+            queries, q, cu, first, rows, seq_len, documents, batch, head, C
+        )
+        row = first + tl.arange(0, ROWS)
+        local = i[:, None] - first_key[None, :]  # of the row's document, [KEYS, ROWS]
+        sees = inside[:, None] & (local >= 0) & (local < visible(position, C)[None, :])
+        lse = tl.load(by_head + row, mask=valid, other=float("inf"))
+        delta = tl.load(by_head + size + row, mask=valid, other=0.0)
+        s = dot(k_tile, tl.trans(q_tile)) * scale
+        p = tl.where(sees, tl.exp2(s - lse[None, :]), 0.0)
+        gradient = tl.zeros([KEYS, ROWS], tl.float32)
+        for c in tl.static_range(OVERLAPS):
+            j = local * C.STRIDE // C.SELECT + c
+            weight = overlap(local, j, C)
+            d = dp + (row // C.GROUP)[None, :] * total_blocks + j
+            gradient += weight * tl.load(d, mask=sees & (weight > 0.0), other=0.0)
+        ds = p * (gradient / C.LEN - delta[None, :])
+        total = dot(ds.to(q_tile.dtype), q_tile, total)
+    # Scaled at last: in half precision a mean over all queries would underflow.
+    mean = size.to(tl.float32)
+    total *= scale * 0.6931471805599453 * tl.load(dloss) / mean
+    store_rows(dk, at, C.KEY, total, C.KEY, C.KEY_P, inside)
+
+
+def selector_loss_forward(x: SelectorInputs) -> tuple[Tensor, ...]:
+    """The outputs in the order of `SelectorInputs.empty_outputs`."""
+    _, target, dp, by_head = x.empty_outputs()
+    batch, groups, count, blocks = target.shape
+    arguments, constants, config = _arguments(x, blocks)
+    rows, heads = arguments["rows"], constants.GROUP
+    masses = target.new_empty(2, batch, groups, rows, blocks)
+    losses = target.new_empty(batch, groups, count)
+    arguments |= {"sel_mass": masses[0], "cmp_mass": masses[1], "losses": losses}
+    arguments |= {"target": target, "dp": dp, "by_head": by_head, "k_sel": x.k_sel.contiguous()}
+    tiles = cdiv(rows, constants.ROWS) * cdiv(blocks, constants.BLOCKS)
+    launch(mass_kernel, (tiles, groups, batch), arguments, {"C": constants}, config)
+    heads_p = next_power_of_2(heads)
+    step = min(next_power_of_2(blocks), max(1, STEP // heads_p))
+    constants = constants._replace(BLOCKS=step, ROWS=0, KEYS=0)
+    fixed = {"C": constants, "HEADS_P": heads_p}
+    launch(divergence_kernel, (count, groups, batch), arguments, fixed, config._replace(warps=1))
+    return losses.mean(), target, dp, by_head
+
+
+def selector_loss_backward(dloss: Tensor, x: SelectorInputs, dp: Tensor, by_head: Tensor) -> Tensor:
+    """The gradient of k_cmp; the same from run to run."""
+    dk = torch.empty_like(x.k_cmp, memory_format=torch.contiguous_format)
+    arguments, constants, config = _arguments(x, dp.shape[-1])
+    arguments |= {"dp": dp, "by_head": by_head, "dloss": dloss, "dk": dk}
+    constants = constants._replace(KEYS=config.rows, ROWS=config.keys, BLOCKS=0, COUNT=0)
+    grid = cdiv(x.k_cmp.shape[1], constants.KEYS), x.k_cmp.shape[2], x.q.shape[0]
+    launch(keys_kernel, grid, arguments, {"C": constants}, config)
+    return dk
+
+
+def _arguments(x: SelectorInputs, blocks: int) -> tuple[dict[str, Any], Constants, Config]:
+    """What the kernels share: arguments, constants of mass_kernel, and a tile."""
+    sizes = constants_of(x.q, x.k_cmp, x.q, **pattern(x.spec))
+    config = choose_config("selector", (sizes.KEY_P, 0), x.q, x.q.shape[1])
+    steps = min(config.keys, max(16, next_power_of_2(x.spec.select_len)))
+    constants = sizes._replace(VALUE=0, VALUE_P=0, TOP=0, ROWS=config.rows, KEYS=steps, BLOCKS=16)
+    arguments = {"q": x.q.contiguous(), "k_cmp": x.k_cmp.contiguous(), "queries": x.queries}
+    arguments |= document_arguments(x.q.shape[1], x.cu_seqlens)
+    arguments |= {"key_len": x.k_cmp.shape[1], "rows": len(x.queries) * sizes.GROUP}
+    return arguments | {"total_blocks": blocks, "scale": x.scale * LOG2E}, constants, config
+
+
+triton_selector_loss = register(
+    "nsa::triton_selector_loss",
+    SelectorInputs,
+    selector_loss_forward,
+    SelectorInputs.empty_outputs,
+    outputs=4,
+    gradient=Gradient(selector_loss_backward, inputs=1, outputs=1, saved=slice(2, 4)),
+)
