@@ -12,6 +12,6 @@ QUERIES = 32  # sampled from each sequence, at least; all queries of a shorter o
 
 
 def sample_queries(seq_len: int, offset: Tensor, count: int = QUERIES) -> Tensor:
-    """Return evenly spaced tokens [S], `count` or more; `offset`, any 0-dim integer, shifts them."""
+    """Return evenly spaced tokens [S], at least `count`; `offset`, a 0-dim integer, shifts them."""
     stride = max(1, seq_len // count)
     return torch.arange(0, seq_len - stride + 1, stride, device=offset.device) + offset % stride

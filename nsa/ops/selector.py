@@ -93,9 +93,8 @@ def means_of(
     op = torch_rotary_pool
     if dispatch(backend, "rotary_pool", k_cmp) is triton:
         from nsa.ops.triton.rotary import triton_rotary_pool as op
-    outputs = [k_cmp.new_empty(0) for _ in layout.present]
-    outputs[2] = k_cmp.detach()
-    return with_known_outputs(op, tuple(outputs), *inputs)[2]
+    q, gates, _, *others = inputs.empty_outputs()
+    return with_known_outputs(op, (q, gates, k_cmp.detach(), *others), *inputs)[2]
 
 
 def _forward(x: SelectorInputs) -> tuple[Tensor, ...]:

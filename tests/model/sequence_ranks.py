@@ -23,6 +23,10 @@ ATTENTIONS = {
     "mean, shared": AttentionConfig(spec=SPEC, shared_kv=True),
     "mlp": AttentionConfig(spec=SPEC, compressor="mlp", compressor_hidden=5),
     "pool": AttentionConfig(spec=SPEC, compressor="pool"),
+    "mean, selector loss": AttentionConfig(spec=SPEC, selector_loss=3.0),
+    "mlp, selector loss": AttentionConfig(
+        spec=SPEC, compressor="mlp", compressor_hidden=5, selector_loss=3.0
+    ),
     "dense": AttentionConfig(kind="dense"),
 }
 

@@ -16,9 +16,16 @@ CASES = [
     ("mean, shared", "none", "rows", 512),
     ("dense", "non_reentrant", "documents", 512),
     ("mean", "none", "all ignored", 512),
+    ("mean, selector loss", "reentrant", "documents", 512),
+    ("mlp, selector loss", "none", "rows", 512),
 ]
 FURTHER_CASES = [
     ("mean", "none", "one document", 2_048),
+    *(
+        ("mean, selector loss", mode, "rows", 512)
+        for mode in ACTIVATION_CHECKPOINTING
+        if mode != "reentrant"
+    ),
     *(("mlp", mode, "documents", 512) for mode in ACTIVATION_CHECKPOINTING if mode != "selective"),
 ]
 

@@ -186,7 +186,7 @@ def divergence_kernel(
     s, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, count = tl.program_id(2).to(tl.int64), tl.num_programs(0)
     t = tl.load(queries + s + tl.arange(0, 1)).to(tl.int32)
-    start, first_key = _documents_of(cu, documents, t, C)
+    start, _first_key = _documents_of(cu, documents, t, C)
     own = tl.sum(t - start, 0) // C.SELECT
     last = own - C.LOCAL  # of the ranked blocks
     g = tl.arange(0, HEADS_P)
@@ -255,7 +255,7 @@ def keys_kernel(
     dp += (batch * C.HEADS + head) * (rows // C.GROUP) * total_blocks
     total = tl.zeros([KEYS, KEY_P], tl.float32)
     for first in range(0, rows, ROWS):
-        valid, position, start, first_key, q_tile = _sampled_rows(
+        valid, position, _start, first_key, q_tile = _sampled_rows(
             queries, q, cu, first, rows, seq_len, documents, batch, head, C
         )
         row = first + tl.arange(0, ROWS)
