@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,6 +86,13 @@ class NSACache(Cache):
             raise ValueError("NSACache: tokens cannot be removed; decode without an assistant")
 
 
+@dataclass
+class NSAModelOutput(BaseModelOutputWithPast):
+    """Adds the sum of the layers' selector losses, in training and if it is configured."""
+
+    selector_loss: Tensor | None = None
+
+
 class NSAPreTrainedModel(PreTrainedModel):
     """Base class: transformers' settings of all models, gradient checkpointing, initialization."""
 
@@ -119,6 +127,22 @@ class NSAPreTrainedModel(PreTrainedModel):
         base: Any = self.base_model
         base.core.config.vocab_size = self.config.vocab_size
         return embeddings
+
+    def _with_selector_loss(
+        self, loss: Tensor, output: NSAModelOutput, labels: Tensor, items: Any = None
+    ) -> Tensor:
+        """Add the weighted selector loss, in training.
+
+        Trainer sums the losses of accumulated micro-batches, which have `items` labels together; so
+        a micro-batch counts by its labels.
+        """
+        if output.selector_loss is None or not output.selector_loss.requires_grad:
+            return loss
+        weight = self.config.attention["selector_loss"]
+        if items is not None:
+            total = torch.as_tensor(items, device=labels.device)
+            weight = weight * (labels != IGNORE_INDEX).sum() / total
+        return loss + weight * output.selector_loss
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -175,7 +199,7 @@ class NSAModel(NSAPreTrainedModel):
         output_hidden_states: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> NSAModelOutput:
         """Return the head's input of input_ids [B, T] or inputs_embeds [B, T, width].
 
         attention_mask [B, T] is 0 for padding, whose states are 0. A document starts where
@@ -209,17 +233,19 @@ class NSAModel(NSAPreTrainedModel):
                     "cu_seq_lens_q: with a cache a sequence is one document; set use_cache=False"
                 )
             states = self._states_with_cache(tokens, attention_mask, position_ids, cache)
-            return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache)
+            return NSAModelOutput(last_hidden_state=states, past_key_values=cache)
+        offset = self.core.loss_offset(tokens)
         tokens, real, metadata = pack(
-            self.core.config, tokens, attention_mask, position_ids, cu_seq_lens_q
+            self.core.config, tokens, attention_mask, position_ids, cu_seq_lens_q, offset
         )
         block_inputs: list[Tensor] | None = [] if output_hidden_states else None
         x = self.embed(tokens) if inputs_embeds is None else tokens
-        states = unpack(self.core.run_blocks(x, metadata, block_inputs)[0], real)
+        packed, loss = self.core.run_blocks(x, metadata, block_inputs)
+        states = unpack(packed, real)
         hidden = None
         if block_inputs is not None:
             hidden = (*(unpack(x, real) for x in block_inputs), states)
-        return BaseModelOutputWithPast(last_hidden_state=states, hidden_states=hidden)
+        return NSAModelOutput(last_hidden_state=states, hidden_states=hidden, selector_loss=loss)
 
     @torch.compiler.disable
     def _states_with_cache(
@@ -300,6 +326,8 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits, None, self.config.vocab_size, shift_labels=shifted, **kwargs
             )
+            items = kwargs.get("num_items_in_batch")
+            loss = self._with_selector_loss(loss, output, shifted, items)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=cache, hidden_states=output.hidden_states
         )
@@ -332,6 +360,7 @@ class NSAForSequenceClassification(NSAPreTrainedModel):
             loss = self.loss_function(
                 logits=logits, labels=labels, pooled_logits=logits, config=self.config
             )
+            loss = self._with_selector_loss(loss, output, labels)
         return SequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,

@@ -97,11 +97,6 @@ class NSAConfig(PreTrainedConfig):
 def _attention_config(settings: dict[str, Any]) -> AttentionConfig:
     settings = _check_names(AttentionConfig, settings, "attention")
     spec = NSASpec(**_check_names(NSASpec, settings.get("spec") or {}, "attention.spec"))
-    if settings.get("selector_loss"):
-        raise ValueError(
-            f"attention.selector_loss = {settings['selector_loss']}: the Hugging Face model does "
-            "not compute it; leave it 0"
-        )
     return AttentionConfig(**{**settings, "spec": spec})
 
 

@@ -23,13 +23,14 @@ def pack(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
+    loss_offset: Tensor | None = None,
 ) -> Packed:
     """Return the tokens to compute, a mask for `unpack`, and their attention metadata.
 
     `tokens` are ids [B, T] or embeddings [B, T, width]; a batch with padding or several documents
     in a row becomes [1, tokens]. The mask is [B, T], true for tokens and false for padding, or None
     if nothing was packed. Documents start where `position_ids` restart at 0; if they never do, or
-    without them, at `cu_seqlens`.
+    without them, at `cu_seqlens`. `loss_offset` is `AttentionMetadata.build`'s.
     """
     real = real_tokens(attention_mask, tokens)
     starts = document_starts(position_ids, tokens, real)
@@ -46,7 +47,9 @@ def pack(
         offsets = starts[real].nonzero()[:, 0]
         cu_seqlens = F.pad(offsets, (0, 1), value=tokens.shape[1]).int()
     check_documents(cu_seqlens, tokens, "input_ids")
-    metadata = AttentionMetadata.build(config, tokens.shape[1], cu_seqlens, tokens.device)
+    metadata = AttentionMetadata.build(
+        config, tokens.shape[1], cu_seqlens, tokens.device, loss_offset=loss_offset
+    )
     return tokens, real, metadata
 
 

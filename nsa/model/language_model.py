@@ -107,7 +107,9 @@ class LanguageModel(nn.Module):
 
         It is from the data: other queries in each step, without a random generator.
         """
-        if not (self.training and torch.is_grad_enabled() and self.config.attention.selector_loss):
+        # Not self.training: the Hugging Face model shares the blocks, and train() sets theirs.
+        training = self.blocks.training and torch.is_grad_enabled()
+        if not (training and self.config.attention.selector_loss):
             return None
         offset = tokens.detach().sum()  # a sum of embeddings: its digits
         offset = (offset.float() * 2**16).long() if offset.is_floating_point() else offset

@@ -21,6 +21,7 @@ from nsa.model import AttentionConfig, LanguageModel
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.hf import NSACache, NSAForCausalLM
 from nsa.model.hf_config import NSAConfig
+from nsa.spec import NSASpec
 from tests.model.models import ATTENTIONS, SPEC, build, tiny, tokens
 from tests.ranks import ROOT
 
@@ -415,14 +416,88 @@ def test_settings_given_at_load_keep_the_other_saved_settings(tmp_path: Path) ->
             AutoConfig.from_pretrained(tmp_path, **wrong)
 
 
-def test_a_model_trained_with_the_selector_loss_can_be_saved(tmp_path: Path) -> None:
+def test_the_selector_loss_is_not_exported_and_can_be_given_at_load(tmp_path: Path) -> None:
     trained = replace(KINDS["mean"], selector_loss=1.0)
     NSAConfig.of(tiny(trained)).save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, attention={"backend": "reference"})
     expected = replace(trained, selector_loss=0.0, backend="reference")
     assert config.model_config().attention == expected
-    with pytest.raises(ValueError, match=r"attention.selector_loss = 1\.0: the Hugging"):
-        AutoConfig.from_pretrained(tmp_path, attention={"selector_loss": 1.0})
+    config = AutoConfig.from_pretrained(tmp_path, attention={"selector_loss": 0.5})
+    assert config.model_config().attention.selector_loss == 0.5
+    config.save_pretrained(tmp_path / "again")
+    config = AutoConfig.from_pretrained(tmp_path / "again")
+    assert config.model_config().attention.selector_loss == 0.5
+
+
+def with_selector_loss(weight: float, dtype: torch.dtype = torch.float64) -> Any:
+    """`wrapped`, in training, with blocks so small that there is something to rank."""
+    spec = NSASpec(4, 2, 2, 3, 1, 1, 8)
+    inner = build(tiny(AttentionConfig(spec=spec), init_std=0.3), dtype)
+    config = NSAConfig.of(inner.config)
+    config.attention["selector_loss"] = weight
+    model = NSAForCausalLM(config).to(dtype)
+    model.model.core.load_state_dict(inner.state_dict())
+    return model.train()
+
+
+@pytest.mark.parametrize("given", [{}, {"attention_mask": MASK}], ids=["plain", "padded"])
+def test_the_selector_loss_is_added_to_the_loss_in_training(given: dict[str, Tensor]) -> None:
+    ids = tokens(24, batch=3)
+    model, plain = with_selector_loss(2.0), with_selector_loss(0.0)
+    loss, base = (x(ids, labels=ids, **given).loss for x in (model, plain))
+    own = model.model(ids, **given).selector_loss
+    assert own > 0
+    torch.testing.assert_close(loss, base + 2 * own)
+    assert plain.model(ids, **given).selector_loss is None
+    assert model.eval().model(ids, **given).selector_loss is None
+    assert torch.equal(model(ids, labels=ids, **given).loss, base)
+
+
+def test_the_selector_losss_gradient_is_the_recipes() -> None:
+    ids = tokens(24, batch=2)
+    model = with_selector_loss(2.0)
+    model(ids, labels=ids).loss.backward()
+    core = LanguageModel(model.model.core.config).double()
+    core.load_state_dict(model.model.core.state_dict())
+    core(ids, F.pad(ids[:, 1:], (0, 1), value=-100)).backward()
+    expected = dict(core.named_parameters())
+    for name, parameter in model.model.core.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-6, rtol=1e-5)
+
+
+def test_accumulated_micro_batches_count_by_their_labels() -> None:
+    """As Trainer calls the model: with the number of labels of all micro-batches."""
+    model, ids = with_selector_loss(1.0), tokens(24, batch=2)
+    labels = ids.clone()
+    labels[0, :15] = -100
+    items = (labels[:, 1:] != -100).sum()
+    parts = [slice(0, 1), slice(1, 2)]
+    total = sum(model(ids[i], labels=labels[i], num_items_in_batch=items).loss for i in parts)
+    base = with_selector_loss(0.0)(ids, labels=labels).loss
+    own = [model.model(ids[i]).selector_loss for i in parts]
+    fractions = [(labels[i, 1:] != -100).sum() / items for i in parts]
+    expected = base + sum(f * x for f, x in zip(fractions, own, strict=True))
+    torch.testing.assert_close(total, expected, check_dtype=False)
+
+
+def test_trainer_trains_the_selector(tmp_path: Path) -> None:
+    """After a step other weights are those of a training without the loss."""
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    data = [{"input_ids": row, "labels": row} for row in tokens(24, batch=4)]
+    given = {"max_steps": 1, "max_grad_norm": 0, "use_cpu": True, "report_to": []}
+    weights = []
+    for weight in (0.0, 1.0):
+        model = with_selector_loss(weight, torch.float32)
+        arguments = TrainingArguments(str(tmp_path), save_strategy="no", optim="sgd", **given)
+        Trainer(model=model, args=arguments, train_dataset=data).train()
+        weights.append(dict(model.model.core.named_parameters()))
+    rows = tiny().kv_heads * tiny().head_dim
+    for name, plain in weights[0].items():
+        first = rows if name.endswith("attention.k.weight") else 0
+        assert torch.equal(weights[1][name][first:], plain[first:]), name
+        assert not first or not torch.equal(weights[1][name][:first], plain[:first])
 
 
 def test_device_maps_keep_the_model_on_one_device() -> None:
@@ -442,7 +517,7 @@ def test_device_maps_keep_the_model_on_one_device() -> None:
         ({"tie_word_embeddings": False}, "tie_word_embeddings"),
         ({"attention": {"kinds": "nsa"}}, "attention.kinds: no such setting"),
         ({"attention": {"spec": {"block": 1}}}, "attention.spec.block: no such"),
-        ({"attention": {"selector_loss": 1.0}}, "attention.selector_loss = 1.0: the Hugging"),
+        ({"attention": {"selector_loss": -1.0}}, "attention.selector_loss = -1.0: must be 0"),
         ({"heads": 7}, "model.heads = 7"),
     ],
 )
