@@ -19,6 +19,7 @@ from nsa.monitor.history import RankHistory
 
 MIN_TIMED_STEPS = 20  # logged steps needed to judge the spread of step times
 MIN_STEPS_FOR_GROWTH = 100  # in shorter runs caches still fill in the first half
+MIN_STEPS_FOR_RECALL = 100  # before, attention is spread evenly, so that any blocks hold as much
 MIN_LOSSES = 4  # logged steps needed to compare the last losses with the first
 
 
@@ -228,6 +229,37 @@ def _min_mean_gate(inputs: GateInputs) -> Measurement:
     return math.nan if any(map(math.isnan, means.values())) else min(means.values()), source
 
 
+def _recall(inputs: GateInputs) -> Measurement:
+    """Return the attention that selected blocks hold over that of random ones, in the best layer.
+
+    Where attention is even, as in the first steps, any selection is as good as a random one; so
+    one layer is enough.
+    """
+    if inputs.step < MIN_STEPS_FOR_RECALL:
+        raise NotMeasured(f"{inputs.step:,} steps, {MIN_STEPS_FOR_RECALL} are needed")
+    layers: dict[float, list[Row]] = {}
+    for row in inputs.selection.rows:
+        if inputs.previous_step < row["step"] <= inputs.step and row.get("recall_random"):
+            layers.setdefault(row["layer"], []).append(row)
+    if not layers:
+        raise NotMeasured(
+            f"{inputs.selection.problem or 'selection.csv holds no recall since the previous gate'}"
+            " (it needs the selector loss, and more blocks than are selected)"
+        )
+    recall = {
+        layer: [fmean(row[name] for row in rows) for name in ("recall", "recall_random")]
+        for layer, rows in layers.items()
+    }
+    best = max(recall, key=lambda layer: recall[layer][0] / recall[layer][1])
+    selected, random = recall[best]
+    source = (
+        f"selection.csv, recall, {len(layers[best]):,} rows: in layer {best:.0f}, the best of "
+        f"{len(layers)}, selected blocks hold {selected:.1%} of the attention that they compete "
+        f"for, random ones would hold {random:.1%}"
+    )
+    return selected / random, source
+
+
 def _peak_memory(inputs: GateInputs) -> Measurement:
     peaks = {history.rank: history.memory[-1][1] for history in inputs.histories if history.memory}
     logged = [row["memory_gb"] for row in inputs.rows if row.get("memory_gb")]
@@ -281,6 +313,7 @@ _CRITERIA: tuple[tuple[str, str, str, str, Callable[[GateInputs], Measurement]],
     ),
     ("smoke", "skipped-step fraction", "max_skipped", "at most", _skipped_fraction),
     ("smoke", "min mean gate", "min_gate", "at least", _min_mean_gate),
+    ("extended", "recall of selected / random blocks", "min_recall", "at least", _recall),
     ("extended", "peak memory of any rank, GB", "max_memory_gb", "below", _peak_memory),
     ("extended", "peak-memory growth, second half", "max_memory_growth", "at most", _memory_growth),
 )

@@ -205,7 +205,8 @@ class NSAttention(Attention):
 
     observer: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None = None
     compiled: bool = False  # `compile_blocks` sets it: an observer cannot be traced
-    selector_target: Tensor | None = None  # of the last selector loss, [B, Hkv, queries, blocks]
+    # Of the last selector loss: its queries [S], and the target [B, Hkv, S, M].
+    selector_target: tuple[Tensor, Tensor] | None = None
     # In compiled code, what the observer receives, until `call_observer`.
     observed: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None
 
@@ -322,7 +323,7 @@ class NSAttention(Attention):
         """
         if metadata.sampled is None:
             return None
-        loss, self.selector_target = selector_loss(
+        loss, target = selector_loss(
             q,
             self._ranking_keys(x, kv["cmp"][0], metadata, port),
             kv["sel"][0],
@@ -331,6 +332,7 @@ class NSAttention(Attention):
             cu_seqlens=metadata.cu_seqlens,
             backend=self.backend,
         )
+        self.selector_target = metadata.sampled, target
         return loss
 
     def _ranking_keys(

@@ -25,6 +25,9 @@ class LadderConfig:
     max_gpu_imbalance: float = 0.1  # max - min GPU utilization over ranks
     max_skipped: float = 0.01  # fraction of the steps that were skipped
     min_gate: float = 0.01  # mean attention gate of each branch
+    # attention that selected blocks hold over that of random ones, in the best layer; from
+    # `extended` on, with the selector loss
+    min_recall: float = 1.05
     require_fall: bool = True  # from `smoke` on, the loss must end below where it began
 
     def validate(self) -> None:

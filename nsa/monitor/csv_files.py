@@ -16,7 +16,7 @@ from nsa.atomic_io import append_all_or_nothing, atomic_write_text
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.observer import (
     LAYER_STATISTICS,
-    SELECTOR_LOSS,
+    SELECTOR_STATISTICS,
     Observer,
     RunInfo,
     StepRecord,
@@ -135,12 +135,12 @@ class SelectionCsv(CsvObserver):
     file_name = SELECTION_FILE
 
     def __init__(self, selector_loss: bool = False) -> None:
-        self.columns = (*SELECTION_COLUMNS, SELECTOR_LOSS) if selector_loss else SELECTION_COLUMNS
+        self.columns = (*SELECTION_COLUMNS, *(SELECTOR_STATISTICS if selector_loss else ()))
 
     def rows(self, record: StepRecord) -> list[list[str]]:
         rows = []
         for index, layer in enumerate(record.health.layers if record.health is not None else ()):
-            values = [layer[name] for name in self.columns[2:]]
+            values = [layer.get(name) for name in self.columns[2:]]
             cells = ["" if value is None else f"{value:.6g}" for value in values]
             rows.append([str(record.step), str(index), *cells])
         return rows

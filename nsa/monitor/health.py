@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nsa.constants import BRANCHES
-from nsa.monitor.observer import DISTANCES, GATE_BINS, LAYER_STATISTICS, SELECTOR_LOSS, Health, warn
+from nsa.monitor.observer import (
+    DISTANCES,
+    GATE_BINS,
+    LAYER_STATISTICS,
+    SELECTOR_STATISTICS,
+    Health,
+    warn,
+)
 from nsa.spec import NSASpec
 
 MAX_QUERIES = 4_096  # sampled per layer, approximately
@@ -31,7 +38,7 @@ class _Sample:
     stride: int
     seq_len: int
     cu_seqlens: Tensor | None
-    selector_loss: Tensor | None  # 0-dim; None: not configured
+    selector: Tensor | None  # SELECTOR_STATISTICS; None: without the selector loss
 
 
 class HealthRecorder:
@@ -77,7 +84,16 @@ class HealthRecorder:
     ) -> None:
         if torch.compiler.is_compiling() or name in self._samples:
             return
-        sample = self._try(lambda: _sample(gates, blocks, cu_seqlens, selector_loss))
+        layer, spec = self._layers[name], self._spec
+
+        def work() -> _Sample:
+            selector = None
+            if selector_loss is not None and spec is not None:
+                recall = _recall(*layer.selector_target, blocks, cu_seqlens, spec)
+                selector = torch.cat([selector_loss[None], recall])
+            return _sample(gates, blocks, cu_seqlens, selector)
+
+        sample = self._try(work)
         if sample is not None:
             self._samples[name] = sample
 
@@ -95,7 +111,7 @@ class HealthRecorder:
 
 
 def _sample(
-    gates: Tensor, blocks: Tensor, cu_seqlens: Tensor | None, selector_loss: Tensor | None
+    gates: Tensor, blocks: Tensor, cu_seqlens: Tensor | None, selector: Tensor | None
 ) -> _Sample:
     """Copy every stride-th query; a copy keeps no activation alive."""
     batch, seq_len = gates.shape[:2]
@@ -107,8 +123,36 @@ def _sample(
         stride,
         seq_len,
         cu_seqlens,
-        selector_loss,
+        selector,
     )
+
+
+def _recall(
+    queries: Tensor, target: Tensor, blocks: Tensor, cu_seqlens: Tensor | None, spec: NSASpec
+) -> Tensor:
+    """Return the fraction of the target that selected blocks hold, and that random ones would: [2].
+
+    Only of queries with more candidates than they select; NaN without any.
+    """
+    count = target.shape[-1]
+    own = (queries - _document_starts(queries, cu_seqlens)) // spec.select_len  # [S]
+    number = torch.arange(count, device=queries.device)
+    ranked = (number >= spec.init_blocks) & (number <= own[:, None] - spec.local_blocks)  # [S, M]
+    index = blocks[:, queries].transpose(1, 2).long()  # [B, Hkv, S, n]
+    selected = torch.zeros(*target.shape[:-1], count + 1, dtype=torch.bool, device=target.device)
+    selected = selected.scatter_(-1, index.where(index >= 0, count), True)[..., :count]
+    target = target * (own >= spec.select_top)[:, None]
+    chance = (selected & ranked).sum(-1) / ranked.sum(-1).clamp(min=1)  # of a ranked block
+    held = (target * selected).sum(), (target.sum(-1) * chance).sum()
+    return torch.stack(held) / target.sum()
+
+
+def _document_starts(position: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the first position of each position's document."""
+    if cu_seqlens is None:
+        return torch.zeros_like(position)
+    offsets = cu_seqlens.to(position)
+    return offsets[torch.searchsorted(offsets, position, right=True) - 1]
 
 
 def _health(samples: list[_Sample], spec: NSASpec) -> Health:
@@ -124,10 +168,9 @@ def _health(samples: list[_Sample], spec: NSASpec) -> Health:
     columns = [*gates.mean(dims).unbind(1), *std.unbind(1), *saturated.unbind(1)]
     columns += _block_statistics(samples, spec)
     names = list(LAYER_STATISTICS)
-    losses = [sample.selector_loss for sample in samples if sample.selector_loss is not None]
-    if losses:
-        names.append(SELECTOR_LOSS)
-        columns.append(torch.stack(losses))
+    if selectors := [sample.selector for sample in samples if sample.selector is not None]:
+        names += SELECTOR_STATISTICS
+        columns += torch.stack(selectors).unbind(1)
     layers, gate_bins = [], []
     for row in torch.cat([torch.stack(columns, 1), bins.flatten(1)], 1).tolist():
         layers.append(
@@ -147,10 +190,7 @@ def _block_statistics(samples: list[_Sample], spec: NSASpec) -> list[Tensor]:
     previous = torch.stack([sample.previous for sample in samples])
     first = samples[0]
     position = torch.arange(0, first.seq_len, first.stride, device=blocks.device, dtype=torch.int32)
-    start = torch.zeros_like(position)
-    if first.cu_seqlens is not None:
-        offsets = first.cu_seqlens.to(position)
-        start = offsets[torch.searchsorted(offsets, position, right=True) - 1]
+    start = _document_starts(position, first.cu_seqlens)
     current = ((position - start) // spec.select_len)[:, None, None]  # each query's own block
     selected = blocks >= 0
     forced = selected & ((blocks < spec.init_blocks) | (blocks > current - spec.local_blocks))

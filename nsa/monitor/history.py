@@ -170,7 +170,7 @@ def _heartbeat_lines(run_dir: Path, rank: int) -> Iterator[dict[str, Any]]:
 
 
 class RunHistory(Observer):
-    """Keeps the rows of metrics.csv, and the attention gates in the newest of selection.csv.
+    """Keeps the rows of metrics.csv, and gates and recall in the newest of selection.csv.
 
     A resumed run reads the rows of earlier processes once, at its start. 50,000 steps logged every
     10 take about 4 MB.
@@ -199,6 +199,8 @@ class RunHistory(Observer):
         row = {name: float(value) for name, value in values.items() if value is not None}
         self.metrics.rows.append(row)
         for index, layer in enumerate(record.health.layers if record.health is not None else ()):
-            gates = {f"gate_{branch}": layer[f"gate_{branch}"] or 0.0 for branch in BRANCHES}
-            self.selection.rows.append({"step": float(record.step), "layer": float(index), **gates})
+            row = {f"gate_{branch}": layer[f"gate_{branch}"] or 0.0 for branch in BRANCHES}
+            recall = {name: layer.get(name) for name in ("recall", "recall_random")}
+            row |= {name: value for name, value in recall.items() if value is not None}
+            self.selection.rows.append({"step": float(record.step), "layer": float(index), **row})
         del self.selection.rows[:-SELECTION_ROWS]

@@ -41,7 +41,8 @@ LAYER_STATISTICS = (  # columns of selection.csv; docs/reference/metrics.md defi
     "distance",
     *(f"distance_from_{edge}" for edge in DISTANCES),
 )
-SELECTOR_LOSS = "selector_loss"
+# Further columns of a run with the selector loss, from its sampled queries.
+SELECTOR_STATISTICS = ("selector_loss", "recall", "recall_random")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Health:
     Statistics of free blocks are None if no query had more candidates than it may select.
     """
 
-    # LAYER_STATISTICS of each layer, and its SELECTOR_LOSS if it is configured
+    # LAYER_STATISTICS of each layer, and with the selector loss its SELECTOR_STATISTICS
     layers: Sequence[Mapping[str, float | None]]
     gate_bins: Sequence[Mapping[str, Sequence[float]]]  # by branch: fraction in each of GATE_BINS
 

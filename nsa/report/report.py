@@ -54,6 +54,8 @@ _SELECTION = {
     "forced": "fraction of forced blocks",
     "distance": "mean distance of free blocks, in blocks",
     "selector_loss": "selector loss, nats",
+    "recall": "recall of selected blocks",
+    "recall_random": "recall of as many random blocks",
 }
 _MET = {True: "yes", False: "**NO**", None: "not measured"}
 

@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from nsa.monitor.csv_files import METRICS_COLUMNS, read_metrics
+from nsa.monitor.observer import SELECTOR_STATISTICS
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
 from tests.ranks import ROOT, free_port
 
@@ -348,9 +349,12 @@ def test_a_run_resumed_with_the_selector_loss_keeps_its_rows_and_adds_the_column
     assert "changed since step00000001: model.attention.selector_loss: 0.0 -> 1.0" in output
     assert "selection.csv" not in result.stderr
     lines = (run / "selection.csv").read_text().splitlines()
-    assert lines[: len(earlier)] == [f"{earlier[0]},selector_loss", *(f"{x}," for x in earlier[1:])]
-    cells = [line.rpartition(",")[2] for line in lines[len(earlier) :]]
-    assert [float(cell) for cell in cells] == [0, 0], "96 tokens have no blocks to rank"
+    assert lines[: len(earlier)] == [
+        f"{earlier[0]},{','.join(SELECTOR_STATISTICS)}",
+        *(f"{x},,," for x in earlier[1:]),
+    ]
+    cells = [line.rsplit(",", 3)[1:] for line in lines[len(earlier) :]]
+    assert cells == [["0", "", ""]] * 2, "96 tokens have no blocks to rank"
     assert list(losses(run)) == [1, 2]
 
 

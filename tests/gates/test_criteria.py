@@ -236,6 +236,40 @@ def test_a_dead_branch_is_a_no_go(tmp_path: Path) -> None:
     assert criterion(run_dir, "min mean gate", min_gate=0.01).ok is False
 
 
+def test_selection_is_judged_at_extended_by_its_recall_over_random_blocks(tmp_path: Path) -> None:
+    extended, name = gate_at("extended", 1_000), "recall of selected / random blocks"
+    run_dir = write_run(tmp_path, 1_000)
+    gates = {"cmp": 0.4, "sel": 0.3, "win": 0.5}
+
+    def judged(
+        *layers: tuple[float, float] | tuple[None, None], gate: Gate = extended
+    ) -> Criterion:
+        """Two layers' recall and that of random blocks."""
+        each = [dict(zip(("recall", "recall_random"), layer, strict=True)) for layer in layers]
+        write_selection(run_dir, gate.step, gates=gates, changes=each)
+        return criterion(run_dir, name, gate)
+
+    good = judged((0.41, 0.4), (0.6, 0.4))
+    assert good.ok
+    assert good.value == pytest.approx(1.5)
+    bad = judged((0.41, 0.4), (0.38, 0.4))
+    assert bad.ok is False
+    assert bad.limit == "at least 1.05"
+    assert "in layer 0, the best of 2, selected blocks hold 41.0% of the attention" in bad.evidence
+    assert "random ones would hold 40.0%" in bad.evidence
+    assert criterion(run_dir, name, extended, min_recall=1.02).ok
+    nothing_to_select = judged((None, None), (None, None))
+    assert nothing_to_select.ok is None
+    assert "it needs the selector loss, and more blocks than are selected" in (
+        nothing_to_select.evidence
+    )
+    early = judged((0.4, 0.4), (0.4, 0.4), gate=gate_at("extended", 50))
+    assert early.ok is None
+    assert "50 steps, 100 are needed" in early.evidence
+    names = [criterion.name for criterion in judge_files(run_dir, SMOKE, CONFIG).criteria]
+    assert name not in names
+
+
 def test_memory_is_judged_at_extended_by_its_peak_and_its_growth(tmp_path: Path) -> None:
     extended = gate_at("extended", 1_000)
     write_metrics(tmp_path, 1_000)

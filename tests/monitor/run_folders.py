@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +106,21 @@ def write_beats(run_dir: Path, *processes: list[Beat]) -> None:
 
 
 def write_selection(
-    run_dir: Path, steps: int = 300, *, gates: dict[str, float], layers: int = 2
+    run_dir: Path,
+    steps: int = 300,
+    *,
+    gates: dict[str, float],
+    layers: int = 2,
+    changes: Sequence[dict[str, Any]] = ({}, {}),
 ) -> None:
-    """Write selection.csv with the same gates in every layer."""
+    """Write selection.csv with the same gates in every layer, and each layer's `changes`."""
     values = {f"gate_{branch}": mean for branch, mean in gates.items()}
     rows = [
-        {**make_layer(layer), **values, "entropy": 0.7 - 0.1 * layer} for layer in range(layers)
+        {**make_layer(layer), **values, "entropy": 0.7 - 0.1 * layer, **changes[layer]}
+        for layer in range(layers)
     ]
     health = Health(rows, [{}] * layers)
-    observer = SelectionCsv()
+    observer = SelectionCsv(selector_loss=any(changes))
     observer.on_start(make_info(run_dir, total_steps=steps))
     for step in (1, *range(10, steps + 1, 10)):
         observer.on_step(make_record(step, health=health))

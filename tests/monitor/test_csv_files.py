@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from nsa.monitor.csv_files import (
     read_metrics,
 )
 from nsa.monitor.health import HealthRecorder
-from nsa.monitor.observer import StepRecord
+from nsa.monitor.observer import SELECTOR_STATISTICS, StepRecord
 from nsa.monitor.writer import BackgroundWriter, Observers
 from nsa.spec import NSASpec
 from tests.monitor.records import (
@@ -249,7 +250,10 @@ def test_a_run_with_the_selector_loss_has_a_column_for_it(tmp_path: Path) -> Non
     rows = read_table(path).rows
     assert [row["layer"] for row in rows] == [0, 1]
     assert all(0 < row["selector_loss"] < 10 for row in rows)
-    assert [*rows[0]][-1] == "selector_loss"
+    assert path.read_text().splitlines()[0].split(",")[-3:] == [*SELECTOR_STATISTICS]
+    for row in rows:
+        assert 0 < row["recall_random"] < 1
+        assert 0 < row["recall"] < 1
 
 
 def start(run_dir: Path, counts: Counts) -> FallbacksCsv:

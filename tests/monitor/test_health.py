@@ -176,6 +176,43 @@ def test_long_sequences_are_sampled_at_a_fixed_stride(
     assert_same(recorder.read(), [reference(*outputs, SPEC, documents, stride)])
 
 
+@pytest.mark.parametrize("documents", [(90,), (3, 41, 0, 30, 1, 60), (9, 11)], ids=str)
+def test_recall_matches_a_loop_over_single_values(documents: tuple[int, ...]) -> None:
+    """Also of a document with fewer blocks than are selected."""
+    length = sum(documents)
+    cu_seqlens = packed(*documents) if len(documents) > 1 else None
+    recorder, layers = armed_recorder(2)
+    queries, draw = torch.arange(1, length, 7), torch.Generator().manual_seed(0)
+    starts = starts_of(length, cu_seqlens)
+    expected = []
+    for layer in layers:
+        blocks = make_blocks(1, length, SPEC, cu_seqlens)
+        target = torch.zeros(1, KV_HEADS, len(queries), -(-length // SPEC.select_len))
+        held = random = total = 0.0
+        for place, t in enumerate(queries.tolist()):
+            own = (t - starts[t]) // SPEC.select_len
+            ranked = [b for b in range(own + 1) if not is_forced(b, own, SPEC)]
+            for head in range(KV_HEADS):
+                masses = torch.rand(len(ranked), generator=draw).tolist()
+                target[0, head, place, ranked] = torch.tensor(masses)
+                if own + 1 <= SPEC.select_top:
+                    continue
+                picks = [b for b in blocks[0, t, head].tolist() if b in ranked]
+                total += sum(masses)
+                held += sum(masses[ranked.index(b)] for b in picks)
+                random += sum(masses) * len(picks) / len(ranked)
+        layer.selector_target = queries, target
+        layer.observer(make_gates(1, length), blocks, cu_seqlens, torch.tensor(0.25))
+        expected.append((held / total, random / total) if total else (None, None))
+    found = recorder.read()
+    assert found is not None
+    for layer, (recall, random) in zip(found.layers, expected, strict=True):
+        assert layer["selector_loss"] == 0.25
+        assert layer["recall"] == (None if recall is None else pytest.approx(recall, abs=1e-6))
+        assert layer["recall_random"] == (random and pytest.approx(random, abs=1e-6))
+    assert (expected[0][0] is None) == (documents == (9, 11))
+
+
 def make_blocks_at(own_to_picks: Any, length: int = 400) -> Tensor:
     """Return for all heads the forced blocks and those that the function selects."""
     rows = []

@@ -315,7 +315,11 @@ def _arguments(x: SelectorInputs, blocks: int) -> tuple[dict[str, Any], Constant
     sizes = constants_of(x.q, x.k_cmp, x.q, **pattern(x.spec))
     config = choose_config("selector", (sizes.KEY_P, 0), x.q, x.q.shape[1])
     steps = min(config.keys, max(16, next_power_of_2(x.spec.select_len)))
-    constants = sizes._replace(VALUE=0, VALUE_P=0, TOP=0, ROWS=config.rows, KEYS=steps, BLOCKS=16)
+    # Few blocks, so that programs are many; in float32 products with 16 columns spill registers.
+    blocks_per_tile = 16 if x.q.dtype.itemsize <= 2 else 32
+    constants = sizes._replace(
+        VALUE=0, VALUE_P=0, TOP=0, ROWS=config.rows, KEYS=steps, BLOCKS=blocks_per_tile
+    )
     arguments = {"q": x.q.contiguous(), "k_cmp": x.k_cmp.contiguous(), "queries": x.queries}
     arguments |= document_arguments(x.q.shape[1], x.cu_seqlens)
     arguments |= {"key_len": x.k_cmp.shape[1], "rows": len(x.queries) * sizes.GROUP}
