@@ -89,7 +89,8 @@ class HealthRecorder:
         def work() -> _Sample:
             selector = None
             if selector_loss is not None and spec is not None:
-                recall = _recall(*layer.selector_target, blocks, cu_seqlens, spec)
+                queries, target = layer.selector_target
+                recall = _recall(queries, target, blocks, cu_seqlens, spec)
                 selector = torch.cat([selector_loss[None], recall])
             return _sample(gates, blocks, cu_seqlens, selector)
 

@@ -320,8 +320,8 @@ def _arguments(x: SelectorInputs, blocks: int) -> tuple[dict[str, Any], Constant
     constants = sizes._replace(
         VALUE=0, VALUE_P=0, TOP=0, ROWS=config.rows, KEYS=steps, BLOCKS=blocks_per_tile
     )
-    arguments = {"q": x.q.contiguous(), "k_cmp": x.k_cmp.contiguous(), "queries": x.queries}
-    arguments |= document_arguments(x.q.shape[1], x.cu_seqlens)
+    arguments = document_arguments(x.q.shape[1], x.cu_seqlens)
+    arguments |= {"q": x.q.contiguous(), "k_cmp": x.k_cmp.contiguous(), "queries": x.queries}
     arguments |= {"key_len": x.k_cmp.shape[1], "rows": len(x.queries) * sizes.GROUP}
     return arguments | {"total_blocks": blocks, "scale": x.scale * LOG2E}, constants, config
 

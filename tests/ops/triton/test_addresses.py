@@ -14,6 +14,7 @@ from nsa.ops.cross_entropy import cross_entropy_
 from nsa.spec import NSASpec
 from tests.ops.cases import Case, Function, Inputs, default, selection
 from tests.ops.cases import one_thread as one_thread
+from tests.ops.selector import results
 from tests.ops.triton.parity import BRANCHES, DEVICE, computed, inputs
 
 BEYOND = 2**31 + 2**22
@@ -59,6 +60,12 @@ def test_selection_from_inputs_that_reach_beyond_32_bits_is_the_same(memory: Ten
     x = inputs(CASE)
     far = Inputs(*(far_apart(y, memory, i) for i, y in enumerate(x.tensors())))
     assert torch.equal(selection(far, CASE, "triton"), selection(x, CASE, "triton"))
+
+
+def test_the_selector_loss_of_inputs_that_reach_beyond_32_bits_is_the_same(memory: Tensor) -> None:
+    x = inputs(CASE)
+    far = Inputs(*(far_apart(y, memory, i) for i, y in enumerate(x.tensors())))
+    assert all(map(torch.equal, results(CASE, "triton", far), results(CASE, "triton", x)))
 
 
 def test_the_loss_of_logits_beyond_32_bits_is_that_of_the_row(memory: Tensor) -> None:

@@ -23,6 +23,7 @@ from nsa.ops.triton import (
     selected,
     selected_keys,
     selected_lists,
+    selector_loss,
 )
 from nsa.ops.triton.configs import Config, override_choices
 from nsa.spec import NSASpec
@@ -39,6 +40,8 @@ from tests.ops.cases import one_thread as one_thread
 from tests.ops.planted_errors import Plant
 from tests.ops.projections import DOCUMENTS as PACKED_DOCUMENTS
 from tests.ops.projections import LAYOUTS, Documents
+from tests.ops.projections import LAYOUTS
+from tests.ops.selector import PATTERNS
 from tests.ops.triton.parity import (
     DEVICE,
     RULE,
@@ -55,6 +58,7 @@ from tests.ops.triton.test_embedding import TOKENS, assert_tied_embedding_parity
 from tests.ops.triton.test_normalization import assert_norm_parity, fused, tensors
 from tests.ops.triton.test_pooling import assert_pool_parity
 from tests.ops.triton.test_rotary import assert_rotary_pool_parity
+from tests.ops.triton.test_selector_loss import assert_selector_parity
 
 Check = Callable[[], None]
 CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (24,), kv_heads=1, group=2, key_dim=4, value_dim=3)
@@ -150,6 +154,11 @@ def norms_are_those_of_pytorch() -> None:
 def losses_are_those_of_pytorch() -> None:
     with mock.patch.object(cross_entropy, "COLUMNS", 16):
         assert_cross_entropy_parity(4, 40)
+
+
+def selector_losses_are_those_of_pytorch() -> None:
+    with override_choices(lambda *_: Config(16, 16, 4, 1)):
+        assert_selector_parity(PATTERNS["packed"])
 
 
 LONG = parity("compressed", Case(NSASpec(3, 1, 5, 2, 0, 1, 40), (70,), kv_heads=1, group=3))
@@ -340,6 +349,50 @@ PLANTS = {
     ),
     "a branch's gradient of queries replaces the others'": Plant(
         common, "store_query_gradient", "x += load_rows(dq", "x += 0.0 * load_rows(dq", MIXED
+    ),
+    "a query does not see its own key in the target": Plant(
+        selector_loss, "_selected_mass", "key[None, :] <= position", "key[None, :] < position",
+        selector_losses_are_those_of_pytorch,
+    ),
+    "the target's running sum is not rescaled": Plant(
+        selector_loss, "_add", "total * tl.exp2(m - top)", "total",
+        selector_losses_are_those_of_pytorch,
+    ),
+    "a query ranks blocks by a compressed key that it does not see": Plant(
+        selector_loss, "_compressed_mass", "< seen_by[:, None]", "<= seen_by[:, None]",
+        selector_losses_are_those_of_pytorch,
+    ),
+    "overlaps all weigh the same in the loss": Plant(
+        selector_loss, "_compressed_mass", "* weight[None, :]", "* 1.0",
+        selector_losses_are_those_of_pytorch,
+    ),
+    "the loss reads another document's compressed keys": Plant(
+        selector_loss, "_documents_of", "visible(end - begin - 1,", "visible(end - begin - 9,",
+        selector_losses_are_those_of_pytorch,
+    ),
+    "a tile's rows are all of its first document": Plant(
+        selector_loss, "mass_kernel", "valid & (start == current)", "valid",
+        selector_losses_are_those_of_pytorch,
+    ),
+    "one local block too few is left out of the loss": Plant(
+        selector_loss, "divergence_kernel", "own - C.LOCAL", "own - C.LOCAL + 1",
+        selector_losses_are_those_of_pytorch,
+    ),
+    "the compressed softmax's gradient lacks its mean": Plant(
+        selector_loss, "keys_kernel", "gradient / C.LEN - delta[None, :]", "gradient / C.LEN",
+        selector_losses_are_those_of_pytorch,
+    ),
+    "a compressed key's gradient is of one selection block": Plant(
+        selector_loss, "keys_kernel", "(C.LEN + C.SELECT - 2) // C.SELECT + 1", "1",
+        selector_losses_are_those_of_pytorch,
+    ),
+    "the selector loss's gradient lacks the scale": Plant(
+        selector_loss, "keys_kernel", "total *= scale *", "total *=",
+        selector_losses_are_those_of_pytorch,
+    ),
+    "a key's gradient has queries of another document": Plant(
+        selector_loss, "keys_kernel", "i[:, None] - first_key", "i[:, None] - 0 * first_key",
+        selector_losses_are_those_of_pytorch,
     ),
     "the gate's gradient is that of a sigmoid alone": Plant(
         activation, "swiglu_backward_kernel", "(1.0 + gate", "(0.0 + gate",
