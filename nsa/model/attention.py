@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -20,8 +21,8 @@ from nsa.model.compressor import (
     PoolCompressor,
 )
 from nsa.model.config import AttentionConfig, ModelConfig
-from nsa.model.fused import is_plain, parallel_linear_with_port
-from nsa.model.rotary import apply_rotary
+from nsa.model.fused import parallel_linear_with_port
+from nsa.model.ranking_keys import PortedKeys, port_rows, ranking_keys
 from nsa.ops import (
     PackedLayout,
     compressed_attention,
@@ -33,9 +34,9 @@ from nsa.ops import (
     window_attention,
 )
 from nsa.ops.checks import check_documents
+from nsa.ops.custom_op import recorded_outputs
 from nsa.ops.documents import document_slices
 from nsa.ops.rotary import RotaryPooled
-from nsa.ops.selector import means_of
 from nsa.spec import NSASpec
 
 # Replaces a layer's forward pass during decoding: (layer, x, metadata) -> output.
@@ -107,8 +108,10 @@ class Attention(nn.Module):
             warnings.warn(_UNUSED_LOSS, stacklevel=2)
         packed, port = self._project(x, metadata)
         parts = self.rotary_pool(packed, metadata)
-        kv = self.branch_kv(parts, metadata)
-        self.selector_loss = self.compute_selector_loss(x, parts.q, kv, metadata, port)
+        with nullcontext() if port is None else recorded_outputs() as pooled:
+            kv = self.branch_kv(parts, metadata)
+        keys = None if port is None else PortedKeys(port, parts, pooled or [])
+        self.selector_loss = self.compute_selector_loss(x, parts.q, kv, metadata, keys)
         o = self.attend(parts.q, parts.gates, kv, metadata)
         if metadata.sequence is not None:
             o = metadata.sequence.heads_to_tokens(o)
@@ -124,11 +127,7 @@ class Attention(nn.Module):
     def _project(self, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
         """Return `project`, and for the selector loss a port for the gradient of its keys' rows."""
         linears = [self.q, self.k, self.v] + ([] if self.branches == ("all",) else [self.gates])
-        port_rows = None
-        if metadata.sampled is not None and metadata.sequence is None and self.layout.mean:
-            first = self.heads * self.key_dim
-            port_rows = slice(first, first + self.kv_heads * self.key_dim)
-        packed, port = parallel_linear_with_port(x, linears, port_rows)
+        packed, port = parallel_linear_with_port(x, linears, port_rows(self, metadata))
         if metadata.sequence is not None:
             packed = metadata.sequence.tokens_to_heads(packed, self.layout)
         return packed, port
@@ -169,7 +168,7 @@ class Attention(nn.Module):
         q: Tensor,
         kv: BranchKV,
         metadata: AttentionMetadata,
-        port: Tensor | None = None,
+        keys: PortedKeys | None = None,
     ) -> Tensor | None:
         return None
 
@@ -314,18 +313,18 @@ class NSAttention(Attention):
         q: Tensor,
         kv: BranchKV,
         metadata: AttentionMetadata,
-        port: Tensor | None = None,
+        keys: PortedKeys | None = None,
     ) -> Tensor | None:
         """Return the selector loss of compressed keys, whose gradient does not reach x.
 
-        So it trains only the ranking, not the hidden states that other layers read. `port`, of
-        `_project`, makes it cheap: compressed keys are not computed again.
+        So it trains only the ranking, not the hidden states that other layers read. With `keys`
+        compressed keys are not computed again.
         """
         if metadata.sampled is None:
             return None
         loss, target = selector_loss(
             q,
-            self._ranking_keys(x, kv["cmp"][0], metadata, port),
+            ranking_keys(self, x, kv["cmp"][0], metadata, keys),
             kv["sel"][0],
             metadata.sampled,
             self.spec,
@@ -334,30 +333,6 @@ class NSAttention(Attention):
         )
         self.selector_target = metadata.sampled, target
         return loss
-
-    def _ranking_keys(
-        self, x: Tensor, k_cmp: Tensor, metadata: AttentionMetadata, port: Tensor | None
-    ) -> Tensor:
-        """Return the values of k_cmp with a gradient for φ and the keys' projection alone."""
-        layout = PackedLayout(0, self.kv_heads, self.key_dim, 0, 1, first_copy=1, mean=True)
-        rotary = metadata.rotary.cos, metadata.rotary.sin
-        tables = metadata.block_tokens, metadata.token_blocks
-        if port is not None:
-            return means_of(port, layout, *rotary, *tables, k_cmp, backend=self.backend)
-        x, rows = x.detach(), self.kv_heads * self.key_dim  # rows of the first copy of keys
-        plain = is_plain(self.k, nn.Linear)
-        k = F.linear(x, self.k.weight[:rows]) if plain else self.k(x)[..., :rows]
-        if metadata.sequence is not None:
-            k = metadata.sequence.tokens_to_heads(k, layout)
-            layout = metadata.sequence.shard(layout)
-        if self.layout.mean:
-            parts = rotary_pool(k, layout, *rotary, *tables, backend=self.backend)
-            assert parts.compressed is not None
-            return parts.compressed[0]
-        k = k.unflatten(-1, (layout.kv_heads, self.key_dim))
-        if self.compress.rotate_first:
-            k = apply_rotary(k, metadata.rotary)
-        return self.compress(k, k.new_zeros(*k.shape[:3], self.value_dim), metadata)[0]
 
     def call_observer(self) -> None:
         """Call the observer with what compiled code has kept in `observed`."""

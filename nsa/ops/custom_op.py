@@ -7,7 +7,9 @@ have no type for an NSASpec, so callers pass `spec.to_ints()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -28,7 +30,8 @@ _SCHEMA_TYPES = {
 }
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # by op name: the function behind the op
-_GRADIENTS: dict[str, tuple[Callable[..., Any], ...]] = {}  # setup_context and autograd function
+_KNOWN: ContextVar[Any] = ContextVar("known outputs", default=None)
+_RECORDED: ContextVar[Any] = ContextVar("recorded outputs", default=None)
 
 
 class Gradient(NamedTuple):
@@ -83,8 +86,14 @@ def _define(
     op = getattr(getattr(torch.ops, namespace), short).default
 
     def run(*args: Any) -> Any:
+        known = _KNOWN.get()
+        if known is not None:
+            return known
         with _BelowAutograd():
-            return op(*args)
+            outputs = op(*args)
+        if (recorded := _RECORDED.get()) is not None:
+            recorded.append(outputs)
+        return outputs
 
     def forward(ctx: Any, *args: Any) -> Any:
         results = run(*args)
@@ -97,8 +106,6 @@ def _define(
             raise RuntimeError(f"{name} has no gradient")
         return autograd(ctx, *gradients)
 
-    if setup_context is not None and autograd is not None:
-        _GRADIENTS[name] = setup_context, autograd
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function: Any = type(short, (torch.autograd.Function,), methods)
 
@@ -109,21 +116,25 @@ def _define(
     return op
 
 
-def with_known_outputs(op: Any, outputs: tuple[Tensor, ...], *args: Any) -> tuple[Tensor, ...]:
-    """`op(*args)`, whose outputs are known: they get the op's gradient, and nothing is computed."""
-    return _KnownOutputs.apply(op.name(), outputs, *args)
+@contextmanager
+def recorded_outputs() -> Iterator[list[Any]]:
+    """Collect the outputs of ops inside, for `known_outputs`."""
+    token = _RECORDED.set([])
+    try:
+        yield _RECORDED.get()
+    finally:
+        _RECORDED.reset(token)
 
 
-class _KnownOutputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str, outputs: tuple[Tensor, ...], *args: Any) -> Any:
-        setup_context, ctx.autograd = _GRADIENTS[name]
-        setup_context(ctx, args, outputs)
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, *ctx.autograd(ctx, *gradients)
+@contextmanager
+def known_outputs(outputs: Tensor | tuple[Tensor, ...]) -> Iterator[None]:
+    """Let an op inside return these outputs, with its own gradient, and compute nothing."""
+    detached = map(Tensor.detach, [outputs] if isinstance(outputs, Tensor) else outputs)
+    token = _KNOWN.set(next(detached) if isinstance(outputs, Tensor) else tuple(detached))
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
 
 
 def _autograd(

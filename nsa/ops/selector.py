@@ -29,10 +29,9 @@ from nsa.ops.checks import (
     check_length,
     check_scale,
 )
-from nsa.ops.custom_op import Gradient, register, with_known_outputs
+from nsa.ops.custom_op import Gradient, register
 from nsa.ops.documents import block_starts, repeat_per_document
-from nsa.ops.inputs import PackedLayout, RotaryPoolInputs, SelectorInputs
-from nsa.ops.rotary import torch_rotary_pool
+from nsa.ops.inputs import SelectorInputs
 from nsa.spec import NSASpec
 
 SCORES = 2**24  # scores that the PyTorch implementation holds at a time
@@ -71,30 +70,6 @@ def selector_loss(
         from nsa.ops.triton.selector_loss import triton_selector_loss as op
     loss, target, *_ = op(*inputs)
     return loss, target
-
-
-def means_of(
-    keys: Tensor,
-    layout: PackedLayout,
-    cos: Tensor,
-    sin: Tensor,
-    block_tokens: Tensor | None,
-    token_blocks: Tensor | None,
-    k_cmp: Tensor,
-    *,
-    backend: str = "auto",
-) -> Tensor:
-    """Return k_cmp, with the gradient of `rotary_pool`'s means of `keys` [B, T, Hkv · Dk].
-
-    The keys' values are not read, and k_cmp gets no gradient.
-    """
-    numbers = [int(number) for number in layout]
-    inputs = RotaryPoolInputs(keys, cos, sin, block_tokens, token_blocks, numbers)
-    op = torch_rotary_pool
-    if dispatch(backend, "rotary_pool", k_cmp) is triton:
-        from nsa.ops.triton.rotary import triton_rotary_pool as op
-    q, gates, _, *others = inputs.empty_outputs()
-    return with_known_outputs(op, (q, gates, k_cmp.detach(), *others), *inputs)[2]
 
 
 def _forward(x: SelectorInputs) -> tuple[Tensor, ...]:

@@ -24,6 +24,7 @@ ATTENTIONS = {
     "mlp": AttentionConfig(spec=SPEC, compressor="mlp", compressor_hidden=5),
     "pool": AttentionConfig(spec=SPEC, compressor="pool"),
     "mean, selector loss": AttentionConfig(spec=SPEC, selector_loss=3.0),
+    "pool, selector loss": AttentionConfig(spec=SPEC, compressor="pool", selector_loss=3.0),
     "mlp, selector loss": AttentionConfig(
         spec=SPEC, compressor="mlp", compressor_hidden=5, selector_loss=3.0
     ),

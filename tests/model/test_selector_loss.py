@@ -171,7 +171,11 @@ def test_the_weight_of_a_micro_batch_does_not_apply_to_the_selector_loss() -> No
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-@pytest.mark.parametrize("settings", [{}, {"compressor": "mlp"}, {"shared_kv": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"compressor": "mlp"}, {"compressor": "pool"}, {"shared_kv": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "hooked"])
 def test_the_selector_loss_uses_the_keys_that_the_compressed_branch_reads(
     name: str, settings: dict[str, Any], plain: bool
@@ -211,13 +215,19 @@ def test_the_gradient_of_cutting_into_blocks_equals_that_of_indexing(name: str) 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize("adjacent", [True, False], ids=["adjacent", "apart"])
-@pytest.mark.parametrize("change", [{}, {"shared_kv": True}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{}, {"shared_kv": True}, {"compressor": "pool"}, {"compressor": "mlp"}], ids=str
+)
 def test_a_port_has_the_gradient_of_keys_that_are_computed_again(
     name: str, adjacent: bool, change: dict[str, Any]
 ) -> None:
     """A hook on the projection makes the layer compute them again."""
     torch.manual_seed(0)
     layer = NSAttention(32, 4, kv_heads=2, spec=SPEC, selector_loss=1.0, **change).double()
+    for parameter in layer.compress.parameters():  # some start at 0
+        torch.nn.init.normal_(parameter)
+    keys = getattr(layer.compress, "key", layer.compress)  # φ of keys
+    trained = [layer.k.weight, *keys.parameters()]
     if adjacent:
         weights = [m.weight for m in (layer.q, layer.k, layer.v, layer.gates)]
         flat = torch.cat([weight.detach().flatten() for weight in weights])
@@ -231,9 +241,10 @@ def test_a_port_has_the_gradient_of_keys_that_are_computed_again(
         layer(x, DOCUMENTS[name])
         loss = layer.take_selector_loss()
         assert loss is not None
-        (gradient,) = torch.autograd.grad(loss, layer.k.weight, retain_graph=True)
+        gradients_of_loss = torch.autograd.grad(loss, trained, retain_graph=True)
+        assert all(bool(gradient.any()) for gradient in gradients_of_loss)
         assert torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True) == (None,)
-        found.append((loss, gradient))
+        found.append((loss, *gradients_of_loss))
         layer.k.register_forward_hook(lambda *_: None)
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-15)

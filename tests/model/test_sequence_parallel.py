@@ -17,10 +17,11 @@ CASES = [
     ("dense", "non_reentrant", "documents", 512),
     ("mean", "none", "all ignored", 512),
     ("mean, selector loss", "reentrant", "documents", 512),
-    ("mlp, selector loss", "none", "rows", 512),
+    ("pool, selector loss", "none", "rows", 512),
 ]
 FURTHER_CASES = [
     ("mean", "none", "one document", 2_048),
+    ("mlp, selector loss", "none", "rows", 512),
     *(
         ("mean, selector loss", mode, "rows", 512)
         for mode in ACTIVATION_CHECKPOINTING

@@ -40,7 +40,6 @@ from tests.ops.cases import one_thread as one_thread
 from tests.ops.planted_errors import Plant
 from tests.ops.projections import DOCUMENTS as PACKED_DOCUMENTS
 from tests.ops.projections import LAYOUTS, Documents
-from tests.ops.projections import LAYOUTS
 from tests.ops.selector import PATTERNS
 from tests.ops.triton.parity import (
     DEVICE,
