@@ -31,6 +31,7 @@ KERNELS = (
     *(f"{branch}_{kernel}" for branch in BRANCHES for kernel in ("forward", "queries", "keys")),
     *(f"gathered_{kernel}" for kernel in ("forward", "queries")),
     "select",
+    "selector",
 )
 
 # Backend and dtype of `assert_exact_enough`'s arguments: actual, usual, exact.
