@@ -35,7 +35,7 @@ from nsa.bench.options import Shape
 from nsa.bench.results import Report, print_table, ratio
 from nsa.bench.roofline import PEAKS, PeakRates, work
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
-from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS
+from nsa.model.config import ACTIVATION_CHECKPOINTING, ATTENTION_KINDS, COMPRESSORS
 from nsa.ops.custom_op import IMPLEMENTATIONS
 from nsa.ops.triton.launch import Launch, recording
 
@@ -299,6 +299,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, default=12, help="transformer blocks (%(default)s)")
     add("--vocab", type=int, default=50_304, help="rows of the embedding (%(default)s)")
     add("--checkpointing", choices=ACTIVATION_CHECKPOINTING, default="none", help="(%(default)s)")
+    add("--compressor", choices=COMPRESSORS, default="mean", help="φ of NSA (%(default)s)")
     add("--selector-loss", action="store_true", help="count NSA's selector loss too")
     add("--operations", action="store_true", help="list operations and launches by name too")
 
@@ -314,7 +315,7 @@ def run(report: Report) -> dict[str, Any]:
         config = ModelConfig(
             layers=flags.layers,
             vocab_size=flags.vocab,
-            attention=AttentionConfig(kind=kind, selector_loss=weight),
+            attention=AttentionConfig(kind=kind, compressor=flags.compressor, selector_loss=weight),
             activation_checkpointing=flags.checkpointing,
         )
         operations = record_operations(config, flags.micro_batch, flags.seq_len)
