@@ -261,18 +261,17 @@ class NSAttention(Attention):
         )
 
     @torch.no_grad()
-    def start_like_dense(self) -> None:
-        """Start gates at ½, values doubled, and the window's keys and values as the selected ones'.
+    def start_equal(self) -> None:
+        """Start gates at ½, and the window's keys and values as those of the selected branch.
 
-        So what is learned at short distances, where window and selected branch attend alike, both
-        learn, and the selected branch can do it at long distances too. docs/design/nsa.md.
+        At short distances both attend alike, so both learn what only the selected branch can use
+        at long ones. docs/design/nsa.md has the figures.
         """
         nn.init.zeros_(self.gates.weight)
-        for projection in (self.k, self.v):
-            if self.layout.copies == len(BRANCHES):
+        if self.layout.copies == len(BRANCHES):
+            for projection in (self.k, self.v):
                 _, selected, window = projection.weight.chunk(3)
                 window.copy_(selected)
-        self.v.weight.mul_(2)
 
     def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Add compressed keys and values: without a compressed branch they only select blocks."""

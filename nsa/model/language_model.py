@@ -160,7 +160,7 @@ class LanguageModel(nn.Module):
             block.attention.o.weight.mul_(residual_scale)
             block.mlp.down.weight.mul_(residual_scale)
             if isinstance(block.attention, NSAttention):
-                block.attention.start_like_dense()
+                block.attention.start_equal()
 
     def sparse_layers(self) -> dict[str, NSAttention]:
         """Return the attention layers that call an observer, by name: those with all branches."""
