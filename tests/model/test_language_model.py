@@ -190,8 +190,6 @@ def test_selected_branch_and_window_start_equal() -> None:
             compressed, selected, window = projection.weight.chunk(3)
             assert torch.equal(selected, window)
             assert not torch.equal(selected, compressed)
-    subset = LanguageModel(tiny(replace(ATTENTIONS["mean"], branches="sel+win")))
-    assert not subset.sparse_layers()  # two branches: nothing to copy to
 
 
 def test_residual_projections_are_initialized_smaller_by_the_root_of_their_number() -> None:
