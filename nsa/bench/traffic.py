@@ -82,6 +82,7 @@ class LaunchCost:
     name: str
     bytes: int
     flops: float = 0.0
+    launch: Launch | None = None  # of a kernel of nsa.ops
 
     def seconds(self, chip: PeakRates) -> float:
         return max(self.bytes / chip.bytes, self.flops / chip.flops)
@@ -201,7 +202,7 @@ def _kernel_cost(x: Launch, flops: Mapping[str, float]) -> LaunchCost:
     argument, condition = _REWRITTEN.get(name, ("", None))
     if condition is None or x.constants[condition]:
         moved += _stored_bytes(arguments.get(argument))
-    return LaunchCost(name, moved, flops.get(_work_name(x), 0.0))
+    return LaunchCost(name, moved, flops.get(_work_name(x), 0.0), x)
 
 
 def _unread_bytes(kernel: str, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> int:
