@@ -42,7 +42,7 @@ def _row_tile(cu, documents, seq_len, C: tl.constexpr):
     first row in the document; the first row in memory of that row's query; and for each row: its
     offset from there, its position, and whether it exists.
     """
-    head = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(1)
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
     document, tile, start, length = document_tile(cu, documents, slot, seq_len, C.GROUP, C.ROWS)
     first_row = tile * C.ROWS
@@ -131,7 +131,7 @@ def band_forward_kernel(
     C: tl.constexpr = CMP if k_win is None else WIN
     document, token, length, first_row, row, at, t, valid = _row_tile(cu, documents, seq_len, C)
     if first_row < length * C.GROUP:
-        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
         if k_cmp is not None:  # before the window's loop, which spills less
             cmp_key = _first_key(cu, document, token, batch, key_len, CMP) * C.HEADS + head
         q_tile = load_rows(q + row * C.KEY, at, C.KEY, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
@@ -211,7 +211,7 @@ def band_queries_kernel(
     ROWS: tl.constexpr = C.ROWS
     document, token, length, first_row, row, at, t, valid = _row_tile(cu, documents, seq_len, C)
     if first_row < length * C.GROUP:
-        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
         do_tile = load_rows(do + row * C.VALUE, at, C.VALUE, C.VALUE, C.VALUE_P, valid)
         total = tl.cast(rows, tl.int64)
         if gates is not None:
@@ -304,7 +304,7 @@ def _single_tile_step(
 
 @triton.jit
 def _key_gradients(
-    q, k, v, do, lse2, delta, dk, dv, gates, dgates, dq, cu, slot, split,
+    q, k, v, do, lse2, delta, dk, dv, gates, dgates, dq, cu, batch, head, slot, split,
     seq_len, key_len, documents, split_len, scale, scale_out, C: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of one branch's keys, from one split of the queries.
@@ -312,8 +312,6 @@ def _key_gradients(
     If dq is given, one tile holds all compressed keys of a document: dq is added to, dgates is
     written, lse2 is the natural-log lse without gates, and delta is not read.
     """
-    head = (tl.program_id(1) % C.HEADS).to(tl.int64)
-    batch = (tl.program_id(1) // C.HEADS).to(tl.int64)
     POSITIONS: tl.constexpr = C.KEYS * C.STRIDE
     document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, POSITIONS)
     token = batch * seq_len + start
@@ -363,8 +361,7 @@ def _key_gradients(
                         k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta,
                         first_key, first_row, r3, scale, C, phase,
                     )  # fmt: skip
-        batches = tl.num_programs(1) // C.HEADS
-        key += tl.cast(split, tl.int64) * batches * key_len  # [splits, B, N, ..]
+        key += split * (tl.num_programs(0) // C.HEADS) * key_len  # [splits, B, N, ..]
         dk_acc *= scale_out
         store_pair(dk, dv, key * C.HEADS + head, i, dk_acc, dv_acc, C, inside)
 
@@ -379,19 +376,21 @@ def band_keys_kernel(
     """dk and dv of one tile of compressed keys or of the window's; dq as in `_key_gradients`.
 
     Programs of both branches run at the same time and share q and do in L2. Those of compressed
-    keys start first: they read the most queries.
+    keys start first, for all batch rows and heads: they read the most queries.
     """
-    i = tl.program_id(0)
+    C: tl.constexpr = CMP if k_win is None else WIN
+    batch, head = (tl.program_id(0) // C.HEADS).to(tl.int64), tl.program_id(0) % C.HEADS
+    i = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     if i < cmp_programs:
         if k_cmp is not None:
             _key_gradients(
                 q, k_cmp, v_cmp, do, lse2_cmp, delta_cmp, dk_cmp, dv_cmp, gates, dgates, dq,
-                cu, i % cmp_tiles, i // cmp_tiles,
+                cu, batch, head, i % cmp_tiles, (cmp_programs - 1 - i) // cmp_tiles,
                 seq_len, key_len, documents, split_len, scale, scale_out, CMP,
             )  # fmt: skip
     elif k_win is not None:
         _key_gradients(
             q, k_win, v_win, do, lse2_win, delta_win, dk_win, dv_win, None, None, None,
-            cu, i - cmp_programs, 0,
+            cu, batch, head, i - cmp_programs, 0,
             seq_len, seq_len, documents, seq_len, scale, scale_out, WIN,
         )  # fmt: skip

@@ -161,7 +161,7 @@ def sum_parts(parts, col, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: t
     """Sum columns `col` [COLS] of float32 parts [rows, WIDTH], in ascending order."""
     total = tl.zeros([COLS], tl.float32)
     for first in range(0, rows, ROWS):
-        row = first + tl.arange(0, ROWS)
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
         mask = (row < rows)[:, None] & (col < WIDTH)[None, :]
         total += tl.sum(tl.load(parts + row[:, None] * WIDTH + col[None, :], mask, other=0.0), 0)
     return total

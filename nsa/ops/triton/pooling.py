@@ -58,7 +58,8 @@ def pool_forward_kernel(
     LEN: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One block's y; `pooled` (before scale and RoPE) and the softmax's lse are for backward."""
-    block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
     col, inside = _columns(SIZE, HALF, PADDED)
     w = _load_weight(weight + head * SIZE * SIZE, col, inside, SIZE).to(x.dtype.element_ty)
     top = tl.full([PADDED], float("-inf"), tl.float32)
@@ -67,7 +68,7 @@ def pool_forward_kernel(
         i = first + tl.arange(0, ROWS)
         valid = i < LEN
         mask = valid[:, None] & inside[None, :]
-        t = tl.load(block_tokens + block.to(tl.int64) * LEN + i, mask=valid, other=0)
+        t = tl.load(block_tokens + block * LEN + i, mask=valid, other=0)
         row = ((batch * seq_len + t) * HEADS + head) * SIZE
         k = tl.load(x + row[:, None] + col[None, :], mask=mask, other=0.0)  # [ROWS, PADDED]
         s = dot(k, w) + _load(position, (head * LEN + i) * SIZE, col, mask)

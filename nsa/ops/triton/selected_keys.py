@@ -55,15 +55,23 @@ def _keys_step(
 @kernel
 def selected_keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, dk_part, dv_part, cu, offsets, queries,
-    seq_len, documents, total_blocks, list_len, part_rows, scale, scale_out, C: tl.constexpr,
+    seq_len, documents, total_blocks, list_len, part_rows, scale, scale_out,
+    C: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of KEYS positions of a block, from one chunk of its list of queries."""
-    part = tl.program_id(1)
-    head = (tl.program_id(2) % C.HEADS).to(tl.int64)
-    batch = (tl.program_id(2) // C.HEADS).to(tl.int64)
+    """dk and dv of KEYS positions of a block, from one chunk of its list of queries.
+
+    HEADS_FIRST: the grid's first axis is heads of all batch rows, else chunks.
+    """
+    AXIS: tl.constexpr = 0 if HEADS_FIRST else 1
+    PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
+    batch = (tl.program_id(AXIS) // C.HEADS).to(tl.int64)
+    head = tl.program_id(AXIS) % C.HEADS
+    part = tl.program_id(1 - AXIS) % PARTS
     offsets += (batch * C.HEADS + head) * (total_blocks + 1)
     queries += (batch * C.HEADS + head) * list_len
-    block, begin, end, chunk = locate(offsets, total_blocks, tl.program_id(0), 1, C.CHUNK)
+    block, begin, end, chunk = locate(
+        offsets, total_blocks, tl.program_id(1 - AXIS) // PARTS, 1, C.CHUNK
+    )
     low = begin + chunk * C.CHUNK
     high = tl.minimum(end, low + C.CHUNK)
     _document, j, start, length = document_tile(cu, documents, block, seq_len, 1, C.SELECT)
@@ -104,7 +112,7 @@ def selected_keys_kernel(
         if end - begin <= C.CHUNK:
             store_pair(dk, dv, first, key_at, dk_acc, dv_acc, C, inside)
         else:
-            slot = batch * part_rows + _part_slot(begin, chunk, C.CHUNK).to(tl.int64) * C.SELECT
+            slot = batch * part_rows + _part_slot(begin, chunk, C.CHUNK) * C.SELECT
             store_pair(dk_part, dv_part, slot * C.HEADS + head, i, dk_acc, dv_acc, C, inside)
 
 
@@ -115,7 +123,7 @@ def add_parts_kernel(
 ):  # fmt: skip
     """Add the parts of a block with a long list."""
     block = tl.program_id(0)
-    head = (tl.program_id(2) % C.HEADS).to(tl.int64)
+    head = tl.program_id(2) % C.HEADS
     batch = (tl.program_id(2) // C.HEADS).to(tl.int64)
     offsets += (batch * C.HEADS + head) * (total_blocks + 1)
     begin = tl.load(offsets + block)
@@ -127,7 +135,7 @@ def add_parts_kernel(
         inside = (i < C.SELECT) & (n < length)
         dk_sum, dv_sum = zero_pair(C)
         for chunk in range(0, tl.cdiv(end - begin, C.CHUNK)):
-            slot = batch * part_rows + _part_slot(begin, chunk, C.CHUNK).to(tl.int64) * C.SELECT
+            slot = batch * part_rows + _part_slot(begin, chunk, C.CHUNK) * C.SELECT
             first = slot * C.HEADS + head
             dk_part_tile, dv_part_tile = load_pair(dk_part, dv_part, first, i, C.HEADS, C, inside)
             dk_sum += dk_part_tile
