@@ -22,9 +22,10 @@ from nsa.ops.triton.flash_window import flash_forward, is_faster
 from nsa.ops.triton.launch import cdiv, launch, padded_size
 
 # A document has few tiles of compressed keys, each seen by very many queries. So several programs
-# share a tile, and their float32 parts are added up in a fixed order.
-QUERIES_PER_SPLIT = 4096
-MAX_SPLITS = 8
+# share a tile, and their float32 parts are added up in a fixed order. With 512 queries a program
+# takes about as long as one of the window's keys (python -m nsa.bench schedule).
+QUERIES_PER_SPLIT = 512
+MAX_SPLITS = 16
 
 
 class Band(NamedTuple):
@@ -117,7 +118,7 @@ class Bands(NamedTuple):
         """dk, dv of the window, then of the compressed branch; `per_query`: arguments by query."""
         x, config = self.present(), self.config("keys")
         seq_len, gradients = x.q.shape[1], dict[str, Tensor]()
-        counts = {"split_len": seq_len, "cmp_tiles": 1, "cmp_programs": 0}
+        counts = {"batches": x.q.shape[0], "split_len": seq_len, "cmp_tiles": 1, "cmp_programs": 0}
         window_tiles = 0
         if self.win is not None:
             window_tiles = slots(seq_len, config.keys, x.cu_seqlens)
@@ -126,10 +127,10 @@ class Bands(NamedTuple):
             splits = min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
             keys = (cmp_tile or config)[1]
             tiles = slots(seq_len, keys * self.cmp.band[1], x.cu_seqlens)
-            counts = {"split_len": cdiv(seq_len, splits), "cmp_tiles": tiles}
+            counts |= {"split_len": cdiv(seq_len, splits), "cmp_tiles": tiles}
             counts |= {"cmp_programs": tiles * splits}
             gradients |= _parts("cmp", self.cmp, splits)
-        grid = counts["cmp_programs"] + window_tiles, x.k.shape[2] * x.q.shape[0]
+        grid = ((counts["cmp_programs"] + window_tiles) * x.k.shape[2] * x.q.shape[0],)
         self.launch(band_keys_kernel, grid, per_query | gradients | counts, config, cmp_tile)
         return [y[0] if y.shape[0] == 1 else y.sum(0).to(x.k.dtype) for y in gradients.values()]
 

@@ -55,15 +55,22 @@ def _keys_step(
 @kernel
 def selected_keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, dk_part, dv_part, cu, offsets, queries,
-    seq_len, documents, total_blocks, list_len, part_rows, scale, scale_out, C: tl.constexpr,
+    seq_len, documents, total_blocks, list_len, part_rows, programs, interleaved, scale, scale_out,
+    C: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of KEYS positions of a block, from one chunk of its list of queries."""
-    part = tl.program_id(1)
-    head = (tl.program_id(2) % C.HEADS).to(tl.int64)
-    batch = (tl.program_id(2) // C.HEADS).to(tl.int64)
+    """dk and dv of KEYS positions of a block, from one chunk of its list of queries.
+
+    A batch row's head has so many `programs`; so many heads are `interleaved`, all or one.
+    """
+    PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
+    i = tl.program_id(0)
+    row = i // (interleaved * programs) * interleaved + i % interleaved
+    batch, head = (row // C.HEADS).to(tl.int64), (row % C.HEADS).to(tl.int64)
+    i = i // interleaved % programs
+    part = i % PARTS
     offsets += (batch * C.HEADS + head) * (total_blocks + 1)
     queries += (batch * C.HEADS + head) * list_len
-    block, begin, end, chunk = locate(offsets, total_blocks, tl.program_id(0), 1, C.CHUNK)
+    block, begin, end, chunk = locate(offsets, total_blocks, i // PARTS, 1, C.CHUNK)
     low = begin + chunk * C.CHUNK
     high = tl.minimum(end, low + C.CHUNK)
     _document, j, start, length = document_tile(cu, documents, block, seq_len, 1, C.SELECT)

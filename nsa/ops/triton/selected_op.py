@@ -10,14 +10,16 @@ from torch import Tensor
 from nsa.ops.custom_op import Gradient, register
 from nsa.ops.triton.band_op import outputs_like
 from nsa.ops.triton.common import LOG2E, backward_rows, constants_of, document_arguments, slots
-from nsa.ops.triton.configs import Config, choose_config
+from nsa.ops.triton.configs import SHORT, Config, choose_config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2
 from nsa.ops.triton.selected import selected_forward_kernel, selected_queries_kernel
 from nsa.ops.triton.selected_keys import add_parts_kernel, selected_keys_kernel
 from nsa.ops.triton.selected_lists import blocks_by_tile, queries_by_block
 from nsa.spec import NSASpec
 
-CHUNK = 2048  # queries of one block's list that one program adds up
+# Queries of one block's list that one program adds up, at most. Fewer in small batches, so that the
+# last programs to end are not long ones; but the parts are written to memory and read again.
+CHUNK, MIN_CHUNK = 2048, 512
 # A sequence of at most this many times `select_top` blocks takes large tiles: neighbouring queries
 # together select most of its blocks. An estimate, derived in docs/design/kernels.md.
 DENSE_BLOCKS = 4
@@ -99,9 +101,13 @@ def _key_gradients(x: Selected, per_query: dict[str, Any]) -> tuple[Tensor, Tens
     keys = _block_keys(config, spec)
     offsets, queries = queries_by_block(x.block_index, x.cu_seqlens, spec)
     total_blocks = offsets.shape[-1] - 1
+    # Most queries select the first blocks, so those of all heads start first. Beyond SHORT tokens
+    # heads follow each other instead: their queries together would not fit in L2.
+    short = seq_len <= SHORT
+    chunk = min(CHUNK, max(MIN_CHUNK, next_power_of_2(batch * seq_len) // (8 if short else 32)))
     # No list is longer than the sequence, so short ones leave no parts.
-    parts = seq_len > CHUNK
-    part_rows = (2 * seq_len * spec.select_top // CHUNK + 1) * spec.select_len if parts else 1
+    parts = seq_len > chunk
+    part_rows = (2 * seq_len * spec.select_top // chunk + 1) * spec.select_len if parts else 1
     arguments = _arguments(x) | per_query
     for name, y in (("dk", x.k), ("dv", x.v)):
         part = y.new_empty(batch, part_rows, groups, y.shape[-1], dtype=torch.float32)
@@ -109,13 +115,16 @@ def _key_gradients(x: Selected, per_query: dict[str, Any]) -> tuple[Tensor, Tens
         arguments |= {name: gradient, f"{name}_part": part}
     arguments |= {"part_rows": part_rows, "offsets": offsets, "total_blocks": total_blocks}
     arguments |= {"queries": queries, "list_len": queries.shape[-1]}
-    tile = {"ROWS": config.rows, "KEYS": keys, "CHUNK": CHUNK}
+    steps = cdiv(spec.select_len, keys)
+    programs = (seq_len * spec.select_top // chunk + total_blocks) * steps
+    arguments |= {"programs": programs, "interleaved": groups * batch if short else 1}
+    tile = {"ROWS": config.rows, "KEYS": keys, "CHUNK": chunk}
     constants = constants_of(x.q, x.k, x.v, **tile, SELECT=spec.select_len)
-    grid = cdiv(spec.select_len, keys), groups * batch
-    lists = seq_len * spec.select_top // CHUNK + total_blocks
-    launch(selected_keys_kernel, (lists, *grid), arguments, {"C": constants}, config)
+    grid = (programs * groups * batch,)
+    launch(selected_keys_kernel, grid, arguments, {"C": constants}, config)
     if parts:
-        launch(add_parts_kernel, (total_blocks, *grid), arguments, {"C": constants}, config)
+        grid = total_blocks, steps, groups * batch
+        launch(add_parts_kernel, grid, arguments, {"C": constants}, config)
     return arguments["dk"], arguments["dv"]
 
 
