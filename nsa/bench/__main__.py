@@ -19,6 +19,7 @@ BENCHMARKS = {  # name: one line of help
     "aot": "compile the kernels without a GPU and check their limits",
     "roofline": "least FLOPs and bytes of each kernel, and the time floor that follows",
     "traffic": "operations and bytes of a micro-batch, by part; needs no GPU",
+    "schedule": "how evenly the attention kernels fill a GPU, counted without one",
     "ablations": "train and time the demo with parts of its attention changed",
     "comm": "what each DeepSpeed config sends, and what that costs a step",
     "kernels": "each function of nsa.ops, on each backend",

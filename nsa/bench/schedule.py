@@ -11,61 +11,58 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from nsa.bench.results import Report, print_table, ratio
+from nsa.bench.results import Report, Result, print_table, ratio, to_json
+from nsa.bench.roofline import PEAKS
 from nsa.spec import NSASpec
 
-MULTIPROCESSORS = {"A100": 108, "H100": 132}
-CHIPS = {"A100": "sm_80", "H100": "sm_90"}
+# Of --device: the name in PEAKS, the compiler's name, and the multiprocessors.
+CHIPS = {"a100": ("A100", "sm_80", 108), "h100": ("H100", "sm_90", 132)}
 SELECTIONS = ("random", "local", "alike")
+COLUMNS = ("roofline", "schedule")
 
 
-def selections(kind: str, offsets: Any, spec: NSASpec, count: int) -> list[Any]:
-    """The blocks that queries of `count` heads select, bool [T, blocks of the longest document].
+def selections(kind: str, offsets: Any, spec: NSASpec, heads: int) -> list[Any]:
+    """The blocks that the queries of each head select, bool [T, blocks of the longest document].
 
-    Forced blocks, and at random, the last or (alike) the first ones. Documents begin at `offsets`.
+    The forced ones, and random, the last (local) or the first (alike). `offsets`: of documents.
     """
-    lengths, draw = np.diff(offsets), np.random.default_rng(0)
+    lengths, draw, masks = np.diff(offsets), np.random.default_rng(0), []
     own = np.concatenate([np.arange(n) for n in lengths])[:, None] // spec.select_len
-    block = np.arange(spec.select_blocks_len(int(lengths.max())))
+    block = np.arange(spec.select_blocks_len(int(lengths.max()))) + 0 * own
     forced = (block < spec.init_blocks) | (block > own - spec.local_blocks)
-    result = []
-    for _ in range(count if kind == "random" else 1):
-        score = {"local": block, "alike": -block}.get(kind, draw.random((len(own), len(block))))
-        score = np.where(block > own, -np.inf, np.where(forced, np.inf, score))
-        best = np.argpartition(-score, min(spec.select_top, len(block)) - 1, 1)
-        mask = np.zeros(score.shape, bool)
-        np.put_along_axis(mask, best[:, : spec.select_top], True, 1)
-        result.append(mask & (block <= own))
-    return result * (count // len(result))
+    for _ in range(heads):
+        score = {"local": block, "alike": -block}.get(kind, draw.random(block.shape))
+        order = np.argsort(np.where(block > own, np.inf, -score - block.size * forced), 1)
+        masks.append(np.zeros(block.shape, bool))
+        np.put_along_axis(masks[-1], order[:, : spec.select_top], True, 1)
+        masks[-1] &= block <= own
+    return masks
 
 
-def program_costs(x: Any, offsets: Any, selected: Sequence[Any]) -> Any:
+def program_costs(x: Any, offsets: Any, selected: list[Any]) -> Any:
     """The multiply-adds of each program of a launch in the grid's order; None without products.
 
-    `selected`: the selections of each batch row and KV head, as `selections` returns them.
+    `selected`: the selection of each batch row's KV heads, as `selections` returns them.
     """
     count = _COSTS.get(x.kernel.fn.__name__)
     return None if count is None else count(x, offsets, selected)
 
 
 def _locate(offsets: Any, slot: Any, mul: int, tile: int) -> tuple[Any, Any, Any]:
-    """`locate` of common.py: the run that each slot is in, its tile of the run, the run's length."""
+    """`locate` of common.py: the run that each slot is in, its tile of the run, the run's end."""
     first = offsets[:-1] * mul // tile + np.arange(len(offsets) - 1)
     run = np.searchsorted(first, slot, side="right") - 1
     return run, slot - first[run], np.diff(offsets)[run]
 
 
-def _steps(*bounds: tuple[Any, Any], size: int) -> Any:
-    """The steps of loops from one bound to the other, `size` apart."""
+def _steps(size: int, *bounds: tuple[Any, Any]) -> Any:
+    """The steps of loops from one bound to the other."""
     return sum(np.maximum(-((begin - end) // size), 0) for begin, end in bounds)
 
 
@@ -74,49 +71,47 @@ def _visible(t: Any, c: Any) -> Any:
 
 
 def _band_rows(x: Any, offsets: Any, _: Any, keys: int, values: int) -> Any:
-    """Tiles of rows: `keys` and `values` products over the size of a key and of a value."""
-    win, cmp = x.constants["WIN"], x.constants["CMP"]
-    c = win or cmp
+    """`keys` and `values`: products over the size of a key and of a value."""
+    branches = [c for c in (x.constants["WIN"], x.constants["CMP"]) if c is not None]
+    c, cost = branches[0], 0
     _, tile, length = _locate(offsets, np.arange(x.grid[0])[::-1], c.GROUP, c.ROWS)
-    begin, end = tile * c.ROWS // c.GROUP, (np.minimum((tile + 1) * c.ROWS, length * c.GROUP) - 1) // c.GROUP
-    cost = 0
-    for b in filter(None, (win, cmp)):
-        low = np.maximum(begin + 1 - b.WINDOW, 0) // b.KEYS * b.KEYS if b.WINDOW else 0
-        far = _steps((0, end + 1 - b.WINDOW), size=b.KEYS) * b.KEYS if b.WINDOW else 0
-        high = _visible(end, b)
-        near = np.maximum(_visible(begin, b) // b.KEYS * b.KEYS, far)
-        steps = _steps((low, np.minimum(far, high)), (far, near), (near, high), size=b.KEYS)
-        cost += steps * b.ROWS * b.KEYS * (keys * b.KEY_P + values * b.VALUE_P)
-    return np.tile(np.where(tile * c.ROWS < length * c.GROUP, cost, 0), x.grid[1] * x.grid[2])
+    begin, rows = tile * c.ROWS, length * c.GROUP
+    first, last = begin // c.GROUP, (np.minimum(begin + c.ROWS, rows) - 1) // c.GROUP
+    for c in branches:
+        window = c.WINDOW or 1 << 40
+        low = np.maximum(first + 1 - window, 0) // c.KEYS * c.KEYS
+        far = _steps(c.KEYS, (0, last + 1 - window)) * c.KEYS
+        high = _visible(last, c)
+        near = np.maximum(_visible(first, c) // c.KEYS * c.KEYS, far)
+        steps = _steps(c.KEYS, (low, np.minimum(far, high)), (far, near), (near, high))
+        cost += steps * c.ROWS * c.KEYS * (keys * c.KEY_P + values * c.VALUE_P)
+    return np.tile(np.where(begin < rows, cost, 0), x.grid[1] * x.grid[2])
 
 
 def _band_keys(x: Any, offsets: Any, _: Any) -> Any:
-    a, costs = x.arguments, []
-    win, cmp = x.constants["WIN"], x.constants["CMP"]
-    count, tiles = a["cmp_programs"], a["cmp_tiles"]
-    rows = a["batches"] * (win or cmp).HEADS
-    i = np.arange(x.grid[0] // rows)
-    of_cmp = i[:count] % tiles, (count - 1 - i[:count]) // tiles, a["split_len"]
-    for c, (slot, split, split_len) in ((cmp, of_cmp), (win, (i[count:] - count, 0, a["seq_len"]))):
+    a, win, cmp, costs = x.arguments, x.constants["WIN"], x.constants["CMP"], []
+    heads = a["batches"] * (win or cmp).HEADS
+    i = np.arange(a["cmp_programs"])
+    splits = i % a["cmp_tiles"], i[::-1] // a["cmp_tiles"], a["split_len"]
+    window = np.arange(x.grid[0] // heads - len(i)), 0, a["seq_len"]
+    for c, (slot, split, split_len) in ((cmp, splits), (win, window)):
         if c is not None:
             one_tile = c is cmp and a["dq"] is not None
             _, tile, length = _locate(offsets, slot, 1, c.KEYS * c.STRIDE)
-            keys, first = _visible(length - 1, c), tile * c.KEYS
-            last = np.minimum(first + c.KEYS, keys) - 1
+            count, first = _visible(length - 1, c), tile * c.KEYS
+            last = np.minimum(first + c.KEYS, count) - 1
             seen, all_seen = (n * c.STRIDE + c.LEN - 1 for n in (first, last))
-            begin = np.maximum(split * split_len, 0 if one_tile else seen)
-            end = np.minimum(length, (split + 1) * split_len)
-            until = np.minimum(end, last + c.WINDOW) if c.WINDOW else end
-            all_until = np.minimum(until, first + c.WINDOW) if c.WINDOW else end
-            r0, r3 = begin * c.GROUP, until * c.GROUP
-            r1 = r0 + _steps((r0, all_seen * c.GROUP), size=c.ROWS) * c.ROWS
-            r2 = r1 + np.maximum(all_until * c.GROUP - r1, 0) // c.ROWS * c.ROWS
-            steps = _steps((r0, np.minimum(r1, r3)), (r1, r2), (r2, r3), size=c.ROWS)
-            steps = _steps((r0, r3), size=c.ROWS) if one_tile else steps
-            exists = tile == 0 if one_tile else first < keys
-            size = (3 if one_tile else 2) * c.KEY_P + 2 * c.VALUE_P
-            costs.append(np.where(exists, steps * c.ROWS * c.KEYS * size, 0))
-    return np.repeat(np.concatenate(costs), rows)
+            r0 = np.maximum(split * split_len, 0 if one_tile else seen) * c.GROUP
+            end, window = np.minimum(length, (split + 1) * split_len), c.WINDOW or 1 << 40
+            r3 = np.minimum(end, last + window) * c.GROUP
+            r1 = r0 + _steps(c.ROWS, (r0, all_seen * c.GROUP)) * c.ROWS
+            r2 = np.minimum(end, first + window) * c.GROUP
+            r2 = r1 + np.maximum(r2 - r1, 0) // c.ROWS * c.ROWS
+            phases = ((r0, r3),) if one_tile else ((r0, np.minimum(r1, r3)), (r1, r2), (r2, r3))
+            size = (2 + one_tile) * c.KEY_P + 2 * c.VALUE_P
+            exists = (tile == 0) if one_tile else (first < count)
+            costs.append(exists * _steps(c.ROWS, *phases) * c.ROWS * c.KEYS * size)
+    return np.repeat(np.concatenate(costs), heads)
 
 
 def _select(x: Any, offsets: Any, _: Any) -> Any:
@@ -124,38 +119,38 @@ def _select(x: Any, offsets: Any, _: Any) -> Any:
     _, tile, length = _locate(offsets, np.arange(x.grid[0])[::-1], 1, c.QUERIES)
     begin, end = tile * c.QUERIES, np.minimum((tile + 1) * c.QUERIES, length)
     blocks = (end - 1) // c.SELECT + 1
-    low = -(-(-((c.STRIDE - c.LEN) // c.SELECT)) // c.BLOCKS) * c.BLOCKS
+    low = _steps(c.BLOCKS, (0, _steps(c.SELECT, (c.STRIDE, c.LEN)))) * c.BLOCKS
     high = np.maximum(_visible(begin, c) - 1, 0) * c.STRIDE // c.SELECT // c.BLOCKS * c.BLOCKS
     high = np.maximum(high, low)
-    steps = _steps((0, np.minimum(low, blocks)), (low, high), (high, blocks), size=c.BLOCKS)
+    steps = _steps(c.BLOCKS, (0, np.minimum(low, blocks)), (low, high), (high, blocks))
+    steps *= (begin < end) & (blocks > c.TOP)
     cost = steps * c.COUNT * c.GROUP * c.QUERIES * c.BLOCKS * c.KEY_P
-    return np.tile(np.where((begin < end) & (blocks > c.TOP), cost, 0), x.grid[1] * x.grid[2])
+    return np.tile(cost, x.grid[1] * x.grid[2])
 
 
-def _selected_rows(x: Any, offsets: Any, selected: Any, keys: int, values: int) -> Any:
+def _selected_rows(x: Any, offsets: Any, selected: list[Any], keys: int, values: int) -> Any:
     c = x.constants["C"]
     run, tile, length = _locate(offsets, np.arange(x.grid[0])[::-1], 1, c.QUERIES)
     query = np.minimum(tile[:, None] * c.QUERIES + np.arange(c.QUERIES), length[:, None] - 1)
-    query, exists = offsets[run][:, None] + query, tile * c.QUERIES < length
-    size = c.ROWS * c.KEYS * _steps((0, c.SELECT), size=c.KEYS)
-    size *= keys * c.KEY_P + values * c.VALUE_P
-    return np.concatenate([mask[query].any(1).sum(1) * exists * size for mask in selected])
+    size = c.ROWS * c.KEYS * _steps(c.KEYS, (0, c.SELECT)) * (keys * c.KEY_P + values * c.VALUE_P)
+    size = size * (tile * c.QUERIES < length)
+    query += offsets[run][:, None]
+    return np.concatenate([mask[query].any(1).sum(1) * size for mask in selected])
 
 
-def _selected_keys(x: Any, offsets: Any, selected: Any) -> Any:
+def _selected_keys(x: Any, offsets: Any, selected: list[Any]) -> Any:
     c, costs = x.constants["C"], []
     document, block, length = _locate(offsets, np.arange(x.arguments["total_blocks"]), 1, c.SELECT)
-    parts = _steps((0, c.SELECT), size=c.KEYS)
-    slot = np.arange(x.arguments["programs"] // parts)
+    parts = _steps(c.KEYS, (0, c.SELECT))
     for mask in selected:
-        sums = np.concatenate([np.zeros_like(mask[:1], int), np.cumsum(mask, 0)])[offsets]
-        queries = np.diff(sums, axis=0)[document, np.minimum(block, mask.shape[1] - 1)]
-        lists = np.cumsum([0, *np.where(block * c.SELECT < length, queries, 0)])
-        run, chunk, total = _locate(lists, slot, 1, c.CHUNK)
-        rows = np.clip(total - chunk * c.CHUNK, 0, c.CHUNK) * c.GROUP
-        own = _steps((chunk * c.CHUNK, c.SELECT), size=1) * c.GROUP
-        own = np.minimum(_steps((0, own), size=c.ROWS) * c.ROWS, rows)
-        steps = _steps((0, own), (own, rows), size=c.ROWS)
+        queries = np.diff(np.pad(np.cumsum(mask, 0), ((1, 0), (0, 0)))[offsets], axis=0)
+        queries = queries[document, np.minimum(block, mask.shape[1] - 1)]
+        lists = np.cumsum([0, *queries * (block * c.SELECT < length)])
+        _, chunk, count = _locate(lists, np.arange(x.arguments["programs"] // parts), 1, c.CHUNK)
+        rows = np.clip(count - chunk * c.CHUNK, 0, c.CHUNK) * c.GROUP
+        own = np.maximum(c.SELECT - chunk * c.CHUNK, 0) * c.GROUP
+        own = np.minimum(_steps(c.ROWS, (0, own)) * c.ROWS, rows)
+        steps = _steps(c.ROWS, (0, own), (own, rows))
         costs.append(np.repeat(steps * c.ROWS * c.KEYS * 2 * (c.KEY_P + c.VALUE_P), parts))
     return np.concatenate(costs) if x.arguments["interleaved"] == 1 else np.stack(costs, 1).ravel()
 
@@ -171,6 +166,18 @@ _COSTS: dict[str, Any] = {
 }
 
 
+def flash_costs(name: str, rows: int, seq_len: int, head: int) -> Any:
+    """The same of flash-attn's causal kernels, by PyTorch's name; None for any other name.
+
+    A program has 128 queries of one of the `rows`, in the backward pass 128 keys.
+    """
+    if "flash_attention" not in name:
+        return None
+    tiles = np.arange(1, -(-seq_len // 128) + 1)
+    products = tiles[::-1] * 5 if name.endswith("backward") else tiles * 2
+    return np.tile(products * 128 * 128 * head, rows)
+
+
 def simulated_time(costs: Any, multiprocessors: int, blocks: int) -> float:
     """The time until all programs ended, in multiply-adds of a multiprocessor."""
     slots = [(0.0, i) for i in range(multiprocessors * blocks)]  # when each is free
@@ -182,3 +189,74 @@ def simulated_time(costs: Any, multiprocessors: int, blocks: int) -> float:
     for end, i in slots:
         left[i % multiprocessors] += max(end - now, 0.0) / blocks
     return now + float(left.max())
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--device", choices=CHIPS, default="a100", dest="chip", help="(%(default)s)")
+    add("--micro-batch", type=int, default=8, help="sequences (%(default)s)")
+    add("--seq-len", type=int, default=2_048, help="tokens of a sequence (%(default)s)")
+    about = "blocks that queries select: at random, the last, the first (%(default)s)"
+    add("--selection", choices=SELECTIONS, default=SELECTIONS[0], help=about)
+    add("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(report: Report) -> dict[str, Any]:
+    """Estimate a micro-batch of M7C and of its dense twin: kernels, and tokens/s."""
+    os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
+    flags, over = report.flags, dict[str, Any]()
+    rows = {kind: estimate(kind, flags) for kind in ("nsa", "dense")}
+    for column in COLUMNS:
+        over[column] = ratio(rows["dense"][-1][column], rows["nsa"][-1][column])
+    result = {"estimate": "from counts, not measurements", **rows, "nsa_over_dense": over}
+    if flags.json:
+        print(to_json(result))
+        return result
+    lines = [["", "programs", "blocks", "longest", "time/balanced", *(f"{x} ms" for x in COLUMNS)]]
+    for kind, kernels in rows.items():
+        lines.append([f"\n{kind}", *[""] * 6])
+        for row in kernels:
+            cells = [f"{row[x]:.2f}" if x in row else "" for x in ("longest", "time")]
+            cells += [f"{1e3 * row[x]:.2f}" for x in COLUMNS]
+            lines.append([row["kernel"], *(str(row.get(x, "")) for x in ("programs", "blocks"))])
+            lines[-1] += cells
+    print_table(lines)
+    figures = ", ".join(f"{value:.3f} by {column}" for column, value in over.items())
+    print(f"\nNSA's tokens/s over dense, counted, not measured: {figures}")
+    return result
+
+
+def estimate(kind: str, flags: argparse.Namespace) -> list[Result]:
+    """A row per attention kernel and one of the micro-batch, with the seconds of COLUMNS."""
+    from nsa.bench.compile_gate import Variant, compile_variant
+    from nsa.bench.traffic import record_operations
+    from nsa.model import AttentionConfig, ModelConfig
+    from nsa.ops.triton.configs import choosing_for
+
+    name, chip, multiprocessors = CHIPS[flags.chip]
+    config, batch = ModelConfig(attention=AttentionConfig(kind=kind)), flags.micro_batch
+    with choosing_for(chip):
+        operations = record_operations(config, batch, flags.seq_len)
+    offsets, spec = np.array([0, flags.seq_len]), config.attention.spec
+    selected = selections(flags.selection, offsets, spec, batch * config.kv_heads)
+    total: Result = {"kernel": "micro-batch", **dict.fromkeys(COLUMNS, 0.0)}
+    rows: dict[str, Result] = {}
+    for cost in (cost for operation in operations for cost in operation.launches):
+        if cost.name not in rows:
+            row = rows[cost.name] = {"kernel": cost.name, **dict.fromkeys(COLUMNS, 0.0)}
+            blocks, heads = 1, batch * config.heads
+            if cost.launch is None:
+                costs = flash_costs(cost.name, heads, flags.seq_len, config.head_dim)
+            elif (costs := program_costs(cost.launch, offsets, selected)) is not None:
+                blocks = compile_variant(Variant.of(cost.launch, chip)).blocks_per_sm
+            if costs is not None:
+                balanced = costs.sum() / multiprocessors
+                time = simulated_time(costs, multiprocessors, blocks)
+                row |= {"programs": len(costs), "blocks": blocks, "multiply_adds": time}
+                row |= {"longest": costs.max() / balanced, "time": time / balanced}
+        seconds, row = cost.seconds(PEAKS[name]), rows[cost.name]
+        products = 2 * row.get("multiply_adds", 0) * multiprocessors / PEAKS[name].flops
+        for x in (row, total):
+            x["roofline"] += seconds
+            x["schedule"] += max(seconds, products)
+    return [row for row in rows.values() if "programs" in row] + [total]

@@ -84,6 +84,7 @@ class LaunchCost:
     name: str
     bytes: int
     flops: float = 0.0
+    launch: Launch | None = None  # of a kernel of nsa.ops
 
     def seconds(self, chip: PeakRates) -> float:
         return max(self.bytes / chip.bytes, self.flops / chip.flops)
@@ -204,7 +205,7 @@ def _kernel_cost(x: Launch, flops: Mapping[str, float]) -> LaunchCost:
     argument, condition = _REWRITTEN.get(name, ("", None))
     if condition is None or x.constants[condition]:
         moved += _stored_bytes(arguments.get(argument))
-    return LaunchCost(name, moved, flops.get(_work_name(x), 0.0))
+    return LaunchCost(name, moved, flops.get(_work_name(x), 0.0), x)
 
 
 def _with_sampled_rows(arguments: Mapping[str, Any]) -> dict[str, Any]:

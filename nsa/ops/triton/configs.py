@@ -148,7 +148,7 @@ _FLOAT32: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in 
 }
 
 # With four warps the tile of all compressed keys (ONE_TILE) spills.
-_HALF_PRECISION["gated_keys"] = _HALF_PRECISION["keys"] | {64: [(64, 128, 8, 3)]}
+_HALF_PRECISION["gated_keys"] = _HALF_PRECISION["keys"] | {64: [(64, 64, 8, 3), (64, 128, 8, 3)]}
 
 # Candidates of a chip that come before these, by operation or kind of kernel, and head size.
 # Reasons and compiled figures: docs/design/kernels.md. Chips ascend.

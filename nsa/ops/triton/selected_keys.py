@@ -63,14 +63,14 @@ def selected_keys_kernel(
     A batch row's head has so many `programs`; so many heads are `interleaved`, all or one.
     """
     PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
-    i = tl.program_id(0)
-    row = i // (interleaved * programs) * interleaved + i % interleaved
+    program = tl.program_id(0)
+    row = program // (interleaved * programs) * interleaved + program % interleaved
     batch, head = (row // C.HEADS).to(tl.int64), (row % C.HEADS).to(tl.int64)
-    i = i // interleaved % programs
-    part = i % PARTS
+    program = program // interleaved % programs
+    part = program % PARTS
     offsets += (batch * C.HEADS + head) * (total_blocks + 1)
     queries += (batch * C.HEADS + head) * list_len
-    block, begin, end, chunk = locate(offsets, total_blocks, i // PARTS, 1, C.CHUNK)
+    block, begin, end, chunk = locate(offsets, total_blocks, program // PARTS, 1, C.CHUNK)
     low = begin + chunk * C.CHUNK
     high = tl.minimum(end, low + C.CHUNK)
     _document, j, start, length = document_tile(cu, documents, block, seq_len, 1, C.SELECT)
