@@ -42,7 +42,7 @@ def _row_tile(cu, documents, seq_len, C: tl.constexpr):
     first row in the document; the first row in memory of that row's query; and for each row: its
     offset from there, its position, and whether it exists.
     """
-    head = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(1)
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
     document, tile, start, length = document_tile(cu, documents, slot, seq_len, C.GROUP, C.ROWS)
     first_row = tile * C.ROWS
@@ -131,7 +131,7 @@ def band_forward_kernel(
     C: tl.constexpr = CMP if k_win is None else WIN
     document, token, length, first_row, row, at, t, valid = _row_tile(cu, documents, seq_len, C)
     if first_row < length * C.GROUP:
-        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
         if k_cmp is not None:  # before the window's loop, which spills less
             cmp_key = _first_key(cu, document, token, batch, key_len, CMP) * C.HEADS + head
         q_tile = load_rows(q + row * C.KEY, at, C.KEY, C.KEY, C.KEY_P, valid)  # [ROWS, KEY_P]
@@ -211,7 +211,7 @@ def band_queries_kernel(
     ROWS: tl.constexpr = C.ROWS
     document, token, length, first_row, row, at, t, valid = _row_tile(cu, documents, seq_len, C)
     if first_row < length * C.GROUP:
-        head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+        head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
         do_tile = load_rows(do + row * C.VALUE, at, C.VALUE, C.VALUE, C.VALUE_P, valid)
         total = tl.cast(rows, tl.int64)
         if gates is not None:
@@ -361,7 +361,7 @@ def _key_gradients(
                         k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta,
                         first_key, first_row, r3, scale, C, phase,
                     )  # fmt: skip
-        key += tl.cast(split, tl.int64) * batches * key_len  # [splits, B, N, ..]
+        key += split * batches * key_len  # [splits, B, N, ..]
         dk_acc *= scale_out
         store_pair(dk, dv, key * C.HEADS + head, i, dk_acc, dv_acc, C, inside)
 
@@ -380,7 +380,7 @@ def band_keys_kernel(
     """
     C: tl.constexpr = CMP if k_win is None else WIN
     row = tl.program_id(0) % (batches * C.HEADS)  # a batch row and its head
-    batch, head = (row // C.HEADS).to(tl.int64), (row % C.HEADS).to(tl.int64)
+    batch, head = (row // C.HEADS).to(tl.int64), row % C.HEADS
     i = tl.program_id(0) // (batches * C.HEADS)
     if i < cmp_programs:
         if k_cmp is not None:

@@ -112,7 +112,7 @@ def select_kernel(
 ):  # fmt: skip
     """Select the blocks of one tile of queries; `q` may hold only a document's last positions."""
     QUERIES: tl.constexpr = C.QUERIES
-    head = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
     document, tile, start, length = document_tile(cu, documents, slot, q_len, 1, QUERIES)

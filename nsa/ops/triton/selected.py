@@ -36,7 +36,7 @@ def _query_tile(cu, documents, seq_len, C: tl.constexpr):
     offset from the first row, and whether it exists.
     """
     slot = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(1)
     _document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, C.QUERIES)
     t0 = tile * C.QUERIES
     local, at = group_rows(0, C, True)

@@ -65,7 +65,7 @@ def selected_keys_kernel(
     PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
     program = tl.program_id(0)
     row = program // (interleaved * programs) * interleaved + program % interleaved
-    batch, head = (row // C.HEADS).to(tl.int64), (row % C.HEADS).to(tl.int64)
+    batch, head = (row // C.HEADS).to(tl.int64), row % C.HEADS
     program = program // interleaved % programs
     part = program % PARTS
     offsets += (batch * C.HEADS + head) * (total_blocks + 1)
@@ -111,7 +111,7 @@ def selected_keys_kernel(
         if end - begin <= C.CHUNK:
             store_pair(dk, dv, first, key_at, dk_acc, dv_acc, C, inside)
         else:
-            slot = batch * part_rows + _part_slot(begin, chunk, C.CHUNK).to(tl.int64) * C.SELECT
+            slot = batch * part_rows + _part_slot(begin, chunk, C.CHUNK) * C.SELECT
             store_pair(dk_part, dv_part, slot * C.HEADS + head, i, dk_acc, dv_acc, C, inside)
 
 
@@ -122,7 +122,7 @@ def add_parts_kernel(
 ):  # fmt: skip
     """Add the parts of a block with a long list."""
     block = tl.program_id(0)
-    head = (tl.program_id(2) % C.HEADS).to(tl.int64)
+    head = tl.program_id(2) % C.HEADS
     batch = (tl.program_id(2) // C.HEADS).to(tl.int64)
     offsets += (batch * C.HEADS + head) * (total_blocks + 1)
     begin = tl.load(offsets + block)
@@ -134,7 +134,7 @@ def add_parts_kernel(
         inside = (i < C.SELECT) & (n < length)
         dk_sum, dv_sum = zero_pair(C)
         for chunk in range(0, tl.cdiv(end - begin, C.CHUNK)):
-            slot = batch * part_rows + _part_slot(begin, chunk, C.CHUNK).to(tl.int64) * C.SELECT
+            slot = batch * part_rows + _part_slot(begin, chunk, C.CHUNK) * C.SELECT
             first = slot * C.HEADS + head
             dk_part_tile, dv_part_tile = load_pair(dk_part, dv_part, first, i, C.HEADS, C, inside)
             dk_sum += dk_part_tile

@@ -56,7 +56,7 @@ def union_kernel(
     """The union of the blocks of a tile's queries, ascending, and each one's queries as bits."""
     slot = tl.program_id(0)
     heads = tl.num_programs(1)
-    head = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     _document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, QUERIES)
     row = tl.arange(0, QUERIES_P)
@@ -89,7 +89,7 @@ def members_kernel(
     """
     slot = tl.program_id(0)
     heads = tl.num_programs(1)
-    head = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     document, tile, start, length = document_tile(cu, documents, slot, seq_len, 1, WORD)
     row = tl.arange(0, WORD)

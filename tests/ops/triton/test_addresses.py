@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.ops.cross_entropy import cross_entropy_
+from nsa.ops.triton import selected_lists
+from nsa.ops.triton.configs import Config, override_choices
+from nsa.ops.triton.selected_lists import queries_by_block
 from nsa.spec import NSASpec
-from tests.ops.cases import Case, Function, Inputs, default, selection
+from tests.ops.cases import Case, Function, Inputs, with_gradients
 from tests.ops.cases import one_thread as one_thread
+from tests.ops.projections import LAYOUTS, Documents
 from tests.ops.selector import results
-from tests.ops.triton.parity import BRANCHES, DEVICE, computed, inputs
+from tests.ops.triton.parity import DEVICE, Run, computed, inputs, settings
+from tests.ops.triton.test_activation import assert_swiglu_parity
+from tests.ops.triton.test_embedding import assert_tied_embedding_parity
+from tests.ops.triton.test_normalization import assert_norm_parity, fused, tensors
+from tests.ops.triton.test_rotary import assert_rotary_pool_parity
 
 BEYOND = 2**31 + 2**22
 MAP_NORESERVE = 0x4000  # of Linux; the module mmap has it from Python 3.13 on
+
+Check = Callable[[], None]
 CASE = Case(NSASpec(4, 2, 20, 3, 1, 1, 37), (140,), kv_heads=1, group=1, key_dim=4, value_dim=3)
 
 
@@ -40,26 +55,84 @@ def far_apart(x: Tensor, memory: Tensor, index: int) -> Tensor:
     return rows.copy_(x)
 
 
-@pytest.mark.parametrize("branch", default(1, ["mixed", *BRANCHES]))
-def test_inputs_that_reach_beyond_32_bits_give_the_same_bits(branch: str, memory: Tensor) -> None:
-    def run(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
-        given = [x.detach().requires_grad_() for x in given]
-        o = function(*given)
-        o = o[0] if isinstance(o, tuple) else o
-        gradient = far_apart(o.detach().cos(), memory, 8)
-        return [o.detach(), *torch.autograd.grad(o, given, gradient)]
+@contextmanager
+def narrow_integers(limit: int) -> Iterator[None]:
+    """Let int32 products, and int32 offsets from a pointer, end at `limit` instead of 2³¹.
 
-    x = inputs(CASE)
-    far = Inputs(*(far_apart(y, memory, i) for i, y in enumerate(x.tensors())))
-    expected = computed(CASE, branch, "triton", x, run)
-    for a, b in zip(computed(CASE, branch, "triton", far, run), expected, strict=True):
-        assert torch.equal(a, b)
+    So small tensors show which offsets would overflow in large ones. Positions, the rows of a batch
+    row and offsets inside a tile stay below the limit; what grows with a tensor does not.
+    """
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    with ExitStack() as stack:
+        for name, checked in (("create_mul", -1), ("create_addptr", 1)):
+            create = getattr(builder, name)
+
+            def run(*operands: Any, create: Any = create, checked: int = checked) -> Any:
+                result = create(*operands)
+                x = (*operands, result)[checked].data
+                assert x.dtype != np.int32 or abs(x).max() < limit, f"an offset of {abs(x).max()}"
+                return result
+
+            stack.enter_context(mock.patch.object(builder, name, run))
+        yield
 
 
-def test_selection_from_inputs_that_reach_beyond_32_bits_is_the_same(memory: Tensor) -> None:
-    x = inputs(CASE)
-    far = Inputs(*(far_apart(y, memory, i) for i, y in enumerate(x.tensors())))
-    assert torch.equal(selection(far, CASE, "triton"), selection(x, CASE, "triton"))
+WIDE = Case(NSASpec(4, 2, 20, 3, 1, 1, 37), (100,), batch=2, group=3, key_dim=16, value_dim=16)
+PACKED = replace(WIDE, batch=1, lengths=(30, 0, 70))
+MANY_BLOCKS = Case(NSASpec(2, 1, 1, 4, 0, 1, 7), (150,), batch=2, group=1)
+IN_PARTS = {"queries_per_split": 50, "chunk": 24, "one_tile_head": 0}
+
+
+def attends(case: Case, branch: str = "mixed", run: Run = with_gradients, **how: int) -> Check:
+    def check() -> None:
+        with settings(**how), override_choices(lambda *_: Config(16, 16, 4, 1)):
+            computed(case, branch, "triton", inputs(case), run)
+
+    return check
+
+
+def outputs(function: Function, given: Sequence[Tensor]) -> list[Tensor]:
+    return [function(*given)]
+
+
+def lists() -> None:
+    index = torch.arange(300, dtype=torch.int32)[:, None] - torch.arange(4, dtype=torch.int32)
+    queries_by_block(index[None, :, None].expand(2, -1, -1, -1), None, MANY_BLOCKS.spec)
+
+
+def cross_entropy() -> None:
+    cross_entropy_(torch.zeros(150, 64), torch.arange(150) % 64, True, backend="triton")
+
+
+CHECKS: dict[str, Check] = {
+    "mixed": attends(WIDE),
+    "mixed, packed": attends(PACKED),
+    "mixed, in parts": attends(WIDE, **IN_PARTS),
+    "mixed, packed, in parts": attends(PACKED, **IN_PARTS),
+    "compressed": attends(WIDE, "compressed"),
+    "window": attends(WIDE, "window"),
+    "many blocks": attends(MANY_BLOCKS, "selected", outputs),
+    "lists": lists,
+    "RoPE and pooling": lambda: assert_rotary_pool_parity(
+        LAYOUTS["all branches"], Documents((60, 0, 31), batch=1)
+    ),
+    "RoPE, batch": lambda: assert_rotary_pool_parity(LAYOUTS["mlp"], Documents((51,), batch=3)),
+    "SwiGLU": lambda: assert_swiglu_parity((150, 96), 48),
+    "norm": lambda: assert_norm_parity(fused, tensors(300, 24)),
+    "embedding": lambda: assert_tied_embedding_parity(torch.arange(0, 600, 2)[None], 24),
+    "cross-entropy": cross_entropy,
+}
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter checks")
+@pytest.mark.parametrize("name", CHECKS)
+def test_offsets_that_grow_with_a_tensor_have_64_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selected_lists, "STEP", 16)
+    with narrow_integers(1500):
+        CHECKS[name]()
 
 
 def test_the_selector_loss_of_inputs_that_reach_beyond_32_bits_is_the_same(memory: Tensor) -> None:
