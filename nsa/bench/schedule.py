@@ -90,10 +90,9 @@ def _band_rows(x: Any, offsets: Any, _: Any, keys: int, values: int) -> Any:
 
 def _band_keys(x: Any, offsets: Any, _: Any) -> Any:
     a, win, cmp, costs = x.arguments, x.constants["WIN"], x.constants["CMP"], []
-    heads = a["batches"] * (win or cmp).HEADS
     i = np.arange(a["cmp_programs"])
     splits = i % a["cmp_tiles"], i[::-1] // a["cmp_tiles"], a["split_len"]
-    window = np.arange(x.grid[0] // heads - len(i)), 0, a["seq_len"]
+    window = np.arange(x.grid[1] * x.grid[2] - len(i)), 0, a["seq_len"]
     for c, (slot, split, split_len) in ((cmp, splits), (win, window)):
         if c is not None:
             one_tile = c is cmp and a["dq"] is not None
@@ -111,7 +110,7 @@ def _band_keys(x: Any, offsets: Any, _: Any) -> Any:
             size = (2 + one_tile) * c.KEY_P + 2 * c.VALUE_P
             exists = (tile == 0) if one_tile else (first < count)
             costs.append(exists * _steps(c.ROWS, *phases) * c.ROWS * c.KEYS * size)
-    return np.repeat(np.concatenate(costs), heads)
+    return np.repeat(np.concatenate(costs), x.grid[0])
 
 
 def _select(x: Any, offsets: Any, _: Any) -> Any:
@@ -141,18 +140,19 @@ def _selected_rows(x: Any, offsets: Any, selected: list[Any], keys: int, values:
 def _selected_keys(x: Any, offsets: Any, selected: list[Any]) -> Any:
     c, costs = x.constants["C"], []
     document, block, length = _locate(offsets, np.arange(x.arguments["total_blocks"]), 1, c.SELECT)
-    parts = _steps(c.KEYS, (0, c.SELECT))
+    parts, first = _steps(c.KEYS, (0, c.SELECT)), x.constants["HEADS_FIRST"]
+    slot = np.arange(x.grid[first] // parts)
     for mask in selected:
         queries = np.diff(np.pad(np.cumsum(mask, 0), ((1, 0), (0, 0)))[offsets], axis=0)
         queries = queries[document, np.minimum(block, mask.shape[1] - 1)]
         lists = np.cumsum([0, *queries * (block * c.SELECT < length)])
-        _, chunk, count = _locate(lists, np.arange(x.arguments["programs"] // parts), 1, c.CHUNK)
+        _, chunk, count = _locate(lists, slot, 1, c.CHUNK)
         rows = np.clip(count - chunk * c.CHUNK, 0, c.CHUNK) * c.GROUP
         own = np.maximum(c.SELECT - chunk * c.CHUNK, 0) * c.GROUP
         own = np.minimum(_steps(c.ROWS, (0, own)) * c.ROWS, rows)
         steps = _steps(c.ROWS, (0, own), (own, rows))
         costs.append(np.repeat(steps * c.ROWS * c.KEYS * 2 * (c.KEY_P + c.VALUE_P), parts))
-    return np.concatenate(costs) if x.arguments["interleaved"] == 1 else np.stack(costs, 1).ravel()
+    return np.stack(costs, first).ravel()
 
 
 _COSTS: dict[str, Any] = {

@@ -305,7 +305,7 @@ def _single_tile_step(
 @triton.jit
 def _key_gradients(
     q, k, v, do, lse2, delta, dk, dv, gates, dgates, dq, cu, batch, head, slot, split,
-    seq_len, key_len, documents, split_len, batches, scale, scale_out, C: tl.constexpr,
+    seq_len, key_len, documents, split_len, scale, scale_out, C: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of one branch's keys, from one split of the queries.
 
@@ -361,7 +361,7 @@ def _key_gradients(
                         k_tile, v_tile, dk_acc, dv_acc, q, do, lse2, delta,
                         first_key, first_row, r3, scale, C, phase,
                     )  # fmt: skip
-        key += split * batches * key_len  # [splits, B, N, ..]
+        key += split * (tl.num_programs(0) // C.HEADS) * key_len  # [splits, B, N, ..]
         dk_acc *= scale_out
         store_pair(dk, dv, key * C.HEADS + head, i, dk_acc, dv_acc, C, inside)
 
@@ -370,7 +370,7 @@ def _key_gradients(
 def band_keys_kernel(
     q, k_win, v_win, k_cmp, v_cmp, do, lse2_win, delta_win, lse2_cmp, delta_cmp,
     dk_win, dv_win, dk_cmp, dv_cmp, gates, dgates, dq, cu,
-    seq_len, key_len, batches, documents, split_len, cmp_tiles, cmp_programs, scale, scale_out,
+    seq_len, key_len, documents, split_len, cmp_tiles, cmp_programs, scale, scale_out,
     WIN: tl.constexpr, CMP: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of compressed keys or of the window's; dq as in `_key_gradients`.
@@ -379,19 +379,18 @@ def band_keys_kernel(
     keys start first, for all batch rows and heads: they read the most queries.
     """
     C: tl.constexpr = CMP if k_win is None else WIN
-    row = tl.program_id(0) % (batches * C.HEADS)  # a batch row and its head
-    batch, head = (row // C.HEADS).to(tl.int64), row % C.HEADS
-    i = tl.program_id(0) // (batches * C.HEADS)
+    batch, head = (tl.program_id(0) // C.HEADS).to(tl.int64), tl.program_id(0) % C.HEADS
+    i = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     if i < cmp_programs:
         if k_cmp is not None:
             _key_gradients(
                 q, k_cmp, v_cmp, do, lse2_cmp, delta_cmp, dk_cmp, dv_cmp, gates, dgates, dq,
                 cu, batch, head, i % cmp_tiles, (cmp_programs - 1 - i) // cmp_tiles,
-                seq_len, key_len, documents, split_len, batches, scale, scale_out, CMP,
+                seq_len, key_len, documents, split_len, scale, scale_out, CMP,
             )  # fmt: skip
     elif k_win is not None:
         _key_gradients(
             q, k_win, v_win, do, lse2_win, delta_win, dk_win, dv_win, None, None, None,
             cu, batch, head, i - cmp_programs, 0,
-            seq_len, seq_len, documents, seq_len, batches, scale, scale_out, WIN,
+            seq_len, seq_len, documents, seq_len, scale, scale_out, WIN,
         )  # fmt: skip

@@ -26,6 +26,7 @@ from nsa.ops.triton.launch import cdiv, launch, padded_size
 # takes about as long as one of the window's keys (python -m nsa.bench schedule).
 QUERIES_PER_SPLIT = 512
 MAX_SPLITS = 16
+MAX_AXIS = 65_535  # programs of a grid's second or third axis, CUDA's limit
 
 
 class Band(NamedTuple):
@@ -117,8 +118,10 @@ class Bands(NamedTuple):
     ) -> list[Tensor]:
         """dk, dv of the window, then of the compressed branch; `per_query`: arguments by query."""
         x, config = self.present(), self.config("keys")
+        if cmp_tile and config.warps <= 4:  # half the rows, or registers spill
+            cmp_tile = max(16, cmp_tile[0] // 2), cmp_tile[1]
         seq_len, gradients = x.q.shape[1], dict[str, Tensor]()
-        counts = {"batches": x.q.shape[0], "split_len": seq_len, "cmp_tiles": 1, "cmp_programs": 0}
+        counts = {"split_len": seq_len, "cmp_tiles": 1, "cmp_programs": 0}
         window_tiles = 0
         if self.win is not None:
             window_tiles = slots(seq_len, config.keys, x.cu_seqlens)
@@ -127,10 +130,12 @@ class Bands(NamedTuple):
             splits = min(MAX_SPLITS, cdiv(seq_len, QUERIES_PER_SPLIT))
             keys = (cmp_tile or config)[1]
             tiles = slots(seq_len, keys * self.cmp.band[1], x.cu_seqlens)
-            counts |= {"split_len": cdiv(seq_len, splits), "cmp_tiles": tiles}
+            counts = {"split_len": cdiv(seq_len, splits), "cmp_tiles": tiles}
             counts |= {"cmp_programs": tiles * splits}
             gradients |= _parts("cmp", self.cmp, splits)
-        grid = ((counts["cmp_programs"] + window_tiles) * x.k.shape[2] * x.q.shape[0],)
+        programs = counts["cmp_programs"] + window_tiles
+        # Programs beyond these, in the last row of the grid, have no keys.
+        grid = x.k.shape[2] * x.q.shape[0], min(programs, MAX_AXIS), cdiv(programs, MAX_AXIS)
         self.launch(band_keys_kernel, grid, per_query | gradients | counts, config, cmp_tile)
         return [y[0] if y.shape[0] == 1 else y.sum(0).to(x.k.dtype) for y in gradients.values()]
 

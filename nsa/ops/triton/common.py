@@ -26,7 +26,7 @@ LOG2E = 1.4426950408889634  # kernels compute exp2, a hardware instruction
 VARYING = (
     *("seq_len", "q_len", "key_len", "documents", "rows"),
     *("split_len", "list_len", "total_blocks", "part_rows", "words"),
-    *("batches", "cmp_tiles", "cmp_programs", "programs", "interleaved"),
+    *("cmp_tiles", "cmp_programs"),
 )
 kernel = partial(triton.jit, do_not_specialize=VARYING)
 

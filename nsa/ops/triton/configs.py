@@ -147,8 +147,9 @@ _FLOAT32: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in 
     "selector": {64: [(16, 32, 4, 2)], 128: [(16, 32, 4, 1)], 256: [(16, 32, 8, 1)]},
 }
 
-# With four warps the tile of all compressed keys (ONE_TILE) spills.
-_HALF_PRECISION["gated_keys"] = _HALF_PRECISION["keys"] | {64: [(64, 64, 8, 3), (64, 128, 8, 3)]}
+# With four warps the tile of all compressed keys (ONE_TILE) has half the rows (band_op.py), and spills
+# except on sm_80.
+_HALF_PRECISION["gated_keys"] = _HALF_PRECISION["keys"] | {64: [(64, 128, 8, 3), (64, 64, 8, 3)]}
 
 # Candidates of a chip that come before these, by operation or kind of kernel, and head size.
 # Reasons and compiled figures: docs/design/kernels.md. Chips ascend.
@@ -161,7 +162,9 @@ _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
         ("gated_queries", 64): [(128, 32, 4, 3)],
         ("queries", 128): [(128, 32, 8, 3)],
         ("keys", 128): [(64, 64, 8, 3)],
+        ("gated_keys", 64): [(64, 64, 4, 3)],
         ("gated_keys", 128): [(64, 64, 8, 3)],
+        ("selected_queries", 64): [(128, 32, 4, 3)],
         ("selected_keys", 64): [(32, 64, 4, 3)],
         ("selected_keys", 128): [(64, 64, 8, 3)],
         ("select", 64): [(32, 128, 8, 3)],
@@ -175,6 +178,7 @@ _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
         ("gathered", 64): [(64, 64, 4, 3)],
         ("gathered", 128): [(64, 64, 4, 3)],
         ("selected_keys", 128): [(32, 64, 8, 3)],
+        ("select", 64): [(64, 128, 4, 3)],
     },
     "sm_100": {
         ("compressed_queries", 64): [(128, 64, 8, 3, 168)],

@@ -55,22 +55,23 @@ def _keys_step(
 @kernel
 def selected_keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, dk_part, dv_part, cu, offsets, queries,
-    seq_len, documents, total_blocks, list_len, part_rows, programs, interleaved, scale, scale_out,
-    C: tl.constexpr,
+    seq_len, documents, total_blocks, list_len, part_rows, scale, scale_out,
+    C: tl.constexpr, HEADS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of KEYS positions of a block, from one chunk of its list of queries.
 
-    A batch row's head has so many `programs`; so many heads are `interleaved`, all or one.
+    HEADS_FIRST: the grid's first axis is heads of all batch rows, else chunks.
     """
+    AXIS: tl.constexpr = 0 if HEADS_FIRST else 1
     PARTS: tl.constexpr = (C.SELECT + C.KEYS - 1) // C.KEYS
-    program = tl.program_id(0)
-    row = program // (interleaved * programs) * interleaved + program % interleaved
-    batch, head = (row // C.HEADS).to(tl.int64), row % C.HEADS
-    program = program // interleaved % programs
-    part = program % PARTS
+    batch = (tl.program_id(AXIS) // C.HEADS).to(tl.int64)
+    head = tl.program_id(AXIS) % C.HEADS
+    part = tl.program_id(1 - AXIS) % PARTS
     offsets += (batch * C.HEADS + head) * (total_blocks + 1)
     queries += (batch * C.HEADS + head) * list_len
-    block, begin, end, chunk = locate(offsets, total_blocks, program // PARTS, 1, C.CHUNK)
+    block, begin, end, chunk = locate(
+        offsets, total_blocks, tl.program_id(1 - AXIS) // PARTS, 1, C.CHUNK
+    )
     low = begin + chunk * C.CHUNK
     high = tl.minimum(end, low + C.CHUNK)
     _document, j, start, length = document_tile(cu, documents, block, seq_len, 1, C.SELECT)

@@ -115,16 +115,14 @@ def _key_gradients(x: Selected, per_query: dict[str, Any]) -> tuple[Tensor, Tens
         arguments |= {name: gradient, f"{name}_part": part}
     arguments |= {"part_rows": part_rows, "offsets": offsets, "total_blocks": total_blocks}
     arguments |= {"queries": queries, "list_len": queries.shape[-1]}
-    steps = cdiv(spec.select_len, keys)
-    programs = (seq_len * spec.select_top // chunk + total_blocks) * steps
-    arguments |= {"programs": programs, "interleaved": groups * batch if short else 1}
     tile = {"ROWS": config.rows, "KEYS": keys, "CHUNK": chunk}
-    constants = constants_of(x.q, x.k, x.v, **tile, SELECT=spec.select_len)
-    grid = (programs * groups * batch,)
-    launch(selected_keys_kernel, grid, arguments, {"C": constants}, config)
+    constants = {"C": constants_of(x.q, x.k, x.v, **tile, SELECT=spec.select_len)}
+    steps, heads = cdiv(spec.select_len, keys), groups * batch
+    programs = (seq_len * spec.select_top // chunk + total_blocks) * steps
+    grid = (heads, programs) if short else (programs, heads)
+    launch(selected_keys_kernel, grid, arguments, constants | {"HEADS_FIRST": short}, config)
     if parts:
-        grid = total_blocks, steps, groups * batch
-        launch(add_parts_kernel, grid, arguments, {"C": constants}, config)
+        launch(add_parts_kernel, (total_blocks, steps, heads), arguments, constants, config)
     return arguments["dk"], arguments["dv"]
 
 
