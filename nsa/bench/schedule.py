@@ -24,13 +24,13 @@ from nsa.spec import NSASpec
 # Of --device: the name in PEAKS, the compiler's name, and the multiprocessors.
 CHIPS = {"a100": ("A100", "sm_80", 108), "h100": ("H100", "sm_90", 132)}
 SELECTIONS = ("random", "local", "alike")
-COLUMNS = ("roofline", "schedule")
+TIMES = ("roofline ms", "schedule ms")
 
 
 def selections(kind: str, offsets: Any, spec: NSASpec, heads: int) -> list[Any]:
-    """The blocks that the queries of each head select, bool [T, blocks of the longest document].
+    """What each head's queries select, bool [T, blocks of the longest of the documents].
 
-    The forced ones, and random, the last (local) or the first (alike). `offsets`: of documents.
+    The forced blocks, and random ones, the last (local) or the first (alike).
     """
     lengths, draw, masks = np.diff(offsets), np.random.default_rng(0), []
     own = np.concatenate([np.arange(n) for n in lengths])[:, None] // spec.select_len
@@ -45,17 +45,8 @@ def selections(kind: str, offsets: Any, spec: NSASpec, heads: int) -> list[Any]:
     return masks
 
 
-def program_costs(x: Any, offsets: Any, selected: list[Any]) -> Any:
-    """The multiply-adds of each program of a launch in the grid's order; None without products.
-
-    `selected`: the selection of each batch row's KV heads, as `selections` returns them.
-    """
-    count = _COSTS.get(x.kernel.fn.__name__)
-    return None if count is None else count(x, offsets, selected)
-
-
 def _locate(offsets: Any, slot: Any, mul: int, tile: int) -> tuple[Any, Any, Any]:
-    """`locate` of common.py: the run that each slot is in, its tile of the run, the run's end."""
+    """`locate` of common.py, with the run's length instead of its bounds."""
     first = offsets[:-1] * mul // tile + np.arange(len(offsets) - 1)
     run = np.searchsorted(first, slot, side="right") - 1
     return run, slot - first[run], np.diff(offsets)[run]
@@ -113,20 +104,6 @@ def _band_keys(x: Any, offsets: Any, _: Any) -> Any:
     return np.repeat(np.concatenate(costs), x.grid[0])
 
 
-def _select(x: Any, offsets: Any, _: Any) -> Any:
-    c = x.constants["C"]
-    _, tile, length = _locate(offsets, np.arange(x.grid[0])[::-1], 1, c.QUERIES)
-    begin, end = tile * c.QUERIES, np.minimum((tile + 1) * c.QUERIES, length)
-    blocks = (end - 1) // c.SELECT + 1
-    low = _steps(c.BLOCKS, (0, _steps(c.SELECT, (c.STRIDE, c.LEN)))) * c.BLOCKS
-    high = np.maximum(_visible(begin, c) - 1, 0) * c.STRIDE // c.SELECT // c.BLOCKS * c.BLOCKS
-    high = np.maximum(high, low)
-    steps = _steps(c.BLOCKS, (0, np.minimum(low, blocks)), (low, high), (high, blocks))
-    steps *= (begin < end) & (blocks > c.TOP)
-    cost = steps * c.COUNT * c.GROUP * c.QUERIES * c.BLOCKS * c.KEY_P
-    return np.tile(cost, x.grid[1] * x.grid[2])
-
-
 def _selected_rows(x: Any, offsets: Any, selected: list[Any], keys: int, values: int) -> Any:
     c = x.constants["C"]
     run, tile, length = _locate(offsets, np.arange(x.grid[0])[::-1], 1, c.QUERIES)
@@ -159,29 +136,32 @@ _COSTS: dict[str, Any] = {
     "band_forward_kernel": partial(_band_rows, keys=1, values=1),
     "band_queries_kernel": partial(_band_rows, keys=2, values=1),
     "band_keys_kernel": _band_keys,
-    "select_kernel": _select,
     "selected_forward_kernel": partial(_selected_rows, keys=1, values=1),
     "selected_queries_kernel": partial(_selected_rows, keys=2, values=1),
     "selected_keys_kernel": _selected_keys,
 }
 
 
-def flash_costs(name: str, rows: int, seq_len: int, head: int) -> Any:
-    """The same of flash-attn's causal kernels, by PyTorch's name; None for any other name.
+def program_costs(x: Any, offsets: Any, selected: list[Any]) -> Any:
+    """The multiply-adds of each program of a launch in the grid's order; None for other kernels.
 
-    A program has 128 queries of one of the `rows`, in the backward pass 128 keys.
+    `offsets`: where documents begin, and the end; `selected`: see `selections`. `select_kernel`,
+    less than 1% of a step, is left out.
     """
-    if "flash_attention" not in name:
-        return None
+    count = _COSTS.get(x.kernel.fn.__name__)
+    return None if count is None else count(x, offsets, selected)
+
+
+def flash_costs(name: str, rows: int, seq_len: int, head: int) -> Any:
+    """The same of flash-attn's causal kernels, in tiles of 128; None for an op of another name."""
     tiles = np.arange(1, -(-seq_len // 128) + 1)
     products = tiles[::-1] * 5 if name.endswith("backward") else tiles * 2
-    return np.tile(products * 128 * 128 * head, rows)
+    return np.tile(products * 128 * 128 * head, rows) if "flash_attention" in name else None
 
 
 def simulated_time(costs: Any, multiprocessors: int, blocks: int) -> float:
     """The time until all programs ended, in multiply-adds of a multiprocessor."""
-    slots = [(0.0, i) for i in range(multiprocessors * blocks)]  # when each is free
-    now = 0.0
+    slots, now = [(0.0, i) for i in range(multiprocessors * blocks)], 0.0  # when each is free
     for cost in costs.tolist():
         now, i = slots[0]
         heapq.heapreplace(slots, (now + cost * blocks, i))
@@ -202,61 +182,55 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(report: Report) -> dict[str, Any]:
-    """Estimate a micro-batch of M7C and of its dense twin: kernels, and tokens/s."""
+    """Estimate a micro-batch of M7C and of its dense twin: kernels, and the ratio of tokens/s."""
     os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
-    flags, over = report.flags, dict[str, Any]()
-    rows = {kind: estimate(kind, flags) for kind in ("nsa", "dense")}
-    for column in COLUMNS:
-        over[column] = ratio(rows["dense"][-1][column], rows["nsa"][-1][column])
+    rows = {kind: estimate(kind, report.flags) for kind in ("nsa", "dense")}
+    over = {x: ratio(rows["dense"][-1][x], rows["nsa"][-1][x]) for x in TIMES}
     result = {"estimate": "from counts, not measurements", **rows, "nsa_over_dense": over}
-    if flags.json:
+    if report.flags.json:
         print(to_json(result))
         return result
-    lines = [["", "programs", "blocks", "longest", "time/balanced", *(f"{x} ms" for x in COLUMNS)]]
     for kind, kernels in rows.items():
-        lines.append([f"\n{kind}", *[""] * 6])
-        for row in kernels:
-            cells = [f"{row[x]:.2f}" if x in row else "" for x in ("longest", "time")]
-            cells += [f"{1e3 * row[x]:.2f}" for x in COLUMNS]
-            lines.append([row["kernel"], *(str(row.get(x, "")) for x in ("programs", "blocks"))])
-            lines[-1] += cells
-    print_table(lines)
-    figures = ", ".join(f"{value:.3f} by {column}" for column, value in over.items())
-    print(f"\nNSA's tokens/s over dense, counted, not measured: {figures}")
+        columns = list(kernels[0])[1:]
+        lines = [[x["kernel"], *(f"{round(x.get(y, 0), 3):,}" for y in columns)] for x in kernels]
+        print_table([[kind, *columns], *lines])
+    print("NSA's tokens/s over dense:", ", ".join(f"{over[x]:.3f} by {x}" for x in TIMES))
     return result
 
 
 def estimate(kind: str, flags: argparse.Namespace) -> list[Result]:
-    """A row per attention kernel and one of the micro-batch, with the seconds of COLUMNS."""
+    """A row per attention kernel and one of the whole micro-batch, with its TIMES."""
     from nsa.bench.compile_gate import Variant, compile_variant
     from nsa.bench.traffic import record_operations
     from nsa.model import AttentionConfig, ModelConfig
     from nsa.ops.triton.configs import choosing_for
 
     name, chip, multiprocessors = CHIPS[flags.chip]
-    config, batch = ModelConfig(attention=AttentionConfig(kind=kind)), flags.micro_batch
+    config, peak = ModelConfig(attention=AttentionConfig(kind=kind)), PEAKS[name]
+    batch, offsets = flags.micro_batch, np.array([0, flags.seq_len])
     with choosing_for(chip):
         operations = record_operations(config, batch, flags.seq_len)
-    offsets, spec = np.array([0, flags.seq_len]), config.attention.spec
-    selected = selections(flags.selection, offsets, spec, batch * config.kv_heads)
-    total: Result = {"kernel": "micro-batch", **dict.fromkeys(COLUMNS, 0.0)}
+    masks = selections(flags.selection, offsets, config.attention.spec, batch * config.kv_heads)
     rows: dict[str, Result] = {}
+    total: Result = {"kernel": "micro-batch", **dict.fromkeys(TIMES, 0.0)}
     for cost in (cost for operation in operations for cost in operation.launches):
         if cost.name not in rows:
-            row = rows[cost.name] = {"kernel": cost.name, **dict.fromkeys(COLUMNS, 0.0)}
-            blocks, heads = 1, batch * config.heads
+            row, blocks = rows.setdefault(cost.name, {"kernel": cost.name}), 1
             if cost.launch is None:
+                heads = batch * config.heads
                 costs = flash_costs(cost.name, heads, flags.seq_len, config.head_dim)
-            elif (costs := program_costs(cost.launch, offsets, selected)) is not None:
+            elif (costs := program_costs(cost.launch, offsets, masks)) is not None:
                 blocks = compile_variant(Variant.of(cost.launch, chip)).blocks_per_sm
             if costs is not None:
                 balanced = costs.sum() / multiprocessors
-                time = simulated_time(costs, multiprocessors, blocks)
-                row |= {"programs": len(costs), "blocks": blocks, "multiply_adds": time}
-                row |= {"longest": costs.max() / balanced, "time": time / balanced}
-        seconds, row = cost.seconds(PEAKS[name]), rows[cost.name]
-        products = 2 * row.get("multiply_adds", 0) * multiprocessors / PEAKS[name].flops
+                time = simulated_time(costs, multiprocessors, blocks) / balanced
+                row |= {"programs": len(costs), "blocks per SM": blocks}
+                row |= {"longest/balanced": costs.max() / balanced, "time/balanced": time}
+                row |= {"TFLOP": 2e-12 * costs.sum()}
+            row |= dict.fromkeys(TIMES, 0.0)
+        row, seconds = rows[cost.name], cost.seconds(peak)
+        products = row.get("TFLOP", 0) * 1e12 * row.get("time/balanced", 0) / peak.flops
         for x in (row, total):
-            x["roofline"] += seconds
-            x["schedule"] += max(seconds, products)
-    return [row for row in rows.values() if "programs" in row] + [total]
+            x[TIMES[0]] += 1e3 * seconds
+            x[TIMES[1]] += 1e3 * max(seconds, products)
+    return [*(row for row in rows.values() if "programs" in row), total]

@@ -7,8 +7,9 @@ step    micro-step 0: rank 0's rows, rank 1's rows; micro-step 1: ...
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -51,6 +52,37 @@ class Batch:
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         cu_seqlens = None if self.cu_seqlens is None else change(self.cu_seqlens)
         return Batch(change(self.input_ids), change(self.labels), cu_seqlens, self.label_count)
+
+
+def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield the batches on a device; a GPU copies the next one while it computes with this one.
+
+    Copies have a stream of their own. The compute stream waits for them, the host does not.
+    """
+    if device.type != "cuda" or not batches:
+        yield from (batch.to(device) for batch in batches)
+        return
+    stream, compute = _copy_stream(device), torch.cuda.current_stream(device)
+
+    def copy(batch: Batch) -> Batch:
+        with torch.cuda.stream(stream):
+            return batch.pin_memory().to(device, non_blocking=True)
+
+    following = copy(batches[0])
+    for number in range(1, len(batches) + 1):
+        batch = following
+        compute.wait_stream(stream)  # for this batch alone: the next copy has not started
+        if number < len(batches):
+            following = copy(batches[number])
+        for x in (batch.input_ids, batch.labels, batch.cu_seqlens):
+            if x is not None:
+                x.record_stream(compute)  # its memory belongs to the copies' stream
+        yield batch
+
+
+@lru_cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def to_batch(rows: TokenArray, eos_id: int, packing: str) -> Batch:

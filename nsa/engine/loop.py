@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from nsa.checkpoint import SaveFailed
 from nsa.constants import IGNORE_INDEX
-from nsa.data.batches import Batch
+from nsa.data.batches import Batch, on_device
 from nsa.engine.config import learning_rate
 from nsa.engine.consensus import AllRanksError, RunAborted
 from nsa.engine.recovery import recover
@@ -174,11 +174,8 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
     for group in engine.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
     total = torch.zeros((), device=run.device)
-    for micro_step, batch in enumerate(batches):
+    for micro_step, batch in enumerate(on_device(batches, run.device)):
         run.telemetry.enter("forward", micro_step)
-        if run.device.type == "cuda":
-            batch = batch.pin_memory()  # for an asynchronous copy
-        batch = batch.to(run.device, non_blocking=True)
         weight, forward = 1.0, engine
         if batch.label_count is not None:
             weight = batch.label_count * len(batches) * dist.get_world_size() / max(1, labels)

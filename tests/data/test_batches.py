@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa.data.batches import Batch, Samples
+from nsa.data.batches import Batch, Samples, on_device
 from nsa.data.config import DataConfig
 from nsa.data.factory import open_store
 from nsa.data.loader import IndexedBatches
@@ -272,3 +272,23 @@ def test_the_fingerprint_depends_on_tokens_length_and_seed_only() -> None:
     assert fingerprint() == fingerprint()
     others = [fingerprint("b"), fingerprint(seq_len=5), fingerprint(seed=1), fingerprint()]
     assert len(set(others)) == 4
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_batches_arrive_on_the_device_in_order_without_a_host_sync(device: str, count: int) -> None:
+    ids = [torch.full((2, 64), i) for i in range(count)]
+    batches = [Batch(x, x + 1, torch.tensor([0, 64, 128]), label_count=7) for x in ids]
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        sums = []
+        for batch in on_device(batches, torch.device(device)):
+            assert batch.input_ids.device.type == batch.labels.device.type == device
+            assert batch.label_count == 7
+            assert batch.cu_seqlens is not None
+            sums.append(batch.input_ids.sum() + batch.cu_seqlens.sum())
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert [int(x) for x in sums] == [128 * i + 192 for i in range(count)]

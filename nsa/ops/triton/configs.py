@@ -147,8 +147,7 @@ _FLOAT32: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in 
     "selector": {64: [(16, 32, 4, 2)], 128: [(16, 32, 4, 1)], 256: [(16, 32, 8, 1)]},
 }
 
-# With four warps the tile of all compressed keys (ONE_TILE) has half the rows (band_op.py), and spills
-# except on sm_80.
+# With four warps the tile of all compressed keys (ONE_TILE) spills, except on sm_80.
 _HALF_PRECISION["gated_keys"] = _HALF_PRECISION["keys"] | {64: [(64, 128, 8, 3), (64, 64, 8, 3)]}
 
 # Candidates of a chip that come before these, by operation or kind of kernel, and head size.
