@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nsa.bench.results import Report, Result, print_table, ratio, to_json
+from nsa.bench.results import Report, Result, cell, print_table, ratio, to_json
 from nsa.bench.roofline import PEAKS
 from nsa.spec import NSASpec
 
@@ -185,6 +185,7 @@ def run(report: Report) -> dict[str, Any]:
     """Estimate a micro-batch of M7C and of its dense twin: kernels, and the ratio of tokens/s."""
     os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled
     rows = {kind: estimate(kind, report.flags) for kind in ("nsa", "dense")}
+    tokens = report.flags.micro_batch * report.flags.seq_len
     over = {x: ratio(rows["dense"][-1][x], rows["nsa"][-1][x]) for x in TIMES}
     result = {"estimate": "from counts, not measurements", **rows, "nsa_over_dense": over}
     if report.flags.json:
@@ -192,7 +193,9 @@ def run(report: Report) -> dict[str, Any]:
         return result
     for kind, kernels in rows.items():
         columns = list(kernels[0])[1:]
-        lines = [[x["kernel"], *(f"{round(x.get(y, 0), 3):,}" for y in columns)] for x in kernels]
+        lines = [[x["kernel"], *(cell(x.get(y), ",.4g") for y in columns)] for x in kernels]
+        speeds = [f"{1e3 * tokens / kernels[-1][x]:,.0f}" for x in TIMES]
+        lines.append(["tokens/s", *["-"] * (len(columns) - 2), *speeds])
         print_table([[kind, *columns], *lines])
     print("NSA's tokens/s over dense:", ", ".join(f"{over[x]:.3f} by {x}" for x in TIMES))
     return result

@@ -205,7 +205,11 @@ def _kernel_cost(x: Launch, flops: Mapping[str, float]) -> LaunchCost:
     argument, condition = _REWRITTEN.get(name, ("", None))
     if condition is None or x.constants[condition]:
         moved += _stored_bytes(arguments.get(argument))
-    return LaunchCost(name, moved, flops.get(_work_name(x), 0.0), x)
+    # New tensors: autograd would copy a gradient that a record holds.
+    shapes = {
+        k: y.new_empty(y.shape) if isinstance(y, Tensor) else y for k, y in x.arguments.items()
+    }
+    return LaunchCost(name, moved, flops.get(_work_name(x), 0.0), replace(x, arguments=shapes))
 
 
 def _with_sampled_rows(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,8 +18,10 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from nsa.bench.schedule import program_costs, selections, simulated_time
-from nsa.ops.triton.configs import Config, override_choices
+from nsa.bench import compile_gate
+from nsa.bench.__main__ import main
+from nsa.bench.schedule import SELECTIONS, program_costs, selections, simulated_time
+from nsa.ops.triton.configs import Config, choosing_for, override_choices
 from nsa.ops.triton.gated import Gated, gated_backward, gated_forward
 from nsa.ops.triton.launch import Launch, recording
 from nsa.spec import NSASpec
@@ -64,20 +69,94 @@ def selected_masks(index: Tensor, case: Case) -> list[Any]:
 def test_every_program_multiplies_as_often_as_counted(name: str, tile: Config) -> None:
     case = CASES[name]
     few = {"queries_per_split": 50, "chunk": 24, "dense_blocks": tile.rows}
-    with settings(one_tile_head=tile.rows // 32 * 64, **few), recording(dry=False) as run:
-        with override_choices(lambda *_: tile), counted_products(run) as counts:
-            x = Gated(*Inputs.of(case, torch.float32).tensors(), case.cu_seqlens, case.spec, 1.0)
-            o, *saved = gated_forward(x)
-            gated_backward(o, x, *saved)
+    few |= {"one_tile_head": tile.rows // 32 * 64, "short": 1000 if tile.rows == 16 else 0}
+    with (
+        settings(**few),
+        recording(dry=False) as run,
+        override_choices(lambda *_: tile),
+        counted_products(run) as counts,
+    ):
+        x = Gated(*Inputs.of(case, torch.float32).tensors(), case.cu_seqlens, case.spec, 1.0)
+        o, *saved = gated_forward(x)
+        gated_backward(o, x, *saved)
     offsets = np.array([0, case.seq_len] if case.offsets is None else case.offsets)
     masks, checked = selected_masks(saved[0], case), 0
     counts.extend(Counter[int]() for _ in range(len(run) - len(counts)))
     for launch, counted in zip(run, counts, strict=True):
         costs = program_costs(launch, offsets, masks)
         if costs is None:
-            assert not counted, launch.kernel.fn.__name__
+            assert not counted or launch.kernel.fn.__name__ == "select_kernel"
         else:
             expected = [counted[i] for i in range(prod(launch.grid))]
             assert costs.tolist() == expected, launch.kernel.fn.__name__
             checked += sum(expected) > 0
-    assert checked == 7
+    assert checked == 6
+
+
+@pytest.mark.parametrize(
+    ("costs", "multiprocessors", "blocks", "time"),
+    [
+        ([1] * 8, 4, 1, 2),
+        ([1, 1, 1, 1, 4], 4, 1, 5),
+        ([4, 1, 1, 1, 1], 4, 1, 4),
+        ([2, 2], 1, 2, 4),
+        ([4, 2], 1, 2, 6),
+        ([4, 2], 2, 2, 4),
+        ([], 3, 1, 0),
+    ],
+)
+def test_programs_start_in_order_and_share_a_multiprocessors_speed(
+    costs: list[int], multiprocessors: int, blocks: int, time: float
+) -> None:
+    assert simulated_time(np.array(costs), multiprocessors, blocks) == time
+
+
+@pytest.mark.parametrize("kind", SELECTIONS[:2])
+@pytest.mark.parametrize("multiprocessors", [108, 132])
+@pytest.mark.parametrize(("batch", "seq_len"), [(8, 2048), (16, 1024), (4, 4096), (2, 8192)])
+def test_attention_of_16384_tokens_is_balanced(
+    batch: int, seq_len: int, multiprocessors: int, kind: str
+) -> None:
+    """M7C's heads and the tiles of sm_80; all but block selection, which takes little."""
+    spec, offsets = NSASpec(), np.array([0, seq_len])
+    masks = selections(kind, offsets, spec, 2 * batch)
+    ratios = {}
+    for launch in recorded(batch, seq_len, spec):
+        costs = program_costs(launch, offsets, masks)
+        if costs is not None:
+            balanced = costs.sum() / multiprocessors
+            ratios[launch.kernel.fn.__name__] = simulated_time(costs, multiprocessors, 1) / balanced
+    assert len(ratios) == 6
+    assert max(ratios.values()) <= 1.10, ratios
+
+
+def recorded(batch: int, seq_len: int, spec: NSASpec) -> list[Launch]:
+    """Every launch of a layer's attention, on `meta` tensors."""
+
+    def empty(length: int, heads: int, size: int) -> Tensor:
+        return torch.empty(batch, length, heads, size, dtype=torch.bfloat16, device="meta")
+
+    lengths = spec.compressed_len(seq_len), seq_len, seq_len
+    pairs = [empty(length, 2, 64) for length in lengths for _ in range(2)]
+    with choosing_for("sm_80"), recording() as launches:
+        x = Gated(empty(seq_len, 12, 64), *pairs, empty(seq_len, 12, 3), None, spec, 1.0)
+        o, *saved = gated_forward(x)
+        gated_backward(o, x, *saved)
+    return launches
+
+
+def test_the_command_estimates_both_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without compiling: the interpreter's kernels cannot be compiled."""
+    monkeypatch.setattr(compile_gate, "compile_variant", lambda _: SimpleNamespace(blocks_per_sm=2))
+    monkeypatch.setattr(compile_gate.Variant, "of", lambda *_: None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    out = tmp_path / "schedule.json"
+    main(["schedule", "--micro-batch=1", "--seq-len=256", f"--out={out}", "--json"])
+    result = json.loads(out.read_text())
+    for kind, count in (("nsa", 6), ("dense", 2)):
+        *kernels, total = result[kind]
+        assert len(kernels) == count
+        for row in kernels:
+            assert row["time/balanced"] >= 1
+            assert row["schedule ms"] >= row["roofline ms"] > 0
+        assert total["schedule ms"] > sum(row["schedule ms"] for row in kernels)

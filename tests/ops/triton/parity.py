@@ -96,6 +96,7 @@ def settings(
     chunk: int | None = None,
     queries_per_split: int | None = None,
     one_tile_head: int | None = None,
+    short: int | None = None,
 ) -> Iterator[None]:
     """Force a tiling of the selected branch, or key gradients that are summed in parts."""
     with ExitStack() as stack:
@@ -104,6 +105,7 @@ def settings(
             (selected_op, "CHUNK", chunk),
             (band_op, "QUERIES_PER_SPLIT", queries_per_split),
             (configs, "ONE_TILE_HEAD", one_tile_head),
+            (selected_op, "SHORT", short),
         ):
             if value is not None:
                 stack.enter_context(mock.patch.object(module, name, value))

@@ -79,9 +79,12 @@ def test_the_models_own_sizes_in_the_tiles_of_a_bf16_run(case: Case, branch: str
 
 
 @cases
+@pytest.mark.parametrize("short", [0, None], ids=["heads one by one", "heads at once"])
 @pytest.mark.parametrize("chunk", default(1, [3, 8]))
-def test_long_lists_of_queries_are_added_up_in_parts(case: Case, chunk: int) -> None:
-    with settings(chunk=chunk):
+def test_long_lists_of_queries_are_added_up_in_parts(
+    case: Case, chunk: int, short: int | None
+) -> None:
+    with settings(chunk=chunk, short=short):
         assert_parity(case, "selected")
 
 
