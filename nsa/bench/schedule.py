@@ -83,8 +83,8 @@ def _band_keys(x: Any, offsets: Any, _: Any) -> Any:
     a, win, cmp, costs = x.arguments, x.constants["WIN"], x.constants["CMP"], []
     i = np.arange(a["cmp_programs"])
     splits = i % a["cmp_tiles"], i[::-1] // a["cmp_tiles"], a["split_len"]
-    window = np.arange(x.grid[1] * x.grid[2] - len(i)), 0, a["seq_len"]
-    for c, (slot, split, split_len) in ((cmp, splits), (win, window)):
+    tiles = np.arange(x.grid[1] * x.grid[2] - len(i)), 0, a["seq_len"]
+    for c, (slot, split, split_len) in ((cmp, splits), (win, tiles)):
         if c is not None:
             one_tile = c is cmp and a["dq"] is not None
             _, tile, length = _locate(offsets, slot, 1, c.KEYS * c.STRIDE)

@@ -116,13 +116,13 @@ def _key_gradients(x: Selected, per_query: dict[str, Any]) -> tuple[Tensor, Tens
     arguments |= {"part_rows": part_rows, "offsets": offsets, "total_blocks": total_blocks}
     arguments |= {"queries": queries, "list_len": queries.shape[-1]}
     tile = {"ROWS": config.rows, "KEYS": keys, "CHUNK": chunk}
-    constants = {"C": constants_of(x.q, x.k, x.v, **tile, SELECT=spec.select_len)}
+    fixed = {"C": constants_of(x.q, x.k, x.v, **tile, SELECT=spec.select_len)}
     steps, heads = cdiv(spec.select_len, keys), groups * batch
     programs = (seq_len * spec.select_top // chunk + total_blocks) * steps
     grid = (heads, programs) if short else (programs, heads)
-    launch(selected_keys_kernel, grid, arguments, constants | {"HEADS_FIRST": short}, config)
+    launch(selected_keys_kernel, grid, arguments, fixed | {"HEADS_FIRST": short}, config)
     if parts:
-        launch(add_parts_kernel, (total_blocks, steps, heads), arguments, constants, config)
+        launch(add_parts_kernel, (total_blocks, steps, heads), arguments, fixed, config)
     return arguments["dk"], arguments["dv"]
 
 
