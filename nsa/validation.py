@@ -7,9 +7,10 @@ one_of("train", self, precision=PRECISIONS)           # train.precision = 'x': c
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def at_least(low: int, section: str, config: object, *names: str) -> None:
@@ -61,12 +62,47 @@ def positive_flags(args: object, *names: str) -> None:
                 raise ValueError(f"--{name.replace('_', '-')} {number}: must be 1 or more")
 
 
-def reject_unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
+class Parser(argparse.ArgumentParser):
+    """Parser whose errors name the nearest flag, or the nearest verb, of one that is misspelt."""
+
+    words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        names = [name.partition("=")[0] for name in self.words]
+        pairs = [(name, close) for name in names if (close := nearest(name, self))]
+        hints = [f"{name} (did you mean {close}?)" for name, close in pairs]
+        super().error("; ".join([message, *hints]))
+
+
+def nearest(word: str, parser: Parser) -> str | None:
+    """Return the flag or verb of `parser` that a misspelt word resembles."""
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            known += action.choices
+            chosen = [action.choices[name] for name in parser.words if name in action.choices]
+            known += [
+                flag for each in chosen[:1] for a in each._actions for flag in a.option_strings
+            ]
+    if word in known or (parser.allow_abbrev and any(o.startswith(word) for o in known)):
+        return None
+    alike = [other for other in known if other.startswith("-") == word.startswith("-")]
+    return next(iter(get_close_matches(word, alike, n=1, cutoff=0.7)), None)
+
+
+def reject_unknown_flags(parser: Parser, words: Sequence[str]) -> NoReturn:
     """Exit with code 2; `words` are the arguments that `parser` did not recognize."""
-    flags = [flag for action in parser._actions for flag in action.option_strings]
-    messages = []
+    parser.words, messages = (), []
     for word in words:
-        flag = word.partition("=")[0] if word.startswith("-") else ""
-        close = get_close_matches(flag, flags, n=1, cutoff=0.7)
-        messages.append(f"{word} (did you mean {close[0]}?)" if close else word)
+        close = nearest(word.partition("=")[0], parser) if word.startswith("-") else None
+        messages.append(f"{word} (did you mean {close}?)" if close else word)
     parser.error(f"unrecognized arguments: {', '.join(messages)}")
+
+
+def whole_number_list(text: str) -> list[int]:
+    """Parse one whole number, or several separated by commas, for a flag that takes a list."""
+    return [int(word) for word in text.split(",")]

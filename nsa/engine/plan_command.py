@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import runpy
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +15,17 @@ from nsa.engine.command_line import DEFAULT_DS_CONFIG
 from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.engine.resolve import resolve_config
-from nsa.planner.command import assumptions, describe, hardware, table
-from nsa.planner.forecast import compare, fits, forecast, search, select_checkpointing
-from nsa.planner.inputs import Zero
+from nsa.planner.command import assumptions, describe, hardware, json_row, table
+from nsa.planner.forecast import (
+    Candidate,
+    Hardware,
+    compare,
+    fits,
+    forecast,
+    search,
+    select_checkpointing,
+)
+from nsa.planner.inputs import Model, Zero
 from nsa.resources import resource_path
 
 DEFAULT_RECIPE = resource_path("recipes/m7c.py")
@@ -35,9 +45,8 @@ def run(flags: argparse.Namespace) -> int:
     source, steps = flags.deepspeed_config or DEFAULT_DS_CONFIG, config.train.steps
     model, batch, zero = model_of(config), batch_of(config), zero_of(source, config, flags.gpus)
     mode, notes = select_checkpointing(model, zero, batch, target.memory, flags.gpus)
-    memory = f"{target.memory / 1e9:g} GB"
+    memory, zeros = f"{target.memory / 1e9:g} GB", dict[str, Zero]()
     if flags.search or flags.compare:
-        zeros: dict[str, Zero] = {}
         for file in sorted(source.parent.glob("*.json")):
             try:
                 zeros[file.stem] = zero_of(file, config, flags.gpus)
@@ -45,6 +54,8 @@ def run(flags: argparse.Namespace) -> int:
                 print(f"left out: {error}", file=sys.stderr)
         rank = search if flags.search else compare
         candidates = rank(model, zeros, batch, target, flags.gpus)
+        if flags.json:
+            return _print_json(flags, model, candidates, steps, target, zeros)
         if not candidates:
             print(f"nothing fits into {memory}")
             return 1
@@ -55,12 +66,41 @@ def run(flags: argparse.Namespace) -> int:
         return 0
     batch = replace(batch, checkpointing=mode)
     step = forecast(model, zero, batch, target, flags.gpus)
+    zeros[source.stem] = zero
+    if flags.json:
+        planned = [Candidate(source.stem, batch, step)]
+        return _print_json(flags, model, planned, steps, target, zeros, notes)
     title, *lines = describe(source.stem, model, batch, step, target, steps)
-    print(title, *assumptions(flags, target, {source.stem: zero}), *lines, *notes, sep="\n")
+    print(title, *assumptions(flags, target, zeros), *lines, *notes, sep="\n")
     if not fits(step.memory, target):
         print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
         return 1
     return 0
+
+
+def _print_json(
+    flags: argparse.Namespace,
+    model: Model,
+    candidates: Sequence[Candidate],
+    steps: int,
+    target: Hardware,
+    zeros: Mapping[str, Zero],
+    notes: Sequence[str] = (),
+) -> int:
+    """Print the plan as JSON; return exit code 1 if nothing fits."""
+    fitting = [fits(candidate.forecast.memory, target) for candidate in candidates]
+    rows = [
+        json_row(candidate, steps) | {"fits": fit}
+        for candidate, fit in zip(candidates, fitting, strict=True)
+    ]
+    tree = {
+        "parameters": model.parameters,
+        "steps": steps,
+        "plans": rows,
+        "assumptions": [*assumptions(flags, target, zeros), *notes],
+    }
+    print(json.dumps(tree, indent=2))
+    return 0 if any(fitting) else 1
 
 
 def load_profile(recipe: Path, profile: str) -> RunConfig:

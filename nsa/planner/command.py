@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def add_parser(verbs: Any, run: Callable[[argparse.Namespace], int]) -> None:
     table.add_argument(
         "--compare", action="store_true", help="compare all configs in the JSON's folder"
     )
+    add("--json", action="store_true", help="print JSON: bytes, seconds, and every candidate")
     parser.set_defaults(run=run)
 
 
@@ -152,6 +154,24 @@ def table(candidates: list[Candidate], steps: int) -> list[str]:
             f"{parts * duration:>8.2f}"
         )
     return lines
+
+
+def json_row(candidate: Candidate, steps: int) -> dict[str, Any]:
+    """Return one candidate's figures in bytes and seconds."""
+    batch, step = candidate.batch, candidate.forecast
+    return {
+        "config": candidate.config,
+        **asdict(batch),
+        "memory_bytes": step.memory.at_peak | {"total": step.memory.peak},
+        "tokens_per_step": step.tokens,
+        "bytes_sent_per_step": step.traffic.bytes_per_step,
+        "compute_seconds": step.compute,
+        "communication_seconds": step.communication,
+        "exposed_seconds": step.exposed,
+        "step_seconds": step.seconds,
+        "tokens_per_second": step.tokens_per_second,
+        "days": steps * step.seconds / 86_400,
+    }
 
 
 def _sent(sent: Traffic, model: Model) -> str:
