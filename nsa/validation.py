@@ -63,7 +63,7 @@ def positive_flags(args: object, *names: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose errors name the nearest flag, or the nearest verb, of one that is misspelt."""
+    """Parser whose errors name the nearest flag or verb of a misspelt one."""
 
     words: Sequence[str] = ()
 
@@ -72,35 +72,31 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        names = [name.partition("=")[0] for name in self.words]
-        pairs = [(name, close) for name in names if (close := nearest(name, self))]
-        hints = [f"{name} (did you mean {close}?)" for name, close in pairs]
+        hints = [hinted for word in self.words if (hinted := self.hint(word)) != word]
         super().error("; ".join([message, *hints]))
 
+    def hint(self, word: str) -> str:
+        """Return the word, and the known one that it resembles."""
+        verbs = subcommands(self)
+        parsers = (self, *(verbs[name] for name in self.words if name in verbs))
+        flags = [flag for p in parsers for action in p._actions for flag in action.option_strings]
+        name, known = word.partition("=")[0], flags if word.startswith("-") else list(verbs)
+        if name in known or (self.allow_abbrev and any(other.startswith(name) for other in known)):
+            return word
+        close = get_close_matches(name, known, n=1, cutoff=0.7)
+        return f"{word} (did you mean {close[0]}?)" if close else word
 
-def nearest(word: str, parser: Parser) -> str | None:
-    """Return the flag or verb of `parser` that a misspelt word resembles."""
-    known = [flag for action in parser._actions for flag in action.option_strings]
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            known += action.choices
-            chosen = [action.choices[name] for name in parser.words if name in action.choices]
-            known += [
-                flag for each in chosen[:1] for a in each._actions for flag in a.option_strings
-            ]
-    if word in known or (parser.allow_abbrev and any(o.startswith(word) for o in known)):
-        return None
-    alike = [other for other in known if other.startswith("-") == word.startswith("-")]
-    return next(iter(get_close_matches(word, alike, n=1, cutoff=0.7)), None)
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each verb; empty if there are none."""
+    kinds = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return {name: verb for action in kinds for name, verb in action.choices.items()}
 
 
 def reject_unknown_flags(parser: Parser, words: Sequence[str]) -> NoReturn:
     """Exit with code 2; `words` are the arguments that `parser` did not recognize."""
-    parser.words, messages = (), []
-    for word in words:
-        close = nearest(word.partition("=")[0], parser) if word.startswith("-") else None
-        messages.append(f"{word} (did you mean {close}?)" if close else word)
-    parser.error(f"unrecognized arguments: {', '.join(messages)}")
+    parser.words = ()
+    parser.error(f"unrecognized arguments: {', '.join(map(parser.hint, words))}")
 
 
 def whole_number_list(text: str) -> list[int]:

@@ -6,7 +6,6 @@ import argparse
 import json
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +15,8 @@ from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.engine.resolve import resolve_config
 from nsa.planner.command import assumptions, describe, hardware, json_row, table
-from nsa.planner.forecast import (
-    Candidate,
-    Hardware,
-    compare,
-    fits,
-    forecast,
-    search,
-    select_checkpointing,
-)
-from nsa.planner.inputs import Model, Zero
+from nsa.planner.forecast import Candidate, compare, fits, forecast, search, select_checkpointing
+from nsa.planner.inputs import Zero
 from nsa.resources import resource_path
 
 DEFAULT_RECIPE = resource_path("recipes/m7c.py")
@@ -53,53 +44,33 @@ def run(flags: argparse.Namespace) -> int:
             except ValueError as error:
                 print(f"left out: {error}", file=sys.stderr)
         rank = search if flags.search else compare
-        candidates = rank(model, zeros, batch, target, flags.gpus)
-        if flags.json:
-            return _print_json(flags, model, candidates, steps, target, zeros)
-        if not candidates:
-            print(f"nothing fits into {memory}")
-            return 1
+        candidates, notes = rank(model, zeros, batch, target, flags.gpus), []
+    else:
+        zeros[source.stem] = zero
+        batch = replace(batch, checkpointing=mode)
+        step = forecast(model, zero, batch, target, flags.gpus)
+        candidates = [Candidate(source.stem, batch, step)]
+    fitting = [fits(candidate.forecast.memory, target) for candidate in candidates]
+    assumed = assumptions(flags, target, zeros)
+    if flags.json:
+        plans = [
+            json_row(one, steps) | {"fits": fit}
+            for one, fit in zip(candidates, fitting, strict=True)
+        ]
+        tree = {"parameters": model.parameters, "steps": steps, "plans": plans}
+        print(json.dumps(tree | {"assumptions": [*assumed, *notes]}, indent=2))
+    elif not candidates:
+        print(f"nothing fits into {memory}")
+    elif flags.search or flags.compare:
         print(*table(candidates[:SHOWN], steps), sep="\n")
         if len(candidates) > SHOWN:
             print(f"the fastest {SHOWN} of {len(candidates)} that fit")
-        print(*assumptions(flags, target, zeros), sep="\n")
-        return 0
-    batch = replace(batch, checkpointing=mode)
-    step = forecast(model, zero, batch, target, flags.gpus)
-    zeros[source.stem] = zero
-    if flags.json:
-        planned = [Candidate(source.stem, batch, step)]
-        return _print_json(flags, model, planned, steps, target, zeros, notes)
-    title, *lines = describe(source.stem, model, batch, step, target, steps)
-    print(title, *assumptions(flags, target, zeros), *lines, *notes, sep="\n")
-    if not fits(step.memory, target):
-        print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
-        return 1
-    return 0
-
-
-def _print_json(
-    flags: argparse.Namespace,
-    model: Model,
-    candidates: Sequence[Candidate],
-    steps: int,
-    target: Hardware,
-    zeros: Mapping[str, Zero],
-    notes: Sequence[str] = (),
-) -> int:
-    """Print the plan as JSON; return exit code 1 if nothing fits."""
-    fitting = [fits(candidate.forecast.memory, target) for candidate in candidates]
-    rows = [
-        json_row(candidate, steps) | {"fits": fit}
-        for candidate, fit in zip(candidates, fitting, strict=True)
-    ]
-    tree = {
-        "parameters": model.parameters,
-        "steps": steps,
-        "plans": rows,
-        "assumptions": [*assumptions(flags, target, zeros), *notes],
-    }
-    print(json.dumps(tree, indent=2))
+        print(*assumed, sep="\n")
+    else:
+        title, *lines = describe(source.stem, model, batch, step, target, steps)
+        print(title, *assumed, *lines, *notes, sep="\n")
+        if not any(fitting):
+            print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
     return 0 if any(fitting) else 1
 
 

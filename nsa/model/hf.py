@@ -135,7 +135,8 @@ class NSAPreTrainedModel(PreTrainedModel):
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         base: Any = self.base_model
         base.core.config.vocab_size = self.config.vocab_size
-        base.core.__dict__["head"] = self._separate_head()
+        tied = self.config.tie_word_embeddings
+        base.core.__dict__["head"] = None if tied else self.get_output_embeddings()
         return embeddings
 
     def _with_selector_loss(
@@ -153,10 +154,6 @@ class NSAPreTrainedModel(PreTrainedModel):
             total = torch.as_tensor(items, device=labels.device)
             weight = weight * (labels != IGNORE_INDEX).sum() / total
         return loss + weight * output.selector_loss
-
-    def _separate_head(self) -> nn.Module | None:
-        """The output head, None if it is the embedding."""
-        return None if self.config.tie_word_embeddings else self.get_output_embeddings()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -304,9 +301,10 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
         self.model = NSAModel(config)
-        device = "meta" if config.tie_word_embeddings else None  # post_init() ties it
+        tied = config.tie_word_embeddings
+        device = "meta" if tied else None  # post_init() ties it
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False, device=device)
-        self.model.core.__dict__["head"] = self._separate_head()
+        self.model.core.__dict__["head"] = None if tied else self.lm_head
         self.post_init()
 
     @can_return_tuple

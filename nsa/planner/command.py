@@ -157,19 +157,14 @@ def table(candidates: list[Candidate], steps: int) -> list[str]:
 
 
 def json_row(candidate: Candidate, steps: int) -> dict[str, Any]:
-    """Return one candidate's figures in bytes and seconds."""
-    batch, step = candidate.batch, candidate.forecast
+    """Return one candidate's figures in bytes, tokens and seconds."""
+    step, names = candidate.forecast, ("tokens", "compute", "communication", "exposed", "seconds")
     return {
         "config": candidate.config,
-        **asdict(batch),
-        "memory_bytes": step.memory.at_peak | {"total": step.memory.peak},
-        "tokens_per_step": step.tokens,
-        "bytes_sent_per_step": step.traffic.bytes_per_step,
-        "compute_seconds": step.compute,
-        "communication_seconds": step.communication,
-        "exposed_seconds": step.exposed,
-        "step_seconds": step.seconds,
-        "tokens_per_second": step.tokens_per_second,
+        **asdict(candidate.batch),
+        "memory": step.memory.at_peak | {"total": step.memory.peak},
+        "bytes_sent": step.traffic.bytes_per_step,
+        **{name: getattr(step, name) for name in (*names, "tokens_per_second")},
         "days": steps * step.seconds / 86_400,
     }
 

@@ -116,17 +116,11 @@ def _row(label: str, run: Summary) -> tuple[str, ...]:
 
 
 def _json_row(label: str, run: Summary) -> dict[str, Any]:
-    gate = run.gates[-1] if run.gates else None
-    return {
-        "run": label,
-        "path": str(run.run_dir),
-        "steps": run.steps,
-        **{column: run.last(column) for column in ("loss", "val_loss", "bits_per_byte")},
-        "tokens_per_s": run.tokens_per_s,
-        "memory_gb": run.memory_gb,
-        "gate": None if gate is None else gate.gate,
-        "go": None if gate is None else gate.go,
-    }
+    columns = ("loss", "val_loss", "bits_per_byte")
+    figures = {column: run.last(column) for column in columns}
+    figures |= {"tokens_per_s": run.tokens_per_s, "memory_gb": run.memory_gb}
+    gate, go = next(((gate.gate, gate.go) for gate in run.gates[-1:]), (None, None))
+    return {"run": label, "steps": run.steps, **figures, "gate": gate, "go": go}
 
 
 def labelled(runs: Sequence[Path]) -> dict[str, Path]:
