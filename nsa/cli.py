@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nsa.completion import SHELLS, completion
 from nsa.constants import INTERRUPTED
@@ -30,6 +29,8 @@ from nsa.untrusted import printable
 from nsa.validation import Parser, positive_flags, reject_unknown_flags
 from nsa.watchdog.command import add_parser as add_watch_parser
 from nsa.watchdog.command import split_command
+
+INFO = ("model", "parameters", "flops_per_token")  # keys of `nsa info --json`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -174,20 +175,16 @@ def _info(args: argparse.Namespace) -> int:
     positive_flags(args, "seq_len")
     m7c = ModelConfig()
     dense = replace(m7c, attention=replace(m7c.attention, kind="dense"))
-    models: list[dict[str, Any]] = [
-        {
-            "model": name,
-            "parameters": parameter_count(config),
-            "flops_per_token": flops_per_token(config, args.seq_len),
-        }
+    rows = [
+        (name, parameter_count(config), flops_per_token(config, args.seq_len))
         for name, config in (("M7C", m7c), ("dense twin", dense))
     ]
     if args.json:
+        models = [dict(zip(INFO, row, strict=True)) for row in rows]
         print(json.dumps({"seq_len": args.seq_len, "models": models}, indent=2))
         return 0
     print(f"forward and backward, averaged over {args.seq_len:,} tokens")
     print(f"{'':10}{'parameters':>14}{'MFLOP/token':>16}")
-    for model in models:
-        mflop = model["flops_per_token"] / 1e6
-        print(f"{model['model']:10}{model['parameters']:>14,}{mflop:>16,.1f}")
+    for name, parameters, flops in rows:
+        print(f"{name:10}{parameters:>14,}{flops / 1e6:>16,.1f}")
     return 0

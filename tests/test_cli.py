@@ -254,7 +254,7 @@ def test_an_unknown_argument_shows_the_usage_of_its_verb(
         (["export", "runs/a", "--too", "b"], "--to; --too (did you mean --to?)"),
         (["tarin", "m7c"], "tarin (did you mean train?)"),
         (["data", "preprae"], "preprae (did you mean prepare?)"),
-        (["bench", "roofline", "--lenghts=2k"], "--lenghts (did you mean --lengths?)"),
+        (["bench", "roofline", "--lenghts=2k"], "--lenghts=2k (did you mean --lengths?)"),
     ],
 )
 def test_an_error_names_the_nearest_flag_or_verb(

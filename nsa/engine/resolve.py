@@ -76,7 +76,8 @@ def resolve_config(
         path, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"--set {assignment}: write it as path.to.key=value")
-        changes: Any = _parse(text, f"--set {assignment}")
+        # A pattern such as *.py is no alias: aliases are refused everywhere.
+        changes: Any = text if text[:1] == "*" else _parse(text, f"--set {assignment}")
         for key in reversed(path.strip().split(".")):
             changes = {key: changes}
         _merge(tree, changes, f"--set {assignment}")

@@ -15,6 +15,8 @@ import zstandard
 
 from nsa.data.files import LARGEST_TEXT, open_files
 from nsa.data.source import DataError, Document, Source
+from nsa.engine.config import RunConfig
+from nsa.engine.resolve import resolve_config
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -389,3 +391,9 @@ def test_a_broken_table_or_array_is_refused_by_name(tmp_path: Path) -> None:
         path = write(tmp_path, name, content)
         with pytest.raises(DataError, match=rf"{name}"):
             texts(open_files(path, "text"))
+
+
+def test_a_pattern_can_be_set_without_quotes() -> None:
+    """In YAML it would start an alias."""
+    config = resolve_config(RunConfig(), assignments=["data.pattern=*.md"])
+    assert config.data.pattern == "*.md"
