@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -46,11 +45,11 @@ from transformers.utils import can_return_tuple
 from nsa.constants import IGNORE_INDEX
 from nsa.model import block
 from nsa.model.attention import NSAttention
-from nsa.model.cache import KVCache
 from nsa.model.compressor import BlockMLP, BlockPool
 from nsa.model.config import ModelConfig
 from nsa.model.decode import extend_states, prefill_states
-from nsa.model.hf_config import NSAConfig
+from nsa.model.hf_cache import NSACache
+from nsa.model.hf_config import NSAConfig, register_peft_targets
 from nsa.model.hf_inputs import (
     document_starts,
     keep_columns,
@@ -59,43 +58,6 @@ from nsa.model.hf_inputs import (
     unpack,
 )
 from nsa.model.language_model import LanguageModel
-
-
-class NSACache(Cache):
-    """`KVCache` with transformers' interface; `forward(use_cache=True)` creates and fills it.
-
-    Tokens cannot be removed, because older inputs of compressed blocks are not stored.
-    """
-
-    is_croppable = False
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.kv: KVCache | None = None
-        self.columns = 0  # of input_ids so far, including padding
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the columns of input_ids so far, as generate() expects, including padding."""
-        return self.columns
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.kv is not None:
-            self.kv = self.kv.select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.kv is not None:
-            rows = torch.arange(self.kv.batch, device=self.kv.device)
-            self.kv = self.kv.select(rows.repeat_interleave(repeats))
-
-    def reset(self) -> None:
-        self.kv, self.columns = None, 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise ValueError("NSACache: tokens cannot be removed; decode without an assistant")
 
 
 class Block(GradientCheckpointingLayer, block.Block):
@@ -129,7 +91,7 @@ class NSAPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
-        _register_peft_targets()
+        register_peft_targets()
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         embeddings = super().resize_token_embeddings(*args, **kwargs)
@@ -423,16 +385,3 @@ def _decoding(device: torch.device) -> Iterator[None]:
     """Disable gradients and autocast: the cache has the weights' dtype, and Trainer autocasts."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
-
-
-def _register_peft_targets() -> None:
-    """Add PEFT's default `target_modules`: a Llama's, whose q_proj is named q here."""
-    try:
-        from peft.utils import constants
-    except ImportError:
-        return
-    for table in vars(constants).values():
-        llama = table.get("llama") if isinstance(table, dict) else None
-        if isinstance(llama, list) and all(name.endswith("_proj") for name in llama):
-            names = [name.removesuffix("_proj") for name in llama]
-            table.setdefault(NSAConfig.model_type, names)

@@ -104,3 +104,16 @@ def _check_names(kind: type, settings: dict[str, Any], path: str) -> dict[str, A
         if name not in names:
             raise ValueError(f"{path}.{name}: no such setting; choose one of {', '.join(names)}")
     return settings
+
+
+def register_peft_targets() -> None:
+    """Add PEFT's default `target_modules`: a Llama's, whose q_proj is named q here."""
+    try:
+        from peft.utils import constants
+    except ImportError:
+        return
+    for table in vars(constants).values():
+        llama = table.get("llama") if isinstance(table, dict) else None
+        if isinstance(llama, list) and all(name.endswith("_proj") for name in llama):
+            names = [name.removesuffix("_proj") for name in llama]
+            table.setdefault(NSAConfig.model_type, names)
