@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from nsa.completion import SHELLS, completion
 from nsa.constants import INTERRUPTED
 from nsa.data.command import add_parser as add_data_parser
 from nsa.doctor.command import add_parser as add_doctor_parser
@@ -22,11 +23,14 @@ from nsa.export.commands import add_export_parser, add_import_parser
 from nsa.planner.command import add_parser as add_plan_parser
 from nsa.report.compare import add_parser as add_compare_parser
 from nsa.report.report import add_parser as add_report_parser
+from nsa.resources import resource_path
 from nsa.system import package_version
 from nsa.untrusted import printable
-from nsa.validation import positive_flags, reject_unknown_flags
+from nsa.validation import Parser, positive_flags, reject_unknown_flags
 from nsa.watchdog.command import add_parser as add_watch_parser
 from nsa.watchdog.command import split_command
+
+INFO = ("model", "parameters", "flops_per_token")  # keys of `nsa info --json`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     flags, command = split_command(sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(flags)
-    if args.verb == "bench":
+    if args.verb in ("bench", "train"):
         args.arguments = unknown
     elif unknown:
         reject_unknown_flags(args.parser, unknown)
@@ -54,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     about = "Tools around training. To train: deepspeed --num_gpus 2 recipes/m7c.py"
-    parser = argparse.ArgumentParser(prog="nsa", description=about)
+    parser = Parser(prog="nsa", description=about)
     version = package_version("nsa-m7c") or "(not installed)"
     parser.add_argument("--version", action="version", version=f"nsa {version}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
@@ -64,6 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     about = "run benchmarks; all arguments go to nsa.bench (see nsa bench --help)"
     bench = verbs.add_parser("bench", help=about, add_help=False)
     bench.set_defaults(run=_bench)
+
+    about = "train with an installed recipe: nsa train [DeepSpeed's flags] m7c [the recipe's flags]"
+    train = verbs.add_parser("train", help=about, add_help=False)
+    train.set_defaults(run=_train)
 
     about = "validate a DeepSpeed JSON against the M7C recipe; print it with 'auto' resolved"
     codes = "Exit code: 0 if the recipe accepts the file, 2 with a line per key to change."
@@ -77,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print one line, or the keys to change, but not the resolved config",
     )
+    check.add_argument("--json", action="store_true", help="print config and summary as one JSON")
     check.set_defaults(run=_check)
 
     add_data_parser(verbs)
@@ -94,7 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     about = "print parameters and FLOPs per token of M7C and its dense twin"
     info = verbs.add_parser("info", help=about, description=about)
     info.add_argument("--seq-len", type=int, default=2_048, help="sequence length (default: 2048)")
+    info.add_argument("--json", action="store_true", help="print JSON")
     info.set_defaults(run=_info)
+
+    about = "print a script that makes a shell complete the verbs and flags of nsa"
+    shell = verbs.add_parser("completion", help=about, description=about)
+    shell.add_argument("shell", choices=SHELLS)
+    shell.set_defaults(run=lambda args: print(completion(_parser(), args.shell), end="") or 0)
     for verb in verbs.choices.values():
         verb.set_defaults(parser=verb)
     return parser
@@ -105,6 +120,21 @@ def _bench(args: argparse.Namespace) -> int:
 
     bench(args.arguments)
     return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    """Become DeepSpeed's launcher, whose flags come before the recipe's name."""
+    recipes = {path.stem: path for path in sorted(resource_path("recipes").glob("*.py"))}
+    words = list(args.arguments)
+    place = next((i for i, word in enumerate(words) if word in recipes), None)
+    if place is None or words[:place][-1:] in (["-h"], ["--help"]):
+        raise ValueError(
+            f"{' '.join(['train', *words])}: names no recipe; write nsa train [DeepSpeed's flags] "
+            f"RECIPE [its flags], where RECIPE is {', '.join(recipes)}"
+        )
+    words[place] = str(recipes[words[place]])
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "deepspeed.launcher.runner", *words])
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -120,7 +150,9 @@ def _check(args: argparse.Namespace) -> int:
         raw, source = load_ds_config(args.ds_config), str(args.ds_config)
         resolved = resolve_ds_config(raw, config, world_size=args.ranks, source=source)
     summary = summary_line(resolved, args.ranks)
-    if args.quiet:
+    if args.json:
+        print(json.dumps({"summary": summary, "ds_config": resolved}, indent=2))
+    elif args.quiet:
         print(summary)
     else:
         print(json.dumps(resolved, indent=2))
@@ -143,9 +175,16 @@ def _info(args: argparse.Namespace) -> int:
     positive_flags(args, "seq_len")
     m7c = ModelConfig()
     dense = replace(m7c, attention=replace(m7c.attention, kind="dense"))
+    rows = [
+        (name, parameter_count(config), flops_per_token(config, args.seq_len))
+        for name, config in (("M7C", m7c), ("dense twin", dense))
+    ]
+    if args.json:
+        models = [dict(zip(INFO, row, strict=True)) for row in rows]
+        print(json.dumps({"seq_len": args.seq_len, "models": models}, indent=2))
+        return 0
     print(f"forward and backward, averaged over {args.seq_len:,} tokens")
     print(f"{'':10}{'parameters':>14}{'MFLOP/token':>16}")
-    for name, config in (("M7C", m7c), ("dense twin", dense)):
-        flops = flops_per_token(config, args.seq_len) / 1e6
-        print(f"{name:10}{parameter_count(config):>14,}{flops:>16,.1f}")
+    for name, parameters, flops in rows:
+        print(f"{name:10}{parameters:>14,}{flops / 1e6:>16,.1f}")
     return 0

@@ -7,9 +7,10 @@ one_of("train", self, precision=PRECISIONS)           # train.precision = 'x': c
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def at_least(low: int, section: str, config: object, *names: str) -> None:
@@ -61,12 +62,43 @@ def positive_flags(args: object, *names: str) -> None:
                 raise ValueError(f"--{name.replace('_', '-')} {number}: must be 1 or more")
 
 
-def reject_unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
+class Parser(argparse.ArgumentParser):
+    """Parser whose errors name the nearest flag or verb of a misspelt one."""
+
+    words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        hints = [hinted for word in self.words if (hinted := self.hint(word)) != word]
+        super().error("; ".join([message, *hints]))
+
+    def hint(self, word: str) -> str:
+        """Return the word, and the known one that it resembles."""
+        verbs = subcommands(self)
+        parsers = (self, *(verbs[name] for name in self.words if name in verbs))
+        flags = [flag for p in parsers for action in p._actions for flag in action.option_strings]
+        name, known = word.partition("=")[0], flags if word.startswith("-") else list(verbs)
+        if name in known or (self.allow_abbrev and any(other.startswith(name) for other in known)):
+            return word
+        close = get_close_matches(name, known, n=1, cutoff=0.7)
+        return f"{word} (did you mean {close[0]}?)" if close else word
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each verb; empty if there are none."""
+    kinds = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return {name: verb for action in kinds for name, verb in action.choices.items()}
+
+
+def reject_unknown_flags(parser: Parser, words: Sequence[str]) -> NoReturn:
     """Exit with code 2; `words` are the arguments that `parser` did not recognize."""
-    flags = [flag for action in parser._actions for flag in action.option_strings]
-    messages = []
-    for word in words:
-        flag = word.partition("=")[0] if word.startswith("-") else ""
-        close = get_close_matches(flag, flags, n=1, cutoff=0.7)
-        messages.append(f"{word} (did you mean {close[0]}?)" if close else word)
-    parser.error(f"unrecognized arguments: {', '.join(messages)}")
+    parser.words = ()
+    parser.error(f"unrecognized arguments: {', '.join(map(parser.hint, words))}")
+
+
+def whole_number_list(text: str) -> list[int]:
+    """Parse one whole number, or several separated by commas, for a flag that takes a list."""
+    return [int(word) for word in text.split(",")]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ VERBS = (
     "bench",
     "check",
     "compare",
+    "completion",
     "data",
     "doctor",
     "eval",
@@ -32,9 +35,14 @@ VERBS = (
     "plan",
     "report",
     "tasks",
+    "train",
     "watch",
 )
 DS_CONFIG = ROOT / "ds_configs/zero1_pcie.json"
+METRICS = (
+    "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds\n"
+    "1,64,5.5,,,0.1,1.0,10,,,1\n2,128,5.0,5.1,7.4,0.1,1.0,10,,,2\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +53,7 @@ DS_CONFIG = ROOT / "ds_configs/zero1_pcie.json"
 def test_help_lists_the_verbs(command: list[str]) -> None:
     result = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
     for verb in VERBS:
-        assert f"\n    {verb} " in result.stdout
+        assert re.search(rf"\n    {verb}\s", result.stdout)
 
 
 def test_a_clone_that_is_not_installed_has_no_version(
@@ -191,10 +199,7 @@ def test_compare_and_report_print_the_files_they_wrote(
 ) -> None:
     for name in ("nsa", "dense"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.csv").write_text(
-            "step,tokens,loss,val_loss,bits_per_byte,lr,grad_norm,tokens_per_s,mfu,memory_gb,seconds\n"
-            "1,64,5.5,,,0.1,1.0,10,,,1\n2,128,5.0,5.1,7.4,0.1,1.0,10,,,2\n"
-        )
+        (tmp_path / name / "metrics.csv").write_text(METRICS)
     runs = [str(tmp_path / "nsa"), str(tmp_path / "dense")]
     assert main(["compare", *runs]) == 0
     picture = tmp_path / "compare.png"
@@ -241,3 +246,95 @@ def test_an_unknown_argument_shows_the_usage_of_its_verb(
     assert error.startswith(f"usage: nsa {words[0]} ")
     for part in message.split(".*"):
         assert part in error
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["export", "runs/a", "--too", "b"], "--to; --too (did you mean --to?)"),
+        (["tarin", "m7c"], "tarin (did you mean train?)"),
+        (["data", "preprae"], "preprae (did you mean prepare?)"),
+        (["bench", "roofline", "--lenghts=2k"], "--lenghts=2k (did you mean --lengths?)"),
+    ],
+)
+def test_an_error_names_the_nearest_flag_or_verb(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert hint in capsys.readouterr().err
+
+
+def test_json_has_stable_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def tree(*words: str) -> Any:
+        code = main([*words, "--json"])
+        assert code == 0, words
+        return json.loads(capsys.readouterr().out)
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.csv").write_text(METRICS)
+    info = tree("info", "--seq-len", "512")
+    assert info["seq_len"] == 512
+    assert [model["model"] for model in info["models"]] == ["M7C", "dense twin"]
+    assert info["models"][0]["parameters"] == parameter_count(ModelConfig())
+    assert info["models"][0].keys() == {"model", "parameters", "flops_per_token"}
+    check = tree("check", str(DS_CONFIG))
+    assert check["summary"].startswith("ok: ZeRO-1")
+    assert check["ds_config"]["train_batch_size"] == 64
+    plan = tree("plan")
+    assert plan.keys() == {"parameters", "steps", "plans", "assumptions"}
+    (row,) = plan["plans"]
+    assert row.keys() == {
+        *("config", "seq_len", "micro_batch", "accumulation", "checkpointing", "fits", "days"),
+        *("ranks_per_sequence", "memory", "bytes_sent", "tokens", "tokens_per_second"),
+        *("compute", "communication", "exposed", "seconds"),
+    }
+    assert main(["plan"]) == 0
+    assert f"{row['tokens_per_second']:,.0f}" in capsys.readouterr().out
+    assert len(tree("plan", "--search")["plans"]) > 12  # all, not the first dozen
+    assert main(["plan", "--memory", "1", "--json"]) == 1
+    assert not json.loads(capsys.readouterr().out)["plans"][0]["fits"]
+    compared = tree("compare", str(tmp_path / "a"))
+    assert compared.keys() == {"runs", "differences", "picture"}
+    (run,) = compared["runs"]
+    assert (run["run"], run["steps"], run["loss"], run["go"]) == ("a", 2, 5.0, None)
+    assert main(["doctor", "--json", "--run-dir", str(tmp_path)]) in (0, 2)
+    checks = json.loads(capsys.readouterr().out)
+    assert all(each.keys() == {"name", "status", "detail", "fix"} for each in checks)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_every_verb_and_flag(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in (*VERBS, "prepare", "held-out", "deepspeed_config"):
+        assert word in script
+    if shell == "bash":
+        for typed, expected in (
+            (["nsa", "comp"], {"compare", "completion"}),
+            (["nsa", "plan", "--ne"], {"--network"}),
+            (["nsa", "data", "prep"], {"prepare"}),
+            (["nsa", "plan", "--no"], {"--nodes"}),
+        ):
+            words = " ".join(typed)
+            ask = f"COMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _nsa; echo ${{COMPREPLY[@]}}"
+            done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True)
+            assert set(done.stdout.split()) == expected, done.stderr
+
+
+def test_train_starts_the_installed_recipe_with_deepspeeds_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, words: calls.append([program, *words]))
+    main(["train", "--num_gpus", "2", "m7c", "--profile", "demo", "--set", "train.steps=3"])
+    program, python, *words = calls[0]
+    assert program == python == sys.executable
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    flags = ["--profile", "demo", "--set", "train.steps=3"]
+    assert words == [*launcher, str(ROOT / "recipes/m7c.py"), *flags]
+    capsys.readouterr()
+    assert main(["train", "--num_gpus", "2", "m7b"]) == 2
+    assert "names no recipe; write nsa train" in capsys.readouterr().err

@@ -6,11 +6,12 @@ Each benchmark is a module of this package with `run(report)` and, if it has fla
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+
+from nsa.validation import Parser
 
 BENCHMARKS = {  # name: one line of help
     "cpu": "attention and a layer of M7C on this CPU, against SDPA",
@@ -32,9 +33,9 @@ BENCHMARKS = {  # name: one line of help
 }
 
 
-def parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+def parser(arguments: Sequence[str]) -> Parser:
     """Return the parser with the flags of the benchmark in `arguments`; import only that one."""
-    top = argparse.ArgumentParser(prog="python -m nsa.bench", description="Run a benchmark.")
+    top = Parser(prog="python -m nsa.bench", description="Run a benchmark.")
     commands = top.add_subparsers(dest="benchmark", required=True, metavar="benchmark")
     selected = next((word for word in arguments if not word.startswith("-")), None)
     for name, about in BENCHMARKS.items():

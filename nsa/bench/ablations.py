@@ -29,6 +29,7 @@ from nsa.engine.resolve import resolve_config
 from nsa.model import parameter_count
 from nsa.report.markdown import mean_and_range, table
 from nsa.report.paired import paired_t
+from nsa.validation import whole_number_list
 
 VARIANTS: dict[str, tuple[str, ...]] = {  # settings that differ from the profile's
     "nsa": (),
@@ -140,7 +141,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--runs", type=Path, default="runs/ablations", help="folder of the runs")
     add("--profile", choices=PROFILES, default="demo", help="of recipes/m7c.py (%(default)s)")
     add("--steps", type=int, default=300, help="per run (%(default)s)")
-    add("--seeds", type=_seeds, nargs="+", default=[[1, 2, 3]], help="of weights and data (1 2 3)")
+    about = "of weights and data, with spaces or commas (1 2 3)"
+    add("--seeds", type=whole_number_list, nargs="+", default=[[1, 2, 3]], help=about)
     about = "variants to train; the others are compared with the first (%(default)s)"
     add("--variants", type=choice(*VARIANTS), default=every, help=about)
     about = "one more variant: the recipe's NSA with these settings, separated by commas"
@@ -149,11 +151,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
     add("--jobs", type=int, default=2, help="concurrent runs, one thread each (%(default)s)")
     add("--limit", type=float, help="stop and save after this many seconds")
-
-
-def _seeds(text: str) -> list[int]:
-    """Parse one seed, or several separated by commas."""
-    return [int(word) for word in text.split(",")]
 
 
 def run(report: Report) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from nsa.untrusted import open_regular, parse_json, printable, read_text
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's name, except for stage 3
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"
+TRANSFORMERS = re.compile(r"^(model\.|lm_(?=head\.))")  # what it puts before this package's names
 
 
 def find_weights(path: Path) -> Path:
@@ -122,7 +124,7 @@ def set_weights(
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
     """Read model.safetensors, or all files of its index.
 
-    Strip the "model." that transformers puts before all names except the head's.
+    Strip the "model." that transformers puts before all names except the head's, "lm_head".
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -144,7 +146,7 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
             tensors = load_file(folder / name)
         except SafetensorError as error:
             raise ValueError(f"{folder / name} is damaged: {error}") from None
-        weights |= {key.removeprefix("model."): tensor for key, tensor in tensors.items()}
+        weights |= {TRANSFORMERS.sub("", key): tensor for key, tensor in tensors.items()}
     return weights
 
 

@@ -64,11 +64,12 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     add("--subset", help="configuration of a hub dataset")
     add("--split", default=DEFAULT.split, help="split of a hub dataset")
     add("--files", help="files of a hub dataset, as a path or pattern")
+    add("--pattern", help="files of a folder to read, such as '*.py' (default: all with text)")
     add("--text-field", default=DEFAULT.text_field, help="the field that holds a record's text")
 
 
 def _config(args: argparse.Namespace, **more: Any) -> DataConfig:
-    names = ("source", "subset", "split", "files", "text_field")
+    names = ("source", "subset", "split", "files", "pattern", "text_field")
     config = DataConfig(**{name: getattr(args, name) for name in names}, **more)
     config.validate()
     return config
@@ -81,13 +82,15 @@ def _settings_as_flags() -> Iterator[None]:
         yield
     except ValueError as error:
         text = str(error).replace("--set data.", "--")
-        for name in ("source", "subset", "split", "files", "text_field", "held_out", "tokenizer"):
+        settings = ("source", "subset", "split", "files", "pattern", "text_field", "held_out")
+        for name in (*settings, "tokenizer"):
             text = text.replace(f"data.{name}", f"--{name.replace('_', '-')}")
         raise ValueError(text) from error
 
 
 @_settings_as_flags()
 def _prepare(args: argparse.Namespace) -> int:
+    from nsa.data.factory import skipped_files
     from nsa.data.prepare import prepare
     from nsa.data.shards import INDEX
 
@@ -95,6 +98,8 @@ def _prepare(args: argparse.Namespace) -> int:
     config = _config(args, tokenizer=args.tokenizer, held_out=args.held_out)
     out = args.out.expanduser()
     finished = (out / INDEX).exists()
+    for line in skipped_files(config):
+        print(line)
     try:
         index = prepare(config, out, shard_tokens=args.shard_tokens, workers=args.workers)
     except KeyboardInterrupt:

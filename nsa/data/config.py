@@ -15,12 +15,13 @@ class DataConfig:
 
     # "embedded": DeepSpeed's Python files; "embedded:<package>": those of an installed package;
     # "synthetic": generated; "fineweb_edu"; "hf:<dataset>"; or a path: a folder that
-    # `nsa data prepare` wrote, a text file, or a folder of text files.
+    # `nsa data prepare` wrote, a text file, or a folder of text files (notes, code, tables).
     # Several with weights are a mixture: {/data/web: 0.7, /data/code: 0.3}
     source: str | dict[str, float] = "embedded"
     subset: str | None = None  # configuration of a hub dataset; null: its default
     split: str = "train"  # split of a hub dataset
     files: str | None = None  # files of a hub dataset, as a path or pattern; null: its default
+    pattern: str | None = None  # files of a folder to read, such as "*.py"; null: all with text
     text_field: str = "text"  # field of a record that holds its text
     tokenizer: str = "byte"  # "byte": 256 bytes and 3 special tokens; or "hf:<name or folder>"
     packing: str = "concat"  # "concat": across documents; "documents": attention stays inside each

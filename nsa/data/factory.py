@@ -34,7 +34,15 @@ def open_source(config: DataConfig, name: str) -> Source:
         return synthetic(config.synthetic_bytes)
     if name == "fineweb_edu" or name.startswith("hf:"):
         return open_hub(config, name)
-    return open_files(Path(name).expanduser(), config.text_field)
+    return open_files(Path(name).expanduser(), config.text_field, config.pattern)
+
+
+def skipped_files(config: DataConfig) -> list[str]:
+    """Return a line for each folder whose files are not all read."""
+    paths = [name for name in config.sources() if is_path(name) and not is_prepared(name)]
+    sources = [source for name in paths if isinstance(source := open_source(config, name), Files)]
+    text = "{}: {:,} files are read; {:,} that are empty, binary or huge are not"
+    return [text.format(s.name, len(s.files), s.skipped) for s in sources if s.skipped]
 
 
 def held_out(config: DataConfig, name: str) -> HeldOut:

@@ -1,15 +1,19 @@
-"""Local files as a document source: JSON lines, Parquet and plain text, alone or in folders."""
+"""Local files as a document source: JSON, CSV, Parquet and any text, alone or in folders."""
 
 from __future__ import annotations
 
+import codecs
+import csv
 import difflib
 import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,7 +34,13 @@ from nsa.data.source import (
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 COMPRESSIBLE = (".jsonl", ".ndjson", ".txt")
 SUFFIXES = (*COMPRESSIBLE, ".parquet", *(a + b for a in COMPRESSIBLE for b in COMPRESSIONS))
-READABLE = ".jsonl, .ndjson, .txt, .parquet; all but .parquet also compressed (.gz or .zst)"
+READABLE = (
+    ".jsonl, .ndjson, .txt (also .gz or .zst), .parquet, .csv, .tsv, .json, and any other file of "
+    "UTF-8 text"
+)
+DATASETS = (".jsonl", ".ndjson", ".parquet")  # other files beside these describe them
+LARGEST_TEXT = 8 << 20  # a larger file with another suffix is taken for generated
+HEAD_BYTES = 1 << 16  # of a file with another suffix: decides whether it holds text
 ROWS_PER_BATCH = 128  # of a Parquet file; small, so that long documents fit into memory
 BUFFER_BYTES = 1 << 20
 
@@ -42,10 +52,13 @@ class TextFile:
     path: Path
     name: str  # relative to the source's folder
     bytes: int
+    plain: bool = False  # one document, whatever its name
 
     @property
     def suffix(self) -> str:
         """Return the suffix of the format, without the compression's."""
+        if self.plain:
+            return ".txt"
         path = Path(self.name.lower())
         return path.with_suffix("").suffix if path.suffix in COMPRESSIONS else path.suffix
 
@@ -64,18 +77,25 @@ InPart = Callable[[int], bool]  # returns whether a file's n-th record is in thi
 Documents = Iterator[tuple[Document, State]]  # with the cursor after each
 
 
-def open_files(path: Path, text_field: str) -> Source:
-    """Open a file, or all text files below a folder, ordered by relative path."""
+def open_files(path: Path, text_field: str, pattern: str | None = None) -> Files:
+    """Open a file, or all text files below a folder, ordered by relative path.
+
+    `pattern` selects files of a folder by name or relative path. Without it, a folder with JSON
+    lines or Parquet is a dataset, of which other files are no documents.
+    """
     if path.is_dir():
-        present = sorted(_below(path))
-        files = [_text_file(file, path) for file in present if _is_text(file)]
+        present = sorted(_below(path, pattern))
+        files, skipped = [_text_file(file, path) for file in present if _is_text(file)], 0
+        if pattern or not any(file.suffix in DATASETS for file in files):
+            files = [t for file in present if (t := _any_text(file, path, text_field))]
+            skipped = len(present) - len(files)
         if not files:
             names = ", ".join(sorted(file.name for file in present)[:NAMES_SHOWN])
             raise DataError(
                 f"data.source = '{path}': no text in this folder, which holds "
-                f"{names or 'no files'}; supported: {READABLE}"
+                f"{names or 'no files'} (data.pattern = {pattern!r}); supported: {READABLE}"
             )
-        return Files(str(path), files, text_field)
+        return Files(str(path), files, text_field, skipped=skipped)
     if not path.exists():
         near = difflib.get_close_matches(str(path), NAMED, 1)
         raise DataError(
@@ -83,22 +103,52 @@ def open_files(path: Path, text_field: str) -> Source:
             + (f"; did you mean {near[0]!r}?" if near else "")
             + f"; choose {', '.join(NAMED)}, hf:<dataset>, or a path to text files"
         )
-    if not _is_text(path):
+    file = _any_text(path, path.parent, None)
+    if file is None:
         raise DataError(
             f"data.source = '{path}': {path.suffix or 'no suffix'!r} is not a supported format; "
             f"supported: {READABLE}"
         )
-    return Files(str(path), [_text_file(path, path.parent)], text_field)
+    return Files(str(path), [file], text_field)
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _any_text(path: Path, root: Path, field: str | None) -> TextFile | None:
+    """Return a file as records or as one document, None if it is empty, binary or generated.
+
+    In a folder a table or JSON array is read as records if they have `field`; alone (None), always.
+    """
+    file = _text_file(path, root)
+    if _is_text(path):
+        return file
+    with _name_in_errors(path):
+        if not path.is_file() or (file.bytes > LARGEST_TEXT and field is not None):
+            return None
+        with path.open("rb") as stream:
+            head = stream.read(HEAD_BYTES)
+        try:
+            text = codecs.getincrementaldecoder("utf-8-sig")().decode(head)
+        except UnicodeDecodeError:
+            return None
+    if not text or "\0" in text:
+        return None
+    is_array = file.suffix == ".json" and text.lstrip().startswith("[")
+    start = text if is_array else text.partition("\n")[0]  # where fields are named
+    records = is_array or file.suffix in (".csv", ".tsv")
+    named = field is None or re.search(rf"\b{re.escape(field)}\b", start)
+    return file if records and named else replace(file, plain=True)
+
+
+def _below(folder: Path, pattern: str | None) -> Iterator[Path]:
     def fail(error: OSError) -> None:
         raise error
 
     with _name_in_errors(folder):
         for root, folders, names in os.walk(folder, onerror=fail):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            yield from (Path(root, name) for name in names if not name.startswith("."))
+            for path in (Path(root, name) for name in names if not name.startswith(".")):
+                relative = path.relative_to(folder).as_posix()
+                if pattern is None or fnmatch(relative, pattern) or fnmatch(path.name, pattern):
+                    yield path
 
 
 def _is_text(path: Path) -> bool:
@@ -122,6 +172,7 @@ class Files:
     text_field: str
     index: int = 0
     count: int = 1
+    skipped: int = 0  # files of the folder that hold no text, or too much
 
     def read(self, state: State | None = None) -> Reader:
         state = state or self._start
@@ -168,7 +219,7 @@ class Files:
             if not file.path.is_file():
                 return None
             documents = Files(self.name, [file], self.text_field)._documents(self._start)
-            plain = file.path.suffix.lower() == ".txt"  # not compressed
+            plain = file.plain or file.path.suffix.lower() == ".txt"  # not compressed
             for length in [file.bytes] if plain else (len(d.text) for d, _ in documents):
                 count, size = count + 1, size + length
                 if count >= limit:
@@ -239,7 +290,10 @@ def _text_of_line(line: bytes, location: str, field: str) -> bytes | None:
             f"{location}: a {type(record).__name__}, not an object with the field {field!r} "
             "(data.text_field); fix or remove it"
         )
-    text = text_of(record, field, location)
+    return _encoded(text_of(record, field, location))
+
+
+def _encoded(text: str | None) -> bytes | None:
     if text is None:
         return None
     try:
@@ -294,6 +348,21 @@ def _parquet(file: TextFile, field: str) -> Iterator[Any]:
         yield table
 
 
+def _records(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
+    """Read a document per row of a table or object of an array; resuming parses from the start."""
+    csv.field_size_limit(2**31 - 1)
+    with io.TextIOWrapper(file.open(), "utf-8-sig", "replace", newline="") as lines:
+        table = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
+        records = json.load(lines) if file.suffix == ".json" else table
+        for number, record in enumerate(records, 1):
+            if number > cursor.get("row", 0) and in_part(number - 1):
+                location = f"{file.path}:{number}"
+                if not isinstance(record, dict):
+                    raise DataError(f"{location}: not an object with the field {field!r}; fix it")
+                if text := _encoded(text_of(record, field, location)):
+                    yield Document(text, f"{file.name}:{number}"), {"row": number}
+
+
 def _whole_file(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
     """Read a file as one document, byte for byte."""
     if not cursor and in_part(0):
@@ -303,7 +372,10 @@ def _whole_file(file: TextFile, cursor: State, field: str, in_part: InPart) -> D
             yield Document(text, file.name), {"read": True}
 
 
-FORMATS = {".jsonl": _lines, ".ndjson": _lines, ".parquet": _rows, ".txt": _whole_file}
+FORMATS = {
+    **{".jsonl": _lines, ".ndjson": _lines, ".parquet": _rows, ".txt": _whole_file},
+    **{".csv": _records, ".tsv": _records, ".json": _records},
+}
 
 
 @contextmanager
@@ -313,7 +385,7 @@ def _name_in_errors(path: Path) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (OSError, ValueError, NotImplementedError) as error:
+    except (OSError, ValueError, NotImplementedError, RecursionError, csv.Error) as error:
         raise DataError(
             f"{path}: cannot be read ({error}); replace it with an intact copy, or remove it"
         ) from error

@@ -28,13 +28,14 @@ from nsa.model.count import parameter_count
 from nsa.monitor.profile import parse_steps
 from nsa.resources import resource_path
 from nsa.system import available_memory
+from nsa.validation import Parser
 
 DEFAULT_DS_CONFIG = resource_path("ds_configs/zero1_pcie.json")
 
 
-def build_parser(recipe: Recipe) -> argparse.ArgumentParser:
+def build_parser(recipe: Recipe) -> Parser:
     """Return the parser of a recipe's flags."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"{recipe.name}.py",
         allow_abbrev=False,
         description=recipe.description,

@@ -9,6 +9,7 @@ from typing import Any
 
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch
+from nsa.data.factory import skipped_files
 from nsa.data.loader import BatchLoader, IndexedBatches, StreamingBatches, open_loader
 from nsa.data.validation_data import ValidationData
 from nsa.engine.config import RunConfig
@@ -100,6 +101,7 @@ def open_data(
     except ValueError:
         loader.close()
         raise
+    notes += skipped_files(config.data)
     steps_left = config.train.steps - state.step
     notes += loader.source.describe(state.samples + steps_left * loader.samples_per_step)
     return Data(loader, validation, notes, open_at, data_ranks, (ranks.rank % group, group))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import runpy
 import sys
 from dataclasses import replace
@@ -13,8 +14,8 @@ from nsa.engine.command_line import DEFAULT_DS_CONFIG
 from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.engine.resolve import resolve_config
-from nsa.planner.command import assumptions, describe, hardware, table
-from nsa.planner.forecast import compare, fits, forecast, search, select_checkpointing
+from nsa.planner.command import assumptions, describe, hardware, json_row, table
+from nsa.planner.forecast import Candidate, compare, fits, forecast, search, select_checkpointing
 from nsa.planner.inputs import Zero
 from nsa.resources import resource_path
 
@@ -35,32 +36,42 @@ def run(flags: argparse.Namespace) -> int:
     source, steps = flags.deepspeed_config or DEFAULT_DS_CONFIG, config.train.steps
     model, batch, zero = model_of(config), batch_of(config), zero_of(source, config, flags.gpus)
     mode, notes = select_checkpointing(model, zero, batch, target.memory, flags.gpus)
-    memory = f"{target.memory / 1e9:g} GB"
+    memory, zeros = f"{target.memory / 1e9:g} GB", dict[str, Zero]()
     if flags.search or flags.compare:
-        zeros: dict[str, Zero] = {}
         for file in sorted(source.parent.glob("*.json")):
             try:
                 zeros[file.stem] = zero_of(file, config, flags.gpus)
             except ValueError as error:
                 print(f"left out: {error}", file=sys.stderr)
         rank = search if flags.search else compare
-        candidates = rank(model, zeros, batch, target, flags.gpus)
-        if not candidates:
-            print(f"nothing fits into {memory}")
-            return 1
+        candidates, notes = rank(model, zeros, batch, target, flags.gpus), []
+    else:
+        zeros[source.stem] = zero
+        batch = replace(batch, checkpointing=mode)
+        step = forecast(model, zero, batch, target, flags.gpus)
+        candidates = [Candidate(source.stem, batch, step)]
+    fitting = [fits(candidate.forecast.memory, target) for candidate in candidates]
+    assumed = assumptions(flags, target, zeros)
+    if flags.json:
+        plans = [
+            json_row(one, steps) | {"fits": fit}
+            for one, fit in zip(candidates, fitting, strict=True)
+        ]
+        tree = {"parameters": model.parameters, "steps": steps, "plans": plans}
+        print(json.dumps(tree | {"assumptions": [*assumed, *notes]}, indent=2))
+    elif not candidates:
+        print(f"nothing fits into {memory}")
+    elif flags.search or flags.compare:
         print(*table(candidates[:SHOWN], steps), sep="\n")
         if len(candidates) > SHOWN:
             print(f"the fastest {SHOWN} of {len(candidates)} that fit")
-        print(*assumptions(flags, target, zeros), sep="\n")
-        return 0
-    batch = replace(batch, checkpointing=mode)
-    step = forecast(model, zero, batch, target, flags.gpus)
-    title, *lines = describe(source.stem, model, batch, step, target, steps)
-    print(title, *assumptions(flags, target, {source.stem: zero}), *lines, *notes, sep="\n")
-    if not fits(step.memory, target):
-        print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
-        return 1
-    return 0
+        print(*assumed, sep="\n")
+    else:
+        title, *lines = describe(source.stem, model, batch, step, target, steps)
+        print(title, *assumed, *lines, *notes, sep="\n")
+        if not any(fitting):
+            print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
+    return 0 if any(fitting) else 1
 
 
 def load_profile(recipe: Path, profile: str) -> RunConfig:

@@ -48,6 +48,7 @@ SYNONYMS = {
     "model.kv_heads": ("num_kv_heads", "n_kv_heads", "num_key_value_heads"),
     "model.mlp_width": ("intermediate_size", "ffn_dim", "d_ff", "mlp_dim"),
     "model.norm_eps": ("rms_norm_eps", "layer_norm_eps"),
+    "model.tied_head": ("tie_word_embeddings", "tie_embeddings", "weight_tying"),
     "model.activation_checkpointing": ("gradient_checkpointing",),
     "data.seq_len": ("seq_length", "max_seq_len", "sequence_length", "context_length"),
     "data.source": ("dataset", "dataset_name", "path"),
@@ -75,7 +76,8 @@ def resolve_config(
         path, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"--set {assignment}: write it as path.to.key=value")
-        changes: Any = _parse(text, f"--set {assignment}")
+        # A pattern such as *.py is no alias: aliases are refused everywhere.
+        changes: Any = text if text[:1] == "*" else _parse(text, f"--set {assignment}")
         for key in reversed(path.strip().split(".")):
             changes = {key: changes}
         _merge(tree, changes, f"--set {assignment}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from nsa.engine.config import RunConfig
     from nsa.engine.load_run import LoadedRun, StoredRun
     from nsa.evaluate.data import EvalData
-    from nsa.evaluate.results import Result
+    from nsa.evaluate.results import Result, Row
 
 SPLITS = {"held_out": "val", "train": "train", "all": ALL}
 
@@ -46,6 +47,7 @@ def add_parser(verbs: Any) -> None:
     about = "a setting of the dataset, for example data.text_field=content; repeatable"
     add("--set", action="append", default=[], metavar="data.KEY=VALUE", help=about)
     add("--out", type=Path, help="folder for the results (default: RUN/eval)")
+    add("--json", action="store_true", help="print eval.json; progress goes to stderr")
     parser.set_defaults(run=_eval)
 
 
@@ -56,8 +58,22 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(args: argparse.Namespace) -> int:
+    from nsa.evaluate.results import lines
+
+    if args.json:
+        with contextlib.redirect_stdout(sys.stderr):
+            _, (json_file, *_) = _evaluate_runs(args)
+        print(json_file.read_text(), end="")
+        return 0
+    rows, files = _evaluate_runs(args)
+    print(*lines(rows), "", *files, sep="\n")
+    return 0
+
+
+def _evaluate_runs(args: argparse.Namespace) -> tuple[list[Row], list[Path]]:
+    """Evaluate all runs and write the results; return their rows and the files."""
     from nsa.engine.load_run import find_run, load_run
-    from nsa.evaluate.results import lines, make_folder, write
+    from nsa.evaluate.results import make_folder, write
     from nsa.report.compare import labelled
 
     positive_flags(args, "seq_len", "stride", "tokens")
@@ -86,9 +102,7 @@ def _eval(args: argparse.Namespace) -> int:
             results.append(_evaluate(name, run, run_data, args.stride or length, length))
     source = {"source": settings.source, "split": split, "packing": settings.packing}
     rows = [result.row(results) for result in results]
-    files = write(rows, source, out)
-    print(*lines(rows), "", *files, sep="\n")
-    return 0
+    return rows, write(rows, source, out)
 
 
 def _log(line: str) -> None:

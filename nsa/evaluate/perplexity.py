@@ -84,7 +84,7 @@ def evaluate(
     sums = torch.zeros(samples, len(edges) - 1, dtype=torch.float64)
     counts = torch.zeros_like(sums)
     inner_edges = torch.tensor(edges[1:-1])
-    weight = model.embed.weight
+    weight = model.head_weight
     for item in batches:
         batch = item.batch.to(weight.device)
         hidden = model.hidden(batch.input_ids, batch.cu_seqlens).flatten(0, 1)

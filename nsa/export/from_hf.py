@@ -39,7 +39,7 @@ LLAMA_NAMES = {
     "post_attention_layernorm": "mlp_norm",
 }
 LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
-HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+HEAD, EMBEDDING = "head.weight", "embed_tokens.weight"
 
 
 @dataclass
@@ -127,6 +127,7 @@ def _read_llama(folder: Path) -> SourceModel:
         init_std=llama.initializer_range,
         vocab_size=llama.vocab_size,
         head_dim=llama.head_dim,
+        tied_head=llama.tie_word_embeddings,
         attention=AttentionConfig(kind="dense"),
     )
     source = _source_model(folder, config, "nsa", has_run_config=False)
@@ -138,8 +139,8 @@ def _read_llama(folder: Path) -> SourceModel:
 
 def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -> dict[str, Tensor]:
     """Rename Llama's weights; their layouts (heads, RoPE pairs) are this model's."""
-    head = weights.pop(HEAD, None)
-    if tied and head is not None:  # safetensors' save_model stores shared weights under one name
+    head = weights.pop(HEAD) if tied and HEAD in weights else None
+    if head is not None:  # safetensors' save_model stores shared weights under one name
         weights.setdefault(EMBEDDING, head)
     if EMBEDDING not in weights:
         raise ValueError(
@@ -148,15 +149,17 @@ def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -
         )
     if head is not None and not head.equal(weights[EMBEDDING]):
         raise ValueError(
-            f"{folder}: tie_word_embeddings = false: this model has one matrix for head and "
-            "embedding; import a checkpoint that ties them"
+            f"{folder}: tie_word_embeddings = true, but lm_head.weight differs from the "
+            f"embedding; set it to false in {CONFIG}"
         )
     renamed = {}
     for name, weight in weights.items():
         if name.endswith("rotary_emb.inv_freq"):  # old checkpoints store this constant
             continue
         layer = LAYER.fullmatch(name)
-        new_name = {EMBEDDING: "embed.weight", "norm.weight": "norm.weight"}.get(name)
+        new_name = {EMBEDDING: "embed.weight"}.get(name)
+        if name in (HEAD, "norm.weight"):
+            new_name = name
         if layer is not None and layer[2] in LLAMA_NAMES:
             new_name = f"blocks.{layer[1]}.{LLAMA_NAMES[layer[2]]}.weight"
         if new_name is None:

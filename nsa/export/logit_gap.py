@@ -78,7 +78,7 @@ def _compare_batch(
         hidden = [model.hidden(ids[None])[0].split(rows) for model in (dense, sparse)]
         for *states, label in zip(*hidden, labels.split(rows), strict=True):
             log_p = [
-                F.log_softmax(F.linear(x, model.embed.weight).float(), -1)
+                F.log_softmax(F.linear(x, model.head_weight).float(), -1)
                 for x, model in zip(states, (dense, sparse), strict=True)
             ]
             total += compare(log_p[0], log_p[1], label)

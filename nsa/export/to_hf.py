@@ -42,7 +42,8 @@ def export(path: Path, to: Path, dtype: str | None = None) -> Path:
 
 def _write(run: LoadedRun, folder: Path) -> None:
     weights = run.model.state_dict()
-    write_weights({f"model.{name}": weight for name, weight in weights.items()}, folder)
+    prefixes = {"head.weight": "lm_"}
+    write_weights({prefixes.get(name, "model.") + name: weights[name] for name in weights}, folder)
     token_ids = _special_token_ids(run)
     config = NSAConfig.of(
         run.config.model,

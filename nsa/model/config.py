@@ -62,9 +62,9 @@ class AttentionConfig:
 
 @dataclass
 class ModelConfig:
-    """A Llama-like decoder: pre-norm RMSNorm, SwiGLU, RoPE, GQA, tied embedding."""
+    """A Llama-like decoder: pre-norm RMSNorm, SwiGLU, RoPE, GQA, tied embedding by default."""
 
-    vocab_size: int = 50_304  # rows of the embedding; the output head is tied to it
+    vocab_size: int = 50_304  # rows of the embedding and of the output head
     layers: int = 12  # transformer blocks
     width: int = 768  # of the residual stream
     heads: int = 12  # query heads
@@ -75,6 +75,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     norm_eps: float = 1e-5  # RMSNorm's epsilon
     init_std: float = 0.02  # standard deviation of the initial weights
+    tied_head: bool = True  # the output head is the embedding; false: a matrix of its own
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     # "none", "reentrant", "non_reentrant", "deepspeed" or "selective"; all give the same numbers;
     # or "auto": the fastest of none, selective and reentrant that fits into the GPU's memory

@@ -160,7 +160,7 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> Non
 
 @torch.no_grad()
 def _head(model: LanguageModel, states: Tensor) -> Tensor:
-    return F.linear(states, model.embed.weight)
+    return F.linear(states, model.head_weight)
 
 
 def _run_blocks(

@@ -1,8 +1,10 @@
 """Hugging Face models: `LanguageModel` for transformers' Auto classes, generate() and Trainer.
 
-    NSAModel                       hidden states; the `base_model` of the other two
+    NSAModel                       hidden states; the `base_model` of the others
     NSAForCausalLM                 logits and loss, generate()
     NSAForSequenceClassification   one score per class from each sequence's last token
+    NSAForTokenClassification      one score per class from each token
+    NSAForQuestionAnswering        where an answer starts and ends
 
 `nsa export` packs this module with the weights as remote code (`nsa/export/remote_code.py`).
 """
@@ -18,8 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
@@ -30,15 +36,20 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
 )
 from transformers.utils import can_return_tuple
 
 from nsa.constants import IGNORE_INDEX
-from nsa.model.cache import KVCache
+from nsa.model import block
+from nsa.model.attention import NSAttention
 from nsa.model.compressor import BlockMLP, BlockPool
+from nsa.model.config import ModelConfig
 from nsa.model.decode import extend_states, prefill_states
-from nsa.model.hf_config import NSAConfig
+from nsa.model.hf_cache import NSACache
+from nsa.model.hf_config import NSAConfig, register_peft_targets
 from nsa.model.hf_inputs import (
     document_starts,
     keep_columns,
@@ -49,41 +60,15 @@ from nsa.model.hf_inputs import (
 from nsa.model.language_model import LanguageModel
 
 
-class NSACache(Cache):
-    """`KVCache` with transformers' interface; `forward(use_cache=True)` creates and fills it.
+class Block(GradientCheckpointingLayer, block.Block):
+    """`Block` that transformers can checkpoint; FSDP's settings wrap it by this name."""
 
-    Tokens cannot be removed, because older inputs of compressed blocks are not stored.
-    """
-
-    is_croppable = False
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.kv: KVCache | None = None
-        self.columns = 0  # of input_ids so far, including padding
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the columns of input_ids so far, as generate() expects, including padding."""
-        return self.columns
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.kv is not None:
-            self.kv = self.kv.select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.kv is not None:
-            rows = torch.arange(self.kv.batch, device=self.kv.device)
-            self.kv = self.kv.select(rows.repeat_interleave(repeats))
-
-    def reset(self) -> None:
-        self.kv, self.columns = None, 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise ValueError("NSACache: tokens cannot be removed; decode without an assistant")
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        residual = config.init_std * (2 * config.layers) ** -0.5  # as LanguageModel initializes
+        self.attention.o.__dict__["init_std"] = self.mlp.down.__dict__["init_std"] = residual
+        if isinstance(self.attention, NSAttention):
+            self.attention.gates.__dict__["init_std"] = 0.0
 
 
 @dataclass
@@ -106,26 +91,14 @@ class NSAPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
-        _register_peft_targets()
-
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
-    ) -> None:
-        """Checkpoint every block; of torch's settings only `use_reentrant` has an effect."""
-        if every_n_layers != 1:
-            raise ValueError(
-                f"every_n_layers = {every_n_layers}: every block is checkpointed; use 1"
-            )
-        keywords = getattr(gradient_checkpointing_func, "keywords", {})
-        mode = "reentrant" if keywords.get("use_reentrant", True) else "non_reentrant"
-        base: Any = self.base_model
-        base.core.config.activation_checkpointing = mode if enable else "none"
-        base.gradient_checkpointing = enable
+        register_peft_targets()
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         base: Any = self.base_model
         base.core.config.vocab_size = self.config.vocab_size
+        tied = self.config.tie_word_embeddings
+        base.core.__dict__["head"] = None if tied else self.get_output_embeddings()
         return embeddings
 
     def _with_selector_loss(
@@ -152,6 +125,9 @@ class NSAPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.position, std=self.config.init_std)
         elif isinstance(module, BlockPool):
             module.reset_parameters()
+        std = module.__dict__.get("init_std")
+        if std is not None:
+            nn.init.normal_(module.weight, std=std)  # type: ignore[arg-type]
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -169,8 +145,9 @@ class NSAModel(NSAPreTrainedModel):
 
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
-        self.gradient_checkpointing = False
-        core = LanguageModel(config.model_config())
+        core = LanguageModel(config.model_config(), block=Block)
+        core._modules.pop("head", None)  # NSAForCausalLM has one
+        core.__dict__["head"] = None
         # self and core share one registry of submodules: weights keep the trainer's names, and
         # replacing a module in one (by an adapter, a larger vocabulary) replaces it in the other.
         self._modules = core._modules
@@ -238,13 +215,19 @@ class NSAModel(NSAPreTrainedModel):
         tokens, real, metadata = pack(
             self.core.config, tokens, attention_mask, position_ids, cu_seq_lens_q, offset
         )
-        block_inputs: list[Tensor] | None = [] if output_hidden_states else None
+        hidden: tuple[Tensor, ...] | None = () if output_hidden_states else None
+
+        def collect(x: Tensor) -> Tensor:
+            """Return what was collected, so that its gradient can be read."""
+            nonlocal hidden
+            hidden = (*(hidden or ()), unpack(x, real))
+            return x if real is None else hidden[-1][real][None]
+
         x = self.embed(tokens) if inputs_embeds is None else tokens
-        packed, loss = self.core.run_blocks(x, metadata, block_inputs)
-        states = unpack(packed, real)
-        hidden = None
-        if block_inputs is not None:
-            hidden = (*(unpack(x, real) for x in block_inputs), states)
+        x, loss = self.core.run_blocks(x, metadata, None if hidden is None else collect)
+        states = unpack(x, real)
+        if hidden is not None:
+            hidden = (*hidden, states)
         return NSAModelOutput(last_hidden_state=states, hidden_states=hidden, selector_loss=loss)
 
     @torch.compiler.disable
@@ -272,7 +255,7 @@ class NSAModel(NSAPreTrainedModel):
 
 
 class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
-    """`NSAModel`, with its embedding as the tied head."""
+    """`NSAModel` with a head: its embedding, or with `tie_word_embeddings=False` another matrix."""
 
     accepts_loss_kwargs = True
     _tied_weights_keys = {"lm_head.weight": "model.embed.weight"}  # noqa: RUF012
@@ -280,8 +263,10 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
     def __init__(self, config: NSAConfig) -> None:
         super().__init__(config)
         self.model = NSAModel(config)
-        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False, device="meta")
-        self.lm_head.weight = self.model.embed.weight
+        tied = config.tie_word_embeddings
+        device = "meta" if tied else None  # post_init() ties it
+        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False, device=device)
+        self.model.core.__dict__["head"] = None if tied else self.lm_head
         self.post_init()
 
     @can_return_tuple
@@ -296,11 +281,13 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits [B, T, V], and the loss if labels [B, T] are given; inputs: `NSAModel`.
 
-        labels are not shifted: labels[b, t] is input_ids[b, t], or -100. The logits of padding are
+        labels are not shifted: labels[b, t] is input_ids[b, t], or -100; if shift_labels are given
+        instead or too, shift_labels[b, t] is the token after it. The logits of padding are
         meaningless; `logits_to_keep=1` returns the logits of each sequence's last token.
         """
         output = self.model(
@@ -318,10 +305,12 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         with nullcontext() if cache is None else _decoding(states.device):
             logits = self.lm_head(keep_columns(states, attention_mask, logits_to_keep))
         loss = None
-        if labels is not None:
-            shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        if labels is not None or shift_labels is not None:
+            shifted = shift_labels
+            if shifted is None:
+                shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)  # type: ignore[index]
             if attention_mask is not None:
-                padding = attention_mask[:, -labels.shape[1] :] == 0
+                padding = attention_mask[:, -shifted.shape[1] :] == 0
                 shifted = shifted.masked_fill(padding, IGNORE_INDEX)
             loss = self.loss_function(
                 logits, None, self.config.vocab_size, shift_labels=shifted, **kwargs
@@ -348,11 +337,13 @@ class NSAForSequenceClassification(NSAPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast:
         """Return logits [B, labels], and the loss if labels [B] are given; inputs: `NSAModel`."""
-        output = self.model(input_ids, attention_mask, return_dict=True, **kwargs)
+        kwargs |= {"inputs_embeds": inputs_embeds, "return_dict": True}
+        output = self.model(input_ids, attention_mask, **kwargs)
         last = keep_columns(output.last_hidden_state, attention_mask, 1)
         logits = self.score(last[:, 0])
         loss = None
@@ -369,9 +360,22 @@ class NSAForSequenceClassification(NSAPreTrainedModel):
         )
 
 
+class NSAForTokenClassification(GenericForTokenClassification, NSAPreTrainedModel):
+    """`NSAModel` with transformers' linear head on every token."""
+
+
+class NSAForQuestionAnswering(GenericForQuestionAnswering, NSAPreTrainedModel):
+    """`NSAModel` with transformers' head for the start and end of an answer in the text."""
+
+    get_input_embeddings = NSAPreTrainedModel.get_input_embeddings
+    set_input_embeddings = NSAPreTrainedModel.set_input_embeddings
+
+
 AutoModel.register(NSAConfig, NSAModel, exist_ok=True)
 AutoModelForCausalLM.register(NSAConfig, NSAForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(NSAConfig, NSAForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(NSAConfig, NSAForTokenClassification, exist_ok=True)
+AutoModelForQuestionAnswering.register(NSAConfig, NSAForQuestionAnswering, exist_ok=True)
 # Trainer shifts labels for label smoothing only for classes listed here.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[NSAConfig.model_type] = NSAForCausalLM.__name__
 
@@ -381,16 +385,3 @@ def _decoding(device: torch.device) -> Iterator[None]:
     """Disable gradients and autocast: the cache has the weights' dtype, and Trainer autocasts."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
-
-
-def _register_peft_targets() -> None:
-    """Add PEFT's default `target_modules`: a Llama's, whose q_proj is named q here."""
-    try:
-        from peft.utils import constants
-    except ImportError:
-        return
-    for table in vars(constants).values():
-        llama = table.get("llama") if isinstance(table, dict) else None
-        if isinstance(llama, list) and all(name.endswith("_proj") for name in llama):
-            names = [name.removesuffix("_proj") for name in llama]
-            table.setdefault(NSAConfig.model_type, names)

@@ -32,29 +32,24 @@ class NSAConfig(PreTrainedConfig):
         "kv_heads": "num_key_value_heads",
         "norm_eps": "rms_norm_eps",
         "init_std": "initializer_range",
+        "tied_head": "tie_word_embeddings",
     }
 
     def __init__(
         self,
         attention: dict[str, Any] | None = None,  # AttentionConfig's settings; `spec`: NSASpec's
         max_position_embeddings: int = 2_048,  # training sequence length; longer inputs work
-        tie_word_embeddings: bool = True,
         bos_token_id: int | None = None,
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if not tie_word_embeddings:
-            raise ValueError(
-                "tie_word_embeddings = False: the head is the embedding; leave it True"
-            )
         default = ModelConfig()
         for name in SHAPE:
             value = kwargs.pop(name, getattr(default, name))
             setattr(self, name, kwargs.pop(self.attribute_map.get(name, name), value))
         self.attention = asdict(_attention_config(attention or {}))
         self.max_position_embeddings = max_position_embeddings
-        self.tie_word_embeddings = tie_word_embeddings
         self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
         self.pad_token_id = pad_token_id
         self.auto_map: dict[str, str] = {}  # TRL reads it; empty without remote code
@@ -109,3 +104,16 @@ def _check_names(kind: type, settings: dict[str, Any], path: str) -> dict[str, A
         if name not in names:
             raise ValueError(f"{path}.{name}: no such setting; choose one of {', '.join(names)}")
     return settings
+
+
+def register_peft_targets() -> None:
+    """Add PEFT's default `target_modules`: a Llama's, whose q_proj is named q here."""
+    try:
+        from peft.utils import constants
+    except ImportError:
+        return
+    for table in vars(constants).values():
+        llama = table.get("llama") if isinstance(table, dict) else None
+        if isinstance(llama, list) and all(name.endswith("_proj") for name in llama):
+            names = [name.removesuffix("_proj") for name in llama]
+            table.setdefault(NSAConfig.model_type, names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,12 @@ class LanguageModel(nn.Module):
     cu_seqlens covers the full sequence, and the loss is the same mean on all ranks.
     """
 
-    def __init__(self, config: ModelConfig, sequence: SequenceParallel | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        sequence: SequenceParallel | None = None,
+        block: type[Block] = Block,
+    ) -> None:
         super().__init__()
         config.validate()
         if sequence is not None and config.kv_heads % sequence.size:
@@ -44,8 +50,11 @@ class LanguageModel(nn.Module):
             )
         self.config, self.sequence = config, sequence
         self.embed = nn.Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.head: nn.Linear | None = None  # the embedding
+        if not config.tied_head:
+            self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self._initialize()
 
     def forward(
@@ -90,7 +99,10 @@ class LanguageModel(nn.Module):
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
         seq_len = input_ids.shape[1] * (1 if self.sequence is None else self.sequence.size)
         check_documents(cu_seqlens, input_ids[:, :1].expand(-1, seq_len), "input_ids")
-        x, weight = embed_and_head(input_ids, self.embed, self.config.attention.backend)
+        if self.head is None:
+            x, weight = embed_and_head(input_ids, self.embed, self.config.attention.backend)
+        else:
+            x, weight = self.embed(input_ids), self.head.weight
         metadata = AttentionMetadata.build(
             self.config,
             seq_len,
@@ -116,12 +128,15 @@ class LanguageModel(nn.Module):
         return offset if self.sequence is None else self.sequence.sum(offset)
 
     def run_blocks(
-        self, x: Tensor, metadata: AttentionMetadata, inputs: list[Tensor] | None = None
+        self,
+        x: Tensor,
+        metadata: AttentionMetadata,
+        intercept: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run all blocks on embeddings x [B, T, width].
 
         Return the head's input and the sum of the layers' selector losses, or None without
-        `metadata.sampled`. Each block's input is appended to `inputs`.
+        `metadata.sampled`. `intercept` gets each block's input and returns what the block reads.
         """
         recompute = torch.is_grad_enabled() and (
             x.requires_grad or any(weight.requires_grad for weight in self.blocks.parameters())
@@ -132,11 +147,16 @@ class LanguageModel(nn.Module):
         delta: Tensor | None = None
         losses = []
         for block in self.blocks:
-            if inputs is not None:
-                inputs.append(x if delta is None else x + delta)
+            if intercept is not None:
+                x, delta = intercept(x if delta is None else x + delta), None
             x, delta, *loss = run(partial(block, metadata=metadata), x, delta)
             losses += loss
         return self.final_norm(x, delta), torch.stack(losses).sum() if losses else None
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The matrix [V, width] that maps the head's input to logits."""
+        return self.embed.weight if self.head is None else self.head.weight
 
     def final_norm(self, x: Tensor, delta: Tensor | None) -> Tensor:
         """Return the head's input from the last block's output."""

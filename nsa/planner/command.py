@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def add_parser(verbs: Any, run: Callable[[argparse.Namespace], int]) -> None:
     table.add_argument(
         "--compare", action="store_true", help="compare all configs in the JSON's folder"
     )
+    add("--json", action="store_true", help="print JSON: bytes, seconds, and every candidate")
     parser.set_defaults(run=run)
 
 
@@ -152,6 +154,19 @@ def table(candidates: list[Candidate], steps: int) -> list[str]:
             f"{parts * duration:>8.2f}"
         )
     return lines
+
+
+def json_row(candidate: Candidate, steps: int) -> dict[str, Any]:
+    """Return one candidate's figures in bytes, tokens and seconds."""
+    step, names = candidate.forecast, ("tokens", "compute", "communication", "exposed", "seconds")
+    return {
+        "config": candidate.config,
+        **asdict(candidate.batch),
+        "memory": step.memory.at_peak | {"total": step.memory.peak},
+        "bytes_sent": step.traffic.bytes_per_step,
+        **{name: getattr(step, name) for name in (*names, "tokens_per_second")},
+        "days": steps * step.seconds / 86_400,
+    }
 
 
 def _sent(sent: Traffic, model: Model) -> str:

@@ -49,7 +49,7 @@ def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
     # Stage 3 gathers sharded weights per micro-batch, and persistent ones after the update.
     gathered_once = {0: 0, 3: zero.persistent}.get(zero.stage, model.parameters)
     sharded = model.parameters - zero.persistent if zero.stage == 3 else 0
-    layers = model.parameters - model.embedding  # a bucket this large fills as the pass ends
+    layers = model.parameters - model.outside_layers  # a bucket this large fills as the pass ends
     last = min(zero.bucket, model.layer) if zero.bucket < layers else layers
     return Traffic(
         reduce=reduce * model.parameters,
@@ -64,7 +64,7 @@ def traffic(model: Model, zero: Zero, batch: BatchShape, ranks: int) -> Traffic:
 
 def _collectives(model: Model, zero: Zero, batch: BatchShape) -> int:
     """Count the collectives of a step, including the small ones for grad_norm and overflow."""
-    layers = model.parameters - model.embedding
+    layers = model.parameters - model.outside_layers
     reductions = batch.accumulation if zero.stage >= 2 else 1
     shared = batch.accumulation * exchange_count(model, batch)
     if not zero.bucket:  # one reduction, and all-gathers of two parameter groups

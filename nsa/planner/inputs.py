@@ -33,13 +33,18 @@ class Model:
 
     @property
     def embedding(self) -> int:
-        """Parameters of the tied embedding and head; their gradient is complete last."""
+        """Parameters of the embedding, whose gradient is complete last, and of the head."""
         return self.config.vocab_size * self.config.width
+
+    @property
+    def outside_layers(self) -> int:
+        """Parameters of embedding and head, which count once if they are tied."""
+        return self.embedding * (1 if self.config.tied_head else 2)
 
     @property
     def layer(self) -> int:
         """Parameters per layer (the final norm is spread over all)."""
-        return (self.parameters - self.embedding) // self.config.layers
+        return (self.parameters - self.outside_layers) // self.config.layers
 
     @property
     def spec(self) -> NSASpec | None:

@@ -42,7 +42,7 @@ def memory(
     weights = size * count
     if zero.stage == 3:
         weights = size * (-(-(count - zero.persistent) // ranks) + zero.persistent)
-    matrices = count - model.embedding if zero.muon else 0  # almost all: vectors take 1%
+    matrices = count - model.outside_layers if zero.muon else 0  # almost all: vectors take 1%
     static = {
         "weights": weights,
         "master weights": 4 * count // shards if size == 2 or zero.stage else 0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -175,12 +176,15 @@ def _fallbacks(run_dir: Path) -> str:
     # Python 3.10's csv refuses zero bytes, which a crash of the machine may leave.
     text = (try_read_text(run_dir / FALLBACKS_FILE) or "").replace("\0", "")
     rows = csv.DictReader(text.splitlines())
-    calls: dict[str, list[str]] = {}  # by backend and reason
+    calls: dict[str, Counter[str]] = {}  # by backend and reason, then by operation
     for row in rows:
-        if all(row.get(column) for column in FALLBACK_COLUMNS):
-            same = calls.setdefault("not on {backend}: {reason}".format_map(row), [])
-            same.append("{operation} ({calls} calls)".format_map(row))
-    return "; ".join(f"{reason}: {', '.join(counts)}" for reason, counts in [*calls.items()][:10])
+        if all(row.get(column) for column in FALLBACK_COLUMNS) and row["calls"].isdecimal():
+            same = calls.setdefault("not on {backend}: {reason}".format_map(row), Counter())
+            same[row["operation"]] += int(row["calls"])
+    return "; ".join(
+        f"{reason}: {', '.join(f'{name} ({count} calls)' for name, count in counts.items())}"
+        for reason, counts in [*calls.items()][:10]
+    )
 
 
 def _comparison(run: Summary, env: dict[str, Any]) -> Iterator[str]:

@@ -13,8 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from nsa.data.files import open_files
+from nsa.data.files import LARGEST_TEXT, open_files
 from nsa.data.source import DataError, Document, Source
+from nsa.engine.config import RunConfig
+from nsa.engine.resolve import resolve_config
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -204,11 +206,12 @@ def test_a_missing_path_is_refused_with_a_similar_name(tmp_path: Path) -> None:
 
 
 def test_unsupported_files_are_refused_with_the_supported_formats(tmp_path: Path) -> None:
-    table = write(tmp_path, "notes.csv", b"text\nhello\n")
-    for path in (table, write(tmp_path, "x.parquet.gz", b"")):
+    picture = write(tmp_path, "picture.png", b"\x89PNG\r\n\0\0")
+    for path in (picture, write(tmp_path, "x.parquet.gz", b"")):
         with pytest.raises(DataError, match=rf"{path.name}'.*\{path.suffix}.*\.jsonl, \.ndjson"):
             open_files(path, "text")
-    with pytest.raises(DataError, match=r"no text in this folder, which holds notes\.csv.*\.jsonl"):
+    message = r"no text in this folder, which holds picture\.png.*\.jsonl"
+    with pytest.raises(DataError, match=message):
         open_files(tmp_path, "text")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"which holds no files"):
@@ -317,3 +320,80 @@ def test_a_file_replaced_during_reading_is_read_to_its_old_end(tmp_path: Path) -
     first = next(reader)
     write(tmp_path, "new", lines("other text")).replace(path)
     assert [x.text.decode() for x in (first, *reader)] == numbered(2_000)
+
+
+def test_every_text_of_a_folder_of_code_and_notes_is_a_document(tmp_path: Path) -> None:
+    kept = {
+        "README.md": "# Notes: é".encode(),
+        "a/main.py": b"print(1)\n",
+        "a/page.html": b"<p>hi</p>",
+        "b/Makefile": b"all:\n",
+        "b/options.json": b'{"text": 1}',
+        "b/other.csv": b"id,value\n1,2\n",
+        "c.rst": b"\xef\xbb\xbfTitle",
+        "c.txt": b"plain \xff",  # named .txt: kept byte for byte
+    }
+    for name, text in kept.items():
+        write(tmp_path, name, text)
+    skipped = {
+        "empty.py": b"",
+        "photo.jpg": b"\xff\xd8\xff\xe0",
+        "program": b"\x7fELF\0\0",
+        "bundle.js": b"x" * (LARGEST_TEXT + 1),
+    }
+    for name, text in skipped.items():
+        write(tmp_path, name, text)
+    write(tmp_path, ".git/config", b"[core]")
+    source = open_files(tmp_path, "text")
+    found = {document.location: document.text for document in source.read()}
+    assert found == kept
+    assert source.skipped == len(skipped)
+    names = [file.name for file in open_files(tmp_path, "text", "*.py").files]
+    assert names == ["a/main.py"]
+    assert [file.name for file in open_files(tmp_path, "text", "b/*").files] == sorted(
+        name for name in kept if name.startswith("b/")
+    )
+    with pytest.raises(DataError, match=r"no files \(data\.pattern = '\*\.rs'\)"):
+        open_files(tmp_path, "text", "*.rs")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.csv", b'id,text\n1,"two\nlines, one ""field"""\n2,\n3,caf\xc3\xa9\n'),
+        ("t.tsv", b'id\ttext\r\n1\t"two\nlines, one ""field"""\r\n2\t\r\n3\tcaf\xc3\xa9\r\n'),
+        (
+            "t.json",
+            b' [{"id": 1, "text": "two\\nlines, one \\"field\\""}, {"text": null},'
+            b' {"text": "caf\\u00e9"}]',
+        ),
+    ],
+)
+@pytest.mark.parametrize("folder", [False, True])
+def test_tables_and_json_arrays_are_read_by_field(
+    name: str, content: bytes, folder: bool, tmp_path: Path
+) -> None:
+    path = write(tmp_path, name, content)
+    source = open_files(tmp_path if folder else path, "text")
+    expected = ['two\nlines, one "field"', "café"]
+    assert texts(source) == expected
+    reader = source.read()
+    next(reader)
+    assert [document.text.decode() for document in source.read(reader.state())] == expected[1:]
+    both = [texts(source.part(index, 2)) for index in range(2)]
+    assert sorted([*both[0], *both[1]]) == sorted(expected)
+    with pytest.raises(DataError, match=r"t\.\w+:1: no field 'body', but .*set data\.text_field"):
+        texts(open_files(path, "body"))
+
+
+def test_a_broken_table_or_array_is_refused_by_name(tmp_path: Path) -> None:
+    for name, content in (("a.json", b'[{"text": "x"}, '), ("b.json", b'[1, "text"]')):
+        path = write(tmp_path, name, content)
+        with pytest.raises(DataError, match=rf"{name}"):
+            texts(open_files(path, "text"))
+
+
+def test_a_pattern_can_be_set_without_quotes() -> None:
+    """In YAML it would start an alias."""
+    config = resolve_config(RunConfig(), assignments=["data.pattern=*.md"])
+    assert config.data.pattern == "*.md"

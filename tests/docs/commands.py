@@ -91,6 +91,12 @@ def watch(arguments: list[str]) -> None:
         check(command)
 
 
+def train(arguments: list[str]) -> None:
+    """`nsa train`: DeepSpeed's flags, a recipe's name, and the recipe's flags."""
+    place = next(i for i, word in enumerate(arguments) if word.startswith("m7c"))
+    launcher([*arguments[:place], f"recipes/{arguments[place]}.py", *arguments[place + 1 :]])
+
+
 def m7c(arguments: list[str]) -> None:
     """Parse the script's `--restart`, then the recipe's flags."""
     own = 2 if arguments[:1] == ["--restart"] else 0
@@ -220,6 +226,7 @@ RULES: dict[str, Callable[[list[str]], str | None]] = {
     "nsa bench": bench,
     "python -m nsa.bench": bench,
     "python -m nsa bench": bench,
+    "nsa train": train,
     "nsa watch": watch,
     "nsa": nsa,
     "python -m nsa": nsa,

@@ -266,12 +266,19 @@ if os.fork() == 0:  # transformers first, then nsa
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 base = AutoModel.from_pretrained(folder, trust_remote_code=True)
 classifier = AutoModelForSequenceClassification.from_pretrained(
     folder, trust_remote_code=True, num_labels=3
 )
 assert classifier(torch.arange(96)[None]).logits.shape == (1, 3)
+tagger = AutoModelForTokenClassification.from_pretrained(
+    folder, trust_remote_code=True, num_labels=3
+)
+assert tagger(torch.arange(96)[None]).logits.shape == (1, 96, 3)
+reader = AutoModelForQuestionAnswering.from_pretrained(folder, trust_remote_code=True)
+assert reader(torch.arange(96)[None]).start_logits.shape == (1, 96)
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 prompts = tokenizer(["def f(", "a"], return_tensors="pt", padding=True)
 outputs = {

@@ -23,6 +23,7 @@ from nsa.data.tokenizer import Tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.export import logit_gap
 from nsa.export.to_hf import export
+from nsa.model.hf import NSAForCausalLM
 from nsa.monitor.csv_files import read_metrics
 from tests.data.texts import texts, write_lines
 from tests.engine.runs import TINY, on_one_rank, succeed
@@ -175,7 +176,6 @@ def test_an_mlp_compressor_starts_as_the_mean(llama_folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tie_word_embeddings": False}, "tie_word_embeddings = false: this model has one matrix"),
         ({"attention_bias": True}, "attention_bias = True: this model supports only False"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': this model supports only 'silu'"),
         (
@@ -192,13 +192,25 @@ def test_an_unsupported_llama_is_refused(
     assert message in refused(capsys, tmp_path / "llama")
 
 
-def test_an_untied_head_that_equals_the_embedding_is_accepted(tmp_path: Path) -> None:
-    llama(tmp_path / "llama", tie_word_embeddings=False)
-    file = tmp_path / "llama/model.safetensors"
-    weights = load_file(file)
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    save_file(weights, file)
-    imported(tmp_path / "llama", tmp_path / "run")
+def test_an_untied_head_is_imported_exported_and_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original, ids = llama(tmp_path / "llama", tie_word_embeddings=False), tokens(100)
+    run = imported(tmp_path / "llama", tmp_path / "run", "--attention", "dense")
+    expected = logits(original, ids)
+    assert (logits(run.model, ids) - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert run.config.model.tied_head is False
+    export(tmp_path / "run", tmp_path / "exported")
+    model = NSAForCausalLM.from_pretrained(tmp_path / "exported")
+    assert torch.equal(logits(model, ids), logits(run.model, ids))
+    again = imported(tmp_path / "exported", tmp_path / "again")
+    assert torch.equal(logits(again.model, ids), logits(run.model, ids))
+    sparse = imported(tmp_path / "llama", tmp_path / "sparse")
+    assert torch.equal(sparse.model.head.weight, original.lm_head.weight)
+    config = tmp_path / "llama/config.json"
+    config.write_text(config.read_text().replace('embeddings": false', 'embeddings": true'))
+    capsys.readouterr()
+    assert "lm_head.weight differs from the embedding" in refused(capsys, tmp_path / "llama")
 
 
 def test_a_tied_matrix_is_read_by_either_of_its_names(

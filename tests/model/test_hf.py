@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -88,6 +90,67 @@ def test_hidden_states_are_the_inputs_of_each_block_and_the_head() -> None:
     x, delta = core.blocks[0](core.embed(ids), None, metadata=metadata)
     assert torch.equal(states[1], x + delta)
     assert model(ids).hidden_states is None
+
+
+def test_hidden_states_have_the_gradients_of_the_loss() -> None:
+    model, ids = wrapped(), tokens(24, batch=3)
+    output = model(ids, attention_mask=MASK, labels=ids, output_hidden_states=True)
+    gradients = torch.autograd.grad(output.loss, output.hidden_states)
+    assert all(gradient.any() and not gradient[MASK == 0].any() for gradient in gradients)
+    embeds = model.model.embed(ids).detach().requires_grad_()
+    loss = model(inputs_embeds=embeds, attention_mask=MASK, labels=ids).loss
+    torch.testing.assert_close(torch.autograd.grad(loss, embeds)[0], gradients[0])
+
+
+def test_shifted_labels_replace_labels() -> None:
+    """Trainer shifts them where it splits sequences over ranks: the last token has a label too."""
+    model, ids = wrapped(), tokens(24, batch=3)
+    shifted = F.pad(ids[:, 1:], (0, 1), value=-100)
+    expected = model(ids, attention_mask=MASK, labels=ids).loss
+    assert torch.equal(model(ids, attention_mask=MASK, shift_labels=shifted).loss, expected)
+    with_last = model(ids, labels=ids, shift_labels=ids.roll(-1, 1))
+    log_p = with_last.logits.log_softmax(-1).gather(2, ids.roll(-1, 1)[..., None])
+    torch.testing.assert_close(with_last.loss, -log_p.mean(), check_dtype=False)
+
+
+def test_an_untied_head_is_trained_saved_resized_and_used_to_generate(tmp_path: Path) -> None:
+    ids, greedy = tokens(24), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    config = NSAConfig.of(tiny("mean", tied_head=False, init_std=0.3))
+    assert config.tie_word_embeddings is False
+    model = NSAForCausalLM(config).double()
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert model.lm_head.weight is not model.model.embed.weight
+    assert model.lm_head.weight.grad.any()
+    assert torch.equal(model.model.core(ids), model(ids).logits)
+    text = model.generate(ids, **greedy)
+    assert torch.equal(text, model.generate(ids, use_cache=False, **greedy))
+    model.save_pretrained(tmp_path)
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    again.resize_token_embeddings(70)
+    assert torch.equal(again(ids).logits, again.model.core(ids))
+    torch.testing.assert_close(again(ids).logits[..., :61], model(ids).logits)
+
+
+def test_weights_that_a_checkpoint_lacks_are_reported_and_get_initial_values(
+    tmp_path: Path,
+) -> None:
+    model = NSAForCausalLM(NSAConfig.of(tiny("mlp", width=96)))
+    state = model.state_dict()
+    kept = {name: weight for name, weight in state.items() if name.endswith(".q.weight")}
+    model.save_pretrained(tmp_path)
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded, info = NSAForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    parameters = dict(loaded.named_parameters())
+    assert info["missing_keys"] >= parameters.keys() - kept.keys()  # the tied embedding too
+    for block, scale in ((loaded.model.blocks[0], 0.5), (loaded.model.blocks[1], 0.5)):
+        assert not block.attention.gates.weight.any()
+        assert block.attention.k.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        for linear in (block.attention.o, block.mlp.down):  # 1/sqrt(2 · layers)
+            assert linear.weight.std().item() == pytest.approx(0.02 * scale, rel=0.1)
+    assert all(torch.equal(parameters[name], kept[name]) for name in kept)
 
 
 def test_documents_packed_by_position_ids_are_independent() -> None:
@@ -306,13 +369,33 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
     expected = torch.autograd.grad(model(ids, labels=ids).loss, list(model.parameters()))
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert model.is_gradient_checkpointing
-    mode = "reentrant" if reentrant else "non_reentrant"
-    assert model.model.core.config.activation_checkpointing == mode
+    blocks, computed = model.model.blocks, [0, 0]
+    for i, block in enumerate(blocks):
+        block.attention.register_forward_pre_hook(lambda *_, i=i: operator.setitem(
+            computed, i, computed[i] + 1
+        ))  # fmt: skip
     model(ids, labels=ids).loss.backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+    blocks[1].gradient_checkpointing = False  # each block has its own switch
+    model(ids, labels=ids).loss.backward()
+    assert computed == [4, 3]
     model.gradient_checkpointing_disable()
-    assert model.model.core.config.activation_checkpointing == "none"
+    model(ids, labels=ids).loss.backward()
+    assert computed == [5, 4]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_reentrant_checkpointing_keeps_the_gradients_of_the_first_block_to_train() -> None:
+    """Its input needs no gradient if the embedding is frozen."""
+    model, ids = wrapped(), tokens(24, batch=2)
+    model.train().model.embed.requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    expected = torch.autograd.grad(model(ids, labels=ids).loss, trained)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model(ids, labels=ids).loss.backward()
+    for parameter, gradient in zip(trained, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -514,7 +597,6 @@ def test_device_maps_keep_the_model_on_one_device() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tie_word_embeddings": False}, "tie_word_embeddings"),
         ({"attention": {"kinds": "nsa"}}, "attention.kinds: no such setting"),
         ({"attention": {"spec": {"block": 1}}}, "attention.spec.block: no such"),
         ({"attention": {"selector_loss": -1.0}}, "attention.selector_loss = -1.0: must be 0"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -214,6 +215,28 @@ def test_a_classifier_reads_each_sequences_last_token(side: str, tmp_path: Path)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     # Weights that lie elsewhere in memory may round differently.
     torch.testing.assert_close(again(ids, attention_mask=mask).logits, output.logits)
+
+
+@pytest.mark.parametrize("task", ["TokenClassification", "QuestionAnswering"])
+def test_transformers_own_heads_read_every_token(task: str, tmp_path: Path) -> None:
+    wrapped(dtype=torch.float32).save_pretrained(tmp_path / "causal")
+    auto = getattr(transformers, f"AutoModelFor{task}")
+    model = auto.from_pretrained(tmp_path / "causal", num_labels=3)
+    assert type(model).__name__ == f"NSAFor{task}"
+    ids, labels = tokens(24, batch=3), {"labels": torch.zeros(3, 24, dtype=torch.long)}
+    if task == "QuestionAnswering":
+        labels = {name: torch.tensor([9, 22, 3]) for name in ("start_positions", "end_positions")}
+    output = model(ids, attention_mask=MASK, **labels)
+    for row, real in enumerate(MASK.bool()):
+        alone = model(ids[row : row + 1, real])
+        for name in ("logits", "start_logits", "end_logits"):
+            if name in output:
+                torch.testing.assert_close(output[name][row, real], alone[name][0])
+    output.loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    embedding = torch.nn.Embedding(61, 24)
+    model.set_input_embeddings(embedding)
+    assert model.get_input_embeddings() is model.model.core.embed is embedding
 
 
 def test_padded_batches_break_a_compiled_graph_in_one_place() -> None:

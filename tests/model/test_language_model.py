@@ -11,6 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from nsa.model import LanguageModel, ModelConfig
+from nsa.model.count import parameter_count
+from nsa.model.decode import prefill, step
 from nsa.monitor.health import HealthRecorder
 from nsa.spec import NSASpec
 from tests.model.models import ATTENTIONS, build, packed, tiny, tokens
@@ -211,6 +213,23 @@ def test_every_parameter_but_embedding_and_last_norm_is_in_exactly_one_block(
     outside = {name for name, p in model.named_parameters() if id(p) not in inside}
     assert len(inside) == len(set(inside))
     assert outside == {"embed.weight", "norm.weight"}
+
+
+def test_an_untied_head_is_another_matrix_with_the_gradient_of_the_logits_alone() -> None:
+    config, ids = tiny(tied_head=False), tokens(30, batch=2)
+    model, labels = build(config), ids.roll(-1, 1)
+    assert model.head_weight is model.head.weight
+    loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+    expected = torch.autograd.grad(loss, [model.head.weight, model.embed.weight])
+    torch.testing.assert_close(model(ids, labels), loss, rtol=0, atol=1e-12)
+    model(ids, labels).backward()
+    torch.testing.assert_close(model.head.weight.grad, expected[0])
+    torch.testing.assert_close(model.embed.weight.grad, expected[1])
+    assert parameter_count(config) - parameter_count(tiny()) == 61 * 24
+    logits, cache = prefill(model, ids)
+    torch.testing.assert_close(logits, model(ids)[:, -1])
+    stepped = step(model, labels[:, -1], cache)
+    torch.testing.assert_close(stepped, model(torch.cat([ids, labels[:, -1:]], 1))[:, -1])
 
 
 def test_only_nsa_layers_can_be_observed() -> None:

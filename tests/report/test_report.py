@@ -65,7 +65,8 @@ def test_a_report_holds_facts_settings_and_a_comparison_with_the_earlier_system(
     (tmp_path / "halt.json").write_text(json.dumps(halt))
     (tmp_path / "fallbacks.csv").write_text(
         "operation,backend,reason,calls\n"
-        'selected_attention,triton,"no GPU, here",12\nswiglu,triton,"no GPU, here",3\n'
+        'selected_attention,triton,"no GPU, here",12\nswiglu,triton,"no GPU, here",1\n'
+        'swiglu,triton,"no GPU, here",2\n'  # named once, with its count
     )
     (tmp_path / "config.yaml").write_text("train: {precision: bf16}\nmodel: {layers: 4}\n")
     text = write_report(tmp_path).read_text()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa.atomic_io import atomic_write_text
-from nsa.validation import positive_flags
+from nsa.validation import positive_flags, whole_number_list
 
 # The keys of train.VARIANTS, and model.config's, which import torch.
 COMPRESSORS = ("mean", "pool", "mlp")
@@ -25,8 +25,8 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser("tasks", help=about, description=about)
     add = parser.add_argument
     add("--steps", type=int, default=1_000, help="steps per model (%(default)s)")
-    about = "every model is trained with each (1 2 3)"
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help=about)
+    about = "every model is trained with each; with spaces or commas (1 2 3)"
+    add("--seeds", type=whole_number_list, nargs="+", default=[[1, 2, 3]], help=about)
     add("--models", default=",".join(MODELS), help="some of these, with commas (%(default)s)")
     add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
     add("--hops", type=int, choices=(1, 2), default=1, help="facts needed for an answer (1)")
@@ -43,6 +43,7 @@ def _tasks(args: argparse.Namespace) -> int:
     models = args.models.split(",")
     if unknown := [name for name in models if name not in MODELS]:
         raise ValueError(f"--models {args.models}: unknown {unknown[0]!r}; {', '.join(MODELS)}")
+    seeds = [seed for group in args.seeds for seed in group]
     import torch
 
     from nsa.evaluate.results import make_folder
@@ -58,7 +59,7 @@ def _tasks(args: argparse.Namespace) -> int:
         "torch": torch.__version__,
         **asdict(task),
         "steps": args.steps,
-        "seeds": args.seeds,
+        "seeds": seeds,
         "reach": task.reach,
         "chance": 1 / VALUES,
         "random_selection": random_selection(task),
@@ -68,7 +69,7 @@ def _tasks(args: argparse.Namespace) -> int:
     json_file, recall_plot, needle_plot = (
         args.out / name for name in ("tasks.json", "recall.png", "needle.png")
     )
-    pairs = [(seed, model) for seed in args.seeds for model in models]
+    pairs = [(seed, model) for seed in seeds for model in models]
     with closing(evaluate_all(task, args.steps, pairs, args.jobs)) as evaluated:
         for rows in evaluated:
             result["rows"] += rows

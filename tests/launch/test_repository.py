@@ -1,0 +1,90 @@
+"""Files for those who host, build or change the project: .github/, Dockerfiles, pre-commit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.ranks import ROOT
+
+GITHUB = ROOT / ".github"
+DOCKERFILES = sorted(ROOT.glob("launch/*.Dockerfile"))
+FORMS = sorted((GITHUB / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+def lines(dockerfile: Path) -> list[tuple[str, str]]:
+    """Return instruction and arguments, with continuations joined."""
+    text = re.sub(r"^#.*\n", "", dockerfile.read_text(), flags=re.M).replace("\\\n", "")
+    words = (line.split(None, 1) for line in text.splitlines() if line)
+    return [(first, rest) for first, rest in words]
+
+
+def test_pre_commit_runs_the_checks_of_the_test_script() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = [hook["entry"] for repo in config["repos"] for hook in repo["hooks"]]
+    checks = re.findall(r"^check (.+)$", (ROOT / "launch/test.sh").read_text(), re.M)
+    assert hooks == [f".venv/bin/{check}" for check in checks if "pytest" not in check]
+
+
+def test_the_workflow_runs_ci() -> None:
+    workflow = yaml.safe_load((GITHUB / "workflows/tests.yml").read_text())
+    steps = workflow["jobs"]["tests"]["steps"]
+    assert steps[-1]["run"] == ".ci/run"
+    assert workflow["permissions"] == {"contents": "read"}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.name)
+def test_issue_forms_are_what_github_reads(form: Path) -> None:
+    tree = yaml.safe_load(form.read_text())
+    if form.name == "config.yml":
+        return
+    assert {"name", "description", "body"} <= tree.keys()
+    assert {part["type"] for part in tree["body"]} <= {"textarea", "input", "markdown"}
+    ids = [part["id"] for part in tree["body"]]
+    assert len(set(ids)) == len(ids)
+    if form.name != "idea.yml":
+        assert {"env", "doctor"} <= set(ids)
+
+
+def test_links_and_citation_are_right() -> None:
+    for page in sorted(GITHUB.glob("*.md")):
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), (page.name, link)
+    citation = yaml.safe_load((GITHUB / "CITATION.cff").read_text())
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{citation["version"]}"' in project
+    assert f'license = "{citation["license"]}"' in project
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
+def test_an_image_installs_the_tested_versions_from_files_that_exist(dockerfile: Path) -> None:
+    instructions = lines(dockerfile)
+    installs = [rest for first, rest in instructions if rest.startswith("pip install")]
+    assert len(installs) == 2
+    assert all("-c launch/constraints.txt" in install for install in installs)
+    assert " torch" in installs[0]  # first and alone, so that the rest keeps its build
+    assert ("whl/cpu" in installs[0]) == (dockerfile.stem == "cpu")
+    copied = [word for first, rest in instructions if first == "COPY" for word in rest.split()[:-1]]
+    assert {"nsa", "recipes", "ds_configs", "pyproject.toml"} <= set(copied)
+    assert all((ROOT / word).exists() for word in copied)
+    assert instructions[0][1].startswith("python:3.11-")  # the version that all tests ran with
+
+
+def test_both_images_differ_in_pytorchs_build_and_nvml_alone() -> None:
+    cpu, cuda = (lines(dockerfile) for dockerfile in DOCKERFILES)
+    differ = [(a[1], b[1]) for a, b in zip(cpu, cuda, strict=True) if a != b]
+    assert all(first.startswith("pip install") for first, _ in differ)
+    assert len(differ) == 2
+
+
+def test_every_file_of_the_repository_is_tracked() -> None:
+    """.gitignore must not hide one of them."""
+    files = [GITHUB, *DOCKERFILES, ROOT / ".pre-commit-config.yaml", ROOT / ".dockerignore"]
+    command = ["git", "check-ignore", *map(str, files)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == ""
