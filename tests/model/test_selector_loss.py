@@ -252,16 +252,22 @@ def test_a_port_has_the_gradient_of_keys_that_are_computed_again(
 
 
 def test_autocast_trains_the_same_keys() -> None:
-    """Weights and hidden states stay float32, keys are bfloat16."""
-    ids = torch.randint(64, (1, 128))
-    expected = gradients(build(1.0), ids, None)
+    """Weights and hidden states stay float32, keys are bfloat16.
+
+    Only of the first layer: bfloat16 may select other blocks there, and so changes the next input.
+    """
+    ids, name = torch.randint(64, (1, 128)), "blocks.0.attention.k.weight"
+
+    def of_the_loss() -> Tensor:
+        with_loss, without = (gradients(build(weight), ids, None)[name] for weight in (1.0, 0.0))
+        assert with_loss.dtype == torch.float32
+        return with_loss - without
+
+    expected = of_the_loss()
     with torch.autocast("cpu", torch.bfloat16):
-        mine, plain = (gradients(build(weight), ids, None) for weight in (1.0, 0.0))
-    for name in (name for name in expected if name.endswith("attention.k.weight")):
-        assert mine[name].dtype == torch.float32
-        difference = (mine[name] - plain[name])[:16].norm()
-        assert float(difference) > 0.1 * float(expected[name][:16].norm())
-        torch.testing.assert_close(mine[name], expected[name], rtol=0.2, atol=0.01)
+        mine = of_the_loss()
+    assert not mine[16:].any(), "rows of other branches"
+    assert float((mine - expected).norm()) < 0.05 * float(expected.norm())
 
 
 @pytest.mark.parametrize("mode", ACTIVATION_CHECKPOINTING)
