@@ -265,7 +265,7 @@ class NSAttention(Attention):
         """Start gates at ½, and the window's keys and values as those of the selected branch.
 
         At short distances both attend alike, so both learn what only the selected branch can use
-        at long ones. docs/design/nsa.md has the figures.
+        at long ones. docs/design/evidence.md has the figures.
         """
         nn.init.zeros_(self.gates.weight)
         if self.layout.copies == len(BRANCHES):

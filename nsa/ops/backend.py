@@ -26,9 +26,9 @@ def dispatch(
 ) -> ModuleType:
     """Return the backend module for a call; raise if a backend requested by name cannot run.
 
-    With `attention=False`, x may have any shape. `limit` is a reason of the operation's own why its
-    kernels cannot run. Operations with a single PyTorch implementation
-    only compare the result with `triton`.
+    With `attention=False`, x may have any shape. `limit` is a further reason, the operation's own,
+    why its kernels cannot run. Operations with a single PyTorch implementation only compare the
+    result with `triton`.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)}")

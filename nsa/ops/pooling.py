@@ -50,10 +50,9 @@ def pool(
 
 def pool_blocks(blocks: Tensor, weight: Tensor, position: Tensor, scale: Tensor) -> Tensor:
     """The definition, without RoPE: pool blocks [B, N, l, K, D] to [B, N, K, D]."""
-    dtype = torch.promote_types(blocks.dtype, torch.float32)
-    scores = _scores(blocks.to(dtype), weight) + position.transpose(0, 1)
-    pooled = (scores.softmax(2) * blocks).sum(2)
-    return (pooled * scale.view(pooled.shape[2:])).to(blocks.dtype)
+    x = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
+    scores = _scores(x, weight) + position.transpose(0, 1)
+    return _scaled_mean(x, scores.softmax(2), scale).to(blocks.dtype)
 
 
 def sum_covering(blocks: Tensor, block_tokens: Tensor, token_blocks: Tensor) -> Tensor:
@@ -71,6 +70,12 @@ def _scores(x: Tensor, weight: Tensor) -> Tensor:
     return torch.einsum("...kd,kde->...ke", x, weight.to(x.dtype))
 
 
+def _scaled_mean(blocks: Tensor, p: Tensor, scale: Tensor) -> Tensor:
+    """Sum blocks [B, N, l, K, D] with weights p of that shape, and scale: [B, N, K, D]."""
+    pooled = (p * blocks).sum(2)
+    return pooled * scale.view(pooled.shape[2:])
+
+
 def _weights(inputs: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
     """(x [B, T, K, D], its blocks, their weights [B, N, l, K, D]), in at least float32."""
     x = inputs.x.to(torch.promote_types(inputs.x.dtype, torch.float32))
@@ -80,8 +85,7 @@ def _weights(inputs: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def _forward(inputs: PoolInputs) -> Tensor:
     _, blocks, p = _weights(inputs)
-    y = (p * blocks).sum(2)
-    y = y * inputs.scale.view(y.shape[2:])
+    y = _scaled_mean(blocks, p, inputs.scale)
     if inputs.cos is not None:
         assert inputs.sin is not None
         y = rotate(y, inputs.cos, inputs.sin)
