@@ -22,6 +22,7 @@ BENCHMARKS = {  # name: one line of help
     "traffic": "operations and bytes of a micro-batch, by part; needs no GPU",
     "schedule": "how evenly the attention kernels fill a GPU, counted without one",
     "ablations": "train and time the demo with parts of its attention changed",
+    "text": "loss on far text: NSA, its parts and dense attention, several seeds",
     "comm": "what each DeepSpeed config sends, and what that costs a step",
     "kernels": "each function of nsa.ops, on each backend",
     "module": "NSA against dense attention and other NSA implementations",
