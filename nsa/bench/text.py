@@ -157,7 +157,7 @@ def _texts(source: str, split: str) -> Iterator[bytes]:
 
 
 def evaluated_documents(training: Training) -> Tensor:
-    """Return the first LENGTH + 1 tokens of held-out files that have so many, [documents, ..]."""
+    """Return the first LENGTH + 1 tokens of held-out files, longer ones only: [documents, ..]."""
     data = recipe_config(training.profile, training.settings).data
     tokenizer, (source,) = build_tokenizer(data), data.sources()
     rows: list[Tensor] = []

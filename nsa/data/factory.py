@@ -16,7 +16,7 @@ from nsa.data.hub import open_hub
 from nsa.data.shards import is_prepared, open_shards
 from nsa.data.source import HeldOut, Source, is_builtin, is_path, no_documents
 from nsa.data.token_store import TokenStore
-from nsa.data.tokenizer import TokenArray, build_tokenizer, with_eos
+from nsa.data.tokenizer import TokenArray, as_document, build_tokenizer
 
 # A source has few documents if there are fewer than FEW_DOCUMENTS, and a hash is expected to hold
 # out fewer than FEW_IN_VALIDATION of them: it may hold out none.
@@ -92,7 +92,7 @@ def tokenise(
     for document in open_source(config, name).read():
         on_document(name, document.location)
         if text := division.text_for(document.text, split):
-            pieces.append(with_eos(tokenizer, tokenizer.encode(text)))
+            pieces.append(as_document(tokenizer, tokenizer.encode(text)))
             text_bytes, count = text_bytes + len(text), count + len(pieces[-1])
             if count >= tokens:
                 break

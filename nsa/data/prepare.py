@@ -45,7 +45,7 @@ from nsa.data.shards import (
     write_shard,
 )
 from nsa.data.source import SPLITS, DataError, Document, HeldOut, Reader, State
-from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, id_type, with_eos
+from nsa.data.tokenizer import TokenArray, Tokenizer, as_document, build_tokenizer, id_type
 from nsa.data.worker import Worker, WorkerDied
 
 DOCUMENTS_PER_CALL = 1_000  # of the tokenizer; fewer if they have more bytes than the next
@@ -258,7 +258,7 @@ def _tokenise(
         ]
         encoded = job.tokenizer.encode_many([text for _, text in pieces])
         for (split, text), ids in zip(pieces, encoded, strict=True):
-            pending[split].append(with_eos(job.tokenizer, ids))
+            pending[split].append(as_document(job.tokenizer, ids))
             tokens[split] += len(ids) + 1
             text_bytes[split] += len(text)
         yield sum(len(document.text) for document in documents)

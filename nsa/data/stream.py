@@ -22,7 +22,7 @@ from nsa.data.factory import held_out, open_source, tokenise
 from nsa.data.order import Mixer, hash64, shuffled_index
 from nsa.data.source import DataError, Reader, State
 from nsa.data.token_store import TokenStore
-from nsa.data.tokenizer import TokenArray, Tokenizer, build_tokenizer, with_eos
+from nsa.data.tokenizer import TokenArray, Tokenizer, as_document, build_tokenizer
 
 OnDocument = Callable[[str, str], None]  # called with (source, location of its newest document)
 NO_DOCUMENT = "none yet"
@@ -155,7 +155,7 @@ class _SourceStream:
         for start in range(first, len(texts), DOCUMENTS_PER_CALL):
             encoded = self.tokenizer.encode_many(texts[start : start + DOCUMENTS_PER_CALL])
             for index, tokens in enumerate(encoded, start):
-                yield index, with_eos(self.tokenizer, tokens)
+                yield index, as_document(self.tokenizer, tokens)
 
     def _no_documents(self) -> DataError:
         part, fix = "", ""

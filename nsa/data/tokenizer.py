@@ -33,11 +33,12 @@ SPLIT_EXAMPLE = ("One line, with 12 words;\nand", " another  one")
 
 
 class Tokenizer:
-    """Converts text to ids below `vocab_size` and back; `eos_id` ends every document."""
+    """Converts text to ids below `vocab_size` and back."""
 
     name: str  # as in data.tokenizer
     vocab_size: int
-    eos_id: int
+    eos_id: int  # ends every document
+    start_id: int | None = None  # begins every document, if its model expects that
     fingerprint: str  # differs if any text has different ids
 
     def encode(self, text: bytes) -> TokenArray:
@@ -84,11 +85,11 @@ class HubTokenizer(Tokenizer):
     split after CHARS_PER_PIECE characters, and ids around the split may differ.
     """
 
-    def __init__(self, name: str, backend: str, eos: str) -> None:
+    def __init__(self, name: str, backend: str, eos: str, start: str | None = None) -> None:
         from tokenizers import Tokenizer as Backend
 
         self.name = name
-        self.definition = (name, backend, eos)
+        self.definition = (name, backend, eos, start)
         self._backend = Backend.from_str(backend)
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -98,9 +99,11 @@ class HubTokenizer(Tokenizer):
         eos_id = self._backend.token_to_id(eos)
         assert eos_id is not None
         self.eos_id = eos_id
+        self.start_id = None if start is None else self._backend.token_to_id(start)
         names = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # what decides the ids
         parts = {name: value for name, value in json.loads(backend).items() if name in names}
-        digest = hashlib.sha256(json.dumps([eos, parts], sort_keys=True).encode())
+        specials = [eos] if start is None else [eos, start]
+        digest = hashlib.sha256(json.dumps([*specials, parts], sort_keys=True).encode())
         self.fingerprint = digest.hexdigest()
         ids = [i for part in SPLIT_EXAMPLE for i in self._ids(part)]
         # False for a tokenizer that marks the start of a text.
@@ -111,7 +114,7 @@ class HubTokenizer(Tokenizer):
                 "choose another tokenizer"
             )
 
-    def __reduce__(self) -> tuple[type[HubTokenizer], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[type[HubTokenizer], tuple[str, str, str, str | None]]:
         return HubTokenizer, self.definition
 
     def encode_many(self, texts: Sequence[bytes]) -> list[TokenArray]:
@@ -160,9 +163,14 @@ def split_text(text: str, longest: int = CHARS_PER_PIECE) -> Iterator[str]:
     yield text[start:]
 
 
-def with_eos(tokenizer: Tokenizer, ids: TokenArray) -> TokenArray:
-    """Append the end of text to a document."""
-    return np.append(ids, ids.dtype.type(tokenizer.eos_id))
+def as_document(tokenizer: Tokenizer, ids: TokenArray) -> TokenArray:
+    """Add the start, if the tokenizer has one, and the end of text."""
+    return np.append(as_start(tokenizer, ids), ids.dtype.type(tokenizer.eos_id))
+
+
+def as_start(tokenizer: Tokenizer, ids: TokenArray) -> TokenArray:
+    """Add the start of a document, if the tokenizer has one."""
+    return ids if tokenizer.start_id is None else np.insert(ids, 0, tokenizer.start_id)
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
@@ -177,16 +185,7 @@ def _build(name: str) -> Tokenizer:
 
 
 def _load(name: str) -> HubTokenizer:
-    path = name.removeprefix("hf:").strip()
-    folder = Path(path).expanduser()
-    if not folder.is_dir() and path.startswith(("/", ".", "~")):
-        raise DataError(f"data.tokenizer = {name!r}: no such folder")
-    try:
-        loaded = _from_pretrained(str(folder) if folder.is_dir() else path)
-    except (OSError, ValueError) as error:
-        if folder.is_dir():
-            raise _refusal(name, error, "name a folder that save_pretrained() wrote") from None
-        loaded = _from_hub(name, path)
+    loaded = load_pretrained(name)
     if not loaded.is_fast:
         raise DataError(
             f"data.tokenizer = {name!r}: {type(loaded).__name__} is not a tokenizer of the "
@@ -197,7 +196,35 @@ def _load(name: str) -> HubTokenizer:
             f"data.tokenizer = {name!r} has no end-of-text token; add one of its tokens to its "
             "tokenizer_config.json as eos_token, or choose another tokenizer"
         )
-    return HubTokenizer(name, loaded.backend_tokenizer.to_str(), loaded.eos_token)
+    starts = loaded.bos_token is not None and loaded("a").input_ids[0] == loaded.bos_token_id
+    start = loaded.bos_token if starts else None
+    return HubTokenizer(name, loaded.backend_tokenizer.to_str(), loaded.eos_token, start)
+
+
+def load_pretrained(name: str) -> Any:
+    """Return transformers' tokenizer for data.tokenizer=hf:<folder or name>."""
+    path = name.removeprefix("hf:").strip()
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and path.startswith(("/", ".", "~")):
+        raise DataError(f"data.tokenizer = {name!r}: no such folder")
+    try:
+        return _from_pretrained(str(folder) if folder.is_dir() else path)
+    except (OSError, ValueError) as error:
+        if folder.is_dir():
+            raise _refusal(name, error, "name a folder that save_pretrained() wrote") from None
+        return _from_hub(name, path)
+
+
+def stop_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that end a generated text: the end of text, and those of its model's files."""
+    folder = Path(tokenizer.name.removeprefix("hf:")).expanduser()
+    found: Any = []
+    if isinstance(tokenizer, HubTokenizer) and (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        found = GenerationConfig.from_pretrained(folder).eos_token_id or []
+    found = found if isinstance(found, list) else [found]
+    return sorted({tokenizer.eos_id, *(id for id in found if id < tokenizer.vocab_size)})
 
 
 def _from_pretrained(path: str, offline: bool = True) -> Any:

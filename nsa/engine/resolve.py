@@ -16,7 +16,7 @@ import yaml
 from nsa.engine.config import RunConfig
 from nsa.untrusted import parse_yaml, read_text, short_repr
 
-MIXTURE_SETTING = "data.source"  # a mapping is its value, which an override replaces
+MAPPINGS = "data.source", "model.rope_extension"  # a mapping is their value: overrides replace it
 MIXTURE = dict[str, float]
 KINDS = {
     int: "a whole number",
@@ -130,7 +130,7 @@ def _merge(tree: dict[str, Any], changes: Any, source: str, path: str = "") -> N
             raise ValueError(
                 f"{source}: there is no setting {name!r}; {_hint(tree, key, value, path)}"
             )
-        elif isinstance(tree[key], dict) and name != MIXTURE_SETTING:
+        elif isinstance(tree[key], dict) and name not in MAPPINGS:
             _merge(tree[key], value, source, name)
         else:
             tree[key] = value

@@ -34,6 +34,8 @@ def add_parser(verbs: Any) -> None:
     about = "sample from the fewest tokens with this total probability (default 1: all)"
     add("--top-p", type=float, default=1.0, help=about)
     add("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+    about = "each prompt is a user's message, put into the tokenizer's chat template"
+    add("--chat", action="store_true", help=about)
     parser.set_defaults(run=_generate)
 
 
@@ -42,13 +44,14 @@ def _generate(args: argparse.Namespace) -> int:
     try:
         import torch
 
+        from nsa.data.tokenizer import stop_ids
         from nsa.engine.load_run import load_run
         from nsa.model.decode import check_sampling, generate
 
         check_sampling(args.max_new_tokens, args.temperature, args.top_p)
         run = load_run(args.path, device=parse_device(args.device))
         tokenizer = require_tokenizer(str(args.path), run)
-        ids = [torch.from_numpy(tokenizer.encode(text).astype("int64")) for _, text in prompts]
+        ids = [torch.from_numpy(_prompt_ids(args, tokenizer, text)) for _, text in prompts]
         show_prefill(run.model, sum(map(len, ids)))
         steps = generate(
             run.model,
@@ -57,13 +60,34 @@ def _generate(args: argparse.Namespace) -> int:
             temperature=args.temperature,
             top_p=args.top_p,
             seed=args.seed,
-            stop=tokenizer.eos_id,
+            stop=stop_ids(tokenizer),
         )
         print_texts(steps, [title for title, _ in prompts], tokenizer)
     except KeyboardInterrupt:
         print(flush=True)  # end the line
         raise
     return 0
+
+
+def _prompt_ids(args: argparse.Namespace, tokenizer: Tokenizer, text: bytes) -> Any:
+    """Return a prompt's ids, int64 [T]."""
+    import numpy as np
+
+    from nsa.data.tokenizer import HubTokenizer, as_start, load_pretrained
+
+    if not args.chat:
+        return as_start(tokenizer, tokenizer.encode(text)).astype("int64")
+    source = load_pretrained(tokenizer.name) if isinstance(tokenizer, HubTokenizer) else None
+    if source is None or not source.chat_template:
+        raise ValueError(
+            f"--chat: the tokenizer {tokenizer.name!r} has no chat template; leave --chat out, or "
+            "add chat_template.jinja to its folder"
+        )
+    message = {"role": "user", "content": text.decode("utf-8", "replace")}
+    encoded = source.apply_chat_template(
+        [message], add_generation_prompt=True, return_dict=True, return_tensors="np"
+    )
+    return np.asarray(encoded["input_ids"][0], dtype=np.int64)
 
 
 def _read_prompts(args: argparse.Namespace) -> list[tuple[str, bytes]]:

@@ -51,10 +51,12 @@ def dense_to_nsa(
     converted = dict(weights)
     layers = [name.removesuffix(".k.weight") for name in weights if name.endswith(".k.weight")]
     for layer in layers:
-        k, v = weights[f"{layer}.k.weight"], weights[f"{layer}.v.weight"]
-        converted[f"{layer}.k.weight"] = k.repeat(copies, 1)
-        scaled = [2 * shares[branch] * v for branch in attention.branch_names]
-        converted[f"{layer}.v.weight"] = torch.cat(scaled[:copies])
+        v = weights[f"{layer}.v.weight"]
+        for part in ("weight", "bias") if config.qkv_bias else ("weight",):
+            k, values = weights[f"{layer}.k.{part}"], weights[f"{layer}.v.{part}"]
+            converted[f"{layer}.k.{part}"] = torch.cat([k] * copies)
+            scaled = [2 * shares[branch] * values for branch in attention.branch_names]
+            converted[f"{layer}.v.{part}"] = torch.cat(scaled[:copies])
         gates = config.heads * len(attention.branch_names)
         converted[f"{layer}.gates.weight"] = v.new_zeros(gates, config.width)
         if attention.compressor == "mlp":

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint reader: nsa and Llama models, and runs of this package, for `nsa import`.
+"""Hugging Face checkpoint reader for `nsa import`: nsa models, Llama-like ones, and runs.
 
 DIR/config.json, model.safetensors  ->  RunConfig, weights under this package's names, tokenizer
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoConfig
 
 from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import read_config
-from nsa.model.config import AttentionConfig, ModelConfig
+from nsa.model.config import ROPE_TYPES, AttentionConfig, ModelConfig
 from nsa.model.hf_config import NSAConfig
 from nsa.untrusted import parse_json, read_text
 
@@ -25,6 +25,7 @@ CONFIG = "config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+    "generation_config.json",
 )
 VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # each is enough for a tokenizer
 LLAMA_NAMES = {
@@ -37,8 +38,23 @@ LLAMA_NAMES = {
     "mlp.down_proj": "mlp.down",
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
 }
-LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
+LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+# Architectures that transformers loads with the same blocks: what differs is in their settings.
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+DIFFERENT = {  # what a known architecture has that this model has not
+    "gpt2": "learned positions and LayerNorm",
+    "gemma": "scaled embeddings and a gated GELU",
+    "gemma2": "norms after attention and MLP, and capped logits",
+    "gemma3_text": "norms after attention and MLP, and sliding windows",
+    "olmo2": "norms after attention and MLP instead of before",
+    "olmo3": "norms after attention and MLP instead of before",
+    "phi3": "one matrix for q, k and v",
+    "qwen3_moe": "experts",
+    "mixtral": "experts",
+}
 HEAD, EMBEDDING = "head.weight", "embed_tokens.weight"
 
 
@@ -58,7 +74,7 @@ class SourceModel:
 
 
 def read_model(folder: Path) -> SourceModel:
-    """Read a transformers folder of model_type nsa or llama, or what `load_run` accepts."""
+    """Read a transformers folder of nsa or one of LLAMAS, or what `load_run` accepts."""
     path = folder / CONFIG
     if not path.is_file():
         weights = find_weights(folder)
@@ -74,10 +90,14 @@ def read_model(folder: Path) -> SourceModel:
         model_type = tree.get("model_type")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}: not the JSON of a configuration: {error}") from None
-    if model_type not in ("nsa", "llama"):
-        raise ValueError(f"{path}: model_type = {model_type!r}: must be nsa or llama")
+    if model_type not in ("nsa", *LLAMAS):
+        raise ValueError(
+            f"{path}: model_type = {model_type!r}: "
+            + (f"has {DIFFERENT[model_type]}; " if model_type in DIFFERENT else "")
+            + f"must be one of nsa, {', '.join(LLAMAS)}"
+        )
     try:
-        model = _read_nsa(folder, tree) if model_type == "nsa" else _read_llama(folder)
+        model = _read_nsa(folder, tree) if model_type == "nsa" else _read_llama(folder, tree)
     except ValueError:
         raise
     except Exception as error:  # what transformers raises depends on the wrong value
@@ -100,33 +120,33 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
     return _source_model(folder, config, model.attention.kind, has_run_config)
 
 
-def _read_llama(folder: Path) -> SourceModel:
-    llama: Any = LlamaConfig.from_pretrained(folder)
-    rope = {"rope_type": "default", **llama.rope_parameters}
-    older = "the default; import a checkpoint from before its context was extended"
-    for name, value, supported, only in (
-        ("attention_bias", llama.attention_bias, False, "False"),
-        ("mlp_bias", llama.mlp_bias, False, "False"),
-        ("hidden_act", llama.hidden_act, "silu", "'silu'"),
-        ("rope_type", rope["rope_type"], "default", older),
-    ):
-        if value != supported:
-            raise ValueError(
-                f"{folder / CONFIG}: {name} = {value!r}: this model supports only {only}"
-            )
+def _read_llama(folder: Path, tree: dict[str, Any]) -> SourceModel:
+    llama: Any = AutoConfig.from_pretrained(folder)
+    longest = _longest(llama)
+    _refuse_others(folder, llama, longest)
+    rope = {name: value for name, value in llama.rope_parameters.items() if value is not None}
+    rope_type = rope.pop("rope_type", "default")
+    rope.pop("partial_rotary_factor", None)  # 1
+    model_type = tree["model_type"]
     config = RunConfig()
-    config.data.seq_len = min(config.data.seq_len, llama.max_position_embeddings)
+    config.data.seq_len = min(config.data.seq_len, longest)
+    heads = llama.num_attention_heads
     config.model = ModelConfig(
         layers=llama.num_hidden_layers,
         width=llama.hidden_size,
-        heads=llama.num_attention_heads,
+        heads=heads,
         kv_heads=llama.num_key_value_heads,
         mlp_width=llama.intermediate_size,
-        rope_theta=rope["rope_theta"],
+        rope_theta=rope.pop("rope_theta"),
+        rope_type=rope_type,
+        rope_extension={name: float(value) for name, value in rope.items()} or None,
+        no_rope_every=_no_rope_every(folder, llama),
+        qkv_bias=model_type == "qwen2",
+        qk_norm=model_type == "qwen3",
         norm_eps=llama.rms_norm_eps,
         init_std=llama.initializer_range,
         vocab_size=llama.vocab_size,
-        head_dim=llama.head_dim,
+        head_dim=getattr(llama, "head_dim", None) or llama.hidden_size // heads,
         tied_head=llama.tie_word_embeddings,
         attention=AttentionConfig(kind="dense"),
     )
@@ -137,8 +157,51 @@ def _read_llama(folder: Path) -> SourceModel:
     return source
 
 
+def _longest(llama: Any) -> int:
+    """Return how many tokens attention sees: all positions, or those of a sliding window."""
+    window = getattr(llama, "sliding_window", None)
+    if window is None or not getattr(llama, "use_sliding_window", True):
+        return int(llama.max_position_embeddings)
+    return int(min(window, llama.max_position_embeddings))
+
+
+def _refuse_others(folder: Path, llama: Any, longest: int) -> None:
+    """Raise a ValueError that names the first property that this model does not have."""
+    rope = {"rope_type": "default", **llama.rope_parameters}
+    usual = min(RunConfig().data.seq_len, llama.max_position_embeddings)
+    window = longest if longest < usual else None  # a longer one is no limit in training
+    older = f"one of {', '.join(ROPE_TYPES)}; import a checkpoint from before the extension"
+    for name, value, supported, only in (
+        ("attention_bias", getattr(llama, "attention_bias", False), (False,), "False"),
+        ("mlp_bias", getattr(llama, "mlp_bias", False), (False,), "False"),
+        ("hidden_act", llama.hidden_act, ("silu",), "'silu'"),
+        ("sliding_window", window, (None,), f"None, or {usual} and more"),
+        ("attention_dropout", getattr(llama, "attention_dropout", 0.0), (0.0,), "0"),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,), "1"),
+        ("rope_type", rope["rope_type"], tuple(ROPE_TYPES), older),
+    ):
+        if value not in supported:
+            raise ValueError(
+                f"{folder / CONFIG}: {name} = {value!r}: this model supports only {only}"
+            )
+
+
+def _no_rope_every(folder: Path, llama: Any) -> int:
+    """Return n if the layers n, 2n, … have no RoPE, 0 if all have it."""
+    rotates = getattr(llama, "no_rope_layers", None) or []  # 1: the layer has RoPE
+    if all(rotates):
+        return 0
+    every = rotates.index(0) + 1
+    if list(rotates) != [int(number % every != 0) for number in range(1, len(rotates) + 1)]:
+        raise ValueError(
+            f"{folder / CONFIG}: no_rope_layers = {rotates}: this model supports only every n-th "
+            "layer without RoPE"
+        )
+    return every
+
+
 def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -> dict[str, Tensor]:
-    """Rename Llama's weights; their layouts (heads, RoPE pairs) are this model's."""
+    """Rename a Llama's weights; their layouts (heads, RoPE pairs) are this model's."""
     head = weights.pop(HEAD) if tied and HEAD in weights else None
     if head is not None:  # safetensors' save_model stores shared weights under one name
         weights.setdefault(EMBEDDING, head)
@@ -161,7 +224,7 @@ def rename_llama_weights(weights: dict[str, Tensor], folder: Path, tied: bool) -
         if name in (HEAD, "norm.weight"):
             new_name = name
         if layer is not None and layer[2] in LLAMA_NAMES:
-            new_name = f"blocks.{layer[1]}.{LLAMA_NAMES[layer[2]]}.weight"
+            new_name = f"blocks.{layer[1]}.{LLAMA_NAMES[layer[2]]}.{layer[3]}"
         if new_name is None:
             raise ValueError(f"{folder}: weight {name}: this model has no such weight")
         renamed[new_name] = weight

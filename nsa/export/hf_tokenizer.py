@@ -1,4 +1,8 @@
-"""Hugging Face tokenizer files: AutoTokenizer encodes any text to the same ids as the run's."""
+"""Hugging Face tokenizer files: AutoTokenizer encodes any text to the same ids as the run's.
+
+A tokenizer with special tokens of its own keeps them, its chat template and its start of text: it
+then reads "<|im_start|>" in a text as that token, while training took it for plain text.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,13 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nsa.data.tokenizer import END_OF_TEXT, ByteTokenizer, HubTokenizer, Tokenizer
+from nsa.data.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    HubTokenizer,
+    Tokenizer,
+    load_pretrained,
+)
 
 PAD = "<|pad|>"
 BYTE_SPECIALS = {
@@ -22,7 +32,16 @@ BYTE_SPECIALS = {
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
     """Write tokenizer.json and tokenizer_config.json into `folder`."""
     if isinstance(tokenizer, HubTokenizer):
-        _, serialized, eos = tokenizer.definition
+        source = load_pretrained(tokenizer.name)
+        special = set(source.all_special_tokens) | {
+            token.content for token in source.added_tokens_decoder.values() if token.special
+        }
+        if source.chat_template or tokenizer.start_id is not None or len(special) > 1:
+            source.model_max_length, source.padding_side = seq_len, "left"
+            source.pad_token = source.pad_token or source.eos_token
+            source.save_pretrained(folder)
+            return
+        _, serialized, eos, _ = tokenizer.definition
         backend, pad = Backend.from_str(serialized), eos
     else:
         backend, eos, pad = _byte_backend(), END_OF_TEXT, PAD

@@ -20,6 +20,7 @@ from transformers import GenerationConfig
 
 from nsa.atomic_io import fsync_dir
 from nsa.checkpoint.weights import SAFETENSORS
+from nsa.data.tokenizer import stop_ids
 from nsa.dtypes import DTYPES
 from nsa.engine.load_run import LoadedRun, load_run
 from nsa.engine.resolve import to_yaml
@@ -54,7 +55,7 @@ def _write(run: LoadedRun, folder: Path) -> None:
     )
     texts = {
         "config.json": _json(config.to_diff_dict() | {"auto_map": AUTO_MAP}),
-        "generation_config.json": _json(GenerationConfig(**token_ids).to_diff_dict()),
+        "generation_config.json": _json(_generation_config(run, token_ids).to_diff_dict()),
         "config.yaml": to_yaml(run.config),
         "README.md": model_card(run),
         **remote_code(),
@@ -69,9 +70,17 @@ def _special_token_ids(run: LoadedRun) -> dict[str, int | None]:
     """Return the ids for generate(); a text starts with the token that ended the previous one."""
     if run.tokenizer is None:
         return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    eos = run.tokenizer.eos_id
+    eos, start = run.tokenizer.eos_id, run.tokenizer.start_id
     pad = getattr(run.tokenizer, "pad_id", eos)
-    return {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": pad}
+    first = eos if start is None else start
+    return {"bos_token_id": first, "eos_token_id": eos, "pad_token_id": pad}
+
+
+def _generation_config(run: LoadedRun, token_ids: dict[str, int | None]) -> GenerationConfig:
+    """Return the ids for generate(), which may stop at several: at the end of a chat's turn too."""
+    stops = [] if run.tokenizer is None else stop_ids(run.tokenizer)
+    more = {"eos_token_id": stops} if len(stops) > 1 else {}
+    return GenerationConfig(**token_ids | more)
 
 
 def _json(tree: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from nsa.model.compressor import (
     PoolCompressor,
 )
 from nsa.model.config import AttentionConfig, ModelConfig
-from nsa.model.fused import parallel_linear_with_port
+from nsa.model.fused import norm_columns, parallel_linear_with_port
 from nsa.model.ranking_keys import PortedKeys, port_rows, ranking_keys
 from nsa.ops import (
     PackedLayout,
@@ -42,6 +42,8 @@ from nsa.spec import NSASpec
 # Replaces a layer's forward pass during decoding: (layer, x, metadata) -> output.
 CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
 BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
+# Settings of ModelConfig that a layer takes besides its sizes; norm_eps is that of qk_norm.
+SHARED = ("rope_type", "rope_extension", "qkv_bias", "qk_norm", "norm_eps")
 _UNUSED_LOSS = (
     "the selector loss of the last forward pass was not used, so it trains nothing: add "
     "selector_loss * layer.take_selector_loss() to the training loss"
@@ -70,9 +72,14 @@ class Attention(nn.Module):
         self.key_dim, self.value_dim = config.head_dim, config.value_dim or config.head_dim
         self.backend = attention.backend
         copies = 1 if attention.shared_kv else len(self.branches)
-        self.q = nn.Linear(config.width, self.heads * self.key_dim, bias=False)
-        self.k = nn.Linear(config.width, copies * self.kv_heads * self.key_dim, bias=False)
-        self.v = nn.Linear(config.width, copies * self.kv_heads * self.value_dim, bias=False)
+        bias = config.qkv_bias
+        self.q = nn.Linear(config.width, self.heads * self.key_dim, bias=bias)
+        self.k = nn.Linear(config.width, copies * self.kv_heads * self.key_dim, bias=bias)
+        self.v = nn.Linear(config.width, copies * self.kv_heads * self.value_dim, bias=bias)
+        self.rope = True  # False: a layer that does not rotate
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(self.key_dim, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(self.key_dim, eps=config.norm_eps)
         if not dense:
             self.gates = nn.Linear(config.width, self.heads * len(self.branches), bias=False)
         self.o = nn.Linear(self.heads * self.value_dim, config.width, bias=False)
@@ -102,6 +109,8 @@ class Attention(nn.Module):
             metadata = AttentionMetadata.build(
                 self.config, x.shape[1], cu_seqlens, x.device, loss_offset=offset
             )
+        if not self.rope:
+            metadata = metadata.without_rope()
         if cached is not None:
             return cached(self, x, metadata)
         if self.selector_loss is not None:
@@ -128,6 +137,9 @@ class Attention(nn.Module):
         """Return `project`, and for the selector loss a port for the gradient of its keys' rows."""
         linears = [self.q, self.k, self.v] + ([] if self.branches == ("all",) else [self.gates])
         packed, port = parallel_linear_with_port(x, linears, port_rows(self, metadata))
+        if self.config.qk_norm:
+            rows = len(self.q.weight), len(self.k.weight)
+            packed = norm_columns(packed, rows, (self.q_norm, self.k_norm))
         if metadata.sequence is not None:
             packed = metadata.sequence.tokens_to_heads(packed, self.layout)
         return packed, port
@@ -192,8 +204,8 @@ class NSAttention(Attention):
     """Native Sparse Attention of hidden states: a drop-in for a causal attention layer.
 
     Compressed, selected and window branches, mixed by one gate per query head and branch. RoPE and
-    the projections are included; there are no biases. A disabled branch has no parameters. Without
-    the compressed branch, blocks are selected by the mean of the selected branch's keys.
+    the projections are included. A disabled branch has no parameters. Without the compressed
+    branch, blocks are selected by the mean of the selected branch's keys.
 
     `observer`, if set, receives gates [B, T, Hq, 3], selected blocks [B, T, Hkv, n], cu_seqlens and
     the selector loss of every forward pass, including recomputed ones. It must not modify them.
@@ -219,13 +231,15 @@ class NSAttention(Attention):
         value_dim: int | None = None,  # None: head_dim
         rope_theta: float = 10_000.0,
         spec: NSASpec | None = None,
-        **settings: Any,  # the other fields of AttentionConfig
+        **settings: Any,  # SHARED, and the other fields of AttentionConfig
     ) -> None:
         if head_dim is None and (heads < 1 or hidden_size % heads):
             raise ValueError(
                 f"heads = {heads}: does not divide hidden_size = {hidden_size}; give head_dim"
             )
+        shared = {name: settings.pop(name) for name in SHARED if name in settings}
         names = [f.name for f in fields(AttentionConfig) if f.name not in ("kind", "spec")]
+        names += SHARED
         if unknown := [name for name in settings if name not in names]:
             raise ValueError(
                 f"NSAttention has no setting {unknown[0]!r}; choose one of {', '.join(names)}; "
@@ -240,6 +254,7 @@ class NSAttention(Attention):
             value_dim=value_dim,
             rope_theta=rope_theta,
             attention=attention,
+            **shared,
         )
         config.validate()
         super().__init__(config)
@@ -376,13 +391,3 @@ class DenseAttention(Attention):
         ]
         o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)  # one document: no copy
         return o.transpose(1, 2)
-
-
-def attention_layer(config: ModelConfig) -> NSAttention | DenseAttention:
-    """Build a block's attention."""
-    if config.attention.kind == "dense":
-        return DenseAttention(config)
-    names = "kv_heads", "head_dim", "value_dim", "rope_theta"
-    settings = {name: getattr(config, name) for name in names}
-    settings |= {k: v for k, v in vars(config.attention).items() if k != "kind"}
-    return NSAttention(config.width, config.heads, **settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,19 +41,24 @@ class AttentionMetadata:
 
         `loss_offset` shifts the queries of the selector loss; None: do not compute it.
         """
-        spec, head_dim, theta = config.attention.spec, config.head_dim, config.rope_theta
+        spec = config.attention.spec
         position = torch.arange(seq_len, device=device)
         if cu_seqlens is not None:
             position = position - repeat_per_document(cu_seqlens[:-1], cu_seqlens, seq_len)
-        rotary = Rotary.at(position, head_dim, theta)
+        rotary = Rotary.at(position, config)
         if config.attention.kind == "dense":
             return cls(cu_seqlens, rotary, sequence=sequence)
         first = block_starts(seq_len, cu_seqlens, spec, device)  # [N]
         inside = torch.arange(spec.block_len, device=device)
-        block_rotary = Rotary.at(position[first] + spec.block_len - 1, head_dim, theta)
+        block_rotary = Rotary.at(position[first] + spec.block_len - 1, config)
         tables = first[:, None] + inside, _covering_blocks(first, spec, seq_len)
         sampled = None if loss_offset is None else sample_queries(seq_len, loss_offset)
         return cls(cu_seqlens, rotary, *tables, block_rotary, sequence, sampled)
+
+    def without_rope(self) -> AttentionMetadata:
+        """Return the metadata of a layer that does not rotate."""
+        block_rotary = None if self.block_rotary is None else self.block_rotary.none()
+        return replace(self, rotary=self.rotary.none(), block_rotary=block_rotary)
 
 
 def _covering_blocks(first: Tensor, spec: NSASpec, seq_len: int) -> Tensor:

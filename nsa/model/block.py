@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nsa.model.attention import CachedAttention, attention_layer
+from nsa.model.attention import SHARED, CachedAttention, DenseAttention, NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.config import ModelConfig
 from nsa.model.fused import add_norm, parallel_linear
@@ -60,3 +60,13 @@ class Block(nn.Module):
         x, normed = add_norm(x, delta, self.mlp_norm, self.backend)
         loss = self.attention.take_selector_loss()
         return (x, self.mlp(normed)) if loss is None else (x, self.mlp(normed), loss)
+
+
+def attention_layer(config: ModelConfig) -> NSAttention | DenseAttention:
+    """Build a block's attention."""
+    if config.attention.kind == "dense":
+        return DenseAttention(config)
+    names = "kv_heads", "head_dim", "value_dim", "rope_theta", *SHARED
+    settings = {name: getattr(config, name) for name in names}
+    settings |= {k: v for k, v in vars(config.attention).items() if k != "kind"}
+    return NSAttention(config.width, config.heads, **settings)

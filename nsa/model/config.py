@@ -13,6 +13,19 @@ from nsa.validation import at_least, at_most, one_of, whole_numbers
 ATTENTION_KINDS = ("nsa", "dense")
 COMPRESSORS = ("mean", "pool", "mlp")
 SUBSETS = tuple("+".join(names) for count in (3, 2, 1) for names in combinations(BRANCHES, count))
+# The numbers that each kind of RoPE needs; transformers has defaults for YARN_OPTIONS.
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        *("factor", "low_freq_factor", "high_freq_factor"),
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+YARN_OPTIONS = (
+    *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+)
 ACTIVATION_CHECKPOINTING = ("none", "reentrant", "non_reentrant", "deepspeed", "selective")
 
 
@@ -73,6 +86,11 @@ class ModelConfig:
     value_dim: int | None = None  # Dv: size of a value; None: head_dim
     mlp_width: int = 2_368  # hidden width of SwiGLU; the model has 125.7M parameters
     rope_theta: float = 10_000.0  # base of the rotary frequencies
+    rope_type: str = "default"  # "default", "linear", "llama3" or "yarn", as in transformers
+    rope_extension: dict[str, float] | None = None  # the numbers of a rope_type: factor, …
+    no_rope_every: int = 0  # layers 4, 8, … without RoPE: 4, as in SmolLM3; 0: none
+    qkv_bias: bool = False  # q, k and v have biases, as in Qwen2
+    qk_norm: bool = False  # RMSNorm of each head's q and k before RoPE, as in Qwen3
     norm_eps: float = 1e-5  # RMSNorm's epsilon
     init_std: float = 0.02  # standard deviation of the initial weights
     tied_head: bool = True  # the output head is the embedding; false: a matrix of its own
@@ -100,5 +118,20 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int | float) or value <= 0:
                 raise ValueError(f"model.{name} = {value!r}: must be a number above 0")
+        whole_numbers(0, "model", self, "no_rope_every")
+        self._validate_rope()
         one_of("model", self, activation_checkpointing=(*ACTIVATION_CHECKPOINTING, "auto"))
         self.attention.validate()
+
+    def _validate_rope(self) -> None:
+        one_of("model", self, rope_type=tuple(ROPE_TYPES))
+        needed, given = ROPE_TYPES[self.rope_type], self.rope_extension or {}
+        where = f"model.rope_extension = {self.rope_extension}: rope_type {self.rope_type}"
+        for name in needed:
+            if name not in given:
+                raise ValueError(f"{where} needs {name}; add it")
+        for name, value in given.items():
+            if name not in (*needed, *(YARN_OPTIONS if self.rope_type == "yarn" else ())):
+                raise ValueError(f"{where} does not read {name}; remove it")
+            if not isinstance(value, int | float) or value < (name == "factor"):
+                raise ValueError(f"{where}: {name} = {value!r} must be a number, 1 or more")

@@ -67,7 +67,7 @@ def step(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
 def step_states(model: LanguageModel, tokens: Tensor, cache: KVCache) -> Tensor:
     """Like `step`, but return the final hidden states [B, width]."""
     _check_step(model, cache, tokens)
-    rotary = Rotary.at(cache.lengths, model.config.head_dim, model.config.rope_theta)
+    rotary = Rotary.at(cache.lengths, model.config)
     cache.advance()
     metadata = AttentionMetadata(None, rotary)
     return _run_blocks(model, tokens, cache, metadata, partial(_step_attention, cache))
@@ -91,17 +91,18 @@ def generate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     seed: int | Sequence[int] = 0,
-    stop: int | None = None,
+    stop: int | Sequence[int] | None = None,
 ) -> Iterator[Tensor]:
     """Yield the next token of each sequence, [B] on the model's device, until all have ended.
 
-    A sequence ends after the token `stop` and yields -1 from then on. Temperature 0 is greedy;
+    A sequence ends after a token of `stop` and yields -1 from then on. Temperature 0 is greedy;
     `top_p` is nucleus sampling. A sequence's samples depend only on its prompt and its `seed` (one
     for all, or one per sequence), not on the rest of the batch.
     """
     rows = _check_prompts(model, prompts)
     check_sampling(max_new_tokens, temperature, top_p)
-    if stop is not None and not 0 <= stop < model.config.vocab_size:
+    stops = [stop] if isinstance(stop, int) else list(stop or [])
+    if not all(0 <= id < model.config.vocab_size for id in stops):
         raise ValueError(f"stop = {stop}: this model's ids are 0 to {model.config.vocab_size - 1}")
     seeds = [seed] * len(rows) if isinstance(seed, int) else list(seed)
     if len(seeds) != len(rows):
@@ -123,8 +124,8 @@ def generate(
         for left in range(max_new_tokens, 0, -1):
             tokens = next_token(logits)
             yield torch.where(ended, -1, tokens)
-            if stop is not None:
-                ended = ended | (tokens == stop)
+            if stops:
+                ended = ended | torch.isin(tokens, torch.tensor(stops, device=tokens.device))
                 if bool(ended.all()):
                     return
             if left > 1:

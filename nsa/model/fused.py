@@ -42,7 +42,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def parallel_linear(x: Tensor, linears: Sequence[nn.Linear], pad_to: int = 8) -> Tensor:
-    """Return the outputs of bias-free linears on x [.., in] side by side: [.., sum of out + pad].
+    """Return the outputs of linears on x [.., in] side by side: [.., sum of out + pad].
 
     The width is padded to a multiple of `pad_to`, because cuBLAS is fast if rows are a multiple of
     16 bytes. The padding's values are finite and arbitrary; its gradient must be 0. Weights that
@@ -61,18 +61,30 @@ def parallel_linear_with_port(
     would, in place and in one product, and x gets none of it. None if the fusion does not apply.
     """
     compiling = torch.compiler.is_compiling()
-    if all(is_plain(linear, nn.Linear) and linear.bias is None for linear in linears):
+    if all(is_plain(linear, nn.Linear) for linear in linears):
         weights: list[Tensor] = [linear.weight for linear in linears]
         width = sum(len(weight) for weight in weights)
         rows = width + -width % pad_to
+        bias = _biases(linears, rows)
         if not compiling and (port_rows is not None or are_adjacent(weights, rows)):
             weight, port = _SideBySide.apply(rows, port_rows, x.detach(), *weights)
-            return F.linear(x, weight), port if port_rows is not None else None
+            return F.linear(x, weight, bias), port if port_rows is not None else None
         # With few rows, as in decoding, reading the weights dominates: a copy would triple it.
         if x.numel() // x.shape[-1] >= width // 8:
-            return F.linear(x, _concatenate(weights, rows)), None
+            return F.linear(x, _concatenate(weights, rows), bias), None
     outputs = torch.cat([linear(x) for linear in linears], -1)
     return F.pad(outputs, (0, -outputs.shape[-1] % pad_to)), None
+
+
+def _biases(linears: Sequence[nn.Linear], rows: int) -> Tensor | None:
+    """Return the biases side by side, 0 where a linear has none; None if all have none."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    weight = linears[0].weight
+    biases: list[Tensor] = [
+        weight.new_zeros(len(x.weight)) if x.bias is None else x.bias for x in linears
+    ]
+    return F.pad(torch.cat(biases), (0, rows - sum(map(len, biases))))
 
 
 def _concatenate(weights: Sequence[Tensor], rows: int) -> Tensor:
@@ -139,6 +151,18 @@ def add_norm(
         return add_rms_norm(x, delta, norm.weight, norm.eps, backend=backend)
     total = x if delta is None else x + delta
     return total, norm(total)
+
+
+def head_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """Normalize each head of x [.., heads · head_dim]."""
+    return norm(x.unflatten(-1, (-1, norm.weight.shape[0]))).flatten(-2)
+
+
+def norm_columns(packed: Tensor, columns: Sequence[int], norms: Sequence[nn.RMSNorm]) -> Tensor:
+    """Normalize the heads of the first columns of packed [.., P], each part with its norm."""
+    *parts, rest = packed.split([*columns, packed.shape[-1] - sum(columns)], -1)
+    normed = [head_norm(part, norm) for part, norm in zip(parts, norms, strict=True)]
+    return torch.cat([*normed, rest], -1)
 
 
 def embed_and_head(

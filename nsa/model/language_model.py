@@ -51,6 +51,9 @@ class LanguageModel(nn.Module):
         self.config, self.sequence = config, sequence
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
+        for number, layer in enumerate(self.blocks, 1):
+            assert isinstance(layer, Block)
+            layer.attention.rope = not config.no_rope_every or number % config.no_rope_every != 0
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.head: nn.Linear | None = None  # the embedding
         if not config.tied_head:
@@ -173,6 +176,8 @@ class LanguageModel(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=std)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
             elif isinstance(module, BlockMLP):
                 nn.init.normal_(module.position, std=std)
         for block in self.blocks:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.compressor import MLPCompressor, PoolCompressor
-from nsa.model.fused import is_plain
+from nsa.model.fused import head_norm, is_plain
 from nsa.model.rotary import apply_rotary
 from nsa.ops import PackedLayout, rotary_pool
 from nsa.ops.custom_op import known_outputs
@@ -28,7 +28,8 @@ from nsa.ops.rotary import RotaryPooled
 
 def port_rows(layer: Any, metadata: AttentionMetadata) -> slice | None:
     """Return the rows of a fused projection that need a port: the keys that φ reads; or None."""
-    if metadata.sampled is None or metadata.sequence is not None:
+    changed = layer.config.qk_norm or layer.config.qkv_bias  # keys are no product of rows alone
+    if metadata.sampled is None or metadata.sequence is not None or changed:
         return None
     first = layer.heads * layer.key_dim
     rows = slice(first, first + layer.kv_heads * layer.key_dim)
@@ -75,7 +76,10 @@ def _project(layer: Any, x: Tensor, layout: PackedLayout, metadata: AttentionMet
     """Project x again to the keys that φ reads."""
     rows = layer.kv_heads * layer.key_dim
     plain = is_plain(layer.k, nn.Linear)
-    k = F.linear(x, layer.k.weight[:rows]) if plain else layer.k(x)[..., :rows]
+    bias = None if layer.k.bias is None else layer.k.bias[:rows]
+    k = F.linear(x, layer.k.weight[:rows], bias) if plain else layer.k(x)[..., :rows]
+    if layer.config.qk_norm:
+        k = head_norm(k, layer.k_norm)
     return k if metadata.sequence is None else metadata.sequence.tokens_to_heads(k, layout)
 
 

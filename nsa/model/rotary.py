@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from nsa.model.config import ModelConfig
 from nsa.ops.rotary import rotate
 
 
@@ -18,10 +20,33 @@ class Rotary:
     sin: Tensor
 
     @classmethod
-    def at(cls, position: Tensor, head_dim: int, theta: float) -> Rotary:
-        exponent = torch.arange(0, head_dim, 2, device=position.device, dtype=torch.float32)
-        angle = position[:, None].float() * theta ** (-exponent / head_dim)
-        return cls(angle.cos()[:, None], angle.sin()[:, None])
+    def at(cls, position: Tensor, config: ModelConfig) -> Rotary:
+        frequency, factor = _frequencies(config, position.device)
+        angle = position[:, None].float() * frequency
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        return cls(cos, sin) if factor == 1.0 else cls(cos * factor, sin * factor)
+
+    def none(self) -> Rotary:
+        """Return tables of the same shape that rotate by nothing."""
+        return Rotary(torch.ones_like(self.cos), torch.zeros_like(self.sin))
+
+
+def _frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
+    """Return each pair's angle per position [head_dim / 2], and a factor of cosines and sines."""
+    if config.rope_type == "default":
+        exponent = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+        return config.rope_theta ** (-exponent / config.head_dim), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # a second to import
+
+    scaling = {"rope_theta": config.rope_theta, **(config.rope_extension or {})}
+    like = SimpleNamespace(  # of a transformers config, what these functions read
+        hidden_size=config.width,
+        num_attention_heads=config.heads,
+        head_dim=config.head_dim,
+        rope_parameters=scaling,
+        standardize_rope_params=lambda: None,
+    )
+    return ROPE_INIT_FUNCTIONS[config.rope_type](like, device)
 
 
 def apply_rotary(x_BTHD: Tensor, rotary: Rotary) -> Tensor:

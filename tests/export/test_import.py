@@ -14,11 +14,21 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nsa.cli import main
 from nsa.data.config import DataConfig
-from nsa.data.factory import open_source
+from nsa.data.factory import open_source, tokenise
 from nsa.data.tokenizer import Tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.export import logit_gap
@@ -44,6 +54,29 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 512,
     "initializer_range": 0.3,  # so large that attention is far from uniform
+}
+
+LLAMA_3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 5e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR: dict[str, Any] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN["original_max_position_embeddings"] = 32
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # model_type and what differs from SHAPE
+    "llama 2": ("llama", {"tie_word_embeddings": False}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA_3, "head_dim": 24}),
+    "linear": ("llama", {"rope_parameters": LINEAR}),
+    "yarn": ("qwen3", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral 0.1": ("mistral", {"sliding_window": 4_096}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": False}),
+    "smollm3": ("smollm3", {"pad_token_id": 0}),
 }
 
 
@@ -114,6 +147,64 @@ def test_an_imported_llama_computes_the_same_logits(shard: str, tmp_path: Path) 
     assert (run.config.data.seq_len, run.step) == (512, None)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_each_family_has_the_logits_that_transformers_computes(family: str, tmp_path: Path) -> None:
+    """As dense attention, as NSA where its branches see all, and after an export and decoding."""
+    model_type, changes = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **SHAPE | {"num_hidden_layers": 4} | changes)
+    torch.manual_seed(0)
+    original = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in original.named_parameters():  # some start as if they were not there
+        if name.endswith("bias") or "norm" in name:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    original.save_pretrained(tmp_path / "original", max_shard_size="50KB")
+    expected = logits(original, tokens(100))
+    run = imported(tmp_path / "original", tmp_path / "dense", "--attention", "dense")
+    assert (logits(run.model, tokens(100)) - expected).norm() < 1e-5 * expected.norm()
+    run = imported(
+        tmp_path / "original", tmp_path / "run", *SMALL, "--set=attention.compressor=pool"
+    )
+    short = logits(run.model, tokens(32))
+    assert (short - logits(original, tokens(32))).norm() < 1e-5 * short.norm()
+    exported = NSAForCausalLM.from_pretrained(export(tmp_path / "run", tmp_path / "hf")).eval()
+    assert torch.equal(logits(exported, tokens(32)), short)
+    text = exported.generate(tokens(20), max_new_tokens=12, do_sample=False, eos_token_id=-1)
+    assert torch.equal(logits(exported, text)[:, 19:-1].argmax(-1), text[:, 20:])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama 3"])
+@torch.no_grad()
+def test_a_family_in_bfloat16_has_the_error_of_bfloat16(family: str, tmp_path: Path) -> None:
+    model_type, changes = FAMILIES[family]
+    torch.manual_seed(0)
+    original = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes))
+    original.eval().bfloat16().save_pretrained(tmp_path / "original")
+    run = imported(tmp_path / "original", tmp_path / "run", "--attention", "dense")
+    theirs, mine = logits(original, tokens(100)), logits(run.model, tokens(100))
+    assert mine.dtype == torch.bfloat16
+    exact = logits(original.float(), tokens(100))
+    error, usual = ((x.float() - exact).norm() for x in (mine, theirs))
+    assert error < 2 * usual
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("gpt2", "learned positions"), ("olmo2", "norms after attention"), ("bloom", "must be one")],
+)
+def test_another_architecture_is_refused_by_what_differs(
+    model_type: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "original"
+    llama(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": model_type}))
+    capsys.readouterr()
+    error = refused(capsys, folder)
+    assert reason in error
+    assert f"model_type = '{model_type}'" in error
+
+
 @pytest.mark.parametrize(
     ("settings", "shares"),
     [
@@ -179,8 +270,8 @@ def test_an_mlp_compressor_starts_as_the_mean(llama_folder: Path, tmp_path: Path
         ({"attention_bias": True}, "attention_bias = True: this model supports only False"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': this model supports only 'silu'"),
         (
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type = 'linear': this model supports only the default",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type = 'dynamic': this model supports only one of default, linear, llama3, yarn",
         ),
     ],
 )
@@ -270,7 +361,7 @@ def test_folders_that_cannot_be_imported_are_refused_with_the_reason(
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
     assert "config.json without model.safetensors; save the model with" in refused(capsys, folder)
     save_file({"wte.weight": torch.ones(2)}, folder / "model.safetensors")
-    assert "model_type = 'gpt2': must be nsa or llama" in refused(capsys, folder)
+    assert "model_type = 'gpt2': has learned positions" in refused(capsys, folder)
     (folder / "config.json").write_text("[]")
     assert "not the JSON of a configuration" in refused(capsys, folder)
     assert main(["import", str(folder), "--to", str(folder)]) == 2
@@ -354,6 +445,93 @@ def test_a_llamas_tokenizer_is_copied(
     assert run.tokenizer is not None
     assert run.tokenizer.fingerprint == expected.fingerprint
     assert run.config.data.tokenizer == f"hf:{tmp_path / 'run'}"
+
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose tokenizer starts each text with a token and has a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "llama"
+    llama(folder, vocab_size=270, eos_token_id=[1, 3])
+    vocab = {
+        letter: number + 4 for number, letter in enumerate(sorted(bytes_to_unicode().values()))
+    }
+    specials = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    backend = Backend(
+        models.BPE(vocab=dict(zip(specials, range(4), strict=True)) | vocab, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(specials)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=specials[2:],
+        chat_template=CHAT,
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_tokenizers_special_tokens_and_chat_template_travel(
+    chat_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = imported(chat_llama, tmp_path / "run")
+    assert run.tokenizer.start_id == 0
+    assert run.tokenizer.eos_id == 1
+    ids = run.tokenizer.encode(b"a<s>b")
+    assert 0 not in ids, "a text cannot spell a special token"
+    text = tmp_path / "text.jsonl"
+    write_lines(text, [b"one", b"two"])
+    stored = tokenise(replace(run.config.data, source=str(text), held_out=0.4), str(text), "train")
+    stream = stored.read(0, len(stored)).tolist()
+    assert [stream.count(id) for id in (0, 1, 2)] == [2, 2, 0]
+    assert [stream[0], stream[-1]] == [0, 1]
+
+    folder = export(tmp_path / "run", tmp_path / "hf")
+    source, exported = (AutoTokenizer.from_pretrained(path) for path in (chat_llama, folder))
+    messages = [{"role": "user", "content": "hello <|im_end|> you"}]
+    for text_of in (
+        lambda tokenizer: tokenizer("a <|im_start|> b").input_ids,
+        lambda tokenizer: tokenizer.apply_chat_template(messages, add_generation_prompt=True)[
+            "input_ids"
+        ],
+    ):
+        assert text_of(exported) == text_of(source)
+    assert exported.chat_template == CHAT
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == [1, 3]
+    assert (settings["bos_token_id"], settings["pad_token_id"]) == (0, 1)
+
+    capsys.readouterr()
+    command = ["generate", str(folder), "--temperature=0", "--max-new-tokens=8", "--device=cpu"]
+    assert main([*command, "--chat", "--prompt=hello <|im_end|> you"]) == 0
+    mine = capsys.readouterr().out
+    prompt = source.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    model = NSAForCausalLM.from_pretrained(folder).eval()
+    theirs = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    expected = theirs[0, prompt["input_ids"].shape[1] :]
+    assert mine == source.decode(expected, skip_special_tokens=True) + "\n"
+
+
+def test_a_chat_without_a_template_is_refused(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imported(llama_folder, tmp_path / "run")
+    assert main(["generate", str(tmp_path / "run"), "--chat", "--prompt=hello"]) == 2
+    assert "--chat: the tokenizer 'byte' has no chat template" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

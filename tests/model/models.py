@@ -24,6 +24,15 @@ ATTENTIONS = {
     "mlp": AttentionConfig(spec=SPEC, compressor="mlp", compressor_hidden=5),
     "mlp, shared": AttentionConfig(spec=SPEC, compressor="mlp", shared_kv=True),
 }
+# What the models of other libraries may have, and ours has not by default.
+IMPORTED: dict[str, Any] = {
+    "qkv_bias": True,
+    "qk_norm": True,
+    "no_rope_every": 2,
+    "rope_type": "yarn",
+    "rope_extension": {"factor": 4.0, "original_max_position_embeddings": 16.0},
+    "tied_head": False,
+}
 
 
 def tiny(attention: str | AttentionConfig = "mean", **changes: Any) -> ModelConfig:
@@ -45,12 +54,16 @@ def tiny(attention: str | AttentionConfig = "mean", **changes: Any) -> ModelConf
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> LanguageModel:
     """Build a reproducible model without parameters whose start would hide an error.
 
-    Gates differ from ½, so that their order matters, and φ `pool` is not the mean.
+    Gates differ from ½, so that their order matters, φ `pool` is not the mean, and biases and norms
+    of q and k have an effect.
     """
     torch.manual_seed(seed)
     model = LanguageModel(config)
     for layer in model.sparse_layers().values():
         torch.nn.init.normal_(layer.gates.weight, std=0.3)
+    for name, parameter in model.named_parameters():
+        if name.endswith((".bias", "q_norm.weight", "k_norm.weight")):
+            torch.nn.init.normal_(parameter, 0.5, 0.3)
     for module in model.modules():
         if isinstance(module, BlockPool):
             for parameter in module.parameters():

@@ -13,7 +13,7 @@ from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.model import AttentionConfig, LanguageModel
 from nsa.model.sequence_parallel import SequenceParallel
 from nsa.spec import NSASpec
-from tests.model.models import build, packed, tiny, tokens
+from tests.model.models import IMPORTED, build, packed, tiny, tokens
 
 # One document, with its blocks and windows, crosses the border between the ranks.
 DOCUMENTS = {2_048: packed(350, 3, 1_250, 0, 445), 512: packed(70, 3, 250, 0, 189)}
@@ -52,7 +52,9 @@ def compare(
     attention: str, mode: str, batch: str, length: int, sequence: SequenceParallel
 ) -> dict[str, object]:
     """The largest relative error of loss and gradients against a single rank."""
-    config = replace(tiny(ATTENTIONS[attention]), init_std=0.3)
+    config = replace(tiny(ATTENTIONS[attention.removesuffix(", imported")]), init_std=0.3)
+    if attention.endswith(", imported"):
+        config = replace(config, **IMPORTED)
     cu_seqlens = DOCUMENTS[length] if batch == "documents" else None
     ids = tokens(length, batch=2 if batch == "rows" else 1)
     labels = labels_of(ids, batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nsa.model import LanguageModel
 from nsa.model.config import ACTIVATION_CHECKPOINTING
 from nsa.ops import blockwise
-from tests.model.models import ATTENTIONS, build, packed, tiny, tokens
+from tests.model.models import ATTENTIONS, IMPORTED, build, packed, tiny, tokens
 
 RECOMPUTING = tuple(mode for mode in ACTIVATION_CHECKPOINTING if mode != "none")
 modes = pytest.mark.parametrize("mode", RECOMPUTING)
@@ -49,6 +50,21 @@ class CountedOps(TorchDispatchMode):
         if name.startswith("nsa::blockwise") or "scaled_dot_product" in name:
             self.calls[name.removeprefix("nsa::")] += 1
         return func(*args, **(kwargs or {}))
+
+
+@modes
+@pytest.mark.parametrize("attention", ["pool", "dense"])
+def test_a_model_with_imported_properties_has_the_gradients_without_checkpointing(
+    attention: str, mode: str
+) -> None:
+    config = tiny(attention, **IMPORTED)
+    loss, gradients = step(build(config))
+    again, recomputed = step(build(replace(config, activation_checkpointing=mode)))
+    assert torch.equal(again, loss)
+    assert len(gradients) == len(list(build(config).parameters()))
+    for name, gradient in gradients.items():
+        assert torch.equal(recomputed[name], gradient), name
+        assert gradient.any(), name
 
 
 @modes

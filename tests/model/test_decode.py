@@ -15,7 +15,7 @@ from nsa.model.cache import KVCache, cache_bytes, ring_slots
 from nsa.model.config import SUBSETS
 from nsa.model.decode import extend, generate, prefill, sample, step
 from nsa.spec import NSASpec
-from tests.model.models import ATTENTIONS, SPEC, build, tiny, tokens
+from tests.model.models import ATTENTIONS, IMPORTED, SPEC, build, tiny, tokens
 from tests.ops.test_decode import HostSyncs
 from tests.ranks import ROOT
 
@@ -49,6 +49,9 @@ CONFIGS |= {
     for shared in (False, True)
 }
 CONFIGS |= {
+    "dense, imported": tiny("dense", **IMPORTED),
+    "mean, imported": tiny("mean", **IMPORTED),
+    "pool, imported": tiny("pool", **IMPORTED),
     "M7C's pattern, G=6": tiny(sparse(M7C), heads=6, kv_heads=1, value_dim=None),
     "odd": tiny(sparse(ODD), heads=3, kv_heads=1),
     "odd, mlp, G=1": tiny(sparse(ODD, compressor="mlp"), heads=2, kv_heads=2, value_dim=8),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa.model.config import ModelConfig
 from nsa.model.rotary import Rotary, apply_rotary
 
 
@@ -18,7 +19,7 @@ def by_hand(x: Tensor, position: int, theta: float = 10_000.0) -> Tensor:
 
 
 def rotary_at(*positions: int) -> Rotary:
-    return Rotary.at(torch.tensor(positions), 6, 10_000.0)
+    return Rotary.at(torch.tensor(positions), ModelConfig(head_dim=6))
 
 
 def test_scores_depend_only_on_the_distance_of_query_and_key() -> None:

@@ -173,7 +173,14 @@ def test_the_weight_of_a_micro_batch_does_not_apply_to_the_selector_loss() -> No
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"compressor": "mlp"}, {"compressor": "pool"}, {"shared_kv": True}],
+    [
+        {},
+        {"compressor": "mlp"},
+        {"compressor": "pool"},
+        {"shared_kv": True},
+        {"qkv_bias": True, "qk_norm": True},
+        {"qkv_bias": True, "qk_norm": True, "compressor": "pool"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "hooked"])
@@ -182,6 +189,9 @@ def test_the_selector_loss_uses_the_keys_that_the_compressed_branch_reads(
 ) -> None:
     torch.manual_seed(0)
     layer = NSAttention(32, 4, kv_heads=2, value_dim=4, spec=SPEC, selector_loss=1.0, **settings)
+    if "qk_norm" in settings:
+        for parameter in (layer.k.bias, layer.k_norm.weight):
+            torch.nn.init.normal_(parameter)
     if not plain:
         layer.k.register_forward_hook(lambda *_: None)
     x, offset = torch.randn(1, 128, 32), torch.tensor(5)

@@ -18,6 +18,7 @@ CASES = [
     ("mean", "none", "all ignored", 512),
     ("mean, selector loss", "reentrant", "documents", 512),
     ("pool, selector loss", "none", "rows", 512),
+    ("mean, selector loss, imported", "reentrant", "documents", 512),
 ]
 FURTHER_CASES = [
     ("mean", "none", "one document", 2_048),
