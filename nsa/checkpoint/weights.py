@@ -14,6 +14,7 @@ import io
 import re
 import warnings
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +89,19 @@ def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
         return _stage_3_weights(folder, dtype or DTYPES[topology.precision])
     saved = _load_mapped(folder / WEIGHTS)
     trained: dict[str, Tensor] = saved["module"]
+    # Parameters of train.freeze have no master weights.
+    frozen = {name: trained[name] for name in saved.get("frozen_param_shapes") or {}}
     named: Iterable[tuple[str, Tensor]] = trained.items()
     if dtype == torch.float32 and topology.precision != "fp32":
+        learned = {name: weight for name, weight in trained.items() if name not in frozen}
         if topology.layout == "0":
-            named = _master_weights_stage_0(trained, saved["optimizer"]["fp32_groups"])
+            named = _master_weights_stage_0(learned, saved["optimizer"]["fp32_groups"])
         elif topology.ranks == ANY_RANKS:
             files = sorted((folder / "zero").glob("*/fp32.pt"))
             named = ((file.parent.name, _load_mapped(file)["param"]) for file in files)
         else:
-            named = _master_weights_stage_1_2(folder, int(topology.ranks), trained)
+            named = _master_weights_stage_1_2(folder, int(topology.ranks), learned)
+        named = chain(frozen.items(), named)
     # Copy: memory-mapped tensors would change or disappear with the file.
     return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in named}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import io
 import re
 from functools import partial
@@ -24,6 +25,7 @@ from nsa.model.sequence_parallel import SequenceParallel
 
 # Weights that Muon updates.
 HIDDEN_MATRIX = re.compile(r"blocks\.\d+\.(attention\.[qkvo]|mlp\.(gate|up|down))\.weight")
+NUMBER = re.compile(r"\.\d+\.")
 CHECK_TOKENS = 256  # of the gradient check: enough for every branch, cheap on a CPU
 
 
@@ -35,7 +37,24 @@ def build_model(
     model = LanguageModel(config.model, sequence_parallel_group(config.train.sequence_parallel))
     if weights is not None:
         set_weights(model, read_weights(weights), weights)
+    freeze(model, config.train.freeze)
     return model.to(device)
+
+
+def freeze(model: torch.nn.Module, patterns: str | None) -> None:
+    """Keep the parameters with these names, separated by commas, as they are; * is any text."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in filter(None, map(str.strip, (patterns or "").split(","))):
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise ValueError(
+                f"train.freeze = {patterns!r}: no parameter is named {pattern}; names are "
+                f"{', '.join(sorted({NUMBER.sub('.*.', name) for name in names}))}"
+            )
+        for name in matching:
+            model.get_parameter(name).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"train.freeze = {patterns!r}: freezes every parameter; name fewer")
 
 
 def sequence_parallel_group(size: int) -> SequenceParallel | None:
@@ -60,7 +79,11 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
             decays = parameter.dim() > 1 and not name.endswith(".position")
             (decayed if decays else others).append(parameter)
     groups = ((decayed, weight_decay), (others, 0.0))
-    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+    return [
+        {"params": params, "weight_decay": decay, "decay": decay}  # the loop sets weight_decay
+        for params, decay in groups
+        if params
+    ]
 
 
 def build_muon(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from nsa.data.source import absolute_source
 from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
+from nsa.engine.load_run import read_config
 from nsa.engine.planner_inputs import resolve_checkpointing
 from nsa.engine.resolve import resolve_config, walk
+from nsa.engine.resume import find_initial_weights
 from nsa.engine.run_dir import choose_run_dir, find_saved_settings
 from nsa.engine.run_request import Recipe, RunRequest
 from nsa.engine.shutdown import parse_time
@@ -74,6 +76,8 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     saved = find_saved_settings(run_dir) if flags.resume else None
     if saved is not None:
         base = resolve_config(base, saved / "config.yaml")
+    elif recipe.model_of_start:
+        base = _with_model_of_start(base, resolve_config(base, flags.config, flags.set))
     steps = [] if flags.steps is None else [f"train.steps={flags.steps}"]
     config = resolve_config(base, flags.config, [*flags.set, *steps])
     # Absolute, so that the run resumes from any folder. A resumed run keeps the path as its config
@@ -126,6 +130,27 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         profile_steps=None if flags.profile_steps is None else parse_steps(flags.profile_steps),
         universal=flags.universal,
     )
+
+
+def _with_model_of_start(base: RunConfig, config: RunConfig) -> RunConfig:
+    """Return the recipe's config with shape, tokenizer and length of `config.train.start_from`."""
+    weights = find_initial_weights(config)
+    if weights is None:
+        raise ValueError("train.start_from = null: this recipe needs a model; set it to a folder")
+    start = read_config(weights)
+    if start.model.attention.kind != "nsa":
+        raise ValueError(
+            f"train.start_from = {str(weights)!r}: has dense attention; convert it: nsa import "
+            f"{config.train.start_from} --to runs/nsa-start --attention nsa"
+        )
+    start.model.attention.selector_loss = base.model.attention.selector_loss
+    start.model.activation_checkpointing = base.model.activation_checkpointing
+    data = replace(
+        base.data,
+        tokenizer=start.data.tokenizer,
+        seq_len=min(base.data.seq_len, start.data.seq_len),
+    )
+    return replace(base, model=start.model, data=data)
 
 
 def _choose_profile(requested: str | None) -> tuple[str, list[str]]:

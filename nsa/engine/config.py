@@ -25,6 +25,9 @@ class TrainConfig:
     accumulation: int = 4  # micro-batches per optimizer step
     sequence_parallel: int = 1  # ranks that split each sequence, at most model.kv_heads; 1: off
     start_from: str | None = None  # run or checkpoint with the initial weights; null: random
+    freeze: str | None = None  # names of parameters to keep, such as "embed.*,blocks.*.mlp.*"
+    selector_steps: int = 0  # first steps: dense attention, only compressed keys learn; then all
+    selector_rate: float = 1e-3  # constant learning rate of those steps
     learning_rate: float = 6e-4  # peak of the cosine schedule
     min_learning_rate: float = 6e-5  # end of the cosine schedule
     warmup_steps: int = 2_000  # steps of linear warmup; step 1 already has a non-zero rate
@@ -48,8 +51,8 @@ class TrainConfig:
         at_least(1, "train", self, "sequence_parallel", "eval_samples")
         at_most(65_536, "train", self, "micro_batch", "accumulation")
         at_least(0, "train", self, "warmup_steps", "eval_every", "clip", "bad_steps")
-        at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed")
-        above_zero("train", self, "learning_rate", "adam_eps", "spike_score")
+        at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed", "selector_steps")
+        above_zero("train", self, "learning_rate", "selector_rate", "adam_eps", "spike_score")
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0 <= beta < 1:
                 raise ValueError(f"train.{name} = {beta}: must be 0 or more and below 1")
@@ -62,10 +65,16 @@ class TrainConfig:
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:
-    """Return the rate of step `step`, counted from 0: linear warmup, then cosine, never 0."""
+    """Return the rate of step `step`, counted from 0: linear warmup, then cosine, never 0.
+
+    The steps of `selector_steps` come before and have a rate of their own.
+    """
+    if step < train.selector_steps:
+        return train.selector_rate
+    step, steps = step - train.selector_steps, train.steps - train.selector_steps
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
-    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    progress = (step - train.warmup_steps) / max(1, steps - train.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
     return train.min_learning_rate + (train.learning_rate - train.min_learning_rate) * cosine
 
@@ -83,6 +92,12 @@ class RunConfig:
     def validate(self) -> None:
         for section in (self.model, self.data, self.train, self.monitor, self.checkpoint):
             section.validate()
+        attention = self.model.attention
+        if self.train.selector_steps and not (attention.kind == "nsa" and attention.selector_loss):
+            raise ValueError(
+                f"train.selector_steps = {self.train.selector_steps}: trains by the selector loss "
+                "alone; set model.attention.selector_loss=1 with kind nsa, or selector_steps to 0"
+            )
         ranks = self.train.sequence_parallel
         for name, value in (
             ("model.kv_heads", self.model.kv_heads),

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,7 @@ def _train_steps(run: Run) -> str | None:
         waited = run.data.loader.first_batch_seconds or 0.0
         if run.state.step == first_step and waited >= 0.1:  # streamed or downloaded
             run.observers.on_message(f"first batch ready {waited:.1f} s after opening the dataset")
-        if logs:
+        if logs and not in_selector_steps(run):
             run.health.arm()
         loss = train_step(run, batches, labels)
         run.loader_state = run.data.loader.state()
@@ -170,16 +171,23 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
     relative to the average, `labels` / (micro-batches · ranks): the step's is a mean over labels.
     """
     engine, state, config = run.engine, run.state, run.config.train
-    lr = learning_rate(state.step, config)
+    lr, selector_only = learning_rate(state.step, config), in_selector_steps(run)
+    if config.selector_steps:
+        engine.module.attend_to_all(run.config.data.seq_len if selector_only else None)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
+        if config.selector_steps:  # decay would change weights that have no gradient
+            group["weight_decay"] = 0.0 if selector_only else group["decay"]
     total = torch.zeros((), device=run.device)
     for micro_step, batch in enumerate(on_device(batches, run.device)):
         run.telemetry.enter("forward", micro_step)
-        weight, forward = 1.0, engine
+        weight, more = 1.0, dict[str, Any]()
         if batch.label_count is not None:
             weight = batch.label_count * len(batches) * dist.get_world_size() / max(1, labels)
-            forward = partial(engine, loss_weight=weight)
+            more["loss_weight"] = weight
+        if selector_only:
+            more["selector_only"] = True
+        forward = partial(engine, **more)
         loss = forward(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
         run.telemetry.enter("backward", micro_step)
         engine.backward(run.guard.check(loss, weight))
@@ -194,6 +202,11 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
     return total / config.accumulation
 
 
+def in_selector_steps(run: Run) -> bool:
+    """Return whether the next step trains the selector alone."""
+    return run.state.step < run.config.train.selector_steps
+
+
 @torch.no_grad()
 def evaluate(run: Run) -> float | None:
     """Return the mean loss of the validation samples, the same samples on any number of ranks.
@@ -206,6 +219,7 @@ def evaluate(run: Run) -> float | None:
     if stop_reason is not None:
         return None
     run.engine.eval()
+    run.engine.module.attend_to_all(None)  # also in the selector's steps
     try:
         for batch in batches:
             # DeepSpeed's launcher kills its ranks 30 seconds after a signal; until then the run

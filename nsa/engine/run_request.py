@@ -19,6 +19,7 @@ class Recipe:
     name: str
     description: str
     profiles: Mapping[str, Callable[[], RunConfig]]
+    model_of_start: bool = False  # shape and tokenizer are those of train.start_from
 
 
 @dataclass(frozen=True)

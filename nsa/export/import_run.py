@@ -12,10 +12,10 @@ from nsa.data.tokenizer import ByteTokenizer
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import model_with
 from nsa.engine.resolve import resolve_config, to_yaml
-from nsa.export.dense_to_nsa import dense_to_nsa, widen_mlp_compressor
 from nsa.export.from_hf import SourceModel, read_model
 from nsa.export.logit_gap import logit_gaps, read_samples
 from nsa.export.to_hf import output_folder, write_weights
+from nsa.model.dense_to_nsa import dense_to_nsa, widen_mlp_compressor
 
 LARGEST_SHARE = 100  # more than is useful; values scaled by it are finite in every dtype
 
@@ -72,6 +72,8 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
         base.data.tokenizer = f"hf:{folder}"
     if args.tokenizer is not None:
         base.data.tokenizer = args.tokenizer
+    if source.config.model.attention.kind != kind:  # what learns best: docs/guides/sparsify.md
+        base.model.attention.compressor, base.model.attention.selector_loss = "pool", 1.0
     base.model.attention.kind, base.train.start_from = kind, str(folder)
     config = resolve_config(base, args.config, args.set)
     _check_tokenizer(args, source, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -66,12 +67,14 @@ class LanguageModel(nn.Module):
         labels: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         loss_weight: float = 1.0,
+        selector_only: bool = False,
     ) -> Tensor:
         """Return logits [B, T, V], or with `labels` [B, T] the mean loss times `loss_weight`.
 
         labels are already shifted: labels[b, t] is the token after input_ids[b, t]. The mean is
         over labels that are not -100, or 0 without any. The weight does not apply to the selector
-        loss, a mean over queries.
+        loss, a mean over queries. With `selector_only` the mean loss has a gradient of 0, so that
+        only compressed keys learn and yet each parameter has a gradient, as ZeRO expects.
         """
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(
@@ -84,6 +87,8 @@ class LanguageModel(nn.Module):
         loss = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), self.sequence)
         if loss_weight != 1.0:
             loss = loss * loss_weight
+        if selector_only:
+            loss = loss.detach() + 0.0 * loss
         if selector_loss is None:
             return loss
         # Add the gradient, not the value: the loss stays comparable with that of other models.
@@ -186,6 +191,18 @@ class LanguageModel(nn.Module):
             block.mlp.down.weight.mul_(residual_scale)
             if isinstance(block.attention, NSAttention):
                 block.attention.start_equal()
+
+    def attend_to_all(self, seq_len: int | None) -> None:
+        """Select all blocks and see all tokens of `seq_len`; None: the sparse pattern again.
+
+        A converted model is then the dense one that it was converted from.
+        """
+        spec = self.config.attention.spec
+        if seq_len is not None:
+            top = max(spec.select_top, spec.select_blocks_len(seq_len))
+            spec = replace(spec, select_top=top, window=max(spec.window, seq_len))
+        for layer in self.sparse_layers().values():
+            layer.spec = spec
 
     def sparse_layers(self) -> dict[str, NSAttention]:
         """Return the attention layers that call an observer, by name: those with all branches."""

@@ -20,6 +20,7 @@ from nsa.evaluate.tasks.train import (
     check_answers,
     model_config,
     one_thread,
+    sparsify,
     train,
 )
 from nsa.model import LanguageModel, parameter_count
@@ -75,6 +76,10 @@ def _evaluate_pair(task: Task, steps: int, pair: Pair) -> Rows:
         if step % max(1, steps // 4) == 0 or step == steps:
             print(f"{variant}, seed {seed}: step {step}/{steps}, loss {loss:.3f}", flush=True)
 
+    if variant == "sparsified":
+        dense = train("dense", task, steps, seed, log)
+        stages = [("dense", dense), *sparsify(dense, task, steps, seed, log)]
+        return [_evaluate_model(x, variant, seed, one, one.model, task) for x, one in stages]
     trained = train(variant, task, steps, seed, log)
     rows = [_evaluate_model(variant, variant, seed, trained, trained.model, task)]
     if variant == "selector loss":

@@ -18,6 +18,7 @@ from nsa.constants import IGNORE_INDEX
 from nsa.evaluate.tasks.data import VOCABULARY, TaskBatch, recall
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.attention import NSAttention
+from nsa.model.dense_to_nsa import dense_to_nsa
 from nsa.spec import NSASpec
 
 LAYERS = 2
@@ -38,10 +39,14 @@ VARIANTS = {
     "shared keys": replace(NSA, shared_kv=True),  # the selected branch trains them too
     "cmp+win": replace(NSA, branches="cmp+win"),
     "win": replace(NSA, branches="win"),
+    "sparsified": replace(NSA, selector_loss=1.0),  # a dense model, converted and trained on
 }
 BATCH = 2_048  # tokens of a step
 LEARNING_RATE = 8e-3
 WARMUP = 30
+# To sparsify: steps as fractions of the dense model's, and rates; of the selector, of all weights.
+SPARSIFY_STEPS = 0.03, 0.07
+SELECTOR_RATE, SPARSE_RATE = 1e-2, 2e-3
 
 
 @dataclass(frozen=True)
@@ -144,22 +149,73 @@ def train(
     """Train a variant at all lengths; `on_step` receives each step and its loss."""
     torch.manual_seed(seed)
     model = LanguageModel(model_config(variant, task))
-    rng = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    start, losses = time.process_time(), []
+    start = time.process_time()
+
+    def rate(step: int) -> float:
+        return LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
+
+    losses = _optimize(model, task, steps, seed, rate, on_step)
+    return TrainedModel(model.eval(), losses, time.process_time() - start)
+
+
+def _optimize(
+    model: LanguageModel,
+    task: Task,
+    steps: int,
+    seed: int,
+    rate: Callable[[int], float],
+    on_step: Callable[[int, float], None],
+    selector_only: bool = False,
+) -> list[float]:
+    """Train with AdamW and the rate of each step; return the losses."""
+    rng, losses = torch.Generator().manual_seed(seed), list[float]()
+    decay = 0.0 if selector_only else 0.01
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=decay)
     for step in range(steps):
-        rate = LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate(step)
         batch = task.batch(rng)
-        loss = model(batch.input_ids, labels=batch.labels)
+        loss = model(batch.input_ids, labels=batch.labels, selector_only=selector_only)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         on_step(step + 1, losses[-1])
-    return TrainedModel(model.eval(), losses, time.process_time() - start)
+    return losses
+
+
+def sparsify(
+    dense: TrainedModel, task: Task, steps: int, seed: int, on_step: Callable[[int, float], None]
+) -> Iterator[tuple[str, TrainedModel]]:
+    """Yield the converted model, after its selector's steps, and after sparse training of all.
+
+    `steps` are the dense model's. The sequences are not those of the dense model's training.
+    """
+    config = model_config("sparsified", task)
+    model = LanguageModel(config)
+    model.load_state_dict(dense_to_nsa(dict(dense.model.state_dict()), config))
+    yield "converted", TrainedModel(model.eval(), dense.losses, dense.seconds)
+    start, alone, both = time.process_time(), *(round(x * steps) for x in SPARSIFY_STEPS)
+    with one_thread():
+        model.train().attend_to_all(task.seq_len)
+        losses = _optimize(
+            model, task, alone, seed + 1_000, lambda _: SELECTOR_RATE, on_step, selector_only=True
+        )
+        model.attend_to_all(None)
+    seconds = time.process_time() - start
+    yield f"after {alone} steps of the selector", TrainedModel(model.eval(), losses, seconds)
+    with one_thread():
+        losses = _optimize(
+            model.train(),
+            task,
+            both,
+            seed + 2_000,
+            lambda step: SPARSE_RATE * (1 - step / both),
+            on_step,
+        )
+    seconds = time.process_time() - start
+    yield f"and {both} of all weights", TrainedModel(model.eval(), losses, seconds)
 
 
 @torch.no_grad()
