@@ -10,6 +10,7 @@ safetensors          as `nsa export` and `nsa import` write them
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import io
 import re
 import warnings
@@ -25,7 +26,7 @@ from nsa.checkpoint.manifest import MANIFEST, find_problem, newest_valid
 from nsa.checkpoint.safe_load import data_only
 from nsa.checkpoint.state_file import ANY_RANKS, read_state_file
 from nsa.dtypes import DTYPES
-from nsa.untrusted import open_regular, parse_json, printable, read_text
+from nsa.untrusted import open_regular, parse_json, parse_yaml, printable, read_text
 
 WEIGHTS = "mp_rank_00_model_states.pt"  # DeepSpeed's name, except for stage 3
 SAFETENSORS = "model.safetensors"
@@ -89,8 +90,7 @@ def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
         return _stage_3_weights(folder, dtype or DTYPES[topology.precision])
     saved = _load_mapped(folder / WEIGHTS)
     trained: dict[str, Tensor] = saved["module"]
-    # Parameters of train.freeze have no master weights.
-    frozen = {name: trained[name] for name in saved.get("frozen_param_shapes") or {}}
+    frozen = {name: trained[name] for name in _frozen(folder, trained)}  # without master weights
     named: Iterable[tuple[str, Tensor]] = trained.items()
     if dtype == torch.float32 and topology.precision != "fp32":
         learned = {name: weight for name, weight in trained.items() if name not in frozen}
@@ -104,6 +104,14 @@ def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
         named = chain(frozen.items(), named)
     # Copy: memory-mapped tensors would change or disappear with the file.
     return {name: weight.to(dtype or weight.dtype, copy=True) for name, weight in named}
+
+
+def _frozen(folder: Path, names: Iterable[str]) -> list[str]:
+    """Return the names that train.freeze matches, by the checkpoint's config.yaml."""
+    file = folder / "config.yaml"
+    config = parse_yaml(read_text(file)) if file.is_file() else {}
+    patterns = str(config.get("train", {}).get("freeze") or "").split(",")
+    return [name for pattern in patterns for name in fnmatch.filter(names, pattern.strip())]
 
 
 def set_weights(

@@ -54,13 +54,16 @@ def weights(run: Path, step: int) -> dict[str, Tensor]:
     "zero",
     [
         "zero2_pcie",
-        *(pytest.param(f"zero{x}", marks=pytest.mark.full) for x in ("1_pcie", "3", "0_debug")),
+        *(pytest.param(f"zero{x}", marks=pytest.mark.full) for x in ("1_pcie", "3")),
     ],
 )
 def test_the_selector_learns_first_and_then_all_weights(
     zero: str, start: Path, tmp_path: Path
 ) -> None:
-    """Other weights keep each bit until the switch; a run resumes bit for bit before and after."""
+    """Other weights keep each bit until the switch; a run resumes bit for bit before and after.
+
+    Not with stage 0: DeepSpeed initializes its optimizer there by a step that decays all weights.
+    """
     expected = sparsify(start, tmp_path, "run", zero)
     first, selected, last = (
         read_weights(start, torch.float32),
