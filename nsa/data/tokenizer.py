@@ -215,6 +215,17 @@ def load_pretrained(name: str) -> Any:
         return _from_hub(name, path)
 
 
+def largest_id(file: Path) -> int:
+    """Return the largest id of a tokenizer.json; raise a ValueError if it cannot be read."""
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        vocabulary = Backend.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library has no class of its own
+        raise ValueError(f"{file}: cannot be read ({error}); save the tokenizer again") from None
+    return max(vocabulary.values(), default=-1)
+
+
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the ids that end a generated text: the end of text, and those of its model's files."""
     folder = Path(tokenizer.name.removeprefix("hf:")).expanduser()

@@ -6,14 +6,19 @@ import argparse
 import shutil
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
+from torch import Tensor
+
+from nsa.constants import BRANCHES
 from nsa.data.batches import Batch
-from nsa.data.tokenizer import ByteTokenizer
+from nsa.data.tokenizer import ByteTokenizer, largest_id
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import model_with
 from nsa.engine.resolve import resolve_config, to_yaml
 from nsa.export.from_hf import SourceModel, read_model
 from nsa.export.logit_gap import logit_gaps, read_samples
+from nsa.export.origin import write_origin
 from nsa.export.to_hf import output_folder, write_weights
 from nsa.model.dense_to_nsa import dense_to_nsa, widen_mlp_compressor
 
@@ -33,7 +38,9 @@ def import_run(args: argparse.Namespace) -> int:
             widen_mlp_compressor(config.model)
         # Before the weights are read: a missing dataset is refused in seconds.
         samples = _gap_samples(args, source, config) if args.gap else []
-        old_model = model_with(source.read_weights(), source.config, args.source)
+        read = source.read_weights()
+        _check_values(read, args.source)
+        old_model = model_with(read, source.config, args.source)
         weights = dict(old_model.state_dict())
         if old_kind != new_kind:
             weights = dense_to_nsa(weights, config.model, shares)
@@ -41,6 +48,8 @@ def import_run(args: argparse.Namespace) -> int:
         for file in source.tokenizer_files:
             shutil.copyfile(file, draft / file.name)
         write_weights(weights, draft)
+        if not source.has_run_config:
+            write_origin(args.source, draft)
         (draft / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{args.to}: {parameters:,} parameters, {new_kind} attention")
@@ -49,6 +58,14 @@ def import_run(args: argparse.Namespace) -> int:
         for line in logit_gaps(old_model.float(), model.float(), samples):
             print(line, flush=True)
     return 0
+
+
+def _check_values(weights: dict[str, Tensor], source: Path) -> None:
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise ValueError(
+                f"{source}: weight {name} has values that are not finite; copy it again"
+            )
 
 
 def _check_kinds(args: argparse.Namespace, old: str, new: str) -> None:
@@ -72,10 +89,13 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
         base.data.tokenizer = f"hf:{folder}"
     if args.tokenizer is not None:
         base.data.tokenizer = args.tokenizer
-    if source.config.model.attention.kind != kind:  # what learns best: docs/guides/sparsify.md
-        base.model.attention.compressor, base.model.attention.selector_loss = "pool", 1.0
+    converts = base.model.attention.kind != kind
     base.model.attention.kind, base.train.start_from = kind, str(folder)
     config = resolve_config(base, args.config, args.set)
+    if converts and config.model.attention.branch_names == BRANCHES:
+        # What learns best: docs/guides/sparsify.md.
+        base.model.attention.compressor, base.model.attention.selector_loss = "pool", 1.0
+        config = resolve_config(base, args.config, args.set)
     _check_tokenizer(args, source, config)
     other = config.model.attention.kind
     if other != kind:
@@ -90,6 +110,15 @@ def _check_tokenizer(args: argparse.Namespace, source: SourceModel, config: RunC
     """Refuse a missing tokenizer, and the byte tokenizer for fewer ids than it has."""
     if source.has_run_config:
         return
+    file = args.source / "tokenizer.json"
+    if file.is_file() and args.tokenizer is None:
+        ids = largest_id(file) + 1
+        if ids > config.model.vocab_size:
+            raise ValueError(
+                f"{file}: has ids up to {ids - 1:,}, but the model's vocabulary is "
+                f"{config.model.vocab_size:,}; save the model's own tokenizer there, or name one: "
+                "--tokenizer hf:<name or folder>"
+            )
     tokenizer, vocab_size = config.data.tokenizer, config.model.vocab_size
     if tokenizer == f"hf:{args.source}" and not source.has_tokenizer:
         raise ValueError(

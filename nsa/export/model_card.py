@@ -19,6 +19,7 @@ from nsa.data.source import is_path
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import LoadedRun
 from nsa.evaluate.perplexity import perplexity
+from nsa.export.origin import find_origin
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import read_json, read_table
 from nsa.report.markdown import plain, table
@@ -79,16 +80,17 @@ def model_card(run: LoadedRun) -> str:
     latest = _last_rows(run)
     facts = [("dataset", ", ".join(_without_path(name) for name in names)), *_facts(run, latest)]
     step = "" if run.step is None else f", step {run.step:,}"
+    origin = find_origin(run.folder, run.config.train.start_from)
     return CARD.format(
-        metadata=_metadata(run, names, latest).to_yaml(),
+        metadata=_metadata(run, names, latest, origin).to_yaml(),
         title=plain(run.folder.name) + step,
-        about=_about(run.config),
+        about=_about(run.config, origin),
         facts="\n".join(table(("", ""), facts)),
         tokenizer=TOKENIZER if run.tokenizer else NO_TOKENIZER,
     )
 
 
-def _about(config: RunConfig) -> str:
+def _about(config: RunConfig, origin: dict[str, str | None] | None) -> str:
     model, attention = config.model, config.model.attention
     kind = "dense causal attention"
     if attention.kind == "nsa":
@@ -97,13 +99,22 @@ def _about(config: RunConfig) -> str:
         kind = f"Native Sparse Attention (arXiv 2502.11089; branches: {branches})"
     return (
         f"A Llama-like decoder of {parameter_count(model) / 1e6:,.1f}M parameters with {kind}, "
-        f"trained on sequences of {config.data.seq_len:,} tokens. It completes text; it is not "
-        "instruction-tuned."
+        f"trained on sequences of {config.data.seq_len:,} tokens. "
+        + ("It completes text; it is not instruction-tuned." if origin is None else _from(origin))
     )
 
 
+def _from(origin: dict[str, str | None]) -> str:
+    license = origin["license"]
+    stated = f"whose license is {plain(license)}" if license else "whose license is not recorded"
+    return f"Its weights come from {plain(origin['name'])}, {stated}."
+
+
 def _metadata(
-    run: LoadedRun, names: list[str], latest: dict[str, dict[str, float]]
+    run: LoadedRun,
+    names: list[str],
+    latest: dict[str, dict[str, float]],
+    origin: dict[str, str | None] | None,
 ) -> ModelCardData:
     """Return license, tags, languages, the datasets on the Hub, and figures as its model-index."""
     public = [name for name in names if _local_path(name) is None]
@@ -130,7 +141,8 @@ def _metadata(
         if math.isfinite(figure)
     ]
     return ModelCardData(
-        license="apache-2.0",
+        license="apache-2.0" if origin is None else origin["license"] or "other",
+        base_model=origin["name"] if origin and "/" in (origin["name"] or "") else None,
         language=sorted(languages) if set(kinds) <= set(LANGUAGES) else None,
         library_name="transformers",
         pipeline_tag="text-generation",

@@ -44,7 +44,6 @@ CachedAttention = Callable[[Any, Tensor, AttentionMetadata], Tensor]
 BranchKV = dict[str, tuple[Tensor, Tensor]]  # keys and values by branch
 # Settings of ModelConfig that a layer takes besides its sizes; norm_eps is that of qk_norm.
 SHARED = ("rope_type", "rope_extension", "qkv_bias", "qk_norm", "norm_eps")
-SELECTED_START = 1.5  # times the initial values of the other branches
 _UNUSED_LOSS = (
     "the selector loss of the last forward pass was not used, so it trains nothing: add "
     "selector_loss * layer.take_selector_loss() to the training loss"
@@ -277,18 +276,20 @@ class NSAttention(Attention):
         )
 
     @torch.no_grad()
-    def start_equal(self) -> None:
-        """Start gates at ½, and the window's keys and values as those of the selected branch.
+    def start_dense(self) -> None:
+        """Start close to dense attention over the selected blocks: other branches add a hundredth.
 
-        At short distances both attend alike, so both learn what only the selected branch can use
-        at long ones; its larger values let it lead. docs/design/evidence.md has the figures.
+        So what dense attention learns in short sequences is learned by the branch that can use it
+        in long ones. Gates start at ½. docs/design/evidence.md has the figures.
         """
         nn.init.zeros_(self.gates.weight)
         if self.layout.copies == len(BRANCHES):
-            for projection in (self.k, self.v):
-                _, selected, window = projection.weight.chunk(3)
-                window.copy_(selected)
-            self.v.weight.chunk(3)[1].mul_(SELECTED_START)
+            _, selected_keys, window_keys = self.k.weight.chunk(3)
+            window_keys.copy_(selected_keys)
+            compressed, selected, window = self.v.weight.chunk(3)
+            selected.mul_(2)  # times ½, the gate
+            for values in (compressed, window):
+                values.mul_(0.01)
 
     def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
         """Add compressed keys and values: without a compressed branch they only select blocks."""

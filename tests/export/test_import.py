@@ -526,6 +526,41 @@ def test_a_tokenizers_special_tokens_and_chat_template_travel(
     assert mine == source.decode(expected, skip_special_tokens=True) + "\n"
 
 
+def test_the_card_names_the_models_origin_and_license(chat_llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "small-llama"
+    shutil.copytree(chat_llama, folder)
+    (folder / "README.md").write_text("---\nlicense: llama3.2\n---\n# A model\n")
+    imported(folder, tmp_path / "run")
+    card = (export(tmp_path / "run", tmp_path / "hf") / "README.md").read_text()
+    assert "license: llama3.2" in card
+    assert "Its weights come from small-llama, whose license is llama3.2." in card
+    assert str(tmp_path) not in card
+
+
+def test_weights_that_are_not_finite_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama(tmp_path / "llama")
+    file = tmp_path / "llama/model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4] = math.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    capsys.readouterr()
+    error = refused(capsys, tmp_path / "llama")
+    assert "weight blocks.1.mlp.up.weight is not finite everywhere" in error
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(
+    chat_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama(tmp_path / "llama", vocab_size=200)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(chat_llama / name, tmp_path / "llama" / name)
+    capsys.readouterr()
+    error = refused(capsys, tmp_path / "llama")
+    assert "has ids up to 259, but the model's vocabulary is 200" in error
+
+
 def test_a_chat_without_a_template_is_refused(
     llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

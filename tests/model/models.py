@@ -54,13 +54,14 @@ def tiny(attention: str | AttentionConfig = "mean", **changes: Any) -> ModelConf
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64, seed: int = 0) -> LanguageModel:
     """Build a reproducible model without parameters whose start would hide an error.
 
-    Gates differ from ½, so that their order matters, φ `pool` is not the mean, and biases and norms
-    of q and k have an effect.
+    Gates differ from ½, so that their order matters, all branches have values, φ `pool` is not the
+    mean, and biases and norms of q and k have an effect.
     """
     torch.manual_seed(seed)
     model = LanguageModel(config)
     for layer in model.sparse_layers().values():
         torch.nn.init.normal_(layer.gates.weight, std=0.3)
+        torch.nn.init.normal_(layer.v.weight, std=config.init_std)
     for name, parameter in model.named_parameters():
         if name.endswith((".bias", "q_norm.weight", "k_norm.weight")):
             torch.nn.init.normal_(parameter, 0.5, 0.3)

@@ -38,9 +38,12 @@ DOCUMENTS = {"one document": None, "packed": torch.tensor([0, 5, 70, 128], dtype
 def build(weight: float, checkpointing: str = "none", seed: int = 0) -> LanguageModel:
     torch.manual_seed(seed)
     attention = replace(CONFIG.attention, selector_loss=weight)
-    return LanguageModel(
+    model = LanguageModel(
         replace(CONFIG, attention=attention, activation_checkpointing=checkpointing)
     )
+    for layer in model.sparse_layers().values():  # so that no branch adds close to nothing
+        torch.nn.init.normal_(layer.v.weight, std=CONFIG.init_std)
+    return model
 
 
 def gradients(model: LanguageModel, ids: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
