@@ -115,6 +115,7 @@ def _read_nsa(folder: Path, tree: dict[str, Any]) -> SourceModel:
     saved = NSAConfig(**tree)
     model = saved.model_config()
     model.attention.backend = config.model.attention.backend
+    model.attention.selector_loss = config.model.attention.selector_loss
     model.activation_checkpointing = config.model.activation_checkpointing
     config.model, config.data.seq_len = model, saved.max_position_embeddings
     return _source_model(folder, config, model.attention.kind, has_run_config)

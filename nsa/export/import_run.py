@@ -63,9 +63,7 @@ def import_run(args: argparse.Namespace) -> int:
 def _check_values(weights: dict[str, Tensor], source: Path) -> None:
     for name, weight in weights.items():
         if not weight.isfinite().all():
-            raise ValueError(
-                f"{source}: weight {name} has values that are not finite; copy it again"
-            )
+            raise ValueError(f"{source}: weight {name} is not finite everywhere; copy it again")
 
 
 def _check_kinds(args: argparse.Namespace, old: str, new: str) -> None:
@@ -92,7 +90,8 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
     converts = base.model.attention.kind != kind
     base.model.attention.kind, base.train.start_from = kind, str(folder)
     config = resolve_config(base, args.config, args.set)
-    if converts and config.model.attention.branch_names == BRANCHES:
+    attention = config.model.attention
+    if converts and (attention.kind, attention.branch_names) == (kind, BRANCHES):
         # What learns best: docs/guides/sparsify.md.
         base.model.attention.compressor, base.model.attention.selector_loss = "pool", 1.0
         config = resolve_config(base, args.config, args.set)

@@ -588,7 +588,7 @@ def test_a_recipe_continues_a_dense_run_as_nsa(dense_run: Path, tmp_path: Path) 
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=2e-4)  # rounded to bf16
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["model"]["attention"] == (
         yaml.safe_load((dense_run / "config.yaml").read_text())["model"]["attention"]
-        | {"kind": "nsa"}
+        | {"kind": "nsa", "compressor": "pool", "selector_loss": 1.0}
     )
 
 
@@ -613,6 +613,7 @@ def test_a_gap_with_the_wrong_tokenizer_is_refused_after_the_import(
     llama(folder, vocab_size=60)
     add_tokenizer(folder)
     text = ["--gap=synthetic", "--set=data.synthetic_bytes=20000", *SMALL]
+    text += [f"--tokenizer=hf:{folder}"]  # named, so the import does not compare it
     assert main(command(folder, tmp_path / "run", *text)) == 2
     assert "vocabulary is 60; set data.tokenizer" in capsys.readouterr().err
     assert load_run(tmp_path / "run", device="cpu").config.model.vocab_size == 60
