@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -22,7 +21,7 @@ from nsa.model.compressor import (
 )
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.fused import norm_columns, parallel_linear_with_port
-from nsa.model.ranking_keys import PortedKeys, port_rows, ranking_keys
+from nsa.model.ranking_keys import port_rows, ranking_keys
 from nsa.ops import (
     PackedLayout,
     compressed_attention,
@@ -34,7 +33,6 @@ from nsa.ops import (
     window_attention,
 )
 from nsa.ops.checks import check_documents
-from nsa.ops.custom_op import recorded_outputs
 from nsa.ops.documents import document_slices
 from nsa.ops.rotary import RotaryPooled
 from nsa.spec import NSASpec
@@ -117,10 +115,8 @@ class Attention(nn.Module):
             warnings.warn(_UNUSED_LOSS, stacklevel=2)
         packed, port = self._project(x, metadata)
         parts = self.rotary_pool(packed, metadata)
-        with nullcontext() if port is None else recorded_outputs() as pooled:
-            kv = self.branch_kv(parts, metadata)
-        keys = None if port is None else PortedKeys(port, parts, pooled or [])
-        self.selector_loss = self.compute_selector_loss(x, parts.q, kv, metadata, keys)
+        kv, port = self.branch_kv(parts, metadata, port)
+        self.selector_loss = self.compute_selector_loss(x, parts.q, kv, metadata, port)
         o = self.attend(parts.q, parts.gates, kv, metadata)
         if metadata.sequence is not None:
             o = metadata.sequence.heads_to_tokens(o)
@@ -169,10 +165,12 @@ class Attention(nn.Module):
             backend=self.backend,
         )
 
-    def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
-        """Return the keys and values that each branch reads; with shared_kv all read one copy."""
+    def branch_kv(
+        self, parts: RotaryPooled, metadata: AttentionMetadata, port: Tensor | None = None
+    ) -> tuple[BranchKV, Tensor | None]:
+        """Return each branch's keys and values (shared_kv: one copy); the ranking keys' port."""
         copies = parts.copies[:1] * len(self.branches) if self.layout.copies == 1 else parts.copies
-        return dict(zip(self.branches, copies, strict=False))
+        return dict(zip(self.branches, copies, strict=False)), port
 
     def compute_selector_loss(
         self,
@@ -180,7 +178,7 @@ class Attention(nn.Module):
         q: Tensor,
         kv: BranchKV,
         metadata: AttentionMetadata,
-        keys: PortedKeys | None = None,
+        port: Tensor | None = None,
     ) -> Tensor | None:
         return None
 
@@ -291,15 +289,21 @@ class NSAttention(Attention):
             for values in (compressed, window):
                 values.mul_(0.01)
 
-    def branch_kv(self, parts: RotaryPooled, metadata: AttentionMetadata) -> BranchKV:
+    def branch_kv(
+        self, parts: RotaryPooled, metadata: AttentionMetadata, port: Tensor | None = None
+    ) -> tuple[BranchKV, Tensor | None]:
         """Add compressed keys and values: without a compressed branch they only select blocks."""
-        kv = super().branch_kv(parts, metadata)
+        kv, port = super().branch_kv(parts, metadata, port)
         if self.layout.mean:
             assert parts.compressed is not None
             kv["cmp"] = parts.compressed
         elif "cmp" in kv:
-            kv["cmp"] = self.compress(*(parts.compressed or parts.copies[0]), metadata)
-        return kv
+            k, v = parts.compressed or parts.copies[0]
+            if port is not None and isinstance(self.compress, PoolCompressor):
+                k, v, port = self.compress.with_port(k, v, port.view(k.shape), metadata)
+                return kv | {"cmp": (k, v)}, port
+            kv["cmp"] = self.compress(k, v, metadata)
+        return kv, port
 
     def attend(
         self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata
@@ -330,18 +334,18 @@ class NSAttention(Attention):
         q: Tensor,
         kv: BranchKV,
         metadata: AttentionMetadata,
-        keys: PortedKeys | None = None,
+        port: Tensor | None = None,
     ) -> Tensor | None:
         """Return the selector loss of compressed keys, whose gradient does not reach x.
 
-        So it trains only the ranking, not the hidden states that other layers read. With `keys`
+        So it trains only the ranking, not the hidden states that other layers read. With `port`
         compressed keys are not computed again.
         """
         if metadata.sampled is None:
             return None
         loss, target = selector_loss(
             q,
-            ranking_keys(self, x, kv["cmp"][0], metadata, keys),
+            ranking_keys(self, x, kv["cmp"][0], metadata, port),
             kv["sel"][0],
             metadata.sampled,
             self.spec,

@@ -186,7 +186,7 @@ def _prefill_attention(
 ) -> Tensor:
     """Attention of all prompts' tokens; stores their keys and values in the cache."""
     parts = layer.rotary_pool(layer.project(x, metadata), metadata, all_copies=True)
-    kv = layer.branch_kv(parts, metadata)
+    kv, _ = layer.branch_kv(parts, metadata)
     cache.fill(_token_entries(cache, layer, parts), slots)
     cache.fill(_block_entries(cache, kv.get("cmp", ())), slots)
     return layer.o(layer.attend(parts.q, parts.gates, kv, metadata).flatten(-2))

@@ -1,29 +1,28 @@
 """Compressed keys for the selector loss: their gradient reaches φ and the keys' projection alone.
 
-    x -> project -> compress -> k_cmp                    of the compressed branch
-           port  -> compress, with k_cmp as its output   for the loss: gradients of φ and projection
+    x -> project -> compress -> k_cmp        of the compressed branch, which the loss ranks
+           port  -> compress -> k_cmp's port      gets the loss's gradient: of φ and projection
 
-The values are those of the compressed branch, so nothing is computed again. Without a port (see
-`parallel_linear_with_port`) or with φ = `mlp` they are, from detached hidden states.
+A port has no values, so nothing is computed again. Without one (see `parallel_linear_with_port`)
+or with φ = `mlp`, keys are projected and compressed again, from detached hidden states.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nsa.model.attention_metadata import AttentionMetadata
-from nsa.model.compressor import MLPCompressor, PoolCompressor
+from nsa.model.compressor import BlockPool, MLPCompressor, PoolCompressor
 from nsa.model.fused import head_norm, is_plain
 from nsa.model.rotary import apply_rotary
 from nsa.ops import PackedLayout, rotary_pool
 from nsa.ops.custom_op import known_outputs
 from nsa.ops.inputs import RotaryPoolInputs
-from nsa.ops.rotary import RotaryPooled
 
 
 def port_rows(layer: Any, metadata: AttentionMetadata) -> slice | None:
@@ -33,40 +32,38 @@ def port_rows(layer: Any, metadata: AttentionMetadata) -> slice | None:
         return None
     first = layer.heads * layer.key_dim
     rows = slice(first, first + layer.kv_heads * layer.key_dim)
-    return None if isinstance(layer.compress, MLPCompressor) else rows
-
-
-class PortedKeys(NamedTuple):
-    """A port for the keys that φ reads, and outputs of the layer's forward pass to reuse."""
-
-    port: Tensor  # [B, T, K · D]
-    parts: RotaryPooled
-    pooled: list[Any]  # of φ = `pool`: the op's outputs for keys, then for values
+    compress = layer.compress
+    if isinstance(compress, PoolCompressor):
+        plain = is_plain(compress, PoolCompressor) and is_plain(compress.key, BlockPool)
+        return rows if plain else None
+    return None if isinstance(compress, MLPCompressor) else rows
 
 
 def ranking_keys(
-    layer: Any, x: Tensor, k_cmp: Tensor, metadata: AttentionMetadata, reused: PortedKeys | None
+    layer: Any, x: Tensor, k_cmp: Tensor, metadata: AttentionMetadata, port: Tensor | None
 ) -> Tensor:
-    """Return k_cmp [B, N, K, D] of an NSAttention layer with that gradient."""
+    """Return k_cmp [B, N, K, D] of an NSAttention layer with that gradient.
+
+    `port` is that of k_cmp with φ = `pool`, that of the keys by token [B, T, K · D] with `mean`.
+    """
+    if port is not None and isinstance(layer.compress, PoolCompressor):
+        return _WithGradientTo.apply(k_cmp.detach(), port)
     layout = PackedLayout(0, layer.kv_heads, layer.key_dim, 0, 1, first_copy=1, mean=True)
-    k = _project(layer, x.detach(), layout, metadata) if reused is None else reused.port
+    k = _project(layer, x.detach(), layout, metadata) if port is None else port
     if metadata.sequence is not None:
         layout = metadata.sequence.shard(layout)
     rotary = metadata.rotary.cos, metadata.rotary.sin
     if layer.layout.mean:  # its gradient does not depend on the keys' values
         tables = metadata.block_tokens, metadata.token_blocks
         q, gates, _, *others = RotaryPoolInputs(k, *rotary, *tables, [*layout]).empty_outputs()
-        with known_outputs((q, gates, k_cmp, *others)) if reused else nullcontext():
+        known = None if port is None else (q, gates, k_cmp, *others)
+        with nullcontext() if known is None else known_outputs(known):
             means = rotary_pool(k, layout, *rotary, *tables, backend=layer.backend).compressed
         assert means is not None
         return means[0]
     k = k.unflatten(-1, (layout.kv_heads, layer.key_dim))
     if isinstance(layer.compress, PoolCompressor):
-        if reused is not None:
-            assert reused.parts.compressed is not None
-            k = _WithGradientTo.apply(reused.parts.compressed[0].detach(), k)
-        with known_outputs(reused.pooled[0]) if reused else nullcontext():
-            return layer.compress.key(k, metadata.block_rotary, metadata, layer.backend)
+        return layer.compress.key(k, metadata.block_rotary, metadata, layer.backend)
     if layer.compress.rotate_first:
         k = apply_rotary(k, metadata.rotary)
     return layer.compress(k, k.new_zeros(*k.shape[:3], layer.value_dim), metadata)[0]

@@ -31,7 +31,6 @@ _SCHEMA_TYPES = {
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # by op name: the function behind the op
 _KNOWN: ContextVar[Any] = ContextVar("known outputs", default=None)
-_RECORDED: ContextVar[Any] = ContextVar("recorded outputs", default=None)
 
 
 class Gradient(NamedTuple):
@@ -90,10 +89,7 @@ def _define(
         if known is not None:
             return known
         with _BelowAutograd():
-            outputs = op(*args)
-        if (recorded := _RECORDED.get()) is not None:
-            recorded.append(outputs)
-        return outputs
+            return op(*args)
 
     def forward(ctx: Any, *args: Any) -> Any:
         results = run(*args)
@@ -117,20 +113,9 @@ def _define(
 
 
 @contextmanager
-def recorded_outputs() -> Iterator[list[Any]]:
-    """Collect the outputs of ops inside, for `known_outputs`."""
-    token = _RECORDED.set([])
-    try:
-        yield _RECORDED.get()
-    finally:
-        _RECORDED.reset(token)
-
-
-@contextmanager
-def known_outputs(outputs: Tensor | tuple[Tensor, ...]) -> Iterator[None]:
+def known_outputs(outputs: tuple[Tensor, ...]) -> Iterator[None]:
     """Let an op inside return these outputs, with its own gradient, and compute nothing."""
-    detached = map(Tensor.detach, [outputs] if isinstance(outputs, Tensor) else outputs)
-    token = _KNOWN.set(next(detached) if isinstance(outputs, Tensor) else tuple(detached))
+    token = _KNOWN.set(tuple(map(Tensor.detach, outputs)))
     try:
         yield
     finally:

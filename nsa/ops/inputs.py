@@ -146,3 +146,25 @@ class PoolInputs(NamedTuple):
     def empty_output(self) -> Tensor:
         """Uninitialised y: [B, N, K, D]."""
         return self.x.new_empty(len(self.x), len(self.block_tokens), *self.x.shape[2:])
+
+
+class PortedPoolInputs(NamedTuple):
+    """Inputs of `pool_with_port`; also the arguments of its custom ops."""
+
+    x: Tensor
+    weight: Tensor
+    position: Tensor
+    scale: Tensor
+    port: Tensor  # [B, T, K, D] without values: it gets x's gradient from the port of y
+    cos: Tensor | None
+    sin: Tensor | None
+    block_tokens: Tensor
+    token_blocks: Tensor
+
+    def plain(self) -> PoolInputs:
+        return PoolInputs(*self[:4], *self[5:])
+
+    def port_of_y(self) -> Tensor:
+        """A tensor of y's shape without values or memory."""
+        shape = len(self.x), len(self.block_tokens), *self.x.shape[2:]
+        return self.x.new_empty(()).expand(shape)

@@ -11,6 +11,8 @@ gathered: a token reads the few blocks that cover it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from nsa.ops import triton
 from nsa.ops.backend import dispatch
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.inputs import PoolInputs
+from nsa.ops.inputs import PoolInputs, PortedPoolInputs
 from nsa.ops.rotary import rotate
 
 
@@ -37,15 +39,46 @@ def pool(
     """Pool x [B, T, K, D] to [B, N, K, D]; `rotary` are cos and sin at blocks' last positions."""
     cos, sin = (None, None) if rotary is None else rotary
     inputs = PoolInputs(x, weight, position, scale, cos, sin, block_tokens, token_blocks)
+    if _backend(inputs, backend) is triton:
+        return triton.pool(inputs)
+    return torch_pool(*inputs)
+
+
+def pool_with_port(
+    x: Tensor,
+    weight: Tensor,
+    position: Tensor,
+    scale: Tensor,
+    port: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    block_tokens: Tensor,
+    token_blocks: Tensor,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Return `pool`, and a port: a tensor of its shape without values.
+
+    A gradient that the port gets reaches the parameters as the pooled tensor's would, but `port`
+    [B, T, K, D] instead of x. One backward pass serves both.
+    """
+    cos, sin = (None, None) if rotary is None else rotary
+    tables = cos, sin, block_tokens, token_blocks
+    inputs = PortedPoolInputs(x, weight, position, scale, port, *tables)
+    if _backend(inputs.plain(), backend) is triton:
+        return triton.pool_with_port(inputs)
+    return torch_pool_with_port(*inputs)
+
+
+def _backend(inputs: PoolInputs, backend: str) -> Any:
+    """Check the shapes; return the module to run."""
+    x, block_len = inputs.x, inputs.block_tokens.shape[1]
     kv_heads, size = x.shape[2:]
-    expected = (kv_heads, size, size), (kv_heads, block_tokens.shape[1], size), (kv_heads * size,)
+    expected = (kv_heads, size, size), (kv_heads, block_len, size), (kv_heads * size,)
     for name, shape in zip(("weight", "position", "scale"), expected, strict=True):
         actual = getattr(inputs, name).shape
         if actual != shape:
             raise ValueError(f"{name} has shape {tuple(actual)}; it must be {shape}")
-    if dispatch(backend, "pool", x, limit=triton.pool_limit(*position.shape[1:])) is triton:
-        return triton.pool(inputs)
-    return torch_pool(*inputs)
+    return dispatch(backend, "pool", x, limit=triton.pool_limit(block_len, size))
 
 
 def pool_blocks(blocks: Tensor, weight: Tensor, position: Tensor, scale: Tensor) -> Tensor:
@@ -94,7 +127,32 @@ def _forward(inputs: PoolInputs) -> Tensor:
 
 def _backward(dy: Tensor, inputs: PoolInputs) -> tuple[Tensor, ...]:
     """The gradients of x, weight, position and scale."""
-    x, blocks, p = _weights(inputs)
+    found = _gradients(dy, inputs, *_weights(inputs))
+    return tuple(g.to(x.dtype).contiguous() for g, x in zip(found, inputs[:4], strict=True))
+
+
+def _ported_backward(
+    dy: Tensor | None, dy_port: Tensor | None, ported: PortedPoolInputs
+) -> tuple[Tensor, ...]:
+    """The gradients of x, weight, position, scale and port."""
+    inputs = ported.plain()
+    weights = _weights(inputs)
+    x_and_port, sums = [], list[Tensor]()
+    for gradient in (dy, dy_port):
+        if gradient is None:
+            x_and_port.append(torch.zeros_like(inputs.x))
+            continue
+        of_x, *others = _gradients(gradient, inputs, *weights)
+        x_and_port.append(of_x.to(inputs.x.dtype).contiguous())
+        sums = [a + b for a, b in zip(sums, others, strict=True)] if sums else others
+    of = [g.to(x.dtype).contiguous() for g, x in zip(sums, inputs[1:4], strict=True)]
+    return x_and_port[0], *of, x_and_port[1]
+
+
+def _gradients(
+    dy: Tensor, inputs: PoolInputs, x: Tensor, blocks: Tensor, p: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of x, weight, position and scale from dy, in the dtype of `_weights`."""
     dy = dy.to(x.dtype)
     if inputs.cos is not None:
         assert inputs.sin is not None
@@ -108,8 +166,7 @@ def _backward(dy: Tensor, inputs: PoolInputs) -> tuple[Tensor, ...]:
     by_token = sum_covering(d_scores, *tables)  # [B, T, K, D]
     d_weight = torch.einsum("btkd,btke->kde", x, by_token)
     dx = sum_covering(weighted, *tables) + _scores(by_token, inputs.weight.mT)
-    of = zip((dx, d_weight, d_position, d_scale), inputs[:4], strict=True)
-    return tuple(gradient.to(given.dtype).contiguous() for gradient, given in of)
+    return dx, d_weight, d_position, d_scale
 
 
 torch_pool = register(
@@ -119,9 +176,17 @@ torch_pool = register(
     PoolInputs.empty_output,
     gradient=Gradient(_backward, inputs=4, outputs=1, saved=slice(0)),
 )
+torch_pool_with_port = register(
+    "nsa::pool_with_port",
+    PortedPoolInputs,
+    lambda x: (_forward(x.plain()), x.port_of_y()),
+    lambda x: (x.plain().empty_output(), x.port_of_y()),
+    outputs=2,
+    gradient=Gradient(_ported_backward, inputs=5, outputs=2, saved=slice(0), zeros=False),
+)
 
 
-@register_flop_formula(torch.ops.nsa.pool)
+@register_flop_formula([torch.ops.nsa.pool, torch.ops.nsa.pool_with_port])
 def _forward_flops(x: torch.Size, weight: torch.Size, *_: object, **__: object) -> int:
     return 2 * x.numel() * weight[-1]
 
@@ -132,3 +197,15 @@ def _backward_flops(
 ) -> int:
     """Two products; the scores that it computes again do not count."""
     return 4 * x.numel() * weight[-1]
+
+
+@register_flop_formula(torch.ops.nsa.pool_with_port_backward)
+def _ported_backward_flops(
+    dy: torch.Size | None,
+    dy_port: torch.Size | None,
+    x: torch.Size,
+    weight: torch.Size,
+    *_: object,
+    **__: object,
+) -> int:
+    return 4 * x.numel() * weight[-1] * sum(shape is not None for shape in (dy, dy_port))

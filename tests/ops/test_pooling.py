@@ -9,11 +9,18 @@ import torch
 
 from nsa.ops import compress_mean, fallback_counts, reset_fallback_counts
 from nsa.ops import triton as triton_backend
-from nsa.ops.pooling import pool, pool_blocks, torch_pool
+from nsa.ops.pooling import pool, pool_blocks, torch_pool, torch_pool_with_port
 from nsa.spec import NSASpec
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.cases import with_gradients
-from tests.ops.pooling import angles, defined, inputs, pooled
+from tests.ops.pooling import (
+    angles,
+    defined,
+    expected_two_gradients,
+    inputs,
+    pooled,
+    with_two_gradients,
+)
 from tests.ops.projections import DOCUMENTS, Documents
 
 sides = pytest.mark.parametrize("rotates", [True, False], ids=["keys", "values"])
@@ -122,3 +129,23 @@ def test_wrong_arguments_raise() -> None:
         pool(x, weight, position[:, 1:], scale, *rest)
     with pytest.raises(ValueError, match=r"^scale has shape \(4,\); it must be \(8,\)"):
         pool(x, weight, position, scale[:4], *rest)
+
+
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)], ids=str)
+def test_a_port_gets_the_gradient_of_x_and_parameters_get_both(given: tuple[bool, bool]) -> None:
+    documents = Documents((21, 0, 9), l=8, d=4)
+    x = inputs(documents, 2, 6)
+    y = pooled(documents, rotates=True)(*x)
+    dy, dy_port = (torch.randn_like(y) if one else None for one in given)
+    found = with_two_gradients(documents, "blockwise", x, dy, dy_port)
+    for a, b in zip(found, expected_two_gradients(documents, x, dy, dy_port), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_op_with_a_port_matches_its_declaration() -> None:
+    documents = DOCUMENTS[1]
+    x = [y.requires_grad_() for y in inputs(documents, 2, 6, torch.float32)]
+    port = x[0].new_empty(()).expand(x[0].shape).requires_grad_()
+    arguments = (*x, port, *angles(documents, 6), *documents.tables())
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch_pool_with_port, arguments, test_utils=tests)

@@ -14,7 +14,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nsa.ops.inputs import AttentionInputs, PoolInputs, RotaryPoolInputs, SelectionInputs
+from nsa.ops.inputs import (
+    AttentionInputs,
+    PoolInputs,
+    PortedPoolInputs,
+    RotaryPoolInputs,
+    SelectionInputs,
+)
 from nsa.spec import NSASpec
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -110,6 +116,14 @@ def pool(x: PoolInputs) -> Tensor:
     from nsa.ops.triton.pooling import triton_pool
 
     return triton_pool(*x)[0]
+
+
+def pool_with_port(x: PortedPoolInputs) -> tuple[Tensor, Tensor]:
+    """y, and its port."""
+    from nsa.ops.triton.pooling import triton_pool_with_port
+
+    y, port_of_y, *_ = triton_pool_with_port(*x)
+    return y, port_of_y
 
 
 def nsa_attention(

@@ -10,6 +10,7 @@ half, [HALF_P, 2 · HALF_P) the second. Values, which are not rotated, have HALF
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.custom_op import Gradient, register
-from nsa.ops.inputs import PoolInputs
+from nsa.ops.inputs import PoolInputs, PortedPoolInputs
 from nsa.ops.triton.common import dot, kernel, sum_parts
 from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, padded_size
@@ -98,14 +99,21 @@ def pool_forward_kernel(
 
 @kernel
 def pool_backward_kernel(
-    dy, x, weight, position, scale, cos, sin, block_tokens, token_blocks, pooled, lse, dx, parts,
-    seq_len, key_len,
+    dy, dy_2, x, weight, position, scale, cos, sin, block_tokens, token_blocks, pooled, lse,
+    dx, dx_2, parts, seq_len, key_len, batches,
     HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     LEN: tl.constexpr, LEN_P: tl.constexpr, COVER: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """dx of a run of tokens, and the run's part of the gradients of weight, position and scale."""
+    """dx of a run of tokens, and the run's part of the gradients of weight, position and scale.
+
+    Programs from `batches` on do the same from dy_2 to dx_2.
+    """
     run, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    parts += (batch * tl.num_programs(0) + run) * (HEADS * SIZE * (SIZE + LEN + 1))
+    if batch >= batches:
+        batch -= batches
+        dy, dx = dy_2, dx_2
     col, inside = _columns(SIZE, HALF, PADDED)
     w = _load_weight(weight + head * SIZE * SIZE, col, inside, SIZE).to(x.dtype.element_ty)
     factor = tl.load(scale + head * SIZE + col, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -152,7 +160,6 @@ def pool_backward_kernel(
         tl.store(dx + row[:, None] + col[None, :], dk.to(dx.dtype.element_ty), mask=mask)
     POSITIONS: tl.constexpr = HEADS * SIZE * SIZE  # of a part: weight, position, scale
     SCALES: tl.constexpr = POSITIONS + HEADS * LEN * SIZE
-    parts += (batch * tl.num_programs(0) + run) * (SCALES + HEADS * SIZE)
     at = head * SIZE * SIZE + col[:, None] * SIZE + col[None, :]
     tl.store(parts + at, d_weight, mask=inside[:, None] & inside[None, :])
     i = tl.arange(0, LEN_P)
@@ -191,20 +198,40 @@ def pool_forward(x: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def pool_backward(dy: Tensor, x: PoolInputs, pooled: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     """The gradients of x, weight, position and scale."""
+    (dx,), gradients = _gradients([dy], x, pooled, lse)
+    return dx, *gradients
+
+
+def ported_pool_backward(
+    dy: Tensor | None, dy_port: Tensor | None, x: PortedPoolInputs, pooled: Tensor, lse: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of x, weight, position, scale and port."""
+    given = [gradient for gradient in (dy, dy_port) if gradient is not None]
+    found, gradients = _gradients(given, x.plain(), pooled, lse)
+    dx, dport = (torch.zeros_like(x.x) if g is None else found.pop(0) for g in (dy, dy_port))
+    return dx, *gradients, dport
+
+
+def _gradients(
+    given: Sequence[Tensor], x: PoolInputs, pooled: Tensor, lse: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """dx of each of one or two given gradients of y; sums of the parameters' gradients."""
     batch, seq_len, heads, size = x.x.shape
     runs = cdiv(seq_len, TOKENS_PER_PART)
     sizes = [parameter.numel() for parameter in x[1:4]]
-    parts = x.x.new_empty(batch * runs, sum(sizes), dtype=torch.float32)
-    dx = torch.empty_like(x.x, memory_format=torch.contiguous_format)
+    given = [gradient.contiguous() for gradient in given]
+    found = [torch.empty_like(x.x, memory_format=torch.contiguous_format) for _ in given]
+    parts = x.x.new_empty(len(given) * batch * runs, sum(sizes), dtype=torch.float32)
     arguments, constants = _arguments(x)
-    arguments |= {"dy": dy.contiguous(), "pooled": pooled, "lse": lse, "dx": dx, "parts": parts}
+    arguments |= {"dy": given[0], "dy_2": given[-1], "dx": found[0], "dx_2": found[-1]}
+    arguments |= {"pooled": pooled, "lse": lse, "parts": parts, "batches": batch}
     arguments["token_blocks"] = x.token_blocks.contiguous()
     constants |= {"LEN_P": padded_size(constants["LEN"]), "TOKENS": TOKENS_PER_PART}
     constants |= {"COVER": x.token_blocks.shape[1]}
     # With 32 rows registers spill, as the weight's gradient stays in them.
     config = Config(16, 0, 8 if size > 64 else 4, 1)
     constants["ROWS"] = config.rows
-    launch(pool_backward_kernel, (runs, heads, batch), arguments, constants, config)
+    launch(pool_backward_kernel, (runs, heads, len(given) * batch), arguments, constants, config)
     gradients = [torch.empty_like(parameter) for parameter in x[1:4]]
     launch(
         add_pool_parts_kernel,
@@ -215,7 +242,7 @@ def pool_backward(dy: Tensor, x: PoolInputs, pooled: Tensor, lse: Tensor) -> tup
         | {"ROWS": PARTS.rows, "COLS": PARTS.keys},
         PARTS,
     )
-    return dx, *gradients
+    return found, gradients
 
 
 def _arguments(x: PoolInputs) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -242,6 +269,10 @@ def _fake(x: PoolInputs) -> tuple[Tensor, Tensor, Tensor]:
     return y, y.new_empty(y.shape, dtype=torch.float32), y.new_empty(y.shape, dtype=torch.float32)
 
 
+def _with_port(outputs: tuple[Tensor, ...], x: PortedPoolInputs) -> tuple[Tensor, ...]:
+    return outputs[0], x.port_of_y(), *outputs[1:]
+
+
 triton_pool = register(
     "nsa::triton_pool",
     PoolInputs,
@@ -249,4 +280,12 @@ triton_pool = register(
     _fake,
     outputs=3,
     gradient=Gradient(pool_backward, inputs=4, outputs=1, saved=slice(1, 3)),
+)
+triton_pool_with_port = register(
+    "nsa::triton_pool_with_port",
+    PortedPoolInputs,
+    lambda x: _with_port(pool_forward(x.plain()), x),
+    lambda x: _with_port(_fake(x.plain()), x),
+    outputs=4,
+    gradient=Gradient(ported_pool_backward, inputs=5, outputs=2, saved=slice(2, 4), zeros=False),
 )

@@ -11,7 +11,13 @@ from nsa.ops.triton.launch import recording
 from nsa.ops.triton.pooling import pool_backward, pool_forward, triton_pool
 from tests.ops.cases import one_thread as one_thread
 from tests.ops.cases import with_gradients
-from tests.ops.pooling import angles, inputs, pooled
+from tests.ops.pooling import (
+    angles,
+    expected_two_gradients,
+    inputs,
+    pooled,
+    with_two_gradients,
+)
 from tests.ops.projections import DOCUMENTS, Documents
 from tests.ops.triton.parity import DEVICE, RULE, assert_exact_enough
 
@@ -99,3 +105,15 @@ def test_launches_are_few_and_wait_for_no_value() -> None:
         "pool_backward_kernel",
         "add_pool_parts_kernel",
     ]
+
+
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)], ids=str)
+def test_a_port_gets_the_gradient_of_x_and_parameters_get_both(given: tuple[bool, bool]) -> None:
+    """Two batches, so that a program of the second gradient has to find its own."""
+    documents = Documents((150,), l=8, d=4, batch=2)
+    x = [y.to(DEVICE) for y in inputs(documents, 2, 6, torch.float32)]
+    y = pooled(documents, rotates=True)(*x)
+    dy, dy_port = (torch.randn_like(y) if one else None for one in given)
+    found = with_two_gradients(documents, "triton", x, dy, dy_port)
+    for a, b in zip(found, expected_two_gradients(documents, x, dy, dy_port), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
