@@ -174,10 +174,11 @@ def losses(training: Training, documents: Tensor) -> dict[str, float]:
     """Return a run's mean losses by place; they are kept in its folder."""
     kept = training.folder / "text.json"
     if not kept.exists():
-        model = load_run(training.folder, device="cpu", dtype=torch.float32).model
+        run = load_run(training.folder, device="cpu", dtype=torch.float32)
+        model, window = run.model, run.config.model.attention.spec.window
         with torch.no_grad():
             loss = torch.stack([_document_losses(model, row) for row in documents])
-        kept.write_text(json.dumps(_means(loss, documents)))
+        kept.write_text(json.dumps(_means(loss, documents, window)))
     return dict(json.loads(kept.read_text()))
 
 
@@ -185,15 +186,15 @@ def _document_losses(model: Any, row: Tensor) -> Tensor:
     return token_losses(model.hidden(row[None, :-1])[0], model.head_weight, row[1:])
 
 
-def _means(loss: Tensor, documents: Tensor) -> dict[str, float]:
+def _means(loss: Tensor, documents: Tensor, window: int) -> dict[str, float]:
     means = {"all": loss.mean().item()}
     for first, end in pairwise(PLACES):
         means[f"{first:,} to {end:,}"] = loss[:, first:end].mean().item()
-    far = far_repeats(documents)
+    far = far_repeats(documents, window)
     return means | {"far repeats": loss[far].mean().item(), "repeats": far.sum().item()}
 
 
-def far_repeats(documents: Tensor, window: int = 512) -> Tensor:
+def far_repeats(documents: Tensor, window: int) -> Tensor:
     """Return which labels [documents, T] repeat a rare id that last came before the window.
 
     Only those in the last quarter count.
