@@ -48,7 +48,7 @@ def add_import_parser(verbs: Any) -> None:
     add("--config", type=Path, help="YAML of settings, as for a recipe")
     about = "one setting, such as attention.spec.window=256; may be repeated"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
-    about = "each branch's share of the dense output at the start (default: 0,0.5,0.5; see "
+    about = "each branch's share of the dense output at the start (default: 0,1,0; see "
     about += "docs/guides/hugging-face.md)"
     add("--shares", metavar="S,S,S", help=about)
     about = "compare logits with the dense model's on the validation split of this data.source"

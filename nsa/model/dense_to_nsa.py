@@ -3,10 +3,10 @@
     gate weights 0, gates ½:          o = ½ (o_cmp + o_sel + o_win)
     K_b = K and V_b = 2 s_b V:        o = s_cmp · A_cmp V + s_sel · A_sel V + s_win · A_win V
 
-With s_cmp = 0 and s_sel + s_win = 1, the result equals the dense model on texts that fit into the
-window and into select_top · select_len tokens, and approximates it on longer ones. The compressed
-branch adds nothing to the output at first, but its keys (means of the dense model's) select the
-blocks, and its values get a gradient.
+With s_sel = 1 and the others 0, the result equals the dense model on texts of up to select_top ·
+select_len tokens, and approximates it on longer ones. The other branches add nothing to the output
+at first, but the compressed keys (means of the dense model's) select the blocks, and all values get
+a gradient.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ Weights = dict[str, Tensor]
 
 
 def default_shares(attention: AttentionConfig) -> dict[str, float]:
-    """Return each branch's share s of the dense output; they sum to 1."""
+    """Return each branch's share s of the dense output; they sum to 1.
+
+    The selected branch carries all of it, since only it reaches far tokens; without it the window.
+    """
     names = attention.branch_names
-    exact = [name for name in names if name != "cmp" or attention.shared_kv] or names
-    return {name: (name in exact) / len(exact) for name in names}
+    if attention.shared_kv:
+        return dict.fromkeys(names, 1 / len(names))
+    first = next(name for name in ("sel", "win", "cmp") if name in names)
+    return {name: float(name == first) for name in names}
 
 
 def widen_mlp_compressor(config: ModelConfig) -> None:
