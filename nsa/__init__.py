@@ -27,9 +27,20 @@ __all__ = ["NSASpec", "NSAttention", "ops"]
 def __getattr__(name: str) -> Any:
     if name == "ops":
         return import_module("nsa.ops")
+    if name == "__version__":
+        return _version()
     if name in __all__:
         return getattr(import_module("nsa.spec" if name == "NSASpec" else "nsa.model"), name)
     raise AttributeError(f"module 'nsa' has no attribute {name!r}")
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("nsa-m7c")
+    except PackageNotFoundError:
+        return "unknown: not installed"
 
 
 def _register_config(auto: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -338,3 +339,9 @@ def test_train_starts_the_installed_recipe_with_deepspeeds_launcher(
     capsys.readouterr()
     assert main(["train", "--num_gpus", "2", "m7b"]) == 2
     assert "names no recipe; write nsa train" in capsys.readouterr().err
+
+
+def test_the_package_states_its_version() -> None:
+    import nsa
+
+    assert nsa.__version__ == importlib.metadata.version("nsa-m7c")

@@ -18,7 +18,7 @@ from nsa.engine.process_group import Ranks
 from nsa.engine.run_request import RunRequest
 from nsa.engine.train_state import TrainState
 from nsa.engine.zero_mode import has_muon, zero_mode
-from nsa.untrusted import matches, short_repr
+from nsa.untrusted import matches, parse_json, read_text, short_repr
 
 NONE = type(None)
 READER = (  # cursors of Files, ListSource and Hub
@@ -100,11 +100,26 @@ def find_initial_weights(config: RunConfig) -> Path | None:
     if config.train.start_from is None:
         return None
     try:
-        return find_weights(Path(config.train.start_from))
+        weights = find_weights(Path(config.train.start_from))
+        _refuse_other_models(weights)
+        return weights
     except ValueError as error:
         raise ValueError(
             f"train.start_from = {error}; or set train.start_from=null for random weights"
         ) from None
+
+
+def _refuse_other_models(weights: Path) -> None:
+    """Raise a ValueError for a transformers folder of another architecture."""
+    file = weights / "config.json"
+    if file.is_file() and not (weights / "config.yaml").is_file():
+        tree = parse_json(read_text(file))
+        model_type = tree.get("model_type") if isinstance(tree, dict) else None
+        if model_type != "nsa":
+            raise ValueError(
+                f"{weights}: is a model of transformers (model_type = {short_repr(model_type)}); "
+                f"convert it: nsa import {weights} --to runs/nsa-start"
+            )
 
 
 def agree_on_run(

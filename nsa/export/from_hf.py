@@ -76,6 +76,11 @@ class SourceModel:
 def read_model(folder: Path) -> SourceModel:
     """Read a transformers folder of nsa or one of LLAMAS, or what `load_run` accepts."""
     path = folder / CONFIG
+    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
+        raise ValueError(
+            f"{folder}: no such folder; to import a model of the Hub, download it first: "
+            f"hf download {folder} --local-dir models/{folder.name}"
+        )
     if not path.is_file():
         weights = find_weights(folder)
         config = read_config(weights)

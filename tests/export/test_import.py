@@ -30,7 +30,9 @@ from nsa.cli import main
 from nsa.data.config import DataConfig
 from nsa.data.factory import open_source, tokenise
 from nsa.data.tokenizer import Tokenizer, train_tokenizer
+from nsa.engine.config import RunConfig
 from nsa.engine.load_run import load_run
+from nsa.engine.resume import find_initial_weights
 from nsa.export import logit_gap
 from nsa.export.to_hf import export
 from nsa.model.hf import NSAForCausalLM
@@ -366,6 +368,22 @@ def test_folders_that_cannot_be_imported_are_refused_with_the_reason(
     assert "not the JSON of a configuration" in refused(capsys, folder)
     assert main(["import", str(folder), "--to", str(folder)]) == 2
     assert "already exists" in capsys.readouterr().err
+
+
+def test_a_name_of_the_hub_is_refused_with_the_command_that_downloads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", "org/Small-1B", "--to", "run"]) == 2
+    error = capsys.readouterr().err
+    assert "hf download org/Small-1B --local-dir models/Small-1B" in error
+
+
+def test_training_from_a_folder_of_transformers_names_the_import(llama_folder: Path) -> None:
+    config = RunConfig()
+    config.train.start_from = str(llama_folder)
+    with pytest.raises(ValueError, match=f"nsa import {llama_folder} --to"):
+        find_initial_weights(config)
 
 
 def test_the_target_may_be_a_link_but_not_the_working_directory(
