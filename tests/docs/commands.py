@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def launcher(arguments: list[str]) -> None:
 
 def recipe(script: str, arguments: list[str], ranks: int = 1) -> None:
     """Resolve a recipe's run, without `--resume` (its run does not exist) and for any device."""
-    loaded = _recipe_of(ROOT / script)
+    # The model that sparsify.py starts from does not exist.
+    loaded = replace(_recipe_of(ROOT / script), model_of_start=False)
     flags = build_parser(loaded).parse_args(arguments)
     flags.resume = flags.universal = False
     any_device = mock.patch("nsa.engine.command_line._check_precision")

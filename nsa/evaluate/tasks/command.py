@@ -14,7 +14,7 @@ from nsa.validation import positive_flags, whole_number_list
 
 # The keys of train.VARIANTS, and model.config's, which import torch.
 COMPRESSORS = ("mean", "pool", "mlp")
-MODELS = ("dense", "nsa", "selector loss", "shared keys", "cmp+win", "win", "sparsified")
+MODELS = ("dense", "nsa", "selector loss", "shared keys", "cmp+win", "win")
 
 
 def add_parser(verbs: Any) -> None:
@@ -27,7 +27,11 @@ def add_parser(verbs: Any) -> None:
     add("--steps", type=int, default=1_000, help="steps per model (%(default)s)")
     about = "every model is trained with each; with spaces or commas (1 2 3)"
     add("--seeds", type=whole_number_list, nargs="+", default=[[1, 2, 3]], help=about)
-    add("--models", default=",".join(MODELS[:-1]), help="some of these, with commas (%(default)s)")
+    add(
+        "--models",
+        default=",".join(MODELS),
+        help="some of these, or sparsified, with commas (%(default)s)",
+    )
     add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
     add("--hops", type=int, choices=(1, 2), default=1, help="facts needed for an answer (1)")
     about = "sizes of blocks, windows and heads: small (blocks of 4) or M7C's (%(default)s)"
@@ -41,8 +45,9 @@ def add_parser(verbs: Any) -> None:
 def _tasks(args: argparse.Namespace) -> int:
     positive_flags(args, "steps", "seq_len", "jobs")
     models = args.models.split(",")
-    if unknown := [name for name in models if name not in MODELS]:
-        raise ValueError(f"--models {args.models}: unknown {unknown[0]!r}; {', '.join(MODELS)}")
+    known = *MODELS, "sparsified"  # a dense model, converted and trained on
+    if unknown := [name for name in models if name not in known]:
+        raise ValueError(f"--models {args.models}: unknown {unknown[0]!r}; {', '.join(known)}")
     seeds = [seed for group in args.seeds for seed in group]
     import torch
 

@@ -27,6 +27,7 @@ from nsa.model import LanguageModel, parameter_count
 
 # The model trained with the selector loss, restricted to the blocks that are always selected.
 WITHOUT_SELECTION = "selector loss, no choice"
+SPARSIFIED = "sparsified"  # a dense model, converted and trained on
 FACT_COUNTS = (2, 4, 8, 16)
 HAYSTACK_FACTS = 4  # including the needle
 DEPTHS = tuple(eighth / 8 for eighth in range(9))
@@ -76,10 +77,13 @@ def _evaluate_pair(task: Task, steps: int, pair: Pair) -> Rows:
         if step % max(1, steps // 4) == 0 or step == steps:
             print(f"{variant}, seed {seed}: step {step}/{steps}, loss {loss:.3f}", flush=True)
 
-    if variant == "sparsified":
+    if variant == SPARSIFIED:
         dense = train("dense", task, steps, seed, log)
-        stages = [("dense", dense), *sparsify(dense, task, steps, seed, log)]
-        return [_evaluate_model(x, variant, seed, one, one.model, task) for x, one in stages]
+        rows = [_evaluate_model("dense", "dense", seed, dense, dense.model, task)]
+        for name, stage in sparsify(dense, task, steps, seed, log):
+            row = _evaluate_model(name, "selector loss", seed, stage, stage.model, task)
+            rows.append(row)
+        return rows
     trained = train(variant, task, steps, seed, log)
     rows = [_evaluate_model(variant, variant, seed, trained, trained.model, task)]
     if variant == "selector loss":

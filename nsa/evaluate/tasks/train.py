@@ -39,7 +39,6 @@ VARIANTS = {
     "shared keys": replace(NSA, shared_kv=True),  # the selected branch trains them too
     "cmp+win": replace(NSA, branches="cmp+win"),
     "win": replace(NSA, branches="win"),
-    "sparsified": replace(NSA, selector_loss=1.0),  # a dense model, converted and trained on
 }
 BATCH = 2_048  # tokens of a step
 LEARNING_RATE = 8e-3
@@ -192,7 +191,7 @@ def sparsify(
 
     `steps` are the dense model's. The sequences are not those of the dense model's training.
     """
-    config = model_config("sparsified", task)
+    config = model_config("selector loss", task)
     model = LanguageModel(config)
     model.load_state_dict(dense_to_nsa(dict(dense.model.state_dict()), config))
     yield "converted", TrainedModel(model.eval(), dense.losses, dense.seconds)

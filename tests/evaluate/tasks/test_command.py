@@ -215,3 +215,21 @@ def test_an_impossible_out_is_refused_before_training(
         assert main(["tasks", "--out", str(tmp_path / out)]) == 2
         stderr = capsys.readouterr().err
         assert stderr.startswith(f"nsa: --out {tmp_path / out}: the folder cannot be created (")
+
+
+def test_a_sparsified_model_is_evaluated_after_each_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "BATCH", 128)
+    monkeypatch.setattr(train, "SPARSIFY_STEPS", (0.5, 1.0))
+    monkeypatch.setattr(evaluate, "SEQUENCES", 4)
+    monkeypatch.setattr(evaluate, "DEPTHS", DEPTHS)
+    call = ["tasks", "--models=sparsified", "--compressor=pool", "--steps=4", "--seeds=1"]
+    assert main([*call, "--seq-len=64", f"--out={tmp_path}"]) == 0
+    rows = json.loads((tmp_path / "tasks.json").read_text())["rows"]
+    stages = ["dense", "converted", "after 2 steps of the selector", "and 4 of all weights"]
+    assert [row["model"] for row in rows] == stages
+    dense, *sparse = rows
+    assert len({row["parameters"] for row in sparse}) == 1
+    assert sparse[0]["parameters"] > dense["parameters"]
+    assert len({row["loss"] for row in rows[1:]}) == 3
