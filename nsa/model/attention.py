@@ -274,20 +274,19 @@ class NSAttention(Attention):
         )
 
     @torch.no_grad()
-    def start_dense(self) -> None:
-        """Start close to dense attention over the selected blocks: other branches add a hundredth.
+    def start_equal(self) -> None:
+        """Start gates at ½, and the window's keys and values as those of the selected branch.
 
-        So what dense attention learns in short sequences is learned by the branch that can use it
-        in long ones. Gates start at ½. docs/design/evidence.md has the figures.
+        At short distances both attend alike, so both learn what only the selected branch can use
+        at long ones; its values start doubled, as gates halve them. docs/design/evidence.md has
+        the figures.
         """
         nn.init.zeros_(self.gates.weight)
         if self.layout.copies == len(BRANCHES):
-            _, selected_keys, window_keys = self.k.weight.chunk(3)
-            window_keys.copy_(selected_keys)
-            compressed, selected, window = self.v.weight.chunk(3)
-            selected.mul_(2)  # times ½, the gate
-            for values in (compressed, window):
-                values.mul_(0.01)
+            for projection in (self.k, self.v):
+                _, selected, window = projection.weight.chunk(3)
+                window.copy_(selected)
+            self.v.weight.chunk(3)[1].mul_(2)
 
     def branch_kv(
         self, parts: RotaryPooled, metadata: AttentionMetadata, port: Tensor | None = None

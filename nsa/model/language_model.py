@@ -190,7 +190,7 @@ class LanguageModel(nn.Module):
             block.attention.o.weight.mul_(residual_scale)
             block.mlp.down.weight.mul_(residual_scale)
             if isinstance(block.attention, NSAttention):
-                block.attention.start_dense()
+                block.attention.start_equal()
 
     def attend_to_all(self, seq_len: int | None) -> None:
         """Select all blocks and see all tokens of `seq_len`; None: the sparse pattern again.
