@@ -45,7 +45,7 @@ LEARNING_RATE = 8e-3
 WARMUP = 30
 # To sparsify: steps as fractions of the dense model's, and rates; of the selector, of all weights.
 SPARSIFY_STEPS = 0.03, 0.07
-SELECTOR_RATE, SPARSE_RATE = 1e-2, 2e-3
+SELECTOR_RATE, SPARSE_RATE = 3e-3, 4e-3
 
 
 @dataclass(frozen=True)
