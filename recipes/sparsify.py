@@ -24,7 +24,7 @@ from nsa.engine.recipe import Recipe, main
 
 
 def production() -> RunConfig:
-    """100 steps for the selector, 1,000 for all weights, at a tenth of pre-training's rate."""
+    """100 steps of the selector, 1,000 of all weights at a tenth of pre-training's rate."""
     return _sparsify(m7c.production(), selector_steps=100, steps=1_100, learning_rate=6e-5)
 
 
