@@ -26,7 +26,7 @@ from nsa.bench.options import choice
 from nsa.bench.recipe import recipe_config
 from nsa.bench.results import Report
 from nsa.data.factory import held_out, open_source
-from nsa.data.tokenizer import END_OF_TEXT, build_tokenizer
+from nsa.data.tokenizer import build_tokenizer, train_tokenizer
 from nsa.engine.load_run import load_run
 from nsa.model import parameter_count
 from nsa.model.loss import token_losses
@@ -90,7 +90,10 @@ def run(report: Report) -> dict[str, Any]:
         *SETTINGS, f"data.source={flags.source}", f"data.tokenizer=hf:{tokenizer.absolute()}",
         *flags.set, f"train.steps={flags.steps}",
     )  # fmt: skip
-    write_tokenizer(tokenizer, flags.source, recipe_config("demo", common).model.vocab_size)
+    if not tokenizer.exists():
+        config = recipe_config("demo", common)
+        source = open_source(config.data, flags.source)
+        train_tokenizer(source, config.model.vocab_size, tokenizer)
     trainings = [
         Training(
             name,
@@ -124,28 +127,6 @@ def run(report: Report) -> dict[str, Any]:
     }
     print("\n".join([*lines(result), *result["failures"]]))
     return result
-
-
-def write_tokenizer(folder: Path, source: str, vocab_size: int) -> None:
-    """Train a byte-level BPE on the documents that models learn, unless the folder has one."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    if (folder / "tokenizer.json").exists():
-        return
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    texts = (text.decode(errors="replace") for text in _texts(source, "train"))
-    tokenizer.train_from_iterator(texts, trainer)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT)
-    wrapped.save_pretrained(folder)
 
 
 def _texts(source: str, split: str) -> Iterator[bytes]:
