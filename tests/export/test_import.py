@@ -32,13 +32,18 @@ from nsa.data.factory import open_source, tokenise
 from nsa.data.tokenizer import Tokenizer, train_tokenizer
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import load_run
+from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.engine.resume import find_initial_weights
 from nsa.export import logit_gap
+from nsa.export.from_hf import read_model
 from nsa.export.to_hf import export
+from nsa.model import AttentionConfig, parameter_count
 from nsa.model.hf import NSAForCausalLM
 from nsa.monitor.csv_files import read_metrics
+from nsa.planner.memory import memory
 from tests.data.texts import texts, write_lines
 from tests.engine.runs import TINY, on_one_rank, succeed
+from tests.ranks import ROOT
 
 # Selected and window branches see all of 32 tokens.
 SPEC = ["block_len=8", "block_stride=4", "select_len=8", "select_top=4", "window=32"]
@@ -188,6 +193,72 @@ def test_a_family_in_bfloat16_has_the_error_of_bfloat16(family: str, tmp_path: P
     exact = logits(original.float(), tokens(100))
     error, usual = ((x.float() - exact).norm() for x in (mine, theirs))
     assert error < 2 * usual
+
+
+TRUE_SHAPES: dict[str, tuple[str, dict[str, Any], int]] = {  # and their parameters
+    "SmolLM2-135M": (
+        "llama",
+        {
+            "vocab_size": 49_152,
+            "hidden_size": 576,
+            "intermediate_size": 1_536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+        },
+        134_515_008,
+    ),
+    "Qwen3-0.6B": (
+        "qwen3",
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 1_024,
+            "intermediate_size": 3_072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
+        596_049_920,
+    ),
+    "Llama-3.2-1B": (
+        "llama",
+        {
+            "vocab_size": 128_256,
+            "hidden_size": 2_048,
+            "intermediate_size": 8_192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA_3,
+        },
+        1_235_814_400,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRUE_SHAPES)
+def test_a_model_of_its_true_shape_is_counted_and_planned(name: str, tmp_path: Path) -> None:
+    """Without weights: transformers' and this package's are built on the meta device."""
+    model_type, shape, parameters = TRUE_SHAPES[name]
+    config = AutoConfig.for_model(model_type, **shape)
+    with torch.device("meta"):
+        original = AutoModelForCausalLM.from_config(config)
+    assert original.num_parameters() == parameters
+    config.save_pretrained(tmp_path)
+    save_file({"unread": torch.ones(1)}, tmp_path / "model.safetensors")
+    model = read_model(tmp_path).config.model
+    assert parameter_count(model) == parameters
+    sparse = replace(model, attention=AttentionConfig(compressor="pool", selector_loss=1.0))
+    assert parameters < parameter_count(sparse) < 1.25 * parameters
+    run = replace(RunConfig(), model=sparse)
+    zero = zero_of(ROOT / "ds_configs/zero2_pcie.json", run, 2)
+    peak = memory(model_of(run), zero, batch_of(run), 2).peak
+    assert 16 * parameters / 2 < peak < 200e9
 
 
 @pytest.mark.parametrize(
