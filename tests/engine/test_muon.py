@@ -61,4 +61,4 @@ def test_two_ranks_orthogonalise_whole_matrices(tmp_path: Path) -> None:
             assert row["low"] > 0.6, row
     others = [row for row in first if row not in hidden]
     assert others
-    assert all(row["high"] < 0.5 for row in others), "AdamW takes its own, smaller rate"
+    assert all(row["high"] < 0.7 for row in others), "AdamW takes its own, smaller rate"
