@@ -91,7 +91,8 @@ def test_until_the_switch_attention_is_dense_and_then_sparse() -> None:
     spec = NSASpec(4, 2, 4, 3, 1, 1, 6)
     config = tiny(AttentionConfig(spec=spec, compressor="pool", selector_loss=1.0))
     model = LanguageModel(config).double()
-    model.load_state_dict(dense_to_nsa(dict(dense.state_dict()), config))
+    shares = {"cmp": 0.0, "sel": 0.75, "win": 0.25}  # so that both must see all tokens
+    model.load_state_dict(dense_to_nsa(dict(dense.state_dict()), config, shares))
     ids = tokens(90)
     with torch.no_grad():
         sparse = model(ids)
