@@ -21,6 +21,7 @@ from nsa.system import with_timeout
 
 TokenArray = npt.NDArray[np.integer]
 END_OF_TEXT = "<|endoftext|>"
+ORIGIN = "origin.json"  # in the folder of an imported model, and of its export
 MIN_VOCAB_SIZE = 257  # every byte, and the end of text
 HUB_SECONDS = 28.0  # limit for loading a tokenizer from the hub
 
@@ -196,8 +197,10 @@ def _load(name: str) -> HubTokenizer:
             f"data.tokenizer = {name!r} has no end-of-text token; add one of its tokens to its "
             "tokenizer_config.json as eos_token, or choose another tokenizer"
         )
+    # Only of an imported model: other runs never saw a start, and their tokenizer must not change.
+    imported = (Path(name.removeprefix("hf:").strip()).expanduser() / ORIGIN).is_file()
     starts = loaded.bos_token is not None and loaded("a").input_ids[0] == loaded.bos_token_id
-    start = loaded.bos_token if starts else None
+    start = loaded.bos_token if imported and starts else None
     return HubTokenizer(name, loaded.backend_tokenizer.to_str(), loaded.eos_token, start)
 
 

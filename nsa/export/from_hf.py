@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights
+from nsa.data.tokenizer import ORIGIN
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import read_config
 from nsa.model.config import ROPE_TYPES, AttentionConfig, ModelConfig
@@ -25,7 +26,7 @@ CONFIG = "config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
-    "generation_config.json",
+    *("generation_config.json", ORIGIN),
 )
 VOCABULARIES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # each is enough for a tokenizer
 LLAMA_NAMES = {

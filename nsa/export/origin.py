@@ -8,9 +8,9 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 
+from nsa.data.tokenizer import ORIGIN
 from nsa.untrusted import parse_json, printable, read_text
 
-ORIGIN = "origin.json"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 

@@ -20,12 +20,13 @@ from transformers import GenerationConfig
 
 from nsa.atomic_io import fsync_dir
 from nsa.checkpoint.weights import SAFETENSORS
-from nsa.data.tokenizer import stop_ids
+from nsa.data.tokenizer import ORIGIN, stop_ids
 from nsa.dtypes import DTYPES
 from nsa.engine.load_run import LoadedRun, load_run
 from nsa.engine.resolve import to_yaml
 from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.export.model_card import model_card
+from nsa.export.origin import find_origin
 from nsa.export.remote_code import AUTO_MAP, remote_code
 from nsa.model.hf_config import NSAConfig
 
@@ -60,6 +61,9 @@ def _write(run: LoadedRun, folder: Path) -> None:
         "README.md": model_card(run),
         **remote_code(),
     }
+    origin = find_origin(run.folder, run.config.train.start_from)
+    if origin is not None:
+        texts[ORIGIN] = _json(origin)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     if run.tokenizer is not None:

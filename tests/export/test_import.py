@@ -588,6 +588,9 @@ def test_a_tokenizers_special_tokens_and_chat_template_travel(
     assert [stream[0], stream[-1]] == [0, 1]
 
     folder = export(tmp_path / "run", tmp_path / "hf")
+    for again in (load_run(folder, device="cpu"), imported(folder, tmp_path / "again")):
+        assert again.tokenizer.fingerprint == run.tokenizer.fingerprint
+        assert again.tokenizer.start_id == 0
     source, exported = (AutoTokenizer.from_pretrained(path) for path in (chat_llama, folder))
     messages = [{"role": "user", "content": "hello <|im_end|> you"}]
     for text_of in (
