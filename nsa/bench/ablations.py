@@ -138,46 +138,35 @@ class Training:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add, every = parser.add_argument, ",".join(VARIANTS)
-    add("--runs", type=Path, default="runs/ablations", help="folder of the runs")
+    add_run_flags(parser, "runs/ablations", steps=300, jobs=2)
     add("--profile", choices=PROFILES, default="demo", help="of recipes/m7c.py (%(default)s)")
-    add("--steps", type=int, default=300, help="per run (%(default)s)")
-    about = "of weights and data, with spaces or commas (1 2 3)"
-    add("--seeds", type=whole_number_list, nargs="+", default=[[1, 2, 3]], help=about)
     about = "variants to train; the others are compared with the first (%(default)s)"
     add("--variants", type=choice(*VARIANTS), default=every, help=about)
     about = "one more variant: the recipe's NSA with these settings, separated by commas"
     add("--variant", action="append", default=[], metavar="KEY=VALUE,...", help=about)
+
+
+def add_run_flags(parser: argparse.ArgumentParser, runs: str, steps: int, jobs: int) -> None:
+    """Add the flags that `train_variants` reads."""
+    add = parser.add_argument
+    add("--runs", type=Path, default=runs, help="folder of the runs")
+    add("--steps", type=int, default=steps, help="per run (%(default)s)")
+    about = "of weights and data, with spaces or commas (1 2 3)"
+    add("--seeds", type=whole_number_list, nargs="+", default=[[1, 2, 3]], help=about)
     about = "a setting of every run; repeatable"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
-    add("--jobs", type=int, default=2, help="concurrent runs, one thread each (%(default)s)")
+    add("--jobs", type=int, default=jobs, help="concurrent runs, one thread each (%(default)s)")
     add("--limit", type=float, help="stop and save after this many seconds")
 
 
 def run(report: Report) -> dict[str, Any]:
     """Train the runs that are not finished; print the table and failures."""
     flags = report.flags
-    seeds = [seed for group in flags.seeds for seed in group]
     variants = {name: VARIANTS[name] for name in flags.variants}
     variants |= {text: tuple(text.split(",")) for text in flags.variant}
     common = (*COMMON, *PROFILES[flags.profile], *flags.set, f"train.steps={flags.steps}")
     configs = {name: recipe_config(flags.profile, (*common, *x)) for name, x in variants.items()}
-    trainings = [
-        Training(
-            name,
-            seed,
-            flags.steps,
-            flags.profile,
-            (*common, f"train.seed={seed}", *changes),
-            flags.runs / f"{name}-seed{seed}",
-        )
-        for seed in seeds
-        for name, changes in variants.items()
-    ]
-    for training in trainings:
-        training.check()
-    # Ctrl-C reaches the runs too: they save a checkpoint and can be resumed.
-    with ThreadPoolExecutor(flags.jobs) as pool:
-        failures = [*pool.map(partial(Training.train, end=report.end), trainings)]
+    trainings, failures = train_variants(report, flags.profile, common, variants)
     runs = {name: [x for x in trainings if x.variant == name] for name in variants}
     rows = [
         {
@@ -195,12 +184,41 @@ def run(report: Report) -> dict[str, Any]:
     result = {
         "profile": flags.profile,
         "steps": flags.steps,
-        "seeds": seeds,
+        "seeds": [seed for group in flags.seeds for seed in group],
         "rows": rows,
-        "failures": [failure for failure in failures if failure],
+        "failures": failures,
     }
     print("\n".join([*lines(result), *result["failures"]]))
     return result
+
+
+def train_variants(
+    report: Report,
+    profile: str,
+    common: tuple[str, ...],
+    variants: Mapping[str, tuple[str, ...]],
+) -> tuple[list[Training], list[str]]:
+    """Train each variant with each seed, unless it is finished; return all runs, and failures."""
+    flags = report.flags
+    trainings = [
+        Training(
+            name,
+            seed,
+            flags.steps,
+            profile,
+            (*common, f"train.seed={seed}", *changes),
+            flags.runs / f"{name}-seed{seed}",
+        )
+        for group in flags.seeds
+        for seed in group
+        for name, changes in variants.items()
+    ]
+    for training in trainings:
+        training.check()
+    # Ctrl-C reaches the runs too: they save a checkpoint and can be resumed.
+    with ThreadPoolExecutor(flags.jobs) as pool:
+        failures = [*pool.map(partial(Training.train, end=report.end), trainings)]
+    return trainings, [failure for failure in failures if failure]
 
 
 def tokens_per_s(trainings: Sequence[Training]) -> list[float]:

@@ -12,16 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa.bench.ablations import COMMON, Training
+from nsa.bench.ablations import COMMON, Training, add_run_flags, train_variants
 from nsa.bench.options import choice
 from nsa.bench.recipe import recipe_config
 from nsa.bench.results import Report
@@ -32,7 +29,6 @@ from nsa.model import parameter_count
 from nsa.model.loss import token_losses
 from nsa.report.markdown import mean_and_range, table
 from nsa.report.paired import margin
-from nsa.validation import whole_number_list
 
 LENGTH = 2_048
 MODELS = {
@@ -69,17 +65,10 @@ PLACES = (0, 512, 1_024, 1_536, LENGTH)
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--runs", type=Path, default="runs/text", help="folder of the runs")
+    add_run_flags(parser, "runs/text", steps=2_000, jobs=1)
     add("--source", default="embedded:torch", help="data.source (%(default)s)")
-    add("--steps", type=int, default=2_000, help="per run (%(default)s)")
-    about = "of weights and data, with spaces or commas (1 2 3)"
-    add("--seeds", type=whole_number_list, nargs="+", default=[[1, 2, 3]], help=about)
     about = "models to train; the others are compared with the first (%(default)s)"
     add("--models", type=choice(*MODELS), default=",".join(MODELS), help=about)
-    about = "a setting of every run; repeatable"
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
-    add("--jobs", type=int, default=1, help="concurrent runs, one thread each (%(default)s)")
-    add("--limit", type=float, help="stop and save after this many seconds")
 
 
 def run(report: Report) -> dict[str, Any]:
@@ -94,36 +83,21 @@ def run(report: Report) -> dict[str, Any]:
         config = recipe_config("demo", common)
         source = open_source(config.data, flags.source)
         train_tokenizer(source, config.model.vocab_size, tokenizer)
-    trainings = [
-        Training(
-            name,
-            seed,
-            flags.steps,
-            "demo",
-            (*common, f"train.seed={seed}", *MODELS[name]),
-            flags.runs / f"{name}-seed{seed}",
-        )
-        for group in flags.seeds
-        for seed in group
-        for name in flags.models
-    ]
-    for training in trainings:
-        training.check()
-    with ThreadPoolExecutor(flags.jobs) as pool:
-        failures = [*pool.map(partial(Training.train, end=report.end), trainings)]
+    models = {name: MODELS[name] for name in flags.models}
+    trainings, failures = train_variants(report, "demo", common, models)
     finished = [training for training in trainings if training.result()]
     documents = evaluated_documents(finished[0]) if finished else torch.empty(0)
     result: dict[str, Any] = {
         "documents": len(documents),
         "parameters": {
-            name: parameter_count(recipe_config("demo", (*common, *MODELS[name])).model)
-            for name in flags.models
+            name: parameter_count(recipe_config("demo", (*common, *changes)).model)
+            for name, changes in models.items()
         },
         "losses": {
             name: {str(x.seed): losses(x, documents) for x in finished if x.variant == name}
-            for name in flags.models
+            for name in models
         },
-        "failures": [failure for failure in failures if failure],
+        "failures": failures,
     }
     print("\n".join([*lines(result), *result["failures"]]))
     return result
@@ -144,8 +118,10 @@ def evaluated_documents(training: Training) -> Tensor:
     rows: list[Tensor] = []
     for text in _texts(source, "val"):
         ids = tokenizer.encode(text)
-        if len(ids) > LENGTH and len(rows) < DOCUMENTS:
+        if len(ids) > LENGTH:
             rows.append(torch.tensor(ids[: LENGTH + 1].astype("int64")))
+        if len(rows) == DOCUMENTS:
+            break
     if not rows:
         raise ValueError(f"--source {source}: no held-out file has {LENGTH:,} tokens")
     return torch.stack(rows)
