@@ -90,9 +90,9 @@ def _read_weights(folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
         return _stage_3_weights(folder, dtype or DTYPES[topology.precision])
     saved = _load_mapped(folder / WEIGHTS)
     trained: dict[str, Tensor] = saved["module"]
-    frozen = {name: trained[name] for name in _frozen(folder, trained)}  # without master weights
     named: Iterable[tuple[str, Tensor]] = trained.items()
     if dtype == torch.float32 and topology.precision != "fp32":
+        frozen = {name: trained[name] for name in _frozen(folder, trained)}  # no master weights
         learned = {name: weight for name, weight in trained.items() if name not in frozen}
         if topology.layout == "0":
             named = _master_weights_stage_0(learned, saved["optimizer"]["fp32_groups"])
@@ -110,8 +110,14 @@ def _frozen(folder: Path, names: Iterable[str]) -> list[str]:
     """Return the names that train.freeze matches, by the checkpoint's config.yaml."""
     file = folder / "config.yaml"
     config = parse_yaml(read_text(file)) if file.is_file() else {}
-    patterns = str(config.get("train", {}).get("freeze") or "").split(",")
-    return [name for pattern in patterns for name in fnmatch.filter(names, pattern.strip())]
+    by_pattern = matching_names(config.get("train", {}).get("freeze"), names)
+    return [name for matching in by_pattern.values() for name in matching]
+
+
+def matching_names(patterns: str | None, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names that match each of train.freeze's patterns, separated by commas."""
+    words = filter(None, map(str.strip, str(patterns or "").split(",")))
+    return {pattern: fnmatch.filter(names, pattern) for pattern in words}
 
 
 def set_weights(

@@ -198,7 +198,7 @@ def _load(name: str) -> HubTokenizer:
             "tokenizer_config.json as eos_token, or choose another tokenizer"
         )
     # Only of an imported model: other runs never saw a start, and their tokenizer must not change.
-    imported = (Path(name.removeprefix("hf:").strip()).expanduser() / ORIGIN).is_file()
+    imported = (_folder(name) / ORIGIN).is_file()
     starts = loaded.bos_token is not None and loaded("a").input_ids[0] == loaded.bos_token_id
     start = loaded.bos_token if imported and starts else None
     return HubTokenizer(name, loaded.backend_tokenizer.to_str(), loaded.eos_token, start)
@@ -206,8 +206,7 @@ def _load(name: str) -> HubTokenizer:
 
 def load_pretrained(name: str) -> Any:
     """Return transformers' tokenizer for data.tokenizer=hf:<folder or name>."""
-    path = name.removeprefix("hf:").strip()
-    folder = Path(path).expanduser()
+    path, folder = name.removeprefix("hf:").strip(), _folder(name)
     if not folder.is_dir() and path.startswith(("/", ".", "~")):
         raise DataError(f"data.tokenizer = {name!r}: no such folder")
     try:
@@ -216,6 +215,11 @@ def load_pretrained(name: str) -> Any:
         if folder.is_dir():
             raise _refusal(name, error, "name a folder that save_pretrained() wrote") from None
         return _from_hub(name, path)
+
+
+def _folder(name: str) -> Path:
+    """Return the folder that data.tokenizer=hf:<folder> names; it may not exist."""
+    return Path(name.removeprefix("hf:").strip()).expanduser()
 
 
 def largest_id(file: Path) -> int:
@@ -231,7 +235,7 @@ def largest_id(file: Path) -> int:
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the ids that end a generated text: the end of text, and those of its model's files."""
-    folder = Path(tokenizer.name.removeprefix("hf:")).expanduser()
+    folder = _folder(tokenizer.name)
     found: Any = []
     if isinstance(tokenizer, HubTokenizer) and (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig

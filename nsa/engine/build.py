@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import io
 import re
 from functools import partial
@@ -14,7 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from nsa.checkpoint.weights import read_weights, set_weights
+from nsa.checkpoint.weights import matching_names, read_weights, set_weights
 from nsa.engine.config import RunConfig
 from nsa.engine.gradient_check import check_gradients, inspect_gradients
 from nsa.engine.loss_guard import skip_nonfinite_steps
@@ -44,8 +43,7 @@ def build_model(
 def freeze(model: torch.nn.Module, patterns: str | None) -> None:
     """Keep the parameters with these names, separated by commas, as they are; * is any text."""
     names = [name for name, _ in model.named_parameters()]
-    for pattern in filter(None, map(str.strip, (patterns or "").split(","))):
-        matching = fnmatch.filter(names, pattern)
+    for pattern, matching in matching_names(patterns, names).items():
         if not matching:
             raise ValueError(
                 f"train.freeze = {patterns!r}: no parameter is named {pattern}; names are "

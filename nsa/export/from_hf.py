@@ -18,6 +18,7 @@ from nsa.checkpoint.weights import find_weights, has_safetensors, read_weights
 from nsa.data.tokenizer import ORIGIN
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import read_config
+from nsa.export.origin import HUB_NAME
 from nsa.model.config import ROPE_TYPES, AttentionConfig, ModelConfig
 from nsa.model.hf_config import NSAConfig
 from nsa.untrusted import parse_json, read_text
@@ -77,7 +78,7 @@ class SourceModel:
 def read_model(folder: Path) -> SourceModel:
     """Read a transformers folder of nsa or one of LLAMAS, or what `load_run` accepts."""
     path = folder / CONFIG
-    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
+    if not folder.exists() and HUB_NAME.fullmatch(str(folder)):
         raise ValueError(
             f"{folder}: no such folder; to import a model of the Hub, download it first: "
             f"hf download {folder} --local-dir models/{folder.name}"

@@ -19,7 +19,7 @@ from nsa.data.source import is_path
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import LoadedRun
 from nsa.evaluate.perplexity import perplexity
-from nsa.export.origin import find_origin
+from nsa.export.origin import Origin
 from nsa.model.count import parameter_count
 from nsa.monitor.artifacts import read_json, read_table
 from nsa.report.markdown import plain, table
@@ -74,13 +74,12 @@ RECORDED = (  # in env.json
 )
 
 
-def model_card(run: LoadedRun) -> str:
+def model_card(run: LoadedRun, origin: Origin | None = None) -> str:
     """Return Markdown with the figures that were logged up to the exported step."""
     names = _source_names(run.config.data)
     latest = _last_rows(run)
     facts = [("dataset", ", ".join(_without_path(name) for name in names)), *_facts(run, latest)]
     step = "" if run.step is None else f", step {run.step:,}"
-    origin = find_origin(run.folder, run.config.train.start_from)
     return CARD.format(
         metadata=_metadata(run, names, latest, origin).to_yaml(),
         title=plain(run.folder.name) + step,
@@ -90,7 +89,7 @@ def model_card(run: LoadedRun) -> str:
     )
 
 
-def _about(config: RunConfig, origin: dict[str, str | None] | None) -> str:
+def _about(config: RunConfig, origin: Origin | None) -> str:
     model, attention = config.model, config.model.attention
     kind = "dense causal attention"
     if attention.kind == "nsa":
@@ -104,7 +103,7 @@ def _about(config: RunConfig, origin: dict[str, str | None] | None) -> str:
     )
 
 
-def _from(origin: dict[str, str | None]) -> str:
+def _from(origin: Origin) -> str:
     license = origin["license"]
     stated = f"whose license is {plain(license)}" if license else "whose license is not recorded"
     return f"Its weights come from {plain(origin['name'])}, {stated}."
@@ -114,7 +113,7 @@ def _metadata(
     run: LoadedRun,
     names: list[str],
     latest: dict[str, dict[str, float]],
-    origin: dict[str, str | None] | None,
+    origin: Origin | None,
 ) -> ModelCardData:
     """Return license, tags, languages, the datasets on the Hub, and figures as its model-index."""
     public = [name for name in names if _local_path(name) is None]

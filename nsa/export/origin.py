@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 from nsa.data.tokenizer import ORIGIN
 from nsa.untrusted import parse_json, printable, read_text
 
+Origin = dict[str, str | None]  # name and license
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -37,7 +38,7 @@ def _license(source: Path) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def find_origin(run_folder: Path, start_from: str | None) -> dict[str, str | None] | None:
+def find_origin(run_folder: Path, start_from: str | None) -> Origin | None:
     """Return name and license of the model that a run started from, if it was imported."""
     for folder in (run_folder, *([Path(start_from)] if start_from else [])):
         file = folder / ORIGIN

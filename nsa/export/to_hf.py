@@ -54,14 +54,14 @@ def _write(run: LoadedRun, folder: Path) -> None:
         dtype=run.model.embed.weight.dtype,
         **token_ids,
     )
+    origin = find_origin(run.folder, run.config.train.start_from)
     texts = {
         "config.json": _json(config.to_diff_dict() | {"auto_map": AUTO_MAP}),
         "generation_config.json": _json(_generation_config(run, token_ids).to_diff_dict()),
         "config.yaml": to_yaml(run.config),
-        "README.md": model_card(run),
+        "README.md": model_card(run, origin),
         **remote_code(),
     }
-    origin = find_origin(run.folder, run.config.train.start_from)
     if origin is not None:
         texts[ORIGIN] = _json(origin)
     for name, text in texts.items():
