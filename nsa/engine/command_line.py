@@ -85,6 +85,8 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     source = absolute_source(config.data.source)
     unchanged = saved is not None and source == absolute_source(base.data.source)
     config.data.source = base.data.source if unchanged else source
+    if config.train.teacher is not None:
+        config.train.teacher = str(Path(config.train.teacher).expanduser().absolute())
     changes: dict[str, tuple[Any, Any]] = {}
     if saved is not None:
         changes = _changes(base, config)

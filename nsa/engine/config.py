@@ -26,6 +26,8 @@ class TrainConfig:
     sequence_parallel: int = 1  # ranks that split each sequence, at most model.kv_heads; 1: off
     start_from: str | None = None  # run or checkpoint with the initial weights; null: random
     freeze: str | None = None  # names of parameters to keep, such as "embed.*,blocks.*.mlp.*"
+    teacher: str | None = None  # run or checkpoint whose predictions to learn too; null: none
+    teacher_weight: float = 1.0  # weight of KL(teacher ‖ model) beside the loss
     selector_steps: int = 0  # first steps: dense attention, only compressed keys learn; then all
     selector_rate: float = 1e-3  # constant learning rate of those steps
     learning_rate: float = 6e-4  # peak of the cosine schedule
@@ -53,6 +55,7 @@ class TrainConfig:
         at_least(0, "train", self, "warmup_steps", "eval_every", "clip", "bad_steps")
         at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed", "selector_steps")
         above_zero("train", self, "learning_rate", "selector_rate", "adam_eps", "spike_score")
+        above_zero("train", self, "teacher_weight")
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             if not 0 <= beta < 1:
                 raise ValueError(f"train.{name} = {beta}: must be 0 or more and below 1")

@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from nsa.data.batches import Batch
 from nsa.data.source import SourceUnreachable
 from nsa.engine.build import build_engine
 from nsa.engine.config import RunConfig
@@ -17,6 +18,7 @@ from nsa.engine.process_group import Ranks, start_ranks, stop_ranks
 from nsa.engine.resolve import to_yaml
 from nsa.engine.resume import find_initial_weights
 from nsa.engine.run_request import RunRequest
+from nsa.engine.teacher import find_teacher, load_teacher
 from nsa.engine.train_state import TrainState
 from nsa.model import flops_per_token, parameter_count
 from nsa.monitor.memory import memory_gb
@@ -26,12 +28,14 @@ def dry_run(request: RunRequest) -> None:
     """Run the dry run on this rank; rank 0 prints the summary."""
     ranks = Ranks.from_environment()
     config = request.config
+    found = find_teacher(config)
     data_notes = _check_data(config, ranks)
     device = start_ranks(ranks)
     weights = find_initial_weights(config)
     # A tracker would begin a run, or write into the working directory.
     ds_config = {name: block for name, block in request.ds_config.items() if name not in TRACKERS}
     engine, notes = build_engine(config, ds_config, device, weights)
+    teacher = None if found is None else load_teacher(found, config, engine.module, device)
     shape = (config.train.micro_batch, config.data.seq_len // config.train.sequence_parallel)
     tokens_per_step = math.prod(shape) * config.train.accumulation * ranks.world_size
     if ranks.rank == 0:
@@ -49,7 +53,9 @@ def dry_run(request: RunRequest) -> None:
     reduction_check = ReductionCheck(engine)
     for _ in range(config.train.accumulation):
         tokens = torch.randint(config.model.vocab_size, shape, device=device)
-        loss = engine(tokens, labels=tokens.roll(-1, dims=1))
+        batch = Batch(tokens, tokens.roll(-1, dims=1))
+        more = {} if teacher is None else teacher.arguments(batch)
+        loss = engine(batch.input_ids, labels=batch.labels, **more)
         engine.backward(loss)
         reduction_check.compare()
         engine.step()

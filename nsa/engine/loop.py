@@ -187,6 +187,8 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
             more["loss_weight"] = weight
         if selector_only:
             more["selector_only"] = True
+        elif run.teacher is not None:
+            more |= run.teacher.arguments(batch)
         forward = partial(engine, **more)
         loss = forward(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
         run.telemetry.enter("backward", micro_step)
@@ -208,16 +210,19 @@ def in_selector_steps(run: Run) -> bool:
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> float | None:
+def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
     """Return the mean loss of the validation samples, the same samples on any number of ranks.
 
-    Returns None if any rank has to stop.
+    With a teacher also the comparison with it by position. The loss is None if any rank has to
+    stop.
     """
     run.telemetry.enter("eval")
+    teacher = run.teacher
     total = torch.zeros(2, device=run.device, dtype=torch.float64)  # loss, tokens
+    by_position = torch.zeros((), device=run.device, dtype=torch.float64)
     stop_reason, batches, _ = _fetch_on_all_ranks(run, run.data.validation_batches)
     if stop_reason is not None:
-        return None
+        return None, []
     run.engine.eval()
     run.engine.module.attend_to_all(None)  # also in the selector's steps
     try:
@@ -225,15 +230,25 @@ def evaluate(run: Run) -> float | None:
             # DeepSpeed's launcher kills its ranks 30 seconds after a signal; until then the run
             # has to save.
             if run.consensus.barrier(None, run.shutdown.reason) is not None:
-                return None
+                return None, []
             batch = batch.to(run.device)
-            loss = run.engine(batch.input_ids, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
-            count = (batch.labels != IGNORE_INDEX).sum()
+            forward = partial(run.engine, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+            if teacher is not None:
+                more = teacher.arguments(batch) | {"divergence": True}
+                sums = teacher.by_position(forward(batch.input_ids, **more), batch)
+                by_position = by_position + sums
+                total += sums.sum(0)[[0, -1]]
+                continue
+            loss, count = forward(batch.input_ids), (batch.labels != IGNORE_INDEX).sum()
             total += torch.stack((loss.double() * count, count.double()))
     finally:
         run.engine.train()
     dist.all_reduce(total)
-    return (total[0] / total[1]).item()
+    rows: list[dict[str, float]] = []
+    if teacher is not None:
+        dist.all_reduce(by_position)
+        rows = teacher.rows(by_position)
+    return (total[0] / total[1]).item(), rows
 
 
 def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
@@ -248,9 +263,10 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
             f"above the recent ones (train.spike_score = {run.config.train.spike_score})"
         )
     val_loss = bits_per_byte = None
+    versus_teacher: list[dict[str, float]] = []
     if evaluates:
         with run.throughput.paused():
-            val_loss = evaluate(run)
+            val_loss, versus_teacher = evaluate(run)
         run.telemetry.enter("idle")
     if val_loss is not None:
         bits_per_byte = val_loss / math.log(2) / run.data.validation.bytes_per_token
@@ -270,6 +286,7 @@ def _log(run: Run, loss: torch.Tensor, evaluates: bool) -> None:
             memory_gb=memory_gb(),
             skipped_steps=run.state.skipped,
             health=health,
+            versus_teacher=versus_teacher,
             **vars(speed),
         )
     )

@@ -10,6 +10,7 @@ from typing import Any
 from nsa.dtypes import DTYPES
 from nsa.engine.config import RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
+from nsa.engine.teacher import find_teacher
 from nsa.engine.zero_mode import zero_mode
 from nsa.planner.forecast import MODES, select_checkpointing
 from nsa.planner.inputs import BatchShape, Model, Zero
@@ -36,7 +37,9 @@ def resolve_checkpointing(
 def model_of(config: RunConfig) -> Model:
     """Return a run's model as planner input."""
     weight_bytes = 4 if config.train.precision == "fp32" else 2
-    return Model(config.model, config.data.seq_len, weight_bytes)
+    teacher = find_teacher(config)
+    dense = None if teacher is None else teacher.config.model
+    return Model(config.model, config.data.seq_len, weight_bytes, dense)
 
 
 def batch_of(config: RunConfig) -> BatchShape:

@@ -12,12 +12,14 @@ from nsa.doctor.check import Check
 from nsa.engine.consensus import Consensus
 from nsa.engine.data import Data
 from nsa.engine.gradient_check import ReductionCheck
+from nsa.engine.load_run import StoredRun
 from nsa.engine.loss_guard import LossGuard
 from nsa.engine.peer_hosts import RankProcess
 from nsa.engine.process_group import Ranks
 from nsa.engine.run_dir import FolderLock
 from nsa.engine.run_request import RunRequest
 from nsa.engine.shutdown import ShutdownMonitor
+from nsa.engine.teacher import Teacher
 from nsa.engine.telemetry import RankTelemetry
 from nsa.engine.train_state import TrainState
 from nsa.gates.schedule import Gate
@@ -33,6 +35,7 @@ class Run:
     # Set by prepare(), without a process group.
     resume_from: SavedState | None = None  # state of the checkpoint
     weights: Path | None = None  # initial weights of a fresh run
+    found_teacher: StoredRun | None = None
     state: TrainState
     rank_state: dict[str, Any]  # of this rank, from the checkpoint
     node_checks: list[Check]  # empty except on local rank 0
@@ -44,6 +47,7 @@ class Run:
     processes: list[RankProcess]  # of all ranks
     telemetry: RankTelemetry
     engine: Any  # DeepSpeed's
+    teacher: Teacher | None = None  # of train.teacher
     info: RunInfo
     observers: Observers  # none except on rank 0
     saver: Saver

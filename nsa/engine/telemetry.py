@@ -21,9 +21,11 @@ from nsa.monitor.csv_files import (
     FALLBACKS_FILE,
     METRICS_FILE,
     SELECTION_FILE,
+    TEACHER_FILE,
     FallbacksCsv,
     MetricsCsv,
     SelectionCsv,
+    TeacherCsv,
 )
 from nsa.monitor.dtypes import DtypeReport
 from nsa.monitor.heartbeat import Heartbeat
@@ -136,6 +138,8 @@ def build_observers(request: RunRequest, engine: Any, run_history: RunHistory) -
     if monitor.health:
         add(SELECTION_FILE, SelectionCsv(request.config.model.attention.selector_loss > 0))
     add(FALLBACKS_FILE, FallbacksCsv(fallback_counts))
+    if request.config.train.teacher is not None:
+        add(TEACHER_FILE, TeacherCsv())
     if monitor.progress:
         add("progress", Progress())
     if monitor.report:

@@ -12,9 +12,7 @@ from torch import Tensor
 from nsa.constants import IGNORE_INDEX
 from nsa.evaluate.data import EvalBatch
 from nsa.model import LanguageModel
-from nsa.model.loss import token_losses
-
-FIRST_BUCKET = 64  # tokens; each next bucket ends at twice the position
+from nsa.model.loss import bucket_edges, token_losses
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,6 @@ def evaluate(
         sums.view(-1).index_add_(0, index, losses)
         counts.view(-1).index_add_(0, index, torch.ones_like(losses))
     return Losses(sums, counts, edges)
-
-
-def bucket_edges(seq_len: int) -> list[int]:
-    """Return 0, 64, 128, 256, …, up to the length."""
-    doublings = max(0, math.ceil(math.log2(seq_len / FIRST_BUCKET)))
-    return [0, *(FIRST_BUCKET << number for number in range(doublings)), seq_len]
 
 
 def perplexity(loss: float) -> float:

@@ -8,16 +8,15 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch
 from nsa.data.config import DataConfig
 from nsa.data.validation_data import ValidationData
 from nsa.model import AttentionConfig, LanguageModel
+from nsa.model.distillation import token_divergence
 
 TOKENS = 8_192  # evaluated at each length
-CHUNK_LOGITS = 2**25  # of each model at a time
 
 
 def read_samples(data: DataConfig, attention: AttentionConfig) -> list[Batch]:
@@ -48,7 +47,7 @@ def logit_gaps(dense: LanguageModel, sparse: LanguageModel, samples: list[Batch]
         sums = torch.zeros(5, dtype=torch.float64)
         for batch in samples:
             sums += _compare_batch(dense, sparse, batch, length)
-        dense_loss, loss, kl, same = (sums[:4] / sums[4]).tolist()
+        loss, dense_loss, kl, same = (sums[:4] / sums[4]).tolist()
         increase, kl = (round(x, 4) + 0.0 for x in (loss - dense_loss, kl))  # no -0
         yield (
             f"{length:>10,}{dense_loss:>12.4f}{loss:>12.4f}{increase:>+10.4f}{kl:>10.4f}"
@@ -69,30 +68,12 @@ def _lengths(attention: AttentionConfig) -> list[int]:
 def _compare_batch(
     dense: LanguageModel, sparse: LanguageModel, batch: Batch, length: int
 ) -> Tensor:
-    """Sum `compare` over a batch cut into sequences of `length` tokens."""
-    rows = max(1, CHUNK_LOGITS // dense.config.vocab_size)
+    """Sum `token_divergence` and the labels over a batch cut into sequences of `length` tokens."""
     total = torch.zeros(5, dtype=torch.float64)
     for ids, labels in zip(
         batch.input_ids.view(-1, length), batch.labels.view(-1, length), strict=True
     ):
-        hidden = [model.hidden(ids[None])[0].split(rows) for model in (dense, sparse)]
-        for *states, label in zip(*hidden, labels.split(rows), strict=True):
-            log_p = [
-                F.log_softmax(F.linear(x, model.head_weight).float(), -1)
-                for x, model in zip(states, (dense, sparse), strict=True)
-            ]
-            total += compare(log_p[0], log_p[1], label)
+        heads = [(model.hidden(ids[None])[0], model.head_weight) for model in (sparse, dense)]
+        total[:4] += token_divergence(*heads, labels).double().sum(0)
+        total[4] += (labels != IGNORE_INDEX).sum()
     return total
-
-
-def compare(dense: Tensor, sparse: Tensor, labels: Tensor) -> Tensor:
-    """Sum both losses, KL, equal predictions and 1 over the labels that are not ignored.
-
-    `dense` and `sparse` are log-probabilities [tokens, V].
-    """
-    counted = labels != IGNORE_INDEX
-    dense, sparse, labels = dense[counted], sparse[counted], labels[counted]
-    kl = (dense.exp() * (dense - sparse)).sum(-1)
-    same = dense.argmax(-1) == sparse.argmax(-1)
-    losses = (-x.gather(-1, labels[:, None])[:, 0] for x in (dense, sparse))
-    return torch.stack([x.double().sum() for x in (*losses, kl, same, counted)])

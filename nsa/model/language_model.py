@@ -19,6 +19,7 @@ from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.block import Block
 from nsa.model.compressor import BlockMLP
 from nsa.model.config import ModelConfig
+from nsa.model.distillation import Head, distillation_loss, token_divergence
 from nsa.model.fused import add_norm, embed_and_head
 from nsa.model.loss import linear_cross_entropy
 from nsa.model.sequence_parallel import SequenceParallel
@@ -68,6 +69,9 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         loss_weight: float = 1.0,
         selector_only: bool = False,
+        teacher: Head | None = None,
+        teacher_weight: float = 1.0,
+        divergence: bool = False,
     ) -> Tensor:
         """Return logits [B, T, V], or with `labels` [B, T] the mean loss times `loss_weight`.
 
@@ -75,6 +79,10 @@ class LanguageModel(nn.Module):
         over labels that are not -100, or 0 without any. The weight does not apply to the selector
         loss, a mean over queries. With `selector_only` the mean loss has a gradient of 0, so that
         only compressed keys learn and yet each parameter has a gradient, as ZeRO expects.
+
+        `teacher` is another model's head: its input [B · T, width] and weight. It adds
+        `teacher_weight` times the gradient of KL(teacher ‖ this model), or with `divergence` the
+        result is `token_divergence` of each label, [B · T, 4].
         """
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(
@@ -84,16 +92,24 @@ class LanguageModel(nn.Module):
         x, weight, selector_loss = self._hidden(input_ids, cu_seqlens)
         if labels is None:
             return F.linear(x, weight)
-        loss = linear_cross_entropy(x.flatten(0, 1), weight, labels.flatten(), self.sequence)
+        head, labels = (x.flatten(0, 1), weight), labels.flatten()
+        if divergence:
+            assert teacher is not None
+            return token_divergence(head, teacher, labels)
+        loss = linear_cross_entropy(*head, labels, self.sequence)
         if loss_weight != 1.0:
             loss = loss * loss_weight
         if selector_only:
             loss = loss.detach() + 0.0 * loss
-        if selector_loss is None:
-            return loss
-        # Add the gradient, not the value: the loss stays comparable with that of other models.
-        weighted = self.config.attention.selector_loss * selector_loss
-        return loss + (weighted - weighted.detach())
+        others = []  # of which loss gets the gradient, not the value: it stays comparable
+        if selector_loss is not None:
+            others.append(self.config.attention.selector_loss * selector_loss)
+        if teacher is not None and not selector_only:
+            kl = distillation_loss(head, teacher, labels, self.sequence)
+            others.append(teacher_weight * loss_weight * kl)
+        for other in others:
+            loss = loss + (other - other.detach())
+        return loss
 
     def hidden(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Return the head's input [B, T, width], for callers that cannot hold all logits."""

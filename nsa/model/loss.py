@@ -12,6 +12,7 @@ the sums of d_weight to bf16. Liger's kernel synchronizes with the host each ste
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from nsa.ops.cross_entropy import cross_entropy_
 # last chunk, 0.2 GB for M7C).
 CHUNK_LOGITS = 2**29
 CHUNK_LOGITS_CPU = 2**27
+FIRST_BUCKET = 64  # positions; each next bucket of losses by position has as many as all before
 
 
 def linear_cross_entropy(
@@ -47,12 +49,18 @@ def linear_cross_entropy(
 @torch.no_grad()
 def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Return −log softmax(hidden @ weightᵀ)[label], [N] in at least float32; 0 for label −100."""
-    rows = _chunk_rows(hidden, weight)
+    rows = chunk_rows(hidden, weight)
     losses = [
         cross_entropy_(F.linear(chunk, weight), target, with_gradients=False)
         for chunk, target in zip(hidden.split(rows), labels.split(rows), strict=True)
     ]
     return torch.cat(losses)
+
+
+def bucket_edges(seq_len: int) -> list[int]:
+    """Return where buckets of positions begin, and the end: 0, 64, 128, 256, …, seq_len."""
+    doublings = max(0, math.ceil(math.log2(seq_len / FIRST_BUCKET)))
+    return [0, *(FIRST_BUCKET << number for number in range(doublings)), seq_len]
 
 
 @torch.library.custom_op("nsa::linear_cross_entropy", mutates_args=())
@@ -65,7 +73,7 @@ def loss_and_gradients(
     d_hidden = hidden.new_empty(hidden.shape if with_gradients else 0)
     # The first chunk sets d_weight; without tokens it stays 0.
     d_weight = weight.new_zeros(weight.shape if with_gradients and not len(hidden) else 0)
-    rows = _chunk_rows(hidden, weight)
+    rows = chunk_rows(hidden, weight)
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
@@ -75,19 +83,19 @@ def loss_and_gradients(
                 torch.mm(logits, weight, out=d_hidden[chunk])
                 part = logits.T @ hidden[chunk]
                 last = start + rows >= len(hidden)
-                d_weight = part if start == 0 else _add(d_weight, part, last)
+                d_weight = part if start == 0 else add_part(d_weight, part, last)
             del logits  # frees them before the next chunk's are allocated
     return losses.sum(), d_hidden, d_weight
 
 
-def _add(total: Tensor, part: Tensor, last: bool) -> Tensor:
+def add_part(total: Tensor, part: Tensor, last: bool) -> Tensor:
     """Return total + part: in float32, or after the last chunk in the part's dtype."""
     if last:  # one operation, which adds in float32 and rounds once
         return torch.add(total, part, out=part)
     return total.to(torch.promote_types(part.dtype, torch.float32)).add_(part)
 
 
-def _chunk_rows(hidden: Tensor, weight: Tensor) -> int:
+def chunk_rows(hidden: Tensor, weight: Tensor) -> int:
     """Tokens per chunk: as equal as possible."""
     limit = CHUNK_LOGITS_CPU if hidden.is_cpu else CHUNK_LOGITS
     chunks = max(1, -(-len(hidden) * len(weight) // limit))
@@ -118,10 +126,10 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _backward(ctx: Any, scale: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    return *(_scaled(gradient, scale) for gradient in ctx.saved_tensors), None, None
+    return *(scaled(gradient, scale) for gradient in ctx.saved_tensors), None, None
 
 
-def _scaled(gradient: Tensor, scale: Tensor | None) -> Tensor | None:
+def scaled(gradient: Tensor, scale: Tensor | None) -> Tensor | None:
     """gradient · scale, rounded once: a 0-dim scale would first be rounded to bf16 or fp16."""
     if scale is None:
         return None

@@ -35,10 +35,13 @@ class Table:
     problem: str = ""
 
 
+PARTS = "layer", "first"  # columns that tell the rows of a step apart
+
+
 def read_table(path: Path) -> Table:
     """Read a CSV file whose first column is `step`.
 
-    A later row replaces an earlier one of the same step (and layer, if there is such a column).
+    A later row replaces an earlier one of the same step (and of PARTS, if there is such a column).
     """
     table = Table(path.name)
     try:
@@ -52,7 +55,8 @@ def read_table(path: Path) -> Table:
         table.problem = f"{path.name}: the first column is not 'step'"
         return table
     parsed = [_row(columns, line) for line in lines[:-1]]  # the last is being written or was torn
-    rows = {(row["step"], row.get("layer", 0)): row for row in parsed if row is not None}
+    part = next((name for name in PARTS if name in columns), "")
+    rows = {(row["step"], row.get(part, 0)): row for row in parsed if row is not None}
     table.rows = [rows[key] for key in sorted(rows)]
     if unreadable := parsed.count(None):
         table.problem = f"{path.name}: {unreadable:,} lines could not be read"

@@ -1,4 +1,4 @@
-"""`metrics.csv`, `selection.csv` and `fallbacks.csv`, written while a run trains.
+"""`metrics.csv`, `selection.csv`, `teacher.csv` and `fallbacks.csv`, written while a run trains.
 
 A resumed or rolled back run drops the rows of the steps that run again. A file with other columns,
 of another version or other settings, keeps them and gets the missing ones; a file that is no such
@@ -17,6 +17,7 @@ from nsa.monitor.artifacts import read_table
 from nsa.monitor.observer import (
     LAYER_STATISTICS,
     SELECTOR_STATISTICS,
+    TEACHER_COLUMNS,
     Observer,
     RunInfo,
     StepRecord,
@@ -24,6 +25,7 @@ from nsa.monitor.observer import (
 )
 
 METRICS_FILE, SELECTION_FILE, FALLBACKS_FILE = "metrics.csv", "selection.csv", "fallbacks.csv"
+TEACHER_FILE = "teacher.csv"
 INTEGERS = ("step", "tokens")
 METRICS_COLUMNS = (
     *INTEGERS,
@@ -144,6 +146,18 @@ class SelectionCsv(CsvObserver):
             cells = ["" if value is None else f"{value:.6g}" for value in values]
             rows.append([str(record.step), str(index), *cells])
         return rows
+
+
+class TeacherCsv(CsvObserver):
+    """One row per validation and range of positions; only a run with a teacher has this file."""
+
+    file_name, columns = TEACHER_FILE, ("step", *TEACHER_COLUMNS)
+
+    def rows(self, record: StepRecord) -> list[list[str]]:
+        return [
+            [str(record.step), *(f"{row[name]:.6g}" for name in TEACHER_COLUMNS)]
+            for row in record.versus_teacher
+        ]
 
 
 class FallbacksCsv(Observer):

@@ -28,6 +28,8 @@ class RunInfo:
     notes: Sequence[str] = ()  # lines printed before the first step
 
 
+# Of each range of positions: the model beside its teacher. docs/reference/metrics.md defines them.
+TEACHER_COLUMNS = ("first", "last", "tokens", "loss", "teacher_loss", "kl", "same_top1")
 GATE_BINS = 20  # of equal width from 0 to 1; the first and last hold the saturated gates
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # blocks: lower edges of the distance bins
 
@@ -82,6 +84,7 @@ class StepRecord:
     seconds: float  # per step, mean since the previous logged step
     skipped_steps: int = 0  # since the first step of the run
     health: Health | None = None  # None for dense attention
+    versus_teacher: Sequence[Mapping[str, float]] = ()  # of the validation split: TEACHER_COLUMNS
 
 
 class Observer:

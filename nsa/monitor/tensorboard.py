@@ -114,6 +114,11 @@ class TrackerObserver(Observer):
             "speed/step_seconds": record.seconds,
             "memory/peak_gb": record.memory_gb,
         }
+        if record.versus_teacher:
+            tokens = sum(row["tokens"] for row in record.versus_teacher)
+            for name in ("teacher_loss", "kl"):
+                total = sum(row[name] * row["tokens"] for row in record.versus_teacher)
+                scalars[f"eval/{name}"] = total / tokens
         if record.health is not None:
             scalars |= _scalars(record.health)
             if self._board is not None and self._health_records % HISTOGRAMS_EVERY == 0:

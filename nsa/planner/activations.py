@@ -140,7 +140,9 @@ def _loss(model: Model, tokens: int, fused: bool) -> int:
     """Return the bytes of one chunk's logits and the head's gradient.
 
     A second chunk's gradient needs a tensor of its own; more chunks are summed in fp32.
+    Distillation follows: it holds both losses' gradients, and both models' logits of few tokens.
     """
+    from nsa.model.distillation import LOG_PROBABILITIES
     from nsa.model.loss import CHUNK_LOGITS, CHUNK_LOGITS_CPU
 
     vocab_size, size = model.config.vocab_size, model.weight_bytes
@@ -150,7 +152,12 @@ def _loss(model: Model, tokens: int, fused: bool) -> int:
     gradient = parts * model.embedding
     rows = 0 if fused else min(SOFTMAX_LOGITS, logits)
     softmax = 4 * rows * (2 + (logits > rows))  # converted, computed; earlier rows remain
-    return size * (logits + model.config.width * tokens) + max(gradient, softmax)
+    loss = size * (logits + model.config.width * tokens) + max(gradient, softmax)
+    if model.teacher is None:
+        return loss
+    gradients = 2 * size * (model.config.width * tokens + model.embedding)
+    part = (3 * size + 4 * 4) * logits // LOG_PROBABILITIES
+    return size * model.teacher.width * tokens + max(loss, gradients + part)
 
 
 def _blocks(model: Model, seq_len: int) -> int:

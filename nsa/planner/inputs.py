@@ -19,6 +19,7 @@ class Model:
     config: ModelConfig
     seq_len: int  # FLOPs per token are averaged over this many positions
     weight_bytes: int = 2  # 2: bf16 or fp16; 4: fp32
+    teacher: ModelConfig | None = None  # frozen, on every GPU, without optimizer state
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -30,6 +31,12 @@ class Model:
     @cached_property
     def parameters(self) -> int:
         return sum(self.sizes)
+
+    @cached_property
+    def teacher_parameters(self) -> int:
+        from nsa.model.count import parameter_count
+
+        return 0 if self.teacher is None else parameter_count(self.teacher)
 
     @property
     def embedding(self) -> int:
@@ -82,7 +89,10 @@ class Model:
         from nsa.model.count import flops_per_token
 
         step = flops_per_token(self.config, self.seq_len)
-        return {"step": step, "layers": (step - 6 * self.embedding) / 3}
+        layers = (step - 6 * self.embedding) / 3
+        if self.teacher is not None:  # its forward pass, and the head's three products again
+            step += flops_per_token(self.teacher, self.seq_len) / 3 + 6 * self.embedding
+        return {"step": step, "layers": layers}
 
 
 @dataclass(frozen=True)

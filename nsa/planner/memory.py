@@ -47,6 +47,7 @@ def memory(
         "weights": weights,
         "master weights": 4 * count // shards if size == 2 or zero.stage else 0,
         "optimizer moments": (8 * count - 4 * matrices) // shards,
+        "teacher": size * model.teacher_parameters,
         "gradients": 4 * count if zero.bf16_optimizer else 0,  # fp32 sums
     }
     buckets = {"buckets": size * zero.bucket * (2 if zero.overlap else 1)}

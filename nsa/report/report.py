@@ -19,8 +19,8 @@ from nsa.constants import BRANCHES
 from nsa.gates.results import GateResult
 from nsa.gates.schedule import GATE_NAMES
 from nsa.monitor.artifacts import Table, read_json, read_table, try_read_text
-from nsa.monitor.csv_files import FALLBACK_COLUMNS, FALLBACKS_FILE
-from nsa.monitor.observer import Observer, RunInfo
+from nsa.monitor.csv_files import FALLBACK_COLUMNS, FALLBACKS_FILE, TEACHER_FILE
+from nsa.monitor.observer import TEACHER_COLUMNS, Observer, RunInfo
 from nsa.report.markdown import plain, table
 from nsa.report.plots import Panel, Points, draw
 from nsa.report.summary import Summary, lookup, summarise
@@ -40,6 +40,7 @@ _SETTINGS = (
     "train.micro_batch",
     "train.accumulation",
     "train.learning_rate",
+    "train.teacher",
     "train.precision",
     "train.seed",
     "train.on_bad_step",
@@ -86,6 +87,7 @@ def write_report(run_dir: Path) -> Path:
         f"# {plain(run.name)}: {plain(_decision(run.gates))}",
         *_gate_sections(run.gates),
         *_facts(run, env),
+        *_versus_teacher(run),
         *_comparison(run, env),
         *_settings(run),
     ]
@@ -184,6 +186,38 @@ def _fallbacks(run_dir: Path) -> str:
     return "; ".join(
         f"{reason}: {', '.join(f'{name} ({count} calls)' for name, count in counts.items())}"
         for reason, counts in [*calls.items()][:10]
+    )
+
+
+def _versus_teacher(run: Summary) -> Iterator[str]:
+    """Compare with the run's teacher at the last validation, by position."""
+    rows = read_table(run.run_dir / TEACHER_FILE).rows
+    last = [row for row in rows if row["step"] == rows[-1]["step"]]
+    last = [row for row in last if all(name in row for name in TEACHER_COLUMNS)]
+    if not last:
+        return
+    teacher, step = lookup(run.config, "train.teacher"), last[0]["step"]
+    yield from (*_heading("Compared with the teacher"), "")
+    yield from (f"{plain(teacher)}, on the validation split at step {step:,.0f}.", "")
+    tokens = sum(row["tokens"] for row in last)
+    total = {
+        name: sum(row[name] * row["tokens"] for row in last) / tokens
+        for name in TEACHER_COLUMNS[3:]
+    }
+    total |= {"first": last[0]["first"], "last": last[-1]["last"], "tokens": tokens}
+    yield from table(
+        ("positions", "tokens", "loss", "teacher's", "difference", "KL, nats", "same top-1"),
+        [
+            (
+                f"{row['first']:,.0f} to {row['last']:,.0f}",
+                f"{row['tokens']:,.0f}",
+                *(f"{row[name]:.4f}" for name in ("loss", "teacher_loss")),
+                f"{row['loss'] - row['teacher_loss']:+.4f}",
+                f"{row['kl']:.4f}",
+                f"{row['same_top1']:.1%}",
+            )
+            for row in [*last, total]
+        ],
     )
 
 

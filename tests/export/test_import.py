@@ -720,16 +720,6 @@ def test_the_gaps_dataset_is_checked_before_the_weights(
     assert "is damaged" in refused(capsys, tmp_path / "llama")
 
 
-def test_the_gap_of_known_distributions() -> None:
-    """KL((½, ½) ‖ (¼, ¾)) and the losses of the second token."""
-    half, quarter = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
-    sums = logit_gap.compare(
-        half.repeat(2, 1), quarter.repeat(2, 1), torch.tensor([1, -100])
-    ).tolist()
-    kl = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
-    assert sums == pytest.approx([math.log(2), math.log(4 / 3), kl, 0, 1])
-
-
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_import_and_export_round_trip_bit_for_bit(
     attention: str, dense_run: Path, tmp_path: Path

@@ -1,0 +1,108 @@
+"""The teacher of a run (train.teacher): found and checked, loaded, and compared with the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.constants import IGNORE_INDEX
+from nsa.data.batches import Batch
+from nsa.dtypes import DTYPES
+from nsa.engine.config import RunConfig
+from nsa.engine.load_run import StoredRun, find_run, load_run
+from nsa.model import LanguageModel
+from nsa.model.loss import bucket_edges
+from nsa.monitor.observer import TEACHER_COLUMNS
+
+
+class Teacher:
+    """A frozen model on this rank, outside of DeepSpeed's engine and of checkpoints."""
+
+    def __init__(self, model: LanguageModel, config: RunConfig) -> None:
+        self.model = model.requires_grad_(False)
+        self._weight = config.train.teacher_weight
+        self._edges = bucket_edges(config.data.seq_len)
+
+    @torch.no_grad()
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """Return the arguments of the model's forward pass that name this teacher's prediction."""
+        hidden = self.model.hidden(batch.input_ids, batch.cu_seqlens)
+        head = hidden.flatten(0, 1), self.model.head_weight
+        return {"teacher": head, "teacher_weight": self._weight}
+
+    def by_position(self, divergence: Tensor, batch: Batch) -> Tensor:
+        """Sum `token_divergence` [N, 4] and the labels by position: [buckets, 5], float64."""
+        inner = torch.tensor(self._edges[1:-1], device=divergence.device)
+        bucket = torch.bucketize(self._positions(batch), inner, right=True)
+        counted = (batch.labels.flatten() != IGNORE_INDEX)[:, None]
+        rows = torch.cat([divergence.double(), counted.double()], 1)
+        sums = rows.new_zeros(len(self._edges) - 1, rows.shape[1])
+        return sums.index_add_(0, bucket, rows)
+
+    def _positions(self, batch: Batch) -> Tensor:
+        """Return each token's position in its document, [N]."""
+        rows, length = batch.input_ids.shape
+        sequence = self.model.sequence
+        first = 0 if sequence is None else sequence.rank * length
+        token = torch.arange(first, first + length, device=batch.input_ids.device)
+        if batch.cu_seqlens is None:
+            return token.repeat(rows)
+        document = torch.searchsorted(batch.cu_seqlens, token, right=True) - 1
+        return token - batch.cu_seqlens[document]
+
+    def rows(self, sums: Tensor) -> list[dict[str, float]]:
+        """Return the means of each bucket that has labels, from the sums of all ranks."""
+        rows = []
+        for first, end, values in zip(self._edges, self._edges[1:], sums.tolist(), strict=False):
+            *totals, labels = values
+            if labels:
+                row = (first, end - 1, labels, *(total / labels for total in totals))
+                rows.append(dict(zip(TEACHER_COLUMNS, row, strict=True)))
+        return rows
+
+
+def find_teacher(config: RunConfig) -> StoredRun | None:
+    """Return the run that train.teacher names, without its weights; None without a teacher."""
+    path, vocabulary = config.train.teacher, config.model.vocab_size
+    if path is None:
+        return None
+    try:
+        found = find_run(Path(path))
+    except ValueError as error:
+        raise ValueError(f"train.teacher = {error}; or set train.teacher=null") from None
+    size, heads = found.config.model.vocab_size, found.config.model.kv_heads
+    if size != vocabulary:
+        raise ValueError(
+            f"train.teacher = {path!r}: has a vocabulary of {size:,} and this run one of "
+            f"{vocabulary:,}; name a model with the same tokenizer"
+        )
+    parts = config.train.sequence_parallel
+    if heads % parts:
+        raise ValueError(
+            f"train.sequence_parallel = {parts}: does not divide the {heads} KV heads of "
+            f"train.teacher = {path!r}; set it to a divisor"
+        )
+    return found
+
+
+def check_tokenizer(found: StoredRun | None, config: RunConfig, fingerprint: str) -> None:
+    """Raise a ValueError if the teacher was trained with another tokenizer than the dataset's."""
+    if found is None or found.tokenizer is None or found.tokenizer.fingerprint == fingerprint:
+        return
+    raise ValueError(
+        f"train.teacher = {config.train.teacher!r}: was trained with the tokenizer "
+        f"{found.tokenizer.name!r}, and this run uses {config.data.tokenizer!r}; name a model with "
+        "the same"
+    )
+
+
+def load_teacher(
+    found: StoredRun, config: RunConfig, model: LanguageModel, device: torch.device
+) -> Teacher:
+    """Load the teacher in the dtype of training; it splits sequences as `model` does."""
+    loaded = load_run(found, device=device, dtype=DTYPES[config.train.precision])
+    loaded.model.sequence = model.sequence
+    return Teacher(loaded.model, config)

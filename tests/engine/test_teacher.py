@@ -1,0 +1,126 @@
+"""train.teacher: real DeepSpeed on two ranks, teacher.csv, the report, the plan and refusals."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from nsa.cli import main
+from nsa.engine.config import RunConfig
+from nsa.engine.teacher import find_teacher
+from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
+from tests.ranks import ROOT
+
+STEPS = ["--profile=demo", "--steps=6", "--set=data.seq_len=256", "--set=monitor.log_every=1"]
+STEPS += ["--set=train.eval_every=3", "--set=monitor.report=true"]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    command = [*TINY, *STEPS, "--set=train.learning_rate=1e-2", "--run-dir=dense"]
+    succeed(on_one_rank("m7c_dense.py", *command, folder=folder))
+    return folder / "dense"
+
+
+def train(folder: Path, run: str, zero: str, *flags: str) -> dict[int, float]:
+    config = f"--deepspeed_config={ROOT}/ds_configs/{zero}.json"
+    new = [] if "--resume" in flags else [*TINY, *STEPS]
+    succeed(on_two_ranks("m7c.py", *new, f"--run-dir={run}", config, *flags, folder=folder))
+    return losses(folder / run)
+
+
+def table(run: Path) -> list[dict[str, float]]:
+    with (run / "teacher.csv").open() as file:
+        return [{name: float(x) for name, x in row.items()} for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        "zero2_pcie",
+        *(pytest.param(f"zero{x}", marks=pytest.mark.full) for x in ("0_debug", "1_pcie", "3")),
+    ],
+)
+def test_a_run_learns_its_teachers_predictions_and_resumes(
+    zero: str, dense: Path, tmp_path: Path
+) -> None:
+    teacher = [f"--set=train.teacher={dense}", "--set=train.teacher_weight=4"]
+    teacher += ["--set=data.packing=documents"]
+    expected = train(tmp_path, "run", zero, *teacher)
+    train(tmp_path, "cut", zero, *teacher, "--until=4")
+    assert train(tmp_path, "cut", zero, "--resume") == expected
+    alone = train(tmp_path, "alone", zero, "--set=data.packing=documents")
+    assert alone[1] == expected[1]  # the loss is that of the labels
+    assert alone[6] != expected[6]
+    rows = table(tmp_path / "run")
+    again = table(tmp_path / "cut")
+    assert {row["step"] for row in again} == {3, 4, 6}  # it was evaluated where it stopped
+    assert rows == [row for row in again if row["step"] != 4]
+    assert {row["step"] for row in rows} == {3, 6}
+    assert [row["first"] for row in rows if row["step"] == 6] == [0, 64, 128]
+    mean_kl = {
+        step: sum(row["kl"] * row["tokens"] for row in rows if row["step"] == step)
+        / sum(row["tokens"] for row in rows if row["step"] == step)
+        for step in (3, 6)
+    }
+    assert mean_kl[6] < mean_kl[3]
+    board = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    events = {event.step: event.value for event in board.Scalars("eval/kl")}
+    assert events == pytest.approx(mean_kl, rel=1e-4)
+    report = (tmp_path / "run/report.md").read_text()
+    assert "Compared with the teacher" in report
+    assert "| 0 to 255 |" in report, report
+
+
+def test_a_model_that_is_its_own_teacher_does_not_differ_from_it(
+    dense: Path, tmp_path: Path
+) -> None:
+    flags = ["--set=data.seq_len=256", "--profile=demo", "--steps=1", "--set=train.eval_samples=4"]
+    same = [f"--set=train.teacher={dense}", f"--set=train.start_from={dense}"]
+    same += ["--set=train.learning_rate=1e-12", "--set=train.min_learning_rate=0"]
+    same += ["--set=train.weight_decay=0"]
+    succeed(on_one_rank("m7c_dense.py", *TINY, *flags, *same, "--run-dir=run", folder=tmp_path))
+    for row in table(tmp_path / "run"):
+        assert row["loss"] == row["teacher_loss"]
+        assert row["kl"] == pytest.approx(0, abs=1e-6)
+        assert row["same_top1"] == 1
+
+
+def test_the_plan_counts_the_teacher(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--profile=demo", "--gpus=2", "--json", *TINY[:1]]
+    sizes = []
+    for teacher in ([], [f"--set=train.teacher={dense}"]):
+        assert main([*command, *(x for x in TINY if x.startswith("--set")), *teacher]) in (0, 1)
+        sizes.append(json.loads(capsys.readouterr().out)["plans"][0])
+    memory = [plan["memory"]["total"] for plan in sizes]
+    assert memory[1] > memory[0]
+    assert sizes[1]["tokens_per_second"] < sizes[0]["tokens_per_second"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["train.teacher=no/such/run"], "train.teacher = "),
+        (["model.vocab_size=512"], "has a vocabulary of .* and this run one of 512"),
+        (["train.teacher_weight=0"], "train.teacher_weight = 0"),
+    ],
+)
+def test_teachers_that_do_not_fit_are_refused_before_the_run(
+    settings: list[str], reason: str, dense: Path, tmp_path: Path
+) -> None:
+    flags = [*TINY, "--profile=demo", f"--set=train.teacher={dense}"]
+    flags += [f"--set={x}" for x in settings]
+    run = on_one_rank("m7c.py", *flags, "--run-dir=run", folder=tmp_path)
+    assert run.returncode == 2
+    assert re.search(reason, run.stderr)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_a_teacher_has_none() -> None:
+    assert find_teacher(RunConfig()) is None
