@@ -36,6 +36,7 @@ MODELS = {
     "mean": ("attention.compressor=mean", "attention.selector_loss=0"),
     "dense": ("attention.kind=dense",),
 }
+DENSE_STEPS = {"half": 0.5, "most": 0.9}  # fractions of the steps; the others are those of "nsa"
 SETTINGS = (
     *COMMON,
     "train.eval_samples=16",
@@ -68,7 +69,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_run_flags(parser, "runs/text", steps=2_000, jobs=1)
     add("--source", default="embedded:torch", help="data.source (%(default)s)")
     about = "models to train; the others are compared with the first (%(default)s)"
-    add("--models", type=choice(*MODELS), default=",".join(MODELS), help=about)
+    names = [*MODELS, *DENSE_STEPS]
+    add("--models", type=choice(*names), default=",".join(names), help=about)
 
 
 def run(report: Report) -> dict[str, Any]:
@@ -83,7 +85,11 @@ def run(report: Report) -> dict[str, Any]:
         config = recipe_config("demo", common)
         source = open_source(config.data, flags.source)
         train_tokenizer(source, config.model.vocab_size, tokenizer)
-    models = {name: MODELS[name] for name in flags.models}
+    every = MODELS | {
+        name: (*MODELS["nsa"], f"train.dense_steps={round(fraction * flags.steps)}")
+        for name, fraction in DENSE_STEPS.items()
+    }
+    models = {name: every[name] for name in flags.models}
     trainings, failures = train_variants(report, "demo", common, models)
     finished = [training for training in trainings if training.result()]
     documents = evaluated_documents(finished[0]) if finished else torch.empty(0)

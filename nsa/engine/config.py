@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from nsa.checkpoint import CheckpointConfig
+from nsa.constants import BRANCHES
 from nsa.data import DataConfig
 from nsa.model.config import ModelConfig
 from nsa.monitor.config import MonitorConfig
@@ -30,6 +31,7 @@ class TrainConfig:
     teacher_weight: float = 1.0  # weight of KL(teacher ‖ model) beside the loss
     selector_steps: int = 0  # first steps: dense attention, only compressed keys learn; then all
     selector_rate: float = 1e-3  # constant learning rate of those steps
+    dense_steps: int = 0  # first steps: dense attention, all weights learn; then sparse attention
     learning_rate: float = 6e-4  # peak of the cosine schedule
     min_learning_rate: float = 6e-5  # end of the cosine schedule
     warmup_steps: int = 2_000  # steps of linear warmup; step 1 already has a non-zero rate
@@ -53,7 +55,8 @@ class TrainConfig:
         at_least(1, "train", self, "sequence_parallel", "eval_samples")
         at_most(65_536, "train", self, "micro_batch", "accumulation")
         at_least(0, "train", self, "warmup_steps", "eval_every", "clip", "bad_steps")
-        at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed", "selector_steps")
+        at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed", "dense_steps")
+        at_least(0, "train", self, "selector_steps")
         above_zero("train", self, "learning_rate", "selector_rate", "adam_eps", "spike_score")
         above_zero("train", self, "teacher_weight")
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
@@ -66,13 +69,17 @@ class TrainConfig:
                 f"train.learning_rate = {self.learning_rate}; lower it"
             )
 
+    def in_selector_steps(self, step: int) -> bool:
+        """Return whether step `step`, counted from 0, trains the selector alone."""
+        return step < self.selector_steps
+
 
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Return the rate of step `step`, counted from 0: linear warmup, then cosine, never 0.
 
     The steps of `selector_steps` come before and have a rate of their own.
     """
-    if step < train.selector_steps:
+    if train.in_selector_steps(step):
         return train.selector_rate
     step, steps = step - train.selector_steps, train.steps - train.selector_steps
     if step < train.warmup_steps:
@@ -101,6 +108,25 @@ class RunConfig:
                 f"train.selector_steps = {self.train.selector_steps}: trains by the selector loss "
                 "alone; set model.attention.selector_loss=1 with kind nsa, or selector_steps to 0"
             )
+        if self.train.dense_steps:
+            fits = attention.kind == "nsa" and attention.branch_names == BRANCHES
+            if not fits or attention.shared_kv:
+                raise ValueError(
+                    f"train.dense_steps = {self.train.dense_steps}: needs the keys and values of "
+                    "three branches; set model.attention.kind=nsa, branches=cmp+sel+win and "
+                    "shared_kv=false, or dense_steps to 0"
+                )
+            if self.train.selector_steps:
+                raise ValueError(
+                    f"train.selector_steps = {self.train.selector_steps}: not with "
+                    "train.dense_steps, in which the selector loss already trains compressed keys; "
+                    "set one of them to 0"
+                )
+            if self.train.dense_steps >= self.train.steps:
+                raise ValueError(
+                    f"train.dense_steps = {self.train.dense_steps}: not below train.steps = "
+                    f"{self.train.steps}, so attention never becomes sparse; lower it"
+                )
         ranks = self.train.sequence_parallel
         for name, value in (
             ("model.kv_heads", self.model.kv_heads),

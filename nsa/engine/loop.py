@@ -26,6 +26,7 @@ from nsa.constants import IGNORE_INDEX
 from nsa.data.batches import Batch, on_device
 from nsa.engine.config import learning_rate
 from nsa.engine.consensus import AllRanksError, RunAborted
+from nsa.engine.dense_first import set_phase
 from nsa.engine.recovery import recover
 from nsa.engine.run import Run
 from nsa.engine.shutdown import Interrupted
@@ -73,7 +74,7 @@ def _train_steps(run: Run) -> str | None:
         waited = run.data.loader.first_batch_seconds or 0.0
         if run.state.step == first_step and waited >= 0.1:  # streamed or downloaded
             run.observers.on_message(f"first batch ready {waited:.1f} s after opening the dataset")
-        if logs and not in_selector_steps(run):
+        if logs and run.state.step >= max(config.train.dense_steps, config.train.selector_steps):
             run.health.arm()
         loss = train_step(run, batches, labels)
         run.loader_state = run.data.loader.state()
@@ -171,13 +172,9 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
     relative to the average, `labels` / (micro-batches · ranks): the step's is a mean over labels.
     """
     engine, state, config = run.engine, run.state, run.config.train
-    lr, selector_only = learning_rate(state.step, config), in_selector_steps(run)
-    if config.selector_steps:
-        engine.module.attend_to_all(run.config.data.seq_len if selector_only else None)
+    lr, selector_only = learning_rate(state.step, config), set_phase(engine, run.config, state.step)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
-        if config.selector_steps:  # decay would change weights that have no gradient
-            group["weight_decay"] = 0.0 if selector_only else group["decay"]
     total = torch.zeros((), device=run.device)
     for micro_step, batch in enumerate(on_device(batches, run.device)):
         run.telemetry.enter("forward", micro_step)
@@ -204,17 +201,12 @@ def train_step(run: Run, batches: list[Batch], labels: int) -> torch.Tensor:
     return total / config.accumulation
 
 
-def in_selector_steps(run: Run) -> bool:
-    """Return whether the next step trains the selector alone."""
-    return run.state.step < run.config.train.selector_steps
-
-
 @torch.no_grad()
 def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
     """Return the mean loss of the validation samples, the same samples on any number of ranks.
 
     With a teacher also the comparison with it by position. The loss is None if any rank has to
-    stop.
+    stop. Attention is dense if the last step's was, and sparse in the selector's steps.
     """
     run.telemetry.enter("eval")
     teacher = run.teacher
@@ -224,7 +216,7 @@ def evaluate(run: Run) -> tuple[float | None, list[dict[str, float]]]:
     if stop_reason is not None:
         return None, []
     run.engine.eval()
-    run.engine.module.attend_to_all(None)  # also in the selector's steps
+    run.engine.module.attend_to_all(None)
     try:
         for batch in batches:
             # DeepSpeed's launcher kills its ranks 30 seconds after a signal; until then the run

@@ -73,7 +73,7 @@ def _compare_batch(
     for ids, labels in zip(
         batch.input_ids.view(-1, length), batch.labels.view(-1, length), strict=True
     ):
-        heads = [(model.hidden(ids[None])[0], model.head_weight) for model in (sparse, dense)]
-        total[:4] += token_divergence(*heads, labels).double().sum(0)
+        ours, theirs = ((x.hidden(ids[None])[0], x.head_weight) for x in (sparse, dense))
+        total[:4] += token_divergence(ours, theirs, labels).double().sum(0)
         total[4] += (labels != IGNORE_INDEX).sum()
     return total

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from nsa.constants import BRANCHES
 from nsa.model.attention_metadata import AttentionMetadata
@@ -20,6 +19,7 @@ from nsa.model.compressor import (
     PoolCompressor,
 )
 from nsa.model.config import AttentionConfig, ModelConfig
+from nsa.model.dense import causal_attention
 from nsa.model.fused import norm_columns, parallel_linear_with_port
 from nsa.model.ranking_keys import port_rows, ranking_keys
 from nsa.ops import (
@@ -33,7 +33,6 @@ from nsa.ops import (
     window_attention,
 )
 from nsa.ops.checks import check_documents
-from nsa.ops.documents import document_slices
 from nsa.ops.rotary import RotaryPooled
 from nsa.spec import NSASpec
 
@@ -214,6 +213,7 @@ class NSAttention(Attention):
 
     observer: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None = None
     compiled: bool = False  # `compile_blocks` sets it: an observer cannot be traced
+    dense: bool = False  # `LanguageModel.attend_densely` sets it
     # Of the last selector loss: its queries [S], and the target [B, Hkv, S, M].
     selector_target: tuple[Tensor, Tensor] | None = None
     # In compiled code, what the observer receives, until `call_observer`.
@@ -288,6 +288,12 @@ class NSAttention(Attention):
                 window.copy_(selected)
             self.v.weight.chunk(3)[1].mul_(2)
 
+    @torch.no_grad()
+    def start_dense(self) -> None:
+        """Let the selected branch alone have values, so that the layer is a dense one sparsely."""
+        for branch in (0, 2):
+            self.v.weight.chunk(3)[branch].zero_()
+
     def branch_kv(
         self, parts: RotaryPooled, metadata: AttentionMetadata, port: Tensor | None = None
     ) -> tuple[BranchKV, Tensor | None]:
@@ -308,6 +314,10 @@ class NSAttention(Attention):
         self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata
     ) -> Tensor:
         assert gates is not None
+        if self.dense:
+            # Gates are ½ until they learn. The others get a gradient of 0, as ZeRO expects.
+            o = causal_attention(q, *kv["sel"], metadata.cu_seqlens) / 2
+            return o + sum((0.0 * x).sum() for x in kv["cmp"])
         if self.branches != BRANCHES:
             return self._attend_subset(q, gates, kv, metadata.cu_seqlens)
         o, block_index = nsa_attention_and_blocks(
@@ -387,13 +397,4 @@ class DenseAttention(Attention):
     def attend(
         self, q: Tensor, gates: Tensor | None, kv: BranchKV, metadata: AttentionMetadata
     ) -> Tensor:
-        q, k, v = (part.transpose(1, 2) for part in (q, *kv["all"]))
-        outputs = [
-            F.scaled_dot_product_attention(
-                q[:, :, doc], k[:, :, doc], v[:, :, doc], is_causal=True, enable_gqa=True
-            )
-            for doc in document_slices(q.shape[2], metadata.cu_seqlens)
-            if doc.stop > doc.start
-        ]
-        o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)  # one document: no copy
-        return o.transpose(1, 2)
+        return causal_attention(q, *kv["all"], metadata.cu_seqlens)

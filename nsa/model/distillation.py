@@ -61,7 +61,8 @@ def _log_probabilities(model: Head, teacher: Head) -> Iterator[tuple[slice, Tens
     for start in range(0, len(model[0]), rows):
         part = slice(start, start + rows)
         logits = (F.linear(hidden[part], weight) for hidden, weight in (model, teacher))
-        yield part, *(F.log_softmax(x, -1, dtype=dtype) for x in logits)
+        log_p, log_t = (F.log_softmax(x, -1, dtype=dtype) for x in logits)
+        yield part, log_p, log_t
 
 
 class _SummedKL(torch.autograd.Function):

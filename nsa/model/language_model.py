@@ -220,6 +220,11 @@ class LanguageModel(nn.Module):
         for layer in self.sparse_layers().values():
             layer.spec = spec
 
+    def attend_densely(self, dense: bool) -> None:
+        """Attend to all tokens by the selected branch alone; False: the sparse pattern again."""
+        for layer in self.sparse_layers().values():
+            layer.dense = dense
+
     def sparse_layers(self) -> dict[str, NSAttention]:
         """Return the attention layers that call an observer, by name: those with all branches."""
         return {

@@ -15,6 +15,7 @@ from nsa.validation import positive_flags, whole_number_list
 # The keys of train.VARIANTS, and model.config's, which import torch.
 COMPRESSORS = ("mean", "pool", "mlp")
 MODELS = ("dense", "nsa", "selector loss", "shared keys", "cmp+win", "win")
+OTHERS = ("half dense", "mostly dense", "sparsified")  # not among the default
 
 
 def add_parser(verbs: Any) -> None:
@@ -30,7 +31,7 @@ def add_parser(verbs: Any) -> None:
     add(
         "--models",
         default=",".join(MODELS),
-        help="some of these, or sparsified, with commas (%(default)s)",
+        help=f"some of these, or {', '.join(OTHERS)}, with commas (%(default)s)",
     )
     add("--seq-len", type=int, default=256, help="tokens of the longest sequences (%(default)s)")
     add("--hops", type=int, choices=(1, 2), default=1, help="facts needed for an answer (1)")
@@ -45,7 +46,7 @@ def add_parser(verbs: Any) -> None:
 def _tasks(args: argparse.Namespace) -> int:
     positive_flags(args, "steps", "seq_len", "jobs")
     models = args.models.split(",")
-    known = *MODELS, "sparsified"  # a dense model, converted and trained on
+    known = *MODELS, *OTHERS
     if unknown := [name for name in models if name not in known]:
         raise ValueError(f"--models {args.models}: unknown {unknown[0]!r}; {', '.join(known)}")
     seeds = [seed for group in args.seeds for seed in group]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nsa.constants import IGNORE_INDEX
+from nsa.engine.dense_first import MOMENTS, copy_selected_rows
 from nsa.evaluate.tasks.data import VOCABULARY, TaskBatch, recall
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.attention import NSAttention
@@ -40,6 +41,8 @@ VARIANTS = {
     "cmp+win": replace(NSA, branches="cmp+win"),
     "win": replace(NSA, branches="win"),
 }
+# "selector loss", but a fraction of its steps comes first and is dense, as train.dense_steps does.
+DENSE_STEPS = {"half dense": 0.5, "mostly dense": 0.9}
 BATCH = 2_048  # tokens of a step
 LEARNING_RATE = 8e-3
 WARMUP = 30
@@ -114,6 +117,7 @@ class TrainedModel:
 
 
 def model_config(variant: str, task: Task) -> ModelConfig:
+    variant = "selector loss" if variant in DENSE_STEPS else variant
     attention = replace(VARIANTS[variant], spec=task.spec)
     if attention.kind == "nsa" and "cmp" in attention.branch_names:
         attention = replace(attention, compressor=task.compressor)
@@ -153,7 +157,8 @@ def train(
     def rate(step: int) -> float:
         return LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (1 - step / steps)
 
-    losses = _optimize(model, task, steps, seed, rate, on_step)
+    dense_steps = round(DENSE_STEPS.get(variant, 0) * steps)
+    losses = _optimize(model, task, steps, seed, rate, on_step, dense_steps=dense_steps)
     return TrainedModel(model.eval(), losses, time.process_time() - start)
 
 
@@ -165,12 +170,22 @@ def _optimize(
     rate: Callable[[int], float],
     on_step: Callable[[int, float], None],
     selector_only: bool = False,
+    dense_steps: int = 0,
 ) -> list[float]:
     """Train with AdamW and the rate of each step; return the losses."""
     rng, losses = torch.Generator().manual_seed(seed), list[float]()
     decay = 0.0 if selector_only else 0.01
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=decay)
+    if dense_steps:
+        for layer in model.sparse_layers().values():
+            layer.start_dense()
     for step in range(steps):
+        if 0 < step == dense_steps:
+            for layer in model.sparse_layers().values():
+                moments = (optimizer.state[layer.k.weight][name] for name in MOMENTS)
+                for keys in (layer.k.weight.data, *moments):
+                    copy_selected_rows(keys, compressed=False)
+        model.attend_densely(step < dense_steps)
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         batch = task.batch(rng)

@@ -16,7 +16,7 @@ import torch
 
 from nsa.cli import main
 from nsa.evaluate.tasks import evaluate, report, train
-from nsa.evaluate.tasks.command import MODELS
+from nsa.evaluate.tasks.command import MODELS, OTHERS
 from nsa.evaluate.tasks.data import recall
 from nsa.evaluate.tasks.evaluate import FACT_COUNTS, WITHOUT_SELECTION, evaluate_all
 from nsa.evaluate.tasks.report import lines, summary_json
@@ -196,7 +196,7 @@ def test_the_table_counts_only_needles_beyond_the_reach() -> None:
         (["--jobs", "0"], "--jobs 0: must be 1 or more"),
         (
             ["--models", "dense,lstm"],
-            f"--models dense,lstm: unknown 'lstm'; {', '.join(MODELS)}, sparsified",
+            f"--models dense,lstm: unknown 'lstm'; {', '.join([*MODELS, *OTHERS])}",
         ),
         (["--seq-len", "48"], "--seq-len 48: take a multiple of 32, 64 or more"),
     ],
