@@ -548,6 +548,12 @@ def chat_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose tokenizer starts each text with a token and has a chat template."""
     folder = tmp_path_factory.mktemp("chat") / "llama"
     llama(folder, vocab_size=270, eos_token_id=[1, 3])
+    add_chat_tokenizer(folder)
+    return folder
+
+
+def add_chat_tokenizer(folder: Path) -> None:
+    """Save a tokenizer of bytes with four special tokens and a chat template."""
     vocab = {
         letter: number + 4 for number, letter in enumerate(sorted(bytes_to_unicode().values()))
     }
@@ -569,7 +575,6 @@ def chat_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         chat_template=CHAT,
     )
     tokenizer.save_pretrained(folder)
-    return folder
 
 
 def test_a_tokenizers_special_tokens_and_chat_template_travel(

@@ -1,0 +1,139 @@
+"""A Qwen3 that became sparse, in other libraries: transformers alone, Trainer, TRL and PEFT."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from tests.data.texts import texts, write_lines
+from tests.engine.runs import TINY, on_one_rank, succeed
+from tests.export.test_import import SHAPE, SMALL, add_chat_tokenizer, export, imported
+from tests.model.test_hf_clients import peft, trl
+
+MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you too"}]
+ALONE = """
+import sys
+sys.path.append(sys.argv[1])
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2], trust_remote_code=True)
+assert not any(name == "nsa" or name.startswith("nsa.") for name in sys.modules)
+torch.save(model(torch.arange(80)[None]).logits, sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Imported, trained in both stages with a teacher, and exported."""
+    folder = tmp_path_factory.mktemp("sparsified")
+    torch.manual_seed(0)
+    shape = SHAPE | {"tie_word_embeddings": False, "initializer_range": 0.05}
+    Qwen3ForCausalLM(Qwen3Config(**shape, eos_token_id=[1, 3])).save_pretrained(folder / "qwen3")
+    (folder / "qwen3/README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    add_chat_tokenizer(folder / "qwen3")
+    imported(folder / "qwen3", folder / "start", *SMALL)
+    imported(folder / "qwen3", folder / "teacher", "--attention=dense")
+    source = write_lines(folder / "lines.jsonl", texts(40))
+    flags = ["--profile=demo", "--steps=4", "--set=train.selector_steps=2", "--run-dir=run"]
+    flags += [f"--set=train.start_from={folder / 'start'}", f"--set=data.source={source}"]
+    flags += [f"--set=train.teacher={folder / 'teacher'}", "--set=train.warmup_steps=1"]
+    flags += [flag for flag in TINY if "model." not in flag]
+    succeed(on_one_rank("sparsify.py", *flags, folder=folder))
+    return export(folder / "run", folder / "hf")
+
+
+def trainer(kind: Any, settings: Any, sparse: Path, dataset: Any, **more: Any) -> Any:
+    return kind(
+        AutoModelForCausalLM.from_pretrained(sparse, dtype=torch.float32),
+        args=settings(
+            max_steps=6,
+            per_device_train_batch_size=4,
+            learning_rate=1e-2,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=dataset,
+        **more,
+    )
+
+
+def falls(trained: Any) -> bool:
+    trained.train()
+    losses = [float(line["loss"]) for line in trained.state.log_history if "loss" in line]
+    return len(losses) == 6 and losses[-1] < losses[0]
+
+
+def test_transformers_loads_it_without_this_package(sparse: Path, tmp_path: Path) -> None:
+    shutil.copytree(sparse, tmp_path / "copied")
+    arguments = [sysconfig.get_path("purelib"), str(tmp_path / "copied"), str(tmp_path / "logits")]
+    subprocess.run(
+        [sys.executable, "-I", "-S", "-c", ALONE, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HOME": str(tmp_path / "hub")},
+        check=True,
+        timeout=300,
+    )
+    model = AutoModelForCausalLM.from_pretrained(sparse)
+    assert torch.equal(torch.load(tmp_path / "logits"), model(torch.arange(80)[None]).logits)
+
+
+def test_it_keeps_the_sources_license_and_chat(sparse: Path) -> None:
+    card = (sparse / "README.md").read_text()
+    assert "license: apache-2.0" in card
+    assert "qwen3" in card
+    tokenizer = AutoTokenizer.from_pretrained(sparse)
+    prompt = tokenizer.apply_chat_template(
+        MESSAGES[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(sparse)
+    answer = model.generate(**prompt, max_new_tokens=5, do_sample=False)
+    assert answer.shape[1] > prompt["input_ids"].shape[1]
+    assert model.generation_config.eos_token_id == [1, 3]
+
+
+def test_the_trainer_trains_it(sparse: Path, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    ids = torch.randint(4, 270, (16, 96), generator=torch.Generator().manual_seed(0)).tolist()
+    dataset = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    settings = partial(TrainingArguments, str(tmp_path))
+    trained = trainer(Trainer, settings, sparse, dataset)
+    before = {name: weight.clone() for name, weight in trained.model.named_parameters()}
+    assert falls(trained)
+    still = [n for n, weight in trained.model.named_parameters() if torch.equal(weight, before[n])]
+    assert still == []  # φ and its keys too: the model adds the selector loss
+
+
+@pytest.mark.filterwarnings("ignore:.*(gradient|activation)_checkpointing:FutureWarning")
+@pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "LoRA"])
+def test_trl_trains_it_on_conversations(adapter: bool, sparse: Path, tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    config = peft().LoraConfig(task_type="CAUSAL_LM") if adapter else None
+    trained = trainer(
+        trl().SFTTrainer,
+        partial(trl().SFTConfig, str(tmp_path), max_length=96),
+        sparse,
+        Dataset.from_dict({"messages": [MESSAGES] * 16}),
+        processing_class=AutoTokenizer.from_pretrained(sparse),
+        peft_config=config,
+    )
+    before = {name: weight.clone() for name, weight in trained.model.named_parameters()}
+    assert falls(trained)
+    changed = {n for n, w in trained.model.named_parameters() if not torch.equal(w, before[n])}
+    assert changed == ({name for name in before if "lora_" in name} if adapter else before.keys())
