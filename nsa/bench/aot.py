@@ -11,9 +11,11 @@ from typing import Any
 
 from nsa.bench.results import Report
 
+CHIPS = "sm_80,sm_86,sm_89,sm_90,sm_100,sm_120"
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", default="sm_80,sm_90,sm_100", help="chips (%(default)s)")
+    parser.add_argument("--arch", default=CHIPS, help="chips (%(default)s)")
     cases = parser.add_mutually_exclusive_group()
     cases.add_argument("--full", action="store_true", help="every dtype, size and candidate config")
     cases.add_argument(

@@ -59,10 +59,15 @@ class ChipLimits:
     tensor_memory: int = 512  # columns; only sm_100 has any
 
 
+# What a consumer or workstation card has: RTX 30, A10 and A6000; RTX 40, L4 and L40S; RTX 50.
+SMALL: dict[str, int] = {"shared": 99 * 1024, "shared_per_sm": 100 * 1024, "warps_per_sm": 48}
 CHIPS = {
     "sm_80": ChipLimits(80, 163 * 1024, 164 * 1024),
+    "sm_86": ChipLimits(86, **SMALL, blocks_per_sm=16),
+    "sm_89": ChipLimits(89, **SMALL, blocks_per_sm=24),
     "sm_90": ChipLimits(90, 227 * 1024, 228 * 1024),
     "sm_100": ChipLimits(100, 227 * 1024, 228 * 1024),
+    "sm_120": ChipLimits(120, **SMALL, blocks_per_sm=24),
 }
 
 

@@ -8,7 +8,7 @@ have no type for an NSASpec, so callers pass `spec.to_ints()`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple, get_type_hints
 
@@ -31,6 +31,21 @@ _SCHEMA_TYPES = {
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # by op name: the function behind the op
 _KNOWN: ContextVar[Any] = ContextVar("known outputs", default=None)
+
+
+class TileTooLarge(Exception):
+    """A kernel could not launch with its tile sizes; those of the next call are others."""
+
+
+def until_it_fits(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `function`, which only writes what it allocates, run again after a TileTooLarge."""
+
+    def run(*args: Any) -> Any:
+        while True:
+            with suppress(TileTooLarge):
+                return function(*args)
+
+    return run
 
 
 class Gradient(NamedTuple):
@@ -58,6 +73,7 @@ def register(
 ) -> Any:
     """The custom op `name`. `forward` and `fake` map an `inputs` tuple to `outputs` tensors."""
     build = _builder(inputs)
+    forward = until_it_fits(forward)
     return _define(
         name,
         f"({_schema(inputs)}) -> {_tensors(outputs)}",
@@ -135,9 +151,11 @@ def _autograd(
     output_gradients = [f"Tensor{'' if gradient.zeros else '?'} gradient_{i}" for i in range(count)]
     saved_outputs = [f"Tensor output_{i}" for i in range(len(range(outputs)[gradient.saved]))]
 
+    backward_pass = until_it_fits(gradient.backward)
+
     def backward(*args: Any) -> Any:
         given, rest = args[count : count + length], args[count + length :]
-        return gradient.backward(*args[:count], build(given), *rest)
+        return backward_pass(*args[:count], build(given), *rest)
 
     def fake(*args: Any) -> Any:
         results = tuple(args[count + i].new_empty(args[count + i].shape) for i in like)

@@ -40,6 +40,13 @@ class Config(NamedTuple):
         return "/".join(str(number) for number in self if number is not None)
 
 
+class Tile(Config):
+    """The config that a launch takes, and what it was chosen for."""
+
+    key: Key | None = None
+
+
+Key = tuple[str, tuple[int, int], torch.dtype, str]  # operation, padded head sizes, dtype, chip
 Option = TypeVar("Option", Config, str)
 Choice = Callable[[str, list[Any]], Any]
 SHORT = 4096  # tokens; shorter and longer sequences are tuned separately
@@ -49,6 +56,7 @@ ONE_TILE = {2: (32, 128), 4: (16, 32)}
 ONE_TILE_HEAD = 64  # the largest head size that takes it
 KEY_SPACES = 3  # spaces in a tuning key; keys of earlier versions lacked the length and had two
 _override: Choice | None = None
+_too_large: dict[Key, set[Config]] = {}  # candidates that could not launch in this process
 _chip: str | None = None
 
 
@@ -67,8 +75,36 @@ def choose_config(operation: str, sizes: tuple[int, int], like: Tensor, seq_len:
 def _cached_config(
     operation: str, sizes: tuple[int, int], dtype: torch.dtype, short: bool, chip: str
 ) -> Config:
-    key = tuning_key(operation, sizes, dtype, 1 if short else SHORT + 1)
-    return _tuned_or_first(key, candidates(operation, sizes, dtype, chip))
+    key = operation, sizes, dtype, chip
+    options = [c for c in candidates(*key) if c not in _too_large.get(key, ())]
+    tuned = tuning_key(operation, sizes, dtype, 1 if short else SHORT + 1)
+    tile = Tile(*_tuned_or_first(tuned, options))
+    tile.key = key
+    return tile
+
+
+def exclude(tile: Config, kernel: str, reason: str) -> bool:
+    """Take the operation's next candidate from now on, because this one cannot launch here.
+
+    Return False if it is not a candidate of an operation, as in tuning. Raise a ValueError if it is
+    the last.
+    """
+    key = tile.key if isinstance(tile, Tile) else None
+    if key is None:
+        return False
+    excluded = _too_large.setdefault(key, set())
+    excluded.add(Config(*tile))
+    left = [c for c in candidates(*key) if c not in excluded]
+    if not left:
+        raise ValueError(
+            f"{kernel}: none of its tile sizes runs on this GPU ({reason}); set "
+            "model.attention.backend=blockwise"
+        )
+    warnings.warn(
+        f"{kernel}: tile {tile} does not run on this GPU ({reason}); taking {left[0]}", stacklevel=2
+    )
+    _cached_config.cache_clear()
+    return True
 
 
 def choose(
@@ -186,7 +222,21 @@ _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
         ("select", 128): [(64, 64, 8, 3)],
     },
 }
-CHIPS = tuple(_BY_CHIP)
+# Cards with 99 KB of shared memory a block: sm_80's candidates, but smaller ones for heads of 128.
+for _name in ("sm_86", "sm_89", "sm_120"):
+    _BY_CHIP[_name] = _BY_CHIP["sm_80"] | {
+        ("keys", 128): [(32, 64, 4, 2)],
+        ("gated_keys", 128): [(32, 64, 4, 2)],
+        ("selected_keys", 128): [(32, 64, 4, 3)],
+    }
+_BY_CHIP["sm_120"] |= {
+    ("forward", 128): [(128, 32, 8, 3)],
+    ("keys", 128): [(32, 64, 8, 2)],
+    ("gated_keys", 128): [(32, 64, 8, 2)],
+    ("select", 64): [(32, 64, 4, 3)],
+    ("select", 128): [(64, 64, 8, 3)],
+}
+CHIPS = tuple(sorted(_BY_CHIP, key=lambda name: int(name.removeprefix("sm_"))))
 
 
 def candidates(
@@ -210,11 +260,7 @@ def one_tile(keys: int, head: int, itemsize: int) -> tuple[int, int] | None:
 
 @lru_cache
 def chip_of(device: torch.device) -> str:
-    """The nearest chip of the tables that is not newer than this device's; without a GPU sm_80.
-
-    Consumer chips such as sm_86 have less shared memory than sm_80: tiles of large heads may not
-    fit, and their launch fails. `model.attention.backend=blockwise` runs there.
-    """
+    """The nearest chip of the tables that is not newer than this device's; without a GPU sm_80."""
     if device.type != "cuda":
         return "sm_80"
     major, minor = torch.cuda.get_device_capability(device)

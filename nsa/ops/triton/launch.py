@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from nsa.ops.triton.configs import Config
+from nsa.ops.custom_op import TileTooLarge
+from nsa.ops.triton.configs import Config, exclude
+from nsa.text import first_line
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,27 @@ def _run(kernel: Any, grid: Sequence[int], values: tuple, runtime: int, config: 
     if compiled is not None:
         compiled[(*grid, 1, 1)[:3]](*values)
         return
-    compiled = kernel[tuple(grid)](*values, **config.options())
+    compiled = _compile_and_run(kernel, grid, values, config)
     if compiled is not None:  # Triton's interpreter compiles nothing
         if len(_compiled) >= MAX_COMPILED:
             _compiled.clear()
         _compiled[key] = compiled
+
+
+def _compile_and_run(kernel: Any, grid: Sequence[int], values: tuple, config: Config) -> Any:
+    """Run `kernel`; raise TileTooLarge if the GPU or the compiler refuses this tile.
+
+    Both refuse before the kernel runs: shared memory and registers are checked as it is loaded.
+    """
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    try:
+        return kernel[tuple(grid)](*values, **config.options())
+    except (OutOfResources, PTXASError, CompilationError) as error:
+        if not exclude(config, kernel.fn.__name__, first_line(error)):
+            raise
+        raise TileTooLarge from error
 
 
 @contextmanager

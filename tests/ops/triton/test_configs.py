@@ -141,7 +141,7 @@ def test_a_chip_has_its_own_first_candidate() -> None:
 
 @pytest.mark.parametrize(
     ("capability", "chip"),
-    [(80, "sm_80"), (86, "sm_80"), (89, "sm_80"), (90, "sm_90"), (100, "sm_100"), (120, "sm_100")],
+    [(80, "sm_80"), (87, "sm_86"), (89, "sm_89"), (90, "sm_90"), (103, "sm_100"), (121, "sm_120")],
 )
 def test_an_unknown_chip_takes_the_tiles_of_the_nearest_older_one(
     capability: int, chip: str

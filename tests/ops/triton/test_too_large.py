@@ -1,0 +1,92 @@
+"""A tile that this GPU cannot launch: the next candidate runs, or one clear error says what to do.
+
+The GPU's refusal is planted where a kernel is called; all else runs in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from nsa.ops.triton import band, configs
+from nsa.ops.triton.configs import Config, Tile, candidates, choose_config
+from nsa.spec import NSASpec
+from tests.ops.cases import Case
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton.parity import assert_parity, inputs
+
+CASE = Case(NSASpec(4, 2, 5, 2, 0, 1, 7), (45,), kv_heads=2, group=3, value_dim=4)
+FIRST, SECOND = candidates("window_forward", (16, 16), torch.float32)
+LIMIT = OutOfResources(107_520, 101_376, "shared memory")
+REFUSALS = [LIMIT, PTXASError("spills\nmore lines"), CompilationError(None, None, "no layout")]
+Refuse = Callable[[Exception, Callable[[str, int], bool]], None]
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuse]:
+    """Let calls of kernels raise, by the kernel's name and its warps."""
+    kind: Any = type(band.band_forward_kernel)
+    get = kind.__getitem__
+
+    def plant(error: Exception, refused: Callable[[str, int], bool]) -> None:
+        def called(kernel: Any, grid: Any) -> Any:
+            def run(*values: Any, **options: Any) -> Any:
+                if refused(kernel.fn.__name__, options["num_warps"]):
+                    raise error
+                return get(kernel, grid)(*values, **options)
+
+            return run
+
+        monkeypatch.setattr(kind, "__getitem__", called)
+
+    configs.forget_tuned()
+    monkeypatch.setattr(configs, "_too_large", {})
+    yield plant
+    configs.forget_tuned()
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
+def test_the_next_candidate_runs_and_stays(error: Exception, refuse: Refuse) -> None:
+    calls = []
+
+    def refused(kernel: str, warps: int) -> bool:
+        calls.append((kernel, warps))
+        return kernel == "band_forward_kernel" and warps == FIRST.warps
+
+    refuse(error, refused)
+    with pytest.warns(
+        UserWarning, match=rf"band_forward_kernel: tile {FIRST} does not run on"
+    ) as w:
+        assert_parity(CASE, "window")
+    assert f"taking {SECOND}" in str(w[0].message)
+    assert len([x for x in w if "does not run" in str(x.message)]) == 1
+    assert calls.count(("band_forward_kernel", FIRST.warps)) == 1
+    like = inputs(CASE).q
+    assert choose_config("window_forward", (16, 16), like, 45) == SECOND
+    assert choose_config("compressed_forward", (16, 16), like, 45) == FIRST
+
+
+def test_without_a_candidate_left_the_error_names_the_way_out(refuse: Refuse) -> None:
+    refuse(LIMIT, lambda kernel, _: kernel == "band_keys_kernel")
+    with pytest.raises(ValueError, match="band_keys_kernel: none of its tile sizes runs") as error:
+        assert_parity(CASE, "window")
+    assert "Required: 107520, Hardware limit: 101376" in str(error.value)
+    assert "set model.attention.backend=blockwise" in str(error.value)
+
+
+def test_other_errors_are_not_taken_for_a_tile_that_is_too_large(refuse: Refuse) -> None:
+    refuse(RuntimeError("a bug"), lambda *_: True)
+    with pytest.raises(RuntimeError, match="a bug"):
+        assert_parity(CASE, "window")
+    assert configs._too_large == {}
+
+
+def test_a_tile_that_no_operation_chose_is_not_replaced() -> None:
+    """As in tuning, which measures the refusal."""
+    assert not configs.exclude(Config(16, 16, 4, 1), "band_forward_kernel", "too large")
+    assert Tile(*FIRST) == FIRST
