@@ -225,6 +225,8 @@ _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
 # Cards with 99 KB of shared memory a block: sm_80's candidates, but smaller ones for heads of 128.
 for _name in ("sm_86", "sm_89", "sm_120"):
     _BY_CHIP[_name] = _BY_CHIP["sm_80"] | {
+        ("window_forward", 64): [(64, 64, 4, 3)],
+        ("gated_queries", 64): [(64, 64, 4, 3)],
         ("keys", 128): [(32, 64, 4, 2)],
         ("gated_keys", 128): [(32, 64, 4, 2)],
         ("selected_keys", 128): [(32, 64, 4, 3)],
@@ -233,6 +235,9 @@ _BY_CHIP["sm_120"] |= {
     ("forward", 128): [(128, 32, 8, 3)],
     ("keys", 128): [(32, 64, 8, 2)],
     ("gated_keys", 128): [(32, 64, 8, 2)],
+    ("window_queries", 64): [(128, 64, 8, 3)],
+    ("gated_queries", 64): [(128, 32, 8, 3)],
+    ("selected_keys", 128): [(32, 64, 8, 3)],
     ("select", 64): [(32, 64, 4, 3)],
     ("select", 128): [(64, 64, 8, 3)],
 }
