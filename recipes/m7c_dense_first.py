@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 2 recipes/m7c_dense_first.py
 
-At train.dense_steps attention becomes sparse in the same run: weights and optimizer state stay, and
-the window's keys become the selected branch's. --set train.dense_steps=45000 switches later.
+At train.dense_steps attention becomes sparse in the same run: no weight and no optimizer state
+changes. --set train.dense_steps=45000 switches later.
 docs/design/evidence.md compares it with NSA and dense attention in all steps.
 """
 

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from nsa import checkpoint
-from nsa.doctor.check import OK, Check, failures, lines, passed
+from nsa.doctor.check import OK, SKIP, WARN, Check, failures, lines, passed
 from nsa.doctor.node import checkpoint_bytes, kept_checkpoints, node_checks
 from nsa.doctor.ranks import rank_checks
+from nsa.dtypes import DTYPES
 from nsa.engine import loop, resume
 from nsa.engine.build import build_engine
 from nsa.engine.consensus import Consensus, RunAborted
@@ -39,9 +40,11 @@ from nsa.gates.criteria import preflight
 from nsa.gates.results import record_result
 from nsa.gates.schedule import schedule
 from nsa.model import flops_per_token, parameter_count
+from nsa.model.kernel_check import check_kernels, problems_of
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import RunInfo, warn
 from nsa.monitor.throughput import Throughput, peak_flops
+from nsa.ops.backend import disable
 
 
 def start(request: RunRequest, lock: FolderLock | None) -> None:
@@ -129,6 +132,7 @@ def build(run: Run) -> None:
         raise RunAborted(f"preflight: {failures(checks)}")
     if run.resume_from is not None and request.universal:
         run.resume_from = resume.convert_to_universal(run.consensus, run.resume_from, run.ranks)
+    checks.append(_check_kernels(run))
     ds_config = request.ds_config | trackers(request)
     run.engine, gradient_notes = build_engine(config, ds_config, run.device, run.weights)
     detail = "; ".join(gradient_notes) or "one gradient for each parameter on every rank"
@@ -150,6 +154,32 @@ def build(run: Run) -> None:
         run.notes += lines([check for check in checks if check.status == "warn"])
     run.notes += [*gradient_notes, *run.data.notes]
     _create_parts(run)
+
+
+def _check_kernels(run: Run) -> Check:
+    """Compare the run's kernels with PyTorch on every rank's GPU; all ranks fall back alike."""
+    config, name = run.config, "kernels"
+    backend = config.model.attention.backend
+    if run.device.type != "cuda" or backend not in ("auto", "triton"):
+        return Check(name, SKIP, "no kernels run: " + ("no GPU" if backend == "auto" else backend))
+    if not config.monitor.kernel_check:
+        return Check(name, SKIP, "monitor.kernel_check=false")
+    packed = config.data.packing == "documents"
+    dtype = DTYPES[config.train.precision]
+    results = check_kernels(config.model, dtype, run.device, packed)
+    problems = problems_of(run.consensus.gather(results))
+    if not problems:
+        seconds = sum(result.seconds for result in results)
+        return Check(name, OK, f"{len(results)} operations equal PyTorch's, {seconds:.1f} s")
+    detail = "; ".join(f"{operation}: {reason}" for operation, reason in problems.items())
+    if backend == "triton":
+        raise ValueError(
+            f"model.attention.backend = 'triton': {detail}; set it to auto, which takes "
+            "PyTorch for these operations"
+        )
+    disable(problems)
+    fix = "these operations run in PyTorch, correct but slower; report it with nsa doctor --kernels"
+    return Check(name, WARN, detail, fix)
 
 
 def _create_parts(run: Run) -> None:

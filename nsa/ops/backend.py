@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
@@ -14,6 +15,7 @@ BACKENDS = ("auto", "triton", "blockwise", "reference")
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _fallbacks: Counter[tuple[str, str, str]] = Counter()
+_disabled: dict[str, str] = {}  # operations whose kernels must not run here, and why
 
 
 def dispatch(
@@ -44,6 +46,7 @@ def dispatch(
         return blockwise
     by_name = backend == "triton"
     reason = triton.unsupported_reason(x, *others, by_name=by_name, attention=attention) or limit
+    reason = reason or _disabled.get(operation)
     if reason is None:
         return triton
     if backend == "triton":
@@ -60,9 +63,25 @@ def _count(operation: str, backend: str, reason: str) -> None:
 def runs_fused(backend: str, q: Tensor, *others: Tensor) -> bool:
     """Whether Triton runs all branches and the gates as one custom op."""
     by_name = backend == "triton"
-    return (by_name or backend == "auto") and not triton.unsupported_reason(
-        q, *others, by_name=by_name
-    )
+    if not (by_name or backend == "auto"):
+        return False
+    if triton.unsupported_reason(q, *others, by_name=by_name) is not None:
+        return False
+    if (reason := _disabled.get("nsa_attention")) is not None:
+        _count("nsa_attention", "triton", reason)
+    return reason is None
+
+
+def disable(reasons: Mapping[str, str]) -> None:
+    """Let `auto` take PyTorch for these operations in this process; `triton` refuses them.
+
+    Without the fused `nsa_attention`, its branches take PyTorch too.
+    """
+    _disabled.clear()
+    _disabled.update(reasons)
+    if reason := reasons.get("nsa_attention"):
+        branches = "compressed_attention", "select_blocks", "selected_attention", "window_attention"
+        _disabled.update(dict.fromkeys(branches, reason))
 
 
 def fallback_counts() -> dict[tuple[str, str, str], int]:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from nsa.constants import IGNORE_INDEX
-from nsa.engine.dense_first import MOMENTS, copy_selected_rows
 from nsa.evaluate.tasks.data import VOCABULARY, TaskBatch, recall
 from nsa.model import AttentionConfig, LanguageModel, ModelConfig
 from nsa.model.attention import NSAttention
@@ -180,11 +179,6 @@ def _optimize(
         for layer in model.sparse_layers().values():
             layer.start_dense()
     for step in range(steps):
-        if 0 < step == dense_steps:
-            for layer in model.sparse_layers().values():
-                moments = (optimizer.state[layer.k.weight][name] for name in MOMENTS)
-                for keys in (layer.k.weight.data, *moments):
-                    copy_selected_rows(keys, compressed=False)
         model.attend_densely(step < dense_steps)
         for group in optimizer.param_groups:
             group["lr"] = rate(step)

@@ -1,0 +1,177 @@
+"""The kernel check: right kernels pass, planted faults are named, `auto` falls back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.model import AttentionConfig, ModelConfig
+from nsa.model import kernel_check as checks
+from nsa.model.kernel_check import KernelResult, Operation, check_kernels, problems_of, table
+from nsa.ops import backend, triton
+from nsa.ops.activation import swiglu
+from nsa.ops.backend import disable, dispatch, fallback_counts, reset_fallback_counts, runs_fused
+from nsa.spec import NSASpec
+from tests.ops.cases import default
+from tests.ops.cases import one_thread as one_thread
+from tests.ops.triton.parity import DEVICE
+
+SPEC = NSASpec(4, 2, 4, 3, 1, 1, 6)
+CONFIG = ModelConfig(
+    vocab_size=61,
+    layers=1,
+    width=24,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    value_dim=6,
+    mlp_width=32,
+    attention=AttentionConfig(spec=SPEC, compressor="pool", selector_loss=1.0),
+)
+ALL = {"tied_embedding", "add_rms_norm", "swiglu", "cross_entropy", "rotary_pool", "pool"}
+ALL |= {"nsa_attention", "selector_loss"}
+
+
+@pytest.fixture(autouse=True)
+def enabled() -> Iterator[None]:
+    """No operation stays disabled."""
+    yield
+    disable({})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", default(1, [torch.bfloat16, torch.float32, torch.float16]))
+def test_the_kernels_of_a_run_pass(dtype: torch.dtype, packed: bool) -> None:
+    results = check_kernels(CONFIG, dtype, DEVICE, packed)
+    assert [result.problem for result in results] == [""] * len(results), table(results)
+    assert {result.operation for result in results} == ALL
+    assert all(result.error <= result.allowed for result in results)
+    assert problems_of([results, results]) == {}
+
+
+def only(name: str) -> KernelResult:
+    """Check one operation, in bfloat16."""
+    operations = checks.operations(CONFIG, DEVICE, True)
+    operation = next(x for x in operations if x.name == name)
+    return checks._check(operation, torch.bfloat16)
+
+
+Fault = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def wrong(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: kernel(*args) * 1.05
+
+
+def unsteady(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    calls = count()
+    return lambda *args: kernel(*args) * (1 + next(calls) / 256)
+
+
+def raising(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        raise RuntimeError("CUDA error: misaligned address\nmore")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        (wrong, "its error is 0.05"),
+        (unsteady, "two runs give different bits"),
+        (raising, "CUDA error: misaligned address"),
+    ],
+)
+def test_a_planted_fault_is_named(
+    fault: Fault, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "swiglu", fault(triton.swiglu))
+    result = only("swiglu")
+    assert result.problem.startswith(problem)
+    assert "\n" not in result.problem
+    assert problems_of([[], [result]]) == {"swiglu": f"kernel check on rank 1: {result.problem}"}
+    assert result.problem in table([result])[-1]
+
+
+def test_worse_blocks_are_a_problem_and_equally_good_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fused = triton.nsa_attention
+
+    def first_blocks(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """The branches of the blocks that the kernel selected, but other blocks are named."""
+        o, index = fused(*args, **options)
+        last = index.max(-1).values
+        worse = index.sort(-1).values.clone()
+        worse[..., 1] = torch.where(last > 3, 1, worse[..., 1])
+        return o, worse
+
+    monkeypatch.setattr(triton, "nsa_attention", first_blocks)
+    result = only("nsa_attention")
+    assert result.problem
+
+
+def test_a_selection_that_misses_attention_is_judged_by_importance() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 40, 4, 8, generator=draw), torch.randn(1, 19, 2, 8, generator=draw)
+    from nsa.ops import compressed_attention, select_blocks
+
+    lse = compressed_attention(q, k, k, SPEC)[1]
+    best = select_blocks(q, k, lse, SPEC)
+    assert checks._worse_blocks(best, q, k, CONFIG, None) == ""
+    worse = best.clone()
+    worse[0, 39, 0] = torch.tensor([0, 1, 9])
+    other = best.clone()
+    other[0, 39, 0] = torch.tensor([0, 2, 9])
+    problems = [checks._worse_blocks(x, q, k, CONFIG, None) for x in (worse, other)]
+    assert any("less attention than the best" in problem for problem in problems)
+    short = best.clone()
+    short[0, 39, 0, 2] = -1
+    assert checks._worse_blocks(short, q, k, CONFIG, None)
+
+
+def test_auto_takes_pytorch_for_a_disabled_operation_and_says_why() -> None:
+    on_gpu = torch.empty(2, 3, 8, 4, device="meta")  # counts as a GPU
+    reset_fallback_counts()
+    assert dispatch("auto", "swiglu", on_gpu) is triton
+    disable({"swiglu": "kernel check on rank 1: its error is 0.05"})
+    assert dispatch("auto", "swiglu", on_gpu) is not triton
+    assert dispatch("auto", "rotary_pool", on_gpu) is triton
+    reasons = {(operation, reason) for operation, _, reason in fallback_counts()}
+    assert ("swiglu", "kernel check on rank 1: its error is 0.05") in reasons
+    with pytest.raises(ValueError, match="does not support swiglu: kernel check on rank 1"):
+        dispatch("triton", "swiglu", on_gpu)
+    x = torch.randn(3, 8)
+    assert swiglu(x).shape == (3, 4)
+
+
+def test_without_the_fused_attention_its_branches_run_in_pytorch() -> None:
+    q = torch.empty(1, 3, 8, 16, device="meta")
+    assert runs_fused("auto", q)
+    disable({"nsa_attention": "kernel check on rank 0: two runs give different bits"})
+    assert not runs_fused("auto", q)
+    for branch in ("compressed_attention", "select_blocks", "selected_attention"):
+        assert dispatch("auto", branch, q) is backend.blockwise
+
+
+def test_a_dense_model_has_fewer_kernels() -> None:
+    from dataclasses import replace
+
+    dense = replace(CONFIG, attention=AttentionConfig(kind="dense"))
+    names = {operation.name for operation in checks.operations(dense, DEVICE, False)}
+    assert names == ALL - {"pool", "nsa_attention", "selector_loss"}
+
+
+def test_an_operation_reports_its_worst_tensor() -> None:
+    x = torch.ones(4)
+    operation = Operation(
+        "doubled", (x,), lambda x, backend: (x * (1.5 if backend == "triton" else 1),)
+    )
+    result = checks._check(operation, torch.float32)
+    assert (result.error, result.problem[:16]) == (0.5, "its error is 0.5")
