@@ -32,13 +32,13 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 # Kernels are compiled first, on all CPU cores. A group's limits add up to nine minutes.
 declare -A groups=(
     [0]="" # the stages of --stage
-    [1]="aot tests tests-bench profile step-nsa step-nsa-reentrant step-dense step-dense-reentrant tune"
+    [1]="aot doctor tests tests-bench profile step-nsa step-nsa-reentrant step-dense step-dense-reentrant tune"
     [2]="module peers train train-compiled kernels flex decode"
     [3]="recipe-zero1 recipe-zero2 ncu"
 )
 declare -A limits=(
-    [aot]=70 [tests]=120 [tests-bench]=45 [profile]=60 [step-nsa]=40 [step-nsa-reentrant]=40
-    [step-dense]=30 [step-dense-reentrant]=30 [tune]=105
+    [aot]=70 [doctor]=20 [tests]=120 [tests-bench]=45 [profile]=60 [step-nsa]=40 [step-nsa-reentrant]=40
+    [step-dense]=30 [step-dense-reentrant]=30 [tune]=85
     [module]=120 [peers]=110 [train]=60 [train-compiled]=90 [kernels]=40 [flex]=80 [decode]=40
     [recipe-zero1]=230 [recipe-zero2]=150 [ncu]=160
     [sanitizer]=540 [learn]=570
@@ -191,6 +191,7 @@ command_of() {
         [ -z "$rehearse" ] || size=(--operation window_attention --jobs 1)
         command=("$python" -m nsa.bench aot --arch "$arch" --out "$out/aot.json" "${size[@]}")
         ;;
+    doctor) command=("$python" -m nsa doctor --kernels --run-dir "$out") ;;
     profile | ncu)
         size=(--lengths 2k --tokens 16384)
         [ "$1" = profile ] || size+=(--ncu 5)
