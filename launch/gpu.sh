@@ -139,7 +139,7 @@ if [ -n "$rehearse" ]; then
     limits[train-compiled]=400 limits[recipe-zero1]=400 # minutes on a busy CPU
     export DS_ACCELERATOR=cpu
 elif [ -z "$dry" ]; then
-    # The chip whose tile sizes this GPU uses: sm_80 on an sm_86.
+    # The chip whose tile sizes this GPU uses: sm_86 on an sm_87.
     arch=$("$python" -c 'import torch
 from nsa.ops.triton.configs import chip_of
 print(chip_of(torch.device("cuda")))') ||
@@ -191,7 +191,7 @@ command_of() {
         [ -z "$rehearse" ] || size=(--operation window_attention --jobs 1)
         command=("$python" -m nsa.bench aot --arch "$arch" --out "$out/aot.json" "${size[@]}")
         ;;
-    doctor) command=("$python" -m nsa doctor --kernels --run-dir "$out") ;;
+    doctor) command=("$python" -m nsa.doctor.kernels) ;;
     profile | ncu)
         size=(--lengths 2k --tokens 16384)
         [ "$1" = profile ] || size+=(--ncu 5)

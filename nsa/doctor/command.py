@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nsa.doctor.check import OK, SKIP, WARN, Check, lines, passed
+from nsa.doctor.check import SKIP, Check, lines, passed
 from nsa.doctor.node import checkpoint_bytes, node_checks
 from nsa.validation import positive_flags
 
@@ -48,34 +48,12 @@ def _doctor(args: argparse.Namespace) -> int:
     checks.append(Check("ranks", SKIP, _RANKS))
     table: list[str] = []
     if args.kernels:
-        check, table = _kernels()
+        from nsa.doctor.kernels import kernel_checks
+
+        check, table = kernel_checks()
         checks.append(check)
     if args.json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
         print(*lines(checks), *table, sep="\n")
     return 0 if passed(checks) else 2
-
-
-def _kernels() -> tuple[Check, list[str]]:
-    """Check the kernels of M7C with each φ of its recipes; return the result and a table."""
-    import torch
-
-    from nsa.model import AttentionConfig, ModelConfig
-    from nsa.model.kernel_check import check_kernels, table
-
-    if not torch.cuda.is_available():
-        return Check("kernels", SKIP, "no GPU here"), []
-    device = torch.device("cuda", torch.cuda.current_device())
-    config = ModelConfig(attention=AttentionConfig(compressor="pool", selector_loss=1.0))
-    mean = ModelConfig(attention=AttentionConfig())
-    results = [
-        result
-        for model, packed in ((config, False), (config, True), (mean, False))
-        for result in check_kernels(model, torch.bfloat16, device, packed)
-    ]
-    wrong = [f"{result.operation}: {result.problem}" for result in results if result.problem]
-    if wrong:
-        fix = "model.attention.backend=auto runs these operations in PyTorch"
-        return Check("kernels", WARN, "; ".join(wrong), fix), table(results)
-    return Check("kernels", OK, f"{len(results)} cases equal PyTorch's"), table(results)

@@ -17,7 +17,6 @@ import torch
 
 from nsa.ops.custom_op import TileTooLarge
 from nsa.ops.triton.configs import Config, exclude
-from nsa.text import first_line
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def _compile_and_run(kernel: Any, grid: Sequence[int], values: tuple, config: Co
     try:
         return kernel[tuple(grid)](*values, **config.options())
     except (OutOfResources, PTXASError, CompilationError) as error:
-        if not exclude(config, kernel.fn.__name__, first_line(error)):
+        if not exclude(config, kernel.fn.__name__, str(error).partition("\n")[0]):
             raise
         raise TileTooLarge from error
 

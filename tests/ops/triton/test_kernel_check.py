@@ -85,7 +85,7 @@ def raising(kernel: Callable[..., Any]) -> Callable[..., Any]:
     [
         (wrong, "its error is 0.05"),
         (unsteady, "two runs give different bits"),
-        (raising, "CUDA error: misaligned address"),
+        (raising, "RuntimeError: CUDA error: misaligned address"),
     ],
 )
 def test_a_planted_fault_is_named(
