@@ -12,12 +12,8 @@ from torch import Tensor, nn
 
 from nsa.constants import BRANCHES
 from nsa.model.attention_metadata import AttentionMetadata
-from nsa.model.compressor import (
-    Compressor,
-    MeanCompressor,
-    MLPCompressor,
-    PoolCompressor,
-)
+from nsa.model.checks import check_hidden_states, check_spec
+from nsa.model.compressor import Compressor, MeanCompressor, MLPCompressor, PoolCompressor
 from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.dense import causal_attention
 from nsa.model.fused import norm_columns, parallel_linear_with_port
@@ -96,9 +92,7 @@ class Attention(nn.Module):
         `metadata`, built once for all layers of a model, replaces cu_seqlens.
         """
         if metadata is None:
-            width = self.config.width
-            if x.dim() != 3 or x.shape[1] < 1 or x.shape[2] != width:
-                raise ValueError(f"x has shape {tuple(x.shape)}; it must be [B, T, {width}]")
+            check_hidden_states(x, self.config.width, getattr(self.q, "weight", None))
             check_documents(cu_seqlens, x, "x")
             offset = None
             if self.training and self.config.attention.selector_loss:
@@ -243,7 +237,9 @@ class NSAttention(Attention):
                 f"NSAttention has no setting {unknown[0]!r}; choose one of {', '.join(names)}; "
                 "sizes of blocks and window belong in spec"
             )
-        attention = AttentionConfig("nsa", spec=spec or NSASpec(), **settings)
+        spec = NSASpec() if spec is None else spec
+        check_spec(spec)
+        attention = AttentionConfig("nsa", spec=spec, **settings)
         config = ModelConfig(
             width=hidden_size,
             heads=heads,

@@ -17,6 +17,7 @@ from nsa.model.activation_checkpointing import checkpoint_function
 from nsa.model.attention import NSAttention
 from nsa.model.attention_metadata import AttentionMetadata
 from nsa.model.block import Block
+from nsa.model.checks import check_tokens
 from nsa.model.compressor import BlockMLP
 from nsa.model.config import ModelConfig
 from nsa.model.distillation import Head, distillation_loss, token_divergence
@@ -89,6 +90,8 @@ class LanguageModel(nn.Module):
                 f"labels has shape {tuple(labels.shape)} and input_ids {tuple(input_ids.shape)}; "
                 "labels[b, t] is the token after input_ids[b, t]"
             )
+        if labels is not None:
+            check_tokens(labels, self.config.vocab_size, "labels")
         x, weight, selector_loss = self._hidden(input_ids, cu_seqlens)
         if labels is None:
             return F.linear(x, weight)
@@ -121,6 +124,7 @@ class LanguageModel(nn.Module):
         """Return the head's input and weight, and in training the sum of selector losses."""
         if input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [B, T]")
+        check_tokens(input_ids, self.config.vocab_size)
         seq_len = input_ids.shape[1] * (1 if self.sequence is None else self.sequence.size)
         check_documents(cu_seqlens, input_ids[:, :1].expand(-1, seq_len), "input_ids")
         if self.head is None:

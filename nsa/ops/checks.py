@@ -78,7 +78,15 @@ def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> No
     if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
         return  # reading values would break the graph or synchronise with the device
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    if first != 0 or last != seq_len or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
+    falls = (cu_seqlens[1:] < cu_seqlens[:-1]).nonzero()
+    if len(falls):
+        at = int(falls[0])
+        before, after = cu_seqlens[at : at + 2].tolist()
+        raise ValueError(
+            f"cu_seqlens falls from {before} to {after} at [{at + 1}]; it must ascend from 0 to T "
+            f"= {seq_len}"
+        )
+    if first != 0 or last != seq_len:
         raise ValueError(
             f"cu_seqlens goes from {first} to {last}; it must ascend from 0 to T = {seq_len}"
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.model import LanguageModel, ModelConfig
@@ -278,3 +279,23 @@ def test_the_default_config_is_m7c() -> None:
     shape = (config.layers, config.width, config.heads, config.kv_heads, config.head_dim)
     assert shape == (12, 768, 12, 2, 64)
     assert config.attention.spec == NSASpec(32, 16, 64, 16, 1, 2, 512)
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "reason"),
+    [
+        (
+            torch.full((1, 5), 61),
+            None,
+            "input_ids contains 61; ids are 0 to 60 with this",
+        ),
+        (torch.full((1, 5), -1), None, "input_ids contains -1; ids are 0 to 60"),
+        (torch.zeros(1, 5), None, r"input_ids has dtype torch.float32; it must be int64"),
+        (torch.ones(1, 5).long(), torch.full((1, 5), 99), "labels contains 99; .*, or -100"),
+    ],
+)
+def test_tokens_beyond_the_vocabulary_are_refused_by_name(
+    ids: Tensor, labels: Tensor | None, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        build(tiny())(ids, labels=labels)

@@ -164,3 +164,35 @@ def test_importing_the_package_does_not_load_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
     with pytest.raises(AttributeError, match="no attribute 'NSAtention'"):
         _ = nsa.NSAtention
+
+
+@pytest.mark.parametrize(
+    ("x", "reason"),
+    [
+        (torch.ones(1, 20, 24), r"x has dtype torch.float32 and the layer torch.float64; convert"),
+        (torch.ones(1, 20, 24, dtype=torch.long), r"x has dtype torch.int64 and the layer"),
+        (
+            torch.ones(20, 24, dtype=torch.float64),
+            r"x has shape \(20, 24\); it must be",
+        ),
+    ],
+)
+def test_inputs_that_a_layer_cannot_read_are_refused_by_name(x: Tensor, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        layer()(x)
+
+
+def test_under_autocast_input_and_layer_may_differ_in_dtype() -> None:
+    attention = nsa.NSAttention(24, 4, kv_heads=2, spec=SPEC)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(torch.randn(1, 20, 24, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_a_pattern_that_is_no_spec_is_refused_with_the_spec_to_write() -> None:
+    with pytest.raises(ValueError, match=r"is a dict; give NSASpec\(window=16\)"):
+        nsa.NSAttention(24, 4, spec={"window": 16})  # type: ignore[arg-type]
+
+
+def test_offsets_that_fall_are_refused_where_they_fall() -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens falls from 15 to 9 at \[2\]; it must ascend"):
+        layer()(hidden(20), torch.tensor([0, 15, 9, 20], dtype=torch.int32))
