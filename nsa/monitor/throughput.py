@@ -39,6 +39,7 @@ _PEAK_TFLOPS: dict[str, tuple[float, float]] = {
     "GeForce RTX 3090": (71.0, 35.6),
     "GeForce RTX 4090": (165.2, 82.6),
     "GeForce RTX 5090": (209.5, 104.8),
+    "AMD Instinct MI300X": (1307.4, 653.7),
 }
 
 

@@ -13,12 +13,25 @@ from nsa.planner.forecast import Candidate, Forecast, Hardware, Traffic
 from nsa.planner.inputs import BatchShape, Model, Zero
 
 # Bytes/s of a collective from one GPU to the next, one way: about 3/4 of the bus. Assumed.
-LINKS = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 48e9, "nvlink": 200e9}
-# Dense bf16 peak and memory, from data sheets.
-DEVICES = {"a100": (312e12, 80e9), "h100": (989.4e12, 80e9), "h200": (989.4e12, 141e9)}
+# host4 and host5: GPUs without peer access, whose data passes through the host's memory.
+LINKS = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 48e9, "nvlink": 200e9, "host4": 12e9, "host5": 24e9}
+DEVICES = {  # the driver's name, whose dense bf16 peak throughput.py has; GB; the usual link
+    "a100": ("A100 80GB PCIe", 80, "pcie4"),
+    "h100": ("H100 80GB HBM3", 80, "pcie4"),
+    "h200": ("H200", 141, "pcie4"),
+    "b200": ("B200", 180, "nvlink"),
+    "rtx3090": ("GeForce RTX 3090", 24, "pcie4"),
+    "rtx4090": ("GeForce RTX 4090", 24, "host4"),
+    "rtx5090": ("GeForce RTX 5090", 32, "host5"),
+    "a6000": ("RTX A6000", 48, "pcie4"),
+    "a10": ("A10", 24, "pcie4"),
+    "l4": ("L4", 24, "pcie4"),
+    "l40s": ("L40S", 48, "pcie4"),
+    "mi300x": ("AMD Instinct MI300X", 192, "nvlink"),
+}
 MFU = 0.25  # assumed; the goal of 350,000 tokens/s of M7C on an H100 is 0.32
 NETWORK = 12.5  # GB/s: one 100 Gbit/s adapter
-MEMORY = 80.0  # GB, for a --device in TFLOP/s
+MEMORY = 80  # GB, for a --device in TFLOP/s
 
 
 def add_parser(verbs: Any, run: Callable[[argparse.Namespace], int]) -> None:
@@ -33,7 +46,7 @@ def add_parser(verbs: Any, run: Callable[[argparse.Namespace], int]) -> None:
     add("--deepspeed_config", type=Path, help="DeepSpeed JSON (ds_configs/zero1_pcie.json)")
     add("--gpus", type=int, default=2, help="number of GPUs over all nodes (2)")
     add("--nodes", type=int, default=1, help="number of nodes (1)")
-    add("--link", default="pcie4", help=f"{', '.join(LINKS)}, or GB/s between two GPUs (pcie4)")
+    add("--link", help=f"{', '.join(LINKS)}, or GB/s between two GPUs (the device's, or pcie4)")
     add("--network", type=float, default=NETWORK, help=f"GB/s out of a node ({NETWORK})")
     add("--device", default="a100", help=f"{', '.join(DEVICES)}, or TFLOP/s of a GPU (a100)")
     add("--memory", type=float, help="GB of a GPU (the device's, or 80)")
@@ -64,18 +77,23 @@ def hardware(flags: argparse.Namespace) -> Hardware:
         )
     if flags.mfu > 1:
         raise ValueError(f"--mfu {flags.mfu}: a fraction of the peak; write 0.25 for 25%")
+    name, memory, usual = DEVICES.get(flags.device, ("", MEMORY, "pcie4"))
+    flags.link = flags.link or usual  # `assumptions` names it
     link = LINKS.get(flags.link) or 1e9 * _number("--link", flags.link, "GB/s", LINKS)
-    flops, memory = DEVICES.get(flags.device) or (
-        1e12 * _number("--device", flags.device, "TFLOP/s", DEVICES),
-        1e9 * MEMORY,
-    )
+    if name:
+        from nsa.monitor.throughput import peak_flops  # imports torch
+
+        flops = peak_flops(name, "bf16")
+        assert flops is not None
+    else:
+        flops = 1e12 * _number("--device", flags.device, "TFLOP/s", DEVICES)
     return Hardware(
         flops=flops,
         mfu=flags.mfu,
         link=link,
         network=1e9 * flags.network,
         nodes=flags.nodes,
-        memory=memory if flags.memory is None else 1e9 * flags.memory,
+        memory=1e9 * (memory if flags.memory is None else flags.memory),
     )
 
 

@@ -17,6 +17,7 @@ import pytest
 from nsa import cli
 from nsa.engine.config import RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
+from nsa.planner.command import DEVICES
 from nsa.planner.forecast import (
     Hardware,
     Traffic,
@@ -339,3 +340,17 @@ def test_a_config_that_the_precision_excludes_is_left_out_of_a_table(table: str)
     (line,) = error.splitlines()
     assert line.startswith("left out: optimizer.type")
     assert "zero1_muon.json" in line
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_card_brings_its_peak_memory_and_usual_link_and_m7c_fits(device: str) -> None:
+    """The production profile, unchanged, on two of them."""
+    code, output, _ = plan(f"--device={device}", "--json")
+    assert code == 0
+    tree = json.loads(output)
+    assert tree["plans"][0]["fits"]
+    assumed = tree["assumptions"][0]
+    _, memory, link = DEVICES[device]
+    assert f"{memory} GB) (--device), {link} (" in assumed
+    assert ("host" in link) == (device in ("rtx4090", "rtx5090"))  # no access to each other
+    assert "pcie3 (12 GB/s)" in plan(f"--device={device}", "--link=pcie3")[1]
