@@ -85,9 +85,13 @@ def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> 
     axis.grid(alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     axis.margins(x=0.01)
+    drawn: list[Points] = []
     for label, (steps, values) in panel.curves.items():
         if not steps:
             continue
+        dashed = (steps, values) in drawn  # else it would hide the equal curve below it
+        drawn.append((steps, values))
+        line = {"linewidth": 1.4, "linestyle": (0, (3, 4)) if dashed else "-"}
         index = curves.index(label)
         name = fill(label.replace("$", r"\$"), characters)
         colour: Any = COLOURS[index % len(COLOURS)]
@@ -96,7 +100,7 @@ def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> 
         if panel.marked:
             style = {"marker": "o", "markersize": 3}
             error = panel.errors.get(label)
-            axis.errorbar(steps, values, error, label=name, color=colour, linewidth=1.4, **style)
+            axis.errorbar(steps, values, error, label=name, color=colour, **line, **style)
             continue
         if panel.smoothed and len(values) >= _SMOOTHED_FROM:
             if not panel.ordered:  # a faint band from the lowest to the highest neighbouring value
@@ -106,7 +110,8 @@ def _draw_panel(axis: Any, panel: Panel, curves: list[str], characters: int) -> 
                 faint = {"color": colour, "alpha": 0.25, "linewidth": 0.8}
                 axis.fill_between(steps[::stride], *limits, **faint)
             values = running_mean(values, len(values) // 50)
-        axis.plot(steps, values, label=name, color=colour, linewidth=1.4)
+        marker = "o" if len(steps) == 1 else None  # a line needs two points
+        axis.plot(steps, values, label=name, color=colour, marker=marker, **line)
     _scale_y(axis, panel)
 
 

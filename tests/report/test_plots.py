@@ -90,3 +90,19 @@ def test_a_run_has_one_colour_in_all_panels_and_no_label_is_clipped(tmp_path: Pa
     assert pixels(tmp_path / "right.png", BLUE) == 0
     for edge in (image[0], image[-1], image[:, 0], image[:, -1]):
         assert (edge == 1).all(), "something reaches the edge of the picture"
+
+
+def test_a_single_point_is_visible(tmp_path: Path) -> None:
+    """Not in the legend alone, which is at the top."""
+    out, line = tmp_path / "one.png", ([1, 2, 3], [3.0, 2.0, 1.0])
+    draw([Panel("loss", {"training": line, "validation": ([2], [1.5])})], out)
+    assert height_of(out, ORANGE) > 100
+
+
+def test_two_equal_curves_are_both_visible(tmp_path: Path) -> None:
+    curve, out = ([1, 2, 3], [3.0, 2.0, 1.0]), tmp_path / "equal.png"
+    draw([Panel("loss", {"run": curve, "again": curve})], out)
+    both = pixels(out, BLUE), pixels(out, ORANGE)
+    draw([Panel("loss", {"run": curve})], out)
+    assert both[0] > 0.2 * pixels(out, BLUE)
+    assert both[1] > 0.2 * pixels(out, BLUE)
