@@ -3,7 +3,8 @@
     deepspeed --num_gpus 2 recipes/m7c_dense_first.py
 
 At train.dense_steps attention becomes sparse in the same run: no weight and no optimizer state
-changes. --set train.dense_steps=45000 switches later.
+changes. --set train.dense_steps=45000 switches later; with --steps give it too, as half is that of
+the profile's steps.
 docs/design/evidence.md compares it with NSA and dense attention in all steps.
 """
 

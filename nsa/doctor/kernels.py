@@ -28,7 +28,7 @@ def kernel_checks() -> tuple[Check, list[str]]:
     ]
     wrong = [f"{result.operation}: {result.problem}" for result in results if result.problem]
     if wrong:
-        fix = "model.attention.backend=auto runs these operations in PyTorch"
+        fix = "set model.attention.backend=auto: these operations then run in PyTorch"
         return Check("kernels", WARN, "; ".join(wrong), fix), table(results)
     return Check("kernels", OK, f"{len(results)} cases equal PyTorch's"), table(results)
 

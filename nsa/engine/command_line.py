@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
+from nsa.checkpoint.weights import find_weights
 from nsa.data.builtin import embedded_note
 from nsa.data.source import absolute_source
 from nsa.dtypes import DTYPES
@@ -86,7 +88,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     unchanged = saved is not None and source == absolute_source(base.data.source)
     config.data.source = base.data.source if unchanged else source
     if config.train.teacher is not None:
-        config.train.teacher = str(Path(config.train.teacher).expanduser().absolute())
+        config.train.teacher = _pinned(config.train.teacher)
     changes: dict[str, tuple[Any, Any]] = {}
     if saved is not None:
         changes = _changes(base, config)
@@ -132,6 +134,14 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         profile_steps=None if flags.profile_steps is None else parse_steps(flags.profile_steps),
         universal=flags.universal,
     )
+
+
+def _pinned(path: str) -> str:
+    """Return the newest checkpoint of a run, so that a resumed run has the same teacher."""
+    full = Path(path).expanduser().absolute()
+    with contextlib.suppress(ValueError):  # `find_teacher` raises it, with the setting's name
+        full = find_weights(full)
+    return str(full)
 
 
 def _with_model_of_start(base: RunConfig, config: RunConfig) -> RunConfig:

@@ -116,6 +116,11 @@ class RunConfig:
                     "three branches; set model.attention.kind=nsa, branches=cmp+sel+win and "
                     "shared_kv=false, or dense_steps to 0"
                 )
+            if self.train.start_from is not None:
+                raise ValueError(
+                    f"train.dense_steps = {self.train.dense_steps}: begins with new weights; set "
+                    "train.start_from=null, or dense_steps to 0"
+                )
             if self.train.selector_steps:
                 raise ValueError(
                     f"train.selector_steps = {self.train.selector_steps}: not with "

@@ -3,9 +3,9 @@
     train.selector_steps   of a converted model: only compressed keys learn
     train.dense_steps      of a new model: all weights learn
 
-In the dense steps the selected branch attends to all tokens and the others have values of 0, so at
-every step the model is an NSA model, and the dense one if it selects all blocks: the switch changes
-no weight. Nothing but the step decides the phase, so a run can be resumed in each.
+In the dense steps the selected branch attends to all tokens, and the values of the others are 0. So
+each checkpoint is an NSA model, which equals the dense one if it selects all blocks, and the switch
+changes no weight. Nothing but the step decides the phase, so a run can be resumed in either.
 """
 
 from __future__ import annotations

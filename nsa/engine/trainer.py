@@ -160,13 +160,15 @@ def _check_kernels(run: Run) -> Check:
     """Compare the run's kernels with PyTorch on every rank's GPU; all ranks fall back alike."""
     config, name = run.config, "kernels"
     backend = config.model.attention.backend
-    if run.device.type != "cuda" or backend not in ("auto", "triton"):
-        return Check(name, SKIP, "no kernels run: " + ("no GPU" if backend == "auto" else backend))
+    if run.device.type != "cuda":
+        return Check(name, SKIP, "no GPU here")
+    if backend not in ("auto", "triton"):
+        return Check(name, SKIP, f"model.attention.backend={backend}")
     if not config.monitor.kernel_check:
         return Check(name, SKIP, "monitor.kernel_check=false")
     packed = config.data.packing == "documents"
     dtype = DTYPES[config.train.precision]
-    results = check_kernels(config.model, dtype, run.device, packed)
+    results = check_kernels(config.model, dtype, run.device, packed, config.data.seq_len)
     problems = problems_of(run.consensus.gather(results))
     if not problems:
         seconds = sum(result.seconds for result in results)
@@ -178,7 +180,7 @@ def _check_kernels(run: Run) -> Check:
             "PyTorch for these operations"
         )
     disable(problems)
-    fix = "these operations run in PyTorch, correct but slower; report it with nsa doctor --kernels"
+    fix = "they run in PyTorch, correct but slower; report this line and env.json"
     return Check(name, WARN, detail, fix)
 
 

@@ -33,7 +33,7 @@ def check_hidden_states(x: Tensor, width: int, weight: Any) -> None:
 def check_tokens(tokens: Tensor, vocab_size: int, name: str = "input_ids") -> None:
     """Raise a ValueError for tokens that are no ids; on a GPU only their dtype is read."""
     if tokens.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{name} has dtype {tokens.dtype}; it must be int64")
+        raise ValueError(f"{name} has dtype {tokens.dtype}; it must be int64 or int32")
     if tokens.device.type != "cpu" or torch.compiler.is_compiling() or not tokens.numel():
         return
     known = tokens if name == "input_ids" else tokens[tokens != IGNORE_INDEX]

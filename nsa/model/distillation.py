@@ -21,7 +21,7 @@ from nsa.model.loss import add_part, chunk_rows, scaled
 from nsa.model.sequence_parallel import SequenceParallel
 
 Head = tuple[Tensor, Tensor]  # a head's input [N, width] and weight [V, width]
-LOG_PROBABILITIES = 4  # a chunk has as many tokens less: two models in float32, and temporaries
+LOG_PROBABILITIES = 4  # a chunk has 1/4 of the tokens: two models in float32, and temporaries
 
 
 def distillation_loss(

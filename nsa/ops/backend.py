@@ -18,6 +18,10 @@ _fallbacks: Counter[tuple[str, str, str]] = Counter()
 _disabled: dict[str, str] = {}  # operations whose kernels must not run here, and why
 
 
+class UnsupportedCall(ValueError):
+    """A backend that was requested by name cannot run a call."""
+
+
 def dispatch(
     backend: str,
     operation: str,
@@ -50,7 +54,9 @@ def dispatch(
     if reason is None:
         return triton
     if backend == "triton":
-        raise ValueError(f"backend = 'triton' does not support {operation}: {reason}; use 'auto'")
+        raise UnsupportedCall(
+            f"backend = 'triton' does not support {operation}: {reason}; use 'auto'"
+        )
     _count(operation, "triton", reason)
     return blockwise
 

@@ -34,7 +34,7 @@ _KNOWN: ContextVar[Any] = ContextVar("known outputs", default=None)
 
 
 class TileTooLarge(Exception):
-    """A kernel could not launch with its tile sizes; those of the next call are others."""
+    """A kernel could not launch with its tile sizes; the next call takes another tile."""
 
 
 def until_it_fits(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -108,3 +108,9 @@ def test_the_selectors_steps_are_refused_beside_dense_ones() -> None:
     config.model.attention.selector_loss = 1.0
     with pytest.raises(ValueError, match=r"train\.selector_steps = 5: not with train\.dense_steps"):
         config.validate()
+
+
+def test_dense_steps_begin_with_new_weights() -> None:
+    config = RunConfig(train=TrainConfig(dense_steps=5, start_from="runs/other"))
+    with pytest.raises(ValueError, match=r"train\.dense_steps = 5: begins with new weights"):
+        config.validate()

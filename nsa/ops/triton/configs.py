@@ -77,6 +77,11 @@ def _cached_config(
 ) -> Config:
     key = operation, sizes, dtype, chip
     options = [c for c in candidates(*key) if c not in _too_large.get(key, ())]
+    if not options:
+        raise ValueError(
+            f"{operation}: none of its tile sizes runs on this GPU; set "
+            "model.attention.backend=blockwise"
+        )
     tuned = tuning_key(operation, sizes, dtype, 1 if short else SHORT + 1)
     tile = Tile(*_tuned_or_first(tuned, options))
     tile.key = key
@@ -95,6 +100,7 @@ def exclude(tile: Config, kernel: str, reason: str) -> bool:
     excluded = _too_large.setdefault(key, set())
     excluded.add(Config(*tile))
     left = [c for c in candidates(*key) if c not in excluded]
+    _cached_config.cache_clear()
     if not left:
         raise ValueError(
             f"{kernel}: none of its tile sizes runs on this GPU ({reason}); set "
@@ -103,7 +109,6 @@ def exclude(tile: Config, kernel: str, reason: str) -> bool:
     warnings.warn(
         f"{kernel}: tile {tile} does not run on this GPU ({reason}); taking {left[0]}", stacklevel=2
     )
-    _cached_config.cache_clear()
     return True
 
 

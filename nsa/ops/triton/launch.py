@@ -106,7 +106,9 @@ def _compile_and_run(kernel: Any, grid: Sequence[int], values: tuple, config: Co
     try:
         return kernel[tuple(grid)](*values, **config.options())
     except (OutOfResources, PTXASError, CompilationError) as error:
-        if not exclude(config, kernel.fn.__name__, str(error).partition("\n")[0]):
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = lines[-1 if isinstance(error, CompilationError) else 0]  # after the source
+        if not exclude(config, kernel.fn.__name__, reason.strip()):
             raise
         raise TileTooLarge from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -16,6 +17,7 @@ from nsa.model.kernel_check import KernelResult, Operation, check_kernels, probl
 from nsa.ops import backend, triton
 from nsa.ops.activation import swiglu
 from nsa.ops.backend import disable, dispatch, fallback_counts, reset_fallback_counts, runs_fused
+from nsa.ops.triton.launch import recording
 from nsa.spec import NSASpec
 from tests.ops.cases import default
 from tests.ops.cases import one_thread as one_thread
@@ -58,7 +60,9 @@ def only(name: str) -> KernelResult:
     """Check one operation, in bfloat16."""
     operations = checks.operations(CONFIG, DEVICE, True)
     operation = next(x for x in operations if x.name == name)
-    return checks._check(operation, torch.bfloat16)
+    result = checks._check(operation, torch.bfloat16)
+    assert result is not None
+    return result
 
 
 Fault = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -161,8 +165,6 @@ def test_without_the_fused_attention_its_branches_run_in_pytorch() -> None:
 
 
 def test_a_dense_model_has_fewer_kernels() -> None:
-    from dataclasses import replace
-
     dense = replace(CONFIG, attention=AttentionConfig(kind="dense"))
     names = {operation.name for operation in checks.operations(dense, DEVICE, False)}
     assert names == ALL - {"pool", "nsa_attention", "selector_loss"}
@@ -174,4 +176,25 @@ def test_an_operation_reports_its_worst_tensor() -> None:
         "doubled", (x,), lambda x, backend: (x * (1.5 if backend == "triton" else 1),)
     )
     result = checks._check(operation, torch.float32)
+    assert result is not None
     assert (result.error, result.problem[:16]) == (0.5, "its error is 0.5")
+
+
+def test_what_auto_runs_in_pytorch_by_design_is_left_out() -> None:
+    """φ `pool` takes heads of up to 128."""
+    large = replace(CONFIG, head_dim=144, heads=2, kv_heads=1, mlp_width=16)
+    operation = next(x for x in checks.operations(large, DEVICE, False) if x.name == "pool")
+    assert checks._check(operation, torch.float32) is None
+
+
+def test_a_run_on_long_sequences_checks_the_kernels_of_long_ones() -> None:
+    kernels = []
+    for seq_len in (0, 100):
+        operations = checks.operations(CONFIG, DEVICE, False, seq_len)
+        attention = next(x for x in operations if x.name == "nsa_attention")
+        with recording(dry=False) as launches:
+            result = checks._check(attention, torch.float32)
+        assert result is not None
+        assert result.problem == ""
+        kernels.append({str(launch.config) for launch in launches})
+    assert kernels[0] != kernels[1]
