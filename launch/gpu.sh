@@ -191,7 +191,7 @@ command_of() {
         [ -z "$rehearse" ] || size=(--operation window_attention --jobs 1)
         command=("$python" -m nsa.bench aot --arch "$arch" --out "$out/aot.json" "${size[@]}")
         ;;
-    doctor) command=("$python" -m nsa.doctor.kernels) ;;
+    doctor) command=("$python" -m nsa.model.kernel_check) ;;
     profile | ncu)
         size=(--lengths 2k --tokens 16384)
         [ "$1" = profile ] || size+=(--ncu 5)

@@ -94,7 +94,7 @@ def _parser() -> Parser:
     add_eval_parser(verbs)
     add_generate_parser(verbs)
     add_tasks_parser(verbs)
-    add_doctor_parser(verbs)
+    add_doctor_parser(verbs, _kernel_table)
     add_watch_parser(verbs)
     add_plan_parser(verbs, _plan)
     add_export_parser(verbs)
@@ -158,6 +158,14 @@ def _check(args: argparse.Namespace) -> int:
         print(json.dumps(resolved, indent=2))
         print(summary, file=sys.stderr)  # so that stdout is JSON
     return 0
+
+
+def _kernel_table() -> tuple[list[str], list[str]]:
+    from nsa.model.kernel_check import check_m7c, table
+
+    results = check_m7c()
+    problems = [f"{result.operation}: {result.problem}" for result in results if result.problem]
+    return (table(results) if results else []), problems
 
 
 def _plan(args: argparse.Namespace) -> int:

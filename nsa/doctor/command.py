@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nsa.doctor.check import SKIP, Check, lines, passed
+from nsa.doctor.check import OK, SKIP, WARN, Check, lines, passed
 from nsa.doctor.node import checkpoint_bytes, node_checks
 from nsa.validation import positive_flags
 
@@ -17,7 +18,8 @@ _M7C = 125_000_000  # parameters
 _M7C_CHECKPOINTS = 10  # 50,000 steps, one every 5,000
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(verbs: Any, kernel_table: Callable[[], tuple[list[str], list[str]]]) -> None:
+    """Add `doctor`; `kernel_table` checks M7C's kernels and returns a table and the problems."""
     about = "check this machine before a run"
     doctor = verbs.add_parser("doctor", help=about, description=about)
     add = doctor.add_argument
@@ -34,7 +36,7 @@ def add_parser(verbs: Any) -> None:
     about = "compare M7C's kernels with PyTorch on this GPU, in bf16; packed documents too"
     add("--kernels", action="store_true", help=about)
     add("--json", action="store_true", help="print JSON")
-    doctor.set_defaults(run=_doctor)
+    doctor.set_defaults(run=_doctor, kernel_table=kernel_table)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -48,12 +50,19 @@ def _doctor(args: argparse.Namespace) -> int:
     checks.append(Check("ranks", SKIP, _RANKS))
     table: list[str] = []
     if args.kernels:
-        from nsa.doctor.kernels import kernel_checks
-
-        check, table = kernel_checks()
-        checks.append(check)
+        table, problems = args.kernel_table()
+        checks.append(_kernels(table, problems))
     if args.json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
         print(*lines(checks), *table, sep="\n")
     return 0 if passed(checks) else 2
+
+
+def _kernels(table: list[str], problems: list[str]) -> Check:
+    if not table:
+        return Check("kernels", SKIP, "no GPU here")
+    if problems:
+        fix = "set model.attention.backend=auto: these operations then run in PyTorch"
+        return Check("kernels", WARN, "; ".join(problems), fix)
+    return Check("kernels", OK, f"{len(table) - 1} cases equal PyTorch's")

@@ -15,6 +15,7 @@ attention without one of its branches, and the teacher of train.teacher.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from nsa.model.attention import Attention
 from nsa.model.attention_metadata import AttentionMetadata
-from nsa.model.config import ModelConfig
+from nsa.model.config import AttentionConfig, ModelConfig
 from nsa.model.language_model import meta_model
 from nsa.model.selector_loss import sample_queries
 from nsa.ops import (
@@ -311,3 +312,23 @@ def table(results: Sequence[KernelResult]) -> list[str]:
         figures = f"{x.error:.1e}", f"{x.allowed:.1e}", f"{x.seconds:.1f}"
         rows.append(form.format(x.operation, *figures, x.problem or "ok"))
     return rows
+
+
+def check_m7c() -> list[KernelResult]:
+    """Check the kernels of M7C with each φ of its recipes, in bf16; nothing without a GPU."""
+    if not torch.cuda.is_available():
+        return []
+    device = torch.device("cuda", torch.cuda.current_device())
+    pool = ModelConfig(attention=AttentionConfig(compressor="pool", selector_loss=1.0))
+    mean = ModelConfig(attention=AttentionConfig())
+    return [
+        result
+        for model, packed in ((pool, False), (pool, True), (mean, False))
+        for result in check_kernels(model, torch.bfloat16, device, packed)
+    ]
+
+
+if __name__ == "__main__":  # where only torch and triton are installed
+    checked = check_m7c()
+    print(*table(checked), "" if checked else "no GPU here", sep="\n")
+    sys.exit(bool(problems_of([checked])))

@@ -38,7 +38,7 @@ def gpu_sh(
 
 
 GROUPS = {
-    "1": ["aot", "nsa.doctor.kernels", "pytest", "pytest", "profile", *["train"] * 4, "tune"],
+    "1": ["aot", "nsa.model.kernel_check", "pytest", "pytest", "profile", *["train"] * 4, "tune"],
     "2": ["module", "module", "train", "train", "kernels", "module", "decode"],
     "3": ["recipe", "recipe", "profile"],
 }
