@@ -35,8 +35,7 @@ def build_model(
     torch.manual_seed(config.train.seed)
     model = LanguageModel(config.model, sequence_parallel_group(config.train.sequence_parallel))
     if config.train.dense_steps:
-        for layer in model.sparse_layers().values():
-            layer.start_dense()
+        model.start_dense()
     if weights is not None:
         set_weights(model, read_weights(weights), weights)
     freeze(model, config.train.freeze)

@@ -28,14 +28,14 @@ def dry_run(request: RunRequest) -> None:
     """Run the dry run on this rank; rank 0 prints the summary."""
     ranks = Ranks.from_environment()
     config = request.config
-    found = find_teacher(config)
+    stored = find_teacher(config)
     data_notes = _check_data(config, ranks)
     device = start_ranks(ranks)
     weights = find_initial_weights(config)
     # A tracker would begin a run, or write into the working directory.
     ds_config = {name: block for name, block in request.ds_config.items() if name not in TRACKERS}
     engine, notes = build_engine(config, ds_config, device, weights)
-    teacher = None if found is None else load_teacher(found, config, engine.module, device)
+    teacher = None if stored is None else load_teacher(stored, config, engine.module, device)
     shape = (config.train.micro_batch, config.data.seq_len // config.train.sequence_parallel)
     tokens_per_step = math.prod(shape) * config.train.accumulation * ranks.world_size
     if ranks.rank == 0:

@@ -35,7 +35,7 @@ class Run:
     # Set by prepare(), without a process group.
     resume_from: SavedState | None = None  # state of the checkpoint
     weights: Path | None = None  # initial weights of a fresh run
-    found_teacher: StoredRun | None = None
+    stored_teacher: StoredRun | None = None
     state: TrainState
     rank_state: dict[str, Any]  # of this rank, from the checkpoint
     node_checks: list[Check]  # empty except on local rank 0

@@ -70,10 +70,10 @@ def find_teacher(config: RunConfig) -> StoredRun | None:
     if path is None:
         return None
     try:
-        found = find_run(Path(path))
+        stored = find_run(Path(path))
     except ValueError as error:
         raise ValueError(f"train.teacher = {error}; or set train.teacher=null") from None
-    size, heads = found.config.model.vocab_size, found.config.model.kv_heads
+    size, heads = stored.config.model.vocab_size, stored.config.model.kv_heads
     if size != vocabulary:
         raise ValueError(
             f"train.teacher = {path!r}: has a vocabulary of {size:,} and this run one of "
@@ -85,24 +85,24 @@ def find_teacher(config: RunConfig) -> StoredRun | None:
             f"train.sequence_parallel = {parts}: does not divide the {heads} KV heads of "
             f"train.teacher = {path!r}; set it to a divisor"
         )
-    return found
+    return stored
 
 
-def check_tokenizer(found: StoredRun | None, config: RunConfig, fingerprint: str) -> None:
+def check_tokenizer(stored: StoredRun | None, config: RunConfig, fingerprint: str) -> None:
     """Raise a ValueError if the teacher was trained with another tokenizer than the dataset's."""
-    if found is None or found.tokenizer is None or found.tokenizer.fingerprint == fingerprint:
+    if stored is None or stored.tokenizer is None or stored.tokenizer.fingerprint == fingerprint:
         return
     raise ValueError(
         f"train.teacher = {config.train.teacher!r}: was trained with the tokenizer "
-        f"{found.tokenizer.name!r}, and this run uses {config.data.tokenizer!r}; name a model with "
-        "the same"
+        f"{stored.tokenizer.name!r}, and this run uses {config.data.tokenizer!r}; name a model "
+        "with the same"
     )
 
 
 def load_teacher(
-    found: StoredRun, config: RunConfig, model: LanguageModel, device: torch.device
+    stored: StoredRun, config: RunConfig, model: LanguageModel, device: torch.device
 ) -> Teacher:
     """Load the teacher in the dtype of training; it splits sequences as `model` does."""
-    loaded = load_run(found, device=device, dtype=DTYPES[config.train.precision])
+    loaded = load_run(stored, device=device, dtype=DTYPES[config.train.precision])
     loaded.model.sequence = model.sequence
     return Teacher(loaded.model, config)

@@ -78,14 +78,14 @@ def prepare(run: Run) -> None:
     if run.weights is not None:
         run.notes.append(f"initial weights: {run.weights}")
     _check_steps_left(request, run.state.step)
-    run.found_teacher = find_teacher(request.config)
+    run.stored_teacher = find_teacher(request.config)
     run.node_checks = _check_node(request, run.state.step) if ranks.local_rank == 0 else []
     run.data = open_data(
         request.config, ranks, run.state, run.rank_state.get("feed"), request.data_changed
     )
     try:
         fingerprint = run.data.loader.source.tokenizer_fingerprint
-        check_tokenizer(run.found_teacher, request.config, fingerprint)
+        check_tokenizer(run.stored_teacher, request.config, fingerprint)
     except ValueError:
         run.data.close()
         raise
@@ -137,9 +137,9 @@ def build(run: Run) -> None:
     run.engine, gradient_notes = build_engine(config, ds_config, run.device, run.weights)
     detail = "; ".join(gradient_notes) or "one gradient for each parameter on every rank"
     checks.append(Check("gradient check", OK, detail))
-    if run.found_teacher is not None:
-        run.teacher = load_teacher(run.found_teacher, config, run.engine.module, run.device)
-        run.notes.append(f"teacher: {run.found_teacher.weights_folder}")
+    if run.stored_teacher is not None:
+        run.teacher = load_teacher(run.stored_teacher, config, run.engine.module, run.device)
+        run.notes.append(f"teacher: {run.stored_teacher.weights_folder}")
     if run.resume_from is not None:
         checkpoint.load(run.engine, run.resume_from)
     # Nothing is refused from here on, so the run's folder may change.

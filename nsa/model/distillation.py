@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nsa.constants import IGNORE_INDEX
-from nsa.model.loss import add_part, chunk_rows, scaled
+from nsa.model.loss import add_part, chunk_rows, mean_over_labels, scaled
 from nsa.model.sequence_parallel import SequenceParallel
 
 Head = tuple[Tensor, Tensor]  # a head's input [N, width] and weight [V, width]
@@ -33,8 +33,7 @@ def distillation_loss(
     over all ranks that split the sequence.
     """
     total = _SummedKL.apply(*model, *(x.detach() for x in teacher), labels)
-    count = (labels != IGNORE_INDEX).sum()
-    return total / count.clamp(min=1) if sequence is None else sequence.mean(total, count)
+    return mean_over_labels(total, labels, sequence)
 
 
 @torch.no_grad()

@@ -224,6 +224,11 @@ class LanguageModel(nn.Module):
         for layer in self.sparse_layers().values():
             layer.spec = spec
 
+    def start_dense(self) -> None:
+        """Give values to the selected branch alone, before steps of `attend_densely`."""
+        for layer in self.sparse_layers().values():
+            layer.start_dense()
+
     def attend_densely(self, dense: bool) -> None:
         """Attend to all tokens by the selected branch alone; False: the sparse pattern again."""
         for layer in self.sparse_layers().values():

@@ -42,6 +42,11 @@ def linear_cross_entropy(
     """
     with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     total, _, _ = loss_and_gradients(hidden, weight, labels, with_gradients)
+    return mean_over_labels(total, labels, sequence)
+
+
+def mean_over_labels(total: Tensor, labels: Tensor, sequence: SequenceParallel | None) -> Tensor:
+    """Return a sum over labels that are not −100 as their mean, of all ranks of `sequence`."""
     count = (labels != IGNORE_INDEX).sum()
     return total / count.clamp(min=1) if sequence is None else sequence.mean(total, count)
 

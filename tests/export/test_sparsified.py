@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from tests.data.texts import texts, write_lines
 from tests.engine.runs import TINY, on_one_rank, succeed
 from tests.export.test_import import SHAPE, SMALL, add_chat_tokenizer, export, imported
-from tests.model.test_hf_clients import peft, trl
+from tests.model.test_hf_clients import SHORT_TRAINING, peft, trl
 
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you too"}]
 ALONE = """
@@ -55,17 +55,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainer(kind: Any, settings: Any, sparse: Path, dataset: Any, **more: Any) -> Any:
     return kind(
         AutoModelForCausalLM.from_pretrained(sparse, dtype=torch.float32),
-        args=settings(
-            max_steps=6,
-            per_device_train_batch_size=4,
-            learning_rate=1e-2,
-            logging_steps=1,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
+        args=settings(max_steps=6, **SHORT_TRAINING),
         train_dataset=dataset,
         **more,
     )

@@ -33,6 +33,18 @@ from tests.model.test_hf import MASK, wrapped
 
 OLD_EXPORT = Path(__file__).with_name("old_export.json")  # as exports were before NSAModel
 
+# Of transformers' TrainingArguments and TRL's SFTConfig: a few steps on the CPU, each logged.
+SHORT_TRAINING: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
 
 def trl() -> Any:
     return pytest.importorskip("trl", reason="needs TRL: pip install -e '.[eval]' on Python 3.11")
@@ -63,14 +75,7 @@ def sft_trainer(tokenizer: Any, folder: Path, peft_config: Any = None, **setting
             str(folder),
             max_steps=10,
             max_length=96,
-            per_device_train_batch_size=4,
-            learning_rate=1e-2,
-            logging_steps=1,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
+            **SHORT_TRAINING,
             **settings,
         ),
         train_dataset=Dataset.from_dict({"text": texts}),

@@ -176,8 +176,7 @@ def _optimize(
     decay = 0.0 if selector_only else 0.01
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=decay)
     if dense_steps:
-        for layer in model.sparse_layers().values():
-            layer.start_dense()
+        model.start_dense()
     for step in range(steps):
         model.attend_densely(step < dense_steps)
         for group in optimizer.param_groups:
