@@ -37,8 +37,8 @@ def production() -> RunConfig:
         data=DataConfig(source="fineweb_edu", tokenizer="hf:gpt2", seq_len=2_048, held_out=0.005),
         train=TrainConfig(
             steps=50_000,
-            micro_batch=8,
-            accumulation=4,
+            micro_batch="auto",
+            accumulation=32,  # sequences per GPU and step, in as few micro-batches as fit
             learning_rate=6e-4,
             min_learning_rate=6e-5,
             warmup_steps=2_000,

@@ -106,7 +106,7 @@ def _step(source: str, device: torch.device) -> dict[str, float]:
     else:
         demo = recipe_config("demo")
         stepper = Stepper(demo.model, device, torch.float32)
-        loader = _loader(source, demo.train.micro_batch, demo.data.seq_len)
+        loader = _loader(source, demo.train.rows, demo.data.seq_len)
     constant = loader.next_batch().to(device)
     waits: list[float] = []
 

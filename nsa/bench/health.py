@@ -29,7 +29,7 @@ def cases() -> dict[str, tuple[ModelConfig, int, int]]:
     """Return models, each with a micro-batch's sequences and tokens per sequence."""
     demo = recipe_config("demo")
     return {
-        "demo": (demo.model, demo.train.micro_batch, demo.data.seq_len),
+        "demo": (demo.model, demo.train.rows, demo.data.seq_len),
         "one layer of M7C": (ModelConfig(vocab_size=320, layers=1), 1, 2_048),
     }
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from nsa.checkpoint.weights import find_weights
 from nsa.data.builtin import embedded_note
 from nsa.data.source import absolute_source
 from nsa.dtypes import DTYPES
-from nsa.engine.config import RunConfig
+from nsa.engine.config import AUTO, RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
 from nsa.engine.load_run import read_config
-from nsa.engine.planner_inputs import resolve_checkpointing
+from nsa.engine.planner_inputs import resolve_checkpointing, resolve_micro_batch
 from nsa.engine.resolve import resolve_config, walk
 from nsa.engine.resume import find_initial_weights
 from nsa.engine.run_dir import choose_run_dir, find_saved_settings
@@ -106,11 +107,14 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         ds_config = leave_to_recipe(load_ds_config(ds_config_path))
     else:
         ds_config = load_ds_config(ds_config_path)
-    ds_config = resolve_ds_config(
-        ds_config, config, world_size=world_size, source=str(ds_config_path)
+    resolve = partial(
+        resolve_ds_config, ds_config, world_size=world_size, source=str(ds_config_path)
     )
-    config, mode_notes = resolve_checkpointing(config, ds_config, world_size, _gpu_memory())
-    notes += mode_notes
+    gpu_memory, asked = _gpu_memory(), config.train.micro_batch
+    config, batch_notes = resolve_micro_batch(config, resolve(config), world_size, gpu_memory)
+    ds_config = resolve(config)
+    config, mode_notes = resolve_checkpointing(config, ds_config, world_size, gpu_memory)
+    notes += [*batch_notes, *mode_notes]
     if has_muon(ds_config):
         notes.append("Muon: the first step compiles its update, a minute or more without output")
     if config.train.compile:
@@ -132,6 +136,7 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         notes=notes,
         time_limit=None if flags.time_limit is None else parse_time(flags.time_limit),
         profile_steps=None if flags.profile_steps is None else parse_steps(flags.profile_steps),
+        fits_micro_batch=asked == AUTO and gpu_memory is not None,
         universal=flags.universal,
     )
 

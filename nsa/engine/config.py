@@ -13,6 +13,7 @@ from nsa.monitor.config import MonitorConfig
 from nsa.validation import above_zero, at_least, at_most, one_of
 
 PRECISIONS = ("bf16", "fp16", "fp32")
+AUTO = "auto"
 ON_BAD_STEP = ("abort", "skip", "rollback")
 ON_SPIKE = ("ignore", "warn", "skip", "rollback")
 
@@ -22,8 +23,8 @@ class TrainConfig:
     """Optimisation: the values for "auto" in DeepSpeed's JSON, and the policy for bad steps."""
 
     steps: int = 50_000  # optimizer steps of the run, and length of the learning-rate schedule
-    micro_batch: int = 8  # sequences per rank in one forward pass
-    accumulation: int = 4  # micro-batches per optimizer step
+    micro_batch: int | str = 8  # sequences per rank in one forward pass; auto: as many as fit
+    accumulation: int = 4  # micro-batches per optimizer step; with auto: sequences per rank
     sequence_parallel: int = 1  # ranks that split each sequence, at most model.kv_heads; 1: off
     start_from: str | None = None  # run or checkpoint with the initial weights; null: random
     freeze: str | None = None  # names of parameters to keep, such as "embed.*,blocks.*.mlp.*"
@@ -51,9 +52,15 @@ class TrainConfig:
     spike_score: float = 12.0  # threshold, in robust standard deviations of the last 128 losses
 
     def validate(self) -> None:
-        at_least(1, "train", self, "steps", "micro_batch", "accumulation")
-        at_least(1, "train", self, "sequence_parallel", "eval_samples")
-        at_most(65_536, "train", self, "micro_batch", "accumulation")
+        at_least(1, "train", self, "steps", "accumulation", "sequence_parallel", "eval_samples")
+        at_most(65_536, "train", self, "accumulation")
+        if isinstance(self.micro_batch, int):
+            at_least(1, "train", self, "micro_batch")
+            at_most(65_536, "train", self, "micro_batch")
+        elif self.micro_batch != AUTO:
+            raise ValueError(
+                f"train.micro_batch = {self.micro_batch!r}: must be a whole number or {AUTO}"
+            )
         at_least(0, "train", self, "warmup_steps", "eval_every", "clip", "bad_steps")
         at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed", "dense_steps")
         at_least(0, "train", self, "selector_steps")
@@ -68,6 +75,11 @@ class TrainConfig:
                 f"train.min_learning_rate = {self.min_learning_rate}: is above "
                 f"train.learning_rate = {self.learning_rate}; lower it"
             )
+
+    @property
+    def rows(self) -> int:
+        """`micro_batch` as a number: 1 until nsa/engine/micro_batch.py replaces `auto`."""
+        return self.micro_batch if isinstance(self.micro_batch, int) else 1
 
     def in_selector_steps(self, step: int) -> bool:
         """Return whether step `step`, counted from 0, trains the selector alone."""

@@ -82,7 +82,7 @@ def open_data(
         config.data,
         rank=data_ranks.rank,
         world_size=data_ranks.world_size,
-        micro_batch=config.train.micro_batch,
+        micro_batch=config.train.rows,
         accumulation=config.train.accumulation,
         seed=config.train.seed,
     )
@@ -95,7 +95,7 @@ def open_data(
         validation = ValidationData(
             config.data,
             sequences=config.train.eval_samples,
-            micro_batch=config.train.micro_batch,
+            micro_batch=config.train.rows,
             world_size=data_ranks.world_size,
         )
     except ValueError:

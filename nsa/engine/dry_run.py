@@ -36,7 +36,7 @@ def dry_run(request: RunRequest) -> None:
     ds_config = {name: block for name, block in request.ds_config.items() if name not in TRACKERS}
     engine, notes = build_engine(config, ds_config, device, weights)
     teacher = None if stored is None else load_teacher(stored, config, engine.module, device)
-    shape = (config.train.micro_batch, config.data.seq_len // config.train.sequence_parallel)
+    shape = (config.train.rows, config.data.seq_len // config.train.sequence_parallel)
     tokens_per_step = math.prod(shape) * config.train.accumulation * ranks.world_size
     if ranks.rank == 0:
         for note in [*request.notes, *notes, *data_notes]:

@@ -141,12 +141,12 @@ def summary_line(resolved: dict[str, Any], world_size: int) -> str:
 def owned_values(config: RunConfig, world_size: int) -> dict[str, Owned]:
     """Return the keys that the recipe sets; in the JSON they are "auto", equal or absent."""
     train = config.train
-    batch = train.micro_batch * train.accumulation * world_size
-    factors = f"{train.micro_batch} × {train.accumulation} × {world_size}"
+    batch = train.rows * train.accumulation * world_size
+    factors = f"{train.rows} × {train.accumulation} × {world_size}"
     origin = f"train.micro_batch × train.accumulation × ranks = {factors} = {batch}"
     owned = {"train_batch_size": Owned(batch, origin, "one of them")}
     for key, names in OWNED_FIELDS.items():
-        values = [getattr(train, name) for name in names]
+        values = [train.rows if name == "micro_batch" else getattr(train, name) for name in names]
         owned[key] = Owned(
             values if len(values) > 1 else values[0],
             " and ".join(f"train.{n} = {v}" for n, v in zip(names, values, strict=True)),

@@ -11,11 +11,19 @@ from pathlib import Path
 
 from nsa.engine import recipe as recipes
 from nsa.engine.command_line import DEFAULT_DS_CONFIG
-from nsa.engine.config import RunConfig
+from nsa.engine.config import AUTO, RunConfig
 from nsa.engine.planner_inputs import batch_of, model_of, zero_of
 from nsa.engine.resolve import resolve_config
 from nsa.planner.command import assumptions, describe, hardware, json_row, table
-from nsa.planner.forecast import Candidate, compare, fits, forecast, search, select_checkpointing
+from nsa.planner.forecast import (
+    Candidate,
+    compare,
+    fits,
+    forecast,
+    search,
+    select_checkpointing,
+    select_micro_batch,
+)
 from nsa.planner.inputs import Zero
 from nsa.resources import resource_path
 
@@ -34,7 +42,10 @@ def run(flags: argparse.Namespace) -> int:
             f"--gpus {flags.gpus}: not a multiple of train.sequence_parallel = {parts}"
         )
     source, steps = flags.deepspeed_config or DEFAULT_DS_CONFIG, config.train.steps
-    model, batch, zero = model_of(config), batch_of(config), zero_of(source, config, flags.gpus)
+    zero = zero_of(source, config, flags.gpus)
+    model, batch, batch_notes = model_of(config), batch_of(config), list[str]()
+    if config.train.micro_batch == AUTO:
+        batch, batch_notes = select_micro_batch(model, zero, batch, target.memory, flags.gpus)
     mode, notes = select_checkpointing(model, zero, batch, target.memory, flags.gpus)
     memory, zeros = f"{target.memory / 1e9:g} GB", dict[str, Zero]()
     if flags.search or flags.compare:
@@ -58,7 +69,7 @@ def run(flags: argparse.Namespace) -> int:
             for one, fit in zip(candidates, fitting, strict=True)
         ]
         tree = {"parameters": model.parameters, "steps": steps, "plans": plans}
-        print(json.dumps(tree | {"assumptions": [*assumed, *notes]}, indent=2))
+        print(json.dumps(tree | {"assumptions": [*assumed, *batch_notes, *notes]}, indent=2))
     elif not candidates:
         print(f"nothing fits into {memory}")
     elif flags.search or flags.compare:
@@ -68,7 +79,7 @@ def run(flags: argparse.Namespace) -> int:
         print(*assumed, sep="\n")
     else:
         title, *lines = describe(source.stem, model, batch, step, target, steps)
-        print(title, *assumed, *lines, *notes, sep="\n")
+        print(title, *assumed, *lines, *batch_notes, *notes, sep="\n")
         if not any(fitting):
             print(f"  does not fit into {memory}: CUDA, NCCL and fragmentation add 2 GB and 10%")
     return 0 if any(fitting) else 1

@@ -1,4 +1,4 @@
-"""A run's settings as planner inputs, and the mode of activation checkpointing for `auto`."""
+"""A run's settings as planner inputs; micro-batch and activation checkpointing for `auto`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from nsa.dtypes import DTYPES
-from nsa.engine.config import RunConfig
+from nsa.engine.config import AUTO, RunConfig
 from nsa.engine.ds_config import load_ds_config, resolve_ds_config
 from nsa.engine.teacher import find_teacher
 from nsa.engine.zero_mode import zero_mode
-from nsa.planner.forecast import MODES, select_checkpointing
+from nsa.planner.forecast import MODES, select_checkpointing, select_micro_batch
 from nsa.planner.inputs import BatchShape, Model, Zero
+
+
+def resolve_micro_batch(
+    config: RunConfig, ds_config: Mapping[str, Any], ranks: int, gpu_memory: float | None
+) -> tuple[RunConfig, list[str]]:
+    """Replace train.micro_batch=auto by a number; return the config and log lines.
+
+    `gpu_memory` is in bytes, None without a GPU. The step keeps its sequences.
+    """
+    if config.train.micro_batch != AUTO:
+        return config, []
+    batch, notes = batch_of(config), ["micro-batch: 1 sequence (there is no GPU)"]
+    if gpu_memory is not None:
+        inputs = model_of(config), resolved_zero(ds_config, config), batch
+        batch, notes = select_micro_batch(*inputs, gpu_memory, ranks, _modes(config))
+    train = replace(config.train, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
+    return replace(config, train=train), notes
 
 
 def resolve_checkpointing(
@@ -28,10 +45,13 @@ def resolve_checkpointing(
     mode, notes = "none", ["activation checkpointing: none (there is no GPU)"]
     if gpu_memory is not None:
         inputs = model_of(config), resolved_zero(ds_config, config), batch_of(config)
-        # Compiling fuses the operators that `selective` saves.
-        modes = [mode for mode in MODES if not (config.train.compile and mode == "selective")]
-        mode, notes = select_checkpointing(*inputs, gpu_memory, ranks, modes)
+        mode, notes = select_checkpointing(*inputs, gpu_memory, ranks, _modes(config))
     return replace(config, model=replace(config.model, activation_checkpointing=mode)), notes
+
+
+def _modes(config: RunConfig) -> list[str]:
+    # Compiling fuses the operators that `selective` saves.
+    return [mode for mode in MODES if not (config.train.compile and mode == "selective")]
 
 
 def model_of(config: RunConfig) -> Model:
@@ -46,7 +66,7 @@ def batch_of(config: RunConfig) -> BatchShape:
     """Return a run's batch as planner input."""
     return BatchShape(
         seq_len=config.data.seq_len,
-        micro_batch=config.train.micro_batch,
+        micro_batch=config.train.rows,
         accumulation=config.train.accumulation,
         checkpointing=config.model.activation_checkpointing,
         ranks_per_sequence=config.train.sequence_parallel,

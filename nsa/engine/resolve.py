@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from nsa.engine.config import RunConfig
+from nsa.engine.config import AUTO, RunConfig
 from nsa.untrusted import parse_yaml, read_text, short_repr
 
 MAPPINGS = "data.source", "model.rope_extension"  # a mapping is their value: overrides replace it
@@ -62,6 +62,7 @@ DEEPSPEED_KEYS = (
     *("zero_optimization", "offload_optimizer", "offload_param", "overlap_comm", "csv_monitor"),
     *("optimizer", "comet", "wandb"),
 )
+BATCH, NOT_GIVEN = ("micro_batch", "accumulation"), object()
 LARGEST = 2**62  # of a whole number; torch and numpy hold 64 bits
 
 
@@ -70,6 +71,7 @@ def resolve_config(
 ) -> RunConfig:
     """Return the recipe's config, overridden by a YAML file, then by `path.to.key=value`s."""
     tree = asdict(recipe)
+    recipe_batch = _take_batch(tree)
     if file is not None:
         _merge(tree, _read_yaml(file), str(file))
     for assignment in assignments or []:
@@ -81,9 +83,36 @@ def resolve_config(
         for key in reversed(path.strip().split(".")):
             changes = {key: changes}
         _merge(tree, changes, f"--set {assignment}")
+    _complete_batch(tree["train"], *recipe_batch)
     config = _build(RunConfig, tree, "")
     config.validate()
     return config
+
+
+def _take_batch(tree: dict[str, Any]) -> tuple[Any, Any]:
+    """Replace the recipe's micro-batch and accumulation by NOT_GIVEN; return both."""
+    micro_batch, accumulation = (tree["train"][name] for name in BATCH)
+    tree["train"] |= dict.fromkeys(BATCH, NOT_GIVEN)
+    return micro_batch, accumulation
+
+
+def _complete_batch(train: dict[str, Any], micro_batch: Any, accumulation: Any) -> None:
+    """Take what was not given from the recipe; changing to or from `auto` keeps a step's tokens."""
+    given = train["micro_batch"], train["accumulation"]
+    if given[0] is NOT_GIVEN:
+        train["micro_batch"] = micro_batch
+    if given[1] is NOT_GIVEN:
+        train["accumulation"] = accumulation
+        after = train["micro_batch"]
+        if after == AUTO and isinstance(micro_batch, int):
+            train["accumulation"] = micro_batch * accumulation
+        elif micro_batch == AUTO and type(after) is int and after > 0:
+            train["accumulation"], rest = divmod(accumulation, after)
+            if rest or not train["accumulation"]:
+                raise ValueError(
+                    f"train.micro_batch = {after}: does not divide the recipe's {accumulation} "
+                    "sequences per rank and step; set a divisor, or train.accumulation too"
+                )
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -60,7 +60,7 @@ def find_checkpoint(request: RunRequest, world_size: int) -> tuple[SavedState | 
             notes.append(f"changed since {path.name}: ZeRO stage: {before} -> {after}")
     if isinstance(ranks, int) and ranks != world_size:
         train = request.config.train
-        per_rank = train.micro_batch * train.accumulation // train.sequence_parallel
+        per_rank = train.rows * train.accumulation // train.sequence_parallel
         notes.append(
             f"{world_size} rank{'s' * (world_size > 1)} instead of {ranks}: a step has "
             f"{per_rank * world_size} sequences instead of {per_rank * ranks}; "

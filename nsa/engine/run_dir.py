@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from nsa.atomic_io import atomic_write_text
 from nsa.checkpoint.manifest import holds_intact, list_checkpoints
@@ -107,8 +107,11 @@ def find_saved_settings(run_dir: Path) -> Path | None:
     return run_dir
 
 
-def record_run(request: RunRequest, hosts: list[str]) -> None:
-    """Write config.yaml, ds_config.json and env.json; `hosts` are in the order of the ranks."""
+def record_run(request: RunRequest, hosts: list[str], kernel_check: list[dict[str, Any]]) -> None:
+    """Write config.yaml, ds_config.json and env.json.
+
+    `hosts` are in the order of the ranks, `kernel_check` has a row per operation of rank 0.
+    """
     from nsa.monitor.environment import write_env
 
     for name, text in request.config_files().items():
@@ -120,6 +123,7 @@ def record_run(request: RunRequest, hosts: list[str]) -> None:
         notes=request.notes,
         world_size=len(hosts),
         hosts=hosts,
+        kernel_check=kernel_check,
     )
 
 

@@ -17,16 +17,17 @@ import torch
 import torch.distributed as dist
 
 from nsa import checkpoint
-from nsa.doctor.check import OK, SKIP, WARN, Check, failures, lines, passed
+from nsa.doctor.check import OK, Check, failures, lines, passed
 from nsa.doctor.node import checkpoint_bytes, kept_checkpoints, node_checks
 from nsa.doctor.ranks import rank_checks
-from nsa.dtypes import DTYPES
 from nsa.engine import loop, resume
 from nsa.engine.build import build_engine
 from nsa.engine.consensus import Consensus, RunAborted
 from nsa.engine.data import open_data
 from nsa.engine.gradient_check import ReductionCheck
+from nsa.engine.kernel_check import check_on_all_ranks
 from nsa.engine.loss_guard import LossGuard
+from nsa.engine.micro_batch import fit_on_all_ranks
 from nsa.engine.peer_hosts import connect_hosts
 from nsa.engine.process_group import start_ranks, stop_ranks
 from nsa.engine.run import Run
@@ -40,11 +41,9 @@ from nsa.gates.criteria import preflight
 from nsa.gates.results import record_result
 from nsa.gates.schedule import schedule
 from nsa.model import flops_per_token, parameter_count
-from nsa.model.kernel_check import check_kernels, problems_of
 from nsa.monitor.health import HealthRecorder
 from nsa.monitor.observer import RunInfo, warn
 from nsa.monitor.throughput import Throughput, peak_flops
-from nsa.ops.backend import disable
 
 
 def start(request: RunRequest, lock: FolderLock | None) -> None:
@@ -132,7 +131,11 @@ def build(run: Run) -> None:
         raise RunAborted(f"preflight: {failures(checks)}")
     if run.resume_from is not None and request.universal:
         run.resume_from = resume.convert_to_universal(run.consensus, run.resume_from, run.ranks)
-    checks.append(_check_kernels(run))
+    kernels, kernel_rows = check_on_all_ranks(config, run.device, run.consensus)
+    checks.append(kernels)
+    if request.fits_micro_batch and config.train.sequence_parallel == 1:
+        request = _fit_micro_batch(run)
+        config = run.config
     ds_config = request.ds_config | trackers(request)
     run.engine, gradient_notes = build_engine(config, ds_config, run.device, run.weights)
     detail = "; ".join(gradient_notes) or "one gradient for each parameter on every rank"
@@ -145,7 +148,7 @@ def build(run: Run) -> None:
     # Nothing is refused from here on, so the run's folder may change.
     passed_gate = preflight(checks)
     if run.ranks.rank == 0:
-        record_run(request, [process.host for process in run.processes])
+        record_run(request, [process.host for process in run.processes], kernel_rows)
         record_result(run_dir, passed_gate)
     dist.barrier()
     if request.stop_step == 0:  # --until preflight
@@ -156,32 +159,15 @@ def build(run: Run) -> None:
     _create_parts(run)
 
 
-def _check_kernels(run: Run) -> Check:
-    """Compare the run's kernels with PyTorch on every rank's GPU; all ranks fall back alike."""
-    config, name = run.config, "kernels"
-    backend = config.model.attention.backend
-    if run.device.type != "cuda":
-        return Check(name, SKIP, "no GPU here")
-    if backend not in ("auto", "triton"):
-        return Check(name, SKIP, f"model.attention.backend={backend}")
-    if not config.monitor.kernel_check:
-        return Check(name, SKIP, "monitor.kernel_check=false")
-    packed = config.data.packing == "documents"
-    dtype = DTYPES[config.train.precision]
-    results = check_kernels(config.model, dtype, run.device, packed, config.data.seq_len)
-    problems = problems_of(run.consensus.gather(results))
-    if not problems:
-        seconds = sum(result.seconds for result in results)
-        return Check(name, OK, f"{len(results)} operations equal PyTorch's, {seconds:.1f} s")
-    detail = "; ".join(f"{operation}: {reason}" for operation, reason in problems.items())
-    if backend == "triton":
-        raise ValueError(
-            f"model.attention.backend = 'triton': {detail}; set it to auto, which takes "
-            "PyTorch for these operations"
-        )
-    disable(problems)
-    fix = "they run in PyTorch, correct but slower; report this line and env.json"
-    return Check(name, WARN, detail, fix)
+def _fit_micro_batch(run: Run) -> RunRequest:
+    """Take a smaller micro-batch on all ranks if the planned one does not fit on one of them."""
+    request, notes = fit_on_all_ranks(run.request, run.device, run.consensus, run.ranks.world_size)
+    if notes:
+        run.notes += notes
+        run.request, run.config = request, request.config
+        run.data.close()
+        run.data = open_data(run.config, run.ranks, run.state, run.rank_state.get("feed"))
+    return request
 
 
 def _create_parts(run: Run) -> None:

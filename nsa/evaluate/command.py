@@ -227,7 +227,7 @@ def _evaluate(name: str, run: LoadedRun, data: EvalData, stride: int, seq_len: i
     from nsa.evaluate.results import Result
 
     trained = run.config.data.seq_len
-    rows = max(1, run.config.train.micro_batch * trained // seq_len)  # tokens as in training
+    rows = max(1, run.config.train.rows * trained // seq_len)  # tokens as in training
     if seq_len > trained:
         _log(f"{name}: context of {seq_len:,} tokens, in training {trained:,}")
     batches = eval_batches(data, seq_len, stride, rows)

@@ -190,7 +190,12 @@ def communication_seconds(
 
 def required(memory: Memory) -> float:
     """Return the bytes of GPU memory that a run needs, with CUDA, NCCL and fragmentation."""
-    return memory.peak * FRAGMENTATION + RESERVE
+    return with_overhead(memory.peak)
+
+
+def with_overhead(tensors: float) -> float:
+    """Return the bytes of GPU memory that hold this many bytes of tensors."""
+    return tensors * FRAGMENTATION + RESERVE
 
 
 def fits(memory: Memory, hardware: Hardware) -> bool:
@@ -237,6 +242,35 @@ def compare(
         shape = replace(batch, checkpointing=mode)
         candidates.append(Candidate(name, shape, forecast(model, zero, shape, hardware, ranks)))
     return candidates
+
+
+def select_micro_batch(
+    model: Model,
+    zero: Zero,
+    batch: BatchShape,
+    available: float,
+    ranks: int,
+    modes: Sequence[str] = MODES,
+) -> tuple[BatchShape, list[str]]:
+    """Return the batch in the largest micro-batches that fit, and a line on why.
+
+    With the fastest of `modes` in which one sequence fits: recomputing costs more than small
+    micro-batches do.
+    """
+    sequences = batch.micro_batch * batch.accumulation
+    if batch.checkpointing != "auto":
+        modes = (batch.checkpointing,)
+    for mode, rows in product(modes, range(sequences, 0, -1)):
+        shape = replace(batch, micro_batch=rows, accumulation=sequences // rows, checkpointing=mode)
+        if sequences % rows == 0:
+            need = required(memory(model, zero, shape, ranks))
+            if need <= available:
+                break
+    reason = f"needs about {need / 1e9:.1f} of {available / 1e9:.1f} GB"
+    if need > available:
+        reason += ", so it does not fit"
+    each = f"{shape.micro_batch} sequences, accumulation {shape.accumulation}"
+    return replace(shape, checkpointing=batch.checkpointing), [f"micro-batch: {each} ({reason})"]
 
 
 def select_checkpointing(

@@ -74,7 +74,7 @@ def wrong(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def unsteady(kernel: Callable[..., Any]) -> Callable[..., Any]:
     calls = count()
-    return lambda *args: kernel(*args) * (1 + next(calls) / 256)
+    return lambda *args, **options: kernel(*args, **options) * (1 + next(calls) / 256)
 
 
 def raising(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,3 +198,14 @@ def test_a_run_on_long_sequences_checks_the_kernels_of_long_ones() -> None:
         assert result.problem == ""
         kernels.append({str(launch.config) for launch in launches})
     assert kernels[0] != kernels[1]
+
+
+def test_decoding_is_checked_for_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    operation = checks.decoding(CONFIG, DEVICE)
+    right = checks._check(operation, torch.bfloat16)
+    monkeypatch.setattr(triton, "decode_attention", unsteady(triton.decode_attention))
+    faulty = checks._check(operation, torch.bfloat16)
+    assert right is not None
+    assert faulty is not None
+    assert (right.operation, right.problem) == ("decode_attention", "")
+    assert faulty.problem.startswith(("its error is", "two runs give different bits"))

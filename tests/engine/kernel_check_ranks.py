@@ -1,0 +1,36 @@
+"""Runs on two ranks, in Triton's interpreter: on rank 1 a kernel is wrong. Each prints results."""
+
+import os
+import sys
+
+if "TRITON_INTERPRET" not in os.environ:  # read when triton is first imported
+    os.execve(sys.executable, [sys.executable, __file__], {**os.environ, "TRITON_INTERPRET": "1"})
+
+import torch
+import torch.distributed as dist
+
+from nsa.engine.consensus import Consensus
+from nsa.engine.kernel_check import fall_back
+from nsa.model import AttentionConfig, ModelConfig
+from nsa.model.kernel_check import check_kernels
+from nsa.ops import triton
+from nsa.ops.backend import dispatch
+
+dist.init_process_group("gloo")
+consensus = Consensus(slowest=60)
+if dist.get_rank() == 1:
+    right = triton.swiglu
+    triton.swiglu = lambda *args: right(*args) * 1.05  # type: ignore[assignment]
+shape = {"vocab_size": 61, "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8}
+config = ModelConfig(**shape, mlp_width=16, attention=AttentionConfig(kind="dense"))
+results = consensus.gather(check_kernels(config, torch.bfloat16, torch.device("cpu"), packed=False))
+try:
+    fall_back(results, "triton")
+except ValueError as error:
+    print("refused:", error)
+check = fall_back(results, "auto")
+print(f"{check.status}: {check.detail}")
+on_gpu = torch.empty(2, 3, 8, 4, device="meta")  # counts as a GPU
+backends = (dispatch("auto", name, on_gpu).__name__ for name in ("swiglu", "rotary_pool"))
+print("backends:", *(name.rpartition(".")[2] for name in backends))
+dist.destroy_process_group()

@@ -1,0 +1,160 @@
+"""`train.micro_batch=auto`: planned before a run starts, measured on each rank, then kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from nsa.engine import micro_batch
+from nsa.engine.config import RunConfig, TrainConfig
+from nsa.engine.consensus import Consensus
+from nsa.engine.resolve import resolve_config
+from tests.engine.test_planner_inputs import request as production
+
+GB = 1e9
+CPU = torch.device("cpu")
+
+
+def batch(folder: Path, monkeypatch: pytest.MonkeyPatch, memory: float | None, *flags: str) -> str:
+    """Micro-batch × accumulation of the production run, alike in both of its config files."""
+    one = production(folder, monkeypatch, memory, *flags)
+    train = yaml.safe_load(one.config_files()["config.yaml"])["train"]
+    names = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    assert [one.ds_config[name] for name in names] == [train["micro_batch"], train["accumulation"]]
+    assert one.ds_config["train_batch_size"] == 2 * train["micro_batch"] * train["accumulation"]
+    return f"{train['micro_batch']}×{train['accumulation']}"
+
+
+@pytest.mark.parametrize(
+    ("memory", "flags", "expected"),
+    [
+        (80 * GB, [], "32×1"),
+        (24 * GB, [], "16×2"),
+        (8 * GB, [], "2×16"),
+        (1 * GB, [], "1×32"),
+        (None, [], "1×32"),
+        (24 * GB, ["--set=model.activation_checkpointing=reentrant"], "32×1"),
+        (24 * GB, ["--set=train.accumulation=12"], "12×1"),
+        (24 * GB, ["--set=train.micro_batch=4"], "4×8"),
+        (24 * GB, ["--set=train.micro_batch=4", "--set=train.accumulation=3"], "4×3"),
+    ],
+)
+def test_the_largest_that_fits_keeps_the_sequences_of_a_step(
+    memory: float | None,
+    flags: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert batch(tmp_path, monkeypatch, memory, *flags) == expected
+
+
+def test_the_log_says_what_was_taken_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = production(tmp_path, monkeypatch, 24 * GB).notes
+    assert "micro-batch: 16 sequences, accumulation 2 (needs about 17.5 of 24.0 GB)" in notes
+    notes = production(tmp_path, monkeypatch, 1 * GB).notes
+    assert any(note.startswith("micro-batch: 1 ") and "does not fit" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "expected"),
+    [
+        ((8, 4), ["micro_batch=auto"], ("auto", 32)),
+        ((8, 4), ["micro_batch=auto", "accumulation=6"], ("auto", 6)),
+        ((8, 4), ["accumulation=6", "micro_batch=auto"], ("auto", 6)),
+        ((8, 4), ["micro_batch=2"], (2, 4)),
+        (("auto", 32), ["micro_batch=32"], (32, 1)),
+        (("auto", 32), ["micro_batch=32", "accumulation=32"], (32, 32)),
+    ],
+)
+def test_changing_to_or_from_auto_keeps_a_step(
+    recipe: tuple[int | str, int], settings: list[str], expected: tuple[int | str, int]
+) -> None:
+    train = TrainConfig(micro_batch=recipe[0], accumulation=recipe[1])
+    changes = [f"train.{setting}" for setting in settings]
+    resolved = resolve_config(RunConfig(train=train), None, changes).train
+    assert (resolved.micro_batch, resolved.accumulation) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ("5", "train.micro_batch = 5: does not divide the recipe's 32 sequences"),
+        ("64", "train.micro_batch = 64: does not divide"),
+        ("0", "train.micro_batch = 0: must be 1 or more"),
+        ("automatic", "train.micro_batch = 'automatic': must be a whole number or auto"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(value: str, error: str) -> None:
+    recipe = RunConfig(train=TrainConfig(micro_batch="auto", accumulation=32))
+    with pytest.raises(ValueError, match=error):
+        resolve_config(recipe, None, [f"train.micro_batch={value}"])
+
+
+Measure = Callable[..., tuple[float, float]]
+
+
+def fitted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, most_rows: float
+) -> tuple[str, list[str]]:
+    """Batch and log lines on a GPU of 24 GB which really holds `most_rows` sequences."""
+    monkeypatch.setattr(
+        micro_batch, "measure", lambda config, *_: (config.train.rows * GB, most_rows * GB)
+    )
+    one = production(folder, monkeypatch, 24 * GB)
+    assert one.fits_micro_batch
+    alone = Consensus.__new__(Consensus)
+    alone._group = None
+    fit, notes = micro_batch.fit_on_all_ranks(one, CPU, alone, 2)
+    assert fit.ds_config["gradient_accumulation_steps"] == fit.config.train.accumulation
+    assert fit.ds_config["train_micro_batch_size_per_gpu"] == fit.config.train.rows
+    return f"{fit.config.train.rows}×{fit.config.train.accumulation}", notes
+
+
+def test_what_does_not_fit_when_measured_is_halved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fitted(tmp_path, monkeypatch, 16) == ("16×2", [])
+    taken, notes = fitted(tmp_path, monkeypatch, 5)
+    assert taken == "4×8"
+    assert notes == [
+        "micro-batch: 16 sequences do not fit on rank 0 (measured: 16.0 of 5.0 GB): 8 sequences, "
+        "accumulation 4",
+        "micro-batch: 8 sequences do not fit on rank 0 (measured: 8.0 of 5.0 GB): 4 sequences, "
+        "accumulation 8",
+    ]
+    assert fitted(tmp_path, monkeypatch, 0.5)[0] == "1×32"
+
+
+def test_a_smaller_micro_batch_divides_the_step() -> None:
+    config = RunConfig(train=TrainConfig(micro_batch=12, accumulation=1))
+    sizes = []
+    while config.train.rows > 1:
+        rows = micro_batch.next_smaller(config)
+        config = replace(
+            config, train=replace(config.train, micro_batch=rows, accumulation=12 // rows)
+        )
+        sizes.append(rows)
+    assert sizes == [6, 3, 1]
+
+
+@pytest.mark.gpu
+def test_a_pass_is_measured_and_running_out_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, one = torch.device("cuda"), production(tmp_path, monkeypatch, 80 * GB)
+    small = micro_batch.with_micro_batch(one, 1)
+    needed, available = micro_batch.measure(small.config, small.ds_config, device, 2)
+    assert 4 * GB < needed < available
+    torch.cuda.set_per_process_memory_fraction(0.02)
+    try:
+        assert micro_batch.measure(one.config, one.ds_config, device, 2)[0] == float("inf")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
