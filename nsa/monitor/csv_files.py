@@ -16,6 +16,7 @@ from nsa.atomic_io import append_all_or_nothing, atomic_write_text
 from nsa.monitor.artifacts import read_table
 from nsa.monitor.observer import (
     LAYER_STATISTICS,
+    METRICS_COLUMNS,
     SELECTOR_STATISTICS,
     TEACHER_COLUMNS,
     Observer,
@@ -27,11 +28,6 @@ from nsa.monitor.observer import (
 METRICS_FILE, SELECTION_FILE, FALLBACKS_FILE = "metrics.csv", "selection.csv", "fallbacks.csv"
 TEACHER_FILE = "teacher.csv"
 INTEGERS = ("step", "tokens")
-METRICS_COLUMNS = (
-    *INTEGERS,
-    *("loss", "val_loss", "bits_per_byte", "lr", "grad_norm"),
-    *("tokens_per_s", "mfu", "memory_gb", "seconds"),
-)
 SELECTION_COLUMNS = ("step", "layer", *LAYER_STATISTICS)
 FALLBACK_COLUMNS = ("operation", "backend", "reason", "calls")
 Counts = Mapping[tuple[str, str, str], int]  # calls by operation, backend and reason

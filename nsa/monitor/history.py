@@ -19,8 +19,8 @@ from typing import Any
 
 from nsa.constants import BRANCHES
 from nsa.monitor.artifacts import Table, older_part, read_table, valid_beats
-from nsa.monitor.csv_files import METRICS_COLUMNS, METRICS_FILE, SELECTION_FILE
-from nsa.monitor.observer import Observer, RunInfo, StepRecord
+from nsa.monitor.csv_files import METRICS_FILE, SELECTION_FILE
+from nsa.monitor.observer import METRICS_COLUMNS, Observer, RunInfo, StepRecord
 from nsa.untrusted import open_regular
 
 UNTIMED = ("eval", "save", "setup")  # phases in which no step is due

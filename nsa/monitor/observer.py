@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from nsa.constants import BRANCHES
 from nsa.untrusted import printable
@@ -67,24 +68,34 @@ class Health:
         }
 
 
+def _metric(tag: str | None, column: bool = True, **options: Any) -> Any:
+    """Declare a metric: its tag in TensorBoard and other trackers, and a column of metrics.csv."""
+    return field(metadata={"tag": tag, "column": column}, **options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """Metrics of one logged step; None: not measured."""
+    """Metrics of one logged step, in the order of metrics.csv; None: not measured."""
 
-    step: int  # optimizer steps done, including this one
-    tokens: int  # of all ranks since the first step of the run
-    loss: float
-    val_loss: float | None = None
-    bits_per_byte: float | None = None  # of the validation split
-    lr: float
-    grad_norm: float | None
-    tokens_per_s: float | None  # all ranks; None if only the warm-up step was timed
-    mfu: float | None = None  # 0 to 1; None on hardware of unknown peak
-    memory_gb: float  # peak so far
-    seconds: float  # per step, mean since the previous logged step
-    skipped_steps: int = 0  # since the first step of the run
+    step: int = _metric(None)  # optimizer steps done, including this one
+    tokens: int = _metric(None)  # of all ranks since the first step of the run
+    loss: float = _metric("train/loss")
+    val_loss: float | None = _metric("eval/loss", default=None)
+    bits_per_byte: float | None = _metric("eval/bits_per_byte", default=None)  # of validation
+    lr: float = _metric("train/lr")
+    grad_norm: float | None = _metric("train/grad_norm")
+    # All ranks together; None if only the warm-up step was timed.
+    tokens_per_s: float | None = _metric("speed/tokens_per_s")
+    mfu: float | None = _metric("speed/mfu", default=None)  # 0 to 1; None: peak unknown
+    memory_gb: float = _metric("memory/peak_gb")  # peak so far
+    seconds: float = _metric("speed/step_seconds")  # mean since the previous logged step
+    skipped_steps: int = _metric("train/skipped_steps", column=False, default=0)  # of the run
     health: Health | None = None  # None for dense attention
     versus_teacher: Sequence[Mapping[str, float]] = ()  # of the validation split: TEACHER_COLUMNS
+
+
+METRICS_COLUMNS = tuple(x.name for x in fields(StepRecord) if x.metadata.get("column"))
+TAGS = {x.name: tag for x in fields(StepRecord) if (tag := x.metadata.get("tag"))}
 
 
 class Observer:

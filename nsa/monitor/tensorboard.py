@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from nsa.monitor.observer import DISTANCES, GATE_BINS, Health, Observer, RunInfo, StepRecord
+from nsa.monitor.observer import (
+    DISTANCES,
+    GATE_BINS,
+    TAGS,
+    Health,
+    Observer,
+    RunInfo,
+    StepRecord,
+)
 from nsa.monitor.writer import BackgroundWriter
 
 Event = tuple[str, float, int]  # tag, value, x
@@ -102,18 +110,7 @@ class TrackerObserver(Observer):
             self._board.flush()
 
     def on_step(self, record: StepRecord) -> None:
-        scalars = {
-            "train/loss": record.loss,
-            "train/lr": record.lr,
-            "train/grad_norm": record.grad_norm,
-            "train/skipped_steps": record.skipped_steps,
-            "eval/loss": record.val_loss,
-            "eval/bits_per_byte": record.bits_per_byte,
-            "speed/tokens_per_s": record.tokens_per_s,
-            "speed/mfu": record.mfu,
-            "speed/step_seconds": record.seconds,
-            "memory/peak_gb": record.memory_gb,
-        }
+        scalars = {tag: getattr(record, name) for name, tag in TAGS.items()}
         if record.versus_teacher:
             tokens = sum(row["tokens"] for row in record.versus_teacher)
             for name in ("teacher_loss", "kl"):

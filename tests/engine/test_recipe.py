@@ -16,8 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from nsa.monitor.csv_files import METRICS_COLUMNS, read_metrics
-from nsa.monitor.observer import SELECTOR_STATISTICS
+from nsa.monitor.csv_files import read_metrics
+from nsa.monitor.observer import METRICS_COLUMNS, SELECTOR_STATISTICS
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
 from tests.ranks import ROOT, free_port
 
