@@ -17,7 +17,7 @@ from nsa.spec import NSASpec
 SPEC = NSASpec(4, 2, 4, 3, 1, 1, 7)
 SHAPE = Shape("toy", 4, 2, 16, 8)
 BATCH, SEQ_LEN = 3, 29
-PAGE = Path(__file__).parents[2] / "docs/design/kernels.md"
+PAGE = Path(__file__).parents[2] / "docs/benchmarks/kernel-counts.md"
 
 
 def visible_pairs() -> dict[str, int]:

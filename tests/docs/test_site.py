@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import nsa.ops
+from tests.docs.pages import name
 from tests.ranks import ROOT
 
 SITE = ROOT / "docs/site/mkdocs.yml"
@@ -63,11 +64,32 @@ def test_the_settings_page_is_up_to_date_and_explains_every_setting() -> None:
 
 def test_every_public_function_on_tensors_is_in_the_reference(site: Path) -> None:
     page = (site / "docs/reference/api.html").read_text()
-    for name in nsa.ops.__all__:
-        if name != "NSASpec":
-            assert f'id="nsa.ops.{name}"' in page
+    for function in nsa.ops.__all__:
+        if function != "NSASpec":
+            assert f'id="nsa.ops.{function}"' in page
+
+
+# Words at most. Figures are on the pages of docs/benchmarks.
+LIMITS = {
+    "docs/CHANGELOG.md": 800,
+    "docs/design/evidence.md": 3_000,
+    "docs/design/kernels.md": 3_000,
+    "docs/benchmarks/*.md": 2_000,
+    "docs/guides/*.md": 2_000,
+}
 
 
 def test_the_documentation_stays_small() -> None:
-    assert len(list((ROOT / "docs").rglob("*.md"))) <= 29
+    pages = [*(ROOT / "docs").rglob("*.md")]
+    assert len([page for page in pages if page.parent.name != "benchmarks"]) <= 29
     assert (ROOT / "README.md").read_text().count("\n") <= 150
+    for pattern, limit in LIMITS.items():
+        for page in ROOT.glob(pattern):
+            words = len(page.read_text().split())
+            assert words <= limit, f"{name(page)}: {words} words, at most {limit}"
+
+
+def test_evidence_links_every_page_of_figures() -> None:
+    evidence = (ROOT / "docs/design/evidence.md").read_text()
+    pages = sorted((ROOT / "docs/benchmarks").glob("*.md"))
+    assert [name(page) for page in pages if f"(../benchmarks/{page.name}" not in evidence] == []

@@ -1,4 +1,4 @@
-"""Outcomes of tested faults, kept for the table in docs/design/evidence.md."""
+"""Outcomes of tested faults, kept for the table in docs/benchmarks/reliability.md."""
 
 from __future__ import annotations
 

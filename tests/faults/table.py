@@ -1,4 +1,4 @@
-"""Writes the table of docs/design/evidence.md from the outcomes of the tests.
+"""Writes the table of docs/benchmarks/reliability.md from the outcomes of the tests.
 
 python -m pytest tests/faults --full && python -m tests.faults.table
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.faults.catalogue import FAULTS
 from tests.faults.outcomes import Outcome, read_outcomes
 
-PAGE = Path(__file__).parents[2] / "docs" / "design/evidence.md"
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks/reliability.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 HEAD = (
     "| fault | promise | tested | seconds to the end | steps repeated | exit codes "

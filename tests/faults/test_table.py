@@ -1,4 +1,4 @@
-"""docs/design/evidence.md has a row for every tested fault and no other."""
+"""docs/benchmarks/reliability.md has a row for every tested fault and no other."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ _FLOAT32: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {  # fp32, in 
 _HALF_PRECISION["gated_keys"] = _HALF_PRECISION["keys"] | {64: [(64, 128, 8, 3), (64, 64, 8, 3)]}
 
 # Candidates of a chip that come before these, by operation or kind of kernel, and head size.
-# Reasons and compiled figures: docs/design/kernels.md. Chips ascend.
+# Reasons and compiled figures: docs/benchmarks/kernel-counts.md. Chips ascend.
 _BY_CHIP: dict[str, dict[tuple[str, int], list[tuple[int, ...]]]] = {
     "sm_80": {
         ("window_forward", 64): [(128, 32, 4, 2), (128, 32, 4, 3)],
