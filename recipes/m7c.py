@@ -21,13 +21,14 @@ from nsa.spec import NSASpec
 def production() -> RunConfig:
     """bf16 on 2×A100 over PCIe: 50,000 steps of 64 sequences, 131,072 tokens.
 
-    A step sends 377 MB over PCIe, whatever its batch. With 32 sequences per GPU that is below a
+    A step sends 378 MB over PCIe, whatever its batch. With 32 sequences per GPU that is below a
     tenth of its time: docs/guides/zero-and-pcie.md. m7c_classic.py has a small batch.
     """
     return RunConfig(
         model=ModelConfig(
             attention=AttentionConfig(
-                compressor="mean",
+                compressor="pool",
+                selector_loss=1.0,
                 spec=NSASpec(
                     block_len=32, block_stride=16, select_len=64, select_top=16, window=512
                 ),
@@ -39,6 +40,7 @@ def production() -> RunConfig:
             steps=50_000,
             micro_batch="auto",
             accumulation=32,  # sequences per GPU and step, in as few micro-batches as fit
+            dense_steps="auto",  # half of the steps, so that the selection learns from all blocks
             learning_rate=6e-4,
             min_learning_rate=6e-5,
             warmup_steps=2_000,

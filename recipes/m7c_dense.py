@@ -23,6 +23,7 @@ def dense(profile: Callable[[], RunConfig]) -> Callable[[], RunConfig]:
     def twin() -> RunConfig:
         config = profile()
         config.model.attention.kind = "dense"
+        config.model.attention.selector_loss = 0.0
         return config
 
     return twin

@@ -41,6 +41,7 @@ def _sparsify(
         config.train,
         start_from="runs/nsa-start",
         selector_steps=selector_steps,
+        dense_steps=0,
         steps=steps,
         learning_rate=learning_rate,
         min_learning_rate=learning_rate / 10,

@@ -34,7 +34,7 @@ def build_model(
     """Build the model with the same weights on every rank: random, or read from `weights`."""
     torch.manual_seed(config.train.seed)
     model = LanguageModel(config.model, sequence_parallel_group(config.train.sequence_parallel))
-    if config.train.dense_steps:
+    if config.train.switch_step:
         model.start_dense()
     if weights is not None:
         set_weights(model, read_weights(weights), weights)

@@ -78,7 +78,8 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
     base = recipe.profiles[profile]()
     saved = find_saved_settings(run_dir) if flags.resume else None
     if saved is not None:
-        base = resolve_config(base, saved / "config.yaml")
+        # What an older version did not save has its default, whatever the recipe has now.
+        base = resolve_config(RunConfig(), saved / "config.yaml")
     elif recipe.model_of_start:
         base = _with_model_of_start(base, resolve_config(base, flags.config, flags.set))
     steps = [] if flags.steps is None else [f"train.steps={flags.steps}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nsa.checkpoint import CheckpointConfig
 from nsa.constants import BRANCHES
@@ -32,7 +32,7 @@ class TrainConfig:
     teacher_weight: float = 1.0  # weight of KL(teacher ‖ model) beside the loss
     selector_steps: int = 0  # first steps: dense attention, only compressed keys learn; then all
     selector_rate: float = 1e-3  # constant learning rate of those steps
-    dense_steps: int = 0  # first steps: dense attention, all weights learn; then sparse attention
+    dense_steps: int | str = 0  # first steps: dense attention, then sparse; auto: half of steps
     learning_rate: float = 6e-4  # peak of the cosine schedule
     min_learning_rate: float = 6e-5  # end of the cosine schedule
     warmup_steps: int = 2_000  # steps of linear warmup; step 1 already has a non-zero rate
@@ -62,8 +62,14 @@ class TrainConfig:
                 f"train.micro_batch = {self.micro_batch!r}: must be a whole number or {AUTO}"
             )
         at_least(0, "train", self, "warmup_steps", "eval_every", "clip", "bad_steps")
-        at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed", "dense_steps")
+        at_least(0, "train", self, "weight_decay", "min_learning_rate", "seed")
         at_least(0, "train", self, "selector_steps")
+        if isinstance(self.dense_steps, int):
+            at_least(0, "train", self, "dense_steps")
+        elif self.dense_steps != AUTO:
+            raise ValueError(
+                f"train.dense_steps = {self.dense_steps!r}: must be a whole number or {AUTO}"
+            )
         above_zero("train", self, "learning_rate", "selector_rate", "adam_eps", "spike_score")
         above_zero("train", self, "teacher_weight")
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
@@ -80,6 +86,11 @@ class TrainConfig:
     def rows(self) -> int:
         """`micro_batch` as a number: 1 until nsa/engine/micro_batch.py replaces `auto`."""
         return self.micro_batch if isinstance(self.micro_batch, int) else 1
+
+    @property
+    def switch_step(self) -> int:
+        """`dense_steps` as a number: 0 until `RunConfig.resolved` replaces `auto`."""
+        return self.dense_steps if isinstance(self.dense_steps, int) else 0
 
     def in_selector_steps(self, step: int) -> bool:
         """Return whether step `step`, counted from 0, trains the selector alone."""
@@ -120,9 +131,8 @@ class RunConfig:
                 f"train.selector_steps = {self.train.selector_steps}: trains by the selector loss "
                 "alone; set model.attention.selector_loss=1 with kind nsa, or selector_steps to 0"
             )
-        if self.train.dense_steps:
-            fits = attention.kind == "nsa" and attention.branch_names == BRANCHES
-            if not fits or attention.shared_kv:
+        if self.train.switch_step:
+            if not self._can_start_dense():
                 raise ValueError(
                     f"train.dense_steps = {self.train.dense_steps}: needs the keys and values of "
                     "three branches; set model.attention.kind=nsa, branches=cmp+sel+win and "
@@ -139,7 +149,7 @@ class RunConfig:
                     "train.dense_steps, in which the selector loss already trains compressed keys; "
                     "set one of them to 0"
                 )
-            if self.train.dense_steps >= self.train.steps:
+            if self.train.switch_step >= self.train.steps:
                 raise ValueError(
                     f"train.dense_steps = {self.train.dense_steps}: not below train.steps = "
                     f"{self.train.steps}, so attention never becomes sparse; lower it"
@@ -154,3 +164,16 @@ class RunConfig:
                     f"train.sequence_parallel = {ranks}: does not divide {name} = {value}; "
                     "choose a divisor of both model.kv_heads and data.seq_len"
                 )
+
+    def resolved(self) -> RunConfig:
+        """Return the config with train.dense_steps=auto as a number: 0 where it cannot be used."""
+        if self.train.dense_steps != AUTO:
+            return self
+        usable = self._can_start_dense() and self.train.start_from is None
+        steps = self.train.steps // 2 if usable and not self.train.selector_steps else 0
+        return replace(self, train=replace(self.train, dense_steps=steps))
+
+    def _can_start_dense(self) -> bool:
+        attention = self.model.attention
+        every_branch = attention.kind == "nsa" and attention.branch_names == BRANCHES
+        return every_branch and not attention.shared_kv

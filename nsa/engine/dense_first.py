@@ -18,10 +18,10 @@ from nsa.engine.config import RunConfig
 def set_phase(engine: Any, config: RunConfig, step: int) -> bool:
     """Prepare step `step`, counted from 0; return whether only the selector learns in it."""
     train, model = config.train, engine.module
-    if not (train.dense_steps or train.selector_steps):
+    if not (train.switch_step or train.selector_steps):
         return False
     selector_only = train.in_selector_steps(step)
-    model.attend_densely(step < train.dense_steps)
+    model.attend_densely(step < train.switch_step)
     model.attend_to_all(config.data.seq_len if selector_only else None)
     for group in engine.optimizer.param_groups:  # decay changes weights without a gradient
         group["weight_decay"] = 0.0 if selector_only else group["decay"]

@@ -74,7 +74,7 @@ def _train_steps(run: Run) -> str | None:
         waited = run.data.loader.first_batch_seconds or 0.0
         if run.state.step == first_step and waited >= 0.1:  # streamed or downloaded
             run.observers.on_message(f"first batch ready {waited:.1f} s after opening the dataset")
-        if logs and run.state.step >= max(config.train.dense_steps, config.train.selector_steps):
+        if logs and run.state.step >= max(config.train.switch_step, config.train.selector_steps):
             run.health.arm()
         loss = train_step(run, batches, labels)
         run.loader_state = run.data.loader.state()
@@ -82,6 +82,8 @@ def _train_steps(run: Run) -> str | None:
         if not run.engine.was_step_applied() and recover(run):
             continue  # rolled back to an earlier step
         run.throughput.step(_tokens_per_step(run))
+        if step == config.train.switch_step:
+            run.throughput.flops_per_token = run.info.flops_per_token
         if logs:
             _log(run, loss, evaluates)
         if _is_due(step, config.checkpoint.every, stop_step) and step < stop_step:

@@ -84,7 +84,7 @@ def resolve_config(
             changes = {key: changes}
         _merge(tree, changes, f"--set {assignment}")
     _complete_batch(tree["train"], *recipe_batch)
-    config = _build(RunConfig, tree, "")
+    config: RunConfig = _build(RunConfig, tree, "").resolved()
     config.validate()
     return config
 

@@ -197,8 +197,9 @@ def _create_parts(run: Run) -> None:
     layers = run.engine.module.sparse_layers() if config.monitor.health and rank == 0 else {}
     run.health = HealthRecorder(layers, config.model.attention.spec)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    dense = run.state.step < config.train.switch_step
     run.throughput = Throughput(
-        flops_per_token=run.info.flops_per_token,
+        flops_per_token=flops_per_token(config.model, config.data.seq_len, dense_equivalent=dense),
         peak=peak_flops(gpu, config.train.precision),
         world_size=world_size,
     )

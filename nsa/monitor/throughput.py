@@ -79,7 +79,7 @@ class Throughput:
         world_size: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._flops_per_token = flops_per_token
+        self.flops_per_token = flops_per_token  # the loop changes it as attention becomes sparse
         self._peak = peak
         self._world_size = world_size
         self._clock = clock
@@ -118,7 +118,7 @@ class Throughput:
         rate = self._tokens / elapsed
         mfu = None
         if self._peak is not None:
-            mfu = rate / self._world_size * self._flops_per_token / self._peak
+            mfu = rate / self._world_size * self.flops_per_token / self._peak
         speed = Speed(rate, mfu, elapsed / self._steps)
         self._start, self._steps, self._tokens = now, 0, 0
         return speed

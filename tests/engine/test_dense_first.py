@@ -10,6 +10,8 @@ from torch import Tensor
 
 from nsa.checkpoint.weights import read_weights
 from nsa.engine.config import RunConfig, TrainConfig
+from nsa.engine.plan_command import load_profile
+from nsa.engine.resolve import resolve_config
 from nsa.model import AttentionConfig, LanguageModel
 from nsa.spec import NSASpec
 from tests.engine.runs import TINY, losses, on_two_ranks, succeed
@@ -114,3 +116,29 @@ def test_dense_steps_begin_with_new_weights() -> None:
     config = RunConfig(train=TrainConfig(dense_steps=5, start_from="runs/other"))
     with pytest.raises(ValueError, match=r"train\.dense_steps = 5: begins with new weights"):
         config.validate()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], 25_000),
+        (["train.steps=9"], 4),
+        (["train.steps=1"], 0),
+        (["train.dense_steps=7"], 7),
+        (["attention.selector_loss=0", "attention.branches=cmp+win"], 0),
+        (["attention.selector_loss=0", "attention.kind=dense"], 0),
+        (["train.start_from=runs/other"], 0),
+        (["train.selector_steps=5"], 0),
+    ],
+)
+def test_auto_is_half_of_the_steps_where_attention_can_start_dense(
+    settings: list[str], expected: int
+) -> None:
+    recipe = load_profile(ROOT / "recipes/m7c.py", "production")
+    assert recipe.train.dense_steps == "auto"
+    assert resolve_config(recipe, None, settings).train.dense_steps == expected
+
+
+def test_only_a_number_or_auto_is_taken() -> None:
+    with pytest.raises(ValueError, match="dense_steps = 'half': must be a whole number or auto"):
+        resolve_config(RunConfig(), None, ["train.dense_steps=half"])

@@ -239,7 +239,7 @@ def test_search_keeps_sequences_per_step_and_omits_what_does_not_fit() -> None:
 def test_the_command_plans_the_given_recipe_and_profile() -> None:
     code, output, _ = plan("--set", "train.micro_batch=2", "--set", "train.accumulation=8")
     assert code == 0
-    assert "377.1  3.00 bytes per parameter" in output
+    assert "378.0  3.00 bytes per parameter" in output
     hardware, speed = output.splitlines()[1:3]
     assert hardware == (
         "assumed: 2 GPUs (--gpus), a100 (312 TFLOP/s, 80 GB) (--device), pcie4 (24 GB/s) (--link)"
