@@ -11,7 +11,7 @@ from typing import Any
 
 from nsa.bench.results import Report
 
-CHIPS = "sm_80,sm_86,sm_89,sm_90,sm_100,sm_120"
+CHIPS = "sm_80,sm_86,sm_89,sm_90,sm_100,sm_120,gfx942"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -9,9 +9,9 @@ import importlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from types import SimpleNamespace
@@ -32,6 +32,7 @@ MAX_SPILLED = 96
 MAX_SPILLED_FIRST = 24  # of the first candidate, which runs untuned: at most six registers
 # float32, for checks only: its products take three passes, so heads above 128 spill with any tile.
 MAX_SPILLED_FP32 = 320
+MAX_THREADS = 1024  # of a block, on any chip
 ROW_FORMAT = "{:<26} {:<58} {:>14} {:<6} {:>9} {:>4} {:>6} {:>6} {:>6} {:>7}  {}"
 
 # PTX: tensor-core instructions, the asynchronous ones, and Hopper's with the left operand in
@@ -41,6 +42,7 @@ TENSOR_CORE = re.compile(
 )
 ASYNCHRONOUS = re.compile(r"^\s*(?:@\S+\s+)?(?:wgmma\.mma_async|tcgen05\.mma)", re.MULTILINE)
 FROM_REGISTERS = re.compile(r"\bwgmma\.mma_async\S* \{[^}]*\}, *\{")
+MATRIX_CORE = re.compile(r"^\s*v_(?:mfma|wmma)_", re.MULTILINE)  # AMD's assembly
 # Triton's IR: matrix products, and those without tensor cores (their layout is `#blocked`).
 PRODUCT = re.compile(r"\btt\.dot(?:_scaled)?\b")
 PLAIN_PRODUCT = re.compile(r"\btt\.dot\b.*-> tensor<[^>]*#blocked")
@@ -50,17 +52,20 @@ PLAIN_PRODUCT = re.compile(r"\btt\.dot\b.*-> tensor<[^>]*#blocked")
 class ChipLimits:
     """A GPU's limits; bytes of shared memory per block and per multiprocessor."""
 
-    capability: int
+    capability: int | str  # a compute capability, 90 for 9.0, or AMD's name of the chip
     shared: int
     shared_per_sm: int
     registers_per_sm: int = 65_536
     warps_per_sm: int = 64
     blocks_per_sm: int = 32
     tensor_memory: int = 512  # columns; only sm_100 has any
+    warp_size: int = 32
+    shared_reserved: int = 1024  # bytes of each block's, by CUDA
 
 
 # What a consumer or workstation card has: RTX 30, A10 and A6000; RTX 40, L4 and L40S; RTX 50.
 SMALL: dict[str, int] = {"shared": 99 * 1024, "shared_per_sm": 100 * 1024, "warps_per_sm": 48}
+AMD = {"registers_per_sm": 131_072, "warps_per_sm": 32, "warp_size": 64, "shared_reserved": 0}
 CHIPS = {
     "sm_80": ChipLimits(80, 163 * 1024, 164 * 1024),
     "sm_86": ChipLimits(86, **SMALL, blocks_per_sm=16),
@@ -68,6 +73,8 @@ CHIPS = {
     "sm_90": ChipLimits(90, 227 * 1024, 228 * 1024),
     "sm_100": ChipLimits(100, 227 * 1024, 228 * 1024),
     "sm_120": ChipLimits(120, **SMALL, blocks_per_sm=24),
+    "gfx942": ChipLimits("gfx942", 64 * 1024, 64 * 1024, **AMD),
+    "gfx950": ChipLimits("gfx950", 160 * 1024, 160 * 1024, **AMD),
 }
 
 
@@ -100,19 +107,9 @@ class Variant:
 
         with triton.knobs.runtime.scope():
             triton.knobs.runtime.jit_cache_hook = skip_compiling
-            # The part of a GPU driver that Triton uses before it compiles.
-            no_device = SimpleNamespace(
-                get_current_device=lambda: chip,
-                get_current_stream=lambda device: 0,
-                get_current_target=lambda: _target(chip),
-            )
-            driver.set_active(no_device)
-            try:
-                arguments = {**launch.arguments, **launch.constants, **config.options()}
+            arguments = {**launch.arguments, **launch.constants, **config.options()}
+            with _as_if_on(chip):
                 launch.kernel.warmup(grid=launch.grid, **arguments)
-            finally:
-                with suppress(RuntimeError):  # without a GPU there is no driver to restore
-                    driver.reset_active()
         (spec,) = hooked
         parts = spec["signature"], spec["constants"], spec["configs"][0]
         return cls(fn.__module__, fn.__qualname__, *parts, config.options(), chip)
@@ -127,6 +124,7 @@ class Variant:
 class BinaryStats:
     """Resource usage and instructions of a compiled variant."""
 
+    threads: int  # per block
     shared: int  # bytes per block
     tensor_memory: int  # columns per block
     registers: int  # per thread
@@ -141,39 +139,64 @@ class BinaryStats:
 
 def compile_variant(variant: Variant) -> BinaryStats:
     """Compile for the chip and read the binary."""
-    chip, warps = CHIPS[variant.chip], variant.options["num_warps"]
-    compiled: Any = triton.compile(
-        variant.source(), target=_target(variant.chip), options=variant.options
-    )
-    cubin, ptx, metadata = compiled.asm["cubin"], compiled.asm["ptx"], compiled.metadata
-    # Triton uses stack and local memory only for spills.
-    usage = _tool_output(cubin, triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
-    functions = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    assert functions, usage
-    registers = max(int(count) for count, _, _ in functions)
-    tensor_memory = getattr(metadata, "tmem_size", None) or 0
-    hazards = 0
-    if FROM_REGISTERS.search(ptx):
-        hazards = len(overwritten(_tool_output(cubin, triton.knobs.nvidia.nvdisasm.path, "-c")))
+    with _as_if_on(variant.chip):
+        compiled: Any = triton.compile(
+            variant.source(), target=_target(variant.chip), options=variant.options
+        )
+    read_binary = _read_hsaco if "hsaco" in compiled.asm else _read_cubin
+    chip, shared, warps = CHIPS[variant.chip], compiled.metadata.shared, compiled.metadata.num_warps
+    binary = read_binary(compiled.asm)
+    tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0
     return BinaryStats(
-        shared=metadata.shared,
+        **binary,
+        threads=warps * chip.warp_size,
+        shared=shared,
         tensor_memory=tensor_memory,
-        registers=registers,
-        spilled=max(int(stack) + int(local) for _, stack, local in functions),
         products=len(PRODUCT.findall(compiled.asm["ttir"])),
         plain_products=len(PLAIN_PRODUCT.findall(compiled.asm["ttgir"])),
-        tensor_core=len(TENSOR_CORE.findall(ptx)),
-        asynchronous=len(ASYNCHRONOUS.findall(ptx)),
-        overwritten=hazards,
         blocks_per_sm=min(
             chip.blocks_per_sm,
             chip.warps_per_sm // warps,
-            # A warp's registers come in units of 256; CUDA reserves 1 KB of shared memory a block.
-            chip.registers_per_sm // (-(-registers * 32 // 256) * 256 * warps),
-            chip.shared_per_sm // (metadata.shared + 1024),
+            # A thread's registers come in units of 8.
+            chip.registers_per_sm // (-(-binary["registers"] // 8) * 8 * chip.warp_size * warps),
+            chip.shared_per_sm // max(1, shared + chip.shared_reserved),
             chip.tensor_memory // max(tensor_memory, 1),
         ),
     )
+
+
+def _read_cubin(asm: dict[str, Any]) -> dict[str, int]:
+    """Read NVIDIA's binary; Triton uses stack and local memory only for spills."""
+    cubin, ptx = asm["cubin"], asm["ptx"]
+    usage = _tool_output(cubin, triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
+    functions = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert functions, usage
+    hazards = 0
+    if FROM_REGISTERS.search(ptx):
+        hazards = len(overwritten(_tool_output(cubin, triton.knobs.nvidia.nvdisasm.path, "-c")))
+    return {
+        "registers": max(int(count) for count, _, _ in functions),
+        "spilled": max(int(stack) + int(local) for _, stack, local in functions),
+        "tensor_core": len(TENSOR_CORE.findall(ptx)),
+        "asynchronous": len(ASYNCHRONOUS.findall(ptx)),
+        "overwritten": hazards,
+    }
+
+
+def _read_hsaco(asm: dict[str, Any]) -> dict[str, int]:
+    """Read AMD's assembly, which states what the binary uses; scratch memory holds spills alone."""
+    text = asm["amdgcn"]
+    registers, spilled = (
+        max(map(int, re.findall(rf"^\s*\.{name}:\s*(\d+)", text, re.MULTILINE)))
+        for name in ("vgpr_count", "private_segment_fixed_size")
+    )
+    return {
+        "registers": registers,
+        "spilled": spilled,
+        "tensor_core": len(MATRIX_CORE.findall(text)),
+        "asynchronous": 0,
+        "overwritten": 0,
+    }
 
 
 def _tool_output(cubin: bytes, *tool: str) -> str:
@@ -184,8 +207,25 @@ def _tool_output(cubin: bytes, *tool: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@contextmanager
+def _as_if_on(chip: str) -> Iterator[None]:
+    """Give Triton the part of this chip's driver that it uses until a kernel is compiled."""
+    no_device = SimpleNamespace(
+        get_current_device=lambda: chip,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: _target(chip),
+    )
+    driver.set_active(no_device)
+    try:
+        yield
+    finally:
+        with suppress(RuntimeError):  # without a GPU there is no driver to restore
+            driver.reset_active()
+
+
 def _target(chip: str) -> GPUTarget:
-    return GPUTarget("cuda", CHIPS[chip].capability, 32)
+    name = CHIPS[chip].capability
+    return GPUTarget("hip" if isinstance(name, str) else "cuda", name, CHIPS[chip].warp_size)
 
 
 def check(
@@ -226,6 +266,7 @@ def _exceeded(stats: BinaryStats, chip_name: str, case: Case, max_spilled: int) 
     errors = [
         f"{figure:,} {what}, limit {limit:,}"
         for what, figure, limit in (
+            ("threads a block", stats.threads, MAX_THREADS),
             ("bytes of shared memory a block", stats.shared, chip.shared),
             ("columns of tensor memory a block", stats.tensor_memory, chip.tensor_memory),
             ("bytes spilled a thread", stats.spilled, max_spilled),

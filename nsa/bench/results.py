@@ -18,6 +18,7 @@ from nsa.atomic_io import atomic_write_text
 from nsa.bench.timing import DeviceLost, Step, recover, time_alternating
 from nsa.dtypes import DTYPES
 from nsa.monitor.environment import cpu_model
+from nsa.ops.triton.configs import amd_chip
 from nsa.system import output_of, package_version
 
 Result = dict[str, Any]
@@ -144,11 +145,12 @@ def environment(arguments: Sequence[str], device: torch.device) -> dict[str, Any
         query = output_of("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
         hardware |= {
             "name": properties.name,
-            "capability": f"sm_{properties.major}{properties.minor}",
+            "capability": amd_chip(device) or f"sm_{properties.major}{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
             "memory_bytes": properties.total_memory,
             "l2_bytes": properties.L2_cache_size,
             "cuda": torch.version.cuda,
+            "rocm": torch.version.hip,
             "cudnn": torch.backends.cudnn.version(),
             "nvidia_smi": dict(zip(fields.split(","), query.strip().split(", "), strict=False)),
         }

@@ -41,13 +41,14 @@ class TorchGpus:
     uuids: list[str] = field(default_factory=list)
     peers: dict[tuple[int, int], bool] = field(default_factory=dict)  # pair: has peer access
     problem: str = "it is a CPU build"  # why torch uses no GPU
+    rocm: str | None = None  # the version of a ROCm build, whose GPUs are AMD's
 
 
 def torch_gpus() -> TorchGpus:
     import torch
 
     problem = TorchGpus.problem
-    if torch.version.cuda and not torch.cuda.is_available():
+    if (torch.version.cuda or torch.version.hip) and not torch.cuda.is_available():
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:  # names a driver that is too old
@@ -56,7 +57,7 @@ def torch_gpus() -> TorchGpus:
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
     pairs = itertools.permutations(range(count), 2)
     peers = {pair: torch.cuda.can_device_access_peer(*pair) for pair in pairs}
-    return TorchGpus(uuids, peers, problem)
+    return TorchGpus(uuids, peers, problem, torch.version.hip)
 
 
 def parse_gpus(text: str) -> list[Gpu]:
@@ -73,6 +74,8 @@ def gpu_checks(gpus: Sequence[Gpu], in_torch: TorchGpus, ranks: int) -> list[Che
     if not gpus and not visible:
         return [Check("gpus", SKIP, "no GPU here")]
     status, detail, fix = OK, f"nvidia-smi lists {len(gpus)}; torch sees {visible}", ""
+    if in_torch.rocm:
+        detail = f"ROCm {in_torch.rocm}: torch sees {visible}; memory in use is not read"
     if not visible:
         status, detail = FAIL, f"{detail}: {in_torch.problem}"
         fix = "check CUDA_VISIBLE_DEVICES; install a torch build for this driver: pytorch.org"
@@ -105,7 +108,9 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
 
 
 def topology_check(
-    links: Mapping[tuple[int, int], str], peers: Mapping[tuple[int, int], bool]
+    links: Mapping[tuple[int, int], str],
+    peers: Mapping[tuple[int, int], bool],
+    rocm: str | None = None,
 ) -> Check:
     """Report each pair's link with its usual speed; warn about slow links and missing peer access.
 
@@ -115,7 +120,9 @@ def topology_check(
     for (first, second), link in links.items():
         about = "NVLink, hundreds of GB/s" if link.startswith("NV") else _LINKS.get(link, "unknown")
         pairs.append(f"GPU {first} and {second}: {link}, {about}")
-    detail = "; ".join(pairs[:3]) or "nvidia-smi topo -m is not readable"
+    unread = "links of AMD's GPUs are not read: rocm-smi --showtopo prints them"
+    unread = unread if rocm else "nvidia-smi topo -m is not readable"
+    detail = "; ".join(pairs[:3]) or unread
     detail += f"; and {len(pairs) - 3} more pairs" if pairs[3:] else ""
     missing = [f"{first}->{second}" for (first, second), access in peers.items() if not access]
     if missing:

@@ -56,7 +56,7 @@ def node_checks(
         indices = {gpu.index for gpu in used}
         links = gpus.parse_topology(output_of("nvidia-smi", "topo", "-m"))
         links = {pair: link for pair, link in links.items() if indices.issuperset(pair)}
-        checks += [gpus.topology_check(links, in_torch.peers), gpus.read_acs()]
+        checks += [gpus.topology_check(links, in_torch.peers, in_torch.rocm), gpus.read_acs()]
     return checks + nccl_checks(os.environ, [name for _, name in socket.if_nameindex()])
 
 

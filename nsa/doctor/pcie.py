@@ -54,6 +54,11 @@ def settings(
 def main() -> None:
     """Print the settings, and their reasons on stderr."""
     links = parse_topology(output_of("nvidia-smi", "topo", "-m"))
+    if not links:
+        import torch  # late: slow
+
+        if torch.version.hip:
+            sys.exit("pcie: needs nvidia-smi, and this torch is a ROCm build; use launch/m7c.sh")
     needed = settings(links, read_acs(), os.environ) if links else {}
     for name, (value, why) in needed.items():
         print(f"pcie: set  {name}={value}: {why}", file=sys.stderr)

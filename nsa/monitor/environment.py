@@ -79,6 +79,7 @@ def _cuda() -> dict[str, Any] | None:
     topology = re.sub(r"\x1b\[[0-9;]*m", "", output_of("nvidia-smi", "topo", "-m"))
     return {
         "version": torch.version.cuda,
+        "rocm": torch.version.hip,
         "driver": driver_version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "devices": [device.name for device in devices],

@@ -215,7 +215,7 @@ class _LineFile:
 
 
 def _gpu_busy(device: int | None) -> float | None:
-    """Return the GPU's utilization over the last second, 0 to 1; None without nvidia-ml-py."""
+    """Return the GPU's utilization over the last second, 0 to 1; None without NVML or amdsmi."""
     cuda = initialized_cuda()
     if cuda is None or device is None:
         return None

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CHIPS = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+NVIDIA = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+CHIPS = [*NVIDIA, "gfx942", "gfx950"]
 
 
 def run(*arguments: str | Path, cache: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -49,6 +50,21 @@ def test_a_kernel_within_every_limit_passes_on_every_chip(results: dict[str, Any
 
 def test_equal_launches_are_compiled_once(results: dict[str, Any]) -> None:
     assert len(results["good"]["rows"]) == len(CHIPS)  # of two equal launches
+
+
+@pytest.mark.parametrize("chip", ["sm_86", "sm_89", "sm_120", "gfx942", "gfx950"])
+def test_a_sample_compiles_for_every_chip(results: dict[str, Any], chip: str) -> None:
+    assert results["sample"]["failures"] == []
+    rows = [row for row in results["sample"]["rows"] if row["chip"] == chip]
+    assert len({row["kernel"] for row in rows}) > 3
+    assert all(row["tensor_core"] for row in rows if row["products"])
+    assert {row["dtype"] for row in rows} == ({"bf16", "fp32"} if chip == "gfx942" else {"bf16"})
+
+
+def test_more_threads_than_a_block_may_have_are_a_failure(results: dict[str, Any]) -> None:
+    """32 warps are 1,024 threads of NVIDIA's chips and 2,048 of AMD's."""
+    nvidia, amd = (row["failures"] for row in results["many warps"]["rows"])
+    assert (nvidia, amd) == ([], ["2,048 threads a block, limit 1,024"])
 
 
 def test_float32_in_three_passes_counts_as_tensor_cores(results: dict[str, Any]) -> None:
@@ -124,7 +140,7 @@ def test_every_operation_compiles_within_the_limits_of_every_chip(tmp_path: Path
     process = run("-m", "nsa.bench", "aot", "--jobs=2", "--out", out, cache=tmp_path / "cache")
     assert process.returncode == 0, process.stdout
     rows = json.loads(out.read_text())["rows"]
-    assert {row["chip"] for row in rows} == {*CHIPS}
+    assert {row["chip"] for row in rows} == {*NVIDIA, "gfx942"}
     assert {row["operation"] for row in rows} >= {"window_attention", "decode_attention"}
     for row in rows:
         assert not row["products"] or row["tensor_core"]

@@ -49,6 +49,8 @@ def main() -> None:
         "without tensor cores": check(ieee),
         "not a power of two": check(odd, plain),
         "no key": check(blind, case=replace(CASE, seq_len=1), chips=tuple(CHIPS)),
+        "many warps": check(thirty_two_warps, chips=("sm_80", "gfx942")),
+        "sample": sample(),
         "overwritten": check(toys.overwritten, chips=("sm_80", "sm_90")),
         "assembler": [int(x) for x in triton.knobs.nvidia.ptxas.version.split(".")],
         "signatures": {"gate": from_the_gate(), "launch": from_a_launch()},
@@ -91,6 +93,24 @@ def exit_code_of_a_failure() -> object:
     except SystemExit as end:
         return end.code
     return 0
+
+
+def thirty_two_warps() -> None:
+    arguments = toys.every_kind_of_argument("meta")
+    launch(toys.take_all, (1,), arguments, {"WIDTH": 32}, Config(1, 1, 32, 1))
+
+
+def sample() -> dict[str, Any]:
+    """Decoding, whose kernels compile fast, for the chips that only `--full` compiles for."""
+    cases = [Case("decode_attention", *SUBSET[0], dtype, False) for dtype in ("bf16", "fp32")]
+    chips = [(cases[0], chip) for chip in ("sm_86", "sm_89", "sm_120", "gfx942", "gfx950")]
+    for_chips = [
+        (case, recorded, chip)
+        for case, chip in [*chips, (cases[1], "gfx942")]
+        for recorded in record_launches(case, 1, chip)
+    ]
+    rows, failures = compile_gate.check(for_chips, max_spilled=compile_gate.MAX_SPILLED_FIRST)
+    return {"rows": rows, "failures": failures}
 
 
 def one_launch_of_each_kernel() -> dict[str, Any]:

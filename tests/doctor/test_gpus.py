@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from nsa.doctor import pcie
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
 from nsa.doctor.gpus import (
     TorchGpus,
@@ -12,6 +16,7 @@ from nsa.doctor.gpus import (
     parse_gpus,
     parse_topology,
     topology_check,
+    torch_gpus,
 )
 from tests.doctor.recorded import (
     LSPCI_ACS,
@@ -27,8 +32,8 @@ from tests.doctor.recorded import (
 TORCH = TorchGpus(list(UUIDS))
 
 
-def check(text: str, torch: TorchGpus = TORCH, ranks: int = 2) -> list[Check]:
-    return gpu_checks(parse_gpus(text), torch, ranks)
+def check(text: str, in_torch: TorchGpus = TORCH, ranks: int = 2) -> list[Check]:
+    return gpu_checks(parse_gpus(text), in_torch, ranks)
 
 
 def test_two_healthy_a100s_pass() -> None:
@@ -41,7 +46,7 @@ def test_values_that_a_board_does_not_report_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "torch", "status", "words"),
+    ("text", "in_torch", "status", "words"),
     [
         (nvidia_smi(), TorchGpus(), FAIL, "torch sees 0: it is a CPU build"),
         (nvidia_smi(), TorchGpus(problem="driver is too old"), FAIL, "driver is too old"),
@@ -50,9 +55,9 @@ def test_values_that_a_board_does_not_report_are_accepted() -> None:
     ],
 )
 def test_a_gpu_problem_is_reported_with_a_fix(
-    text: str, torch: TorchGpus, status: str, words: str
+    text: str, in_torch: TorchGpus, status: str, words: str
 ) -> None:
-    (problem,) = [c for c in check(text, torch) if c.status != OK]
+    (problem,) = [c for c in check(text, in_torch) if c.status != OK]
     assert problem.status == status
     assert words in problem.detail
     assert problem.fix
@@ -116,3 +121,42 @@ def test_an_iommu_is_found_without_permission_to_read_acs() -> None:
     assert (check.status, "iommu=pt" in check.fix) == (WARN, True)
     unread = acs_check(LSPCI_USER, 0, "quiet")
     assert (unread.status, "ACS cannot be read" in unread.detail) == (OK, True)
+
+
+def test_a_rocm_build_of_torch_is_not_taken_for_a_cpu_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without nvidia-smi: what it would have told is named, and peer access comes from torch."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=UUIDS[i])
+    )
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    gpus = torch_gpus()
+    assert gpus.uuids == list(UUIDS)
+    detail = "ROCm 7.0: torch sees 2; memory in use is not read"
+    assert check("", gpus) == [Check("gpus", OK, detail)]
+    topology = topology_check({}, gpus.peers, gpus.rocm)
+    assert topology.status == SKIP
+    assert "links of AMD's GPUs are not read: rocm-smi --showtopo" in topology.detail
+    missing = topology_check({}, {(0, 1): False}, gpus.rocm)
+    assert (missing.status, "no peer access 0->1" in missing.detail) == (WARN, True)
+
+
+def test_a_rocm_build_without_a_gpu_reports_its_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("No HIP GPUs are available")
+
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    assert torch_gpus() == TorchGpus(problem="No HIP GPUs are available", rocm="7.0")
+
+
+def test_the_settings_of_pcie_are_refused_on_amds_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pcie, "output_of", lambda *_: "")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(SystemExit, match="needs nvidia-smi, and this torch is a ROCm build"):
+        pcie.main()

@@ -64,6 +64,14 @@ def constant_result(function: Function) -> Function:
 def _missing(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "the package triton is not installed"
+    from nsa.ops.triton.configs import AMD, amd_chip
+
+    if name := amd_chip(device):
+        if name not in AMD:
+            return f"the GPU is AMD's {name}; of these it supports {', '.join(AMD)}"
+        if find_spec("triton.language.target_info") is None:
+            return "AMD's GPUs need Triton 3.5"
+        return None
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return "the GPU is older than compute capability {}.{}".format(*MIN_CAPABILITY)
     return None

@@ -19,6 +19,16 @@ from nsa.ops.triton.configs import Config
 from nsa.ops.triton.launch import cdiv, launch, next_power_of_2, padded_size
 from nsa.spec import NSASpec
 
+try:
+    from triton.language.target_info import is_hip
+except ImportError:  # Triton 3.4, which unsupported_reason refuses on AMD's chips
+
+    @tl.constexpr_function
+    def is_hip() -> bool:
+        """Whether the kernel is compiled for one of AMD's chips."""
+        return False
+
+
 LOG2E = 1.4426950408889634  # kernels compute exp2, a hardware instruction
 
 # Triton specialises integers that are 1 or a multiple of 16. These change from batch to batch, so
@@ -204,9 +214,15 @@ def gated_rows(o, at, gate, mask, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc=None):
-    """a·b (+ acc). float32 takes three TF32 passes, which are nearly as precise as float32."""
-    PRECISION: tl.constexpr = "tf32x3" if a.dtype == tl.float32 else "tf32"
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    """a·b (+ acc). float32 takes three TF32 passes, which are nearly as precise as float32.
+
+    AMD's compiler has no such passes, but its matrix cores multiply float32.
+    """
+    if a.dtype == tl.float32:
+        PRECISION: tl.constexpr = "ieee" if is_hip() else "tf32x3"
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, acc)
 
 
 @triton.jit

@@ -248,7 +248,24 @@ _BY_CHIP["sm_120"] |= {
     ("select", 64): [(32, 64, 4, 3)],
     ("select", 128): [(64, 64, 8, 3)],
 }
-CHIPS = tuple(sorted(_BY_CHIP, key=lambda name: int(name.removeprefix("sm_"))))
+_NVIDIA = sorted(_BY_CHIP, key=lambda name: int(name.removeprefix("sm_")))
+# gfx942 has 64 KB of shared memory a block and takes two stages. With four warps of 64 a thread may
+# hold 512 registers, with eight 256. These rows replace the general ones.
+_BY_CHIP["gfx942"] = {
+    ("forward", 64): [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 4, 2)],
+    ("forward", 128): [(128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
+    ("queries", 64): [(128, 64, 8, 2), (64, 64, 4, 2)],
+    ("queries", 128): [(64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)],
+    ("keys", 64): [(64, 64, 4, 2), (64, 128, 4, 2), (32, 64, 4, 2)],
+    ("keys", 128): [(32, 64, 4, 2)],
+    ("gated_keys", 64): [(64, 64, 4, 2), (64, 128, 4, 2), (32, 64, 4, 2)],
+    ("gathered", 128): [(64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)],
+    ("selected_keys", 128): [(32, 64, 4, 2)],
+    ("select", 64): [(64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)],
+    ("select", 128): [(64, 64, 4, 2), (32, 128, 4, 2), (32, 64, 4, 2)],
+}
+CHIPS = (*_NVIDIA, "gfx942")
+AMD = {"gfx942": "gfx942", "gfx950": "gfx942"}  # AMD's chips, and whose tiles they take
 
 
 def candidates(
@@ -261,7 +278,10 @@ def candidates(
     size = 192 if max(sizes) > 128 >= sizes[1] > 0 else max(sizes)
     size = min(limit for limit in table[kind] if limit >= size)
     own = by_chip.get((operation, size)) or by_chip.get((kind, size), [])
-    return [Config(*numbers) for numbers in dict.fromkeys([*own, *table[kind][size]])][:4]
+    general = table[kind][size]
+    if chip in AMD:
+        general = [] if own else [(r, k, min(w, 4), min(s, 2)) for r, k, w, s in general]
+    return [Config(*numbers) for numbers in dict.fromkeys([*own, *general])][:4]
 
 
 def one_tile(keys: int, head: int, itemsize: int) -> tuple[int, int] | None:
@@ -276,19 +296,36 @@ def chip_of(device: torch.device) -> str:
     if device.type != "cuda":
         return "sm_80"
     major, minor = torch.cuda.get_device_capability(device)
-    return nearest_chip(10 * major + minor)
+    return nearest_chip(amd_chip(device) or f"sm_{10 * major + minor}")
 
 
-def nearest_chip(capability: int) -> str:
-    """The newest chip of the tables up to a compute capability, 90 for 9.0."""
-    return [chip for chip in CHIPS if int(chip.removeprefix("sm_")) <= capability][-1]
+def amd_chip(device: torch.device) -> str | None:
+    """AMD's name of a GPU's chip, gfx942; None on NVIDIA's, and without a GPU.
+
+    A ROCm build of torch calls its devices `cuda`, and gives gfx942 the compute capability 9.4.
+    """
+    if device.type != "cuda" or torch.version.hip is None:
+        return None
+    return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+
+
+def nearest_chip(chip: str) -> str:
+    """The chip of the tables whose tiles a chip takes: the newest that is not newer, or AMD's."""
+    if chip.startswith("gfx"):
+        return AMD[chip]
+    return [x for x in _NVIDIA if int(x.removeprefix("sm_")) <= int(chip.removeprefix("sm_"))][-1]
+
+
+def warp_size(device: torch.device) -> int:
+    """Threads of a warp on this device, or on the chip that is compiled for."""
+    return 64 if (_chip or chip_of(device)) in AMD else 32
 
 
 @contextmanager
 def choosing_for(chip: str) -> Iterator[None]:
     """Choose tile sizes for this chip, which the machine may lack, to compile for it."""
     global _chip
-    before, _chip = _chip, nearest_chip(int(chip.removeprefix("sm_")))
+    before, _chip = _chip, nearest_chip(chip)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa.constants import IGNORE_INDEX
 from nsa.ops.triton.common import kernel
-from nsa.ops.triton.configs import Config
+from nsa.ops.triton.configs import Config, warp_size
 from nsa.ops.triton.launch import launch, next_power_of_2
 
 COLUMNS = 8192  # logits of a row per step: 16 bytes of bf16 per thread of 32 warps
@@ -71,6 +71,6 @@ def cross_entropy_(logits: Tensor, labels: Tensor, with_gradients: bool) -> Tens
         {"logits": logits, "labels": labels.contiguous(), "losses": losses}
         | {"vocabulary": vocabulary},
         {"GRADIENT": with_gradients, "IGNORE": IGNORE_INDEX, "COLUMNS": columns},
-        Config(1, columns, max(1, columns // 256), 1),
+        Config(1, columns, max(1, columns // (8 * warp_size(logits.device))), 1),
     )
     return losses

@@ -83,6 +83,9 @@ def _run(kernel: Any, grid: Sequence[int], values: tuple, runtime: int, config: 
         x if type(x) in SCALARS else (x.dtype, 0) if x.data_ptr() % 16 else x.dtype
         for x in values[:runtime]
     ]
+    if torch.version.hip:  # AMD's compiler takes 32-bit offsets into tensors of less than 2 GB
+        tensors = (x for x in values[:runtime] if type(x) not in SCALARS)
+        traits += [x.untyped_storage().nbytes() < 2**31 for x in tensors]
     key = kernel.fn, values[0].device, config, values[runtime:], *traits
     compiled = _compiled.get(key)
     if compiled is not None:

@@ -140,14 +140,15 @@ def test_a_chip_has_its_own_first_candidate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "chip"),
-    [(80, "sm_80"), (87, "sm_86"), (89, "sm_89"), (90, "sm_90"), (103, "sm_100"), (121, "sm_120")],
+    ("unknown", "chip"),
+    [
+        *[("sm_80", "sm_80"), ("sm_87", "sm_86"), ("sm_89", "sm_89"), ("sm_90", "sm_90")],
+        *[("sm_103", "sm_100"), ("sm_121", "sm_120"), ("gfx942", "gfx942"), ("gfx950", "gfx942")],
+    ],
 )
-def test_an_unknown_chip_takes_the_tiles_of_the_nearest_older_one(
-    capability: int, chip: str
-) -> None:
-    assert nearest_chip(capability) == chip
-    with choosing_for(f"sm_{capability}"):
+def test_an_unknown_chip_takes_the_tiles_of_the_nearest_older_one(unknown: str, chip: str) -> None:
+    assert nearest_chip(unknown) == chip
+    with choosing_for(unknown):
         assert taken() == candidates("window_forward", SIZES, BF16, chip)[0]
 
 

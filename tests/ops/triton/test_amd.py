@@ -1,0 +1,135 @@
+"""AMD's chips: which tiles, warps and binaries a ROCm build of torch takes; nothing runs on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nsa.bench import results
+from nsa.monitor import environment as run_environment
+from nsa.ops import triton as backend
+from nsa.ops.cross_entropy import cross_entropy_
+from nsa.ops.triton import launch as launcher
+from nsa.ops.triton.configs import (
+    Config,
+    amd_chip,
+    candidates,
+    chip_of,
+    choosing_for,
+    warp_size,
+)
+from nsa.ops.triton.launch import recording
+from tests.ops.triton.parity import KERNELS
+
+GPU = torch.device("cuda", 0)
+OnChip = Callable[[str], None]
+
+
+@pytest.fixture
+def on_chip(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnChip]:
+    """Let torch be a ROCm build that sees this chip."""
+
+    def plant(name: str) -> None:
+        chip_of.cache_clear()
+        gpu = SimpleNamespace(gcnArchName=f"{name}:sramecc+:xnack-")
+        monkeypatch.setattr(torch.version, "hip", "7.0")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+        # What ROCm reports for gfx942; a gfx1100 has 11.0, as if it were newer than sm_100.
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+
+    yield plant
+    chip_of.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
+def test_a_chip_of_amds_takes_the_tiles_of_gfx942(name: str, on_chip: OnChip) -> None:
+    on_chip(name)
+    assert (amd_chip(GPU), chip_of(GPU), warp_size(GPU)) == (name, "gfx942", 64)
+    assert backend._missing(GPU) is None
+
+
+def test_another_chip_of_amds_is_refused_by_name(on_chip: OnChip) -> None:
+    on_chip("gfx1100")
+    reason = "the GPU is AMD's gfx1100; of these it supports gfx942, gfx950"
+    assert backend._missing(GPU) == reason
+
+
+def test_an_old_triton_is_refused_on_amds_chips(
+    on_chip: OnChip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_chip("gfx942")
+    monkeypatch.setattr(backend, "find_spec", lambda name: None if "target_info" in name else name)
+    assert backend._missing(GPU) == "AMD's GPUs need Triton 3.5"
+
+
+def test_nvidias_chip_of_the_same_capability_keeps_its_tiles(
+    on_chip: OnChip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_chip("gfx942")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert (amd_chip(GPU), chip_of(GPU), warp_size(GPU)) == (None, "sm_90", 32)
+    assert amd_chip(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tiles_have_two_stages_and_no_option_of_nvidias(
+    kernel: str, size: int, dtype: torch.dtype
+) -> None:
+    for config in candidates(kernel, (size, size), dtype, "gfx942"):
+        assert config.stages <= 2
+        assert set(config.options()) == {"num_warps", "num_stages"}
+
+
+@pytest.mark.parametrize(("chip", "warps"), [("sm_90", 32), ("gfx942", 16)])
+def test_cross_entropy_takes_as_many_threads_as_a_block_may_have(chip: str, warps: int) -> None:
+    logits, labels = torch.empty(4, 50_304, device="meta"), torch.empty(4, device="meta")
+    with choosing_for(chip), recording() as launches:
+        cross_entropy_(logits, labels.long(), False, backend="triton")
+    assert [launch.config.warps for launch in launches] == [warps]
+
+
+@pytest.mark.parametrize(("rocm", "binaries"), [("7.0", 2), (None, 1)])
+def test_a_tensor_of_2_gb_has_a_binary_of_its_own(
+    rocm: str | None, binaries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AMD's compiler takes 32-bit offsets into smaller ones."""
+    compiled: list[Any] = []
+
+    def compile_and_run(*_: Any) -> Any:
+        compiled.append(None)
+        return {(1, 1, 1): lambda *values: None}
+
+    monkeypatch.setattr(torch.version, "hip", rocm)
+    monkeypatch.setattr(launcher, "_compile_and_run", compile_and_run)
+    monkeypatch.setattr(launcher, "_compiled", {})
+    kernel: Any = SimpleNamespace(fn=object())
+    for size in (2**31 - 1, 2**31, 64, 2**32):
+        x = torch.empty(size, dtype=torch.int8, device="meta")
+        launcher._run(kernel, (1,), (x,), 1, Config(1, 1, 4, 1))
+    assert len(compiled) == binaries
+
+
+def test_results_and_runs_record_amds_chip_and_rocm(
+    on_chip: OnChip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_chip("gfx942")
+    gpu = SimpleNamespace(
+        **{"gcnArchName": "gfx942:xnack-", "name": "AMD Instinct MI300X", "major": 9, "minor": 4},
+        **{"multi_processor_count": 304, "total_memory": 192 * 10**9, "L2_cache_size": 2**22},
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    hardware = results.environment([], GPU)["hardware"]
+    assert (hardware["capability"], hardware["rocm"]) == ("gfx942", "7.0")
+    assert not any(hardware["nvidia_smi"].values())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 22, 3))
+    cuda = run_environment._cuda()
+    assert cuda is not None
+    assert (cuda["version"], cuda["rocm"], cuda["nccl"]) == (None, "7.0", "2.22.3")
