@@ -147,9 +147,11 @@ def compile_variant(variant: Variant) -> BinaryStats:
     chip, shared, warps = CHIPS[variant.chip], compiled.metadata.shared, compiled.metadata.num_warps
     binary = read_binary(compiled.asm)
     tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0
+    registers = max(8, -(-binary["registers"] // 8) * 8)  # they come in units of 8
+    threads = warps * chip.warp_size
     return BinaryStats(
         **binary,
-        threads=warps * chip.warp_size,
+        threads=threads,
         shared=shared,
         tensor_memory=tensor_memory,
         products=len(PRODUCT.findall(compiled.asm["ttir"])),
@@ -157,8 +159,7 @@ def compile_variant(variant: Variant) -> BinaryStats:
         blocks_per_sm=min(
             chip.blocks_per_sm,
             chip.warps_per_sm // warps,
-            # A thread's registers come in units of 8.
-            chip.registers_per_sm // (-(-binary["registers"] // 8) * 8 * chip.warp_size * warps),
+            chip.registers_per_sm // (registers * threads),
             chip.shared_per_sm // max(1, shared + chip.shared_reserved),
             chip.tensor_memory // max(tensor_memory, 1),
         ),

@@ -58,7 +58,7 @@ def attention(
     config: Config,
     dtype: torch.dtype = torch.bfloat16,
     size: int = 64,
-    precision: str = "tf32",
+    precision: str | None = None,
     keys: int = 1000,
 ) -> None:
     """Launch one tile of attention."""

@@ -249,16 +249,17 @@ _BY_CHIP["sm_120"] |= {
     ("select", 128): [(64, 64, 8, 3)],
 }
 _NVIDIA = sorted(_BY_CHIP, key=lambda name: int(name.removeprefix("sm_")))
-# gfx942 has 64 KB of shared memory a block and takes two stages. With four warps of 64 a thread may
-# hold 512 registers, with eight 256. These rows replace the general ones.
+# 64 KB of shared memory and two stages; a thread may hold 512 registers with four warps, 256 with
+# eight. These rows replace the general ones.
 _BY_CHIP["gfx942"] = {
     ("forward", 64): [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 4, 2)],
     ("forward", 128): [(128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
-    ("queries", 64): [(128, 64, 8, 2), (64, 64, 4, 2)],
+    ("queries", 64): [(128, 64, 4, 2), (64, 64, 4, 2)],
     ("queries", 128): [(64, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)],
     ("keys", 64): [(64, 64, 4, 2), (64, 128, 4, 2), (32, 64, 4, 2)],
     ("keys", 128): [(32, 64, 4, 2)],
     ("gated_keys", 64): [(64, 64, 4, 2), (64, 128, 4, 2), (32, 64, 4, 2)],
+    ("gated_keys", 128): [(32, 64, 4, 2)],
     ("gathered", 128): [(64, 64, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)],
     ("selected_keys", 128): [(32, 64, 4, 2)],
     ("select", 64): [(64, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)],
