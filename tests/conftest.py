@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from tests import ranks
+from tests.bounds import checked_bounds
 
 if not torch.cuda.is_available():
     # Run kernels on the CPU, in Triton's interpreter. Triton reads this when it is first imported,
@@ -66,3 +69,13 @@ def pytest_collection_finish() -> None:
 def free_port() -> int:
     """A free TCP port of this machine."""
     return ranks.free_port()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def bounds() -> Iterator[None]:
+    """Let each interpreted kernel fail that accesses memory outside of its tensors."""
+    if torch.cuda.is_available() or find_spec("triton") is None:
+        yield
+        return
+    with checked_bounds():
+        yield
