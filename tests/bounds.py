@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, NoReturn
 from unittest import mock
 
 import numpy as np
@@ -49,8 +50,9 @@ class Extent:
     def of(cls, x: Tensor, name: str, number: int) -> Extent:
         dims = [(n, step) for n, step in zip(x.shape, x.stride(), strict=True) if step]
         span = 1 + sum((n - 1) * step for n, step in dims) if x.numel() else 0
+        dense = span in (0, prod(n for n, _ in dims))
         gaps = None
-        if int(np.prod([n for n, _ in dims])) != span <= MAX_GAP_MAP and span:
+        if not dense and span <= MAX_GAP_MAP:
             gaps = torch.ones(span, dtype=torch.bool)
             gaps.as_strided(x.shape, x.stride()).fill_(False)
         address, number = np.uint64(x.data_ptr()), np.uint64(number << NUMBER_SHIFT)
@@ -68,8 +70,7 @@ class Extent:
         """
         outside = offsets >= max(0, self.nbytes - size + 1)
         if self.gaps is not None:
-            elements = np.minimum(offsets // self.itemsize, len(self.gaps) - 1)
-            outside |= self.gaps[elements.astype(np.int64)]
+            outside |= self.gaps.take((offsets // self.itemsize).view(np.int64), mode="clip")
         return outside
 
 
@@ -99,10 +100,11 @@ class Bounds:
         self, access: str, pointers: np.ndarray, mask: np.ndarray, size: int
     ) -> np.ndarray:
         """Return the addresses of `pointers`; raise OutOfBounds for a lane outside its tensor."""
-        extent = self._extent(int(pointers.flat[0]) >> NUMBER_SHIFT)  # as a rule of all lanes
+        extent = self._extent(pointers.item(0) >> NUMBER_SHIFT)  # as a rule of all lanes
         offsets = pointers - extent.start
-        if not np.logical_and(extent.outside(offsets, size), mask).any():
-            return offsets + extent.address
+        if not np.count_nonzero(extent.outside(offsets, size) & mask):
+            offsets += extent.address
+            return offsets
         addresses, mask = np.zeros_like(pointers), np.broadcast_to(mask, pointers.shape)
         for number in np.unique(pointers[mask] >> NUMBER_SHIFT):
             extent, lanes = self._extent(int(number)), mask & (pointers >> NUMBER_SHIFT == number)
@@ -116,11 +118,10 @@ class Bounds:
     def _extent(self, number: int) -> Extent:
         return self.extents[number] if number < len(self.extents) else NO_TENSOR
 
-    def _fail(self, access: str, extent: Extent, offsets: np.ndarray, unmasked: int) -> None:
-        first = int(offsets[0])
+    def _fail(self, access: str, extent: Extent, offsets: np.ndarray, unmasked: int) -> NoReturn:
         self.error = OutOfBounds(
             f"{self.kernel}, program {self.builder.grid_idx}: {access} at element "
-            f"{first / extent.itemsize:g} of {extent.name} ({extent.layout}), which spans "
+            f"{offsets[0] // extent.itemsize} of {extent.name} ({extent.layout}), which spans "
             f"{extent.nbytes // extent.itemsize}; {len(offsets)} of {unmasked} unmasked lanes "
             "are outside"
         )
@@ -129,7 +130,7 @@ class Bounds:
 
 @contextmanager
 def checked_bounds() -> Iterator[None]:
-    """Let kernels in the interpreter raise OutOfBounds; yields with nothing run yet."""
+    """Let kernels in the interpreter raise OutOfBounds."""
     from triton.runtime import interpreter
 
     executor, compiled = interpreter.GridExecutor, interpreter._interpreter

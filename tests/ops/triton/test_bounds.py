@@ -9,10 +9,17 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.cross_entropy import cross_entropy_
-from nsa.ops.triton import cross_entropy
+from nsa.ops.triton import common, cross_entropy, embedding, pooling, selected_keys
 from tests.bounds import OutOfBounds
 from tests.ops.planted_errors import Plant
 from tests.ops.triton.parity import DEVICE
+from tests.ops.triton.test_planted_errors import (
+    DOCUMENTS,
+    SELECTED,
+    WINDOW,
+    pool_is_that_of_pytorch,
+    token_gradients_are_those_of_pytorch,
+)
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter checks")
 ROWS, SIZE = 5, 12
@@ -135,18 +142,47 @@ def test_the_next_launch_is_checked_and_right() -> None:
     test_a_correct_kernel_passes()
 
 
-def losses() -> Tensor:
-    """Losses of three rows whose last label is the size of the vocabulary."""
+def a_label_past_the_vocabulary() -> None:
     labels = torch.tensor([0, 1, 49], device=DEVICE)
-    return cross_entropy_(torch.zeros(3, 49, device=DEVICE), labels, False, backend="triton")
+    losses = cross_entropy_(torch.zeros(3, 49, device=DEVICE), labels, False, backend="triton")
+    assert losses.isnan().tolist() == [False, False, True]
 
 
-def test_a_wrong_mask_of_a_real_kernel_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert losses().isnan().tolist() == [False, False, True]
-    Plant(
-        cross_entropy, "cross_entropy_kernel", "(label >= 0) & (label < vocabulary)", "label >= 0",
-        losses,
-    ).into(monkeypatch)  # fmt: skip
-    message = r"^cross_entropy_kernel, program \(2, 0, 0\): load at element 147 of logits "
-    with pytest.raises(OutOfBounds, match=message):
-        losses()
+PLANTS = {
+    "the last tile's mask": Plant(
+        common, "load_rows", "mask=mask[:, None] & (d < SIZE)[None, :],",
+        "mask=(d < SIZE)[None, :],", WINDOW,
+    ),
+    "columns of the padding": Plant(
+        common, "store_rows", "mask[:, None] & (d < SIZE)[None, :]", "mask[:, None]", WINDOW
+    ),
+    "the offset after the last": Plant(common, "locate", "offsets + run + 1", "offsets + run + 2",
+        DOCUMENTS[0],
+    ),
+    "queries of a step that does not come": Plant(
+        selected_keys, "selected_keys_kernel", "mask=after < rows", "mask=after < rows + 16",
+        SELECTED,
+    ),
+    "a block's missing tokens": Plant(
+        pooling, "pool_forward_kernel", "mask=valid, other=0)", "mask=i <= LEN, other=0)",
+        pool_is_that_of_pytorch,
+    ),
+    "tokens after the last": Plant(
+        embedding, "add_token_gradients_kernel", "mask=at < rows,", "mask=at <= rows,",
+        token_gradients_are_those_of_pytorch,
+    ),
+    "the logit of a label past the vocabulary": Plant(
+        cross_entropy, "cross_entropy_kernel", "(label < vocabulary)", "(label <= vocabulary)",
+        a_label_past_the_vocabulary,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_an_access_planted_in_a_kernel_is_caught(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PLANTS[name].check()
+    PLANTS[name].into(monkeypatch)
+    with pytest.raises(OutOfBounds, match="lanes are outside"):
+        PLANTS[name].check()
