@@ -156,8 +156,8 @@ PLANTS = {
     "columns of the padding": Plant(
         common, "store_rows", "mask[:, None] & (d < SIZE)[None, :]", "mask[:, None]", WINDOW
     ),
-    "the offset after the last": Plant(common, "locate", "offsets + run + 1", "offsets + run + 2",
-        DOCUMENTS[0],
+    "the offset after the last": Plant(
+        common, "locate", "offsets + run + 1", "offsets + run + 2", DOCUMENTS[0]
     ),
     "queries of a step that does not come": Plant(
         selected_keys, "selected_keys_kernel", "mask=after < rows", "mask=after < rows + 16",
