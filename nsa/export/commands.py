@@ -14,6 +14,8 @@ def add_export_parser(verbs: Any) -> None:
     about = "a run, one of its checkpoints, or a folder that `nsa import` wrote"
     add("run_path", type=Path, metavar="run", help=about)
     add("--to", type=Path, required=True, metavar="DIR", help="a new folder")
+    about = "dense: a plain Llama that LlamaForCausalLM loads without this package, of a dense run"
+    add("--attention", choices=("dense",), help=about)
     about = "dtype of the weights; fp32: the optimizer's master weights (default: as trained)"
     add("--dtype", choices=("bf16", "fp32"), help=about)
     parser.set_defaults(run=_export)
@@ -25,7 +27,7 @@ def _export(args: argparse.Namespace) -> int:
     from nsa.export.to_hf import export
 
     logging.disable_progress_bar()
-    folder = export(args.run_path, args.to, args.dtype)
+    folder = export(args.run_path, args.to, args.dtype, llama=args.attention == "dense")
     size = (folder / "model.safetensors").stat().st_size
     print(f"{folder}: {size / 1e6:,.1f} MB of weights; README.md explains how to load them")
     if not (folder / "tokenizer.json").exists():

@@ -36,7 +36,8 @@ CARD = """\
 ## Training
 
 {facts}
-
+"""
+LOADING = """
 All settings are in `config.yaml`, which a recipe takes as `--config`. Before you publish this
 folder, check that file for local paths, and the license at the top: it is the code's, and the
 dataset may require another.
@@ -54,6 +55,10 @@ model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
 
 With the package `nsa` installed, `import nsa` replaces `trust_remote_code=True`, and the code in
 this folder is not run.
+"""
+LLAMA = """
+Before you publish this folder, check the license at the top. This is a plain Llama: transformers
+≥ 5.0 loads it by `AutoModelForCausalLM.from_pretrained` without other code.
 """
 TOKENIZER = """\
 tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
@@ -74,19 +79,19 @@ RECORDED = (  # in env.json
 )
 
 
-def model_card(run: LoadedRun, origin: Origin | None = None) -> str:
+def model_card(run: LoadedRun, origin: Origin | None = None, llama: bool = False) -> str:
     """Return Markdown with the figures that were logged up to the exported step."""
     names = _source_names(run.config.data)
     latest = _last_rows(run)
     facts = [("dataset", ", ".join(_without_path(name) for name in names)), *_facts(run, latest)]
     step = "" if run.step is None else f", step {run.step:,}"
+    loading = LLAMA if llama else LOADING
     return CARD.format(
         metadata=_metadata(run, names, latest, origin).to_yaml(),
         title=plain(run.folder.name) + step,
         about=_about(run.config, origin),
         facts="\n".join(table(("", ""), facts)),
-        tokenizer=TOKENIZER if run.tokenizer else NO_TOKENIZER,
-    )
+    ) + loading.format(tokenizer=TOKENIZER if run.tokenizer else NO_TOKENIZER)
 
 
 def _about(config: RunConfig, origin: Origin | None) -> str:
@@ -145,7 +150,7 @@ def _metadata(
         language=sorted(languages) if set(kinds) <= set(LANGUAGES) else None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["native-sparse-attention"],
+        tags=["native-sparse-attention"] if run.config.model.attention.kind == "nsa" else None,
         datasets=hub or None,
         metrics=[result.metric_type for result in results] or None,
         model_name=plain(run.folder.name) if results else None,

@@ -22,52 +22,61 @@ from nsa.atomic_io import fsync_dir
 from nsa.checkpoint.weights import SAFETENSORS
 from nsa.data.tokenizer import ORIGIN, stop_ids
 from nsa.dtypes import DTYPES
-from nsa.engine.load_run import LoadedRun, load_run
+from nsa.engine.load_run import LoadedRun, find_run, load_run
 from nsa.engine.resolve import to_yaml
 from nsa.export.hf_tokenizer import write_tokenizer
 from nsa.export.model_card import model_card
 from nsa.export.origin import find_origin
 from nsa.export.remote_code import AUTO_MAP, remote_code
+from nsa.export.to_llama import check_llama, llama_config, llama_name
 from nsa.model.hf_config import NSAConfig
 
 
-def export(path: Path, to: Path, dtype: str | None = None) -> Path:
+def export(path: Path, to: Path, dtype: str | None = None, llama: bool = False) -> Path:
     """Write a run, checkpoint or imported folder into `to`, completely or not at all.
 
-    `dtype` "fp32" exports the optimizer's master weights; None keeps the trained dtype.
+    `dtype` "fp32" exports the optimizer's master weights; None keeps the trained dtype. `llama`:
+    a dense model as a plain Llama, without this package's code and settings.
     """
     with output_folder(to) as draft:
-        run = load_run(path, device="cpu", dtype=None if dtype is None else DTYPES[dtype])
-        _write(run, draft)
+        stored = find_run(path)
+        if llama:
+            check_llama(stored.config.model)  # before the weights are read
+        run = load_run(stored, device="cpu", dtype=None if dtype is None else DTYPES[dtype])
+        _write(run, draft, llama)
     return to
 
 
-def _write(run: LoadedRun, folder: Path) -> None:
+def _write(run: LoadedRun, folder: Path, llama: bool) -> None:
     weights = run.model.state_dict()
-    prefixes = {"head.weight": "lm_"}
-    write_weights({prefixes.get(name, "model.") + name: weights[name] for name in weights}, folder)
+    rename = llama_name if llama else _name
+    write_weights({rename(name): weight for name, weight in weights.items()}, folder)
     token_ids = _special_token_ids(run)
-    config = NSAConfig.of(
-        run.config.model,
-        max_position_embeddings=run.config.data.seq_len,
-        architectures=["NSAForCausalLM"],
-        dtype=run.model.embed.weight.dtype,
-        **token_ids,
-    )
+    more = token_ids | {
+        "max_position_embeddings": run.config.data.seq_len,
+        "dtype": run.model.embed.weight.dtype,
+    }
     origin = find_origin(run.folder, run.config.train.start_from)
     texts = {
-        "config.json": _json(config.to_diff_dict() | {"auto_map": AUTO_MAP}),
         "generation_config.json": _json(_generation_config(run, token_ids).to_diff_dict()),
-        "config.yaml": to_yaml(run.config),
-        "README.md": model_card(run, origin),
-        **remote_code(),
+        "README.md": model_card(run, origin, llama),
     }
+    if llama:
+        texts["config.json"] = _json(llama_config(run.config.model, **more).to_diff_dict())
+    else:
+        config = NSAConfig.of(run.config.model, architectures=["NSAForCausalLM"], **more)
+        texts["config.json"] = _json(config.to_diff_dict() | {"auto_map": AUTO_MAP})
+        texts |= {"config.yaml": to_yaml(run.config), **remote_code()}
     if origin is not None:
         texts[ORIGIN] = _json(origin)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     if run.tokenizer is not None:
         write_tokenizer(run.tokenizer, folder, run.config.data.seq_len)
+
+
+def _name(name: str) -> str:
+    return ("lm_" if name == "head.weight" else "model.") + name
 
 
 def _special_token_ids(run: LoadedRun) -> dict[str, int | None]:
