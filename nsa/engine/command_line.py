@@ -19,7 +19,7 @@ from nsa.data.source import absolute_source
 from nsa.dtypes import DTYPES
 from nsa.engine.config import AUTO, RunConfig
 from nsa.engine.ds_config import leave_to_recipe, load_ds_config, resolve_ds_config
-from nsa.engine.load_run import read_config
+from nsa.engine.load_run import dataset_vocabulary, read_config
 from nsa.engine.planner_inputs import resolve_checkpointing, resolve_micro_batch
 from nsa.engine.resolve import resolve_config, walk
 from nsa.engine.resume import find_initial_weights
@@ -82,8 +82,17 @@ def resolve_request(recipe: Recipe, flags: argparse.Namespace) -> RunRequest:
         base = resolve_config(RunConfig(), saved / "config.yaml")
     elif recipe.model_of_start:
         base = _with_model_of_start(base, resolve_config(base, flags.config, flags.set))
-    steps = [] if flags.steps is None else [f"train.steps={flags.steps}"]
-    config = resolve_config(base, flags.config, [*flags.set, *steps])
+    overrides = flags.set + ([] if flags.steps is None else [f"train.steps={flags.steps}"])
+    config = resolve_config(base, flags.config, overrides)
+    vocab_size, before = dataset_vocabulary(config.data), config.model.vocab_size
+    if vocab_size and saved is None and config.train.start_from is None:
+        base = replace(base, model=replace(base.model, vocab_size=vocab_size))
+        config = resolve_config(base, flags.config, overrides)  # which --config and --set override
+        if config.model.vocab_size != before:
+            notes.append(
+                f"model.vocab_size = {vocab_size} instead of {before}: the ids of "
+                f"{config.data.source_names()}, rounded up to a multiple of 64"
+            )
     # Absolute, so that the run resumes from any folder. A resumed run keeps the path as its config
     # spells it, because checkpoints store the cursors of streams under that.
     source = absolute_source(config.data.source)

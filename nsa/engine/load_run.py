@@ -145,6 +145,16 @@ def _dataset_tokenizer(data: DataConfig) -> Mapping[str, str] | None:
     return None
 
 
+def dataset_vocabulary(data: DataConfig) -> int | None:
+    """Return the ids of prepared sources, rounded up to a multiple of 64; None if there are none.
+
+    GPUs multiply by the head fastest then.
+    """
+    folders = [Path(name).expanduser() for name in data.sources() if is_prepared(name)]
+    sizes = [read_index(folder).stamp.vocab_size for folder in folders]
+    return -(-max(sizes) // 64) * 64 if sizes else None
+
+
 def _from_files(data: DataConfig, folder: Path) -> Tokenizer:
     tokenizer = build_tokenizer(replace(data, tokenizer=f"hf:{folder}"))
     byte = ByteTokenizer()  # `nsa export` writes it as files with the same ids

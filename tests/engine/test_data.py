@@ -7,13 +7,16 @@ import os
 import re
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nsa.data import builtin
+from nsa.data.shards import Index, write_index
 from nsa.engine.run_request import RunRequest
 from nsa.monitor.csv_files import read_metrics
+from tests.data.test_shards import STAMP
 from tests.engine.runs import TINY, losses, on_one_rank, on_two_ranks, succeed
 from tests.engine.small import small_request
 from tests.ranks import free_port
@@ -256,3 +259,22 @@ def test_a_sequence_so_short_that_selection_leaves_no_block_out_is_noted(tmp_pat
     )
     assert short("data.seq_len=32", "attention.kind=dense") == []
     assert short("data.seq_len=32", "attention.branches=cmp+win") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "vocabulary"),
+    [([], 448), (["--set=model.vocab_size=640"], 640), (["--config=sizes.yaml"], 512)],
+)
+def test_prepared_data_determines_the_vocabulary_unless_the_user_does(
+    flags: list[str], vocabulary: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sizes.yaml").write_text("model: {vocab_size: 512}\n")
+    write_index(Path(), Index(replace(STAMP, vocab_size=400, eos_id=399), {}, 1, []))
+    request = small_request("--set=data.source=.", *flags)
+    assert request.config.model.vocab_size == vocabulary
+    assert f"vocab_size: {vocabulary}\n" in request.config_files()["config.yaml"]
+    notes = [note for note in request.notes if "vocab_size" in note]
+    assert [note.split(":")[0] for note in notes] == (
+        [] if flags else ["model.vocab_size = 448 instead of 272"]
+    )
