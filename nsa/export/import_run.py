@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 from copy import deepcopy
 from dataclasses import replace
@@ -15,13 +16,14 @@ from nsa.data.batches import Batch
 from nsa.data.tokenizer import ByteTokenizer, largest_id
 from nsa.engine.config import RunConfig
 from nsa.engine.load_run import model_with
-from nsa.engine.resolve import resolve_config, to_yaml
+from nsa.engine.resolve import LARGEST, resolve_config, to_yaml
 from nsa.export.from_hf import SourceModel, read_model
 from nsa.export.logit_gap import logit_gaps, read_samples
 from nsa.export.origin import write_origin
 from nsa.export.to_hf import output_folder, write_weights
 from nsa.model.dense_to_nsa import dense_to_nsa, widen_mlp_compressor
 
+RANKS = 2  # of the recipes' commands; --tokens counts with them
 LARGEST_SHARE = 100  # more than is useful; values scaled by it are finite in every dtype
 
 
@@ -53,7 +55,9 @@ def import_run(args: argparse.Namespace) -> int:
         (draft / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{args.to}: {parameters:,} parameters, {new_kind} attention")
-    print(f"start a recipe from it: --config {args.to / 'config.yaml'}", flush=True)
+    print(f"start a recipe from it: --config {args.to / 'config.yaml'}")
+    train = config.train
+    print(f"its schedule: {train.steps:,} steps at {train.learning_rate:g}", flush=True)
     if args.gap:
         for line in logit_gaps(old_model.float(), model.float(), samples):
             print(line, flush=True)
@@ -83,6 +87,8 @@ def _check_kinds(args: argparse.Namespace, old: str, new: str) -> None:
 def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> RunConfig:
     """Return the source's config, overridden by --config and --set, with the new folder's path."""
     folder, base = args.to.absolute(), deepcopy(source.config)
+    if base.train.start_from is None:
+        _continue_training(base)
     if source.has_tokenizer and base.data.tokenizer != "byte":
         base.data.tokenizer = f"hf:{folder}"
     if args.tokenizer is not None:
@@ -95,6 +101,9 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
         # What learns best: docs/guides/sparsify.md.
         base.model.attention.compressor, base.model.attention.selector_loss = "pool", 1.0
         config = resolve_config(base, args.config, args.set)
+    if args.tokens is not None:
+        _set_steps(base, config, args.tokens)
+        config = resolve_config(base, args.config, args.set)
     _check_tokenizer(args, source, config)
     other = config.model.attention.kind
     if other != kind:
@@ -103,6 +112,31 @@ def _new_config(args: argparse.Namespace, source: SourceModel, kind: str) -> Run
             f"give --attention {other}, or omit the setting"
         )
     return config
+
+
+def _continue_training(config: RunConfig) -> None:
+    """Set a tenth of the rates and steps of training from nothing; the loss need not fall."""
+    train = config.train
+    config.train = replace(
+        train,
+        steps=max(1, train.steps // 10),
+        warmup_steps=train.warmup_steps // 10,
+        learning_rate=float(f"{train.learning_rate / 10:.6g}"),
+        min_learning_rate=float(f"{train.min_learning_rate / 10:.6g}"),
+        selector_steps=0,
+        dense_steps=0,
+    )
+    config.monitor.ladder.require_fall = False
+
+
+def _set_steps(base: RunConfig, config: RunConfig, tokens: float) -> None:
+    """Set the steps in which `config` reads `tokens` on RANKS ranks, a twentieth of them warmup."""
+    train = config.train
+    sequences = train.rows * train.accumulation * RANKS // train.sequence_parallel
+    if not 1 <= tokens <= LARGEST:
+        raise ValueError(f"--tokens {tokens:g}: must be from 1 to {LARGEST:,}")
+    base.train.steps = math.ceil(tokens / (sequences * config.data.seq_len))
+    base.train.warmup_steps = base.train.steps // 20
 
 
 def _check_tokenizer(args: argparse.Namespace, source: SourceModel, config: RunConfig) -> None:

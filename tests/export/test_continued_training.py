@@ -1,0 +1,64 @@
+"""The schedule that `nsa import` writes: the weights are trained already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nsa.cli import main
+from nsa.engine.config import TrainConfig
+from tests.export.test_import import command, imported, llama, refused
+
+SCRATCH = TrainConfig()
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "llama"
+    llama(folder)
+    return folder
+
+
+def test_an_import_continues_with_a_tenth_of_the_rate_and_of_the_steps(
+    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = imported(llama_folder, tmp_path / "run").config
+    assert config.train.learning_rate == pytest.approx(SCRATCH.learning_rate / 10)
+    assert config.train.min_learning_rate == pytest.approx(SCRATCH.min_learning_rate / 10)
+    assert (config.train.steps, config.train.warmup_steps) == (5_000, 200)
+    assert not config.monitor.ladder.require_fall
+    assert "its schedule: 5,000 steps at 6e-05\n" in capsys.readouterr().out
+    again = imported(tmp_path / "run", tmp_path / "again").config.train
+    assert (again.steps, again.learning_rate) == (5_000, config.train.learning_rate)
+
+
+def test_tokens_give_the_steps_of_the_imports_batch_on_two_ranks(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    settings = ["--tokens=1e9", "--set=train.micro_batch=2", "--set=data.seq_len=256"]
+    train = imported(llama_folder, tmp_path / "run", *settings).config.train
+    assert train.steps == -(-(10**9) // (2 * train.accumulation * 2 * 256))
+    assert train.warmup_steps == train.steps // 20
+    explicit = imported(llama_folder, tmp_path / "set", *settings, "--set=train.steps=7")
+    assert explicit.config.train.steps == 7
+
+
+def test_a_run_that_began_densely_can_be_continued(llama_folder: Path, tmp_path: Path) -> None:
+    """train.dense_steps needs new weights, so an import must not keep it."""
+    imported(llama_folder, tmp_path / "run")
+    file = tmp_path / "run/config.yaml"
+    tree = yaml.safe_load(file.read_text())
+    tree["train"] |= {"dense_steps": 100, "steps": 300, "start_from": None}
+    file.write_text(yaml.safe_dump(tree))
+    assert main(command(tmp_path / "run", tmp_path / "again")) == 0
+    train = yaml.safe_load((tmp_path / "again/config.yaml").read_text())["train"]
+    assert (train["dense_steps"], train["steps"]) == (0, 30)
+
+
+@pytest.mark.parametrize("tokens", ["0", "nan", "1e300"])
+def test_an_impossible_number_of_tokens_is_refused(
+    tokens: str, llama_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--tokens" in refused(capsys, llama_folder, f"--tokens={tokens}")
