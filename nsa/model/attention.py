@@ -86,13 +86,15 @@ class Attention(nn.Module):
         *,
         metadata: AttentionMetadata | None = None,
         cached: CachedAttention | None = None,
+        attention_mask: None = None,
     ) -> Tensor:
         """Map [B, T, width] to [B, T, width]; cu_seqlens packs documents into a batch of 1.
 
         `metadata`, built once for all layers of a model, replaces cu_seqlens.
         """
         if metadata is None:
-            check_hidden_states(x, self.config.width, getattr(self.q, "weight", None))
+            weight = getattr(self.q, "weight", None)
+            check_hidden_states(x, self.config.width, weight, attention_mask)
             check_documents(cu_seqlens, x, "x")
             offset = None
             if self.training and self.config.attention.selector_loss:

@@ -42,13 +42,15 @@ class AttentionMetadata:
         `loss_offset` shifts the queries of the selector loss; None: do not compute it.
         """
         spec = config.attention.spec
+        dense = config.attention.kind == "dense"
+        if not dense:  # before offsets that do not ascend reach a kernel
+            first = block_starts(seq_len, cu_seqlens, spec, device)  # [N]
         position = torch.arange(seq_len, device=device)
         if cu_seqlens is not None:
             position = position - repeat_per_document(cu_seqlens[:-1], cu_seqlens, seq_len)
         rotary = Rotary.at(position, config)
-        if config.attention.kind == "dense":
+        if dense:
             return cls(cu_seqlens, rotary, sequence=sequence)
-        first = block_starts(seq_len, cu_seqlens, spec, device)  # [N]
         inside = torch.arange(spec.block_len, device=device)
         block_rotary = Rotary.at(position[first] + spec.block_len - 1, config)
         tables = first[:, None] + inside, _covering_blocks(first, spec, seq_len)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from nsa.constants import IGNORE_INDEX
 
+CONVERTED = {torch.float32, torch.float16, torch.bfloat16}  # by autocast
+
 
 def check_spec(spec: Any) -> None:
     """Raise a ValueError if `spec` is no NSASpec.
@@ -20,13 +22,20 @@ def check_spec(spec: Any) -> None:
         raise ValueError(f"spec = {spec!r}: is a {type(spec).__name__}; give NSASpec({fields})")
 
 
-def check_hidden_states(x: Tensor, width: int, weight: Any) -> None:
-    """Raise a ValueError if a layer with this projection cannot read x."""
+def check_hidden_states(x: Tensor, width: int, weight: Any, attention_mask: Any) -> None:
+    """Raise a ValueError if a layer with this projection cannot read x, or is given a mask."""
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask is given: the layer's attention is always causal and reads no mask; "
+            "omit it, and pack texts of different lengths without padding, by cu_seqlens"
+        )
     if x.dim() != 3 or x.shape[1] < 1 or x.shape[2] != width:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [B, T, {width}]")
-    # Quantized weights have a dtype that says nothing, and autocast converts both.
+    # Quantized weights have a dtype that says nothing, and autocast may convert both.
     known = isinstance(weight, Tensor) and weight.is_floating_point()
-    if known and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    if not known or x.dtype == weight.dtype:
+        return
+    if not ({x.dtype, weight.dtype} <= CONVERTED and torch.is_autocast_enabled(x.device.type)):
         raise ValueError(
             f"x has dtype {x.dtype} and the layer {weight.dtype}; convert one: x.to({weight.dtype})"
         )

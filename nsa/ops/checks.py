@@ -58,9 +58,6 @@ def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> No
     """Require integer cu_seqlens [documents + 1] that ascends from 0 to T, for x [1, T, ..]."""
     if cu_seqlens is None:
         return
-    batch, seq_len = x.shape[:2]
-    if batch != 1:
-        raise ValueError(f"cu_seqlens packs documents into one row, but the batch is {batch}")
     if not isinstance(cu_seqlens, Tensor):
         kind = type(cu_seqlens).__name__
         raise ValueError(f"cu_seqlens is a {kind}; it must be a tensor, int32 [documents + 1]")
@@ -68,8 +65,11 @@ def check_documents(cu_seqlens: Tensor | None, x: Tensor, name: str = "q") -> No
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not integers:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; "
-            "it must be int32 [documents + 1]"
+            "it must be int32 [documents + 1], the offsets of packed documents, and no mask"
         )
+    batch, seq_len = x.shape[:2]
+    if batch != 1:
+        raise ValueError(f"cu_seqlens packs documents into one row, but the batch is {batch}")
     if cu_seqlens.device != x.device:
         raise ValueError(
             f"cu_seqlens is on {cu_seqlens.device} and {name} on {x.device}; "

@@ -29,7 +29,11 @@ def block_starts(
     if cu_seqlens is None:
         return torch.arange(spec.compressed_len(seq_len), device=device) * spec.block_stride
     blocks = compressed_cu_seqlens(cu_seqlens, spec)
-    count = int(blocks[-1])  # the step's only host sync
+    ascends = (cu_seqlens[1:] >= cu_seqlens[:-1]).all()
+    ascends = ascends & (cu_seqlens[0] == 0) & (cu_seqlens[-1] == seq_len)
+    count = int(torch.where(ascends, blocks[-1], -1))  # the step's only host sync
+    if not torch.compiler.is_compiling() and count < 0:
+        raise ValueError(f"cu_seqlens does not ascend from 0 to T = {seq_len}; check the offsets")
     number = torch.arange(count, device=device) - repeat_per_document(blocks[:-1], blocks, count)
     return repeat_per_document(cu_seqlens[:-1], blocks, count) + number * spec.block_stride
 

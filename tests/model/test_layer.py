@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import nsa
+from nsa.model.attention_metadata import AttentionMetadata
 from tests.model.models import ATTENTIONS, SPEC, build, packed, tiny
 from tests.ops import naive
 
@@ -186,6 +187,19 @@ def test_under_autocast_input_and_layer_may_differ_in_dtype() -> None:
     attention = nsa.NSAttention(24, 4, kv_heads=2, spec=SPEC)
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(torch.randn(1, 20, 24, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        for dtype in (torch.long, torch.float64):  # which autocast does not convert
+            with pytest.raises(ValueError, match=rf"x has dtype {dtype} and the layer"):
+                attention(torch.ones(1, 20, 24, dtype=dtype))
+
+
+def test_an_attention_mask_is_refused_with_what_to_give_instead() -> None:
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"attention_mask is given: .* reads no mask; omit it"):
+        layer()(hidden(20, batch=2), attention_mask=mask)
+    with pytest.raises(ValueError, match=r"cu_seqlens is torch.bool .*, and no mask"):
+        layer()(hidden(20, batch=2), mask)
+    x = hidden(20)
+    assert torch.equal((attention := layer())(x, attention_mask=None), attention(x))
 
 
 def test_a_pattern_that_is_no_spec_is_refused_with_the_spec_to_write() -> None:
@@ -196,3 +210,11 @@ def test_a_pattern_that_is_no_spec_is_refused_with_the_spec_to_write() -> None:
 def test_offsets_that_fall_are_refused_where_they_fall() -> None:
     with pytest.raises(ValueError, match=r"cu_seqlens falls from 15 to 9 at \[2\]; it must ascend"):
         layer()(hidden(20), torch.tensor([0, 15, 9, 20], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("offsets", [[0, 15, 9, 20], [0, 15, 30], [3, 20]])
+def test_a_gpus_offsets_are_checked_with_the_steps_only_synchronisation(offsets: list[int]) -> None:
+    """On a GPU `check_documents` reads no values; the count of blocks is read anyway."""
+    attention, cu_seqlens = layer(), torch.tensor(offsets, dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seqlens does not ascend from 0 to T = 20"):
+        AttentionMetadata.build(attention.config, 20, cu_seqlens, torch.device("cpu"))
