@@ -86,7 +86,7 @@ def _to_json(mean: Mean) -> Row:
 
 
 def lines(rows: Sequence[Row]) -> list[str]:
-    """Return a table with a line for each result, and one of their losses by position."""
+    """Return a table with a line for each result, and one of losses by position, counted from 1."""
     cells: dict[tuple[int, int], dict[str, str]] = {}
     for row in rows:
         for bucket in row["positions"]:
@@ -94,7 +94,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
             cells.setdefault(positions, {})[_label(row)] = _loss(bucket, ".3f")
     labels = [_label(row) for row in rows]
     by_position = [
-        (f"{first:,} to {last:,}", *(losses.get(label, "-") for label in labels), "")
+        (f"{first + 1:,} to {last + 1:,}", *(losses.get(label, "-") for label in labels), "")
         for (first, last), losses in sorted(cells.items())
     ]
     by_result = [

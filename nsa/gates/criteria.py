@@ -11,15 +11,17 @@ from statistics import fmean, median
 
 from nsa.constants import BRANCHES
 from nsa.doctor.check import FAIL, OK, SKIP, WARN, Check
-from nsa.gates.results import Criterion, GateResult, gate_result
+from nsa.gates.results import SHORT_RUN, Criterion, GateResult, gate_result
 from nsa.gates.schedule import GATE_NAMES, PREFLIGHT, Gate
 from nsa.monitor.artifacts import Row, Table, finite_number
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.history import RankHistory
 
 MIN_TIMED_STEPS = 20  # logged steps needed to judge the spread of step times
-MIN_STEPS_FOR_GROWTH = 100  # in shorter runs caches still fill in the first half
-MIN_STEPS_FOR_RECALL = 100  # before, attention is spread evenly, so that any blocks hold as much
+MIN_STEPS_FOR_GROWTH = SHORT_RUN  # in shorter runs caches still fill in the first half
+MIN_STEPS_FOR_RECALL = (
+    SHORT_RUN  # before, attention is spread evenly, so that any blocks hold as much
+)
 MIN_LOSSES = 4  # logged steps needed to compare the last losses with the first
 
 

@@ -14,6 +14,7 @@ from nsa.monitor.artifacts import finite_number, try_read_text
 from nsa.untrusted import parse_json
 
 FILE_NAME = "gates.json"
+SHORT_RUN = 100  # steps; in fewer, growth of memory and recall cannot be measured
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,22 @@ class GateResult:
         return [criterion for criterion in self.criteria if criterion.ok is None]
 
     @property
-    def summary(self) -> str:
-        """One line for the console: the decision and what failed."""
+    def short(self) -> bool:
+        """Whether it ended a run in which some criteria of `production` cannot be measured."""
+        return self.gate == "production" and self.step < SHORT_RUN
+
+    @property
+    def count(self) -> str:
         passed = sum(criterion.ok is True for criterion in self.criteria)
         count = f"{passed} of {len(self.criteria)} criteria met"
-        if self.unmeasured:
-            count += f", {len(self.unmeasured)} not measured"
-        gate = f"go/no-go gate {self.gate} at step {self.step:,}"
+        return count + (f", {len(self.unmeasured)} not measured" if self.unmeasured else "")
+
+    @property
+    def summary(self) -> str:
+        """One line for the console: the decision and what failed."""
+        gate, count = f"go/no-go gate {self.gate} at step {self.step:,}", self.count
         if self.go:
-            return f"{gate}: Go ({count})"
+            return f"{gate}: Go{f' for {self.step:,} steps' if self.short else ''} ({count})"
         reasons = []
         for failed in self.failed:
             value = "" if failed.value is None else f" {failed.value:.4g}"

@@ -104,7 +104,10 @@ def _row(label: str, run: Summary) -> tuple[str, ...]:
     def cell(value: float | None, spec: str) -> str:
         return "-" if value is None else format(value, spec)
 
-    gates = [f"{gate.gate} {'Go' if gate.go else 'No-Go'}" for gate in run.gates[-1:]]
+    gates = [
+        f"{f'{gate.step:,} steps' if gate.short else gate.gate} {'Go' if gate.go else 'No-Go'}"
+        for gate in run.gates[-1:]
+    ]
     return (
         label,
         f"{run.steps:,}",

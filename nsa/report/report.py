@@ -111,7 +111,10 @@ def _decision(gates: Sequence[GateResult]) -> str:
     if not gates:
         return "not judged yet"
     failed = [gate.gate for gate in gates if not gate.go]
-    return f"No-Go at {', '.join(failed)}" if failed else f"Go at {gates[-1].gate}"
+    if failed:
+        return f"No-Go at {', '.join(failed)}"
+    last = gates[-1]
+    return f"Go for {last.step:,} steps, {last.count}" if last.short else f"Go at {last.gate}"
 
 
 def _gate_sections(gates: Sequence[GateResult]) -> Iterator[str]:
@@ -209,7 +212,7 @@ def _versus_teacher(run: Summary) -> Iterator[str]:
         ("positions", "tokens", "loss", "teacher's", "difference", "KL, nats", "same top-1"),
         [
             (
-                f"{row['first']:,.0f} to {row['last']:,.0f}",
+                f"{row['first'] + 1:,.0f} to {row['last'] + 1:,.0f}",
                 f"{row['tokens']:,.0f}",
                 *(f"{row[name]:.4f}" for name in ("loss", "teacher_loss")),
                 f"{row['loss'] - row['teacher_loss']:+.4f}",

@@ -75,7 +75,7 @@ def test_a_run_learns_its_teachers_predictions_and_resumes(
     assert events == pytest.approx(mean_kl, rel=1e-4)
     report = (tmp_path / "run/report.md").read_text()
     assert "Compared with the teacher" in report
-    assert "| 0 to 255 |" in report, report
+    assert "| 1 to 256 |" in report, report
 
 
 def test_a_model_that_is_its_own_teacher_does_not_differ_from_it(

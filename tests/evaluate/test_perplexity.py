@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -95,6 +96,9 @@ def test_runs_and_lengths_are_compared_on_the_same_tokens(
     output = capsys.readouterr().out
     assert "dense: context of 192 tokens, in training 96" in output
     assert "768 tokens in 4 samples" in output
+    table = output[output.index("loss by position") :].splitlines()
+    assert re.match(r"1 to \d+ ", table[1])
+    assert any(re.match(r"\d+ to 192 ", line) for line in table)
     rows = list(csv.DictReader((folder / "results/positions.csv").open()))
     assert len(rows) == sum(len(each["positions"]) for each in results)
     assert float(rows[0]["loss"]) == results[0]["positions"][0]["loss"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from nsa.gates.results import record_result
 from nsa.monitor.config import LadderConfig
 from nsa.monitor.environment import cpu_model, write_env
+from nsa.report.compare import compare_runs, read_runs
 from nsa.report.report import write_report
 from tests.gates.files import gate_at, judge_files
 from tests.monitor.run_folders import beats, write_beats, write_metrics, write_run, write_selection
@@ -115,6 +117,23 @@ def test_only_recorded_values_are_plotted(tmp_path: Path) -> None:
     assert table(text, "Compared with the earlier system")["loss at step 1"][0] == "", (
         "not of step 10"
     )
+
+
+@pytest.mark.parametrize("steps", [20, 300])
+def test_a_short_run_is_not_called_ready_for_production(steps: int, tmp_path: Path) -> None:
+    result = judge_files(
+        write_run(tmp_path, steps=steps), gate_at("production", steps), LadderConfig()
+    )
+    record_result(tmp_path, result)
+    assert result.go, result.summary
+    title = write_report(tmp_path).read_text().splitlines()[0]
+    count = re.search(r"\d+ of 15 criteria met, \d+ not measured", result.summary)
+    assert count is not None, result.summary
+    short = f"Go for 20 steps, {count[0]}"
+    assert title.endswith(short if steps == 20 else "Go at production")
+    assert ("Go for 20 steps (" in result.summary) == (steps == 20)
+    cell = compare_runs(read_runs([tmp_path]), tmp_path / "out.png")[1]
+    assert cell.endswith("20 steps Go" if steps == 20 else "production Go")
 
 
 def test_a_run_that_failed_before_its_first_step_has_a_report(tmp_path: Path) -> None:
