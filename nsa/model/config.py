@@ -75,7 +75,7 @@ class AttentionConfig:
 
 @dataclass
 class ModelConfig:
-    """A Llama-like decoder: pre-norm RMSNorm, SwiGLU, RoPE, GQA, tied embedding by default."""
+    """A Llama-like decoder: pre-norm RMSNorm, SwiGLU, RoPE, tied embedding by default."""
 
     vocab_size: int = 50_304  # rows of the embedding and of the output head
     layers: int = 12  # transformer blocks
