@@ -1,0 +1,192 @@
+"""Formats of local files: how each is read as documents, from a cursor on.
+
+read(file, cursor, field, in_part)  ->  (document, cursor after it), ...
+
+A record that cannot be read is yielded as its DataError; a file that cannot be read further raises.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from nsa.data.source import DataError, Document, State, missing_field, not_text, text_of
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+ROWS_PER_BATCH = 128  # of a Parquet file; small, so that long documents fit into memory
+BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file to read, and its size when the source was opened."""
+
+    path: Path
+    name: str  # relative to the source's folder
+    bytes: int
+    plain: bool = False  # one document, whatever its name
+
+    @property
+    def suffix(self) -> str:
+        """Return the suffix of the format, without the compression's."""
+        if self.plain:
+            return ".txt"
+        path = Path(self.name.lower())
+        return path.with_suffix("").suffix if path.suffix in COMPRESSIONS else path.suffix
+
+    def open(self) -> BinaryIO:
+        """Open the decompressed content; a truncated archive raises instead of ending early."""
+        compression = COMPRESSIONS.get(self.path.suffix.lower())
+        if compression is None:
+            return self.path.open("rb", buffering=BUFFER_BYTES)
+        import pyarrow as pa  # zstandard's reader accepts a truncated file
+
+        stream = pa.CompressedInputStream(pa.OSFile(str(self.path)), compression)
+        return io.BufferedReader(stream, BUFFER_BYTES)
+
+
+InPart = Callable[[int], bool]  # returns whether a file's n-th record is in this part
+Documents = Iterator[tuple[Document, State]]  # with the cursor after each
+
+
+def _lines(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
+    """Read a document per line; blank lines do not count, and other parts' lines are not parsed."""
+    line_number, record, offset = (cursor.get(name, 0) for name in ("line", "record", "offset"))
+    with file.open() as stream:
+        _skip(stream, offset)
+        for line in stream:
+            line_number, offset = line_number + 1, offset + len(line)
+            if line.isspace():
+                continue
+            record += 1
+            if in_part(record - 1):
+                text = _text_of_line(line, f"{file.path}:{line_number}", field)
+                if text:
+                    after = {"line": line_number, "record": record, "offset": offset}
+                    yield Document(text, f"{file.name}:{line_number}"), after
+
+
+def _skip(stream: BinaryIO, count: int) -> None:
+    if stream.seekable():
+        stream.seek(count)
+        return
+    while count > 0 and (skipped := len(stream.read(min(count, BUFFER_BYTES)))):
+        count -= skipped
+
+
+def _text_of_line(line: bytes, location: str, field: str) -> bytes | None:
+    """Return the text of a JSON line; invalid UTF-8 becomes U+FFFD."""
+    try:
+        record = json.loads(line.decode("utf-8-sig", "replace"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{location}: not a line of JSON ({error}); fix or remove it") from None
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{location}: a {type(record).__name__}, not an object with the field {field!r} "
+            "(data.text_field); fix or remove it"
+        )
+    return _encoded(text_of(record, field, location))
+
+
+def _encoded(text: str | None) -> bytes | None:
+    if text is None:
+        return None
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # a lone surrogate such as "\ud800" is valid JSON
+        return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
+
+
+def _rows(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
+    """Read a document per row; skip row groups before the cursor."""
+    start = cursor.get("row", 0)
+    with open_parquet(file, field) as table:
+        group, row = 0, 0
+        while group < table.num_row_groups:
+            rows = table.metadata.row_group(group).num_rows
+            if row + rows > start:
+                break
+            group, row = group + 1, row + rows
+        groups = range(group, table.num_row_groups)
+        for batch in table.iter_batches(ROWS_PER_BATCH, groups, [field]) if groups else ():
+            texts = _as_bytes(batch.column(0))
+            for index in range(max(start - row, 0), len(texts)):
+                number = row + index + 1
+                if in_part(number - 1) and (text := texts[index].as_py()):
+                    yield Document(text, f"{file.name}:{number}"), {"row": number}
+            row += len(texts)
+
+
+def _as_bytes(column: Any) -> Any:
+    """Return a text column as binary, without decoding: invalid UTF-8 is kept."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
+
+
+@contextmanager
+def open_parquet(file: TextFile, field: str) -> Iterator[Any]:
+    """Open a Parquet file whose `field` is a text column."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(file.path, buffer_size=BUFFER_BYTES) as table:
+        schema = table.schema_arrow
+        if field not in schema.names:
+            raise DataError(f"{file.path}: {missing_field(field, schema.names)}")
+        kind = schema.field(field).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise DataError(f"{file.path}: {not_text(field, str(kind))}")
+        yield table
+
+
+def _records(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
+    """Read a document per row of a table or object of an array; resuming parses from the start."""
+    csv.field_size_limit(2**31 - 1)
+    with io.TextIOWrapper(file.open(), "utf-8-sig", "replace", newline="") as lines:
+        table = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
+        records = json.load(lines) if file.suffix == ".json" else table
+        for number, record in enumerate(records, 1):
+            if number > cursor.get("row", 0) and in_part(number - 1):
+                location = f"{file.path}:{number}"
+                if not isinstance(record, dict):
+                    raise DataError(f"{location}: not an object with the field {field!r}; fix it")
+                if text := _encoded(text_of(record, field, location)):
+                    yield Document(text, f"{file.name}:{number}"), {"row": number}
+
+
+def _whole_file(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
+    """Read a file as one document, byte for byte."""
+    if not cursor and in_part(0):
+        with file.open() as stream:
+            text = stream.read()
+        if text:
+            yield Document(text, file.name), {"read": True}
+
+
+FORMATS = {
+    **{".jsonl": _lines, ".ndjson": _lines, ".parquet": _rows, ".txt": _whole_file},
+    **{".csv": _records, ".tsv": _records, ".json": _records},
+}
+
+
+@contextmanager
+def name_in_errors(path: Path) -> Iterator[None]:
+    """Replace errors of the file system and of Arrow by a DataError that names the file."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, ValueError, NotImplementedError, RecursionError, csv.Error) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}); replace it with an intact copy, or remove it"
+        ) from error
