@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa.constants import INTERRUPTED
-from nsa.data.config import DataConfig
+from nsa.data.config import ON_ERROR, DataConfig
 from nsa.data.source import SPLITS
 from nsa.untrusted import printable, short_repr
 from nsa.validation import positive_flags
@@ -65,11 +65,13 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     add("--split", default=DEFAULT.split, help="split of a hub dataset")
     add("--files", help="files of a hub dataset, as a path or pattern")
     add("--pattern", help="files of a folder to read, such as '*.py' (default: all with text)")
+    about = "at a line or local file that cannot be read: stop, or skip and count it"
+    add("--on-error", choices=ON_ERROR, default=DEFAULT.on_error, help=about)
     add("--text-field", default=DEFAULT.text_field, help="the field that holds a record's text")
 
 
 def _config(args: argparse.Namespace, **more: Any) -> DataConfig:
-    names = ("source", "subset", "split", "files", "pattern", "text_field")
+    names = ("source", "subset", "split", "files", "pattern", "text_field", "on_error")
     config = DataConfig(**{name: getattr(args, name) for name in names}, **more)
     config.validate()
     return config
@@ -83,7 +85,7 @@ def _settings_as_flags() -> Iterator[None]:
     except ValueError as error:
         text = str(error).replace("--set data.", "--")
         settings = ("source", "subset", "split", "files", "pattern", "text_field", "held_out")
-        for name in (*settings, "tokenizer"):
+        for name in (*settings, "on_error", "tokenizer"):
             text = text.replace(f"data.{name}", f"--{name.replace('_', '-')}")
         raise ValueError(text) from error
 
@@ -91,7 +93,7 @@ def _settings_as_flags() -> Iterator[None]:
 @_settings_as_flags()
 def _prepare(args: argparse.Namespace) -> int:
     from nsa.data.factory import skipped_files
-    from nsa.data.prepare import prepare
+    from nsa.data.prepare import prepare, skipped
     from nsa.data.shards import INDEX
 
     positive_flags(args, "shard_tokens", "workers")
@@ -108,7 +110,7 @@ def _prepare(args: argparse.Namespace) -> int:
     if args.workers not in (None, index.parts):
         print(f"--workers {args.workers} has no effect: {out} was started with {index.parts}")
     print(f"{out} was already finished" if finished else f"{out} is finished")
-    print(*_contents(out, index), sep="\n")
+    print(*skipped(out, index), *_contents(out, index), sep="\n")
     return 0 if all(index.of(split) for split in SPLITS) else 2
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from nsa.validation import above_zero, at_least, at_most, one_of
 
 PACKINGS = ("documents", "concat")
+ON_ERROR = ("stop", "skip")
 
 
 @dataclass
@@ -22,6 +23,7 @@ class DataConfig:
     split: str = "train"  # split of a hub dataset
     files: str | None = None  # files of a hub dataset, as a path or pattern; null: its default
     pattern: str | None = None  # files of a folder to read, such as "*.py"; null: all with text
+    on_error: str = "stop"  # at a line or file that cannot be read: "stop", or "skip" and count it
     text_field: str = "text"  # field of a record that holds its text
     tokenizer: str = "byte"  # "byte": 256 bytes and 3 special tokens; or "hf:<name or folder>"
     packing: str = "concat"  # "concat": across documents; "documents": attention stays inside each
@@ -34,7 +36,7 @@ class DataConfig:
     synthetic_bytes: int = 4_000_000  # bytes of text that the "synthetic" source generates
 
     def validate(self) -> None:
-        one_of("data", self, packing=PACKINGS)
+        one_of("data", self, packing=PACKINGS, on_error=ON_ERROR)
         kind, _, name = self.tokenizer.partition(":")
         if self.tokenizer != "byte" and not (kind == "hf" and name.strip()):
             raise ValueError(

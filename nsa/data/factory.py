@@ -14,7 +14,15 @@ from nsa.data.config import DataConfig
 from nsa.data.files import Files, open_files
 from nsa.data.hub import open_hub
 from nsa.data.shards import is_prepared, open_shards
-from nsa.data.source import HeldOut, Source, is_builtin, is_path, no_documents
+from nsa.data.source import (
+    DataError,
+    HeldOut,
+    Source,
+    is_builtin,
+    is_path,
+    no_documents,
+    skipped_note,
+)
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray, as_document, build_tokenizer
 
@@ -34,7 +42,7 @@ def open_source(config: DataConfig, name: str) -> Source:
         return synthetic(config.synthetic_bytes)
     if name == "fineweb_edu" or name.startswith("hf:"):
         return open_hub(config, name)
-    return open_files(Path(name).expanduser(), config.text_field, config.pattern)
+    return open_files(Path(name).expanduser(), config.text_field, config.pattern, config.on_error)
 
 
 def skipped_files(config: DataConfig) -> list[str]:
@@ -89,15 +97,17 @@ def tokenise(
     pieces: list[TokenArray] = []
     text_bytes = count = 0
     division = held_out(config, name)
-    for document in open_source(config, name).read():
+    reader = open_source(config, name).read()
+    for document in reader:
         on_document(name, document.location)
         if text := division.text_for(document.text, split):
             pieces.append(as_document(tokenizer, tokenizer.encode(text)))
             text_bytes, count = text_bytes + len(text), count + len(pieces[-1])
             if count >= tokens:
                 break
+    notes = skipped_note(name, reader.skipped)
     if not pieces:
-        raise no_documents(config, name, split)
+        raise DataError("; ".join([str(no_documents(config, name, split)), *notes]))
     joined = np.concatenate(pieces)
     return TokenStore(
         [joined],
@@ -108,4 +118,5 @@ def tokenise(
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
+        notes=notes,
     )

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
@@ -36,7 +37,9 @@ LARGEST_TEXT = 8 << 20  # a larger file with another suffix is taken for generat
 HEAD_BYTES = 1 << 16  # of a file with another suffix: decides whether it holds text
 
 
-def open_files(path: Path, text_field: str, pattern: str | None = None) -> Files:
+def open_files(
+    path: Path, text_field: str, pattern: str | None = None, on_error: str = "stop"
+) -> Files:
     """Open a file, or all text files below a folder, ordered by relative path.
 
     `pattern` selects files of a folder by name or relative path. Without it, a folder with JSON
@@ -54,7 +57,7 @@ def open_files(path: Path, text_field: str, pattern: str | None = None) -> Files
                 f"data.source = '{path}': no text in this folder, which holds "
                 f"{names or 'no files'} (data.pattern = {pattern!r}); supported: {READABLE}"
             )
-        return Files(str(path), files, text_field, skipped=skipped)
+        return Files(str(path), files, text_field, skipped=skipped, on_error=on_error)
     if not path.exists():
         near = difflib.get_close_matches(str(path), NAMED, 1)
         raise DataError(
@@ -68,7 +71,7 @@ def open_files(path: Path, text_field: str, pattern: str | None = None) -> Files
             f"data.source = '{path}': {path.suffix or 'no suffix'!r} is not a supported format; "
             f"supported: {READABLE}"
         )
-    return Files(str(path), [file], text_field)
+    return Files(str(path), [file], text_field, on_error=on_error)
 
 
 def _any_text(path: Path, root: Path, field: str | None) -> TextFile | None:
@@ -132,6 +135,7 @@ class Files:
     index: int = 0
     count: int = 1
     skipped: int = 0  # files of the folder that hold no text, or too much
+    on_error: str = "stop"  # or "skip": yield the errors of records and files that cannot be read
 
     def read(self, state: State | None = None) -> Reader:
         state = state or self._start
@@ -146,8 +150,8 @@ class Files:
         """Return complete files if there are at least `count`, else every `count`-th document."""
         assert self.count == 1
         if len(self.files) >= count:
-            return Files(self.name, self.files[index::count], self.text_field)
-        return Files(self.name, self.files, self.text_field, index, count)
+            return replace(self, files=self.files[index::count])
+        return replace(self, index=index, count=count)
 
     def size(self) -> int | None:
         """Return the bytes of text, including JSON syntax; None if a file is compressed."""
@@ -158,7 +162,12 @@ class Files:
     def _size_of(self, file: TextFile) -> int:
         if file.suffix != ".parquet":
             return file.bytes
-        with name_in_errors(file.path), open_parquet(file, self.text_field) as table:
+        skipped = () if self.on_error == "stop" else (DataError,)
+        with (
+            suppress(*skipped),
+            name_in_errors(file.path),
+            open_parquet(file, self.text_field) as table,
+        ):
             groups = (table.metadata.row_group(i) for i in range(table.metadata.num_row_groups))
             columns = (group.column(i) for group in groups for i in range(group.num_columns))
             return sum(
@@ -166,6 +175,7 @@ class Files:
                 for column in columns
                 if column.path_in_schema == self.text_field
             )
+        return 0
 
     def size_if_few(self, limit: int) -> int | None:
         """Return the bytes of text if there are fewer than `limit` documents, else None.
@@ -177,9 +187,9 @@ class Files:
         for file in self.files:
             if not file.path.is_file():
                 return None
-            documents = Files(self.name, [file], self.text_field)._documents(self._start)
+            documents = replace(self, files=[file]).read()
             plain = file.plain or file.path.suffix.lower() == ".txt"  # not compressed
-            for length in [file.bytes] if plain else (len(d.text) for d, _ in documents):
+            for length in [file.bytes] if plain else (len(d.text) for d in documents):
                 count, size = count + 1, size + length
                 if count >= limit:
                     return None
@@ -199,14 +209,24 @@ class Files:
         for number in range(state["file"], len(self.files)):
             file = self.files[number]
             with name_in_errors(file.path):
-                if file.path.stat().st_size != file.bytes:
-                    raise DataError(
-                        f"{file.path}: changed from {file.bytes} to {file.path.stat().st_size} "
-                        "bytes while in use; start a new run with files that do not change"
-                    )
-                read = FORMATS[file.suffix]
-                for document, after in read(file, cursor, self.text_field, self._in_part(number)):
-                    yield document, {"files": state["files"], "file": number, "at": after}
+                size = file.path.stat().st_size
+            if size != file.bytes:
+                raise DataError(
+                    f"{file.path}: changed from {file.bytes} to {size} bytes while in use; start a "
+                    "new run with files that do not change"
+                )
+            read, in_part = FORMATS[file.suffix], self._in_part(number)
+            try:
+                with name_in_errors(file.path):
+                    for document, at in read(file, cursor, self.text_field, in_part):
+                        if isinstance(document, DataError) and self.on_error == "stop":
+                            raise document
+                        yield document, {"files": state["files"], "file": number, "at": at}
+            except DataError as error:
+                if self.on_error == "stop":
+                    raise DataError(f"{error}, or set data.on_error=skip") from error
+                if in_part(0):  # one of the parts that read this file counts it
+                    yield error, {"files": state["files"], "file": number + 1, "at": {}}
             cursor = {}
 
     def _in_part(self, number: int) -> InPart:

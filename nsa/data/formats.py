@@ -52,7 +52,7 @@ class TextFile:
 
 
 InPart = Callable[[int], bool]  # returns whether a file's n-th record is in this part
-Documents = Iterator[tuple[Document, State]]  # with the cursor after each
+Documents = Iterator[tuple[Document | DataError, State]]  # with the cursor after each
 
 
 def _lines(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
@@ -65,11 +65,9 @@ def _lines(file: TextFile, cursor: State, field: str, in_part: InPart) -> Docume
             if line.isspace():
                 continue
             record += 1
-            if in_part(record - 1):
-                text = _text_of_line(line, f"{file.path}:{line_number}", field)
-                if text:
-                    after = {"line": line_number, "record": record, "offset": offset}
-                    yield Document(text, f"{file.name}:{line_number}"), after
+            document = in_part(record - 1) and _document(file, line_number, line, field)
+            if document:
+                yield document, {"line": line_number, "record": record, "offset": offset}
 
 
 def _skip(stream: BinaryIO, count: int) -> None:
@@ -80,18 +78,26 @@ def _skip(stream: BinaryIO, count: int) -> None:
         count -= skipped
 
 
-def _text_of_line(line: bytes, location: str, field: str) -> bytes | None:
-    """Return the text of a JSON line; invalid UTF-8 becomes U+FFFD."""
+def _document(file: TextFile, number: int, record: Any, field: str) -> Document | DataError | None:
+    """Return a record, or a line of JSON, as a document; None without text; or its error.
+
+    Invalid UTF-8 of a line becomes U+FFFD.
+    """
+    location = f"{file.path}:{number}"
     try:
-        record = json.loads(line.decode("utf-8-sig", "replace"))
+        if isinstance(record, bytes):
+            record = json.loads(record.decode("utf-8-sig", "replace"))
+        if isinstance(record, dict):
+            text = _encoded(text_of(record, field, location))
+            return Document(text, f"{file.name}:{number}") if text else None
+    except DataError as error:
+        return error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{location}: not a line of JSON ({error}); fix or remove it") from None
-    if not isinstance(record, dict):
-        raise DataError(
-            f"{location}: a {type(record).__name__}, not an object with the field {field!r} "
-            "(data.text_field); fix or remove it"
-        )
-    return _encoded(text_of(record, field, location))
+        return DataError(f"{location}: not a line of JSON ({error}); fix or remove it")
+    return DataError(
+        f"{location}: a {type(record).__name__}, not an object with the field {field!r} "
+        "(data.text_field); fix or remove it"
+    )
 
 
 def _encoded(text: str | None) -> bytes | None:
@@ -104,7 +110,10 @@ def _encoded(text: str | None) -> bytes | None:
 
 
 def _rows(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:
-    """Read a document per row; skip row groups before the cursor."""
+    """Read a document per row; skip row groups before the cursor.
+
+    No batch spans two groups, so a pass that resumes ends at the same row before a broken one.
+    """
     start = cursor.get("row", 0)
     with open_parquet(file, field) as table:
         group, row = 0, 0
@@ -113,8 +122,11 @@ def _rows(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documen
             if row + rows > start:
                 break
             group, row = group + 1, row + rows
-        groups = range(group, table.num_row_groups)
-        for batch in table.iter_batches(ROWS_PER_BATCH, groups, [field]) if groups else ():
+        for batch in (
+            batch
+            for number in range(group, table.num_row_groups)
+            for batch in table.iter_batches(ROWS_PER_BATCH, [number], [field])
+        ):
             texts = _as_bytes(batch.column(0))
             for index in range(max(start - row, 0), len(texts)):
                 number = row + index + 1
@@ -156,12 +168,10 @@ def _records(file: TextFile, cursor: State, field: str, in_part: InPart) -> Docu
         table = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
         records = json.load(lines) if file.suffix == ".json" else table
         for number, record in enumerate(records, 1):
-            if number > cursor.get("row", 0) and in_part(number - 1):
-                location = f"{file.path}:{number}"
-                if not isinstance(record, dict):
-                    raise DataError(f"{location}: not an object with the field {field!r}; fix it")
-                if text := _encoded(text_of(record, field, location)):
-                    yield Document(text, f"{file.name}:{number}"), {"row": number}
+            wanted = number > cursor.get("row", 0) and in_part(number - 1)
+            document = wanted and _document(file, number, record, field)
+            if document:
+                yield document, {"row": number}
 
 
 def _whole_file(file: TextFile, cursor: State, field: str, in_part: InPart) -> Documents:

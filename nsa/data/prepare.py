@@ -44,7 +44,7 @@ from nsa.data.shards import (
     write_json,
     write_shard,
 )
-from nsa.data.source import SPLITS, DataError, Document, HeldOut, Reader, State
+from nsa.data.source import SPLITS, DataError, Document, HeldOut, Reader, State, skipped_note
 from nsa.data.tokenizer import TokenArray, Tokenizer, as_document, build_tokenizer, id_type
 from nsa.data.worker import Worker, WorkerDied
 
@@ -165,6 +165,13 @@ def _state(out: Path, part: int) -> State:
     return {"shards": [], "reader": None, "text_bytes": 0, "done": False}
 
 
+def skipped(out: Path, index: Index) -> list[str]:
+    """Return a line that counts what all launches skipped by data.on_error."""
+    parts = [_state(out, part).get("skipped", [0, ""]) for part in range(index.parts)]
+    first = next((first for count, first in parts if count), "")
+    return skipped_note(index.stamp.source, [sum(count for count, _ in parts), first])
+
+
 @dataclass(frozen=True)
 class _Job:
     """The arguments of every worker process."""
@@ -221,6 +228,7 @@ def _write_part(job: _Job, part: int, on_document: Callable[[str, str], None]) -
     """Write the shards of one part; yield the bytes of text that were tokenised."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false" if job.parts > 1 else "true"
     state = _state(job.out, part)
+    count, first = state.get("skipped", [0, ""])  # by earlier launches
     try:
         source = open_source(job.config, job.stamp.source).part(part, job.parts)
         reader = source.read(state["reader"])
@@ -238,6 +246,7 @@ def _write_part(job: _Job, part: int, on_document: Callable[[str, str], None]) -
                     state["shards"].append(asdict(shard))
                     state["text_bytes"] += shard.text_bytes
             state["reader"] = reader.state()
+            state["skipped"] = [count + reader.skipped[0], first or reader.skipped[1]]
             write_json(_state_path(job.out, part), state)
     except OSError as error:
         raise DataError(str(error)) from error

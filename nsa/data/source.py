@@ -40,14 +40,23 @@ class Document:
 
 
 class Reader(Iterator[Document]):
-    """A resumable pass over a source, built from pairs (document, state after it)."""
+    """A resumable pass over a source, built from pairs (document, state after it).
 
-    def __init__(self, documents: Iterator[tuple[Document, State]], state: State) -> None:
+    A DataError in place of a document is skipped, and counted.
+    """
+
+    def __init__(
+        self, documents: Iterator[tuple[Document | DataError, State]], state: State
+    ) -> None:
         self._documents, self._state = documents, state
+        self.skipped: list[Any] = [0, ""]  # number since this reader began, and the first error
 
     def __next__(self) -> Document:
-        document, self._state = next(self._documents)
-        return document
+        while True:
+            document, self._state = next(self._documents)
+            if isinstance(document, Document):
+                return document
+            self.skipped = [self.skipped[0] + 1, self.skipped[1] or str(document)]
 
     def state(self) -> State:
         """Return the cursor after the last document; `Source.read` resumes from it."""
@@ -98,6 +107,13 @@ class HeldOut:
         for _ in range(3):  # not inside a UTF-8 character
             cut -= 0 < cut < len(text) and text[cut] & 0xC0 == 0x80
         return text[cut:] if split == "val" else text[:cut]
+
+
+def skipped_note(name: str, skipped: list[Any]) -> list[str]:
+    """Return a line that counts what a reader skipped, if anything."""
+    count, first = skipped
+    text = f"{name}: data.on_error = skip left out {count:,} lines, rows or files; the first: "
+    return [text + first] if count else []
 
 
 def no_documents(config: DataConfig, name: str, split: str) -> DataError:

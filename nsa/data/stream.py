@@ -11,6 +11,7 @@ saved.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import numpy as np
 from nsa.data.config import DataConfig
 from nsa.data.factory import held_out, open_source, tokenise
 from nsa.data.order import Mixer, hash64, shuffled_index
-from nsa.data.source import DataError, Reader, State
+from nsa.data.source import DataError, Reader, State, skipped_note
 from nsa.data.token_store import TokenStore
 from nsa.data.tokenizer import TokenArray, Tokenizer, as_document, build_tokenizer
 
@@ -127,6 +128,8 @@ class _SourceStream:
                     yield {**cursor, "document": index, "token": token}, tokens[token:]
                     token = 0
                 document, block, before = 0, block + 1, reader.state()
+            for line in skipped_note(f"{self.name}, this part's pass", reader.skipped):
+                print(line, file=sys.stderr, flush=True)
             if block == 0:
                 raise self._no_documents()
             pass_number, block, before = pass_number + 1, 0, None

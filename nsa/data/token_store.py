@@ -24,6 +24,7 @@ class TokenStore:
     vocab_size: int = 0  # above every token id
     tokenizer: str = ""  # its name
     tokenizer_fingerprint: str = ""
+    notes: Sequence[str] = ()  # for the log
 
     def __post_init__(self) -> None:
         self._ends = np.cumsum([len(piece) for piece in self.pieces], dtype=np.int64)
@@ -51,8 +52,9 @@ def coverage(
     stores: Sequence[TokenStore], fractions: Sequence[float], seq_len: int, samples: int | None
 ) -> list[str]:
     """Return a line per store: its size, and how much of it a run of `samples`, if given, reads."""
-    lines = []
+    lines: list[str] = []
     for store, fraction in zip(stores, fractions, strict=True):
+        lines += store.notes
         per_epoch = max(0, (len(store) - 1) // seq_len)
         left_over = len(store) - per_epoch * seq_len - 1
         line = f"{store.name}: {len(store):,} tokens"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from nsa.data.config import DataConfig
 from nsa.data.hub import hub_url, probe
-from nsa.data.source import DataError, Source
+from nsa.data.source import DataError, Source, skipped_note
 from nsa.system import with_timeout
 
 TokenArray = npt.NDArray[np.integer]
@@ -310,9 +311,11 @@ def train_tokenizer(source: Source, vocab_size: int, out: Path) -> Tokenizer:
 
 
 def _pieces(source: Source) -> Iterator[str]:
-    empty = True
-    for document in source.read():
+    empty, reader = True, source.read()
+    for document in reader:
         empty = False
         yield from split_text(document.text.decode("utf-8", errors="replace"))
+    for line in skipped_note(source.name, reader.skipped):
+        print(line, file=sys.stderr)
     if empty:
         raise DataError(f"data.source: {source.name} has no documents to train on")

@@ -1,0 +1,139 @@
+"""`data.on_error`: one broken line or file among many stops the run, or is skipped and counted."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nsa.cli import main
+from nsa.data.config import DataConfig
+from nsa.data.factory import tokenise
+from nsa.data.files import open_files
+from nsa.data.formats import BUFFER_BYTES
+from nsa.data.source import DataError, State
+from nsa.data.token_store import coverage
+from tests.data.test_prepare import contents
+from tests.data.texts import Rows, configure
+from tests.engine.small import small_request
+
+BROKEN = 6  # lines, rows and files of `folder` that cannot be read
+
+
+def lines(*texts: str) -> list[str]:
+    return [json.dumps({"text": text}) for text in texts]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Eight files, of which five have a broken line or a broken end."""
+    root = tmp_path / "text"
+    root.mkdir()
+    good = lines(*(f"a {number}" for number in range(30)))
+    (root / "a.jsonl").write_text("\n".join([*good[:9], "{broken", *good[9:], '{"body": "x"}', ""]))
+    archive = gzip.compress("\n".join(lines(*("b" * 99 for _ in range(40_000)))).encode())
+    (root / "b.jsonl.gz").write_bytes(archive[: len(archive) // 2])
+    (root / "c.parquet").write_bytes(b"PAR1 and no more")
+    table = pa.table({"text": [f"d {number:04} {'.' * 50}" for number in range(1_000)]})
+    pq.write_table(table, root / "d.parquet", row_group_size=150, compression="none")
+    data = bytearray((root / "d.parquet").read_bytes())
+    begin = pq.ParquetFile(root / "d.parquet").metadata.row_group(3).column(0).data_page_offset
+    data[begin : begin + 40] = b"\xff" * 40  # the fourth group's page header
+    (root / "d.parquet").write_bytes(data)
+    (root / "e.jsonl").write_text("\n".join(lines("e 1", "e 2")) + "\n[1]\n")
+    (root / "f.txt").write_text("f")
+    return root
+
+
+def open_skipping(folder: Path) -> object:
+    return open_files(folder, "text", on_error="skip")
+
+
+def test_skip_reads_all_else_and_counts_each_broken_piece_once(folder: Path) -> None:
+    source = open_skipping(folder)
+    for parts in (1, 2, 20):  # complete files, and every 20th document
+        readers = [source.part(index, parts).read() for index in range(parts)]
+        texts = [document.text.decode() for reader in readers for document in reader]
+        assert sum(text.startswith("a ") for text in texts) == 30
+        assert sum(text.startswith("d ") for text in texts) == 450
+        assert {"e 1", "e 2", "f"} <= {*texts}
+        assert sum(reader.skipped[0] for reader in readers) == BROKEN
+    (reader,) = [source.read()]
+    assert len([*reader]) == len(texts)
+    assert reader.skipped[1].startswith(f"{folder}/a.jsonl:10: not a line of JSON")
+
+
+def test_a_pass_that_resumes_anywhere_skips_the_same(folder: Path) -> None:
+    source = open_skipping(folder)
+    reader, expected, states = source.read(), [], list[State]()
+    for document in reader:
+        expected.append(document)
+        states.append(reader.state())
+    compressed = [n for n, each in enumerate(expected) if each.location.startswith("b.")]
+    assert len(compressed) * 110 > BUFFER_BYTES  # the archive breaks after the first buffer
+    middle = compressed[:: len(compressed) // 5]
+    for at in (0, 8, 9, 29, *middle, *range(len(expected) - 455, len(expected), 7)):
+        resumed = source.read(json.loads(json.dumps(states[at])))
+        assert [*resumed] == expected[at + 1 :], expected[at].location
+
+
+def test_stop_names_the_file_the_line_and_the_setting(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl:10: not a line .*, or set data\.on_error=skip$"):
+        list(open_files(folder, "text").read())
+    message = r"c\.parquet: cannot be read .*remove it, or set data\.on_error=skip$"
+    with pytest.raises(DataError, match=message):
+        list(open_files(folder / "c.parquet", "text").read())
+
+
+def test_prepare_counts_in_one_line_what_it_skips(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def prepare(out: str, *flags: str) -> int:
+        source = ("--source", str(folder), "--tokenizer", "byte", "--workers", "2")
+        return main(["data", "prepare", *source, "--out", str(tmp_path / out), *flags])
+
+    assert prepare("resumed") == 2
+    assert "a.jsonl:10: not a line of JSON" in (error := capfd.readouterr().err)
+    assert "or set --on-error=skip" in error
+    for out in ("resumed", "at once"):  # what was stopped continues
+        assert prepare(out, "--on-error=skip", "--shard-tokens", "100000000") == 0
+        output = capfd.readouterr().out
+        assert output.count(f"skip left out {BROKEN} lines, rows or files; the first: ") == 1
+    tokens = [
+        {name: data for name, data in contents(tmp_path / out).items() if name.endswith(".bin")}
+        for out in ("resumed", "at once")
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_stream_and_memory_report_the_count(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = Rows(configure(str(folder), on_error="skip"), seed=0, part=0, parts=1, rows=500)
+    while not (error := capsys.readouterr().err):
+        next(rows)
+    text = f"left out {BROKEN} lines, rows or files; the first: {folder}/a.jsonl:10"
+    assert error.count(text) == 1
+    config = DataConfig(source=str(folder / "a.jsonl"), on_error="skip")
+    store = tokenise(config, config.source, "train")
+    assert "left out 2 lines, rows or files" in coverage([store], [1.0], 16, None)[0]
+
+
+def test_nothing_but_broken_files_is_no_dataset(folder: Path) -> None:
+    config = DataConfig(source=str(folder / "c.parquet"), on_error="skip")
+    with pytest.raises(DataError, match=r"has no document .*c\.parquet: cannot be read"):
+        tokenise(config, config.source, "train")
+
+
+def test_a_stopped_run_may_go_on_with_skip(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for name, text in small_request().config_files().items():
+        (tmp_path / "run" / name).write_text(text)
+    flags = ["--resume", f"--run-dir={tmp_path / 'run'}", "--set=data.on_error=skip"]
+    request = small_request(*flags)
+    assert request.config.data.on_error == "skip"
+    assert not request.data_changed
